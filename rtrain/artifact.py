@@ -1,0 +1,112 @@
+"""The deployable folder: a Transformers checkpoint with tokenizer, task, labels, lineage and golden answers.
+
+config.json  model.safetensors  tokenizer.json ...   what `AutoModelFor...from_pretrained` loads
+model.int8.xml  model.int8.bin                       the int8 graph, when quantized
+artifact.json                                        what rtrain needs to answer
+MANIFEST.json                                        size and SHA-256 of each file; written last
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rtrain import manifest
+from rtrain.errors import UserError
+
+NAME = "artifact.json"
+SCHEMA_VERSION = 1
+
+GOLDEN_INPUTS = (
+    "Hello",
+    "Where is my order? It was due on Monday.",
+    "¿Pueden devolverme el dinero de la factura 4711?",
+    "Ich möchte mein Abonnement zum Monatsende kündigen, bitte bestätigen Sie das per E-Mail.",
+    "Le colis est arrivé ouvert et il manque deux articles sur trois.",
+    "I changed banks last week, so the card that you have on file will not work for the next payment; "
+    "please tell me how to replace it, and whether I need to do anything about the invoice that is still open.",
+)
+"""Texts whose answers are stored by the artefact's maker: short and long, several scripts of punctuation."""
+
+
+class ArtifactError(UserError):
+    """A folder that is no artefact, is damaged, or does not answer as its maker recorded."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """The contents of artifact.json."""
+
+    name: str
+    task: str
+    labels: tuple[str, ...]
+    max_tokens: int
+    engine: str
+    """`torch` (float) or `openvino` (int8)."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    lineage: Mapping[str, Any] = field(default_factory=dict)
+    gate: Mapping[str, Any] | None = None
+    golden: tuple[Mapping[str, Any], ...] = ()
+    """`{"inputs": text, "logits": [...]}` each, as computed by the maker through `rtrain.predict`."""
+    version: str = ""
+    """Digest of the files that answer: two artefacts of one version answer alike."""
+    schema_version: int = SCHEMA_VERSION
+
+
+def write(folder: Path, artifact: Artifact, answer: Callable[[Path, Artifact], list[list[float]]]) -> Artifact:
+    """Complete a folder that holds the model files: version, golden answers by `answer`, artifact.json, manifest."""
+    parts = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.suffix in (".safetensors", ".bin", ".xml") or path.name == "tokenizer.json"
+    ]
+    total = hashlib.sha256("\n".join(artifact.labels).encode())
+    for path in parts:
+        total.update(path.read_bytes())
+    artifact = replace(artifact, version=total.hexdigest()[:12])
+    logits = answer(folder, artifact)
+    golden = tuple({"inputs": text, "logits": row} for text, row in zip(GOLDEN_INPUTS, logits, strict=True))
+    artifact = replace(artifact, golden=golden)
+    (folder / NAME).write_text(json.dumps(asdict(artifact), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    manifest.write(folder)
+    return artifact
+
+
+def read(folder: Path, verify: bool = True) -> Artifact:
+    """The artefact of a folder; `verify` compares every file with the manifest."""
+    path = folder / NAME
+    if not path.is_file():
+        inner = folder / "artifact"
+        hint = f"did you mean {inner}?" if (inner / NAME).is_file() else "name the artifact folder of a finished run"
+        raise ArtifactError(f"{folder} is no artefact (no {NAME}); {hint}")
+    if verify and (problem := manifest.damage(folder)) is not None:
+        raise ArtifactError(f"artefact {folder} is damaged: {problem}; make it again or copy it whole")
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if document.get("schema_version") != SCHEMA_VERSION:
+        raise ArtifactError(
+            f"artefact {folder} is of schema {document.get('schema_version')}, this rtrain reads {SCHEMA_VERSION}"
+        )
+    document["labels"], document["golden"] = tuple(document["labels"]), tuple(document["golden"])
+    return Artifact(**document)
+
+
+def size_mb(folder: Path, engine: str) -> float:
+    """Megabytes of the weights that answer."""
+    names = {"torch": ("model.safetensors",), "openvino": ("model.int8.xml", "model.int8.bin")}[engine]
+    return sum((folder / name).stat().st_size for name in names) / 1e6
+
+
+def publish(draft: Path, final: Path) -> Path:
+    """Move a complete draft to its name; an older artefact there is replaced as a whole."""
+    if final.exists():
+        old = final.with_name(f".{final.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+        draft.rename(final)
+        shutil.rmtree(old)
+    else:
+        draft.rename(final)
+    return final

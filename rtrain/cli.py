@@ -1,0 +1,292 @@
+"""The command line: verbs only. Each parses, calls one function, and prints; heavy imports are inside the verbs."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rtrain import __version__, env
+from rtrain.cluster import session as sessions
+from rtrain.errors import ConfigError, Problem, UserError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+recipes_app = typer.Typer(no_args_is_help=True, help="List the recipes, or print one.")
+app.add_typer(recipes_app, name="recipes")
+
+INTERRUPTED = 130
+
+Set = Annotated[list[str] | None, typer.Option("--set", help="Change a setting: section.name=value. Repeatable.")]
+Out = Annotated[str | None, typer.Option("--out", help="Run folder (default: runs/<recipe>-<time>).")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+DataOption = Annotated[str | None, typer.Option("--data", help="Training rows: file, folder, glob or `datasets` name.")]
+TestOption = Annotated[str | None, typer.Option("--test", help="Test rows; without it 10 % are split off.")]
+ModelOption = Annotated[str | None, typer.Option("--model", help="minilm, a Transformers folder, or a hub name.")]
+Workers = Annotated[int | None, typer.Option("--workers", help="DDP workers.")]
+Address = Annotated[str | None, typer.Option("--address", help="Ray cluster; default RAY_ADDRESS, else a local one.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")]
+New = Annotated[bool, typer.Option("--new", help="If --out is in use, take the next free number.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the console script and of `python -m rtrain`; `arguments` default to the command line's."""
+    env.prepare()
+    code = None
+    try:
+        sessions.forget_folder()  # `python -m` has put the current folder first on the module path
+        code = app(arguments, standalone_mode=False)  # typer turns KeyboardInterrupt into the returned code 130
+    except UserError as error:
+        print(f"rtrain: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except typer.TyperException as error:
+        print(f"rtrain: {error.format_message()} (rtrain --help lists what there is)", file=sys.stderr)
+        sys.exit(2)
+    if code == INTERRUPTED:
+        print("rtrain: interrupted", file=sys.stderr)
+        _leave(INTERRUPTED)
+
+
+def _leave(code: int) -> None:
+    """Exit without waiting for threads that Ray left in a call which the ended session will never answer."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _config(recipe: str, assignments: list[str] | None, **short: Any) -> Any:
+    """The configuration of a verb: recipe, then the short options, then `--set`."""
+    from rtrain import config
+
+    names = {
+        "data": "data.path",
+        "test": "data.test",
+        "model": "model.name",
+        "workers": "train.workers",
+        "address": "cluster.address",
+        "host": "serve.host",
+        "port": "serve.port",
+    }
+    overrides = {names[name]: value for name, value in short.items() if value is not None}
+    overrides |= dict(config.parse_assignment(text) for text in assignments or ())
+    return config.load(recipe, overrides)
+
+
+def _print(document: Any, as_json: bool, text: str) -> None:
+    print(json.dumps(document, ensure_ascii=False) if as_json else text)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """From a file of text to an HTTP answer: train, search, shrink and serve text encoders on Ray."""
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+# ------------------------------------------------------------------------------------------------------------ verbs
+
+
+@recipes_app.command("list")
+def recipes_list() -> None:
+    """Names of the recipes that come with rtrain."""
+    from rtrain import config
+
+    print("\n".join(config.recipe_names()))
+
+
+@recipes_app.command("show")
+def recipes_show(name: str) -> None:
+    """Print a recipe's commented YAML; save it, edit it, and give the file's name in place of the recipe's."""
+    from rtrain import config
+
+    print(config.recipe_text(name), end="")
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or a YAML file, e.g. a run's config.yaml.")],
+    data: DataOption = None,
+    test: TestOption = None,
+    model: ModelOption = None,
+    workers: Workers = None,
+    out: Out = None,
+    assignments: Set = None,
+    address: Address = None,
+    resume: Resume = False,
+    new: New = False,
+    as_json: Json = False,
+) -> None:
+    """Fine-tune an encoder on a file of texts; ends with an artefact that predict and serve take."""
+    from rtrain.cluster.session import session
+    from rtrain.report.progress import Line, summary_text
+    from rtrain.training import driver, runs
+
+    config = _config(recipe, assignments, data=data, test=test, model=model, workers=workers, address=address)
+    folder = runs.folder_for(config.recipe.name, out)
+    config, reuse = runs.absolute(config), _reuse(resume, new)
+    driver.check(config)
+    with session(config, folder.parent), Line() as line:
+        prepared = driver.prepare(config, folder, reuse)
+        summary = driver.fit(prepared, on_event=line)
+    _print(summary, as_json, summary_text(summary, prepared.run))
+
+
+def _reuse(resume: bool, new: bool) -> Any:
+    if resume and new:
+        raise ConfigError(
+            [Problem("--new", None, "--resume and --new exclude each other", "continue, or start another")]
+        )
+    return "resume" if resume else "new" if new else "refuse"
+
+
+@app.command()
+def tune(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or a YAML file.")],
+    data: DataOption = None,
+    test: TestOption = None,
+    model: ModelOption = None,
+    workers: Workers = None,
+    out: Out = None,
+    assignments: Set = None,
+    address: Address = None,
+    new: New = False,
+    as_json: Json = False,
+) -> None:
+    """Search learning rate and aggregation frequency, then continue the best trial to its full budget."""
+    from rtrain.cluster.session import session
+    from rtrain.report.progress import Line, search_text
+    from rtrain.training import driver, runs
+    from tune import search
+
+    config = _config(recipe, assignments, data=data, test=test, model=model, workers=workers, address=address)
+    folder = runs.folder_for(f"{config.recipe.name}-search", out)
+    config = runs.absolute(config)
+    driver.check(config)
+    with session(config, folder.parent), Line() as line:
+        found = search.run(config, folder, _reuse(False, new), on_event=line)
+        winner = search.continue_best(found, on_event=line)
+    _print({**found.to_document(), "winner": winner}, as_json, search_text(found, winner))
+
+
+@app.command()
+def distill(
+    run: Annotated[Path, typer.Argument(help="Run folder of the teacher.")],
+    out: Out = None,
+    assignments: Set = None,
+    address: Address = None,
+    new: New = False,
+    as_json: Json = False,
+) -> None:
+    """Train a student with fewer layers on a run's rows and its model's answers."""
+    from rtrain.cluster.session import session
+    from rtrain.compress import distill as distillation
+    from rtrain.report.progress import Line, summary_text
+
+    config = _config(str(run / "config.yaml"), assignments, address=address)
+    teacher = run.absolute()
+    folder = Path(out).absolute() if out else teacher.with_name(f"{teacher.name}-student")
+    with session(config, folder.parent), Line() as line:
+        student, summary = distillation.run(config, teacher, folder, _reuse(False, new), on_event=line)
+    _print(summary, as_json, summary_text(summary, student))
+
+
+@app.command()
+def quantize(
+    run: Annotated[Path, typer.Argument(help="Run folder whose artefact is quantized.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Folder of the int8 artefact.")] = None,
+    assignments: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Make an int8 artefact with static scales, calibrated on training rows, and score it on the test rows."""
+    from rtrain.compress import quantize as quantization
+
+    config = _config(str(run / "config.yaml"), assignments)
+    report = quantization.run(
+        config.recipe, quantization.store_of(run.absolute()), run.absolute(), (out or run / "artifact-int8").absolute()
+    )
+    _print(report, as_json, "\n".join(f"{name:>16}  {value}" for name, value in report.items()))
+
+
+@app.command()
+def evaluate(
+    artifact: Annotated[Path, typer.Argument(help="Artefact folder.")],
+    data: Annotated[str, typer.Option("--data", help="Rows with texts and labels.")],
+    assignments: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Score an artefact on a file of rows, through the path that answers requests."""
+    from rtrain.compress import score
+
+    config = _config("intent", assignments, data=data)
+    report = score.run(artifact.absolute(), config.recipe.data)
+    _print(report, as_json, "\n".join(f"{name:>16}  {value}" for name, value in report.items()))
+
+
+@app.command()
+def predict(
+    artifact: Annotated[Path, typer.Argument(help="Artefact folder.")],
+    texts: Annotated[list[str] | None, typer.Argument(help="Texts; without any, lines of standard input.")] = None,
+    top: Annotated[int, typer.Option("--top", help="Labels per text.", min=1)] = 1,
+    batch: Annotated[int, typer.Option("--batch", help="Most texts of one engine call.", min=1)] = 32,
+    as_json: Json = False,
+) -> None:
+    """Answer texts with an artefact, one line each."""
+    from rtrain.predict import Predictor
+
+    inputs = list(texts or [line.rstrip("\n") for line in sys.stdin])
+    answers = Predictor.load(artifact.absolute())(inputs, {"top_k": top}, batch_rows=batch)
+    if as_json:
+        print(json.dumps(answers, ensure_ascii=False))
+        return
+    for answer in answers:
+        print("\t".join(f"{entry['label']}\t{entry['score']:.4f}" for entry in answer))
+
+
+@app.command()
+def serve(
+    artifact: Annotated[Path, typer.Argument(help="Artefact folder.")],
+    host: Annotated[str | None, typer.Option("--host", help="Address to listen on (default 127.0.0.1).")] = None,
+    port: Annotated[int | None, typer.Option("--port", help="Port (default 8000; 0 takes a free one).")] = None,
+    assignments: Set = None,
+    address: Address = None,
+) -> None:
+    """Answer HTTP requests with an artefact, on Ray Serve, until Ctrl-C."""
+    from rtrain import artifact as artifacts
+    from rtrain.cluster.session import session, until_interrupted
+    from rtrain.report.progress import say
+    from serve import deployment
+
+    config = _config("intent", assignments, host=host, port=port, address=address)
+    folder = artifact.absolute()
+    artifacts.read(folder)
+    with session(config, folder.parent), deployment.start(folder, config.deploy.serve) as endpoint:
+        say(f"serving {folder} at {endpoint.url} (Ctrl-C ends it)")
+        say(f"try: {curl(endpoint.url)}")
+        until_interrupted()
+
+
+def curl(url: str) -> str:
+    return f"curl -s {url}/predict -H 'content-type: application/json' -d '{{\"inputs\": \"Where is my parcel?\"}}'"
+
+
+@app.command()
+def demo(
+    out: Out = None,
+    model: ModelOption = None,
+    assignments: Set = None,
+    address: Address = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the endpoint up until Ctrl-C.")] = False,
+    as_json: Json = False,
+) -> None:
+    """The whole path on the embedded data: ingest, search, train, distill, quantize, serve, ask."""
+    from rtrain import demo as whole
+
+    config = _config("demo", assignments, model=model, address=address)
+    document = whole.run(config, out, keep=keep)
+    if as_json:
+        print(json.dumps(document, ensure_ascii=False))
+    if not document["answer_matches"]:
+        raise UserError("the endpoint's answers are not those of rtrain predict; see the table above")

@@ -1,0 +1,169 @@
+"""One connection to Ray per command: a private local cluster, or the one that the configuration or the job names."""
+
+import importlib.util
+import logging
+import os
+import secrets
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rtrain import env
+from rtrain.config import Config
+from rtrain.errors import UserError
+
+Result = TypeVar("Result")
+
+IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Ray's job manager sets it for the entry point of a job."""
+
+# Ray Data needs logical CPUs of its own beside the workers', or the stream starves without a word.
+DATA_CPUS = 2
+OBJECT_STORE_BYTES = 512 << 20
+"""Streams hold tens of megabytes ahead; Ray's default of 30 % of the memory would be counted as used by no one."""
+
+
+def package_root() -> Path:
+    """The folder that holds rtrain, serve and tune: site-packages, or a checkout."""
+    return Path(__file__).resolve().parents[2]
+
+
+def refuse_shadowed_names() -> None:
+    """`serve` and `tune` are common names: a file of the user's that hides ours would fail later, in a Ray worker."""
+    for name in ("serve", "tune"):
+        spec = importlib.util.find_spec(name)
+        origin = Path(spec.origin).resolve() if spec and spec.origin else None
+        if origin != package_root() / name / "__init__.py":
+            raise UserError(
+                f"the module name {name!r} leads to {origin or 'nothing'} instead of rtrain's own package; "
+                "rename that file, or start rtrain from another folder"
+            )
+
+
+def forget_folder() -> None:
+    """Take the current folder off the module path, so that no file of the user's shadows a module of ours.
+
+    In a job it stays, and what it shadows is refused: Ray has put it on the path of every worker, ahead of ours.
+    """
+    here = Path.cwd()
+    if here != package_root() and IN_JOB not in os.environ:
+        sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != here]
+    refuse_shadowed_names()
+
+
+def leave_folder(folder: Path) -> None:
+    """Change into `folder`; neither the old folder nor the new one is left to shadow a module."""
+    forget_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)
+
+
+def _token_file() -> None:
+    """Ray writes its token with the umask's permissions; make the file first, readable by its owner alone.
+
+    Ray reads its mode once, when it is imported: where that has happened, its own default (token mode) is left alone.
+    """
+    if "ray" in sys.modules or os.environ.get("RAY_AUTH_MODE", "token") != "token" or os.environ.get("RAY_AUTH_TOKEN"):
+        return
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        path.write_text(secrets.token_hex(32))
+    os.environ["RAY_AUTH_MODE"] = "token"
+
+
+@contextmanager
+def session(config: Config, folder: Path) -> Iterator[None]:
+    """Be connected to Ray, from inside `folder`. A cluster started by this call ends with it; another is left alone."""
+    address = config.deploy.cluster.address or os.environ.get("RAY_ADDRESS")
+    if address is None:
+        _token_file()
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    leave_folder(folder)
+    _quiet()
+    if address is None:
+        _start_local(config.recipe.train.workers)
+    else:
+        ray.init(address=address, runtime_env=_worker_env(), log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _worker_env() -> dict[str, dict[str, str]]:
+    """The settings that processes of a cluster started by others would not inherit. A job's own have gone before."""
+    os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # the same values again are no conflict
+    return {"env_vars": {name: os.environ[name] for name in env.SETTINGS if name in os.environ}}
+
+
+def no_client_port(parameters: Any, head: bool) -> None:
+    """RAY_START_HOOK of cluster.yaml: `ray start --head` opens the Ray Client's port, and has no option against it."""
+    parameters.ray_client_server_port = None
+
+
+def _start_local(workers: int) -> None:
+    import ray
+
+    # Processes that Ray starts find rtrain where this one found it, also in a checkout that is not installed.
+    root = str(package_root())
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root]
+    os.environ["PYTHONPATH"] = os.pathsep.join([root, *paths])
+    store = min(OBJECT_STORE_BYTES, shutil.disk_usage("/dev/shm").free // 2)
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, workers + DATA_CPUS),
+        include_dashboard=False,
+        object_store_memory=store,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+
+
+def _quiet() -> None:
+    """Ray's libraries log each step of each data set at INFO; rtrain's own line says what a user needs."""
+    import ray.data  # noqa: F401 - importing it sets its own level, so ours comes after
+
+    for name in ("ray", "ray.data", "ray.train", "ray.tune", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def until_interrupted() -> None:
+    """Stay until Ctrl-C (KeyboardInterrupt) or SIGTERM (SystemExit, by Ray's handler)."""
+    while True:
+        time.sleep(0.2)
+
+
+def interruptible(call: Callable[[], Result]) -> Result:
+    """`call()` in a side thread, so that Ctrl-C is this process's own.
+
+    On the main thread, Ray Train replaces the SIGINT handler and leaves its own behind, and Tune swallows the first
+    Ctrl-C and returns as if finished. On a side thread neither touches signals: KeyboardInterrupt is raised here, and
+    the session's end stops what was started.
+    """
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="rtrain-fit")
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,350 @@
+"""The configuration: `Recipe` says what is trained and is a run's identity, `Deploy` says where and how it runs.
+
+Both are frozen pydantic models; a YAML file holds them together. The command line's `--set a.b=value` and a search
+trial change them through the same function, `with_overrides`, and every problem is reported at once.
+"""
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import pydantic
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from rtrain.errors import ConfigError, Problem, UserError
+
+Positive = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+DEFAULT_FREQUENCY = 4
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Data(Section):
+    path: str | None = None
+    """File, folder, glob or URL of the training rows: csv, tsv, jsonl, parquet, a `datasets` folder or name."""
+    test: str | None = None
+    """The same for the test rows. Without it, 10 % of the rows, chosen by a hash of their content, are the test."""
+    format: Literal["csv", "tsv", "jsonl", "parquet", "datasets"] | None = None
+    """Format of both; by default read from the file name."""
+    text: str = "text"
+    """Column with the text."""
+    text_pair: str | None = None
+    """Column with a second text, or none."""
+    label: str = "label"
+    """Column with the label."""
+    max_tokens: Annotated[int, Field(ge=8, le=8192)] = 64
+    """Longer texts are cut here, in training and in serving alike. Tokens."""
+    max_row_bytes: Positive = 200_000
+    """A row with more text than this (bytes of UTF-8) is set aside as bad."""
+    max_bad_rows: Share = 0.02
+    """Share of bad rows above which the file is refused rather than its bad rows set aside."""
+
+
+class Model(Section):
+    name: str = "minilm"
+    """`minilm` (the packaged all-MiniLM-L6-v2), a Transformers folder, or a model hub name."""
+
+
+class Optim(Section):
+    name: Literal["adamw"] = "adamw"
+    lr: Annotated[float, Field(gt=0, lt=1)] = 2e-4
+    """Peak learning rate."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    warmup: Share = 0.1
+    """Share of all updates over which the learning rate rises from 0."""
+    schedule: Literal["linear", "constant"] = "linear"
+    """After warm-up: `linear` falls to 0 at the last update, `constant` stays."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """The gradient is scaled down to this norm."""
+
+
+class Train(Section):
+    epochs: Positive = 3
+    workers: Positive = 2
+    """DDP workers, each one process of one CPU (or one GPU)."""
+    micro_batch: Positive = 8
+    """Most rows of one forward and backward pass of a worker."""
+    aggregation_frequency: Positive | None = None
+    """Passes of a worker between two gradient exchanges; sets rows_per_update. Default 4."""
+    rows_per_update: Positive | None = None
+    """Rows of one optimizer step. Default: workers x micro_batch x aggregation_frequency."""
+    precision: Literal["fp32", "bf16", "auto"] = "fp32"
+    """`auto` takes bf16 where the processor computes it natively; it is decided once and kept in the run."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    evaluate_every: Positive | None = None
+    """Updates between two evaluations on the validation rows. Default: one epoch."""
+    save_every: Positive | None = None
+    """Updates between two checkpoints; each evaluation saves one too."""
+    log_every: Positive = 10
+    """Updates between two progress events."""
+
+
+class Distill(Section):
+    layers: Positive = 3
+    """Encoder layers of the student, copied from evenly spaced layers of the teacher."""
+    epochs: Positive = 3
+    lr: Annotated[float, Field(gt=0, lt=1)] = 3e-4
+    temperature: Annotated[float, Field(gt=0)] = 2.0
+    """Softens both distributions before they are compared (Hinton et al. 2015, arXiv:1503.02531)."""
+    alpha: Share = 0.7
+    """Weight of the teacher's distribution; the rest is the weight of the true label."""
+    teacher: str | None = None
+    """Version of the artefact whose answers are learned; set by `rtrain distill`, null in any other run."""
+
+
+class Quantize(Section):
+    engine: Literal["openvino"] = "openvino"
+    calibration_rows: Positive = 256
+    """Training rows that set the activation scales."""
+
+
+class Recipe(Section):
+    name: str
+    task: Literal["classification"]
+    data: Data = Data()
+    model: Model = Model()
+    optim: Optim = Optim()
+    train: Train = Train()
+    distill: Distill = Distill()
+    quantize: Quantize = Quantize()
+
+    @property
+    def rows_per_update(self) -> int:
+        """Rows of one optimizer step; the default is four passes of every worker."""
+        train = self.train
+        return train.rows_per_update or train.workers * train.micro_batch * (
+            train.aggregation_frequency or DEFAULT_FREQUENCY
+        )
+
+    def identity(self) -> str:
+        """Digest of what changes the weights: rows_per_update is inside it; workers, micro-batch, cadences are not."""
+        document = self.model_dump(
+            mode="json", exclude={"quantize"} if self.distill.teacher else {"quantize", "distill"}
+        )
+        for name in ("workers", "micro_batch", "aggregation_frequency", "evaluate_every", "save_every", "log_every"):
+            del document["train"][name]
+        document["train"]["rows_per_update"] = self.rows_per_update
+        return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Cluster(Section):
+    address: str | None = None
+    """Address of a Ray cluster; by default RAY_ADDRESS (set inside a job), else a private local one."""
+
+
+class Tune(Section):
+    trials: Annotated[int, Field(ge=1)] = 4
+    """Trials in all; trial 0 is the recipe as it stands."""
+    points: tuple[dict[str, float], ...] = ()
+    """Settings to try right after trial 0, e.g. [{optim.lr: 1.0e-4}]; the rest is drawn from the lists below."""
+    lr: tuple[float, ...] = (1e-4, 3e-4, 5e-4)
+    """Learning rates to choose from."""
+    aggregation_frequency: tuple[Positive, ...] = (2, 4, 8)
+    """Aggregation frequencies to choose from."""
+    budget: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the updates that a trial other than trial 0 may use; the winner is then continued to the end."""
+    first_rung: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Share of the updates at which a trial is first compared, and stopped if it is behind."""
+    concurrent: Positive = 1
+    """Trials at a time; each takes all of train.workers."""
+
+
+class Serve(Section):
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """0 takes a free port."""
+    replicas: Positive = 1
+    threads: Positive = 1
+    """Processor threads of one replica's engine."""
+    max_batch_rows: Positive = 32
+    """Most texts that one engine call answers."""
+    max_queue_rows: Positive = 1024
+    """Texts that may wait; beyond it a request is answered 503 with Retry-After."""
+    max_inputs: Positive = 256
+    """Most texts in one request."""
+    max_body_bytes: Positive = 1_000_000
+    deadline_s: Annotated[float, Field(gt=0)] = 10.0
+    """A request that has not been answered by then is answered 504."""
+
+
+class Deploy(Section):
+    cluster: Cluster = Cluster()
+    tune: Tune = Tune()
+    serve: Serve = Serve()
+
+
+class Config(NamedTuple):
+    recipe: Recipe
+    deploy: Deploy
+
+
+RECIPE_FIELDS = frozenset(Recipe.model_fields)
+DEPLOY_FIELDS = frozenset(Deploy.model_fields)
+
+
+# ---------------------------------------------------------------------------------------------- reading and writing
+
+
+def recipe_names() -> list[str]:
+    folder = resources.files("rtrain.recipes")
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def recipe_text(name: str) -> str:
+    """The commented YAML of a recipe that comes with rtrain."""
+    if name not in recipe_names():
+        raise ConfigError([_unknown("recipe", name, recipe_names())])
+    return (resources.files("rtrain.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def load(name_or_file: str, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The configuration of a recipe's name or of a YAML file, changed by dotted `overrides`, checked as a whole."""
+    path = Path(name_or_file)
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        if not path.is_file():
+            raise ConfigError(
+                [Problem("recipe", name_or_file, "no such file", "write a recipe's name or an existing file")]
+            )
+        text = path.read_text(encoding="utf-8")
+    else:
+        text = recipe_text(name_or_file)
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{name_or_file} is not YAML: {error}") from None
+    if not isinstance(document, dict):
+        raise UserError(f"{name_or_file} must hold a mapping of sections (name, task, data, model, ...)")
+    return parse(document, overrides or {})
+
+
+def parse(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
+    """Build and check a configuration; raise one `ConfigError` with everything that is wrong."""
+    merged: dict[str, Any] = json.loads(json.dumps(document, default=str))
+    problems = [problem for key, value in overrides.items() if (problem := _put(merged, key, value)) is not None]
+    known = RECIPE_FIELDS | DEPLOY_FIELDS
+    problems += [_unknown(name, None, known) for name in merged if name not in known]
+    parts: list[Any] = []
+    for model, names in ((Recipe, RECIPE_FIELDS), (Deploy, DEPLOY_FIELDS)):
+        try:
+            parts.append(model.model_validate({name: value for name, value in merged.items() if name in names}))
+        except pydantic.ValidationError as error:
+            problems += [_problem(details) for details in error.errors()]
+    if len(parts) == 2:
+        problems += contradictions(*parts)
+    if problems:
+        raise ConfigError(problems)
+    return Config(*parts)
+
+
+def with_overrides(config: Config, overrides: Mapping[str, Any]) -> Config:
+    """`config` with dotted names set, e.g. `{"optim.lr": 3e-5}`; checked like a file."""
+    return parse(to_document(config), overrides)
+
+
+def to_document(config: Config) -> dict[str, Any]:
+    return {**config.recipe.model_dump(mode="json"), **config.deploy.model_dump(mode="json")}
+
+
+def to_yaml(config: Config) -> str:
+    return yaml.safe_dump(to_document(config), sort_keys=False, allow_unicode=True)
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """`a.b=value` as (name, value); the value is YAML, so numbers, lists and null are what they look like."""
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise ConfigError([Problem("--set", text, "not an assignment", "write --set section.name=value")])
+    try:
+        return name.strip(), yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError([Problem("--set", text, "the value is not YAML", "put it into quotes")]) from None
+
+
+# ----------------------------------------------------------------------------------------------------------- checks
+
+
+def contradictions(recipe: Recipe, deploy: Deploy) -> list[Problem]:
+    """Settings that are valid alone and impossible together."""
+    train, tune = recipe.train, deploy.tune
+    problems = []
+    if train.rows_per_update and train.aggregation_frequency:
+        problems.append(
+            Problem(
+                "train.rows_per_update",
+                train.rows_per_update,
+                f"train.aggregation_frequency={train.aggregation_frequency} sets it too",
+                "give one of the two and set the other to null",
+            )
+        )
+    if recipe.rows_per_update < train.workers:
+        problems.append(
+            Problem(
+                "train.rows_per_update",
+                recipe.rows_per_update,
+                f"fewer rows than the {train.workers} workers that share them",
+                f"write {train.workers} or more, or fewer train.workers",
+            )
+        )
+    if tune.first_rung > tune.budget:
+        problems.append(
+            Problem("tune.first_rung", tune.first_rung, f"above tune.budget={tune.budget}", "write a smaller share")
+        )
+    if recipe.data.text_pair == recipe.data.text:
+        problems.append(Problem("data.text_pair", recipe.data.text_pair, "the same column as data.text", "remove it"))
+    if recipe.data.label in (recipe.data.text, recipe.data.text_pair):
+        problems.append(
+            Problem("data.label", recipe.data.label, "the same column as the text", "name the column of the labels")
+        )
+    return problems
+
+
+def _put(document: dict[str, Any], key: str, value: Any) -> Problem | None:
+    """Set a dotted name in `document`; a name that no model has is a problem with its nearest neighbours."""
+    known = set(dotted_names())
+    if key not in known:
+        return _unknown(key, None, known)
+    *sections, name = key.split(".")
+    for section in sections:
+        inner = document.get(section)
+        document[section] = document = dict(inner) if isinstance(inner, dict) else {}
+    document[name] = value
+    return None
+
+
+def dotted_names() -> Iterator[str]:
+    """Every name that `--set` accepts."""
+    for model in (Recipe, Deploy):
+        for name, field in model.model_fields.items():
+            inner = field.annotation
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from (f"{name}.{leaf}" for leaf in inner.model_fields)
+            else:
+                yield name
+
+
+def _unknown(field: str, value: Any, known: Any) -> Problem:
+    near = difflib.get_close_matches(str(value or field), list(known), n=3, cutoff=0.5)
+    suffix = "." + field.rsplit(".", 1)[-1]
+    near += [name for name in sorted(known) if name.endswith(suffix) and name not in near]
+    fix = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(known))}"
+    return Problem(field, value, "unknown", fix)
+
+
+def _problem(details: Any) -> Problem:
+    field = ".".join(str(part) for part in details["loc"])
+    reason = details["msg"][0].lower() + details["msg"][1:]
+    if details["type"] == "extra_forbidden":
+        return _unknown(field, None, set(dotted_names()))
+    if details["type"] == "missing":
+        return Problem(field, None, "missing", "add it")
+    return Problem(field, details["input"], reason, "correct the value")

@@ -1,0 +1,152 @@
+"""Token store + order -> one Ray Data stream of ready passes per worker.
+
+Each worker streams its own share: a range of update numbers, mapped by data tasks to that worker's passes, in order.
+Ray's `streaming_split` is not used: it deals blocks by fill level, so the rows of an update would depend on the number
+of workers, and with `equal=True` it drops the tail. A stream of update numbers also starts anywhere: a resume at update
+u reads u's rows first, without skipping. The stream runs in its worker, without a coordinator process per worker.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from rtrain.data.order import Order, deal, rows_digest
+from rtrain.data.store import Store, Tokens, open_store
+from rtrain.tasks.base import Ints
+
+if TYPE_CHECKING:
+    import ray.data
+
+UPDATES_PER_TASK = 16
+"""Updates that one data task prepares: enough to hide its few milliseconds, few enough for a quick first batch."""
+STREAM_BYTES = 64 << 20
+"""Object store memory that one worker's stream may fill ahead of its worker."""
+
+
+_COLUMNS = tuple(field.name for field in fields(Tokens))
+
+
+class IngestMismatch(RuntimeError):
+    """The stream gave another update than the one to be trained: a bug or a mixed-up store, never to be trained on."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """One worker's part of an update."""
+
+    number: int
+    first_row: int
+    """Id of the update's first row, the same on every worker."""
+    digest: bytes
+    """Digest of all of the update's row ids, the same on every worker."""
+    passes: tuple[Tokens, ...]
+    """Empty where the update has fewer rows than there are workers."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of which run a stream reads."""
+
+    store: Path
+    order: Order
+    workers: int
+    rank: int
+    micro_batch: int
+    teacher: str | None = None
+    """Version of the teacher whose logits go with each row."""
+
+
+def plan_update(store: Store, share: Share, number: int) -> Update:
+    """Pure but for reading the store: the part of update `number` that belongs to the share's worker."""
+    positions = share.order.positions(number)
+    row_ids = store.column("train", "row_id")[positions]
+    lengths = store.column("train", "length")[positions]
+    passes = deal(lengths, share.workers, share.micro_batch)[share.rank]
+    return Update(
+        number=number,
+        first_row=int(row_ids[0]),
+        digest=rows_digest(number, row_ids),
+        passes=tuple(_read(store, positions[chosen], share.teacher) for chosen in passes),
+    )
+
+
+def _read(store: Store, positions: Ints, teacher: str | None) -> Tokens:
+    tokens = store.read("train", positions)
+    return tokens if teacher is None else replace(tokens, teacher=store.teacher(teacher)[positions])
+
+
+def stream(share: Share, start: int, stop: int) -> Iterator[Update]:
+    """Updates `start` to `stop - 1` of a worker, read ahead by Ray Data tasks. Checks that each is the one expected."""
+    order = share.order
+    for number, update in enumerate(_decoded(_dataset(share, start, stop)), start=start):
+        expected = open_store(share.store).column("train", "row_id")[order.positions(number)[0]]
+        if (update.number, update.first_row) != (number, int(expected)):
+            raise IngestMismatch(
+                f"update {number} should start with row {int(expected):016x}; the stream gave update {update.number} "
+                f"with row {update.first_row:016x}. The token store {share.store} does not belong to this run."
+            )
+        yield update
+
+
+def _dataset(share: Share, start: int, stop: int) -> "ray.data.Dataset":
+    import ray.data
+
+    blocks = max(1, math.ceil((stop - start) / UPDATES_PER_TASK))
+    dataset = ray.data.range(stop - start, override_num_blocks=blocks).map_batches(
+        partial(_materialise, share=share, start=start), batch_size=None, zero_copy_batch=True
+    )
+    options = dataset.context.execution_options
+    options.preserve_order = True
+    options.resource_limits = ray.data.ExecutionResources(object_store_memory=STREAM_BYTES)
+    return dataset
+
+
+def _materialise(batch: dict[str, Any], share: Share, start: int) -> pa.Table:
+    """One line per pass, or one empty line for an update in which this worker is idle."""
+    store = open_store(share.store)
+    lines: list[dict[str, Any]] = []
+    for number in batch["id"]:
+        update = plan_update(store, share, start + int(number))
+        head = {"update": update.number, "first_row": update.first_row, "digest": update.digest}
+        for place, tokens in enumerate(update.passes):
+            columns = {name: getattr(tokens, name) for name in _COLUMNS} | {"teacher": tokens.teacher.ravel()}
+            lines.append({**head, "last": place == len(update.passes) - 1, **columns})
+        if not update.passes:
+            lines.append({**head, "last": True, **{name: np.empty(0, dtype=np.int32) for name in _COLUMNS}})
+    return pa.Table.from_pylist(lines, schema=_SCHEMA)
+
+
+_SCHEMA = pa.schema(
+    {
+        "update": pa.int64(),
+        "first_row": pa.uint64(),
+        "digest": pa.binary(32),
+        "last": pa.bool_(),
+        "ids": pa.list_(pa.int32()),
+        "lengths": pa.list_(pa.int32()),
+        "second": pa.list_(pa.int32()),
+        "targets": pa.list_(pa.int64()),
+        "row_ids": pa.list_(pa.uint64()),
+        "teacher": pa.list_(pa.float32()),
+    }
+)
+
+
+def _decoded(dataset: "ray.data.Dataset") -> Iterator[Update]:
+    passes: list[Tokens] = []
+    tables: Iterable[Any] = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4)
+    for table in tables:
+        for line in range(table.num_rows):
+            tokens = Tokens(*(table[name][line].values.to_numpy() for name in _COLUMNS))
+            if len(tokens):
+                passes.append(replace(tokens, teacher=tokens.teacher.reshape(len(tokens), -1)))
+            if table["last"][line].as_py():
+                number, first_row, digest = (table[name][line].as_py() for name in ("update", "first_row", "digest"))
+                yield Update(number, first_row, digest, tuple(passes))
+                passes = []

@@ -1,0 +1,384 @@
+"""Files of any supported format -> checked rows. A bad row keeps its line and the reason, and is never lost in silence.
+
+`inspect` runs without Ray before anything starts; `read` runs inside the token job, one piece (a file) at a time.
+"""
+
+import codecs
+import csv
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import fsspec
+import pyarrow
+
+from rtrain.config import Data
+from rtrain.errors import ConfigError, Problem, UserError
+
+SUFFIXES = {
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+}
+
+
+class Record(NamedTuple):
+    """One row of a source. `reason` says why it cannot be used; then `text` and the rest may be empty."""
+
+    line: int
+    text: str
+    pair: str | None
+    label: str
+    reason: str | None
+
+
+class Piece(NamedTuple):
+    """A file that one task reads: `role` is `train` or `test`, `format` how to read it."""
+
+    uri: str
+    format: str
+    role: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """All the pieces of `data.path` and `data.test`, in a fixed order, and the columns of the first."""
+
+    pieces: tuple[Piece, ...]
+    columns: tuple[str, ...]
+    has_test: bool
+
+    def digest(self) -> str:
+        """SHA-256 over names' roles and bytes: two copies of a file are the same source, an edited one is another."""
+        total = hashlib.sha256()
+        for piece in self.pieces:
+            total.update(f"{piece.role} {piece.format} {file_digest(piece.uri)}\n".encode())
+        return total.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------- before a process starts
+
+
+def inspect(data: Data) -> Source:
+    """Find the files and check their columns. Raises `ConfigError` with every problem found."""
+    if data.path is None:
+        raise ConfigError([Problem("data.path", None, "not given", "write --data FILE")])
+    problems: list[Problem] = []
+    pieces: list[Piece] = []
+    columns: tuple[str, ...] = ()
+    for role, field, uri in (("train", "data.path", data.path), ("test", "data.test", data.test)):
+        if uri is None:
+            continue
+        try:
+            found = _pieces(field, uri, data.format, role)
+            pieces += found
+            for piece in found:
+                seen = _columns(field, piece)
+                columns = columns or seen
+                problems += _missing(data, seen, piece.uri)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return Source(tuple(pieces), columns, any(piece.role == "test" for piece in pieces))
+
+
+def _pieces(field: str, uri: str, format: str | None, role: str) -> list[Piece]:
+    filesystem, path = fsspec.core.url_to_fs(uri)
+    if filesystem.isdir(path) and (_is_datasets(filesystem, path) or format == "datasets"):
+        return _datasets_pieces(field, filesystem, path, role)
+    if any(character in path for character in "*?["):
+        files = [name for name in filesystem.glob(path) if filesystem.isfile(name)]
+    elif filesystem.isdir(path):
+        files = [name for name in filesystem.find(path) if Path(name).suffix in SUFFIXES]
+    elif filesystem.isfile(path):
+        files = [path]
+    elif format == "datasets":
+        return _hub_pieces(field, uri, role)
+    else:
+        raise ConfigError([Problem(field, uri, "no such file, folder or glob", _nearby(filesystem, path))])
+    if not files:
+        raise ConfigError([Problem(field, uri, "no data file in it", f"expected {', '.join(sorted(SUFFIXES))}")])
+    pieces = []
+    for name in sorted(files):
+        found = format or SUFFIXES.get(Path(name).suffix)
+        if found is None:
+            fix = "set data.format to csv, tsv, jsonl or parquet"
+            raise ConfigError([Problem(field, name, "its name does not tell its format", fix)])
+        if filesystem.size(name) == 0:
+            raise ConfigError([Problem(field, name, "the file is empty", "write a header line and rows, or remove it")])
+        pieces.append(Piece(filesystem.unstrip_protocol(name), found, role))
+    return pieces
+
+
+def _nearby(filesystem: Any, path: str) -> str:
+    parent = str(Path(path).parent)
+    names = sorted(Path(name).name for name in filesystem.ls(parent, detail=False)) if filesystem.isdir(parent) else []
+    listed = ", ".join(names[:8])
+    return (
+        f"{parent} holds {listed}"
+        if names
+        else "write the path of an existing file, or data.format=datasets for a hub name"
+    )
+
+
+def _is_datasets(filesystem: Any, path: str) -> bool:
+    return any(filesystem.isfile(f"{path}/{name}") for name in ("dataset_dict.json", "state.json"))
+
+
+def _datasets_pieces(field: str, filesystem: Any, path: str, role: str) -> list[Piece]:
+    """The arrow files of a `save_to_disk` folder; of several splits, `train` (and `test` where data.path has one)."""
+    splits = {role: path}
+    if filesystem.isfile(f"{path}/dataset_dict.json"):
+        names = json.loads(filesystem.cat_file(f"{path}/dataset_dict.json"))["splits"]
+        if role not in names:
+            raise ConfigError(
+                [Problem(field, path, f"no split {role!r}", f"it has {', '.join(names)}; name the folder of one")]
+            )
+        splits = {
+            name: f"{path}/{name}" for name in (("train", "test") if role == "train" else ("test",)) if name in names
+        }
+    pieces = []
+    for name, folder in splits.items():
+        state = json.loads(filesystem.cat_file(f"{folder}/state.json"))
+        files = [f"{folder}/{entry['filename']}" for entry in state["_data_files"]]
+        pieces += [Piece(filesystem.unstrip_protocol(file), "datasets", name) for file in files]
+    return pieces
+
+
+def _hub_pieces(field: str, name: str, role: str) -> list[Piece]:
+    """Download a data set by its hub name; its arrow files then are the pieces."""
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(name)
+    except (
+        Exception
+    ) as error:  # the library raises a dozen types here, network errors among them; all mean the same to a user
+        raise ConfigError(
+            [Problem(field, name, f"could not be loaded ({error})", "write a folder or file instead")]
+        ) from None
+    names = [split for split in ("train", "test") if split in loaded] if role == "train" else ["test"]
+    return [
+        Piece(f"file://{entry['filename']}", "datasets", split)
+        for split in names
+        for entry in loaded[split].cache_files
+    ]
+
+
+def _columns(field: str, piece: Piece) -> tuple[str, ...]:
+    with fsspec.open(piece.uri, "rb") as file:
+        if piece.format in ("csv", "tsv", "jsonl"):
+            if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                fix = "convert it, e.g. iconv -f utf-16 -t utf-8"
+                raise ConfigError([Problem(field, piece.uri, "the file is UTF-16, not UTF-8", fix)])
+            file.seek(0)
+        if piece.format in ("csv", "tsv"):
+            line, header = next(_csv_rows(file, piece.format), (1, []))
+            if isinstance(header, str):
+                reason, _, fix = header.partition("; ")
+                raise ConfigError([Problem(field, piece.uri, f"line {line}: {reason}", fix)])
+            found = header
+        elif piece.format == "jsonl":
+            line, document = next(_json_rows(file), (1, None))
+            if not isinstance(document, dict):
+                fix = 'write one JSON object a line, e.g. {"text": "...", "label": "..."}'
+                raise ConfigError([Problem(field, piece.uri, f"line {line} is not a JSON object", fix)])
+            found = list(document)
+        else:
+            try:
+                found = list(_arrow_schema(file, piece.format).names)
+            except pyarrow.ArrowInvalid as error:
+                fix = "write the file again, or set data.format to what it is"
+                reason = f"not readable as {piece.format} ({str(error).splitlines()[0]})"
+                raise ConfigError([Problem(field, piece.uri, reason, fix)]) from None
+    if not any(name.strip() for name in found):
+        raise ConfigError([Problem(field, piece.uri, "no header line", "name the columns in the first line")])
+    if twice := sorted({name for name in found if found.count(name) > 1}):
+        reason = f"two columns are called {', '.join(twice)}"
+        raise ConfigError([Problem(field, piece.uri, reason, "give each column a name of its own")])
+    return tuple(found)
+
+
+def _missing(data: Data, columns: tuple[str, ...], uri: str) -> list[Problem]:
+    problems = []
+    for field in ("text", "text_pair", "label"):
+        wanted = getattr(data, field)
+        if wanted is not None and wanted not in columns:
+            fix = f"{Path(uri).name} has {', '.join(columns)}; write --set data.{field}=COLUMN"
+            problems.append(Problem(f"data.{field}", wanted, "no such column", fix))
+    return problems
+
+
+def file_digest(uri: str) -> str:
+    with fsspec.open(uri, "rb") as file:
+        total = hashlib.sha256()
+        while chunk := file.read(1 << 20):
+            total.update(chunk)
+        return total.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------- inside the job
+
+
+def read(piece: Piece, data: Data) -> Iterator[Record]:
+    """The rows of one file, in order. `line` is the line of the file (csv, tsv, jsonl) or the row number from 1."""
+    with fsspec.open(piece.uri, "rb") as file:
+        yield from _checked(_raw(file, piece, data), data)
+
+
+def _raw(file: IO[bytes], piece: Piece, data: Data) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """(line, columns by name), or (line, reason) where the line cannot be read."""
+    if piece.format in ("csv", "tsv"):
+        rows = _csv_rows(file, piece.format)
+        _, header = next(rows, (1, []))
+        for line, values in rows:
+            if isinstance(values, str):
+                yield line, values
+            elif len(values) == len(header):
+                yield line, dict(zip(header, values, strict=True))
+            elif values:
+                yield line, f"{len(values)} columns instead of {len(header)}; quote a text that holds the separator"
+    elif piece.format == "jsonl":
+        for line, document in _json_rows(file):
+            yield line, document if isinstance(document, dict) else "not a JSON object; write one object a line"
+    else:
+        wanted = [name for name in (data.text, data.text_pair, data.label) if name]
+        for line, row in enumerate(_arrow_rows(file, piece.format, wanted), start=1):
+            yield line, row
+
+
+def _checked(rows: Iterable[tuple[int, dict[str, Any] | str]], data: Data) -> Iterator[Record]:
+    for line, row in rows:
+        if isinstance(row, str):
+            yield Record(line, "", None, "", row)
+            continue
+        # A blank beside a label, invisible in most editors, must not make a second class of it.
+        text, label = _string(row.get(data.text)), _string(row.get(data.label)).strip()
+        pair = None if data.text_pair is None else _string(row.get(data.text_pair))
+        yield Record(line, text, pair, label, _reason(data, text, pair, label))
+
+
+def _reason(data: Data, text: str, pair: str | None, label: str) -> str | None:
+    """Why a row cannot be used, and what to do, or None."""
+    for column, value in ((data.text, text), (data.text_pair, pair), (data.label, label)):
+        try:
+            size = len((value or "").encode("utf-8"))
+        except UnicodeEncodeError:
+            return f"column {column!r} is not UTF-8; convert the file, e.g. iconv -f latin1 -t utf-8"
+        if size > data.max_row_bytes:
+            return f"column {column!r} has {size:,} bytes; split it, or raise data.max_row_bytes={data.max_row_bytes:,}"
+    if not text.strip():
+        return f"column {data.text!r} is empty; write a text or remove the row"
+    if not label.strip():
+        return f"column {data.label!r} is empty; write a label or remove the row"
+    return None
+
+
+def _string(value: Any) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    return value if isinstance(value, str) else str(value)
+
+
+def _csv_rows(file: IO[bytes], format: str) -> Iterator[tuple[int, list[str] | str]]:
+    """(line, values), or (line, reason) where the line cannot be read."""
+    # A row of a megabyte must become a named bad row, not csv's "field larger than field limit".
+    csv.field_size_limit(1 << 30)
+    # Tab-separated files have no quoting by convention; a quote there is a character of the text.
+    options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if format == "tsv" else {}
+    ended = False
+
+    def lines() -> Iterator[str]:
+        nonlocal ended
+        yield from _text(file)
+        ended = True
+
+    reader = csv.reader(lines(), **options)
+    first = True
+    while True:
+        line = reader.line_num + 1
+        try:
+            values = next(reader)
+        except StopIteration:
+            return
+        except csv.Error:
+            yield line, "a carriage return outside quotes; quote the text, or end lines by a newline"
+            continue
+        if ended:
+            # The file ended inside the row. Each of its lines is bad: as one bad row it could hide half of the file.
+            reason = f"the quote that opens in line {line} is never closed; close it, or double one that is text"
+            yield from ((number, reason) for number in range(line, reader.line_num + 1))
+        elif values or first:
+            yield line, values
+        first = False
+
+
+def _json_rows(file: IO[bytes]) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(_text(file), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except (ValueError, RecursionError):  # ValueError: not JSON, or a number of thousands of digits
+            yield number, None
+
+
+def _text(file: IO[bytes]) -> Iterator[str]:
+    """Lines; bytes that are not UTF-8 become lone surrogates, so that the row, not the file, is refused."""
+    first = True
+    for line in file:
+        text = line.decode("utf-8", errors="surrogateescape")
+        yield text.removeprefix("\ufeff") if first else text
+        first = False
+
+
+def _arrow_schema(file: IO[bytes], format: str) -> Any:
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    return (
+        pyarrow.parquet.ParquetFile(file).schema_arrow if format == "parquet" else pyarrow.ipc.open_stream(file).schema
+    )
+
+
+def _arrow_rows(file: IO[bytes], format: str, columns: list[str]) -> Iterator[dict[str, Any]]:
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    if format == "parquet":
+        batches: Iterable[Any] = pyarrow.parquet.ParquetFile(file).iter_batches(4096, columns=columns)
+        names: Callable[[str], Any] = lambda column: None  # noqa: E731
+    else:
+        stream = pyarrow.ipc.open_stream(file)
+        batches, names = stream, _class_names(stream.schema)
+    for batch in batches:
+        lists = {column: batch.column(column).to_pylist() for column in columns}
+        for column in columns:
+            if (known := names(column)) is not None:
+                lists[column] = [known[value] if value is not None and value >= 0 else None for value in lists[column]]
+        yield from (dict(zip(columns, values, strict=True)) for values in zip(*lists.values(), strict=True))
+
+
+def _class_names(schema: Any) -> Callable[[str], list[str] | None]:
+    """A `datasets` file keeps label names beside integer codes, in its schema's metadata."""
+    metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    features = metadata.get("info", {}).get("features", {})
+    return lambda column: features.get(column, {}).get("names")
+
+
+def refuse_if_too_bad(bad: int, total: int, examples: list[str], data: Data) -> None:
+    """Refuse a source of which more than `data.max_bad_rows` cannot be used, naming the first bad lines."""
+    if total and bad > data.max_bad_rows * total:
+        listed = "\n  ".join(examples[:5])
+        raise UserError(
+            f"{bad} of {total} rows cannot be used (data.max_bad_rows={data.max_bad_rows:g}):\n  {listed}\n"
+            "Mend these lines, or raise data.max_bad_rows to set them aside."
+        )

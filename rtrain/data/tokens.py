@@ -1,0 +1,235 @@
+"""Rows -> token store: one Ray Data job that reads, checks, splits, tokenises and writes; then one commit."""
+
+import hashlib
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet
+
+from rtrain.config import Recipe
+from rtrain.data import records, store
+from rtrain.errors import UserError
+from rtrain.tasks import base
+
+SHARD_ROWS = 8192
+_SPLIT = {name: code for code, name in enumerate(store.SPLITS)}
+_BAD = 255
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one task needs to turn a piece into shards."""
+
+    recipe: Recipe
+    model: Path
+    folder: Path
+    has_test: bool
+
+
+def digest(recipe: Recipe, source: records.Source, model: Path) -> str:
+    """Address of the store: the rows, the tokenizer and the settings that shape it, and nothing else."""
+    data = recipe.data.model_dump(mode="json", exclude={"path", "test", "max_bad_rows"})
+    settings = {"schema": store.SCHEMA_VERSION, "task": recipe.task, **data}
+    parts = (source.digest(), records.file_digest(str(model / "tokenizer.json")), json.dumps(settings, sort_keys=True))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def ensure(recipe: Recipe, source: records.Source, model: Path, root: Path) -> tuple[store.Store, bool]:
+    """The token store of a recipe under `root`, and whether it had to be made. Needs Ray only to make it."""
+    final = root / ".tokens" / digest(recipe, source, model)
+    if (final / "manifest.json").is_file():
+        return store.Store(final), False
+    base.load_tokenizer(model, recipe.data.max_tokens)  # a folder without tokenizer is refused here, not inside a task
+    writer = store.Writer(final)
+    try:
+        shards = _run(Job(recipe, model, writer.folder, source.has_test), source)
+        return _commit(recipe, source, writer, shards), True
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def _run(job: Job, source: records.Source) -> list[str]:
+    """Write the shards with Ray Data, a task per file; returns their names in source order."""
+    import ray.data
+
+    pieces = [{"number": number, "piece": list(piece)} for number, piece in enumerate(source.pieces)]
+    dataset = ray.data.from_items(pieces, override_num_blocks=len(pieces)).flat_map(partial(_write_piece, job=job))
+    return sorted(row["shard"] for row in dataset.take_all())
+
+
+def _write_piece(row: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
+    piece = records.Piece(*row["piece"])
+    task = base.get(job.recipe.task)
+    tokenizer = base.load_tokenizer(job.model, job.recipe.data.max_tokens)
+    rows = records.read(piece, job.recipe.data)
+    for part in itertools.count():
+        batch = list(itertools.islice(rows, SHARD_ROWS))
+        if not batch:
+            return
+        name = f"{row['number']:06d}-{part:06d}.arrow"
+        store.write_table(job.folder / "shards" / name, _encode(batch, piece.role, job, task, tokenizer))
+        yield {"shard": name}
+
+
+def _encode(batch: list[records.Record], role: str, job: Job, task: base.Task, tokenizer: Any) -> pa.Table:
+    """Bad rows stay in the table, without tokens: the commit counts them and moves them into quarantine."""
+    good = [record for record in batch if record.reason is None]
+    pairs = None if job.recipe.data.text_pair is None else [record.pair or "" for record in good]
+    tokens = iter(task.encode(tokenizer, [record.text for record in good], pairs))
+    encoded = [next(tokens) if record.reason is None else base.Encoded([], 0, False) for record in batch]
+    keys = [content_hashes(record) for record in batch]
+    ids, lengths, second = store.pack([(row.ids, row.second) for row in encoded])
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return pa.table(
+        {
+            "ids": pa.ListArray.from_arrays(pa.array(offsets), pa.array(ids)),
+            "second": second,
+            "length": lengths,
+            "truncated": pa.array([row.truncated for row in encoded]),
+            "content": pa.array([whole for _, whole in keys], pa.uint64()),
+            "split": pa.array(
+                [
+                    _BAD if record.reason else _SPLIT[split_of(role, text, job.has_test)]
+                    for record, (text, _) in zip(batch, keys, strict=True)
+                ],
+                pa.uint8(),
+            ),
+            "label": pa.array([record.label.encode("utf-8", "replace").decode() for record in batch]),
+            "line": pa.array([record.line for record in batch], pa.int64()),
+            "reason": pa.array([record.reason for record in batch], pa.string()),
+        }
+    )
+
+
+def content_hashes(record: records.Record) -> tuple[int, int]:
+    """(hash of the texts, hash of texts and label), 64 bits each."""
+    text = "\x00".join((record.text, record.pair or "")).encode("utf-8", "surrogateescape")
+    whole = text + b"\x00" + record.label.encode("utf-8", "surrogateescape")
+    return tuple(int.from_bytes(hashlib.blake2b(part, digest_size=8).digest(), "little") for part in (text, whole))  # type: ignore[return-value]
+
+
+def split_of(role: str, text_hash: int, has_test: bool) -> str:
+    """80/10/10 by the hash of the text; 90/10 where there is a test file. Equal texts never straddle two splits."""
+    if role == "test":
+        return "test"
+    share = text_hash / 2**64
+    if has_test:
+        return "train" if share < 0.9 else "valid"
+    return "train" if share < 0.8 else "valid" if share < 0.9 else "test"
+
+
+# ------------------------------------------------------------------------------------------------------- the commit
+
+
+def _commit(recipe: Recipe, source: records.Source, writer: store.Writer, shards: list[str]) -> store.Store:
+    """Number the labels, give each row its id, write the index of each split, and the manifest last."""
+    columns = ["length", "truncated", "content", "split", "label", "line", "reason"]
+    tables = [store._map(writer.folder / "shards" / name).select(columns) for name in shards]
+    table = pa.concat_tables(tables) if tables else None
+    if table is None or table.num_rows == 0:
+        raise UserError(f"data.path: {recipe.data.path} has a header and no rows; add rows, one text and label each")
+    shard = np.repeat(np.arange(len(tables), dtype=np.uint32), [part.num_rows for part in tables])
+    offset = np.concatenate([np.arange(part.num_rows, dtype=np.uint32) for part in tables])
+    split = table["split"].to_numpy()
+
+    reasons = {int(row): table["reason"][int(row)].as_py() for row in np.flatnonzero(split == _BAD)}
+    where = _locator(source, shards, shard, table["line"].to_numpy())
+    # Before the labels: a file of which no row can be read has none, and that is not what is wrong with it.
+    _refuse_if_too_bad(recipe, reasons, table.num_rows, where)
+
+    task = base.get(recipe.task)
+    texts = table["label"].to_pylist()
+    names = task.labels(Counter(texts[row] for row in np.flatnonzero(split == _SPLIT["train"])))
+    targets = task.targets(texts, names)
+
+    unseen = np.flatnonzero((targets < 0) & (split != _BAD))
+    reasons |= _unseen(recipe, source, unseen, texts, where)
+    split = split.copy()
+    split[unseen] = _BAD
+    _refuse_if_too_bad(recipe, reasons, table.num_rows, where)
+    _quarantine(writer.folder, reasons, where)
+
+    row_ids = identify(table["content"].to_numpy())
+    lengths = table["length"].to_numpy()
+    rows, tokens = {}, {}
+    for name, code in _SPLIT.items():
+        chosen = np.flatnonzero(split == code)
+        rows[name], tokens[name] = len(chosen), int(lengths[chosen].sum())
+        index = {"row_id": row_ids, "shard": shard, "offset": offset, "length": lengths, "target": targets}
+        store.write_table(
+            writer.folder / f"index-{name}.arrow",
+            pa.table({key: pa.array(value[chosen]) for key, value in index.items()}),
+        )
+    if not rows["valid"]:
+        raise UserError(
+            f"data.path: {rows['train']} training rows leave no validation row; give more rows (30 are a sane least)"
+        )
+    manifest = store.Manifest(
+        schema_version=store.SCHEMA_VERSION,
+        digest=writer.final.name,
+        rows=rows,
+        labels=names,
+        tokens=tokens,
+        truncated=int(table["truncated"].to_numpy(zero_copy_only=False)[split != _BAD].sum()),
+        quarantined=len(reasons),
+        shards=tuple(shards),
+    )
+    return writer.commit(manifest)
+
+
+def _refuse_if_too_bad(recipe: Recipe, reasons: dict[int, str], total: int, where: Any) -> None:
+    examples = [f"{where(row)}: {reason}" for row, reason in sorted(reasons.items())[:5]]
+    records.refuse_if_too_bad(len(reasons), total, examples, recipe.data)
+
+
+def _unseen(
+    recipe: Recipe, source: records.Source, rows: npt.NDArray[np.int64], labels: list[str], where: Any
+) -> dict[int, str]:
+    """A test file with a label that training lacks is the user's mistake; our own split of a rare label is not."""
+    if source.has_test and len(rows):
+        listed = "\n  ".join(f"{where(row)}: label {labels[row]!r}" for row in rows[:5])
+        raise UserError(
+            f"data.label: {len(rows)} rows have a label that no training row has:\n  {listed}\n"
+            "Add training rows of it, or correct these labels."
+        )
+    return {int(row): f"label {labels[row]!r} occurs in no training row; add rows of it" for row in rows}
+
+
+def _locator(source: records.Source, shards: list[str], shard: npt.NDArray[np.uint32], lines: Any) -> Any:
+    pieces = [source.pieces[int(name.split("-")[0])].uri.removeprefix("file://") for name in shards]
+    return lambda row: f"{pieces[shard[row]]}:{lines[row]}"
+
+
+def _quarantine(folder: Path, reasons: dict[int, str], where: Any) -> None:
+    rows = sorted(reasons)
+    places = [where(row).rsplit(":", 1) for row in rows]
+    table = pa.table(
+        {
+            "source": pa.array([place for place, _ in places], pa.string()),
+            "line": pa.array([int(line) for _, line in places], pa.int64()),
+            "reason": pa.array([reasons[row] for row in rows], pa.string()),
+        }
+    )
+    pyarrow.parquet.write_table(table, folder / "quarantine.parquet")
+
+
+def identify(content: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """64-bit row ids from content hashes: equal rows get distinct ids by their occurrence number, in source order."""
+    order = np.argsort(content, kind="stable")
+    ordered = content[order]
+    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+    counts = np.diff(np.concatenate([starts, [len(ordered)]]))
+    occurrence = np.empty(len(content), dtype=np.uint64)
+    occurrence[order] = np.arange(len(ordered), dtype=np.uint64) - np.repeat(starts, counts).astype(np.uint64)
+    # An odd multiplier makes the map of occurrence numbers one to one; the content hash is already uniform.
+    return content + occurrence * np.uint64(0x9E3779B97F4A7C15)

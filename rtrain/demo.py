@@ -1,0 +1,258 @@
+"""The whole path on the embedded data, on real Ray: ingest, search, train, distill, quantize, serve, ask."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rtrain import config as configuration
+from rtrain.config import Config
+from rtrain.data import records, synthetic, tokens
+from rtrain.errors import UserError
+from rtrain.report.memory import PeakMemory
+from rtrain.report.progress import Line, say
+from rtrain.report.summary import summarise
+from rtrain.training import driver, model, runs
+
+ASKED_TEXTS = 200
+ASKED_TOGETHER = 16
+# Both sides load the same artefact, so labels must be equal; scores of an int8 engine move a little with the batch.
+SCORE_TOLERANCE = 0.02
+
+
+@dataclass
+class Stage:
+    """A line of the table; what a stage has no figure for stays None."""
+
+    name: str
+    seconds: float = 0.0
+    score: float | None = None
+    rows: int | None = None
+    size_mb: float | None = None
+    latency_ms: float | None = None
+
+
+@dataclass
+class Report:
+    stages: list[Stage] = field(default_factory=list)
+    baseline: float = 0.0
+    default_score: float = 0.0
+    winner_score: float = 0.0
+    answer_matches: bool = False
+
+    @contextmanager
+    def stage(self, name: str, line: Line) -> Iterator[Stage]:
+        """Times a stage and says when it is done."""
+        stage, start = Stage(name), time.perf_counter()
+        line({"kind": "stage", "text": f"{name} ..."})
+        yield stage
+        stage.seconds = round(time.perf_counter() - start, 1)
+        self.stages.append(stage)
+        score = "" if stage.score is None else f"  score {stage.score:.4f}"
+        line({"kind": "stage", "text": f"{name} done in {stage.seconds:.1f} s{score}"})
+
+
+def run(config: Config, out: str | None, keep: bool = False) -> dict[str, Any]:
+    """Run all stages; returns what `rtrain demo --json` prints. What a stage raises leaves nothing running."""
+    from rtrain.cli import curl
+    from rtrain.cluster.session import session, until_interrupted
+
+    started = time.perf_counter()
+    folder = runs.folder_for("demo", out)
+    config = _with_data(config, folder, refuse=out is not None)
+    driver.check(config)
+    report = Report()
+    with PeakMemory() as memory, Line() as line, session(config, folder):
+        _train_stages(report, config, folder, line)
+        with _serve_stages(report, config, folder, line) as url:
+            document = _finish(report, folder, time.perf_counter() - started, memory.peak_mb)
+            if keep:
+                say(f"serving at {url} (Ctrl-C ends it)\ntry: {curl(url)}")
+                until_interrupted()
+    return document
+
+
+def _finish(report: Report, folder: Path, seconds: float, peak_mb: float) -> dict[str, Any]:
+    """Write and show the result; before the endpoint is kept, since it is Ctrl-C that ends that."""
+    document = {
+        "stages": [{"name": stage.name, "seconds": stage.seconds, "score": stage.score} for stage in report.stages],
+        "baseline_score": round(report.baseline, 4),
+        "default_score": round(report.default_score, 4),
+        "winner_score": round(report.winner_score, 4),
+        "answer_matches": report.answer_matches,
+        "peak_memory_mb": round(peak_mb),
+        "seconds": round(seconds, 1),
+        "run": str(folder),
+    }
+    (folder / "demo.json").write_text(json.dumps(document, indent=1) + "\n")
+    say(table(report, document))
+    return document
+
+
+def _with_data(config: Config, folder: Path, refuse: bool) -> Config:
+    if refuse and folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"--out: {folder} is not empty; name a new folder")
+    train, test = synthetic.write(folder / "data")
+    return runs.absolute(configuration.with_overrides(config, {"data.path": str(train), "data.test": str(test)}))
+
+
+def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> None:
+    import ray
+
+    from rtrain.compress import distill, quantize
+    from tune import search
+
+    recipe = config.recipe
+    with report.stage("ingest", line) as stage:
+        source = records.inspect(recipe.data)
+        store, _ = tokens.ensure(recipe, source, model.resolve(recipe.model.name), folder)
+        stage.rows = sum(store.manifest.rows.values())
+        report.baseline = ray.get(ray.remote(num_cpus=1)(_baseline).remote(recipe))
+    with report.stage("search", line) as stage:
+        found = search.run(config, folder / "search", on_event=line, tokens_root=folder)
+        stage.score = found.best.score
+        default = summarise(Path(found.trials[0].run))
+        report.default_score = default["metrics"]["test"]["accuracy"]
+        stage.rows = sum(trial.updates * _rows_per_update(trial) for trial in found.trials)
+    with report.stage("train", line) as stage:
+        before = found.best.updates * _rows_per_update(found.best)
+        winner = search.continue_best(found, on_event=line, tokens_root=folder)
+        report.winner_score = stage.score = winner["metrics"]["test"]["accuracy"]
+        stage.rows = max(0, winner["rows_seen"] - before)
+    teacher = Path(found.best.run)
+    with report.stage("distill", line) as stage:
+        settings = configuration.load(str(teacher / runs.CONFIG))
+        student, summary = distill.run(settings, teacher, folder / "student", on_event=line)
+        stage.score, stage.rows = summary["metrics"]["test"]["accuracy"], summary["rows_seen"]
+    with report.stage("quantize", line) as stage:
+        # In a process of its own, which gives the memory of torch, NNCF and two engines back when it ends.
+        task = ray.remote(num_cpus=1)(quantize.run)
+        made = ray.get(task.remote(recipe, store.folder, student, student / "artifact-int8"))
+        stage.score, stage.size_mb, stage.rows = (
+            made["test"]["accuracy"],
+            made["size_mb"],
+            recipe.quantize.calibration_rows,
+        )
+
+
+def _rows_per_update(trial: Any) -> int:
+    return configuration.load(str(Path(trial.run) / runs.CONFIG)).recipe.rows_per_update
+
+
+def _baseline(recipe: configuration.Recipe) -> float:
+    """The TF-IDF baseline on the rows that the encoder is trained, chosen and tested on."""
+    from rtrain.report import baseline
+
+    parts: dict[str, tuple[list[str], list[str]]] = {name: ([], []) for name in ("train", "valid", "test")}
+    for piece in records.inspect(recipe.data).pieces:
+        for record in records.read(piece, recipe.data):
+            texts, labels = parts[tokens.split_of(piece.role, tokens.content_hashes(record)[0], has_test=True)]
+            texts.append(record.text)
+            labels.append(record.label)
+    return baseline.accuracy(parts["train"], parts["valid"], parts["test"])
+
+
+@contextmanager
+def _serve_stages(report: Report, config: Config, folder: Path, line: Line) -> Iterator[str]:
+    """Serve the int8 student and ask it; the endpoint, whose address is given, lives as long as the block."""
+    from serve import deployment
+
+    artifact = folder / "student" / "artifact-int8"
+    with report.stage("serve", line):
+        endpoint = deployment.start(artifact, config.deploy.serve)
+    with endpoint:
+        with report.stage("ask", line) as stage:
+            assert config.recipe.data.test
+            rows = list(records.read(records.Piece(config.recipe.data.test, "csv", "test"), config.recipe.data))
+            asked = rows[:: len(rows) // ASKED_TEXTS][:ASKED_TEXTS]
+            answer = ask(endpoint.url, artifact, [row.text for row in asked])
+            right = sum(label == row.label for label, row in zip(answer.labels, asked, strict=True))
+            report.answer_matches, stage.latency_ms = answer.matches, answer.latency_ms
+            stage.score, stage.rows = right / len(asked), len(asked)
+        yield endpoint.url
+
+
+# --------------------------------------------------------------------------------------------------------------- ask
+
+
+@dataclass(frozen=True)
+class Answer:
+    labels: list[str]
+    matches: bool
+    latency_ms: float
+    """Median of the single requests."""
+
+
+def ask(url: str, artifact: Path, texts: Sequence[str]) -> Answer:
+    """Ask the endpoint each text alone and all in batches, and compare with `rtrain predict` on `artifact`."""
+    import httpx
+
+    alone, together, times = [], [], []
+    with httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
+        for text in texts:
+            start = time.perf_counter()
+            alone.append(_best(client.post("/predict", json={"inputs": text}))[0])
+            times.append(time.perf_counter() - start)
+        for start_row in range(0, len(texts), ASKED_TOGETHER):
+            batch = list(texts[start_row : start_row + ASKED_TOGETHER])
+            together += _best(client.post("/predict", json={"inputs": batch}))
+    predicted = _predict(artifact, texts)
+    matches = same_answers(alone, predicted) and same_answers(together, predicted)
+    return Answer([label for label, _ in alone], matches, round(1000 * sorted(times)[len(times) // 2], 2))
+
+
+def same_answers(left: Sequence[tuple[str, float]], right: Sequence[tuple[str, float]]) -> bool:
+    """Equal labels, and scores within the engine's tolerance, row by row."""
+    return len(left) == len(right) and all(
+        one[0] == other[0] and abs(one[1] - other[1]) <= SCORE_TOLERANCE for one, other in zip(left, right, strict=True)
+    )
+
+
+def _best(response: Any) -> list[tuple[str, float]]:
+    response.raise_for_status()
+    return [(answer[0]["label"], answer[0]["score"]) for answer in response.json()]
+
+
+def _predict(artifact: Path, texts: Sequence[str]) -> list[tuple[str, float]]:
+    """The answers of the `rtrain predict` command, in a process of its own."""
+    from rtrain.cluster.session import package_root
+
+    command = [sys.executable, "-m", "rtrain", "predict", str(artifact), "--json"]
+    lines = "\n".join(text.replace("\n", " ") for text in texts)
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, check=False, cwd=package_root())
+    if done.returncode:
+        raise UserError(f"rtrain predict {artifact} failed: {done.stderr.strip()}")
+    return [(answer[0]["label"], answer[0]["score"]) for answer in json.loads(done.stdout)]
+
+
+# ------------------------------------------------------------------------------------------------------------- table
+
+
+def table(report: Report, document: dict[str, Any]) -> str:
+    """One line per stage; the baseline and the default recipe stand beside the winner, also when it loses."""
+    lines = [f"{'stage':<10} {'seconds':>8} {'rows':>8} {'score':>8} {'MB':>7} {'ms/text':>8}"]
+    for stage in report.stages:
+        cells = [
+            (stage.rows, 8, ",d"),
+            (stage.score, 8, ".4f"),
+            (stage.size_mb, 7, ".1f"),
+            (stage.latency_ms, 8, ".2f"),
+        ]
+        shown = " ".join(f"{'' if value is None else format(value, form):>{width}}" for value, width, form in cells)
+        lines.append(f"{stage.name:<10} {stage.seconds:>8.1f} {shown}")
+    matches = "the same as rtrain predict's" if report.answer_matches else "NOT THE SAME as rtrain predict's"
+    return "\n".join(
+        [
+            *lines,
+            f"test accuracy: TF-IDF baseline {report.baseline:.4f}, default recipe {report.default_score:.4f}, "
+            f"winner {report.winner_score:.4f}",
+            f"answers over HTTP are {matches}; {document['seconds']:.0f} s, "
+            f"peak memory {document['peak_memory_mb']:,} MB",
+            f"everything is in {document['run']}",
+        ]
+    )

@@ -1,0 +1,44 @@
+"""Errors that a user can act on. Whatever is raised from here is printed without a traceback."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: where, what was found, why it cannot work, and what to write instead."""
+
+    field: str
+    value: Any
+    reason: str
+    fix: str
+
+    def __str__(self) -> str:
+        shown = "" if self.value is None else f"={_short(self.value)}"
+        return f"{self.field}{shown}: {self.reason}; {self.fix}"
+
+
+class UserError(Exception):
+    """Something outside rtrain's code is wrong; the message says what, where, and what to do. Exit code 1."""
+
+    exit_code = 1
+
+
+class ConfigError(UserError):
+    """The configuration cannot work. Holds every problem found, not only the first. Exit code 2."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem]):
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in problems))
+
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[Problem, ...]]]:
+        return type(self), (self.problems,)  # so that it survives the way back from a Ray worker
+
+
+def _short(value: Any, limit: int = 80) -> str:
+    """`value` on one line, control characters escaped, so that hostile text cannot write on the terminal."""
+    text = str(value).encode("unicode_escape").decode("ascii") if isinstance(value, str) else repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

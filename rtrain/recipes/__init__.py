@@ -1,0 +1,1 @@
+"""Named recipes, one commented YAML file each."""

@@ -1,0 +1,86 @@
+"""The run's append-only log, one JSON object a line. Everything that is reported about a run is computed from it."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+NAME = "events.jsonl"
+
+
+def append(folder: Path, kind: str, **fields: Any) -> None:
+    """Add one event. Written in one call, so that a reader never sees half a line of a living writer."""
+    line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}, ensure_ascii=False)
+    # A lone surrogate (a file name, an error's text) is no UTF-8; its backslash form is what JSON writes for it.
+    data = line.encode("utf-8", "backslashreplace") + b"\n"
+    with (folder / NAME).open("ab+") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        # A killed writer may have left half a line: it must not take this event with it.
+        file.write(data if file.read(1) in (b"", b"\n") else b"\n" + data)
+
+
+def read(run: Path) -> list[dict[str, Any]]:
+    """All events. A torn last line, left by a killed writer, is not an event."""
+    path = run / NAME
+    if not path.is_file():
+        return []
+    return list(_parse(path.read_bytes()))
+
+
+def _parse(data: bytes) -> Iterator[dict[str, Any]]:
+    # Not splitlines: texts may hold other line separators. Half a line may end inside a character.
+    for line in data.decode("utf-8", "replace").split("\n"):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue
+
+
+class Tail:
+    """Events that were added since the last call; for live progress."""
+
+    def __init__(self, run: Path):
+        self._path = run / NAME
+        self._offset = self._path.stat().st_size if self._path.is_file() else 0
+
+    def new(self) -> list[dict[str, Any]]:
+        if not self._path.is_file():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return list(_parse(complete))
+
+
+class Follow:
+    """While it is entered, hands each new event of some runs to `on_event`, with the fields given for its run."""
+
+    def __init__(self, runs: Iterable[tuple[Path, dict[str, Any]]], on_event: Callable[[dict[str, Any]], None] | None):
+        self._tails = [(Tail(run), fields) for run, fields in runs]
+        self._on_event, self._done = on_event, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> None:
+        if self._on_event:
+            self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        if self._on_event:
+            self._thread.join()
+
+    def _run(self) -> None:
+        assert self._on_event
+        while True:
+            ended = self._done.wait(0.2)
+            for tail, fields in self._tails:
+                for event in tail.new():
+                    self._on_event({**event, **fields})
+            if ended:
+                return

@@ -1,0 +1,107 @@
+"""What a user sees while a command runs: one live line on a terminal, plain lines elsewhere; all of it on stderr."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+
+def say(text: str) -> None:
+    """One plain line on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Line:
+    """Turns a run's events into progress. Use as a context manager; call it with each event."""
+
+    def __init__(self, prefix: str = ""):
+        self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self._prefix = prefix
+        self._status = self._console.status("starting Ray") if self._console.is_terminal else None
+        self._started = time.monotonic()
+        self._first: tuple[float, int] | None = None
+
+    def __enter__(self) -> "Line":
+        if self._status:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status:
+            self._status.stop()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        kind = event["kind"]
+        if kind == "started":
+            self._first = None
+            self._now(f"{event['workers']} workers, {event['precision']}, from update {event['update']}")
+        elif kind in ("tokenised", "tokens_reused"):
+            self._keep(_rows_text(event))
+        elif kind == "progress":
+            self._now(f"update {event['update']}/{event['of']}  loss {event['loss']:.4f}{self._eta(event)}")
+        elif kind == "evaluated":
+            scores = "  ".join(f"{name} {value:.4f}" for name, value in event["scores"].items() if name != "rows")
+            self._keep(f"update {event['update']}  {event['split']}: {scores}  ({event['scores']['rows']} rows)")
+        elif kind == "stage":
+            self._keep(event["text"])
+
+    def _eta(self, event: dict[str, Any]) -> str:
+        if self._first is None:
+            self._first = (event["time"], event["update"])
+            return ""
+        seconds, updates = event["time"] - self._first[0], event["update"] - self._first[1]
+        if updates <= 0:
+            return ""
+        return f"  {seconds / updates * (event['of'] - event['update']):.0f} s left"
+
+    def _now(self, text: str) -> None:
+        if self._status:
+            self._status.update(self._prefix + text)
+        else:
+            self._keep(text)
+
+    def _keep(self, text: str) -> None:
+        """A line that stays. Printed as it is: text of the user's data must not be read as markup or control codes."""
+        line = f"{time.monotonic() - self._started:6.1f} s  {self._prefix}{text}"
+        shown = (char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+        self._console.print("".join(shown), soft_wrap=True)
+
+
+def _rows_text(event: dict[str, Any]) -> str:
+    rows, bad = event["rows"], event["quarantined"]
+    text = f"{rows['train']:,} training, {rows['valid']:,} validation, {rows['test']:,} test rows"
+    text += ", tokens reused" if event["kind"] == "tokens_reused" else ""
+    if bad:
+        where = Path(event["store"]) / "quarantine.parquet"
+        text += f"; {bad:,} bad row{'s' if bad > 1 else ''} set aside, with reasons in {where}"
+    return text
+
+
+def summary_text(summary: dict[str, Any], run: Path) -> str:
+    """The end of a training, for a person."""
+    seconds, test = summary["seconds"], summary["metrics"]["test"] or {}
+    scores = ", ".join(f"{name} {value:.4f}" for name, value in test.items() if name != "rows")
+    padding = summary["padded_tokens"] / summary["real_tokens"] if summary["real_tokens"] else 1.0
+    lines = [
+        f"{summary['status']}: {summary['updates']} updates, {summary['rows_seen']:,} rows in "
+        f"{seconds['train']:.0f} s of training ({summary['rows_per_second']:.0f} rows/s), "
+        f"input wait {seconds['input_wait']:.2f} s, padded/real tokens {padding:.2f}",
+        f"test ({test.get('rows', 0)} rows): {scores}" if test else "no test score yet",
+        f"run: {run}",
+    ]
+    if (run / "artifact").is_dir():
+        lines.append(f"next: rtrain predict {run / 'artifact'} 'a text'   or: rtrain serve {run / 'artifact'}")
+    return "\n".join(lines)
+
+
+def search_text(found: Any, winner: dict[str, Any]) -> str:
+    """The trials, best first, and what became of the winner."""
+    lines = [f"{'trial':>5}  {'lr':>8}  {'k':>2}  {'updates':>7}  {'valid':>7}  status"]
+    for trial in found.trials:
+        lines.append(
+            f"{trial.number:>5}  {trial.lr:>8.1e}  {trial.aggregation_frequency:>2}  {trial.updates:>7}  "
+            f"{trial.score:>7.4f}  {trial.status}{'  <- best' if trial.number == found.best.number else ''}"
+        )
+    return "\n".join([*lines, summary_text(winner, Path(found.best.run))])

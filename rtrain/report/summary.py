@@ -1,0 +1,72 @@
+"""summary.json, computed from events.jsonl alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rtrain.report import events
+
+STATUSES = ("finished", "paused", "stopped", "failed", "interrupted")
+SECONDS = ("setup", "first_batch", "train", "evaluate", "checkpoint", "input_wait")
+
+
+def status(log: list[dict[str, Any]]) -> str:
+    """How the newest start of a run ended, or `running`."""
+    for event in reversed(log):
+        if event["kind"] in STATUSES:
+            return str(event["kind"])
+        if event["kind"] == "started":
+            break
+    return "running"
+
+
+def summarise(run: Path) -> dict[str, Any]:
+    """What a run did, over all of its starts. `seconds` are sums over the starts; rates are over training time."""
+    log = events.read(run)
+    created = next((event for event in log if event["kind"] == "created"), {})
+    starts = [event for event in log if event["kind"] == "started"]
+    # Progress is reported by update; a restart repeats updates, so that the last report of each update counts.
+    progress = [event for event in log if event["kind"] == "progress"]
+    evaluations = [event for event in log if event["kind"] == "evaluated"]
+    ends = [event for event in log if event["kind"] == "trained"]
+    end = ends[-1] if ends else {}
+    last = progress[-1] if progress else {}
+    seconds = {name: round(sum(event["seconds"].get(name, 0.0) for event in ends), 3) for name in SECONDS}
+    total = round(log[-1]["time"] - created["time"], 3) if log and created else 0.0
+    rows, real, padded = (
+        sum(event.get(name, 0) for event in ends) for name in ("rows_seen", "real_tokens", "padded_tokens")
+    )
+    train = seconds["train"] or float("inf")
+    valid = [event for event in evaluations if event["split"] == "valid"]
+    best = end.get("best_update")
+    test = next((event["scores"] for event in reversed(evaluations) if event["split"] == "test"), None)
+    return {
+        "run": created.get("run", run.name),
+        "task": created.get("task"),
+        "recipe": created.get("recipe"),
+        "status": status(log),
+        "workers": starts[-1]["workers"] if starts else None,
+        "precision": starts[-1]["precision"] if starts else None,
+        "updates": end.get("updates", last.get("update", 0)),
+        "passes_per_update": end.get("passes_per_update"),
+        "rows_seen": rows,
+        "real_tokens": real,
+        "padded_tokens": padded,
+        "seconds": {"total": total, **seconds},
+        "rows_per_second": round(rows / train, 2),
+        "real_tokens_per_second": round(real / train, 1),
+        "metrics": {
+            "valid": next((event["scores"] for event in reversed(valid) if event["update"] == best), None),
+            "test": test,
+        },
+        "best_update": best,
+        "restarts": max(0, len(starts) - 1),
+        "data_digest": created.get("data_digest"),
+        "order_digest": end.get("order_digest"),
+    }
+
+
+def write(run: Path) -> dict[str, Any]:
+    summary = summarise(run)
+    (run / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return summary

@@ -1,0 +1,1 @@
+"""What a model is trained to answer; one module per task."""

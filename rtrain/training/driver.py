@@ -1,0 +1,187 @@
+"""TorchTrainer assembly: from a configuration to a finished run, on the Ray that the process is connected to."""
+
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rtrain import config as configuration
+from rtrain.cluster.session import DATA_CPUS, interruptible
+from rtrain.config import Config
+from rtrain.data import records, tokens
+from rtrain.data.order import Order
+from rtrain.data.store import Store
+from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.plan import preflight
+from rtrain.report import events, summary
+from rtrain.training import model, precision, runs, worker
+
+if TYPE_CHECKING:
+    import ray.train
+
+OnEvent = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that may start: its folder, its frozen configuration, its rows."""
+
+    run: Path
+    config: Config
+    store: Store
+    model: Path
+
+    @property
+    def updates(self) -> int:
+        recipe = self.config.recipe
+        rows = self.store.rows("train")
+        return Order(self.store.manifest.digest, rows, recipe.rows_per_update, recipe.train.epochs, 0).updates
+
+
+def check(config: Config) -> tuple[records.Source, Path]:
+    """Everything that can be refused before Ray starts, all at once: files, columns, model, precision."""
+    problems: list[Any] = []
+    source, folder = None, None
+    try:
+        source = records.inspect(config.recipe.data)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        folder = model.resolve(config.recipe.model.name)
+        problems += model.check_architecture(folder, config.recipe.data.max_tokens)
+    except ConfigError as error:
+        problems += error.problems
+    if config.deploy.cluster.address is None:
+        problems += precision.problems(config.recipe.train.precision, precision.has_native_bf16())
+    if problems or source is None or folder is None:
+        raise ConfigError(problems)
+    return source, folder
+
+
+def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_root: Path | None = None) -> Prepared:
+    """Check, make or reuse the token store, and open the run folder. The folder is written only when nothing is wrong.
+
+    The store lies under `tokens_root`, by default the folder that holds the run, so that runs side by side share it.
+    """
+    source, weights = check(config)
+    run, config = runs.choose(folder, config, reuse)
+    preflight.disk(run, needed=_disk_needed(weights))
+    store, made = tokens.ensure(config.recipe, source, weights, tokens_root or run.parent)
+    if problems := [*preflight.rows(config.recipe, store.rows("train")), *_capacity(config)]:
+        raise ConfigError(problems)
+    fresh = not (run / runs.CONFIG).is_file()
+    frozen = runs.freeze(run, config)
+    if fresh:
+        events.append(
+            run,
+            "created",
+            run=run.name,
+            recipe=frozen.recipe.name,
+            task=frozen.recipe.task,
+            data_digest=store.manifest.digest,
+            store=str(store.folder),
+            identity=frozen.recipe.identity(),
+        )
+    events.append(
+        run,
+        "tokenised" if made else "tokens_reused",
+        rows=store.manifest.rows,
+        quarantined=store.manifest.quarantined,
+        store=str(store.folder),
+    )
+    return Prepared(run, frozen, store, weights)
+
+
+def _disk_needed(weights: Path) -> int:
+    return preflight.CHECKPOINT_COPIES * sum(path.stat().st_size for path in weights.glob("*.safetensors"))
+
+
+def fit(
+    prepared: Prepared,
+    *,
+    until: int | None = None,
+    evaluate_at: Sequence[int] = (),
+    callbacks: Sequence[Any] = (),
+    on_event: OnEvent | None = None,
+) -> dict[str, Any]:
+    """Train from the newest checkpoint to update `until` (default: the last) and return the run's summary.
+
+    `callbacks` are Ray Train's own. A run that is finished already is left as it is.
+    """
+    run = prepared.run
+    if (run / "artifact" / "artifact.json").is_file():
+        return summary.write(run)
+    _announce(run, on_event)
+    try:
+        with events.Follow([(run, {})], on_event):
+            interruptible(_trainer(prepared, until, evaluate_at, callbacks).fit)
+    except (KeyboardInterrupt, SystemExit):
+        events.append(run, "interrupted")
+        summary.write(run)
+        raise
+    except Exception as error:
+        raise _explain(run, error) from error
+    last = [event for event in events.read(run) if event["kind"] == "trained"][-1]
+    events.append(run, "finished" if last["finished"] else "paused", update=last["updates"])
+    return summary.write(run)
+
+
+def _capacity(config: Config) -> list[Problem]:
+    import ray
+
+    # Nodes that an autoscaler may still start count too; it starts them when the workers ask. None: no autoscaler.
+    most = ray._private.state.state.get_max_resources_from_cluster_config() or {}
+    cpus = max(ray.cluster_resources().get("CPU", 0.0), most.get("CPU", 0.0))
+    return preflight.capacity(config.recipe, cpus, DATA_CPUS)
+
+
+def _announce(run: Path, on_event: OnEvent | None) -> None:
+    """Tell the caller what the run trains on; that was logged before the run was followed."""
+    if on_event:
+        on_event(next(event for event in reversed(events.read(run)) if event["kind"] in ("tokenised", "tokens_reused")))
+
+
+def _trainer(
+    prepared: Prepared, until: int | None, evaluate_at: Sequence[int], callbacks: Sequence[Any]
+) -> "ray.train.torch.TorchTrainer":
+    import ray
+    import ray.train
+    import ray.train.torch
+
+    workers = prepared.config.recipe.train.workers
+    use_gpu = ray.cluster_resources().get("GPU", 0) >= workers
+    attempts = prepared.run / "ray"
+    number = len(list(attempts.iterdir())) if attempts.is_dir() else 0
+    return ray.train.torch.TorchTrainer(
+        worker.run,
+        train_loop_config={
+            "config": configuration.to_document(prepared.config),
+            "run": str(prepared.run),
+            "store": str(prepared.store.folder),
+            "model": str(prepared.model),
+            "until": until,
+            "evaluate_at": list(evaluate_at),
+        },
+        torch_config=ray.train.torch.TorchConfig(backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo"),
+        scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu),
+        # A new name per start: Ray would otherwise load its own snapshot of the last one, which rtrain does not use.
+        run_config=ray.train.RunConfig(name=f"{number:03d}", storage_path=str(attempts), callbacks=list(callbacks)),
+    )
+
+
+def _explain(run: Path, error: Exception) -> UserError:
+    """A worker's own UserError as it is; anything else with its traceback in a file of the run."""
+    if summary.status(events.read(run)) != "stopped":  # a search ends the workers of a trial that it stops
+        events.append(run, "failed", error=str(error)[:2000])
+    summary.write(run)
+    causes = [error, *getattr(error, "worker_failures", {}).values()]
+    for cause in causes:
+        inner = getattr(cause, "_base_exc", cause)
+        if isinstance(inner, UserError):
+            return inner
+    path = run / f"error-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+    first = next((line for line in reversed(str(causes[-1]).splitlines()) if line.strip()), type(error).__name__)
+    return UserError(f"training failed: {first}\nThe traceback is in {path}")

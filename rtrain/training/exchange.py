@@ -1,0 +1,59 @@
+"""Gradient exchange: DistributedDataParallel over the stock transport, or nothing for one worker."""
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Exchange:
+    """One model and its exchange. `model` is what passes call; it averages gradients over workers once per update."""
+
+    def __init__(self, module: "torch.nn.Module"):
+        import torch.distributed as dist
+
+        self.module = module
+        self.distributed = dist.is_initialized() and dist.get_world_size() > 1
+        self.world = dist.get_world_size() if self.distributed else 1
+        self.rank = dist.get_rank() if self.distributed else 0
+        self.model: torch.nn.Module = module
+        if self.distributed:
+            from torch.nn.parallel import DistributedDataParallel
+
+            # gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them all per update.
+            self.model = DistributedDataParallel(module, gradient_as_bucket_view=True)
+
+    def during(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Around a pass: only the last pass of an update exchanges."""
+        if last or not self.distributed:
+            return contextlib.nullcontext()
+        from torch.nn.parallel import DistributedDataParallel
+
+        assert isinstance(self.model, DistributedDataParallel)
+        return self.model.no_sync()
+
+    def sum(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """`tensor` summed over the workers, in place."""
+        if self.distributed:
+            import torch.distributed as dist
+
+            dist.all_reduce(tensor)
+        return tensor
+
+    def from_rank_zero(self, value: int) -> int:
+        """Rank 0's `value`, on every rank."""
+        if not self.distributed:
+            return value
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.tensor([value], dtype=torch.int64)
+        dist.broadcast(tensor, src=0)
+        return int(tensor.item())
+
+    def barrier(self) -> None:
+        if self.distributed:
+            import torch.distributed as dist
+
+            dist.barrier()

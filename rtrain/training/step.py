@@ -1,0 +1,108 @@
+"""ONE update: passes, global-count loss, exchange, clip, finite check, optimizer. Needs torch alone."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rtrain.data.store import Tokens, padded
+from rtrain.errors import UserError
+from rtrain.training.model import accepted_inputs
+
+if TYPE_CHECKING:
+    import torch
+
+    from rtrain.training.exchange import Exchange
+
+Loss = Callable[["torch.Tensor", Tokens], "torch.Tensor"]
+"""(logits, rows) -> the loss summed over the rows' targets."""
+
+
+class NonFinite(UserError):
+    """The gradient is not a number: training cannot go on from here."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What an update did on this worker; `loss` is the update's mean over all workers."""
+
+    loss: float
+    gradient_norm: float
+    rows: int
+    passes: int
+    real_tokens: int
+    padded_tokens: int
+
+
+def forward(model: "torch.nn.Module", tokens: Tokens, pad_id: int, precision: str) -> "torch.Tensor":
+    """Logits [rows, outputs] of rows without padding; they are padded to the longest."""
+    import torch
+
+    device = next(model.parameters()).device
+    accepted = accepted_inputs(getattr(model, "module", model))
+    arrays = {name: value for name, value in padded(tokens, pad_id).items() if name in accepted}
+    inputs = {name: torch.from_numpy(value).to(device) for name, value in arrays.items()}
+    half: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if precision == "bf16":
+        half = torch.autocast(device.type, dtype=torch.bfloat16)
+    with half:
+        logits: torch.Tensor = model(**inputs).logits
+    return logits
+
+
+def run_update(
+    exchange: "Exchange",
+    optimizer: "torch.optim.Optimizer",
+    loss: Loss,
+    passes: Sequence[Tokens],
+    *,
+    pad_id: int,
+    precision: str = "fp32",
+    clip_norm: float | None = None,
+) -> Done:
+    """Train on one update. Every worker exchanges exactly once, also one without rows: the others would wait for ever.
+
+    loss = sum over the update's targets / their count, over all passes and workers. DistributedDataParallel averages
+    over workers, so each worker's sum is multiplied by their number: mean_w(world * sum_w / count) = sum / count.
+    """
+    import torch
+
+    device = next(exchange.module.parameters()).device
+    count = torch.tensor([sum(len(tokens) for tokens in passes)], dtype=torch.float64, device=device)
+    total = float(exchange.sum(count).item())
+    loss_sum = torch.zeros(1, dtype=torch.float64, device=device)
+    padded_tokens = 0
+    optimizer.zero_grad(set_to_none=not exchange.distributed)
+    for number, tokens in enumerate(passes):
+        with exchange.during(last=number == len(passes) - 1):
+            logits = forward(exchange.model, tokens, pad_id, precision)
+            value = loss(logits, tokens)
+            (value * (exchange.world / total)).backward()
+        loss_sum += value.detach().double()
+        padded_tokens += len(tokens) * int(tokens.lengths.max())
+    if not passes:
+        idle_pass(exchange, pad_id, precision)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in exchange.module.parameters() if p.grad is not None])
+    if not torch.isfinite(norm):
+        raise NonFinite("the gradient is not finite: lower optim.lr, set train.precision=fp32, or set optim.clip_norm")
+    if clip_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(exchange.module.parameters(), clip_norm, norm)
+    optimizer.step()
+    return Done(
+        loss=float(exchange.sum(loss_sum).item()) / total,
+        gradient_norm=float(norm),
+        rows=sum(len(tokens) for tokens in passes),
+        passes=len(passes),
+        real_tokens=sum(int(tokens.lengths.sum()) for tokens in passes),
+        padded_tokens=padded_tokens,
+    )
+
+
+def idle_pass(exchange: "Exchange", pad_id: int, precision: str) -> None:
+    """A pass over one padding token with loss 0 x logits: takes part in the exchange and adds exact zeros."""
+    import numpy as np
+
+    nothing = np.zeros(1, dtype=np.int32)
+    targets, row_ids, teacher = nothing.astype(np.int64), nothing.astype(np.uint64), np.empty((1, 0), dtype=np.float32)
+    tokens = Tokens(nothing + pad_id, nothing + 1, nothing + 1, targets, row_ids, teacher)
+    (forward(exchange.model, tokens, pad_id, precision).float().sum() * 0.0).backward()

@@ -1,0 +1,123 @@
+"""What each Ray Train worker runs: build the model, follow the order, train, and (rank 0) make the artefact."""
+
+import os
+import shutil
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from rtrain import artifact, predict
+from rtrain.config import parse
+from rtrain.data import ingest
+from rtrain.data.order import Order
+from rtrain.data.store import open_store
+from rtrain.errors import ConfigError
+from rtrain.report import events
+from rtrain.tasks import base
+from rtrain.training import loop, losses, model, precision
+from rtrain.training.exchange import Exchange
+
+if TYPE_CHECKING:
+    import transformers
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
+
+
+class _TrainReporter:
+    """Events go to the run's log (rank 0), scores to Ray Train (every rank: it is a barrier)."""
+
+    def __init__(self, run: Path, rank: int):
+        self._run, self._rank = run, rank
+
+    def event(self, kind: str, **fields: Any) -> None:
+        if self._rank == 0:
+            events.append(self._run, kind, **fields)
+
+    def score(self, metrics: dict[str, Any]) -> None:
+        import ray.train
+
+        ray.train.report(metrics)
+
+
+def run(settings: dict[str, Any]) -> None:
+    """The train function of `driver.fit`; `settings` is what `driver` put together, plain values only."""
+    import ray.train
+    import ray.train.torch
+    import torch
+
+    clock = loop.Clock()
+    with clock.section("setup"):
+        context = ray.train.get_context()
+        rank, world = context.get_world_rank(), context.get_world_size()
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // context.get_local_world_size()))
+        config = parse(settings["config"], {})
+        recipe, folder, source = config.recipe, Path(settings["run"]), Path(settings["model"])
+        store, task = open_store(Path(settings["store"])), base.get(recipe.task)
+        network = model.build(source, task, store.manifest.labels, recipe.train.seed)
+        if torch.cuda.is_available():
+            cast("torch.nn.Module", network).to(ray.train.torch.get_device())
+        exchange = Exchange(network)
+        order = Order(
+            store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, recipe.train.seed
+        )
+        job = loop.Job(
+            recipe=recipe,
+            run=folder,
+            store=store,
+            task=task,
+            loss=losses.for_run(task, recipe.distill),
+            order=order,
+            pad_id=model.pad_id(source),
+            precision=_precision(exchange, folder, recipe.train.precision),
+            until=min(settings["until"] or order.updates, order.updates),
+            evaluate_at=frozenset(settings["evaluate_at"]),
+        )
+    share = ingest.Share(store.folder, order, world, rank, recipe.train.micro_batch, recipe.distill.teacher)
+    reporter = _TrainReporter(folder, rank)
+    outcome = loop.train(job, exchange, lambda start, stop: ingest.stream(share, start, stop), reporter, clock)
+    if outcome.finished and rank == 0:
+        export(network, source, folder, job, outcome)
+    exchange.barrier()  # no rank leaves, and so ends the run, before the artefact is written
+
+
+def _precision(exchange: Exchange, run: Path, wanted: str) -> str:
+    """Rank 0's machine decides, once; a bf16 that some other machine lacks is refused there by name."""
+    native = precision.has_native_bf16()
+    if exchange.rank == 0:
+        precision.decide(run, wanted, native)
+    exchange.barrier()
+    chosen = precision.decide(run, wanted, native)
+    if problems := precision.problems(chosen, native):
+        raise ConfigError(problems)
+    return chosen
+
+
+def export(
+    network: "transformers.PreTrainedModel", source: Path, run: Path, job: loop.Job, outcome: loop.Outcome
+) -> Path:
+    """Write `<run>/artifact` from the model as it stands, through a hidden draft: it appears whole or not at all."""
+    draft = run / f".artifact.{uuid.uuid4().hex[:8]}"
+    network.save_pretrained(draft)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, draft / name)
+    made = artifact.Artifact(
+        name=job.recipe.name,
+        task=job.recipe.task,
+        labels=job.store.manifest.labels,
+        max_tokens=job.recipe.data.max_tokens,
+        engine="torch",
+        metrics=outcome.scores,
+        lineage={
+            "run": run.name,
+            "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "recipe": job.recipe.identity(),
+            "model": job.recipe.model.name,
+            "data_digest": job.store.manifest.digest,
+            "order_digest": outcome.ledger,
+            "best_update": outcome.best_update,
+        },
+    )
+    artifact.write(draft, made, predict.golden_logits)
+    return artifact.publish(draft, run / "artifact")

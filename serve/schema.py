@@ -1,0 +1,252 @@
+"""What goes over the wire: requests, replies and the one error form. Shared by the parser and the OpenAPI document.
+
+Requests are parsed straight from the body's bytes: pydantic's own JSON reader bounds the nesting and refuses text that
+is not UTF-8, lone surrogates included, so nothing hostile reaches Python objects. Replies are described here and built
+as plain dicts elsewhere: validating our own answers would cost more than a small model does.
+"""
+
+from typing import Annotated, Literal, TypeVar
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from rtrain.predict import Input
+
+MAX_FIELD_CHARACTERS = 100
+_BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
+
+
+class RequestError(Exception):
+    """An answer other than 200, in the error form that every route shares."""
+
+    def __init__(self, status: int, message: str, field: str | None = None, retry_after: int | None = None):
+        super().__init__(message)
+        self.status, self.message, self.field = status, message, field
+        self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
+
+
+class _Closed(BaseModel):
+    """A misspelt name is refused, not ignored; "3" is not 3."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class _Open(BaseModel):
+    """Messages of a public protocol, whose clients may send more than we read."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+# ------------------------------------------------------------------------------------------ the Hugging Face form
+
+
+class TextPair(_Closed):
+    text: str
+    text_pair: str | None = None
+
+
+class Parameters(_Closed):
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    """Most labels per text, best first; all of them by default."""
+
+
+def _kind(value: object) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    if isinstance(value, list):
+        return "<list>"
+    return "<pair>" if isinstance(value, dict | TextPair) else None
+
+
+# Tagged by what arrived, so that an error names one place and one reason instead of every form that did not match.
+_One = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[TextPair, Tag("<pair>")],
+    Discriminator(_kind, custom_error_type="not_a_text", custom_error_message="Input should be a text"),
+]
+_SEVERAL = "Input should be a text or a list of texts"
+_Inputs = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[TextPair, Tag("<pair>")]
+    | Annotated[list[_One], Field(min_length=1), Tag("<list>")],
+    Discriminator(_kind, custom_error_type="not_texts", custom_error_message=_SEVERAL),
+]
+
+
+class PredictRequest(_Closed):
+    inputs: _Inputs
+    """One text, or several."""
+    parameters: Parameters | None = None
+
+    def texts(self) -> list[Input]:
+        values = self.inputs if isinstance(self.inputs, list) else [self.inputs]
+        return [value if isinstance(value, str) else _pair(value) for value in values]
+
+
+def _pair(value: TextPair) -> Input:
+    return {"text": value.text} if value.text_pair is None else {"text": value.text, "text_pair": value.text_pair}
+
+
+class LabelScore(_Closed):
+    label: str
+    score: Annotated[float, Field(ge=0, le=1)]
+
+
+class PredictReply(pydantic.RootModel[list[list[LabelScore]]]):
+    """For each text in order, its labels, best first; a single text too is answered by a list of one."""
+
+
+class ErrorDetail(_Closed):
+    type: Literal[
+        "malformed", "not_found", "method_not_allowed", "too_large", "invalid", "internal", "overloaded", "expired"
+    ]
+    message: str
+    field: str | None
+    """Where in the request, e.g. `inputs.3.text`."""
+
+
+class ErrorReply(_Closed):
+    error: ErrorDetail
+
+
+ERROR_TYPES = {
+    400: "malformed",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "too_large",
+    422: "invalid",
+    500: "internal",
+    503: "overloaded",
+    504: "expired",
+}
+
+
+# ------------------------------------------------------------------- the Open Inference Protocol (KServe, Triton) v2
+
+
+class Live(_Closed):
+    live: bool
+
+
+class Ready(_Closed):
+    ready: bool
+
+
+class ModelReady(_Closed):
+    name: str
+    ready: bool
+
+
+class ServerMetadata(_Closed):
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class TensorMetadata(_Closed):
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class ModelMetadata(_Closed):
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class InputParameters(_Open):
+    binary_data_size: Annotated[int, Field(ge=0)] | None = None
+    """Triton's binary extension: bytes of the texts, which follow the JSON instead of standing in `data`."""
+
+
+class InputTensor(_Open):
+    name: str
+    shape: list[Annotated[int, Field(ge=0)]]
+    """[n] or [n, 1]."""
+    datatype: Literal["BYTES"]
+    data: list[str] | list[list[str]] | None = None
+    parameters: InputParameters | None = None
+
+
+class RequestedOutput(_Open):
+    name: Literal["label", "score"]
+
+
+class InferRequest(_Open):
+    id: str | None = None
+    inputs: Annotated[list[InputTensor], Field(min_length=1, max_length=1)]
+    """One tensor of texts."""
+    outputs: list[RequestedOutput] | None = None
+
+    def texts(self, binary: bytes = b"") -> list[Input]:
+        tensor = self.inputs[0]
+        if (tensor.data is None) == (tensor.parameters is None or tensor.parameters.binary_data_size is None):
+            raise RequestError(422, "give the texts either as data or as binary data", "inputs.0.data")
+        rows = _unpack(binary) if tensor.data is None else tensor.data
+        texts = [text for row in rows for text in ([row] if isinstance(row, str) else row)]
+        if tensor.shape not in ([len(texts)], [len(texts), 1]):
+            raise RequestError(422, f"shape {tensor.shape} does not fit {len(texts)} texts", "inputs.0.shape")
+        if not texts:
+            raise RequestError(422, "no text; send at least one", "inputs.0.data")
+        return list(texts)
+
+
+def _unpack(data: bytes) -> list[str]:
+    """Triton's binary form of texts: for each its length (4 bytes, little-endian), then its UTF-8."""
+    texts, place = [], 0
+    while place < len(data):
+        start = place + 4
+        place = start + int.from_bytes(data[place:start], "little")
+        if place > len(data):
+            raise RequestError(422, "the binary data ends inside a text", "inputs.0.data")
+        try:
+            texts.append(data[start:place].decode())
+        except UnicodeDecodeError:
+            raise RequestError(422, "a text is not UTF-8", f"inputs.0.data.{len(texts)}") from None
+    return texts
+
+
+def split(body: bytes, json_length: str | None) -> tuple[bytes, bytes]:
+    """JSON and binary part of a body; `json_length` is the header in which Triton's clients say where one ends."""
+    if json_length is None:
+        return body, b""
+    if not json_length.isdecimal() or len(json_length) > 9 or int(json_length) > len(body):
+        raise RequestError(400, "inference-header-content-length does not fit the body")
+    return body[: int(json_length)], body[int(json_length) :]
+
+
+class OutputTensor(_Closed):
+    name: str
+    datatype: Literal["BYTES", "FP32"]
+    shape: list[int]
+    data: list[str] | list[float]
+
+
+class InferReply(_Closed):
+    model_name: str
+    model_version: str
+    id: str | None = None
+    outputs: list[OutputTensor]
+
+
+# ---------------------------------------------------------------------------------------------------------- parsing
+
+Request = TypeVar("Request", PredictRequest, InferRequest)
+
+
+def parse(model: type[Request], body: bytes) -> Request:
+    """The request in `body`, or the `RequestError` to answer: 400 where it is no JSON, 422 where it is another's."""
+    try:
+        return model.model_validate_json(body)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    reason = first["msg"]
+    if first["type"] == "json_invalid":
+        if body.startswith(_BYTE_ORDER_MARKS) or b"\x00" in body[:2]:
+            reason = "UTF-16 or a byte order mark; send plain UTF-8"
+        raise RequestError(400, f"the body is not JSON: {reason.removeprefix('Invalid JSON: ')}")
+    # Tags and union members are pydantic's names for a place, not the client's.
+    place = ".".join(part for part in map(str, first["loc"]) if not part.startswith(("<", "list[")))
+    raise RequestError(422, reason, place[:MAX_FIELD_CHARACTERS] or None)

@@ -1,0 +1,57 @@
+"""Shared by all tests: the environment before any heavy import, one Ray per session, small files of rows."""
+
+import csv
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rtrain import env
+
+env.prepare()
+# One thread per process: tests start several processes on few cores, and equal sums need equal thread counts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One private Ray of 4 logical CPUs for the whole session: two workers and the data tasks of one training."""
+    from rtrain import config
+    from rtrain.cluster.session import session
+
+    before = Path.cwd()
+    folder = tmp_path_factory.mktemp("ray")
+    with session(config.load("intent"), folder):
+        yield folder
+    os.chdir(before)
+
+
+Row = tuple[str, str]
+
+
+def write_rows(path: Path, rows: list[Row], header: tuple[str, str] = ("text", "label")) -> Path:
+    """A csv file of (text, label) rows."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        writer.writerows(rows)
+    return path
+
+
+WORDS = {
+    "refund": ("money back", "refund", "return my money", "reimburse"),
+    "parcel": ("parcel", "delivery", "package", "shipment"),
+    "login": ("password", "sign in", "account locked", "login"),
+}
+
+
+def labelled_rows(count: int) -> list[Row]:
+    """Rows that a small encoder can learn: each label has words of its own."""
+    labels = sorted(WORDS)
+    rows = []
+    for number in range(count):
+        label = labels[number % len(labels)]
+        word = WORDS[label][number // len(labels) % 4]
+        rows.append((f"please help with {word} {'again and ' * (number % 7)}number {number}", label))
+    return rows

@@ -1,0 +1,190 @@
+"""The deployable folder: complete or refused by name, and one version for what answers alike."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain import artifact, manifest
+from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
+from tests.tiny import MAX_TOKENS, NAME, make_artifact
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_artifact(tmp_path_factory.mktemp("made") / "artifact")
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A copy to do harm to."""
+    return Path(shutil.copytree(whole, tmp_path / "artifact"))
+
+
+def change(folder: Path, **fields: Any) -> None:
+    """Edit artifact.json, with a manifest that fits."""
+    path = folder / artifact.NAME
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | fields), encoding="utf-8")
+    manifest.write(folder)
+
+
+def answer(folder: Path, made: Artifact) -> list[list[float]]:
+    """As though a model had answered."""
+    assert made.version
+    return [[float(number), 0.5] for number in range(len(GOLDEN_INPUTS))]
+
+
+def model_files(folder: Path, weights: bytes = b"weights", tokenizer: str = "{}") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(weights)
+    (folder / "tokenizer.json").write_text(tokenizer)
+    return folder
+
+
+def described(**fields: Any) -> Artifact:
+    plain = Artifact(name="n", task="classification", labels=("a", "b"), max_tokens=8, engine="torch")
+    return replace(plain, **fields)
+
+
+# ------------------------------------------------------------------------------------------------------ write and read
+
+
+def test_an_artefact_is_read_as_it_was_written(tmp_path: Path) -> None:
+    folder = model_files(tmp_path / "a")
+    made = artifact.write(folder, described(metrics={"test": {"accuracy": 0.5}}, lineage={"run": "größe"}), answer)
+    assert artifact.read(folder) == made
+    assert made.golden == tuple(
+        {"inputs": text, "logits": [float(number), 0.5]} for number, text in enumerate(GOLDEN_INPUTS)
+    )
+    document = json.loads((folder / "artifact.json").read_text(encoding="utf-8"))
+    assert list(document) == [
+        "name", "task", "labels", "max_tokens", "engine", "metrics", "lineage", "gate", "golden", "version",
+        "schema_version",
+    ]  # fmt: skip
+    recorded = json.loads((folder / manifest.NAME).read_text())["files"]
+    assert set(recorded) == {"artifact.json", "model.safetensors", "tokenizer.json"}
+
+
+def test_a_made_artefact_is_a_transformers_folder(whole: Path) -> None:
+    import transformers
+
+    made = artifact.read(whole)
+    assert (made.name, made.labels, made.max_tokens, made.engine) == (NAME, ("a", "b", "c"), MAX_TOKENS, "torch")
+    assert [row["inputs"] for row in made.golden] == list(GOLDEN_INPUTS)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(whole)
+    assert model.config.num_labels == 3
+
+
+def test_the_version_is_over_what_answers(tmp_path: Path) -> None:
+    def version(name: str, made: Artifact, **files: Any) -> str:
+        return artifact.write(model_files(tmp_path / name, **files), made, answer).version
+
+    first = version("first", described())
+    assert len(first) == 12
+    assert version("copy", described(name="other", metrics={"x": 1}, lineage={"y": 2})) == first
+    others = {
+        version("labels", described(labels=("a", "c"))),
+        version("turned", described(labels=("b", "a"))),
+        version("weights", described(), weights=b"other"),
+        version("tokenizer", described(), tokenizer="{ }"),
+    }
+    assert len(others | {first}) == 5
+
+
+def test_an_int8_graph_is_part_of_the_version(tmp_path: Path) -> None:
+    float_one, int8 = model_files(tmp_path / "float"), model_files(tmp_path / "int8")
+    (int8 / "model.int8.bin").write_bytes(b"graph")
+    versions = {artifact.write(folder, described(), answer).version for folder in (float_one, int8)}
+    assert len(versions) == 2
+
+
+def test_writing_again_replaces_what_was_said(tmp_path: Path) -> None:
+    folder = model_files(tmp_path / "a")
+    artifact.write(folder, described(), answer)
+    made = artifact.write(folder, described(metrics={"x": 1}), answer)
+    assert artifact.read(folder) == made
+
+
+# ------------------------------------------------------------------------------------------------------------- refusal
+
+
+@pytest.mark.parametrize(
+    ("harm", "found"),
+    [
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+        (lambda folder: (folder / "config.json").write_text("{}"), r"config.json has 2 bytes instead of \d+"),
+        (lambda folder: flip(folder / "model.safetensors"), "model.safetensors does not match its SHA-256"),
+        (lambda folder: flip(folder / "artifact.json"), "artifact.json does not match its SHA-256"),
+        (lambda folder: (folder / manifest.NAME).unlink(), "MANIFEST.json is missing or unreadable"),
+    ],
+    ids=["missing", "truncated", "weights", "answers", "no manifest"],
+)
+def test_a_tampered_artefact_is_refused_by_the_file_s_name(
+    folder: Path, harm: Callable[[Path], object], found: str
+) -> None:
+    harm(folder)
+    with pytest.raises(ArtifactError, match=f"is damaged: {found}; make it again or copy it whole"):
+        artifact.read(folder)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def test_another_schema_is_refused(folder: Path) -> None:
+    change(folder, schema_version=2)
+    with pytest.raises(ArtifactError, match="is of schema 2, this rtrain reads 1"):
+        artifact.read(folder)
+
+
+def test_without_verification_only_artifact_json_is_read(folder: Path) -> None:
+    flip(folder / "model.safetensors")
+    assert artifact.read(folder, verify=False).name == NAME
+
+
+def test_a_run_in_place_of_its_artefact_is_recognised(folder: Path) -> None:
+    with pytest.raises(ArtifactError) as caught:
+        artifact.read(folder.parent)
+    assert str(caught.value) == f"{folder.parent} is no artefact (no artifact.json); did you mean {folder}?"
+
+
+def test_any_other_folder_is_no_artefact(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ArtifactError, match="name the artifact folder of a finished run"):
+            artifact.read(path)
+
+
+# ------------------------------------------------------------------------------------------------------------- the rest
+
+
+def test_an_artefact_is_published_whole_and_replaces_the_older(tmp_path: Path) -> None:
+    first, second = model_files(tmp_path / ".one"), model_files(tmp_path / ".two", weights=b"newer")
+    (first / "stray").touch()
+    final = tmp_path / "artifact"
+    assert artifact.publish(first, final) == final
+    assert artifact.publish(second, final) == final
+    assert [path.name for path in tmp_path.iterdir()] == ["artifact"]
+    assert sorted(path.name for path in final.iterdir()) == ["model.safetensors", "tokenizer.json"]
+    assert (final / "model.safetensors").read_bytes() == b"newer"
+
+
+def test_publishing_after_a_crash_in_between(tmp_path: Path) -> None:
+    model_files(tmp_path / ".artifact.old", weights=b"left over")
+    model_files(tmp_path / "artifact", weights=b"old")
+    artifact.publish(model_files(tmp_path / ".new", weights=b"new"), tmp_path / "artifact")
+    assert [path.name for path in tmp_path.iterdir()] == ["artifact"]
+    assert (tmp_path / "artifact" / "model.safetensors").read_bytes() == b"new"
+
+
+def test_size_is_that_of_the_weights_that_answer(tmp_path: Path) -> None:
+    folder = model_files(tmp_path / "a", weights=bytes(3_000_000))
+    (folder / "model.int8.xml").write_bytes(bytes(200_000))
+    (folder / "model.int8.bin").write_bytes(bytes(800_000))
+    assert artifact.size_mb(folder, "torch") == 3.0
+    assert artifact.size_mb(folder, "openvino") == 1.0

@@ -1,0 +1,290 @@
+"""Checkpoints and their manifest: whole or not at all, verified before use, readable without pickle."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rtrain import manifest
+from rtrain.config import Optim
+from rtrain.training import checkpoint, optim
+from rtrain.training.checkpoint import State
+
+STATE = State(update=12, ledger="ab" * 32, best_update=None, best_score=None)
+FILES = ["MANIFEST.json", "model.safetensors", "optim.safetensors", "state.json"]
+
+
+def make_network(seed: int = 0) -> torch.nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
+
+
+def train(network: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for number in range(steps):
+        inputs = torch.arange(6.0).reshape(2, 3) + number
+        optimizer.zero_grad()
+        network(inputs).square().sum().backward()
+        optimizer.step()
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def saved(folder: Path, *updates: int) -> None:
+    network = make_network()
+    optimizer = optim.build(network, Optim())
+    train(network, optimizer, 1)
+    for update in updates:
+        checkpoint.save(folder, network, optimizer, State(update, "00", None, None))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------------- content
+
+
+def test_weights_optimizer_and_state_come_back_exactly(tmp_path: Path) -> None:
+    network = make_network()
+    optimizer = optim.build(network, Optim(lr=0.01))
+    train(network, optimizer, 3)
+    state = State(update=3, ledger="cd" * 32, best_update=2, best_score=0.1 + 0.2)
+    path = checkpoint.save(tmp_path, network, optimizer, state)
+
+    other = make_network(seed=9)
+    fresh = optim.build(other, Optim(lr=0.01))
+    assert not equal(other.state_dict(), network.state_dict())
+    assert checkpoint.load(path, other, fresh) == state
+    assert equal(other.state_dict(), network.state_dict())
+    for one, two in zip(network.parameters(), other.parameters(), strict=True):
+        assert set(optimizer.state[one]) == {"step", "exp_avg", "exp_avg_sq"}
+        assert equal(optimizer.state[one], fresh.state[two])
+    train(network, optimizer, 4)
+    train(other, fresh, 4)
+    assert equal(other.state_dict(), network.state_dict())
+
+
+def test_weights_alone_may_be_loaded(tmp_path: Path) -> None:
+    saved(tmp_path, 5)
+    other = make_network(seed=9)
+    assert checkpoint.load(tmp_path / "update-00000005", other).update == 5
+    assert equal(other.state_dict(), load_file(tmp_path / "update-00000005" / "model.safetensors"))
+
+
+def test_a_checkpoint_is_safetensors_and_json(tmp_path: Path) -> None:
+    saved(tmp_path, 12)
+    folder = tmp_path / "update-00000012"
+    assert names(tmp_path) == [folder.name]  # no draft is left
+    assert names(folder) == FILES
+    parameters = {name for name, _ in make_network().named_parameters()}
+    assert set(load_file(folder / "model.safetensors")) == parameters
+    assert set(load_file(folder / "optim.safetensors")) == {
+        f"{name}:{key}" for name in parameters for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert json.loads((folder / "state.json").read_text()) == {
+        "update": 12,
+        "ledger": "00",
+        "best_update": None,
+        "best_score": None,
+        "schema_version": 1,
+    }
+
+
+def test_an_optimizer_that_has_not_stepped_has_no_state(tmp_path: Path) -> None:
+    network = make_network()
+    optimizer = optim.build(network, Optim())
+    path = checkpoint.save(tmp_path, network, optimizer, STATE)
+    assert load_file(path / "optim.safetensors") == {}
+    fresh = optim.build(network, Optim())
+    checkpoint.load(path, network, fresh)
+    assert len(fresh.state) == 0
+
+
+def test_tensors_that_share_memory_or_are_turned_are_saved(tmp_path: Path) -> None:
+    network = torch.nn.Linear(3, 4)
+    network.weight = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4).T)
+    assert not network.weight.is_contiguous()
+    path = checkpoint.save(tmp_path, network, optim.build(network, Optim()), STATE)
+    other = torch.nn.Linear(3, 4)
+    checkpoint.load(path, other)
+    assert torch.equal(other.weight, network.weight)
+
+
+# -------------------------------------------------------------------------------------------------------- whole or not
+
+
+def test_saving_a_complete_checkpoint_again_leaves_it(tmp_path: Path) -> None:
+    saved(tmp_path, 12)
+    before = (tmp_path / "update-00000012" / "MANIFEST.json").stat().st_mtime_ns
+    saved(tmp_path, 12)
+    assert names(tmp_path) == ["update-00000012"]
+    assert (tmp_path / "update-00000012" / "MANIFEST.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("at", ["model.safetensors", "optim.safetensors", "state.json", "MANIFEST.json", "rename"])
+def test_a_crash_while_saving_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    saved(tmp_path, 3)
+
+    def crashing(name: str, whole: Callable[..., Any]) -> Callable[..., Any]:
+        def write(path: Path, *rest: Any) -> Any:
+            if name in (path.name, "rename"):
+                raise KeyboardInterrupt
+            return whole(path, *rest)
+
+        return write
+
+    if at.endswith(".safetensors"):
+        monkeypatch.setattr(checkpoint, "_save_tensors", crashing(at, checkpoint._save_tensors))
+    elif at == "rename":
+        monkeypatch.setattr(Path, "rename", crashing(at, Path.rename))
+    else:
+        monkeypatch.setattr(Path, "write_text", crashing(at, Path.write_text))
+    with pytest.raises(KeyboardInterrupt):
+        saved(tmp_path, 4)
+    monkeypatch.undo()
+    drafts = [name for name in names(tmp_path) if name != "update-00000003"]
+    assert len(drafts) == 1
+    assert drafts[0].startswith(".update-00000004.")
+    assert checkpoint.updates(tmp_path) == [3]
+    assert checkpoint.select(tmp_path) == 3
+    saved(tmp_path, 4)
+    assert checkpoint.select(tmp_path) == 4
+
+
+def test_an_incomplete_folder_of_the_name_is_replaced(tmp_path: Path) -> None:
+    saved(tmp_path, 4)
+    (tmp_path / "update-00000004" / "MANIFEST.json").unlink()
+    (tmp_path / "update-00000004" / "stray").touch()
+    assert checkpoint.updates(tmp_path) == []
+    saved(tmp_path, 4)
+    assert names(tmp_path / "update-00000004") == FILES
+
+
+def test_no_folder_has_no_checkpoint(tmp_path: Path) -> None:
+    assert checkpoint.updates(tmp_path / "checkpoints") == []
+    assert checkpoint.select(tmp_path / "checkpoints") is None
+
+
+# ------------------------------------------------------------------------------------------------ selection, retention
+
+
+def test_the_newest_is_selected_by_number(tmp_path: Path) -> None:
+    saved(tmp_path, 9, 10, 100_000_000, 2)
+    assert checkpoint.updates(tmp_path) == [2, 9, 10, 100_000_000]
+    assert checkpoint.select(tmp_path) == 100_000_000
+
+
+def test_damaged_checkpoints_are_set_aside_until_one_verifies(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3)
+    for update in (2, 3):
+        (checkpoint.path_of(tmp_path, update) / "state.json").write_text("{}")
+    assert checkpoint.select(tmp_path) == 1
+    assert names(tmp_path) == ["damaged", "update-00000001"]
+    aside = names(tmp_path / "damaged")
+    assert [name.rsplit("-", 1)[0] for name in aside] == ["update-00000002", "update-00000003"]
+    assert (tmp_path / "damaged" / aside[0] / "state.json").read_text() == "{}"
+
+
+def test_where_none_verifies_none_is_selected(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    (tmp_path / "update-00000001" / "model.safetensors").unlink()
+    assert checkpoint.select(tmp_path) is None
+    assert names(tmp_path) == ["damaged"]
+
+
+def test_a_checkpoint_that_is_gone_is_not_sound(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    assert checkpoint.sound(tmp_path, 1)
+    assert not checkpoint.sound(tmp_path, 2)
+    assert names(tmp_path) == ["update-00000001"]
+
+
+def test_only_what_is_wanted_is_kept(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3, 4)
+    (tmp_path / "damaged").mkdir()
+    checkpoint.retain(tmp_path, keep=(4, 2, None))
+    assert names(tmp_path) == ["damaged", "update-00000002", "update-00000004"]
+
+
+# ------------------------------------------------------------------------------------------------------------ manifest
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two files and their manifest."""
+    made = tmp_path / "folder"
+    made.mkdir()
+    (made / "a.bin").write_bytes(bytes(range(256)))
+    (made / "b.txt").write_text("hello")
+    manifest.write(made)
+    return made
+
+
+def test_the_manifest_holds_sizes_and_hashes(folder: Path) -> None:
+    assert json.loads((folder / manifest.NAME).read_text()) == {
+        "schema_version": 1,
+        "files": {
+            "a.bin": {"size": 256, "sha256": "40aff2e9d2d8922e47afd4648e6967497158785fbd1da870e7110266bf944880"},
+            "b.txt": {"size": 5, "sha256": "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"},
+        },
+    }
+    assert manifest.damage(folder) is None
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[100] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "found"),
+    [
+        (lambda folder: flip(folder / "a.bin"), "a.bin does not match its SHA-256"),
+        (lambda folder: (folder / "a.bin").write_bytes(b"short"), "a.bin has 5 bytes instead of 256"),
+        (lambda folder: (folder / "b.txt").write_text("hello\n"), "b.txt has 6 bytes instead of 5"),
+        (lambda folder: (folder / "b.txt").unlink(), "b.txt is missing"),
+        (lambda folder: (folder / "a.bin").rename(folder / "c.bin"), "a.bin is missing"),
+        (lambda folder: (folder / "MANIFEST.json").unlink(), "MANIFEST.json is missing or unreadable"),
+        (lambda folder: (folder / "MANIFEST.json").write_text("[]"), "MANIFEST.json is missing or unreadable"),
+        (
+            lambda folder: (folder / "MANIFEST.json").write_text('{"files": 1}'),
+            "MANIFEST.json is missing or unreadable",
+        ),
+        (lambda folder: shutil.rmtree(folder), "MANIFEST.json is missing or unreadable"),
+    ],
+    ids=["flipped bit", "truncated", "longer", "missing", "renamed", "no manifest", "a list", "no files", "no folder"],
+)
+def test_damage_is_named(folder: Path, harm: Callable[[Path], object], found: str) -> None:
+    harm(folder)
+    assert manifest.damage(folder) == found
+
+
+def test_a_swap_of_two_files_of_one_size_is_found(folder: Path) -> None:
+    (folder / "b.txt").write_text("jello")
+    assert manifest.damage(folder) == "b.txt does not match its SHA-256"
+
+
+def test_any_flipped_bit_of_the_manifest_itself_is_found(folder: Path) -> None:
+    path = folder / manifest.NAME
+    content = path.read_bytes()
+    head = content.index(b'"files"')  # before it lies the version, which says nothing of the files
+    for place in range(head, len(content)):
+        for bit in (1, 4, 64):
+            path.write_bytes(content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :])
+            assert manifest.damage(folder) is not None, (place, bit)
+
+
+def test_a_file_beside_the_recorded_ones_is_no_damage(folder: Path) -> None:
+    (folder / "notes.txt").write_text("mine")
+    assert manifest.damage(folder) is None

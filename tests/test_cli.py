@@ -1,0 +1,319 @@
+"""The command line as a user meets it: its verbs, its exit codes, and what it says to bad input."""
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rtrain import cli
+from tests.conftest import Row, labelled_rows, write_rows
+from tests.tiny import make_artifact, make_encoder
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """`run("train", ...)` -> (exit code, stdout, stderr), from inside an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = 0
+        try:
+            cli.main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, *capfd.readouterr()
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+def csv_of(folder: Path, rows: list[Row], name: str = "rows.csv") -> Path:
+    return write_rows(folder / name, rows)
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Runs in a folder that could be taken for finished, and half-made token stores."""
+    wrong = [path for path in folder.rglob("*") if path.name in ("artifact", "summary.json", "config.yaml")]
+    return [str(path) for path in wrong] + [path.name for path in folder.glob("**/.tokens/*")]
+
+
+# ------------------------------------------------------------------------------------------------------------- verbs
+
+
+def test_verbs_are_these() -> None:
+    """A new verb is a promise to keep: it changes this list, the README and the design together."""
+    commands = {
+        command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback
+    }
+    groups = {group.name for group in cli.app.registered_groups}
+    assert commands | groups == {
+        *("demo", "recipes", "train", "evaluate", "tune", "distill", "quantize", "predict", "serve"),
+    }
+
+
+def test_recipes_show_prints_the_commented_yaml(run: Cli) -> None:
+    code, out, _ = run("recipes", "show", "intent")
+    assert code == 0
+    assert out.startswith("# Intent classification")
+    assert "micro_batch: 8" in out
+
+
+def test_shown_recipe_can_be_saved_edited_and_given_back(run: Cli, tmp_path: Path) -> None:
+    _, out, _ = run("recipes", "show", "intent")
+    (tmp_path / "mine.yaml").write_text(out.replace("epochs: 4", "epochs: 0"))
+    code, _, err = run("train", "mine.yaml", "--data", "x.csv")
+    assert (code, "train.epochs=0" in err) == (2, True)
+
+
+def test_unknown_recipe_offers_the_nearest(run: Cli) -> None:
+    code, _, err = run("recipes", "show", "intend")
+    assert code == 2
+    assert "did you mean intent?" in err
+
+
+@pytest.mark.parametrize("arguments", [["trane"], ["train"], ["train", "intent", "--nope"]])
+def test_wrong_usage_exits_2_without_a_traceback(run: Cli, arguments: list[str]) -> None:
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert "Traceback" not in err
+
+
+def test_predict_reads_lines_and_prints_one_answer_each(
+    run: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_artifact(tmp_path / "artifact")
+    code, out, _ = run("predict", folder, "first text", "second text", "--top", 2)
+    assert code == 0
+    assert [len(line.split("\t")) for line in out.splitlines()] == [4, 4]
+    code, as_json, _ = run("predict", folder, "first text", "--json")
+    assert json.loads(as_json)[0][0]["label"] == out.splitlines()[0].split("\t")[0]
+
+
+def test_predict_of_a_folder_without_artefact_says_so(run: Cli, tmp_path: Path) -> None:
+    make_artifact(tmp_path / "run" / "artifact")
+    code, _, err = run("predict", tmp_path / "run", "text")
+    assert code == 1
+    assert f"did you mean {tmp_path / 'run' / 'artifact'}?" in err
+
+
+@pytest.mark.ray
+def test_train_prints_one_json_object_and_leaves_an_artefact(
+    run: Cli, tmp_path: Path, encoder: Path, ray_session: Path
+) -> None:
+    data = csv_of(tmp_path, labelled_rows(200))
+    code, out, err = run(
+        *("train", "intent", "--data", data, "--model", encoder, "--out", "here", "--json"),
+        *("--set", "train.epochs=1", "--set", "data.max_bad_rows=0.5"),
+    )
+    assert code == 0, err
+    summary = json.loads(out)
+    assert summary["status"] == "finished"
+    assert (tmp_path / "here" / "artifact" / "MANIFEST.json").is_file()
+    assert "valid: accuracy" in err
+    assert "test: accuracy" in err
+
+
+# --------------------------------------------------------------------------------------- bad input, before Ray starts
+
+
+def test_empty_file(run: Cli, tmp_path: Path, encoder: Path) -> None:
+    (tmp_path / "empty.csv").touch()
+    code, _, err = run("train", "intent", "--data", "empty.csv", "--model", encoder)
+    assert code == 2
+    assert "data.path=" in err
+    assert "the file is empty; write a header line and rows" in err
+    assert left_behind(tmp_path) == []
+
+
+def test_missing_column_names_those_found_and_what_to_write(run: Cli, tmp_path: Path, encoder: Path) -> None:
+    data = write_rows(tmp_path / "rows.csv", labelled_rows(40), header=("message", "intent"))
+    code, _, err = run("train", "intent", "--data", data, "--model", encoder)
+    assert code == 2
+    assert "data.text=text: no such column; rows.csv has message, intent; write --set data.text=COLUMN" in err
+    assert "data.label=label: no such column; rows.csv has message, intent; write --set data.label=COLUMN" in err
+    assert left_behind(tmp_path) == []
+
+
+def test_model_folder_without_tokenizer(run: Cli, tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    data = csv_of(tmp_path, labelled_rows(40))
+    code, _, err = run("train", "intent", "--data", data, "--model", folder)
+    assert code == 2
+    assert "model.name=" in err
+    assert "no tokenizer.json in the folder; save the fast tokenizer into it" in err
+    assert left_behind(tmp_path) == []
+
+
+def test_unknown_setting_offers_the_nearest_names(run: Cli) -> None:
+    code, _, err = run("train", "intent", "--data", "x.csv", "--set", "optim.learning_rate=1", "--set", "train.epoch=2")
+    assert code == 2
+    assert "optim.learning_rate: unknown; did you mean" in err
+    assert "train.epoch: unknown; did you mean train.epochs" in err
+
+
+def test_contradictory_settings_are_reported_all_at_once(run: Cli) -> None:
+    code, _, err = run(
+        *("train", "intent", "--data", "x.csv", "--set", "train.rows_per_update=1", "--set", "data.label=text"),
+        *("--set", "train.aggregation_frequency=2", "--set", "tune.first_rung=0.9", "--set", "tune.budget=0.5"),
+    )
+    assert code == 2
+    assert "train.rows_per_update=1: train.aggregation_frequency=2 sets it too" in err
+    assert "train.rows_per_update=1: fewer rows than the 2 workers that share them" in err
+    assert "tune.first_rung=0.9: above tune.budget=0.5" in err
+    assert "data.label=text: the same column as the text" in err
+
+
+def test_missing_file_and_missing_model_are_reported_together(run: Cli) -> None:
+    code, _, err = run("train", "intent", "--data", "nowhere.csv", "--model", "./no-model")
+    assert code == 2
+    assert "data.path=" in err
+    assert "no such file" in err
+    assert "model.name=./no-model" in err
+
+
+def test_no_free_disk(run: Cli, tmp_path: Path) -> None:
+    """The weights are a file without content, larger than a ninth of any disk of a test machine."""
+    folder = make_encoder(tmp_path / "model")
+    (folder / "model-00002.safetensors").touch()
+    os.truncate(folder / "model-00002.safetensors", 10 << 40)
+    data = csv_of(tmp_path, labelled_rows(40))
+    code, _, err = run("train", "intent", "--data", data, "--model", folder, "--out", "run")
+    assert code == 1
+    assert "MB free; this run may write" in err
+    assert "name another disk with --out" in err
+    assert left_behind(tmp_path) == []
+
+
+def test_resume_and_new_exclude_each_other(run: Cli, tmp_path: Path, encoder: Path) -> None:
+    data = csv_of(tmp_path, labelled_rows(40))
+    code, _, err = run("train", "intent", "--data", data, "--model", encoder, "--resume", "--new")
+    assert code == 2
+    assert "--resume and --new exclude each other" in err
+
+
+# ---------------------------------------------------------------------------------- bad input, found by the token job
+
+
+def refused(run: Cli, tmp_path: Path, encoder: Path, *arguments: object) -> tuple[int, str]:
+    code, _, err = run(
+        "train", "intent", "--data", tmp_path / "rows.csv", "--model", encoder, "--out", "run", *arguments
+    )
+    assert "Traceback" not in err
+    assert left_behind(tmp_path) == []
+    return code, err
+
+
+@pytest.mark.ray
+def test_one_class_only(run: Cli, tmp_path: Path, encoder: Path, ray_session: Path) -> None:
+    csv_of(tmp_path, [(text, "same") for text, _ in labelled_rows(60)])
+    code, err = refused(run, tmp_path, encoder)
+    assert code == 1
+    assert "data.label: the training rows have one class only ('same')" in err
+    assert "--set data.label=COLUMN" in err
+
+
+@pytest.mark.ray
+def test_label_unseen_in_training(run: Cli, tmp_path: Path, encoder: Path, ray_session: Path) -> None:
+    csv_of(tmp_path, labelled_rows(60))
+    test = csv_of(tmp_path, [("a text", "parcel"), ("another", "astronomy")], "test.csv")
+    code, err = refused(run, tmp_path, encoder, "--test", test)
+    assert code == 1
+    assert "data.label: 1 rows have a label that no training row has" in err
+    assert "test.csv:3: label 'astronomy'" in err
+    assert "Add training rows of it, or correct these labels." in err
+
+
+@pytest.mark.ray
+def test_bytes_that_are_not_utf8(run: Cli, tmp_path: Path, encoder: Path, ray_session: Path) -> None:
+    path = csv_of(tmp_path, labelled_rows(60))
+    lines = path.read_bytes().splitlines()
+    lines[6] = "Stra\xdfe,parcel".encode("latin-1")
+    lines[9] = "caf\xe9,parcel".encode("latin-1")
+    path.write_bytes(b"\n".join(lines))
+    code, err = refused(run, tmp_path, encoder)
+    assert code == 1
+    assert "2 of 60 rows cannot be used" in err
+    assert "rows.csv:7: column 'text' is not UTF-8; convert the file, e.g. iconv -f latin1 -t utf-8" in err
+    assert "rows.csv:10: " in err
+
+
+@pytest.mark.ray
+def test_row_of_a_megabyte(run: Cli, tmp_path: Path, encoder: Path, ray_session: Path) -> None:
+    rows = labelled_rows(30)
+    csv_of(tmp_path, [*rows[:3], ("long " * 200_000, "parcel"), *rows[3:]])
+    code, err = refused(run, tmp_path, encoder)
+    assert code == 1
+    assert "rows.csv:5: column 'text' has 1,000,000 bytes; split it, or raise data.max_row_bytes=200,000" in err
+
+
+@pytest.mark.ray
+def test_few_bad_rows_are_set_aside_with_their_reasons(
+    run: Cli, tmp_path: Path, encoder: Path, ray_session: Path
+) -> None:
+    import pyarrow.parquet
+
+    csv_of(tmp_path, [*labelled_rows(300), ("", "parcel")])
+    code, _, err = run(
+        *("train", "intent", "--data", "rows.csv", "--model", encoder, "--out", "runs/run", "--set", "train.epochs=1")
+    )
+    assert code == 0, err
+    [table] = list((tmp_path / "runs" / ".tokens").glob("*/quarantine.parquet"))
+    assert pyarrow.parquet.read_table(table).to_pylist() == [
+        {
+            "source": str(tmp_path / "rows.csv"),
+            "line": 302,
+            "reason": "column 'text' is empty; write a text or remove the row",
+        }
+    ]
+    assert "1 bad row set aside" in err
+
+
+@pytest.mark.ray
+def test_fewer_rows_than_workers(run: Cli, tmp_path: Path, encoder: Path, ray_session: Path) -> None:
+    csv_of(tmp_path, labelled_rows(40))
+    code, err = refused_with_store(run, tmp_path, encoder, "--workers", 50)
+    assert code == 2
+    assert "train.workers=50: only " in err
+    assert " training rows for 50 workers; write --workers " in err
+
+
+def refused_with_store(run: Cli, tmp_path: Path, encoder: Path, *arguments: object) -> tuple[int, str]:
+    """As `refused`, where the rows themselves are good: their token store stays for the next try."""
+    code, _, err = run("train", "intent", "--data", "rows.csv", "--model", encoder, "--out", "runs/run", *arguments)
+    assert "Traceback" not in err
+    assert not (tmp_path / "runs" / "run").exists()
+    return code, err
+
+
+@pytest.mark.ray
+def test_more_workers_than_the_cluster_has_cpus(run: Cli, tmp_path: Path, encoder: Path, ray_session: Path) -> None:
+    csv_of(tmp_path, labelled_rows(200))
+    code, _, err = run("train", "intent", "--data", "rows.csv", "--model", encoder, "--out", "run", "--workers", 9)
+    assert code == 2
+    assert "train.workers=9: workers and data tasks need 11 logical CPUs, the Ray cluster has 4" in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.serve
+def test_port_in_use(run: Cli, tmp_path: Path, ray_session: Path) -> None:
+    folder = make_artifact(tmp_path / "artifact")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, _, err = run("serve", folder, "--port", port)
+    assert code == 1
+    assert f"port {port} on 127.0.0.1 is in use" in err
+    assert "give another with --port" in err
+    assert "Traceback" not in err

@@ -1,0 +1,136 @@
+"""Distillation and int8 on real Ray and real engines, from a trained run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rtrain import artifact
+from rtrain.compress import distill, quantize, score
+from rtrain.config import with_overrides
+from rtrain.data.store import Store
+from rtrain.errors import UserError
+from rtrain.predict import Predictor
+from rtrain.report import events
+from rtrain.training import driver
+from tests.conftest import labelled_rows
+from tests.test_driver import ROWS, settings
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def teacher(ray_session: Path) -> Path:
+    folder = ray_session / "compress"
+    run = folder / "teacher"
+    driver.fit(driver.prepare(settings(folder), run))
+    return run
+
+
+@pytest.fixture(scope="module")
+def student(teacher: Path) -> Path:
+    config = with_overrides(settings(teacher.parent), {"distill.layers": 1, "distill.epochs": 8, "distill.lr": 5e-3})
+    run, _ = distill.run(config, teacher, teacher.parent / "student")
+    return run
+
+
+@pytest.fixture(scope="module")
+def int8(student: Path) -> dict[str, Any]:
+    config = settings(student.parent)
+    return quantize.run(config.recipe, quantize.store_of(student), student, student / "artifact-int8")
+
+
+def store_of(run: Path) -> Store:
+    return Store(quantize.store_of(run))
+
+
+def test_student_has_fewer_layers_and_the_teacher_s_labels(teacher: Path, student: Path) -> None:
+    import transformers
+
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(student / "artifact")
+    assert model.config.num_hidden_layers == 1
+    assert artifact.read(student / "artifact").labels == artifact.read(teacher / "artifact").labels
+
+
+def test_student_learned_from_the_teacher(student: Path) -> None:
+    test = artifact.read(student / "artifact").metrics["test"]
+    assert test["accuracy"] >= 0.8  # 1/3 by chance
+
+
+def test_teacher_s_answers_are_kept_by_row(teacher: Path, student: Path) -> None:
+    store, made = store_of(teacher), artifact.read(teacher / "artifact")
+    kept = store.teacher(made.version)
+    assert kept.shape == (store.rows("train"), 3)
+    expected = score.logits(Predictor.load(teacher / "artifact"), store, "train", np.arange(store.rows("train")))
+    assert np.abs(kept - expected).max() <= 1e-4
+    assert not distill.ensure_answers(store, teacher / "artifact", made, "fp32")  # nothing is computed twice
+
+
+def test_distilled_run_names_its_teacher_and_trains_on_every_row(teacher: Path, student: Path) -> None:
+    from rtrain import config
+
+    recipe = config.load(str(student / "config.yaml")).recipe
+    assert recipe.distill.teacher == artifact.read(teacher / "artifact").version
+    trained = next(event for event in events.read(student) if event["kind"] == "trained")
+    assert trained["rows_seen"] == 8 * store_of(student).rows("train")
+
+
+def test_student_as_deep_as_its_teacher_is_refused(teacher: Path) -> None:
+    config = with_overrides(settings(teacher.parent), {"distill.layers": 2})
+    with pytest.raises(UserError, match=r"distill\.layers=2: the teacher has 2 layers; write 1 or less"):
+        distill.run(config, teacher, teacher.parent / "too-deep")
+    assert not (teacher.parent / "too-deep").exists()
+
+
+def test_int8_keeps_labels_and_answers_alone_as_in_a_batch(student: Path, int8: dict[str, Any]) -> None:
+    assert int8["flips_alone_against_batch"] == 0.0
+    assert int8["largest_logit_difference_alone_against_batch"] <= 0.05
+    assert int8["flips_against_parent"] <= 0.1
+    assert int8["test"]["rows"] == int8["parent"]["rows"] == store_of(student).rows("test")
+
+
+def test_int8_artefact_is_complete_and_reproduces_its_golden_answers(student: Path, int8: dict[str, Any]) -> None:
+    made = artifact.read(student / "artifact-int8")
+    assert made.engine == "openvino"
+    assert made.lineage["parent"] == artifact.read(student / "artifact").version
+    predictor = Predictor.load(student / "artifact-int8")
+    asked = [text for text, _ in labelled_rows(ROWS)[:6]]
+    parent = Predictor.load(student / "artifact")
+    assert [answer[0]["label"] for answer in predictor(asked)] == [answer[0]["label"] for answer in parent(asked)]
+
+
+def test_int8_artefact_answers_without_torch(student: Path, int8: dict[str, Any]) -> None:
+    script = (
+        "import sys; from pathlib import Path; from rtrain.predict import Predictor; "
+        f"answers = Predictor.load(Path({str(student / 'artifact-int8')!r}))(['money back']); "
+        "print(len(answers), sorted({'torch', 'transformers', 'ray'} & set(sys.modules)))"
+    )
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=root, env=os.environ
+    )
+    assert done.stdout.strip() == "1 []"
+
+
+def test_quantizing_twice_is_refused(student: Path, int8: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "artifact").symlink_to(student / "artifact-int8")
+    with pytest.raises(UserError, match="is quantized already; name the run of its float parent"):
+        quantize.run(settings(student.parent).recipe, quantize.store_of(student), tmp_path, tmp_path / "out")
+
+
+def test_failed_quantization_leaves_nothing(student: Path, tmp_path: Path) -> None:
+    recipe = settings(student.parent).recipe
+    with pytest.raises(UserError, match="no finished token store"):
+        quantize.run(recipe, tmp_path / "no-store", student, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_evaluate_scores_a_file_through_the_serving_path(teacher: Path) -> None:
+    data = settings(teacher.parent).recipe.data
+    scored = score.run(teacher / "artifact", data.model_copy(update={"path": data.test, "test": None}))
+    assert scored["accuracy"] == artifact.read(teacher / "artifact").metrics["test"]["accuracy"]
+    assert (scored["rows"], scored["bad_rows"]) == (20, 0)

@@ -1,0 +1,281 @@
+"""The configuration: every problem at once with its cure, one identity for one training, and recipes that load."""
+
+from typing import Any
+
+import pytest
+import yaml
+
+from rtrain import config
+from rtrain.config import Config, Recipe
+from rtrain.errors import ConfigError, Problem, UserError
+
+INTENT: dict[str, Any] = {"name": "intent", "task": "classification"}
+
+
+def problems(document: dict[str, Any], overrides: dict[str, Any] | None = None) -> tuple[Problem, ...]:
+    with pytest.raises(ConfigError) as caught:
+        config.parse(document, overrides or {})
+    return caught.value.problems
+
+
+def recipe(**overrides: Any) -> Recipe:
+    return config.parse(INTENT, {name.replace("__", "."): value for name, value in overrides.items()}).recipe
+
+
+# ------------------------------------------------------------------------------------------------------------- recipes
+
+
+def test_every_recipe_loads_and_is_described() -> None:
+    names = config.recipe_names()
+    assert names == ["demo", "intent"]
+    for name in names:
+        made = config.load(name)
+        assert made.recipe.name == name
+        head = config.recipe_text(name).split("\nname:")[0].splitlines()
+        assert len(head) >= 3
+        assert all(line.startswith("#") for line in head)
+        assert f"rtrain {'demo' if name == 'demo' else f'train {name}'}" in config.recipe_text(name)
+        assert yaml.safe_load(config.to_yaml(made)) == config.to_document(made)
+
+
+def test_an_unknown_recipe_names_those_there_are() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load("intents")
+    assert str(caught.value) == "recipe=intents: unknown; did you mean intent?"
+    with pytest.raises(ConfigError, match="known: demo, intent"):
+        config.load("zzz")
+
+
+# ---------------------------------------------------------------------------------------------------------------- YAML
+
+
+def test_a_configuration_survives_yaml(tmp_path: Any) -> None:
+    made = config.load(
+        "intent",
+        {
+            "data.path": "Größe/rows.csv",
+            "optim.lr": 3.5e-5,
+            "optim.clip_norm": None,
+            "train.rows_per_update": 48,
+            "tune.points": [{"optim.lr": 1e-6}],
+            "tune.lr": [1e-4],
+            "serve.port": 0,
+        },
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml(made), encoding="utf-8")
+    again = config.load(str(path))
+    assert again == made
+    assert again.recipe.identity() == made.recipe.identity()
+    assert config.with_overrides(made, {}) == made
+    assert "Größe" in config.to_yaml(made)
+
+
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Any) -> None:
+    path = tmp_path / "config.yaml"
+    with pytest.raises(ConfigError, match="no such file; write a recipe's name or an existing file"):
+        config.load(str(path))
+    path.write_text("a: [1")
+    with pytest.raises(UserError, match="is not YAML"):
+        config.load(str(path))
+    path.write_text("- a\n- b\n")
+    with pytest.raises(UserError, match="must hold a mapping of sections"):
+        config.load(str(path))
+
+
+def test_a_configuration_is_frozen() -> None:
+    made = recipe()
+    with pytest.raises(ValueError, match="frozen"):
+        made.optim.lr = 1.0
+
+
+# ----------------------------------------------------------------------------------------------------------- overrides
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("optim.lr=3e-5", "optim.lr", "3e-5"),  # YAML 1.1 wants a dot: text here, a number once pydantic reads it
+        ("optim.lr=3.0e-5", "optim.lr", 3e-5),
+        ("train.epochs=4", "train.epochs", 4),
+        ("data.test=null", "data.test", None),
+        ("data.path=a=b.csv", "data.path", "a=b.csv"),
+        ("tune.lr=[0.1, 0.2]", "tune.lr", [0.1, 0.2]),
+        ("data.text='yes'", "data.text", "yes"),
+        ("data.text=", "data.text", None),
+        (" data.text =x", "data.text", "x"),
+    ],
+)
+def test_an_assignment_is_a_name_and_a_yaml_value(text: str, name: str, value: object) -> None:
+    assert config.parse_assignment(text) == (name, value)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("optim.lr", "not an assignment"), ("=3", "not an assignment"), ("a=[", "the value is not YAML")],
+)
+def test_what_is_no_assignment_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.parse_assignment(text)
+    assert [(problem.field, problem.value, problem.reason) for problem in caught.value.problems] == [
+        ("--set", text, reason)
+    ]
+
+
+def test_a_number_that_yaml_takes_for_text_is_still_a_number() -> None:
+    assert recipe(**dict([config.parse_assignment("optim.lr=3e-5")])).optim.lr == 3e-5
+
+
+def test_overrides_win_and_leave_the_rest() -> None:
+    base = config.load("intent")
+    made = config.with_overrides(base, {"optim.lr": 1e-5, "serve.port": 9})
+    assert made.recipe == base.recipe.model_copy(update={"optim": base.recipe.optim.model_copy(update={"lr": 1e-5})})
+    assert made.deploy.serve.port == 9
+    assert base.recipe.optim.lr == 2e-4
+
+
+def test_names_that_may_be_set() -> None:
+    names = list(config.dotted_names())
+    assert len(names) == len(set(names))
+    assert {"name", "task", "data.path", "optim.lr", "train.workers", "serve.port", "tune.points"} <= set(names)
+    assert "optim" not in names  # a section is no value
+
+
+# ------------------------------------------------------------------------------------------------------------ problems
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("optim.lrr", "did you mean optim.lr"),
+        ("lr", "distill.lr or optim.lr or tune.lr"),
+        ("train.worker", "did you mean train.workers"),
+        ("max_tokens", "data.max_tokens"),
+        ("optim.epochs", "train.epochs"),
+    ],
+)
+def test_an_unknown_setting_names_its_neighbours(name: str, fix: str) -> None:
+    [problem] = problems(INTENT, {name: 1})
+    assert (problem.field, problem.reason) == (name, "unknown")
+    assert fix in problem.fix
+
+
+def test_unknown_names_in_a_file_are_found_too() -> None:
+    found = problems({**INTENT, "optimizer": {"lr": 1}, "train": {"epoch": 3}})
+    assert [(problem.field, problem.reason) for problem in found] == [
+        ("optimizer", "unknown"),
+        ("train.epoch", "unknown"),
+    ]
+    assert "optim" in found[0].fix
+    assert "train.epochs" in found[1].fix
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    found = problems(
+        {"task": "regression", "optim": {"lr": 2, "schedule": "cosine"}, "train": {"workers": 0}},
+        {"serve.port": 70000, "no.such": 1, "data.max_tokens": "many"},
+    )
+    assert [(problem.field, problem.value) for problem in found] == [
+        ("no.such", None),
+        ("name", None),
+        ("task", "regression"),
+        ("data.max_tokens", "many"),
+        ("optim.lr", 2),
+        ("optim.schedule", "cosine"),
+        ("train.workers", 0),
+        ("serve.port", 70000),
+    ]
+    assert found[1].reason == "missing"
+    assert found[4].reason == "input should be less than 1"
+    assert all(problem.fix for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "reason"),
+    [
+        (
+            {"train.rows_per_update": 64, "train.aggregation_frequency": 2},
+            "train.rows_per_update",
+            "train.aggregation_frequency=2 sets it too",
+        ),
+        (
+            {"train.rows_per_update": 3, "train.workers": 4},
+            "train.rows_per_update",
+            "fewer rows than the 4 workers that share them",
+        ),
+        ({"tune.first_rung": 0.6, "tune.budget": 0.5}, "tune.first_rung", "above tune.budget=0.5"),
+        ({"data.text_pair": "text"}, "data.text_pair", "the same column as data.text"),
+        ({"data.label": "text"}, "data.label", "the same column as the text"),
+        ({"data.text_pair": "label"}, "data.label", "the same column as the text"),
+    ],
+)
+def test_contradictions_are_refused(overrides: dict[str, Any], field: str, reason: str) -> None:
+    [problem] = problems(INTENT, overrides)
+    assert (problem.field, problem.reason) == (field, reason)
+
+
+def test_several_contradictions_are_reported_together() -> None:
+    found = problems(INTENT, {"tune.first_rung": 0.6, "data.label": "text", "data.text_pair": "text"})
+    assert [problem.field for problem in found] == ["tune.first_rung", "data.text_pair", "data.label"]
+
+
+# ------------------------------------------------------------------------------------------------------------ identity
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rows"),
+    [
+        ({}, 2 * 8 * 4),
+        ({"train.workers": 3, "train.micro_batch": 5}, 3 * 5 * 4),
+        ({"train.aggregation_frequency": 1}, 2 * 8 * 1),
+        ({"train.rows_per_update": 50, "train.workers": 4}, 50),
+    ],
+)
+def test_rows_of_an_update(overrides: dict[str, Any], rows: int) -> None:
+    assert config.parse(INTENT, overrides).recipe.rows_per_update == rows
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"train.workers": 4, "train.micro_batch": 4},
+        {"train.workers": 1, "train.micro_batch": 16},
+        {"train.micro_batch": 4, "train.aggregation_frequency": 8},
+        {"train.rows_per_update": 64},
+        {"train.rows_per_update": 64, "train.workers": 7, "train.micro_batch": 3},
+        {"train.evaluate_every": 5, "train.save_every": 2, "train.log_every": 1},
+        {"serve.port": 1, "tune.trials": 9, "cluster.address": "auto"},
+        {"quantize.calibration_rows": 3, "distill.layers": 2},
+    ],
+)
+def test_speed_and_cadence_do_not_change_the_identity(overrides: dict[str, Any]) -> None:
+    assert config.parse(INTENT, overrides).recipe.identity() == recipe().identity()
+
+
+def test_what_changes_the_weights_changes_the_identity() -> None:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"optim.lr": 1e-4},
+        {"optim.warmup": 0.2},
+        {"optim.clip_norm": None},
+        {"train.seed": 1},
+        {"train.epochs": 4},
+        {"train.precision": "bf16"},
+        {"train.rows_per_update": 32},
+        {"train.workers": 4},  # without rows_per_update, twice the rows
+        {"train.aggregation_frequency": 2},
+        {"data.max_tokens": 32},
+        {"model.name": "elsewhere"},
+        {"distill.teacher": "v1"},
+        {"distill.teacher": "v1", "distill.alpha": 0.1},
+    ]
+    identities = [config.parse(INTENT, change).recipe.identity() for change in changes]
+    assert len(set(identities)) == len(changes) - 1
+    assert identities[7] == identities[9]  # both are 32 rows an update
+    assert all(len(identity) == 16 for identity in identities)
+
+
+def test_a_configuration_is_a_pair() -> None:
+    made = config.load("intent")
+    assert isinstance(made, Config)
+    assert set(config.to_document(made)) == config.RECIPE_FIELDS | config.DEPLOY_FIELDS

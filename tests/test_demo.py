@@ -1,0 +1,114 @@
+"""The demo: what its check of the answers sees, and that Ctrl-C at any stage leaves nothing behind."""
+
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rtrain import artifact, config, demo, predict
+from rtrain.report.progress import Line
+from tests.tiny import make_artifact, make_encoder
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXTS = [f"where is parcel number {number}" for number in range(20)]
+STAGES = ("ingest", "search", "train", "distill", "quantize", "serve", "ask")
+# The demo's path at a size of seconds: a tiny encoder, one epoch, two trials.
+SMALL = (
+    *("train.epochs=1", "tune.trials=2", "distill.layers=1", "distill.epochs=1", "quantize.calibration_rows=16"),
+    *("train.micro_batch=32", "train.precision=fp32"),
+)
+
+
+def swap_labels(original: Path, copy: Path) -> Path:
+    """A copy of an artefact with two labels swapped, golden answers and manifest made anew: consistent, and wrong."""
+    best = predict.Predictor.load(original)(TEXTS[:1])[0][0]["label"]
+    shutil.copytree(original, copy)
+    (copy / "MANIFEST.json").unlink()
+    made = artifact.read(original)
+    labels = list(made.labels)
+    other = next(label for label in labels if label != best)
+    one, two = labels.index(best), labels.index(other)
+    labels[one], labels[two] = labels[two], labels[one]
+    artifact.write(copy, dataclasses.replace(made, labels=tuple(labels)), predict.golden_logits)
+    predict.Predictor.load(copy)  # it passes every check that looks at the artefact alone
+    return copy
+
+
+@pytest.mark.serve
+def test_swapped_labels_of_the_served_copy_are_seen(tmp_path: Path, ray_session: Path) -> None:
+    from serve import deployment
+
+    original = make_artifact(tmp_path / "original")
+    settings = config.Serve(port=0)
+    with deployment.start(original, settings) as endpoint:
+        same = demo.ask(endpoint.url, original, TEXTS)
+    with deployment.start(swap_labels(original, tmp_path / "copy"), settings) as endpoint:
+        swapped = demo.ask(endpoint.url, original, TEXTS)
+    assert (same.matches, swapped.matches) == (True, False)
+    assert len(same.labels) == len(TEXTS)
+
+
+def test_answers_match_only_with_equal_labels_and_near_scores() -> None:
+    assert demo.same_answers([("a", 0.5)], [("a", 0.51)])
+    assert not demo.same_answers([("a", 0.5)], [("b", 0.5)])
+    assert not demo.same_answers([("a", 0.5)], [("a", 0.53)])
+    assert not demo.same_answers([("a", 0.5)], [("a", 0.5), ("a", 0.5)])
+
+
+def test_table_shows_baseline_and_default_beside_the_winner_also_when_it_loses() -> None:
+    report = demo.Report(baseline=0.9, default_score=0.8, winner_score=0.7, answer_matches=False)
+    with report.stage("train", Line()) as stage:
+        stage.score, stage.rows, stage.size_mb, stage.latency_ms = 0.7, 1234, 5.5, 6.25
+    text = demo.table(report, {"seconds": 12.0, "peak_memory_mb": 3456, "run": "here"})
+    assert "TF-IDF baseline 0.9000, default recipe 0.8000, winner 0.7000" in text
+    assert "NOT THE SAME as rtrain predict's" in text
+    assert text.splitlines()[1].split()[2:] == ["1,234", "0.7000", "5.5", "6.25"]
+
+
+def start(folder: Path) -> subprocess.Popen[bytes]:
+    settings = [part for setting in SMALL for part in ("--set", setting)]
+    command = [sys.executable, "-m", "rtrain", "demo", "--out", str(folder / "demo"), *settings]
+    model = make_encoder(folder / "encoder")
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(
+            [*command, "--model", str(model)], cwd=ROOT, stderr=log, stdout=log, start_new_session=True
+        )
+
+
+def interrupt_at(stage: str, folder: Path) -> tuple[int, str, list[str]]:
+    """Start a demo, press Ctrl-C (SIGINT to its process group) in `stage`; (exit code, log, what is left running)."""
+    process = start(folder)
+    give_up = time.monotonic() + 240
+    while f"{stage} ..." not in (text := (folder / "log").read_text()):
+        assert process.poll() is None, text
+        assert time.monotonic() < give_up, text
+        time.sleep(0.1)
+    time.sleep(4 if stage in ("search", "train", "distill") else 0.5)  # into the stage, past its first lines
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    code = process.wait(60)
+    _, alive = psutil.wait_procs(family, timeout=20)
+    return code, (folder / "log").read_text(), [" ".join(one.cmdline()[:3]) for one in alive if one.is_running()]
+
+
+@pytest.mark.ray
+def test_ctrl_c_in_the_search_leaves_nothing_running_and_exits_130(tmp_path: Path) -> None:
+    code, log, left = interrupt_at("search", tmp_path)
+    assert (code, left) == (130, [])
+    assert "rtrain: interrupted" in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "search"])
+def test_ctrl_c_at_every_other_stage(tmp_path: Path, stage: str) -> None:
+    code, log, left = interrupt_at(stage, tmp_path)
+    assert (code, left) == (130, [])
+    assert "Traceback" not in log

@@ -1,0 +1,121 @@
+"""The student's start: evenly spaced layers of the teacher, everything else as it is, in a folder of its own name."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rtrain import artifact
+from rtrain.compress import distill
+from rtrain.data.store import Tokens
+from rtrain.errors import ConfigError
+from rtrain.tasks import base
+from rtrain.training import model
+from rtrain.training.step import forward
+from tests.tiny import make_artifact
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers, labels a, b and c."""
+    return make_artifact(tmp_path_factory.mktemp("teacher") / "artifact")
+
+
+@pytest.mark.parametrize(
+    ("depth", "layers", "chosen"),
+    [
+        (6, 3, [1, 3, 5]),
+        (6, 2, [2, 5]),
+        (6, 1, [5]),
+        (6, 4, [1, 2, 4, 5]),  # ceil(6 / 4 x 1, 2, 3, 4) - 1
+        (6, 5, [1, 2, 3, 4, 5]),
+        (12, 3, [3, 7, 11]),
+        (12, 5, [2, 4, 7, 9, 11]),
+        (2, 1, [1]),
+    ],
+)
+def test_layers_are_evenly_spaced_and_end_with_the_last(depth: int, layers: int, chosen: list[int]) -> None:
+    assert distill.chosen_layers(depth, layers) == chosen
+
+
+def test_any_choice_is_rising_and_in_range() -> None:
+    for depth in range(1, 25):
+        for layers in range(1, depth + 1):
+            chosen = distill.chosen_layers(depth, layers)
+            assert len(chosen) == layers
+            assert chosen == sorted(set(chosen))
+            assert (chosen[0] >= 0, chosen[-1]) == (True, depth - 1)
+
+
+@pytest.mark.parametrize("prefix", ["bert.encoder.layer", "distilbert.transformer.layer", "model.layers"])
+def test_kept_layers_are_renumbered(prefix: str) -> None:
+    numbers = {f"{prefix}.{layer}.attention.{kind}": layer for layer in range(12) for kind in ("weight", "bias")}
+    other = {"embeddings.word.weight": 100, "classifier.weight": 101, "encoder.layer_norm.7.weight": 102}
+    weights = {name: torch.tensor(value) for name, value in (numbers | other).items()}
+    kept = {name: int(value) for name, value in distill.keep_layers(weights, [3, 7, 11]).items()}
+    assert kept == other | {
+        f"{prefix}.{place}.attention.{kind}": layer
+        for place, layer in enumerate((3, 7, 11))
+        for kind in ("weight", "bias")
+    }
+
+
+def test_the_student_has_the_weights_of_the_teacher(teacher: Path, tmp_path: Path) -> None:
+    start = distill.student_start(teacher, 1, tmp_path / ".students")
+    teachers, students = load_file(teacher / "model.safetensors"), load_file(start / "model.safetensors")
+    layer = "bert.encoder.layer."
+    assert {name for name in students if layer in name} == {name for name in teachers if f"{layer}0." in name}
+    for name, value in students.items():
+        origin = name.replace(f"{layer}0.", f"{layer}1.")  # the last of two
+        assert torch.equal(value, teachers[origin]), name
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (teacher, start))
+    assert after == before | {"num_hidden_layers": 1}
+    assert (start / "tokenizer.json").read_bytes() == (teacher / "tokenizer.json").read_bytes()
+    assert not (start / artifact.NAME).exists()  # a start is no artefact
+
+
+def test_the_student_is_the_teacher_without_its_first_layer(teacher: Path, tmp_path: Path) -> None:
+    """Built as a run builds it: with the teacher's head, since the labels are the same."""
+    start = distill.student_start(teacher, 1, tmp_path)
+    task = base.get("classification")
+    student = model.build(start, task, ("a", "b", "c"), seed=3).eval()
+    cut = model.build(teacher, task, ("a", "b", "c"), seed=4).eval()
+    encoder = cut.get_submodule("bert.encoder")
+    encoder.layer = torch.nn.ModuleList([cut.get_submodule("bert.encoder.layer.1")])
+    lengths = np.array([5, 3], dtype=np.int32)
+    nothing = np.zeros(2, dtype=np.int64)
+    ids = np.arange(10, 18, dtype=np.int32)
+    rows = Tokens(ids, lengths, lengths, nothing, nothing.astype(np.uint64), np.empty((2, 0), dtype=np.float32))
+    with torch.inference_mode():
+        assert torch.equal(forward(student, rows, 0, "fp32"), forward(cut, rows, 0, "fp32"))
+
+
+def test_a_start_is_made_once_for_a_teacher_and_a_depth(teacher: Path, tmp_path: Path) -> None:
+    start = distill.student_start(teacher, 1, tmp_path)
+    made = (start / "model.safetensors").stat().st_mtime_ns
+    assert distill.student_start(teacher, 1, tmp_path) == start
+    assert (start / "model.safetensors").stat().st_mtime_ns == made
+    assert start.name == f"{artifact.read(teacher).version}-1"
+    other = make_artifact(tmp_path / "other", seed=7)
+    assert distill.student_start(other, 1, tmp_path / "starts").name != start.name
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []  # no draft is left
+
+
+@pytest.mark.parametrize("layers", [2, 3, 12])
+def test_a_student_as_deep_as_its_teacher_is_refused(teacher: Path, tmp_path: Path, layers: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        distill.student_start(teacher, layers, tmp_path)
+    assert str(caught.value) == f"distill.layers={layers}: the teacher has 2 layers; write 1 or less"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_draft_that_a_crash_left_is_not_used(teacher: Path, tmp_path: Path) -> None:
+    name = f"{artifact.read(teacher).version}-1"
+    shutil.copytree(teacher, tmp_path / f".{name}.12345678")
+    (tmp_path / f".{name}.12345678" / "model.safetensors").write_bytes(b"half")
+    start = distill.student_start(teacher, 1, tmp_path)
+    assert load_file(start / "model.safetensors")

@@ -1,0 +1,230 @@
+"""Training on real Ray, from a file to an artefact: two DDP workers, Ray Data streams, one run in many asserts."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rtrain import artifact, config, manifest
+from rtrain.config import Config
+from rtrain.data import store as token_store
+from rtrain.data.order import Order, chain, rows_digest
+from rtrain.errors import UserError
+from rtrain.predict import Predictor
+from rtrain.report import events
+from rtrain.training import checkpoint, driver
+from rtrain.training.loop import GENESIS
+from tests.conftest import labelled_rows, write_rows
+from tests.tiny import make_encoder
+
+pytestmark = pytest.mark.ray
+
+ROWS = 403  # with 20 test rows apart: odd, so that every epoch ends in a short update that one worker may sit out
+TEST_ROWS = 20
+EPOCHS = 6
+
+
+@dataclass(frozen=True)
+class Trained:
+    run: Path
+    config: Config
+    summary: dict[str, Any]
+    events: list[dict[str, Any]]
+
+
+def settings(folder: Path, **overrides: Any) -> Config:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = labelled_rows(ROWS + TEST_ROWS)
+    base = {
+        "data.path": str(write_rows(folder / "train.csv", rows[:ROWS])),
+        "data.test": str(write_rows(folder / "test.csv", rows[ROWS:])),
+        "data.max_bad_rows": 0.1,
+        "model.name": str(make_encoder(folder / "encoder")),
+        "optim.lr": 3e-3,
+        "train.epochs": EPOCHS,
+        "train.precision": "fp32",
+        "train.log_every": 1,
+        "train.rows_per_update": 24,
+    }
+    return config.load("intent", {**base, **overrides})
+
+
+@pytest.fixture(scope="module")
+def trained(ray_session: Path) -> Trained:
+    folder = ray_session / "driver"
+    chosen = settings(folder)
+    seen: list[dict[str, Any]] = []
+    prepared = driver.prepare(chosen, folder / "run")
+    summary = driver.fit(prepared, on_event=seen.append)
+    return Trained(folder / "run", prepared.config, summary, seen)
+
+
+def kinds(log: list[dict[str, Any]]) -> list[str]:
+    return [event["kind"] for event in log]
+
+
+def test_summary_has_every_contracted_key(trained: Trained) -> None:
+    wanted = {
+        *("run", "task", "recipe", "status", "workers", "updates", "passes_per_update", "rows_seen", "real_tokens"),
+        *("padded_tokens", "seconds", "rows_per_second", "real_tokens_per_second", "metrics", "best_update"),
+        *("restarts", "data_digest", "order_digest"),
+    }
+    assert wanted <= set(trained.summary)
+    assert set(trained.summary["seconds"]) == {
+        *("total", "setup", "first_batch", "train", "evaluate", "checkpoint", "input_wait")
+    }
+    assert trained.summary == json.loads((trained.run / "summary.json").read_text())
+    assert trained.summary["status"] == "finished"
+    assert trained.summary["workers"] == 2
+    assert trained.summary["restarts"] == 0
+
+
+def test_every_row_is_trained_once_per_epoch(trained: Trained) -> None:
+    store = token_store.Store(Path(next(e["store"] for e in events.read(trained.run) if e["kind"] == "created")))
+    rows = store.rows("train")
+    order = Order(store.manifest.digest, rows, 24, EPOCHS, 0)
+    assert trained.summary["rows_seen"] == EPOCHS * rows
+    assert trained.summary["real_tokens"] == EPOCHS * store.manifest.tokens["train"]
+    assert trained.summary["updates"] == order.updates == EPOCHS * -(-rows // 24)
+
+
+def test_order_digest_is_the_pure_order_s(trained: Trained) -> None:
+    store = token_store.Store(Path(next(e["store"] for e in events.read(trained.run) if e["kind"] == "created")))
+    order = Order(store.manifest.digest, store.rows("train"), 24, EPOCHS, 0)
+    ids = store.column("train", "row_id")
+    ledger = GENESIS
+    for update in range(order.updates):
+        ledger = chain(ledger, rows_digest(update, ids[order.positions(update)]))
+    assert trained.summary["order_digest"] == ledger.hex()
+
+
+def test_evaluations_count_every_row_of_their_split(trained: Trained) -> None:
+    store = token_store.Store(Path(next(e["store"] for e in events.read(trained.run) if e["kind"] == "created")))
+    evaluated = [event for event in events.read(trained.run) if event["kind"] == "evaluated"]
+    assert [(event["split"], event["scores"]["rows"]) for event in evaluated] == [
+        *[("valid", store.rows("valid"))] * EPOCHS,
+        ("test", TEST_ROWS),
+    ]
+
+
+def test_encoder_learned_the_words(trained: Trained) -> None:
+    assert trained.summary["metrics"]["test"]["accuracy"] >= 0.9  # 1/3 by chance
+
+
+def test_progress_reaches_the_caller_in_order(trained: Trained) -> None:
+    assert [kind for kind in kinds(trained.events) if kind != "progress"] == [
+        *("tokenised", "started", *["evaluated"] * (EPOCHS + 1), "trained")
+    ]
+    updates = [event["update"] for event in trained.events if event["kind"] == "progress"]
+    assert updates == list(range(1, trained.summary["updates"] + 1))
+
+
+def test_run_folder_holds_best_and_last_checkpoint_and_no_draft(trained: Trained) -> None:
+    kept = checkpoint.updates(trained.run / "checkpoints")
+    assert set(kept) == {trained.summary["best_update"], trained.summary["updates"]}
+    assert all(manifest.damage(checkpoint.path_of(trained.run / "checkpoints", update)) is None for update in kept)
+    drafts = [path.name for path in trained.run.iterdir() if path.name.startswith(".")]
+    assert drafts == []
+
+
+def test_config_is_complete_and_replayable(trained: Trained) -> None:
+    frozen = config.load(str(trained.run / "config.yaml"))
+    assert frozen == trained.config
+    assert frozen.recipe.train.rows_per_update == 24
+    assert frozen.recipe.train.aggregation_frequency is None
+    assert Path(frozen.recipe.data.path or "").is_absolute()
+
+
+def test_artefact_answers_alone_as_in_a_batch(trained: Trained) -> None:
+    predictor = Predictor.load(trained.run / "artifact")
+    texts = ["money back", "where is my package please " * 5, "account locked", "return my money now", "x"]
+    alone = np.concatenate([predictor.logits([text]) for text in texts])
+    assert np.abs(alone - predictor.logits(texts)).max() <= 1e-5
+    asked = [text for text, _ in labelled_rows(6)]
+    assert [answer[0]["label"] for answer in predictor(asked)] == ["login", "parcel", "refund"] * 2
+
+
+def test_artefact_is_a_transformers_checkpoint(trained: Trained) -> None:
+    import transformers
+
+    folder = trained.run / "artifact"
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    logits = model.eval()(**tokenizer("money back", return_tensors="pt")).logits.detach().numpy()
+    assert np.abs(logits - Predictor.load(folder).logits(["money back"])).max() <= 1e-5
+    assert model.config.id2label == {0: "login", 1: "parcel", 2: "refund"}
+
+
+def test_artefact_tells_its_lineage(trained: Trained) -> None:
+    made = artifact.read(trained.run / "artifact")
+    assert made.lineage["order_digest"] == trained.summary["order_digest"]
+    assert made.lineage["data_digest"] == trained.summary["data_digest"]
+    assert made.metrics["test"] == trained.summary["metrics"]["test"]
+    assert made.labels == ("login", "parcel", "refund")
+
+
+def test_finished_run_is_left_as_it_is(trained: Trained) -> None:
+    before = (trained.run / "events.jsonl").read_bytes()
+    prepared = driver.prepare(settings(trained.run.parent), trained.run, "resume")
+    summary = driver.fit(prepared)
+    assert summary["updates"] == trained.summary["updates"]
+    assert kinds(events.read(trained.run))[len(before.splitlines()) :] == ["tokens_reused"]
+
+
+def test_used_name_is_refused_with_the_ways_on(trained: Trained) -> None:
+    with pytest.raises(UserError, match=r"holds a run already; write --resume to continue it, or --new for run-2"):
+        driver.prepare(settings(trained.run.parent), trained.run)
+
+
+def test_resume_with_other_settings_is_refused_by_name(trained: Trained) -> None:
+    changed = settings(trained.run.parent, **{"optim.lr": 1e-4})
+    with pytest.raises(UserError, match=r"optim\.lr=0\.0001: the run was started with 0\.003"):
+        driver.prepare(changed, trained.run, "resume")
+
+
+def test_paused_and_resumed_run_ends_bit_for_bit_like_the_straight_one(trained: Trained) -> None:
+    folder = trained.run.parent
+    half = driver.prepare(settings(folder), folder / "halves")
+    stop = trained.summary["updates"] // 2 + 1
+    paused = driver.fit(half, until=stop)
+    assert (paused["status"], paused["updates"]) == ("paused", stop)
+    assert not (folder / "halves" / "artifact").exists()
+    resumed = driver.fit(driver.prepare(settings(folder), folder / "halves", "resume"))
+    assert (resumed["status"], resumed["restarts"]) == ("finished", 1)
+    assert resumed["order_digest"] == trained.summary["order_digest"]
+    last = trained.summary["updates"]
+    one, other = (
+        (checkpoint.path_of(run / "checkpoints", last) / "model.safetensors").read_bytes()
+        for run in (trained.run, folder / "halves")
+    )
+    assert one == other
+
+
+def test_second_run_reuses_the_token_store(trained: Trained) -> None:
+    log = events.read(trained.run.parent / "halves")
+    assert kinds(log)[:2] == ["created", "tokens_reused"]
+    assert len([path for path in (trained.run.parent / ".tokens").iterdir() if not path.name.startswith(".")]) == 1
+
+
+def test_no_worker_or_placement_group_is_left(trained: Trained) -> None:
+    import ray
+    import ray.util
+
+    groups = ray.util.placement_group_table().values()
+    assert [group for group in groups if group["state"] not in ("REMOVED",)] == []
+    assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
+
+
+def test_unexpected_error_leaves_its_traceback_in_a_file_of_the_run(trained: Trained) -> None:
+    folder = trained.run.parent
+    prepared = driver.prepare(settings(folder), folder / "broken")
+    with pytest.raises(UserError, match=r"training failed: .*nowhere") as caught:
+        driver.fit(replace(prepared, model=folder / "nowhere"))
+    path = Path(str(caught.value).rsplit(" ", 1)[-1])
+    assert path.parent == prepared.run
+    assert "Traceback" in path.read_text()
+    assert json.loads((prepared.run / "summary.json").read_text())["status"] == "failed"
+    assert not (prepared.run / "artifact").exists()

@@ -1,0 +1,121 @@
+"""Evaluation: every row counted once on any number of workers, with the scores that counting by hand gives."""
+
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from rtrain import config
+from rtrain.data.store import Store
+from rtrain.tasks import base
+from rtrain.tasks.metrics import Confusion
+from rtrain.training import evaluate, step
+from rtrain.training.exchange import Exchange
+from tests.conftest import labelled_rows, write_rows
+from tests.test_step import make_network, make_still_encoder
+from tests.test_step_workers import WORLDS, on_workers
+from tests.tiny import make_encoder, make_store
+
+TASK = base.get("classification")
+
+
+def make_scored_store(folder: Path, encoder: Path) -> Store:
+    """A token store of 300 rows under `folder`."""
+    folder.mkdir(parents=True)
+    path = write_rows(folder / "rows.csv", labelled_rows(300))
+    return make_store(config.load("intent", {"data.path": str(path)}).recipe, encoder, folder)
+
+
+def scores_of(exchange: Exchange, folder: Path) -> dict[str, float]:
+    """Scores of the store's validation rows, in passes of four."""
+    store = Store(next((folder / ".tokens").iterdir()))
+    with mock.patch.object(evaluate, "ROWS_PER_PASS", 4):
+        return evaluate.evaluate(exchange, TASK, store, "valid", pad_id=0, precision="fp32")
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_still_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, encoder: Path) -> Store:
+    return make_scored_store(tmp_path_factory.mktemp("scored") / "store", encoder)
+
+
+def by_hand(network: torch.nn.Module, store: Store, split: str) -> dict[str, float]:
+    """Accuracy and macro F1 from one forward pass per row."""
+    network.eval()
+    pairs: Counter[tuple[int, int]] = Counter()
+    for row in range(store.rows(split)):
+        tokens = store.read(split, np.array([row]))
+        with torch.inference_mode():
+            predicted = int(step.forward(network, tokens, 0, "fp32").argmax())
+        pairs[int(tokens.targets[0]), predicted] += 1
+    scores = []
+    for label in range(len(store.manifest.labels)):
+        right = pairs[label, label]
+        found = sum(count for (_, predicted), count in pairs.items() if predicted == label)
+        there = sum(count for (target, _), count in pairs.items() if target == label)
+        if found + there:
+            scores.append(2 * right / (found + there))
+    rows = sum(pairs.values())
+    accuracy = sum(count for (target, predicted), count in pairs.items() if target == predicted) / rows
+    return {"accuracy": accuracy, "macro_f1": float(np.mean(scores)), "rows": rows}
+
+
+def test_scores_are_those_of_single_rows(store: Store, encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = make_network(encoder)
+    assert store.rows("valid") > 20
+    expected = by_hand(network, store, "valid")
+    assert 0 < expected["accuracy"] < 1
+    for rows_per_pass in (1, 4, store.rows("valid"), 1000):
+        monkeypatch.setattr(evaluate, "ROWS_PER_PASS", rows_per_pass)
+        found = evaluate.evaluate(Exchange(network), TASK, store, "valid", pad_id=0, precision="fp32")
+        assert found == pytest.approx(expected, rel=1e-12)
+        assert found["rows"] == store.rows("valid")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_any_number_of_workers_counts_every_row_once(world: int, store: Store, encoder: Path) -> None:
+    expected = by_hand(make_network(encoder), store, "valid")
+    results, folder = on_workers()
+    assert next((folder / "store" / ".tokens").iterdir()).name == store.folder.name  # the same rows
+    for rank in range(world):
+        assert results[world, rank]["scores"] == pytest.approx(expected, rel=1e-12)
+        assert results[world, rank]["scores"]["rows"] == store.rows("valid")
+
+
+def test_dropout_is_off_during_evaluation_and_on_afterwards(store: Store, tmp_path: Path) -> None:
+    network = make_network(make_encoder(tmp_path / "encoder"))
+    tokens = store.read("valid", np.arange(4))
+    assert not torch.equal(step.forward(network, tokens, 0, "fp32"), step.forward(network, tokens, 0, "fp32"))
+    found = [evaluate.evaluate(Exchange(network), TASK, store, "valid", pad_id=0, precision="fp32") for _ in range(2)]
+    assert found[0] == found[1] == pytest.approx(by_hand(network, store, "valid"))
+    network.eval()
+    evaluate.evaluate(Exchange(network), TASK, store, "valid", pad_id=0, precision="fp32")
+    assert network.training
+
+
+def test_evaluation_leaves_no_gradient(store: Store, encoder: Path) -> None:
+    network = make_network(encoder)
+    evaluate.evaluate(Exchange(network), TASK, store, "valid", pad_id=0, precision="fp32")
+    assert all(parameter.grad is None for parameter in network.parameters())
+
+
+def test_a_missing_or_repeated_row_is_an_error() -> None:
+    metric = Confusion(2)
+    metric.add(np.array([[1, 0], [0, 1]], dtype=np.float32), np.array([0, 0]))
+    exchange = Exchange(torch.nn.Linear(1, 1))
+    assert evaluate._scores(exchange, metric, expected=2)["accuracy"] == 0.5
+    for expected in (1, 3):
+        with pytest.raises(RuntimeError, match=f"evaluated 2 rows of {expected}"):
+            evaluate._scores(exchange, metric, expected)
+
+
+def test_an_empty_split_scores_nothing() -> None:
+    exchange = Exchange(torch.nn.Linear(1, 1))
+    assert evaluate._scores(exchange, Confusion(3), expected=0) == {"accuracy": 0.0, "macro_f1": 0.0, "rows": 0}

@@ -1,0 +1,223 @@
+"""The log of a run and the summary that is computed from it alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain.report import events, summary
+from rtrain.report.events import Tail
+
+
+def write(run: Path, log: list[dict[str, Any]]) -> Path:
+    (run / events.NAME).write_text("".join(json.dumps(event) + "\n" for event in log))
+    return run
+
+
+# ------------------------------------------------------------------------------------------------------------- the log
+
+
+def test_events_are_appended_one_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 1700000000.12345)
+    events.append(tmp_path, "created", run="né", rows={"train": 3})
+    events.append(tmp_path, "started", update=0)
+    assert (tmp_path / "events.jsonl").read_bytes().decode() == (
+        '{"time": 1700000000.123, "kind": "created", "run": "né", "rows": {"train": 3}}\n'
+        '{"time": 1700000000.123, "kind": "started", "update": 0}\n'
+    )
+    assert [event["kind"] for event in events.read(tmp_path)] == ["created", "started"]
+
+
+def test_a_run_without_log_has_no_events(tmp_path: Path) -> None:
+    assert events.read(tmp_path) == []
+    assert Tail(tmp_path).new() == []
+
+
+@pytest.mark.parametrize("cut", range(1, 34))
+def test_a_torn_last_line_is_no_event(tmp_path: Path, cut: int) -> None:
+    first, last = b'{"kind": "a"}\n', '{"kind": "b", "text": "größer"}\n'.encode()
+    assert len(last) == 34
+    (tmp_path / events.NAME).write_bytes(first + last[:cut])
+    kinds = [event["kind"] for event in events.read(tmp_path)]
+    assert kinds == (["a"] if cut < 33 else ["a", "b"])  # whole but for its newline it is an event
+
+
+@pytest.mark.parametrize("cut", [1, 20, 28])
+def test_a_torn_line_does_not_take_the_next_event_with_it(tmp_path: Path, cut: int) -> None:
+    (tmp_path / events.NAME).write_bytes(b'{"kind": "a"}\n' + '{"kind": "b", "text": "größer"}\n'.encode()[:cut])
+    events.append(tmp_path, "c")
+    events.append(tmp_path, "d")
+    assert [event["kind"] for event in events.read(tmp_path)] == ["a", "c", "d"]
+
+
+@pytest.mark.parametrize("text", ["one\u2028two", "\x85", "\x0b\x0c\x1c", "two\nlines", "\udce9", "🙂", '"\\'])
+def test_any_text_is_read_back(tmp_path: Path, text: str) -> None:
+    tail = Tail(tmp_path)
+    events.append(tmp_path, "failed", error=text)
+    assert [event["error"] for event in events.read(tmp_path)] == [text]
+    assert [event["error"] for event in tail.new()] == [text]
+
+
+def test_a_tail_gives_each_event_once_and_whole(tmp_path: Path) -> None:
+    events.append(tmp_path, "before")
+    tail = Tail(tmp_path)
+    assert tail.new() == []
+    events.append(tmp_path, "a")
+    events.append(tmp_path, "b")
+    assert [event["kind"] for event in tail.new()] == ["a", "b"]
+    assert tail.new() == []
+    with (tmp_path / events.NAME).open("a") as file:
+        file.write('{"kind": ')
+    assert tail.new() == []
+    with (tmp_path / events.NAME).open("a") as file:
+        file.write('"c"}\n{"ki')
+    assert [event["kind"] for event in tail.new()] == ["c"]
+
+
+def test_a_tail_may_be_made_before_the_log(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / "run")
+    assert tail.new() == []
+    (tmp_path / "run").mkdir()
+    events.append(tmp_path / "run", "a")
+    assert [event["kind"] for event in tail.new()] == ["a"]
+
+
+# --------------------------------------------------------------------------------------------------------- the summary
+
+CREATED = {"time": 100.0, "kind": "created", "run": "r1", "recipe": "intent", "task": "classification"}
+CREATED |= {"data_digest": "d1"}
+
+
+def scores(accuracy: float, rows: int = 10) -> dict[str, float]:
+    return {"accuracy": accuracy, "macro_f1": accuracy / 2, "rows": rows}
+
+
+def started(time: float, update: int, workers: int = 2) -> dict[str, Any]:
+    return {"time": time, "kind": "started", "update": update, "workers": workers, "precision": "fp32"}
+
+
+def evaluated(time: float, split: str, update: int, accuracy: float) -> dict[str, Any]:
+    return {"time": time, "kind": "evaluated", "split": split, "update": update, "scores": scores(accuracy)}
+
+
+def trained(time: float, updates: int, **fields: Any) -> dict[str, Any]:
+    return {"time": time, "kind": "trained", "updates": updates, **fields}
+
+
+FIRST = trained(
+    160.0,
+    updates=4,
+    best_update=2,
+    order_digest="o1",
+    rows_seen=64,
+    real_tokens=600,
+    padded_tokens=660,
+    passes_per_update=4.0,
+    seconds={"setup": 2.0, "first_batch": 1.5, "train": 30.0, "evaluate": 3.0, "checkpoint": 1.0},
+    finished=False,
+)
+SECOND = trained(
+    290.5,
+    updates=8,
+    best_update=6,
+    order_digest="o2",
+    rows_seen=60,
+    real_tokens=500,
+    padded_tokens=540,
+    passes_per_update=3.75,
+    seconds={"setup": 1.0, "first_batch": 0.5, "train": 20.0, "evaluate": 4.0, "checkpoint": 2.0, "input_wait": 0.25},
+    finished=True,
+)
+LOG = [
+    CREATED,
+    {"time": 101.0, "kind": "tokenised", "rows": {"train": 80}},
+    started(110.0, 0),
+    {"time": 120.0, "kind": "progress", "update": 2, "of": 8, "loss": 1.0},
+    evaluated(121.0, "valid", 2, 0.5),
+    evaluated(150.0, "valid", 4, 0.4),
+    FIRST,
+    {"time": 161.0, "kind": "paused", "update": 4},
+    started(200.0, 4, workers=3),
+    {"time": 250.0, "kind": "progress", "update": 6, "of": 8, "loss": 0.5},
+    evaluated(251.0, "valid", 6, 0.75),
+    evaluated(280.0, "valid", 8, 0.7),
+    evaluated(290.0, "test", 6, 0.8),
+    SECOND,
+    {"time": 291.25, "kind": "finished", "update": 8},
+]
+
+
+def test_the_summary_of_a_run_of_two_starts(tmp_path: Path) -> None:
+    assert summary.summarise(write(tmp_path, LOG)) == {
+        "run": "r1",
+        "task": "classification",
+        "recipe": "intent",
+        "status": "finished",
+        "workers": 3,
+        "precision": "fp32",
+        "updates": 8,
+        "passes_per_update": 3.75,
+        "rows_seen": 64 + 60,
+        "real_tokens": 600 + 500,
+        "padded_tokens": 660 + 540,
+        "seconds": {
+            "total": 191.25,  # from `created` to the last event
+            "setup": 3.0,
+            "first_batch": 2.0,
+            "train": 50.0,
+            "evaluate": 7.0,
+            "checkpoint": 3.0,
+            "input_wait": 0.25,
+        },
+        "rows_per_second": 2.48,  # 124 / 50
+        "real_tokens_per_second": 22.0,  # 1100 / 50
+        "metrics": {"valid": scores(0.75), "test": scores(0.8)},
+        "best_update": 6,
+        "restarts": 1,
+        "data_digest": "d1",
+        "order_digest": "o2",
+    }
+
+
+def test_the_summary_of_a_paused_run(tmp_path: Path) -> None:
+    found = summary.summarise(write(tmp_path, LOG[:8]))
+    assert (found["status"], found["updates"], found["restarts"]) == ("paused", 4, 0)
+    assert found["metrics"] == {"valid": scores(0.5), "test": None}
+    assert found["rows_per_second"] == round(64 / 30, 2)
+
+
+def test_the_summary_of_a_killed_start(tmp_path: Path) -> None:
+    """It has no `trained` event: what is known of it is its progress."""
+    found = summary.summarise(write(tmp_path, LOG[:5]))
+    assert (found["status"], found["updates"], found["best_update"]) == ("running", 2, None)
+    assert (found["rows_seen"], found["rows_per_second"]) == (0, 0.0)
+    assert found["seconds"]["total"] == 21.0
+
+
+def test_the_summary_of_nothing(tmp_path: Path) -> None:
+    found = summary.summarise(tmp_path)
+    assert (found["run"], found["status"], found["updates"], found["workers"]) == (tmp_path.name, "running", 0, None)
+    assert found["seconds"] == dict.fromkeys(("total", *summary.SECONDS), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "status"),
+    [
+        ([], "running"),
+        (["created", "started"], "running"),
+        (["created", "started", "failed"], "failed"),
+        (["started", "failed", "started"], "running"),  # the newest start counts
+        (["started", "paused", "started", "trained", "finished"], "finished"),
+        (["started", "interrupted"], "interrupted"),
+        (["started", "stopped", "tokens_reused"], "stopped"),
+    ],
+)
+def test_status_is_how_the_newest_start_ended(kinds: list[str], status: str) -> None:
+    assert summary.status([{"kind": kind} for kind in kinds]) == status
+
+
+def test_the_summary_is_written_as_json(tmp_path: Path) -> None:
+    found = summary.write(write(tmp_path, LOG))
+    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8")) == found
+    assert found == summary.summarise(tmp_path)

@@ -1,0 +1,163 @@
+"""Who may import whom: the arrows of the design, and where Ray, torch and transformers may appear at all."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("rtrain", "serve", "tune")
+ANYTHING = frozenset({"*"})
+
+# Module (or package, ending in a dot) -> what of ours it may import. `rtrain.errors` and the version are open to all.
+ALLOWED: dict[str, frozenset[str]] = {
+    "rtrain.__main__": frozenset({"rtrain.cli"}),
+    "rtrain.cli": ANYTHING,
+    "rtrain.demo": ANYTHING,
+    "rtrain.errors": frozenset(),
+    "rtrain.env": frozenset(),
+    "rtrain.manifest": frozenset(),
+    "rtrain.config": frozenset(),
+    "rtrain.artifact": frozenset({"rtrain.manifest"}),
+    "rtrain.predict": frozenset({"rtrain.artifact", "rtrain.tasks.", "rtrain.data.store"}),
+    "rtrain.tasks.base": frozenset({"rtrain.config"}),
+    "rtrain.tasks.": frozenset({"rtrain.tasks.base"}),
+    "rtrain.data.synthetic": frozenset(),
+    "rtrain.data.records": frozenset({"rtrain.config"}),
+    "rtrain.data.order": frozenset({"rtrain.tasks.base"}),
+    "rtrain.data.store": frozenset({"rtrain.tasks.base"}),
+    "rtrain.data.tokens": frozenset({"rtrain.config", "rtrain.data.records", "rtrain.data.store", "rtrain.tasks."}),
+    "rtrain.data.ingest": frozenset({"rtrain.data.order", "rtrain.data.store", "rtrain.tasks.base"}),
+    "rtrain.report.": frozenset({"rtrain.report."}),
+    "rtrain.plan.preflight": frozenset({"rtrain.config"}),
+    "rtrain.cluster.session": frozenset({"rtrain.config", "rtrain.env"}),
+    "rtrain.training.model": frozenset({"rtrain.tasks.base"}),
+    "rtrain.training.optim": frozenset({"rtrain.config"}),
+    "rtrain.training.precision": frozenset(),
+    "rtrain.training.exchange": frozenset(),
+    "rtrain.training.step": frozenset({"rtrain.data.store", "rtrain.training.model", "rtrain.training.exchange"}),
+    "rtrain.training.losses": frozenset(
+        {"rtrain.config", "rtrain.data.store", "rtrain.tasks.", "rtrain.training.step"}
+    ),
+    "rtrain.training.evaluate": frozenset(
+        {"rtrain.data.store", "rtrain.tasks.", "rtrain.training.step", "rtrain.training.exchange"}
+    ),
+    "rtrain.training.checkpoint": frozenset({"rtrain.manifest"}),
+    "rtrain.training.loop": frozenset(
+        {
+            "rtrain.config",
+            "rtrain.data.ingest",
+            "rtrain.data.order",
+            "rtrain.data.store",
+            "rtrain.tasks.",
+            "rtrain.training.checkpoint",
+            "rtrain.training.evaluate",
+            "rtrain.training.exchange",
+            "rtrain.training.optim",
+            "rtrain.training.step",
+        }
+    ),
+    "rtrain.training.runs": frozenset({"rtrain.config"}),
+    "rtrain.training.worker": frozenset(
+        {"rtrain.artifact", "rtrain.predict", "rtrain.config", "rtrain.data.", "rtrain.report.events", "rtrain.tasks."}
+        | {f"rtrain.training.{name}" for name in ("exchange", "loop", "losses", "model", "precision")}
+    ),
+    "rtrain.training.driver": frozenset(
+        {"rtrain.config", "rtrain.cluster.session", "rtrain.data.", "rtrain.plan.preflight", "rtrain.report."}
+        | {f"rtrain.training.{name}" for name in ("model", "precision", "runs", "worker")}
+    ),
+    "rtrain.compress.": frozenset(
+        {"rtrain.artifact", "rtrain.predict", "rtrain.config", "rtrain.compress.", "rtrain.training."}
+        | {"rtrain.data.", "rtrain.report.events", "rtrain.tasks."}
+    ),
+    "serve.": frozenset({"serve.", "rtrain.predict", "rtrain.artifact", "rtrain.config", "rtrain.tasks."}),
+    "tune.": frozenset(
+        {"tune.", "rtrain.training.driver", "rtrain.training.runs", "rtrain.config", "rtrain.report."}
+        | {"rtrain.cluster.session"}
+    ),
+}
+
+RAY_ALLOWED = (
+    *("rtrain.data.tokens", "rtrain.data.ingest", "rtrain.training.worker", "rtrain.training.driver"),
+    *("rtrain.compress.distill", "rtrain.cluster.", "rtrain.report.memory", "rtrain.demo", "serve.deployment", "tune."),
+)
+# At module level: serving and the command line must start without them.
+HEAVY = ("torch", "transformers", "openvino", "nncf", "sklearn", "datasets", "ray")
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = path
+    return found
+
+
+def imports(tree: ast.AST, names: frozenset[str]) -> Iterator[str]:
+    """Dotted names that a module imports; `from package import module` counts as the module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in names else node.module
+
+
+def matches(name: str, pattern: str) -> bool:
+    return name.startswith(pattern) or name == pattern.rstrip(".") if pattern.endswith(".") else name == pattern
+
+
+def allowed_for(module: str) -> frozenset[str]:
+    if module in ALLOWED:
+        return ALLOWED[module]
+    groups = [pattern for pattern in ALLOWED if pattern.endswith(".") and matches(module, pattern)]
+    assert groups, f"{module} has no line in the table of allowed imports"
+    return ALLOWED[max(groups, key=len)]
+
+
+def test_every_import_follows_the_arrows() -> None:
+    found = modules()
+    names = frozenset(found)
+    assert len(found) >= 40, "the walk lost its subject"
+    wrong = []
+    for module, path in found.items():
+        if path.name == "__init__.py":
+            continue
+        allowed = allowed_for(module)
+        for imported in imports(ast.parse(path.read_text()), names):
+            ours = imported.split(".")[0] in PACKAGES and imported not in ("rtrain", "rtrain.errors")
+            if ours and allowed != ANYTHING and not any(matches(imported, pattern) for pattern in allowed):
+                wrong.append(f"{module} imports {imported}")
+    assert wrong == []
+
+
+def test_ray_appears_only_where_the_design_has_it() -> None:
+    users = {
+        module
+        for module, path in modules().items()
+        if any(name.split(".")[0] == "ray" for name in imports(ast.parse(path.read_text()), frozenset()))
+    }
+    assert len(users) >= 8
+    assert [module for module in users if not any(matches(module, pattern) for pattern in RAY_ALLOWED)] == []
+
+
+def test_tables_name_only_modules_that_exist() -> None:
+    names = set(modules())
+    patterns = {*ALLOWED, *RAY_ALLOWED, *(entry for entries in ALLOWED.values() for entry in entries)} - {"*"}
+    assert [pattern for pattern in patterns if not any(matches(name, pattern) for name in names)] == []
+
+
+@pytest.mark.parametrize(
+    "module", ["rtrain.cli", "rtrain.predict", "rtrain.tasks.classification", "rtrain.training.loop", "serve.app"]
+)
+def test_importing_is_light(module: str) -> None:
+    """In a fresh interpreter: no heavy library is loaded by the import alone."""
+    script = f"import sys, {module}; print(sorted(set({HEAVY!r}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"

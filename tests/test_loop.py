@@ -1,0 +1,340 @@
+"""The loop: when it evaluates and saves, what it reports, and which rows, rates and seeds its updates have."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rtrain import config
+from rtrain.config import Distill
+from rtrain.data.ingest import Share, Update, plan_update
+from rtrain.data.order import Order, chain, rows_digest
+from rtrain.data.store import Store
+from rtrain.tasks import base
+from rtrain.training import loop, losses, model, optim, step
+from rtrain.training.exchange import Exchange
+from tests.conftest import labelled_rows, write_rows
+from tests.tiny import make_encoder, make_store
+
+TASK = base.get("classification")
+UPDATES = 6
+"""Updates of the whole run: two epochs of three, the last one of each short."""
+Scores = Callable[..., dict[str, float]]
+
+
+class Killed(Exception):
+    """As if the process had ended here."""
+
+
+@dataclass
+class Recorder:
+    """A Reporter that keeps what it is told."""
+
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    scores: list[dict[str, Any]] = field(default_factory=list)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self.events.append((kind, fields))
+
+    def score(self, metrics: dict[str, Any]) -> None:
+        self.events.append(("score", metrics))
+        self.scores.append(metrics)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [fields for found, fields in self.events if found == kind]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a start leaves."""
+
+    outcome: loop.Outcome | None
+    network: torch.nn.Module
+    recorder: Recorder
+    clock: loop.Clock
+    folders: list[list[str]]
+    """Names under checkpoints/ before each update, and at the end."""
+
+
+def make_ground(folder: Path) -> None:
+    """An encoder with dropout, and 66 rows."""
+    make_encoder(folder / "encoder")
+    write_rows(folder / "rows.csv", labelled_rows(66))
+    make_store(recipe_of(folder), folder / "encoder", folder)
+
+
+def recipe_of(folder: Path, **train: Any) -> config.Recipe:
+    settings = {"rows_per_update": 19, "epochs": 2, "micro_batch": 4, "seed": 3, **train}
+    overrides = {f"train.{name}": value for name, value in settings.items()}
+    return config.load("intent", {"data.path": str(folder / "rows.csv"), "optim.lr": 5e-3, **overrides}).recipe
+
+
+def start(
+    ground: Path,
+    run: Path,
+    *,
+    until: int | None = None,
+    kill: int | None = None,
+    evaluate_at: frozenset[int] = frozenset(),
+    world: int = 1,
+    rank: int = 0,
+    **train: Any,
+) -> Ran:
+    """One start of the run at `run`; `kill` ends it when update number `kill` is asked for."""
+    recipe = recipe_of(ground, **train)
+    store = Store(next((ground / ".tokens").iterdir()))
+    order = Order(store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, 3)
+    assert (order.updates, order.rows % order.rows_per_update > 0) == (UPDATES, True)
+    network = model.build(ground / "encoder", TASK, store.manifest.labels, recipe.train.seed)
+    job = loop.Job(
+        recipe=recipe,
+        run=run,
+        store=store,
+        task=TASK,
+        loss=losses.for_run(TASK, Distill()),
+        order=order,
+        pad_id=0,
+        precision="fp32",
+        until=order.updates if until is None else until,
+        evaluate_at=evaluate_at,
+    )
+    share = Share(store.folder, order, world, rank, recipe.train.micro_batch)
+    folders = []
+
+    def updates(first: int, stop: int) -> Iterator[Update]:
+        for number in range(first, stop):
+            folders.append(names(run))
+            if number == kill:
+                raise Killed
+            yield plan_update(store, share, number)
+
+    recorder, clock = Recorder(), loop.Clock()
+    outcome = None
+    try:
+        outcome = loop.train(job, Exchange(network), updates, recorder, clock)
+    except Killed:
+        assert kill is not None
+    folders.append(names(run))
+    return Ran(outcome, network, recorder, clock, folders)
+
+
+def names(run: Path) -> list[str]:
+    folder = run / "checkpoints"
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def update_name(update: int) -> str:
+    return f"update-{update:08d}"
+
+
+def fingerprint(run: Path, update: int) -> dict[str, str]:
+    """SHA-256 of each file of a checkpoint: weights, optimizer, state."""
+    folder = run / "checkpoints" / update_name(update)
+    found = {path.name: sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+    assert set(found) == {"model.safetensors", "optim.safetensors", "state.json", "MANIFEST.json"}
+    return found
+
+
+def weights_digest(network: torch.nn.Module) -> str:
+    total = sha256()
+    for name, value in network.state_dict().items():
+        total.update(name.encode() + value.numpy().tobytes())
+    return total.hexdigest()
+
+
+def straight_and_resumed(ground: Path, world: int, rank: int) -> dict[str, Any]:
+    """For worker processes: a run undisturbed, and one that is killed in its third update and resumed."""
+    runs = ground / f"{world}-straight", ground / f"{world}-killed"
+    start(ground, runs[0], save_every=1, world=world, rank=rank)
+    start(ground, runs[1], save_every=1, world=world, rank=rank, kill=2)
+    resumed = start(ground, runs[1], save_every=1, world=world, rank=rank)
+    assert resumed.outcome is not None
+    return {
+        "from": resumed.recorder.of("started")[0]["update"],
+        "ledger": resumed.outcome.ledger,
+        "weights": weights_digest(resumed.network),
+        "files": [fingerprint(run, UPDATES) if rank == 0 else {} for run in runs],
+    }
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ground")
+    make_ground(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def straight(ground: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, Path]:
+    """The undisturbed run, with a checkpoint after each update."""
+    run = tmp_path_factory.mktemp("straight")
+    return start(ground, run, save_every=1), run
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, *accuracies: float) -> None:
+    """Evaluations on the validation rows give these accuracies, one after another; on the test rows, 0.25."""
+    left = iter(accuracies)
+
+    def evaluate(exchange: Exchange, task: base.Task, store: Store, split: str, **_: Any) -> dict[str, float]:
+        return {"accuracy": 0.25 if split == "test" else next(left), "macro_f1": 0.0, "rows": store.rows(split)}
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+
+
+# ------------------------------------------------------------------------------------------------------------- cadence
+
+
+@pytest.mark.parametrize(
+    ("last", "every", "save_every", "at", "evaluates", "saves"),
+    [
+        (7, 3, None, (), [3, 6, 7], [3, 6, 7]),
+        (6, 3, None, (), [3, 6], [3, 6]),
+        (7, 3, 2, (), [3, 6, 7], [2, 3, 4, 6, 7]),
+        (7, 100, 1, (), [7], [1, 2, 3, 4, 5, 6, 7]),
+        (7, 100, None, (2, 5), [2, 5, 7], [2, 5, 7]),
+        (1, 1, 1, (1,), [1], [1]),
+    ],
+)
+def test_when_to_evaluate_and_save(
+    last: int, every: int, save_every: int | None, at: tuple[int, ...], evaluates: list[int], saves: list[int]
+) -> None:
+    cadence = loop.Cadence(last, every, save_every, frozenset(at))
+    due = {done: cadence.due(done) for done in range(1, last + 1)}
+    assert [done for done, found in due.items() if "evaluate" in found] == evaluates
+    assert [done for done, found in due.items() if "save" in found] == saves
+    assert frozenset().union(*due.values()) == {"evaluate", "save"}
+
+
+def test_evaluate_at_adds_evaluations(ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, 0.1, 0.2, 0.3, 0.4)
+    ran = start(ground, tmp_path, evaluate_at=frozenset({1, 5}))
+    assert [fields["update"] for fields in ran.recorder.scores] == [1, 3, 5, 6]
+
+
+# -------------------------------------------------------------------------------------------------------------- events
+
+
+def test_events_come_in_order(ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, 0.5, 0.75)
+    ran = start(ground, tmp_path, log_every=4)
+    store = Store(next((ground / ".tokens").iterdir()))
+    told = [(kind, fields.get("split", ""), fields.get("update")) for kind, fields in ran.recorder.events]
+    assert told == [
+        ("started", "", 0),
+        ("evaluated", "valid", 3),  # the end of the first epoch
+        ("score", "", 3),
+        ("progress", "", 4),
+        ("progress", "", 6),  # the last update, though not a multiple of four
+        ("evaluated", "valid", 6),
+        ("score", "", 6),
+        ("evaluated", "test", 6),
+        ("trained", "", None),
+    ]
+    assert ran.recorder.of("started") == [{"update": 0, "of": 6, "workers": 1, "precision": "fp32"}]
+    assert ran.recorder.scores == [
+        {"update": 3, "percent": 50.0, "score": 0.5},
+        {"update": 6, "percent": 100.0, "score": 0.75},
+    ]
+    assert [fields["of"] for fields in ran.recorder.of("progress")] == [6, 6]
+    valid, test = {"rows": store.rows("valid")}, {"rows": store.rows("test")}
+    assert [fields["scores"] for fields in ran.recorder.of("evaluated")] == [
+        {"accuracy": 0.5, "macro_f1": 0.0} | valid,
+        {"accuracy": 0.75, "macro_f1": 0.0} | valid,
+        {"accuracy": 0.25, "macro_f1": 0.0} | test,
+    ]
+
+
+def test_sums_of_a_run(ground: Path, straight: tuple[Ran, Path]) -> None:
+    ran, _ = straight
+    store = Store(next((ground / ".tokens").iterdir()))
+    [trained] = ran.recorder.of("trained")
+    rows, lengths = store.rows("train"), store.column("train", "length")
+    assert trained["rows_seen"] == 2 * rows
+    assert trained["real_tokens"] == 2 * int(lengths.sum()) == 2 * store.manifest.tokens["train"]
+    assert trained["real_tokens"] < trained["padded_tokens"] < 1.2 * trained["real_tokens"]
+    # Updates of 19, 19 and the rest of the rows, in passes of four.
+    passes = 2 * (5 + 5 + -(-(rows - 38) // 4))
+    assert trained["passes_per_update"] == round(passes / UPDATES, 3)
+    assert (trained["updates"], trained["finished"]) == (UPDATES, True)
+    assert set(trained["seconds"]) == {"first_batch", "input_wait", "train", "evaluate", "checkpoint"}
+    assert trained["seconds"] == {name: round(value, 3) for name, value in ran.clock.seconds.items()}
+
+
+def test_the_ledger_is_the_chain_over_the_rows_of_all_updates(ground: Path, straight: tuple[Ran, Path]) -> None:
+    ran, _ = straight
+    store = Store(next((ground / ".tokens").iterdir()))
+    order = Order(store.manifest.digest, store.rows("train"), 19, 2, 3)
+    ledger = bytes(32)
+    for number in range(UPDATES):
+        ledger = chain(ledger, rows_digest(number, store.column("train", "row_id")[order.positions(number)]))
+    assert ran.outcome is not None
+    assert ran.outcome.ledger == ran.recorder.of("trained")[0]["order_digest"] == ledger.hex()
+
+
+def test_the_loss_falls(ground: Path, tmp_path: Path) -> None:
+    losses = [fields["loss"] for fields in start(ground, tmp_path, log_every=1).recorder.of("progress")]
+    assert len(losses) == UPDATES
+    assert losses[0] == pytest.approx(np.log(3), rel=0.2)  # three labels, and a head that knows nothing
+    assert sum(losses[3:]) < sum(losses[:3]) - 0.2
+
+
+def test_learning_rate_and_dropout_seed_are_functions_of_the_update(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates, seeds, whole = [], [], step.run_update
+
+    def recorded(exchange: Exchange, optimizer: torch.optim.Optimizer, *rest: Any, **named: Any) -> step.Done:
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        seeds.append(torch.initial_seed())
+        return whole(exchange, optimizer, *rest, **named)
+
+    monkeypatch.setattr(step, "run_update", recorded)
+    start(ground, tmp_path, kill=4, save_every=1)
+    start(ground, tmp_path, save_every=1)
+    settings = recipe_of(ground).optim
+    assert rates == [[optim.learning_rate(settings, update, UPDATES)] * 2 for update in range(UPDATES)]
+    assert seeds == [loop._seed(3, update, 0) for update in range(UPDATES)]
+
+
+def test_dropout_differs_by_update_and_rank_and_fits_torch() -> None:
+    seeds = {loop._seed(seed, update, rank) for seed in range(3) for update in range(20) for rank in range(4)}
+    assert len(seeds) == 3 * 20 * 4
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert loop._seed(0, 1, 2) == 5458876493991123480  # a resume under a later version draws the same masks
+
+
+def test_a_gradient_that_is_no_number_names_the_update(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, calls = step.run_update, []
+
+    def broken(*rest: Any, **named: Any) -> step.Done:
+        calls.append(1)
+        if len(calls) == 3:
+            raise step.NonFinite("lower optim.lr")
+        return whole(*rest, **named)
+
+    monkeypatch.setattr(step, "run_update", broken)
+    store = Store(next((ground / ".tokens").iterdir()))
+    order = Order(store.manifest.digest, store.rows("train"), 19, 2, 3)
+    first = int(store.column("train", "row_id")[order.positions(2)[0]])
+    with pytest.raises(step.NonFinite, match=rf"^update 2 \(first row {first:016x}\): lower optim\.lr$"):
+        start(ground, tmp_path)
+
+
+def test_rows_are_trained_once_an_epoch_by_the_ledger_of_the_store(ground: Path) -> None:
+    store = Store(next((ground / ".tokens").iterdir()))
+    order = Order(store.manifest.digest, store.rows("train"), 19, 2, 3)
+    for epoch in range(2):
+        rows = [
+            plan_update(store, Share(store.folder, order, 2, rank, 4), number).passes
+            for number in range(3 * epoch, 3 * epoch + 3)
+            for rank in range(2)
+        ]
+        ids = np.concatenate([tokens.row_ids for passes in rows for tokens in passes])
+        assert np.array_equal(np.sort(ids), np.sort(store.column("train", "row_id")))

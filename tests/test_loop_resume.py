@@ -1,0 +1,236 @@
+"""Checkpoints: which are kept, and that a killed and resumed run is the undisturbed run, bit for bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rtrain.data.store import Store
+from rtrain.training import checkpoint, model
+from tests import test_loop
+from tests.test_loop import TASK, UPDATES, Ran, fingerprint, names, scripted, start, update_name, weights_digest
+from tests.test_step_workers import WORLDS, on_workers
+
+ground, straight = test_loop.ground, test_loop.straight  # fixtures
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_the_best_checkpoint_is_restored_at_the_end(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, 0.1, 0.7, 0.6, 0.7, 0.2, 0.3)
+    ran = start(ground, tmp_path, evaluate_every=1)
+    assert ran.outcome is not None
+    assert ran.outcome.best_update == 2  # of equals the first
+    assert ran.outcome.scores["valid"] == {"accuracy": 0.7}
+    assert ran.recorder.of("trained")[0]["best_update"] == 2
+    assert ran.recorder.of("evaluated")[-1]["update"] == 2  # the test rows are answered by the best weights
+    assert weights_digest(ran.network) == weights_of(ground, tmp_path, 2)
+    assert weights_of(ground, tmp_path, 2) != weights_of(ground, tmp_path, 6)
+
+
+def weights_of(ground: Path, run: Path, update: int) -> str:
+    """Digest of the weights of a checkpoint."""
+    store = Store(next((ground / ".tokens").iterdir()))
+    network: torch.nn.Module = model.build(ground / "encoder", TASK, store.manifest.labels, seed=99)
+    checkpoint.load(checkpoint.path_of(run / "checkpoints", update), network)
+    return weights_digest(network)
+
+
+def test_the_newest_and_the_best_checkpoint_are_kept(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, 0.1, 0.7, 0.6)  # after updates 2, 4 and 6
+    ran = start(ground, tmp_path, evaluate_every=2, save_every=1)
+    kept = [[1], [2], [2, 3], [4], [4, 5], [4, 6]]
+    assert ran.folders == [[], *([update_name(update) for update in updates] for updates in kept)]
+
+
+def test_without_save_every_checkpoints_come_with_evaluations(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, 0.9, 0.5)
+    ran = start(ground, tmp_path)
+    first, last = update_name(3), update_name(6)
+    assert ran.folders == [[], [], [], [first], [first], [first], [first, last]]
+
+
+@pytest.mark.parametrize("kill", range(UPDATES))
+def test_a_killed_run_resumes_to_the_undisturbed_run_bit_for_bit(
+    ground: Path, straight: tuple[Ran, Path], tmp_path: Path, kill: int
+) -> None:
+    undisturbed, run = straight
+    killed = start(ground, tmp_path, save_every=1, kill=kill)
+    assert killed.outcome is None
+    resumed = start(ground, tmp_path, save_every=1)
+    assert resumed.recorder.of("started")[0]["update"] == kill
+    assert resumed.outcome == undisturbed.outcome
+    assert weights_digest(resumed.network) == weights_digest(undisturbed.network)
+    assert names(tmp_path) == names(run)
+    assert fingerprint(tmp_path, UPDATES) == fingerprint(run, UPDATES)
+
+
+def test_updates_after_the_last_checkpoint_are_trained_again(
+    ground: Path, straight: tuple[Ran, Path], tmp_path: Path
+) -> None:
+    undisturbed, run = straight
+    start(ground, tmp_path, save_every=4, kill=5)  # checkpoints after 3 (evaluation) and 4
+    resumed = start(ground, tmp_path, save_every=4)
+    assert resumed.recorder.of("started")[0]["update"] == 4
+    assert resumed.recorder.of("trained")[0]["rows_seen"] == 19 + (undisturbed_rows(ground) - 38)
+    assert resumed.outcome == undisturbed.outcome
+    assert fingerprint(tmp_path, UPDATES) == fingerprint(run, UPDATES)
+
+
+def undisturbed_rows(ground: Path) -> int:
+    return Store(next((ground / ".tokens").iterdir())).rows("train")
+
+
+def test_a_run_that_is_killed_at_every_update_still_ends_the_same(
+    ground: Path, straight: tuple[Ran, Path], tmp_path: Path
+) -> None:
+    undisturbed, run = straight
+    for kill in range(1, UPDATES):
+        start(ground, tmp_path, save_every=1, kill=kill)
+    resumed = start(ground, tmp_path, save_every=1)
+    assert resumed.outcome == undisturbed.outcome
+    assert fingerprint(tmp_path, UPDATES) == fingerprint(run, UPDATES)
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    scripted(monkeypatch, 0.6, 0.5, 0.4)
+    undisturbed = start(ground, whole, evaluate_every=2)
+    scripted(monkeypatch, 0.6, 0.5)
+    start(ground, broken, evaluate_every=2, kill=4)
+    assert names(broken) == [update_name(2), update_name(4)]
+    weights = broken / "checkpoints" / update_name(4) / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    scripted(monkeypatch, 0.5, 0.4)
+    resumed = start(ground, broken, evaluate_every=2)
+    assert resumed.recorder.of("started")[0]["update"] == 2
+    assert resumed.outcome == undisturbed.outcome
+    assert fingerprint(broken, UPDATES) == fingerprint(whole, UPDATES)
+    [aside] = (broken / "checkpoints" / "damaged").iterdir()
+    assert aside.name.startswith(update_name(4) + "-")
+    assert (aside / "model.safetensors").read_bytes() == bytes(content)
+
+
+def test_a_damaged_best_checkpoint_is_never_loaded_and_the_best_sought_anew(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, 0.9, 0.1)
+    start(ground, tmp_path, evaluate_every=2, kill=4)
+    assert names(tmp_path) == [update_name(2), update_name(4)]
+    weights = tmp_path / "checkpoints" / update_name(2) / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    scripted(monkeypatch, 0.3)
+    resumed = start(ground, tmp_path, evaluate_every=2)
+    assert resumed.recorder.of("started")[0]["update"] == 4
+    assert resumed.outcome is not None
+    assert (resumed.outcome.best_update, resumed.outcome.scores["valid"]) == (6, {"accuracy": 0.3})
+    assert names(tmp_path) == ["damaged", update_name(6)]
+    assert weights_digest(resumed.network) == weights_of(ground, tmp_path, 6)
+
+
+def test_a_run_without_any_sound_checkpoint_starts_anew(
+    ground: Path, straight: tuple[Ran, Path], tmp_path: Path
+) -> None:
+    undisturbed, _ = straight
+    start(ground, tmp_path, save_every=1, kill=1)
+    (tmp_path / "checkpoints" / update_name(1) / "optim.safetensors").unlink()
+    resumed = start(ground, tmp_path, save_every=1)
+    assert resumed.recorder.of("started")[0]["update"] == 0
+    assert resumed.outcome == undisturbed.outcome
+
+
+def test_until_pauses_and_continuing_is_the_straight_run(
+    ground: Path, straight: tuple[Ran, Path], tmp_path: Path
+) -> None:
+    undisturbed, run = straight
+    paused = start(ground, tmp_path, save_every=1, until=3)
+    assert paused.outcome is not None
+    assert not paused.outcome.finished
+    assert set(paused.outcome.scores) == {"valid"}
+    assert paused.recorder.of("trained")[0] | {"seconds": {}} == {
+        "updates": 3,
+        "best_update": 3,
+        "order_digest": paused.outcome.ledger,
+        "rows_seen": undisturbed_rows(ground),
+        "real_tokens": undisturbed.recorder.of("trained")[0]["real_tokens"] // 2,
+        "padded_tokens": paused.recorder.of("trained")[0]["padded_tokens"],
+        "passes_per_update": undisturbed.recorder.of("trained")[0]["passes_per_update"],
+        "seconds": {},
+        "finished": False,
+    }
+    assert [fields["split"] for fields in paused.recorder.of("evaluated")] == ["valid"]
+    resumed = start(ground, tmp_path, save_every=1)
+    assert resumed.outcome == undisturbed.outcome
+    assert weights_digest(resumed.network) == weights_digest(undisturbed.network)
+    assert fingerprint(tmp_path, UPDATES) == fingerprint(run, UPDATES)
+
+
+def test_a_pause_holds_the_best_weights_but_continues_from_the_newest(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, 0.9, 0.1)  # after update 2, and at the pause
+    paused = start(ground, tmp_path, evaluate_every=2, until=3)
+    assert weights_digest(paused.network) == weights_of(ground, tmp_path, 2)
+    scripted(monkeypatch, 0.2, 0.3)
+    resumed = start(ground, tmp_path, evaluate_every=2)
+    assert resumed.recorder.of("started")[0]["update"] == 3
+    assert [fields["update"] for fields in resumed.recorder.scores] == [4, 6]
+    assert resumed.outcome is not None
+    assert resumed.outcome.best_update == 2
+
+
+def test_a_finished_run_that_starts_again_trains_nothing(
+    ground: Path, straight: tuple[Ran, Path], tmp_path: Path
+) -> None:
+    undisturbed, _ = straight
+    start(ground, tmp_path, save_every=1)
+    before = fingerprint(tmp_path, UPDATES)
+    again = start(ground, tmp_path, save_every=1)
+    assert again.outcome == undisturbed.outcome
+    assert weights_digest(again.network) == weights_digest(undisturbed.network)
+    assert again.recorder.of("trained")[0]["rows_seen"] == 0
+    assert fingerprint(tmp_path, UPDATES) == before
+
+
+def test_the_state_in_a_checkpoint(straight: tuple[Ran, Path]) -> None:
+    ran, run = straight
+    assert ran.outcome is not None
+    state = json.loads((run / "checkpoints" / update_name(UPDATES) / "state.json").read_text())
+    assert state == {
+        "update": UPDATES,
+        "ledger": ran.outcome.ledger,
+        "best_update": ran.outcome.best_update,
+        "best_score": ran.outcome.scores["valid"]["accuracy"],
+        "schema_version": 1,
+    }
+
+
+# -------------------------------------------------------------------------------------------------------- more workers
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_killed_and_resumed_workers_end_bit_for_bit(world: int, ground: Path, straight: tuple[Ran, Path]) -> None:
+    results, _ = on_workers()
+    reports = [results[world, rank]["loop"] for rank in range(world)]
+    undisturbed, resumed = reports[0]["files"]
+    assert undisturbed == resumed
+    assert {report["from"] for report in reports} == {2}
+    assert len({report["weights"] for report in reports}) == 1
+    ran, run = straight
+    assert ran.outcome is not None
+    assert {report["ledger"] for report in reports} == {ran.outcome.ledger}  # the same rows on any number of workers
+    assert (undisturbed == fingerprint(run, UPDATES)) == (world == 1)

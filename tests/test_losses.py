@@ -1,0 +1,90 @@
+"""The loss of a pass: the task's own, and the mixture with a teacher's answers, against arithmetic by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rtrain.config import Distill
+from rtrain.data.store import Tokens
+from rtrain.tasks import base
+from rtrain.training import losses
+
+TASK = base.get("classification")
+
+
+def rows(targets: list[int], teacher: list[list[float]] | None = None) -> Tokens:
+    count = len(targets)
+    ones = np.ones(count, dtype=np.int32)
+    answers = np.empty((count, 0)) if teacher is None else np.array(teacher)
+    return Tokens(ones, ones, ones, np.array(targets), np.arange(count, dtype=np.uint64), answers.astype(np.float32))
+
+
+def softmax(logits: list[float], temperature: float = 1.0) -> list[float]:
+    powers = [math.exp(value / temperature) for value in logits]
+    return [power / sum(powers) for power in powers]
+
+
+def kl(teacher: list[float], student: list[float]) -> float:
+    return sum(p * math.log(p / q) for p, q in zip(teacher, student, strict=True))
+
+
+LOGITS = [[2.0, -1.0, 0.5], [0.0, 3.0, 1.0]]
+TEACHER = [[1.0, 1.0, -2.0], [-1.0, 4.0, 0.0]]
+
+
+def test_without_a_teacher_it_is_the_cross_entropy_summed_over_rows() -> None:
+    loss = losses.for_run(TASK, Distill())
+    expected = -math.log(softmax(LOGITS[0])[2]) - math.log(softmax(LOGITS[1])[1])
+    found = loss(torch.tensor(LOGITS, dtype=torch.float64), rows([2, 1]))
+    assert found.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_pass_adds_up_row_by_row() -> None:
+    loss = losses.for_run(TASK, Distill(teacher="v1"))
+    logits = torch.tensor(LOGITS, dtype=torch.float64)
+    whole = loss(logits, rows([2, 1], TEACHER))
+    parts = loss(logits[:1], rows([2], TEACHER[:1])) + loss(logits[1:], rows([1], TEACHER[1:]))
+    assert whole.item() == pytest.approx(parts.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0, 5.0])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_with_a_teacher_it_mixes_both(temperature: float, alpha: float) -> None:
+    distill = Distill(teacher="v1", temperature=temperature, alpha=alpha)
+    hard = -math.log(softmax(LOGITS[0])[2]) - math.log(softmax(LOGITS[1])[1])
+    soft = sum(
+        kl(softmax(teacher, temperature), softmax(student, temperature))
+        for teacher, student in zip(TEACHER, LOGITS, strict=True)
+    )
+    expected = alpha * temperature**2 * soft + (1 - alpha) * hard
+    found = losses.for_run(TASK, distill)(torch.tensor(LOGITS, dtype=torch.float64), rows([2, 1], TEACHER))
+    assert found.item() == pytest.approx(expected, rel=1e-7)
+
+
+def test_a_student_that_answers_like_its_teacher_has_no_soft_loss() -> None:
+    loss = losses.for_run(TASK, Distill(teacher="v1", alpha=1.0))
+    shifted = torch.tensor(TEACHER, dtype=torch.float64) + 7.0  # softmax does not see a shift
+    assert loss(shifted, rows([0, 0], TEACHER)).item() == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_soft_gradient_has_the_scale_of_the_hard_one() -> None:
+    """d(T^2 KL)/dz = T (softmax(z / T) - softmax(t / T)): for large T, the difference of centred logits / classes."""
+    logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
+    loss = losses.for_run(TASK, Distill(teacher="v1", alpha=1.0, temperature=50.0))
+    loss(logits, rows([0, 0], TEACHER)).backward()
+    apart = np.array(LOGITS) - np.array(TEACHER)
+    expected = (apart - apart.mean(axis=1, keepdims=True)) / 3
+    assert logits.grad is not None
+    assert logits.grad.numpy() == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.parametrize("teacher", [None, "v1"])
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
+)
+def test_a_loss_is_computed_in_fp32_or_better(teacher: str | None, dtype: torch.dtype, expected: torch.dtype) -> None:
+    loss = losses.for_run(TASK, Distill(teacher=teacher))
+    assert loss(torch.tensor(LOGITS, dtype=dtype), rows([2, 1], TEACHER)).dtype == expected

@@ -1,0 +1,216 @@
+"""The order of rows: each once per epoch, a pure function of its four inputs, and shared out without loss."""
+
+import hashlib
+import itertools
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rtrain.data import order
+from rtrain.data.order import Order, chain, deal, permute, rows_digest
+
+WINDOW = 256
+SIZES = (1, 2, 3, 7, 97, 251, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW - 1, 2 * WINDOW, 2 * WINDOW + 1, 1009)
+
+
+def epoch_of(made: Order, epoch: int) -> list[npt.NDArray[np.int64]]:
+    """The positions of each update of an epoch."""
+    per_epoch = made.updates_per_epoch
+    return [made.positions(update) for update in range(epoch * per_epoch, (epoch + 1) * per_epoch)]
+
+
+def assert_every_row_once(made: Order, epoch: int) -> None:
+    updates = epoch_of(made, epoch)
+    full, last = divmod(made.rows, made.rows_per_update)
+    assert [len(rows) for rows in updates] == [made.rows_per_update] * full + [last] * bool(last)
+    assert np.array_equal(np.sort(np.concatenate(updates)), np.arange(made.rows))
+
+
+@pytest.mark.parametrize("rows", SIZES)
+@pytest.mark.parametrize("rows_per_update", [1, 7, 64, 2000])
+def test_every_row_comes_once_an_epoch(rows: int, rows_per_update: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "WINDOW_ROWS", WINDOW)
+    made = Order("digest", rows, rows_per_update, epochs=3, seed=5)
+    for epoch in range(3):
+        assert_every_row_once(made, epoch)
+
+
+@pytest.mark.parametrize("difference", [-1, 0, 1])
+def test_every_row_comes_once_round_the_real_window(difference: int) -> None:
+    assert_every_row_once(Order("digest", order.WINDOW_ROWS + difference, 100_000, epochs=1, seed=0), 0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.integers(1, 700),
+    window=st.integers(1, 80),
+    rows_per_update=st.integers(1, 800),
+    seed=st.integers(0, 2**63 - 1),
+    epoch=st.integers(0, 1000),
+)
+def test_every_row_comes_once_whatever_the_windows(
+    rows: int, window: int, rows_per_update: int, seed: int, epoch: int
+) -> None:
+    with mock.patch.object(order, "WINDOW_ROWS", window):
+        assert_every_row_once(Order("digest", rows, rows_per_update, epoch + 1, seed), epoch)
+
+
+def test_the_short_update_at_the_end_of_an_epoch_is_kept() -> None:
+    made = Order("digest", rows=10, rows_per_update=4, epochs=3, seed=0)
+    assert (made.updates_per_epoch, made.updates) == (3, 9)
+    assert [len(made.positions(update)) for update in range(9)] == [4, 4, 2] * 3
+
+
+def test_an_update_larger_than_the_data_is_all_rows() -> None:
+    made = Order("digest", rows=10, rows_per_update=4000, epochs=2, seed=0)
+    assert made.updates == 2
+    assert sorted(made.positions(1)) == list(range(10))
+
+
+def test_the_order_is_pinned() -> None:
+    """A run resumes under a later version only if its order stays what it was."""
+    made = Order("digest", rows=10, rows_per_update=4, epochs=2, seed=7)
+    found = [made.positions(update).tolist() for update in range(made.updates)]
+    assert found == [[8, 6, 4, 7], [2, 1, 9, 3], [5, 0], [3, 8, 1, 9], [5, 7, 4, 6], [0, 2]]
+
+
+def test_equal_calls_give_equal_rows_whatever_was_asked_before() -> None:
+    made = Order("digest", rows=1000, rows_per_update=64, epochs=4, seed=3)
+    forwards = {update: made.positions(update) for update in range(made.updates)}
+    again = Order("digest", rows=1000, rows_per_update=64, epochs=4, seed=3)
+    for update in reversed(range(made.updates)):
+        assert np.array_equal(again.positions(update), forwards[update])
+
+
+def test_epochs_seeds_and_data_each_change_the_order() -> None:
+    def first_epoch(digest: str, seed: int, epoch: int = 0) -> tuple[int, ...]:
+        made = Order(digest, rows=500, rows_per_update=500, epochs=2, seed=seed)
+        return tuple(made.positions(epoch).tolist())
+
+    orders = {
+        first_epoch("digest", 0),
+        first_epoch("digest", 0, epoch=1),
+        first_epoch("digest", 1),
+        first_epoch("other", 0),
+        tuple(range(500)),
+    }
+    assert len(orders) == 5
+
+
+def test_the_order_of_an_epoch_does_not_depend_on_the_rows_per_update() -> None:
+    whole = np.concatenate(epoch_of(Order("digest", 103, 103, 2, seed=1), 1))
+    for rows_per_update in (1, 8, 50, 102):
+        assert np.array_equal(np.concatenate(epoch_of(Order("digest", 103, rows_per_update, 2, seed=1), 1)), whole)
+
+
+def test_each_row_is_equally_often_at_each_place() -> None:
+    rows, seeds = 30, 1500
+    found = np.zeros((rows, rows))
+    for seed in range(seeds):
+        found[np.arange(rows), Order("digest", rows, rows, 1, seed).positions(0)] += 1
+    # Chi squared of 29 x 29 degrees of freedom has mean 841 and deviation sqrt(2 x 841) = 41.
+    expected = seeds / rows
+    assert abs(((found - expected) ** 2 / expected).sum() - 841) < 4 * 41
+
+
+def test_neighbours_in_the_store_are_scattered_over_the_epoch() -> None:
+    found = Order("digest", 4096, 4096, 1, seed=0).positions(0)
+    # Places of rows drawn at random correlate with their numbers by 0 +- 1/sqrt(4096) = 0.016.
+    assert abs(np.corrcoef(found, np.arange(4096))[0, 1]) < 4 * 0.016
+    assert (np.abs(np.diff(found)) == 1).sum() < 12  # 2 in the mean
+
+
+def test_an_update_reads_few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "WINDOW_ROWS", 64)
+    made = Order("digest", rows=64 * 20 + 40, rows_per_update=16, epochs=1, seed=2)
+    touched = [np.unique(rows // 64) for rows in epoch_of(made, 0)]
+    # 16 consecutive places lie in one slot of 64 (or 40) places, or across one border.
+    assert max(len(windows) for windows in touched) <= 2
+    # A border is crossed at most at each of the 20 ends of slots; the other 83 - 20 updates stay in one window.
+    assert sum(len(windows) == 1 for windows in touched) >= 63
+    opened = list(dict.fromkeys(int(window) for windows in touched for window in windows))
+    assert sorted(opened) == list(range(21))
+    assert opened != sorted(opened)
+
+
+@given(size=st.integers(1, 3000), words=st.lists(st.integers(0, 2**64 - 1), min_size=6, max_size=6))
+@settings(deadline=None)
+def test_permute_is_a_permutation_of_any_size(size: int, words: list[int]) -> None:
+    found = permute(np.arange(size, dtype=np.uint64), size, np.array(words, dtype=np.uint64))
+    assert np.array_equal(np.sort(found), np.arange(size))
+
+
+def test_permute_maps_a_part_as_it_maps_the_whole() -> None:
+    key = np.arange(6, dtype=np.uint64)
+    whole = permute(np.arange(1000, dtype=np.uint64), 1000, key)
+    some = np.array([999, 0, 500], dtype=np.uint64)
+    assert np.array_equal(permute(some, 1000, key), whole[[999, 0, 500]])
+
+
+# ------------------------------------------------------------------------------------------------------------ sharing
+
+
+def test_rows_are_dealt_forth_and_back_by_length() -> None:
+    # Sorted by length: rows 1, 3, 0, 4, 2 (9, 7, 5, 3, 1 tokens). Dealt 0 1 | 1 0 | 0: worker 0 gets 9 + 3 + 1 tokens,
+    # worker 1 gets 7 + 5.
+    lengths = np.array([5, 9, 1, 7, 3], dtype=np.int32)
+    shares = deal(lengths, workers=2, micro_batch=2)
+    assert [[rows.tolist() for rows in passes] for passes in shares] == [[[1, 4], [2]], [[3, 0]]]
+
+
+def test_rows_of_equal_length_keep_their_order() -> None:
+    shares = deal(np.full(6, 4, dtype=np.int32), workers=1, micro_batch=4)
+    assert [rows.tolist() for rows in shares[0]] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_workers_beyond_the_rows_get_no_pass() -> None:
+    shares = deal(np.array([3, 8], dtype=np.int32), workers=5, micro_batch=4)
+    assert [[rows.tolist() for rows in passes] for passes in shares] == [[[1]], [[0]], [], [], []]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 512), min_size=1, max_size=120),
+    workers=st.integers(1, 9),
+    micro_batch=st.integers(1, 20),
+)
+@settings(deadline=None)
+def test_dealing_loses_no_row_and_balances_tokens(lengths: list[int], workers: int, micro_batch: int) -> None:
+    shares = deal(np.array(lengths, dtype=np.int32), workers, micro_batch)
+    assert len(shares) == workers
+    rows = [[int(row) for rows in passes for row in rows] for passes in shares]
+    assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
+    assert max(map(len, rows)) - min(map(len, rows)) <= 1
+    # Between two workers the rounds differ by turns in either direction, each by no more than the round's spread, and
+    # the spreads of all rounds lie side by side: in sum they cannot exceed the longest row.
+    tokens = [sum(lengths[row] for row in share) for share in rows]
+    assert max(tokens) - min(tokens) <= max(lengths)
+    for passes in shares:
+        sizes = [len(rows) for rows in passes]
+        assert all(size == micro_batch for size in sizes[:-1])
+        assert all(1 <= size <= micro_batch for size in sizes)
+        longest = [lengths[row] for rows in passes for row in rows]
+        assert longest == sorted(longest, reverse=True)  # neighbours in length share a pass
+
+
+# ------------------------------------------------------------------------------------------------------------- ledger
+
+
+def test_digest_of_an_update_is_over_its_number_and_its_rows_in_order() -> None:
+    rows = np.array([1, 2**64 - 1], dtype=np.uint64)
+    expected = hashlib.sha256(b"\x03" + bytes(7) + b"\x01" + bytes(7) + b"\xff" * 8).digest()
+    assert rows_digest(3, rows) == expected
+    assert rows_digest(4, rows) != expected
+    assert rows_digest(3, rows[::-1]) != expected
+    assert rows_digest(3, rows.astype(">u8")) == expected  # the same on a machine of the other byte order
+
+
+def test_the_ledger_chains_the_updates_in_order() -> None:
+    first, second = rows_digest(0, np.arange(3, dtype=np.uint64)), rows_digest(1, np.arange(3, dtype=np.uint64))
+    genesis = bytes(32)
+    link = chain(chain(genesis, first), second)
+    assert link == hashlib.sha256(hashlib.sha256(genesis + first).digest() + second).digest()
+    assert link != chain(chain(genesis, second), first)

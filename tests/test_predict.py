@@ -1,0 +1,202 @@
+"""Artefact and texts to answers: the same alone as in any company, and none where they are not the maker's."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from rtrain import artifact, manifest, predict
+from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
+from rtrain.predict import InputError, Predictor
+from tests.tiny import CORPUS, make_artifact
+
+TEXTS = [*CORPUS, "a", "?", "where is my parcel " * 40, "日本", "x" * 200]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_artifact(tmp_path_factory.mktemp("made") / "artifact")
+
+
+@pytest.fixture(scope="module")
+def predictor(whole: Path) -> Predictor:
+    return Predictor.load(whole, threads=1)
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "artifact"))
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+def test_logits_are_those_of_transformers(whole: Path, predictor: Predictor) -> None:
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(whole / "tokenizer.json"))
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(whole).eval()
+    for text in TEXTS:
+        inputs = tokenizer(text, truncation=True, max_length=64, return_tensors="pt", return_token_type_ids=True)
+        with torch.inference_mode():
+            expected = model(**inputs).logits.numpy()
+        assert predictor.logits([text]) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("batch_rows", [1, 2, 5, 100])
+def test_an_answer_does_not_depend_on_its_company(predictor: Predictor, batch_rows: int) -> None:
+    alone = np.concatenate([predictor.logits([text]) for text in TEXTS])
+    assert np.ptp(alone, axis=0).min() > 0.1  # the texts get different answers, so a swap of two would be seen
+    assert np.abs(predictor.logits(TEXTS, batch_rows) - alone).max() < 1e-5
+    assert np.abs(predictor.logits(TEXTS[::-1], batch_rows) - alone[::-1]).max() < 1e-5
+
+
+def test_pairs_and_single_texts_answer_alike_together_and_alone(predictor: Predictor) -> None:
+    inputs: list[predict.Input] = [
+        "where is my parcel",
+        {"text": "where is my parcel", "text_pair": "it was due on monday"},
+        {"text": "where is my parcel"},
+        {"text": "where is my parcel", "text_pair": "the card was declined"},
+    ]
+    alone = np.concatenate([predictor.logits([value]) for value in inputs])
+    assert np.abs(predictor.logits(inputs) - alone).max() < 1e-5
+    assert np.array_equal(alone[0], alone[2])
+    apart = [np.abs(alone[row] - alone[other]).max() for row, other in ((0, 1), (0, 3), (1, 3))]
+    assert min(apart) > 1e-3
+
+
+def test_the_second_text_has_token_type_1(predictor: Predictor) -> None:
+    [single, pair] = predictor.encode(["parcel", {"text": "parcel", "text_pair": "money"}])
+    assert single.second == len(single.ids)
+    assert pair.ids[: pair.second] == single.ids
+    assert len(pair.ids) > pair.second == len(single.ids)
+
+
+def test_answers_come_in_the_order_of_the_inputs(predictor: Predictor) -> None:
+    found = predictor(TEXTS, {"top_k": 1})
+    logits = predictor.logits(TEXTS)
+    assert [answer[0]["label"] for answer in found] == ["abc"[column] for column in logits.argmax(axis=1)]
+    assert len({answer[0]["label"] for answer in found}) > 1
+    assert [len(answer) for answer in predictor(TEXTS)] == [3] * len(TEXTS)
+
+
+def test_no_inputs_have_no_answers(predictor: Predictor) -> None:
+    assert predictor([]) == []
+
+
+def test_a_model_without_token_types_answers_too(tmp_path: Path) -> None:
+    folder = make_artifact(tmp_path / "artifact")
+    config = transformers.DistilBertConfig(
+        vocab_size=300, dim=32, n_layers=1, n_heads=2, hidden_dim=64, max_position_embeddings=128
+    )
+    config.num_labels = 3
+    transformers.DistilBertForSequenceClassification(config).save_pretrained(folder)
+    made = Artifact("d", "classification", ("a", "b", "c"), 64, "torch")
+    artifact.write(folder, made, predict.golden_logits)
+    assert Predictor.load(folder, threads=1).logits(["where is my parcel"]).shape == (1, 3)
+
+
+# -------------------------------------------------------------------------------------------------------------- inputs
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("", "is empty; send a text"),
+        (" \n\t", "is empty; send a text"),
+        ({"text": ""}, "is empty; send a text"),
+        ({"text": " ", "text_pair": "x"}, "is empty; send a text"),
+        ("bad \ud800", "is not valid Unicode (a lone surrogate); send UTF-8 text"),
+        ({"text": "good", "text_pair": "bad \udfff"}, "is not valid Unicode (a lone surrogate); send UTF-8 text"),
+    ],
+)
+def test_an_input_that_cannot_be_read_is_named_by_its_place(
+    predictor: Predictor, value: predict.Input, reason: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        predictor(["fine", "fine too", value, ""])
+    assert str(caught.value) == f"input 2 {reason}"
+    assert caught.value.position == 2
+
+
+def test_an_empty_second_text_is_allowed(predictor: Predictor) -> None:
+    assert predictor.logits([{"text": "parcel", "text_pair": ""}]).shape == (1, 3)
+
+
+# --------------------------------------------------------------------------------------------------------------- golden
+
+
+def test_golden_answers_are_reproduced(whole: Path, predictor: Predictor) -> None:
+    made = artifact.read(whole)
+    expected = np.array([row["logits"] for row in made.golden])
+    assert np.abs(predictor.logits(GOLDEN_INPUTS) - expected).max() < 1e-5
+    predictor.check_golden()
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Edit artifact.json and mend the manifest, so that only the answers can tell."""
+    path = folder / artifact.NAME
+    document = json.loads(path.read_text(encoding="utf-8"))
+    change(document)
+    path.write_text(json.dumps(document), encoding="utf-8")
+    manifest.write(folder)
+
+
+@pytest.mark.parametrize(("by", "refused"), [(0.0005, False), (0.002, True), (float("nan"), True)])
+def test_an_artefact_that_answers_otherwise_is_refused(folder: Path, by: float, refused: bool) -> None:
+    def moved(document: dict[str, Any]) -> None:
+        document["golden"][3]["logits"][1] += by
+
+    rewrite(folder, moved)
+    if not refused:
+        assert Predictor.load(folder, threads=1)
+        return
+    with pytest.raises(
+        ArtifactError, match=r"does not reproduce its golden answers: logits differ by .* \(at most 0\.001\)"
+    ):
+        Predictor.load(folder, threads=1)
+
+
+def test_other_weights_under_the_same_answers_are_refused(folder: Path, tmp_path: Path) -> None:
+    other = make_artifact(tmp_path / "other", seed=5)
+    shutil.copyfile(other / "model.safetensors", folder / "model.safetensors")
+    manifest.write(folder)
+    with pytest.raises(ArtifactError, match="Its tokenizer, weights or engine are not its maker's"):
+        Predictor.load(folder, threads=1)
+
+
+def test_another_tokenizer_under_the_same_answers_is_refused(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    document = json.loads(path.read_text())
+    document["normalizer"]["lowercase"] = False
+    path.write_text(json.dumps(document))
+    manifest.write(folder)
+    with pytest.raises(ArtifactError, match="does not reproduce its golden answers"):
+        Predictor.load(folder, threads=1)
+
+
+def test_an_artefact_without_golden_answers_is_refused(folder: Path) -> None:
+    rewrite(folder, lambda document: document.update(golden=[]))
+    with pytest.raises(ArtifactError, match="has no golden answers; make it again"):
+        Predictor.load(folder, threads=1)
+
+
+def test_a_damaged_artefact_is_never_loaded(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ArtifactError, match=r"model\.safetensors has 0 bytes instead of"):
+        Predictor.load(folder, threads=1)
+
+
+def test_importing_predict_needs_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys; import rtrain.predict, rtrain.artifact; "
+        "print([name for name in ('torch', 'transformers', 'ray') if name in sys.modules])"
+    )
+    root = Path(predict.__file__).resolve().parents[1]
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    assert found.stdout == "[]\n"

@@ -1,0 +1,63 @@
+"""What is refused before a process starts."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rtrain import config
+from rtrain.config import Recipe
+from rtrain.errors import UserError
+from rtrain.plan import preflight
+
+
+def recipe(workers: int) -> Recipe:
+    return config.load("intent", {"train.workers": workers}).recipe
+
+
+@pytest.mark.parametrize(("rows", "workers", "fix"), [(1, 2, 1), (3, 4, 3), (0, 2, 1)])
+def test_more_workers_than_rows_are_refused(rows: int, workers: int, fix: int) -> None:
+    [problem] = preflight.rows(recipe(workers), rows)
+    assert (problem.field, problem.value) == ("train.workers", workers)
+    assert problem.reason == f"only {rows} training rows for {workers} workers"
+    assert problem.fix == f"write --workers {fix}, or give more rows"
+
+
+def test_a_row_for_every_worker_is_enough() -> None:
+    assert preflight.rows(recipe(4), 4) == []
+
+
+@pytest.mark.parametrize(
+    ("cpus", "workers", "spare", "fix"), [(2.0, 2, 1, 1), (4.0, 8, 2, 2), (1.0, 2, 1, 1), (3.5, 3, 1, 2)]
+)
+def test_a_layout_that_can_never_be_placed_is_refused(cpus: float, workers: int, spare: int, fix: int) -> None:
+    [problem] = preflight.capacity(recipe(workers), cpus, spare)
+    assert problem.reason == (
+        f"workers and data tasks need {workers + spare} logical CPUs, the Ray cluster has {cpus:g}"
+    )
+    assert problem.fix == f"write --workers {fix}, or start nodes with more --num-cpus"
+
+
+def test_a_layout_that_just_fits_is_taken() -> None:
+    assert preflight.capacity(recipe(2), 3.0, 1) == []
+
+
+def test_a_full_disk_is_refused_also_for_a_folder_that_is_yet_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+
+    def usage(path: Path) -> Any:
+        asked.append(path)
+        return SimpleNamespace(free=200_000_000)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    preflight.disk(tmp_path / "runs" / "new", needed=200_000_000)
+    with pytest.raises(UserError) as caught:
+        preflight.disk(tmp_path / "runs" / "new", needed=1_234_000_000)
+    assert str(caught.value) == (
+        f"{tmp_path} has 200 MB free; this run may write 1,234 MB. Free some space, or name another disk with --out."
+    )
+    assert asked == [tmp_path, tmp_path]

@@ -1,0 +1,154 @@
+"""What a user sees: plain lines off a terminal, one for each thing worth keeping, and nothing that a text can forge."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rtrain.report import progress
+
+SUMMARY: dict[str, Any] = {
+    "status": "finished",
+    "updates": 250,
+    "rows_seen": 16_000,
+    "seconds": {"train": 79.6, "input_wait": 0.123},
+    "rows_per_second": 201.4,
+    "real_tokens": 1000,
+    "padded_tokens": 1040,
+    "metrics": {"valid": None, "test": {"accuracy": 0.87654, "macro_f1": 0.8, "rows": 1000}},
+}
+
+
+def shown(capsys: pytest.CaptureFixture[str], *events: dict[str, Any], prefix: str = "") -> list[str]:
+    """The lines that events leave on stderr, without their times."""
+    with progress.Line(prefix) as line:
+        for event in events:
+            line(event)
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert all(re.match(r"^ +\d+\.\d s  ", line) for line in lines)
+    return [line.split(" s  ", 1)[1] for line in lines]
+
+
+def update(number: int, time: float, loss: float = 0.5) -> dict[str, Any]:
+    return {"kind": "progress", "time": time, "update": number, "of": 100, "loss": loss}
+
+
+def test_a_start_an_update_and_an_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
+    scores = {"accuracy": 0.5, "macro_f1": 0.25, "rows": 7}
+    assert shown(
+        capsys,
+        {"kind": "created", "time": 1.0},
+        {"kind": "started", "workers": 2, "precision": "bf16", "update": 40},
+        update(50, 10.0, loss=1.23456),
+        {"kind": "evaluated", "split": "valid", "update": 50, "scores": scores},
+        {"kind": "stage", "text": "done"},
+        {"kind": "trained", "time": 2.0},
+    ) == [
+        "2 workers, bf16, from update 40",
+        "update 50/100  loss 1.2346",
+        "update 50  valid: accuracy 0.5000  macro_f1 0.2500  (7 rows)",
+        "done",
+    ]
+
+
+def test_time_left_is_by_the_updates_of_this_start(capsys: pytest.CaptureFixture[str]) -> None:
+    start = {"kind": "started", "workers": 1, "precision": "fp32", "update": 0}
+    lines = shown(capsys, start, update(10, 100.0), update(30, 110.0), start, update(90, 500.0), update(95, 520.0))
+    # 20 updates in 10 s: 70 more take 35 s. After the restart 5 in 20 s: 5 more take 20 s.
+    assert [line.split("loss 0.5000")[1] for line in lines if "loss" in line] == ["", "  35 s left", "", "  20 s left"]
+
+
+@pytest.mark.parametrize(
+    ("event", "text"),
+    [
+        (
+            {"kind": "tokenised", "quarantined": 0},
+            "8,000 training, 1,000 validation, 900 test rows",
+        ),
+        (
+            {"kind": "tokens_reused", "quarantined": 1},
+            "8,000 training, 1,000 validation, 900 test rows, tokens reused; "
+            "1 bad row set aside, with reasons in /runs/.tokens/abc/quarantine.parquet",
+        ),
+        (
+            {"kind": "tokenised", "quarantined": 1200},
+            "8,000 training, 1,000 validation, 900 test rows; "
+            "1,200 bad rows set aside, with reasons in /runs/.tokens/abc/quarantine.parquet",
+        ),
+    ],
+)
+def test_rows_and_where_the_bad_ones_are(capsys: pytest.CaptureFixture[str], event: dict[str, Any], text: str) -> None:
+    rows = {"train": 8000, "valid": 1000, "test": 900}
+    assert shown(capsys, {**event, "rows": rows, "store": "/runs/.tokens/abc"}) == [text]
+
+
+def test_a_prefix_goes_before_each_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(capsys, {"kind": "stage", "text": "one"}, update(3, 1.0), prefix="trial 2: ") == [
+        "trial 2: one",
+        "trial 2: update 3/100  loss 0.5000",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("[red]no markup[/red] [/]", "[red]no markup[/red] [/]"),
+        (":warning: stays", ":warning: stays"),
+        ("\x1b[2Jcleared\x07", r"\x1b[2Jcleared\x07"),
+        ("two\nlines\rover", r"two\nlines\rover"),
+        ("bidi \u202e", r"bidi \u202e"),
+        ("größer 🙂 日本", "größer 🙂 日本"),
+        ("lone \udce9", r"lone \udce9"),
+        ("x" * 500, "x" * 500),
+    ],
+)
+def test_text_is_printed_as_it_is_on_one_line(capsys: pytest.CaptureFixture[str], text: str, line: str) -> None:
+    assert shown(capsys, {"kind": "stage", "text": text}) == [line]
+
+
+def test_say_writes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    progress.say("a line")
+    assert capsys.readouterr() == ("", "a line\n")
+
+
+# ----------------------------------------------------------------------------------------------------------- at the end
+
+
+def test_the_end_of_a_training(tmp_path: Path) -> None:
+    lines = progress.summary_text(SUMMARY, tmp_path).splitlines()
+    assert lines == [
+        "finished: 250 updates, 16,000 rows in 80 s of training (201 rows/s), input wait 0.12 s, "
+        "padded/real tokens 1.04",
+        "test (1000 rows): accuracy 0.8765, macro_f1 0.8000",
+        f"run: {tmp_path}",
+    ]
+    (tmp_path / "artifact").mkdir()
+    assert progress.summary_text(SUMMARY, tmp_path).splitlines()[3] == (
+        f"next: rtrain predict {tmp_path}/artifact 'a text'   or: rtrain serve {tmp_path}/artifact"
+    )
+
+
+def test_the_end_of_a_pause_before_any_row(tmp_path: Path) -> None:
+    paused = {**SUMMARY, "status": "paused", "real_tokens": 0, "metrics": {"valid": None, "test": None}}
+    text = progress.summary_text(paused, tmp_path)
+    assert "no test score yet" in text
+    assert "padded/real tokens 1.00" in text
+
+
+def test_the_table_of_a_search(tmp_path: Path) -> None:
+    trials = [
+        SimpleNamespace(number=3, lr=3e-4, aggregation_frequency=2, updates=120, score=0.91234, status="done", run=""),
+        SimpleNamespace(number=0, lr=2e-4, aggregation_frequency=4, updates=60, score=0.9, status="stopped", run=""),
+    ]
+    trials[0].run = str(tmp_path)
+    lines = progress.search_text(SimpleNamespace(trials=trials, best=trials[0]), SUMMARY).splitlines()
+    assert lines[:3] == [
+        "trial        lr   k  updates    valid  status",
+        "    3   3.0e-04   2      120   0.9123  done  <- best",
+        "    0   2.0e-04   4       60   0.9000  stopped",
+    ]
+    assert lines[3:] == progress.summary_text(SUMMARY, tmp_path).splitlines()

@@ -1,0 +1,200 @@
+"""Files of every format to rows: what is read from each, and which rows of it are bad."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from rtrain.config import Data
+from rtrain.data import records
+from rtrain.data.records import Record
+from rtrain.errors import ConfigError, Problem
+
+ROWS = [("where is my parcel", "parcel"), ("I forgot my password", "login")]
+RECORDS = [
+    Record(1, "where is my parcel", None, "parcel", None),
+    Record(2, "I forgot my password", None, "login", None),
+]
+
+
+def read(data: Data) -> list[Record]:
+    """All rows of all pieces."""
+    return [record for piece in records.inspect(data).pieces for record in records.read(piece, data)]
+
+
+def read_bytes(path: Path, content: bytes, **settings: Any) -> list[Record]:
+    path.write_bytes(content)
+    return read(Data(path=str(path), **settings))
+
+
+def problems(data: Data) -> tuple[Problem, ...]:
+    with pytest.raises(ConfigError) as caught:
+        records.inspect(data)
+    return caught.value.problems
+
+
+def numbered(lines: list[int]) -> list[Record]:
+    """ROWS at these lines."""
+    return [record._replace(line=line) for record, line in zip(RECORDS, lines, strict=True)]
+
+
+def test_csv(tmp_path: Path) -> None:
+    content = b"text,label\nwhere is my parcel,parcel\nI forgot my password,login\n"
+    assert read_bytes(tmp_path / "a.csv", content) == numbered([2, 3])
+
+
+def test_csv_with_byte_order_mark_windows_lines_and_no_last_newline(tmp_path: Path) -> None:
+    content = b"\xef\xbb\xbftext,label\r\nwhere is my parcel,parcel\r\nI forgot my password,login"
+    assert read_bytes(tmp_path / "a.csv", content) == numbered([2, 3])
+
+
+def test_csv_quotes_separators_newlines_and_doubled_quotes(tmp_path: Path) -> None:
+    content = b'label,text\nx,"one, two"\ny,"three\n\nfour"\nz,"say ""hi"""\n'
+    assert read_bytes(tmp_path / "a.csv", content) == [
+        Record(2, "one, two", None, "x", None),
+        Record(3, "three\n\nfour", None, "y", None),  # a row is named by its first line
+        Record(6, 'say "hi"', None, "z", None),
+    ]
+
+
+def test_csv_columns_are_found_by_name_and_the_others_ignored(tmp_path: Path) -> None:
+    content = "id,Kategorie,Nachricht,Notiz\n7,Paket,wo ist es,ä\n".encode()
+    found = read_bytes(tmp_path / "a.csv", content, text="Nachricht", label="Kategorie", text_pair="Notiz")
+    assert found == [Record(2, "wo ist es", "ä", "Paket", None)]
+
+
+def test_csv_empty_lines_are_no_rows(tmp_path: Path) -> None:
+    assert [record.line for record in read_bytes(tmp_path / "a.csv", b"text,label\n\na,b\n\n\nc,d\n\n")] == [3, 6]
+
+
+def test_csv_rows_with_too_few_or_many_columns_are_bad(tmp_path: Path) -> None:
+    found = read_bytes(tmp_path / "a.csv", b"text,label\na,b\nno, thanks,c\nd\ne,f\n")
+    fix = "quote a text that holds the separator"
+    assert found == [
+        Record(2, "a", None, "b", None),
+        Record(3, "", None, "", f"3 columns instead of 2; {fix}"),
+        Record(4, "", None, "", f"1 columns instead of 2; {fix}"),
+        Record(5, "e", None, "f", None),
+    ]
+
+
+def test_csv_rows_behind_a_quote_that_is_never_closed_are_each_bad(tmp_path: Path) -> None:
+    """Else a single bad row would stand for half of the file."""
+    found = read_bytes(tmp_path / "a.csv", b'text,label\na,b\n"oops,c\nd,e\nf,g\n')
+    assert found[0] == Record(2, "a", None, "b", None)
+    assert [record.line for record in found] == [2, 3, 4, 5]
+    assert {record.reason for record in found[1:]} == {
+        "the quote that opens in line 3 is never closed; close it, or double one that is text"
+    }
+
+
+def test_a_quoted_last_row_without_newline_is_complete(tmp_path: Path) -> None:
+    assert read_bytes(tmp_path / "a.csv", b'text,label\na,"b"') == [Record(2, "a", None, "b", None)]
+
+
+def test_csv_with_a_stray_carriage_return_is_bad_and_reading_goes_on(tmp_path: Path) -> None:
+    found = read_bytes(tmp_path / "a.csv", b"text,label\na\rb,c\nd,e\n")
+    assert [(record.line, record.text) for record in found] == [(2, ""), (3, "d")]
+    assert found[0].reason == "a carriage return outside quotes; quote the text, or end lines by a newline"
+
+
+def test_csv_whose_lines_end_by_carriage_returns_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mac.csv"
+    path.write_bytes(b"text,label\ra,b\rc,d\r")
+    [problem] = problems(Data(path=str(path)))
+    assert problem.field == "data.path"
+    assert problem.reason == "line 1: a carriage return outside quotes"
+
+
+def test_tsv_keeps_quotes_and_commas(tmp_path: Path) -> None:
+    found = read_bytes(tmp_path / "a.tsv", b'text\tlabel\nsay "hi, all\tx\n"quoted"\ty\r\n')
+    assert found == [Record(2, 'say "hi, all', None, "x", None), Record(3, '"quoted"', None, "y", None)]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "ndjson", "json"])
+def test_json_lines(tmp_path: Path, suffix: str) -> None:
+    lines = [json.dumps({"text": text, "label": label, "other": [1]}) for text, label in ROWS]
+    found = read_bytes(tmp_path / f"a.{suffix}", f"{lines[0]}\n\n{lines[1]}\n".encode())
+    assert found == numbered([1, 3])
+
+
+def test_json_values_that_are_no_strings(tmp_path: Path) -> None:
+    lines = [
+        {"text": 4711, "label": True},
+        {"text": None, "label": "x"},
+        {"label": "x"},
+        {"text": float("nan"), "label": 1.5},
+    ]
+    found = read_bytes(tmp_path / "a.jsonl", "\n".join(map(json.dumps, lines)).encode())
+    assert [(record.text, record.label, record.reason is None) for record in found] == [
+        ("4711", "True", True),
+        ("", "x", False),
+        ("", "x", False),
+        ("", "1.5", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{broken", "[1, 2]", '"text"', "[" * 200_000, "1" * 5000],
+    ids=["broken", "list", "string", "nested too deep", "number too long"],
+)
+def test_a_line_that_is_no_json_object_is_bad(tmp_path: Path, line: str) -> None:
+    content = f'{{"text": "a", "label": "b"}}\n{line}\n{{"text": "c", "label": "d"}}\n'
+    assert read_bytes(tmp_path / "a.jsonl", content.encode()) == [
+        Record(1, "a", None, "b", None),
+        Record(2, "", None, "", "not a JSON object; write one object a line"),
+        Record(3, "c", None, "d", None),
+    ]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pa.table({"n": [1, 2, 3], "label": [7, 8, None], "text": ["a", "b", "c"]})
+    pyarrow.parquet.write_table(table, path, row_group_size=2)
+    assert read(Data(path=str(path))) == [
+        Record(1, "a", None, "7", None),
+        Record(2, "b", None, "8", None),
+        Record(3, "c", None, "", "column 'label' is empty; write a label or remove the row"),
+    ]
+
+
+def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_text("text,label\na,b\n")
+    [problem] = problems(Data(path=str(path)))
+    assert (problem.field, problem.fix) == ("data.path", "write the file again, or set data.format to what it is")
+    assert problem.reason.startswith("not readable as parquet")
+
+
+@pytest.mark.parametrize("name", ["rows.txt", "rows.csv"])
+def test_the_format_may_be_given(tmp_path: Path, name: str) -> None:
+    assert read_bytes(tmp_path / name, b"text\tlabel\na, b\tc\n", format="tsv") == [Record(2, "a, b", None, "c", None)]
+
+
+def test_an_unknown_suffix_asks_for_the_format(tmp_path: Path) -> None:
+    path = tmp_path / "rows.txt"
+    path.write_text("text,label\na,b\n")
+    [problem] = problems(Data(path=str(path)))
+    assert problem.reason == "its name does not tell its format"
+    assert problem.fix == "set data.format to csv, tsv, jsonl or parquet"
+
+
+def test_every_text_that_csv_can_write_is_read_back(tmp_path: Path) -> None:
+    texts = ['"', ",", 'a"b', "a\nb", "a\r\nb", "\r", "'", "\\", "\u2028x", "\x00x", "\ufeffx", "x" * 150_000, "é"]
+    path = tmp_path / "a.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([("text", "label"), *((text + ".", "x") for text in texts)])
+    assert [record.text for record in read(Data(path=str(path)))] == [text + "." for text in texts]
+
+
+def test_labels_lose_the_blanks_around_them(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label\none, parcel\ntwo,parcel \n")
+    data = Data(path=str(path))
+    [piece] = records.inspect(data).pieces
+    assert [record.label for record in records.read(piece, data)] == ["parcel", "parcel"]

@@ -1,0 +1,84 @@
+"""Sources that are refused before a start, with all that is wrong and what to do."""
+
+from pathlib import Path
+
+import pytest
+
+from rtrain.config import Data
+from rtrain.data import records
+from rtrain.errors import ConfigError, Problem
+from tests.test_records import problems, read_bytes
+
+
+def test_no_path_is_a_problem() -> None:
+    assert problems(Data()) == (Problem("data.path", None, "not given", "write --data FILE"),)
+
+
+def test_a_path_that_is_not_there_lists_what_is(tmp_path: Path) -> None:
+    for name in ("rows.csv", "other.csv"):
+        (tmp_path / name).write_text("text,label\n")
+    [problem] = problems(Data(path=str(tmp_path / "row.csv")))
+    assert (problem.field, problem.reason) == ("data.path", "no such file, folder or glob")
+    assert problem.fix == f"{tmp_path} holds other.csv, rows.csv"
+
+
+def test_a_path_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    [problem] = problems(Data(path=str(tmp_path / "no" / "row.csv")))
+    assert problem.fix == "write the path of an existing file, or data.format=datasets for a hub name"
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").touch()
+    [problem] = problems(Data(path=str(tmp_path / "a.csv")))
+    assert (problem.reason, problem.fix) == ("the file is empty", "write a header line and rows, or remove it")
+
+
+@pytest.mark.parametrize("content", ["\n", "\na,b\n", " , \na,b\n"])
+def test_a_file_without_header_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.csv").write_text(content)
+    [problem] = problems(Data(path=str(tmp_path / "a.csv")))
+    assert (problem.reason, problem.fix) == ("no header line", "name the columns in the first line")
+
+
+def test_a_file_with_a_header_alone_has_no_rows(tmp_path: Path) -> None:
+    assert read_bytes(tmp_path / "a.csv", b"text,label\n") == []
+
+
+def test_missing_columns_are_named_together_with_those_there_are(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("message,intent,lang\na,b,c\n")
+    found = problems(Data(path=str(path), text_pair="reply"))
+    columns = "a.csv has message, intent, lang"
+    assert [str(problem) for problem in found] == [
+        f"data.text=text: no such column; {columns}; write --set data.text=COLUMN",
+        f"data.text_pair=reply: no such column; {columns}; write --set data.text_pair=COLUMN",
+        f"data.label=label: no such column; {columns}; write --set data.label=COLUMN",
+    ]
+
+
+def test_problems_of_both_files_are_reported_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("text,intent\na,b\n")
+    found = problems(Data(path=str(path), test=str(tmp_path / "gone.csv")))
+    assert [problem.field for problem in found] == ["data.label", "data.test"]
+
+
+def test_a_json_document_is_no_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('[{"text": "a", "label": "b"}]')
+    [problem] = problems(Data(path=str(path)))
+    assert problem.reason == "line 1 is not a JSON object"
+
+
+def test_utf16_file_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label\none,parcel\n", encoding="utf-16")
+    with pytest.raises(ConfigError, match=r"the file is UTF-16, not UTF-8; convert it, e.g. iconv -f utf-16 -t utf-8"):
+        records.inspect(Data(path=str(path)))
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label,label\none,parcel,refund\n")
+    with pytest.raises(ConfigError, match="two columns are called label; give each column a name of its own"):
+        records.inspect(Data(path=str(path)))

@@ -1,0 +1,173 @@
+"""Run folders: a used name is refused, resumed or numbered, and a resume keeps what made the weights."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain import config
+from rtrain.config import Config
+from rtrain.errors import ConfigError, UserError
+from rtrain.training import runs
+
+
+def made(**overrides: Any) -> Config:
+    return config.load("intent", {name.replace("__", "."): value for name, value in overrides.items()})
+
+
+@pytest.fixture
+def used(tmp_path: Path) -> Path:
+    """A folder with a run of the recipe as it stands: 2 workers, 64 rows an update."""
+    folder, opened = runs.choose(tmp_path / "run", made(), "refuse")
+    runs.freeze(folder, opened)
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------------------- folders
+
+
+def test_without_out_a_run_is_named_by_recipe_and_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    assert runs.folder_for("intent", None, now=1_700_000_000) == tmp_path / "runs" / "intent-20231114-221320"
+
+
+@pytest.mark.parametrize("out", ["mine", "./mine", "a/../mine"])
+def test_out_is_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    assert runs.folder_for("intent", out).is_absolute()
+    assert runs.folder_for("intent", out).resolve() == tmp_path / "mine"
+
+
+def test_the_home_folder_may_be_abbreviated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert runs.folder_for("intent", "~/mine") == tmp_path / "mine"
+
+
+# ---------------------------------------------------------------------------------------------------------------- reuse
+
+
+@pytest.mark.parametrize("reuse", ["refuse", "new"])
+def test_a_free_name_is_taken(tmp_path: Path, reuse: runs.Reuse) -> None:
+    folder, opened = runs.choose(tmp_path / "deep" / "run", made(), reuse)
+    assert (folder, opened) == (tmp_path / "deep" / "run", made())
+    assert list(tmp_path.iterdir()) == []  # nothing is written before all is checked
+    runs.freeze(folder, opened)
+    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
+
+
+def test_a_used_name_is_refused_with_both_ways_out(used: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        runs.choose(used, made(), "refuse")
+    assert str(caught.value) == (
+        f"--out: {used} holds a run already; write --resume to continue it, or --new for run-2"
+    )
+
+
+def test_new_takes_the_next_free_number(used: Path) -> None:
+    second, opened = runs.choose(used, made(optim__lr=1e-5), "new")
+    runs.freeze(second, opened)
+    third, _ = runs.choose(used, made(), "new")
+    assert [second.name, third.name] == ["run-2", "run-3"]
+    assert opened == made(optim__lr=1e-5)
+
+
+def test_a_folder_with_something_else_in_it_is_never_used(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").touch()
+    reuses: tuple[runs.Reuse, ...] = ("refuse", "resume", "new")
+    for reuse in reuses:
+        with pytest.raises(UserError, match="is not empty and holds no run; name a new folder"):
+            runs.choose(tmp_path, made(), reuse)
+
+
+def test_nothing_to_resume_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no run to resume; leave --resume out to start one"):
+        runs.choose(tmp_path / "none", made(), "resume")
+    assert not (tmp_path / "none").exists()
+
+
+# --------------------------------------------------------------------------------------------------------------- resume
+
+
+def test_a_resume_with_the_same_recipe_is_the_stored_run(used: Path) -> None:
+    folder, opened = runs.choose(used, made(), "resume")
+    assert folder == used
+    assert opened == config.load(str(used / "config.yaml"))
+    assert opened.recipe.identity() == made().recipe.identity()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_and_micro_batch_may_change_and_the_rows_of_an_update_stay(used: Path, workers: int) -> None:
+    """The recipe as it stands, with other workers, would have other rows: the run's were resolved once."""
+    changed = made(train__workers=workers, train__micro_batch=5, train__log_every=3)
+    _, opened = runs.choose(used, changed, "resume")
+    train = opened.recipe.train
+    assert (train.workers, train.micro_batch, train.log_every) == (workers, 5, 3)
+    assert (train.rows_per_update, train.aggregation_frequency) == (64, None)
+    assert opened.recipe.identity() == made().recipe.identity()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "before", "after"),
+    [
+        ({"optim__lr": 1e-5}, "optim.lr", 2e-4, 1e-5),
+        ({"train__seed": 3}, "train.seed", 0, 3),
+        ({"train__epochs": 9}, "train.epochs", 4, 9),
+        ({"data__text": "message"}, "data.text", "text", "message"),
+        ({"model__name": "other"}, "model.name", "minilm", "other"),
+        ({"train__rows_per_update": 32}, "train.rows_per_update", 64, 32),
+        ({"train__aggregation_frequency": 1}, "train.rows_per_update", 64, 16),
+    ],
+)
+def test_what_would_change_the_weights_is_refused_by_name(
+    used: Path, overrides: dict[str, Any], field: str, before: object, after: object
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        runs.choose(used, made(**overrides), "resume")
+    [problem] = caught.value.problems
+    assert (problem.field, problem.value) == (field, after)
+    assert problem.reason == f"the run was started with {before!r}"
+    assert problem.fix == "leave it, or start another run with --new"
+
+
+def test_all_changes_are_refused_at_once(used: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        runs.choose(used, made(optim__lr=1e-5, train__seed=3), "resume")
+    assert [problem.field for problem in caught.value.problems] == ["optim.lr", "train.seed"]
+
+
+def test_fewer_rows_than_the_new_workers_are_refused(tmp_path: Path) -> None:
+    folder, opened = runs.choose(tmp_path / "run", made(train__rows_per_update=4), "refuse")
+    runs.freeze(folder, opened)
+    with pytest.raises(ConfigError, match="fewer rows than the 5 workers that share them"):
+        runs.choose(folder, made(train__workers=5), "resume")
+
+
+# --------------------------------------------------------------------------------------------------------------- freeze
+
+
+def test_the_frozen_configuration_is_complete_and_replayable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.csv").touch()
+    (tmp_path / "weights").mkdir()
+    wanted = made(
+        data__path="rows.csv", data__test="parts/*.csv", model__name="weights", train__aggregation_frequency=3
+    )
+    frozen = runs.freeze(tmp_path, wanted)
+    assert config.load(str(tmp_path / "config.yaml")) == frozen
+    recipe = frozen.recipe
+    assert (recipe.train.rows_per_update, recipe.train.aggregation_frequency) == (2 * 8 * 3, None)
+    assert (recipe.data.path, recipe.data.test) == (str(tmp_path / "rows.csv"), str(tmp_path / "parts" / "*.csv"))
+    assert recipe.model.name == str(tmp_path / "weights")
+    again = runs.freeze(tmp_path, frozen)
+    assert again == frozen
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/rows.csv", "banking77"])
+def test_urls_and_names_are_no_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert runs.absolute(made(data__path=path)).recipe.data.path == path
+    assert runs.absolute(made()).recipe.model.name == "minilm"

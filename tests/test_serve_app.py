@@ -1,0 +1,224 @@
+"""The application in this process, with a real (tiny) model: replies, the page, OpenAPI, metrics."""
+
+import asyncio
+import importlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from rtrain import manifest
+from rtrain.artifact import ArtifactError
+from rtrain.config import Serve
+from rtrain.predict import Predictor
+from rtrain.tasks.base import Encoded
+from serve.app import build_app
+from serve.batcher import bucket
+from tests import serving
+from tests.serving import INFER, LABELS, TEXT, Gate, call, client, predict, scores, tensor
+from tests.tiny import CORPUS, make_artifact
+
+jsonschema: Any = importlib.import_module("jsonschema")  # Ray's own dependency; it comes without types
+
+app, gate, predictor = serving.app, serving.gate, serving.predictor  # fixtures
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+def test_a_single_text_is_answered_like_a_list_of_one(app: FastAPI, predictor: Predictor) -> None:
+    expected = predictor([TEXT])
+    assert predict(app, TEXT) == expected
+    assert predict(app, [TEXT]) == expected
+    assert [score["label"] for score in expected[0]] != list(LABELS), "the order of the labels must be by score"
+
+
+def test_texts_are_answered_in_order_with_all_labels_best_first(app: FastAPI, predictor: Predictor) -> None:
+    answer = predict(app, list(CORPUS))
+    assert len(answer) == len(CORPUS)
+    for found, expected in zip(answer, predictor(CORPUS), strict=True):
+        assert [score["label"] for score in found] == [score["label"] for score in expected]
+        assert [score["score"] for score in found] == pytest.approx([score["score"] for score in expected], abs=1e-5)
+        assert sum(score["score"] for score in found) == pytest.approx(1)
+
+
+def test_top_k_limits_the_labels(app: FastAPI) -> None:
+    everything = predict(app, TEXT)
+    assert predict(app, TEXT, top_k=1) == [everything[0][:1]]
+    assert predict(app, TEXT, top_k=99) == everything
+    response = call(app, "POST", "/predict", json={"inputs": TEXT, "parameters": {"top_k": None}})
+    assert response.json() == everything
+
+
+def test_a_pair_is_answered_as_a_pair_and_its_neighbours_as_singles(app: FastAPI, predictor: Predictor) -> None:
+    pair = {"text": TEXT, "text_pair": "at the door"}
+    alone = [predict(app, inputs)[0] for inputs in (TEXT, pair, {"text": CORPUS[1]}, {"text": TEXT, "text_pair": None})]
+    together = predict(app, [TEXT, pair, {"text": CORPUS[1]}, {"text": TEXT, "text_pair": None}])
+    assert scores(together) == pytest.approx(scores(alone), abs=1e-5)
+    assert scores([alone[0]]) != pytest.approx(scores([alone[1]]), abs=1e-3)
+    assert alone[0] == alone[3]
+
+
+def neighbours() -> list[str]:
+    return [" ".join(CORPUS[number % len(CORPUS)].split()[: 1 + number]) for number in range(15)]
+
+
+def test_an_answer_does_not_depend_on_the_texts_of_its_request(app: FastAPI) -> None:
+    others = neighbours()
+    among = predict(app, [*others[:7], TEXT, *others[7:]])
+    assert scores([among[7]]) == pytest.approx(scores(predict(app, TEXT)), abs=1e-5)
+
+
+def test_an_answer_does_not_depend_on_other_requests_in_its_engine_call(predictor: Predictor, gate: Gate) -> None:
+    app = build_app(predictor, Serve())
+    queue = app.state.service.batcher
+    others = neighbours()
+    texts = [*others[:7], TEXT, *others[7:]]
+
+    async def main() -> list[httpx.Response]:
+        async with client(app) as session:
+            first = asyncio.create_task(session.post("/predict", json={"inputs": TEXT}))
+            await gate.entered()
+            tasks = [asyncio.create_task(session.post("/predict", json={"inputs": text})) for text in texts]
+            while queue.waiting < len(texts):
+                await asyncio.sleep(0.001)
+            gate.open()
+            return await asyncio.gather(first, *tasks)
+
+    alone, *together = asyncio.run(main())
+    assert [response.status_code for response in together] == [200] * 16
+    assert scores([together[7].json()[0]]) == pytest.approx(scores(alone.json()), abs=1e-5)
+    buckets = {bucket(len(row.ids)) for row in predictor.encode(texts)}
+    assert queue.stats.calls == 1 + len(buckets) == 3
+
+
+def test_every_answer_names_the_model_and_its_version(app: FastAPI, predictor: Predictor) -> None:
+    for method, path in (("POST", "/predict"), ("GET", "/v2"), ("GET", "/nowhere"), ("PUT", "/predict"), ("GET", "/")):
+        response = call(app, method, path)
+        named = {name: response.headers[name] for name in ("x-model-name", "x-model-version")}
+        assert named == {"x-model-name": "tiny", "x-model-version": predictor.artifact.version}
+
+
+def test_cut_texts_are_counted_in_a_header(app: FastAPI) -> None:
+    response = call(app, "POST", "/predict", json={"inputs": ["short", "long " * 200, "long " * 300]})
+    assert (response.status_code, response.headers["x-truncated-inputs"]) == (200, "2")
+    infer = call(app, "POST", INFER, json={"inputs": [tensor(["short", "long " * 200], [2])]})
+    assert (infer.status_code, infer.headers["x-truncated-inputs"]) == (200, "1")
+    assert "x-truncated-inputs" not in call(app, "POST", "/predict", json={"inputs": "short"}).headers
+
+
+def test_long_texts_are_tokenised_off_the_event_loop(
+    app: FastAPI, predictor: Predictor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, threads = predictor.encode, list[threading.Thread]()
+
+    def watched(inputs: Any) -> list[Encoded]:
+        threads.append(threading.current_thread())
+        return encode(inputs)
+
+    monkeypatch.setattr(predictor, "encode", watched)
+    assert len(predict(app, "x" * 19_000)) == len(predict(app, [{"text": "x" * 19_000, "text_pair": "y" * 2_000}])) == 1
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+def test_no_app_without_the_golden_answers(tmp_path: Path) -> None:
+    folder = make_artifact(tmp_path, LABELS)
+    document = json.loads((folder / "artifact.json").read_text())
+    document["golden"][0]["logits"][0] += 1
+    (folder / "artifact.json").write_text(json.dumps(document))
+    manifest.write(folder)
+    with pytest.raises(ArtifactError, match=r"does not reproduce its golden answers: logits differ by 1 \(at most"):
+        Predictor.load(folder, threads=1)
+
+
+# ---------------------------------------------------------------------------------------------- page, OpenAPI, metrics
+
+
+def test_the_page_is_self_contained(app: FastAPI) -> None:
+    response = call(app, "GET", "/")
+    assert (response.status_code, response.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    assert 'fetch("predict"' in response.text
+    assert "//" not in re.sub("// .*", "", response.text), "an address, which would have to be fetched"
+    assert "innerHTML" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("127.0.0.1", 200), ("localhost", 200), ("::1", 200), ("0.0.0.0", 404), ("example.org", 404)]
+)
+def test_docs_are_for_loopback_only(predictor: Predictor, host: str, status: int) -> None:
+    app = build_app(predictor, Serve(host=host))
+    assert [call(app, "GET", path).status_code for path in ("/docs", "/redoc")] == [status, 404]
+    assert call(app, "GET", "/openapi.json").status_code == 200
+
+
+def test_the_openapi_document_describes_every_route_and_its_bodies(app: FastAPI) -> None:
+    document = call(app, "GET", "/openapi.json").json()
+    assert document["openapi"].startswith("3.1")
+    assert {path: sorted(methods) for path, methods in document["paths"].items()} == {
+        "/": ["get"],
+        "/metrics": ["get"],
+        "/predict": ["post"],
+        "/v2": ["get"],
+        "/v2/health/live": ["get"],
+        "/v2/health/ready": ["get"],
+        "/v2/models/{name}": ["get"],
+        "/v2/models/{name}/infer": ["post"],
+        "/v2/models/{name}/ready": ["get"],
+    }
+    operations = [operation for methods in document["paths"].values() for operation in methods.values()]
+    assert len({operation["operationId"] for operation in operations}) == len(operations)
+    references = [value for key, value in walk(document) if key == "$ref"]
+    assert references
+    known = document["components"]["schemas"]
+    assert {reference.removeprefix("#/components/schemas/") for reference in references} <= set(known)
+    assert "HTTPValidationError" not in known
+    for described in known.values():
+        jsonschema.Draft202012Validator.check_schema(described)
+    examples: list[tuple[str, Any]] = [
+        ("PredictRequest", {"inputs": [TEXT, {"text": TEXT, "text_pair": None}], "parameters": {"top_k": 1}}),
+        ("PredictReply", predict(app, TEXT)),
+        ("InferRequest", {"inputs": [tensor([TEXT], [1])]}),
+        ("InferReply", call(app, "POST", INFER, json={"inputs": [tensor([TEXT], [1])]}).json()),
+        ("ModelMetadata", call(app, "GET", "/v2/models/tiny").json()),
+        ("ErrorReply", call(app, "GET", "/v2/models/other").json()),
+    ]
+    for name, example in examples:
+        schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
+        jsonschema.validate(example, schema, jsonschema.Draft202012Validator)
+
+
+def walk(value: Any) -> Iterator[tuple[str, Any]]:
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        yield str(key), child
+        yield from walk(child)
+
+
+def test_metrics_count_requests_rows_and_calls(predictor: Predictor) -> None:
+    app = build_app(predictor, Serve(max_batch_rows=2))
+    predict(app, [TEXT, TEXT, TEXT])
+    call(app, "POST", "/predict", content=b"{")
+    call(app, "GET", "/nowhere")
+    call(app, "GET", "/also/nowhere")
+    response = call(app, "GET", "/metrics")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    lines = response.text.splitlines()
+    for line in (
+        'rtrain_requests_total{route="/predict",status="200"} 1.0',
+        'rtrain_requests_total{route="/predict",status="400"} 1.0',
+        'rtrain_requests_total{route="other",status="404"} 2.0',
+        'rtrain_request_seconds_count{route="/predict"} 2.0',
+        "rtrain_rows_total 3.0",
+        'rtrain_batch_rows_bucket{le="1.0"} 1.0',
+        'rtrain_batch_rows_bucket{le="2.0"} 2.0',
+        "rtrain_batch_rows_sum 3.0",
+        "rtrain_queue_rows 0.0",
+    ):
+        assert line in lines
+    assert [float(line.split()[1]) > 0 for line in lines if line.startswith("rtrain_engine_seconds_total ")] == [True]

@@ -1,0 +1,104 @@
+"""The Open Inference Protocol: metadata, readiness, and texts as JSON or in Triton's binary form."""
+
+import json
+import struct
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from rtrain.predict import Predictor
+from tests import serving
+from tests.serving import TEXT, call, error, tensor
+from tests.tiny import CORPUS
+
+app, predictor = serving.app, serving.predictor  # fixtures
+
+
+def test_server_and_model_describe_themselves(app: FastAPI, predictor: Predictor) -> None:
+    def tensors(*names: tuple[str, str]) -> list[dict[str, object]]:
+        return [{"name": name, "datatype": datatype, "shape": [-1]} for name, datatype in names]
+
+    assert call(app, "GET", "/v2").json() == {"name": "rtrain", "version": "0.1.0", "extensions": []}
+    assert call(app, "GET", "/v2/health/live").json() == {"live": True}
+    assert call(app, "GET", "/v2/health/ready").json() == {"ready": True}
+    assert call(app, "GET", "/v2/models/tiny/ready").json() == {"name": "tiny", "ready": True}
+    assert call(app, "GET", "/v2/models/tiny").json() == {
+        "name": "tiny",
+        "versions": [predictor.artifact.version],
+        "platform": "rtrain_torch",
+        "inputs": tensors(("text", "BYTES")),
+        "outputs": tensors(("label", "BYTES"), ("score", "FP32")),
+    }
+    assert len(predictor.artifact.version) == 12
+
+
+@pytest.mark.parametrize(("data", "shape"), [(list(CORPUS[:2]), [2]), ([[text] for text in CORPUS[:2]], [2, 1])])
+def test_infer_gives_the_best_label_of_each_text(
+    app: FastAPI, predictor: Predictor, data: object, shape: list[int]
+) -> None:
+    best = [row[0] for row in predictor(CORPUS[:2])]
+    response = call(app, "POST", "/v2/models/tiny/infer", json={"id": "7", "inputs": [tensor(data, shape)]})
+    assert response.status_code == 200
+    answer = response.json()
+    assert answer.pop("outputs") == [
+        {"name": "label", "datatype": "BYTES", "shape": [2], "data": [row["label"] for row in best]},
+        {
+            "name": "score",
+            "datatype": "FP32",
+            "shape": [2],
+            "data": pytest.approx([row["score"] for row in best], abs=1e-5),
+        },
+    ]
+    assert answer == {"model_name": "tiny", "model_version": predictor.artifact.version, "id": "7"}
+
+
+def test_infer_gives_the_outputs_that_were_asked_for_and_ignores_what_other_servers_read(app: FastAPI) -> None:
+    document = {
+        "inputs": [{**tensor([TEXT], [1]), "parameters": {"content_type": "str"}}],
+        "outputs": [{"name": "label", "parameters": {"binary_data": False}}],
+        "parameters": {"binary_data_output": False},
+    }
+    answer = call(app, "POST", "/v2/models/tiny/infer", json=document).json()
+    assert [output["name"] for output in answer["outputs"]] == ["label"]
+    assert sorted(answer) == ["model_name", "model_version", "outputs"]
+
+
+def binary_request(app: FastAPI, data: bytes, shape: list[int], json_length: str | None = None) -> httpx.Response:
+    """As Triton's client sends texts by default: JSON, then each text's length and bytes."""
+    described = {"name": "text", "shape": shape, "datatype": "BYTES", "parameters": {"binary_data_size": len(data)}}
+    document = json.dumps({"inputs": [described], "parameters": {"binary_data_output": True}}).encode()
+    headers = {"inference-header-content-length": json_length or str(len(document))}
+    return call(app, "POST", "/v2/models/tiny/infer", content=document + data, headers=headers)
+
+
+def packed(*texts: bytes) -> bytes:
+    return b"".join(struct.pack("<I", len(text)) + text for text in texts)
+
+
+def test_infer_reads_texts_in_tritons_binary_form(app: FastAPI) -> None:
+    texts = [*CORPUS[:2], "¿dónde está?"]
+    expected = call(app, "POST", "/v2/models/tiny/infer", json={"inputs": [tensor(texts, [3])]})
+    response = binary_request(app, packed(*(text.encode() for text in texts)), [3])
+    assert (response.status_code, response.json()) == (200, expected.json())
+
+
+@pytest.mark.parametrize(
+    ("data", "json_length", "status", "expected"),
+    [
+        (packed(b"text")[:-1], None, 422, ("invalid", "the binary data ends inside a text", "inputs.0.data")),
+        (b"\xff\xff\xff\xff", None, 422, ("invalid", "the binary data ends inside a text", "inputs.0.data")),
+        (b"\x00", None, 422, ("invalid", "the binary data ends inside a text", "inputs.0.data")),
+        (packed(b"\xff"), None, 422, ("invalid", "a text is not UTF-8", "inputs.0.data.0")),
+        (packed(b"a", b"b"), None, 422, ("invalid", "shape [1] does not fit 2 texts", "inputs.0.shape")),
+        (b"", None, 422, ("invalid", "shape [1] does not fit 0 texts", "inputs.0.shape")),
+        (b"", "-1", 400, ("malformed", "inference-header-content-length does not fit the body", None)),
+        (b"", "9" * 5000, 400, ("malformed", "inference-header-content-length does not fit the body", None)),
+        (b"", "100000", 400, ("malformed", "inference-header-content-length does not fit the body", None)),
+    ],
+)
+def test_bad_binary_texts_are_refused(
+    app: FastAPI, data: bytes, json_length: str | None, status: int, expected: tuple[str, str, str | None]
+) -> None:
+    response = binary_request(app, data, [1], json_length)
+    assert (response.status_code, response.json()) == (status, error(*expected))

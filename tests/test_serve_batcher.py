@@ -1,0 +1,323 @@
+"""The batcher alone: what reaches the engine, in which calls, and what each request gets back."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import serve.batcher
+from rtrain.tasks.base import Encoded, Floats
+from serve.batcher import Batcher, EngineError, Expired, Overloaded, bucket
+
+BAD = 13
+FAR = 60.0
+
+
+def row(value: int, tokens: int = 8) -> Encoded:
+    return Encoded([value] * tokens, tokens, False)
+
+
+class Engine:
+    """Answers a row by twice its first token, fails on BAD, records the calls and can be held inside one."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+        self.lengths: list[list[int]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __call__(self, encoded: list[Encoded]) -> Floats:
+        values = [row.ids[0] for row in encoded]
+        self.calls.append(values)
+        self.lengths.append([len(row.ids) for row in encoded])
+        assert self.gate.wait(10)
+        if BAD in values:
+            raise ValueError("bad row")
+        return np.array([[2 * value] for value in values], dtype=np.float32)
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(main())
+
+
+@contextmanager
+def batching(engine: Callable[[list[Encoded]], Floats], rows: int = 4, queue: int = 100) -> Iterator[Batcher]:
+    batcher = Batcher(engine, max_batch_rows=rows, max_queue_rows=queue)
+    yield batcher
+    batcher.close()
+
+
+def deadline(seconds: float = FAR) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+async def held(batcher: Batcher, engine: Engine) -> "asyncio.Task[Floats]":
+    """The request of row 0, inside the engine until the gate opens."""
+    engine.gate.clear()
+    task = asyncio.create_task(batcher.submit([row(0)], deadline()))
+    while not engine.calls:
+        await asyncio.sleep(0.001)
+    return task
+
+
+async def queued(batcher: Batcher, *rows: Encoded, seconds: float = FAR) -> "asyncio.Task[Floats]":
+    before = batcher.waiting
+    task = asyncio.create_task(batcher.submit(rows, deadline(seconds)))
+    await asyncio.sleep(0)
+    assert batcher.waiting == before + len(rows)
+    return task
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length"), [(1, 16), (2, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (512, 512), (513, 1024)]
+)
+def test_buckets_are_powers_of_two(tokens: int, length: int) -> None:
+    assert bucket(tokens) == length
+
+
+def test_a_lone_request_is_one_call_of_its_own() -> None:
+    async def main() -> None:
+        engine = Engine()
+        with batching(engine) as batcher:
+            answer = await batcher.submit([row(3)], deadline())
+            assert answer.tolist() == [[6]]
+            assert engine.calls == [[3]]
+            assert (batcher.stats.calls, batcher.stats.rows, batcher.waiting) == (1, 1, 0)
+
+    run(main)
+
+
+def test_a_large_request_is_spread_over_calls_and_answered_in_its_order() -> None:
+    async def main() -> None:
+        engine = Engine()
+        with batching(engine, rows=2) as batcher:
+            answer = await batcher.submit([row(1), row(2, 20), row(3), row(4), row(5, 20)], deadline())
+            assert answer.tolist() == [[2], [4], [6], [8], [10]]
+            assert engine.calls == [[1, 3], [2, 5], [4]]
+
+    run(main)
+
+
+def test_requests_that_arrive_while_the_engine_works_share_the_next_call() -> None:
+    async def main() -> None:
+        engine = Engine()
+        with batching(engine) as batcher:
+            first = await held(batcher, engine)
+            others = [await queued(batcher, row(value)) for value in (1, 2, 3)]
+            engine.gate.set()
+            assert [answer.tolist() for answer in await asyncio.gather(first, *others)] == [[[0]], [[2]], [[4]], [[6]]]
+            assert engine.calls == [[0], [1, 2, 3]]
+
+    run(main)
+
+
+def test_a_call_holds_one_length_bucket_and_the_oldest_row_chooses_it() -> None:
+    async def main() -> None:
+        engine = Engine()
+        with batching(engine) as batcher:
+            first = await held(batcher, engine)
+            lengths = [(1, 40), (2, 5), (3, 64), (4, 16), (5, 17)]
+            others = [await queued(batcher, row(value, tokens)) for value, tokens in lengths]
+            engine.gate.set()
+            await asyncio.gather(first, *others)
+            assert engine.calls == [[0], [1, 3], [2, 4], [5]]
+
+    run(main)
+
+
+def test_a_long_row_is_overtaken_by_one_call_at_most() -> None:
+    async def main() -> None:
+        engine = Engine()
+        with batching(engine, rows=2) as batcher:
+            first = await held(batcher, engine)
+            lengths = [(1, 5), (2, 5), (3, 5), (4, 500), (5, 5), (6, 5), (7, 5)]
+            others = [await queued(batcher, row(value, tokens)) for value, tokens in lengths]
+            engine.gate.set()
+            await asyncio.gather(first, *others)
+            assert engine.calls == [[0], [1, 2], [3, 5], [4], [6, 7]]
+
+    run(main)
+
+
+def test_rows_of_a_cancelled_request_never_reach_the_engine() -> None:
+    async def main() -> None:
+        engine = Engine()
+        with batching(engine) as batcher:
+            first = await held(batcher, engine)
+            gone = await queued(batcher, row(1), row(2, 40))
+            kept = await queued(batcher, row(3))
+            gone.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await gone
+            assert batcher.waiting == 1
+            engine.gate.set()
+            await asyncio.gather(first, kept)
+            assert engine.calls == [[0], [3]]
+            assert (batcher.stats.rows, batcher.stats.dropped) == (2, 2)
+
+    run(main)
+
+
+def test_rows_past_their_deadline_never_reach_the_engine() -> None:
+    async def main() -> None:
+        engine = Engine()
+        with batching(engine) as batcher:
+            first = await held(batcher, engine)
+            late = await queued(batcher, row(1), seconds=0.01)
+            kept = await queued(batcher, row(2))
+            with pytest.raises(Expired):
+                await late
+            engine.gate.set()
+            await asyncio.gather(first, kept)
+            assert engine.calls == [[0], [2]]
+            assert (batcher.stats.dropped, batcher.waiting) == (1, 0)
+
+    run(main)
+
+
+def test_a_request_that_comes_after_its_deadline_is_not_queued() -> None:
+    async def main() -> None:
+        engine = Engine()
+        with batching(engine) as batcher:
+            with pytest.raises(Expired):
+                await batcher.submit([row(1)], deadline(0.0))
+            assert engine.calls == []
+            assert batcher.stats.dropped == 1
+
+    run(main)
+
+
+def test_a_request_inside_the_engine_at_its_deadline_expires_and_the_next_is_served() -> None:
+    async def main() -> None:
+        engine = Engine()
+        with batching(engine) as batcher:
+            engine.gate.clear()
+            with pytest.raises(Expired):
+                await batcher.submit([row(1)], deadline(0.01))
+            engine.gate.set()
+            assert (await batcher.submit([row(2)], deadline())).tolist() == [[4]]
+
+    run(main)
+
+
+def test_a_full_queue_refuses_with_the_time_that_the_engine_needs_to_empty_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(serve.batcher, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    async def main() -> None:
+        engine = Engine()
+
+        def slow(encoded: list[Encoded]) -> Floats:
+            clock.now += 3.0 * len(encoded)
+            return engine(encoded)
+
+        with batching(slow, queue=4) as batcher:
+            await batcher.submit([row(1)], deadline())
+            engine.calls.clear()
+            first = await held(batcher, engine)
+            waiting = await queued(batcher, row(1), row(2), row(3))
+            with pytest.raises(Overloaded) as refused:
+                await batcher.submit([row(4), row(5)], deadline())
+            assert refused.value.retry_after == 9
+            last = await queued(batcher, row(6))
+            engine.gate.set()
+            await asyncio.gather(first, waiting, last)
+            assert engine.calls == [[0], [1, 2, 3, 6]]
+
+    run(main)
+
+
+def test_a_request_larger_than_the_queue_is_served_when_nothing_waits() -> None:
+    async def main() -> None:
+        engine = Engine()
+        with batching(engine, rows=4, queue=2) as batcher:
+            answer = await batcher.submit([row(value) for value in range(5)], deadline())
+            assert answer.tolist() == [[0], [2], [4], [6], [8]]
+
+    run(main)
+
+
+def test_a_bad_row_fails_its_own_request_alone() -> None:
+    async def main() -> None:
+        engine = Engine()
+        with batching(engine) as batcher:
+            first = await held(batcher, engine)
+            before, bad, after = [await queued(batcher, row(value)) for value in (1, BAD, 3)]
+            engine.gate.set()
+            with pytest.raises(EngineError) as failed:
+                await bad
+            assert repr(failed.value.__cause__) == "ValueError('bad row')"
+            assert [answer.tolist() for answer in await asyncio.gather(first, before, after)] == [[[0]], [[2]], [[6]]]
+            assert engine.calls == [[0], [1, BAD, 3], [1], [BAD], [3]]
+            assert batcher.stats.failures == 2
+            assert (await batcher.submit([row(5)], deadline())).tolist() == [[10]]
+
+    run(main)
+
+
+def test_what_is_left_of_a_failed_request_leaves_the_queue() -> None:
+    async def main() -> None:
+        engine = Engine()
+        with batching(engine, rows=1) as batcher:
+            with pytest.raises(EngineError):
+                await batcher.submit([row(BAD), row(1), row(2)], deadline())
+            await batcher.submit([row(3)], deadline())
+            assert engine.calls == [[BAD], [3]]
+            assert (batcher.stats.dropped, batcher.waiting) == (2, 0)
+
+    run(main)
+
+
+def test_an_engine_that_gives_too_few_answers_fails_the_request() -> None:
+    async def main() -> None:
+        with batching(lambda encoded: np.zeros((0, 1), dtype=np.float32)) as batcher:
+            with pytest.raises(EngineError) as failed:
+                await batcher.submit([row(1)], deadline())
+            assert repr(failed.value.__cause__) == "RuntimeError('the engine gave 0 answers to 1 texts')"
+
+    run(main)
+
+
+def test_a_call_that_does_not_return_is_seen_from_outside() -> None:
+    async def main() -> None:
+        engine = Engine()
+        with batching(engine) as batcher:
+            assert batcher.stalled_s() == 0.0
+            first = await held(batcher, engine)
+            assert batcher.stalled_s() > 0.0
+            engine.gate.set()
+            await first
+            assert batcher.stalled_s() == 0.0
+
+    run(main)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    requests=st.lists(st.lists(st.integers(2, 200), min_size=1, max_size=9), min_size=1, max_size=8),
+    rows=st.integers(1, 6),
+)
+def test_every_request_gets_its_own_answers_in_order_and_each_row_is_computed_once(
+    requests: list[list[int]], rows: int
+) -> None:
+    async def main() -> None:
+        engine = Engine()
+        numbers = iter(range(1000, 2000))
+        texts = [[row(next(numbers), tokens) for tokens in lengths] for lengths in requests]
+        with batching(engine, rows=rows, queue=1000) as batcher:
+            answers = await asyncio.gather(*(batcher.submit(request, deadline()) for request in texts))
+        for request, answer in zip(texts, answers, strict=True):
+            assert answer.tolist() == [[2 * encoded.ids[0]] for encoded in request]
+        computed = sorted(value for call in engine.calls for value in call)
+        assert computed == [encoded.ids[0] for request in texts for encoded in request]
+        assert max(map(len, engine.calls)) <= rows
+        assert all(len({bucket(length) for length in lengths}) == 1 for lengths in engine.lengths)
+
+    run(main)

@@ -1,0 +1,282 @@
+"""The endpoint on Ray Serve, over real sockets: what it refuses, what it answers, what it leaves behind."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import ray
+import ray.serve
+from huggingface_hub import InferenceClient
+
+import rtrain.artifact
+import rtrain.predict
+from rtrain import manifest
+from rtrain.artifact import ArtifactError
+from rtrain.config import Serve
+from rtrain.errors import UserError
+from rtrain.predict import Predictor
+from serve.deployment import Address, Endpoint, cause, free_address, start, sum_expositions
+from tests.tiny import CORPUS, make_artifact
+
+LABELS = ("a", "b", "c")
+REPLICAS = 2
+MAX_BODY_BYTES = 50_000
+
+
+def openvino_artifact(folder: Path) -> Path:
+    """The tiny model as a graph of the int8 artefacts' engine (not quantized: that is tested elsewhere)."""
+    import openvino
+    import torch
+    import transformers
+
+    made = rtrain.artifact.read(make_artifact(folder, LABELS))
+    model = transformers.BertForSequenceClassification.from_pretrained(folder).eval()
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    example = {name: torch.ones(2, 8, dtype=torch.int64) for name in names}
+    graph = openvino.convert_model(model, example_input=example)
+    openvino.save_model(graph, folder / "model.int8.xml", compress_to_fp16=False)
+    rtrain.artifact.write(folder, replace(made, engine="openvino"), rtrain.predict.golden_logits)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return openvino_artifact(tmp_path_factory.mktemp("artifact"))
+
+
+def is_listening(url: str) -> bool:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.socket() as client:
+        return client.connect_ex((host, int(port))) == 0
+
+
+def serve_actors() -> list[str]:
+    return [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == "serve"]
+
+
+def processes(name: str) -> list[psutil.Process]:
+    """Live processes of this test run's Ray that it named so."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if name in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- without starting
+
+
+def test_a_port_in_use_is_refused_with_what_to_do_about_it() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(UserError) as refused:
+            free_address("127.0.0.1", port)
+        assert str(refused.value) == (
+            f"port {port} on 127.0.0.1 is in use; end the program that has it, or give another with --port "
+            "(--port 0 takes a free one)"
+        )
+    assert free_address("127.0.0.1", port) == Address("127.0.0.1", port)
+
+
+def test_port_0_takes_a_free_one() -> None:
+    address = free_address("127.0.0.1", 0)
+    assert address.port > 0
+    assert address.is_free()
+
+
+def test_a_host_that_is_not_this_machine_is_refused() -> None:
+    with pytest.raises(UserError, match=r"cannot listen on 192\.0\.2\.77, port 0: .*; correct serve\.host"):
+        free_address("192.0.2.77", 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"),
+        ("localhost", "http://localhost:80"),
+    ],
+)
+def test_the_url_is_one_that_can_be_opened_here(host: str, url: str) -> None:
+    assert Address(host, 80).url == url
+
+
+def test_the_cause_of_a_failed_start_is_the_end_of_the_traceback() -> None:
+    message = 'Failed 1 times. Error:\n  File "a.py", line 1\n    call()\nrtrain.artifact.ArtifactError: first\nsecond'
+    assert cause(message) == "first\nsecond"
+    assert cause("no traceback at all") == "no traceback at all"
+
+
+def test_expositions_are_summed_sample_by_sample() -> None:
+    counter = "# HELP a_total A.\n# TYPE a_total counter\n"
+    created = '# TYPE a_created gauge\na_created{x="1"} 9.0\n'
+    histogram = "# HELP b B.\n# TYPE b histogram\n" + 'b_bucket{le="+Inf"} 1.0\nb_count 1.0\nb_sum 0.5\n'
+    first = counter + 'a_total{x="1"} 2.0\n' + created
+    second = counter + 'a_total{x="2"} 5.0\na_total{x="1"} 3.0\n' + histogram
+    assert sum_expositions([first, second]) == counter + 'a_total{x="1"} 5.0\na_total{x="2"} 5.0\n' + histogram
+    assert sum_expositions([histogram, histogram]) == histogram.replace(" 1.0\n", " 2.0\n").replace("0.5\n", "1.0\n")
+
+
+def test_serving_an_int8_artefact_imports_no_torch(artifact: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; import serve.deployment; from rtrain.config import Serve\n"
+        "from rtrain.predict import Predictor; from serve.app import build_app\n"
+        "predictor = Predictor.load(Path(sys.argv[1]), threads=1); build_app(predictor, Serve())\n"
+        "assert predictor(['hello']) and 'openvino' in sys.modules\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(artifact)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.serve
+@pytest.mark.usefixtures("ray_session")
+def test_refusals_leave_nothing_running(artifact: Path, tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(UserError, match="is in use; end the program that has it"):
+            start(artifact, Serve(port=other.getsockname()[1]))
+    with pytest.raises(ArtifactError, match="is no artefact"):
+        start(tmp_path, Serve(port=0), name="given")
+    assert serve_actors() == []
+
+
+@pytest.mark.serve
+@pytest.mark.usefixtures("ray_session")
+def test_an_artefact_that_answers_otherwise_than_recorded_is_refused(artifact: Path, tmp_path: Path) -> None:
+    for part in artifact.iterdir():
+        (tmp_path / part.name).write_bytes(part.read_bytes())
+    document = json.loads((tmp_path / "artifact.json").read_text())
+    document["golden"][0]["logits"][0] += 1
+    (tmp_path / "artifact.json").write_text(json.dumps(document))
+    manifest.write(tmp_path)
+    address = free_address("127.0.0.1", 0)
+    with pytest.raises(UserError) as refused:
+        start(tmp_path, Serve(port=address.port))
+    assert str(refused.value) == (
+        f"the model cannot be served: artefact tiny {document['version']} does not reproduce its golden answers: "
+        "logits differ by 1 (at most 0.1). Its tokenizer, weights or engine are not its maker's."
+    )
+    assert serve_actors() == []
+    assert address.is_free()
+
+
+@pytest.mark.serve
+@pytest.mark.usefixtures("ray_session")
+def test_close_leaves_no_actor_process_or_port(artifact: Path) -> None:
+    with start(artifact, Serve(port=0), name="short") as endpoint:
+        assert httpx.get(endpoint.url + "/v2/health/ready").json() == {"ready": True}
+        started = [*processes("ray::ServeController"), *processes("ray::ProxyActor"), *processes("ray::ServeReplica")]
+        assert len(started) == len(serve_actors()) == 3
+    assert serve_actors() == []
+    assert not is_listening(endpoint.url)
+    assert psutil.wait_procs(started, timeout=20)[1] == []
+    endpoint.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- serving
+
+
+@pytest.fixture(scope="module")
+def endpoint(artifact: Path, ray_session: None) -> Iterator[Endpoint]:
+    settings = Serve(port=0, replicas=REPLICAS, max_body_bytes=MAX_BODY_BYTES)
+    with start(artifact, settings) as endpoint:
+        yield endpoint
+
+
+@pytest.mark.serve
+def test_the_hugging_face_client_works_as_it_is(endpoint: Endpoint, artifact: Path) -> None:
+    client = InferenceClient(model=endpoint.url + "/predict")
+    expected = Predictor.load(artifact, threads=1)(CORPUS)
+    for text, scores in zip(CORPUS, expected, strict=True):
+        found = client.text_classification(text)
+        assert [element.label for element in found] == [score["label"] for score in scores]
+        assert [element.score for element in found] == pytest.approx([score["score"] for score in scores], abs=1e-5)
+    best = client.text_classification(CORPUS[0], top_k=1)
+    assert [element.label for element in best] == [expected[0][0]["label"]]
+
+
+@pytest.mark.serve
+def test_routes_answer_through_the_proxy(endpoint: Endpoint, artifact: Path) -> None:
+    version = rtrain.artifact.read(artifact).version
+    with httpx.Client(base_url=endpoint.url) as client:
+        answer = client.post("/predict", json={"inputs": list(CORPUS)})
+        assert (answer.status_code, len(answer.json())) == (200, len(CORPUS))
+        assert (answer.headers["x-model-name"], answer.headers["x-model-version"]) == ("tiny", version)
+        infer = client.post(
+            "/v2/models/tiny/infer",
+            json={"inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": [CORPUS[0]]}]},
+        )
+        assert infer.json()["outputs"][0]["data"] == [answer.json()[0][0]["label"]]
+        assert client.get("/v2/models/tiny/ready").json() == {"name": "tiny", "ready": True}
+        assert "<title>Try the model</title>" in client.get("/").text
+        assert client.get("/docs").status_code == 200
+        missing = client.get("/nowhere")
+        assert missing.status_code == 404
+        assert missing.json()["error"]["type"] == "not_found"
+
+
+@pytest.mark.serve
+def test_a_client_cannot_switch_limits_off_through_the_proxy(endpoint: Endpoint) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield b'{"inputs": "'
+        for _ in range(20):
+            yield b"x" * 10_000
+        yield b'"}'
+
+    headers = {"x-request-timeout-seconds": "0", "x-request-disconnect-disabled": "?1"}
+    with httpx.Client(base_url=endpoint.url, headers=headers) as client:
+        large = client.post("/predict", content=chunks())
+        assert large.status_code == 413
+        message = f"the body has more than {MAX_BODY_BYTES} bytes"
+        assert large.json() == {"error": {"type": "too_large", "message": message, "field": None}}
+        assert client.post("/predict", json={"inputs": "next"}).status_code == 200
+
+
+@pytest.mark.serve
+def test_metrics_are_the_sum_of_the_replicas(endpoint: Endpoint) -> None:
+    def answered() -> float:
+        lines = httpx.get(endpoint.url + "/metrics").text.splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith("rtrain_rows_total "))
+
+    before = answered()
+    for _ in range(20):  # each on a connection of its own, so that both replicas get some
+        assert httpx.post(endpoint.url + "/predict", json={"inputs": ["one", "two"]}).status_code == 200
+    assert answered() == before + 40
+
+
+@pytest.mark.serve
+def test_replicas_of_an_int8_artefact_do_not_load_torch(endpoint: Endpoint) -> None:
+    replicas = processes("ServeReplica:tiny")
+    assert len(replicas) == REPLICAS
+    for replica in replicas:
+        libraries = {Path(mapped.path).name for mapped in replica.memory_maps()}
+        assert any("openvino" in library for library in libraries)
+        assert [library for library in libraries if "libtorch" in library] == []
+
+
+@pytest.mark.serve
+def test_a_second_endpoint_on_the_same_ray_is_refused_and_the_first_goes_on(endpoint: Endpoint, artifact: Path) -> None:
+    with pytest.raises(UserError, match="runs Ray Serve already; close that endpoint first"):
+        start(artifact, Serve(port=0))
+    assert httpx.post(endpoint.url + "/predict", json={"inputs": "hello"}).status_code == 200

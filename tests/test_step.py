@@ -1,0 +1,261 @@
+"""One update: the gradient of the mean loss over all of its rows, however they lie in passes."""
+
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rtrain.config import Distill
+from rtrain.data.store import Tokens
+from rtrain.tasks import base
+from rtrain.training import losses, model, step
+from rtrain.training.exchange import Exchange
+from tests.tiny import VOCABULARY, make_encoder
+
+LABELS = ("a", "b", "c")
+TASK = base.get("classification")
+LOSS = losses.for_run(TASK, Distill())
+Gradients = dict[str, torch.Tensor]
+
+
+def make_rows(count: int, seed: int = 0) -> Tokens:
+    """Rows of 1 to 20 random tokens."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, 21, count).astype(np.int32)
+    return Tokens(
+        ids=random.integers(5, VOCABULARY, lengths.sum()).astype(np.int32),
+        lengths=lengths,
+        second=(lengths - lengths // 3).astype(np.int32),
+        targets=random.integers(0, len(LABELS), count),
+        row_ids=np.arange(count, dtype=np.uint64),
+        teacher=np.empty((count, 0), dtype=np.float32),
+    )
+
+
+def pick(tokens: Tokens, rows: Sequence[int]) -> Tokens:
+    """Some of the rows."""
+    chosen = np.array(rows, dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum(tokens.lengths)])
+    return Tokens(
+        ids=np.concatenate([tokens.ids[starts[row] : starts[row + 1]] for row in rows]),
+        lengths=tokens.lengths[chosen],
+        second=tokens.second[chosen],
+        targets=tokens.targets[chosen],
+        row_ids=tokens.row_ids[chosen],
+        teacher=tokens.teacher[chosen],
+    )
+
+
+def cut(tokens: Tokens, sizes: Sequence[int]) -> list[Tokens]:
+    """The rows in passes of the given sizes."""
+    ends = np.cumsum(sizes)
+    assert ends[-1] == len(tokens)
+    return [pick(tokens, range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+
+
+def make_still_encoder(folder: Path) -> Path:
+    """The tiny encoder without dropout."""
+    path = make_encoder(folder) / "config.json"
+    document = json.loads(path.read_text())
+    document |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0}
+    path.write_text(json.dumps(document))
+    return folder
+
+
+def make_network(encoder: Path) -> torch.nn.Module:
+    """The encoder with a head of three labels, in float64."""
+    network: torch.nn.Module = model.build(encoder, TASK, LABELS, seed=0)
+    return network.double().train()
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_still_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.fixture
+def network(encoder: Path) -> torch.nn.Module:
+    return make_network(encoder)
+
+
+def gradients(network: torch.nn.Module) -> Gradients:
+    return {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
+
+
+def trained(
+    network: torch.nn.Module, passes: Sequence[Tokens], clip_norm: float | None = None
+) -> tuple[step.Done, Gradients]:
+    """What `run_update` reports, and the gradients it leaves; the weights stay."""
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+    done = step.run_update(Exchange(network), optimizer, LOSS, passes, pad_id=0, clip_norm=clip_norm)
+    return done, gradients(network)
+
+
+def by_hand(network: torch.nn.Module, tokens: Tokens) -> tuple[float, Gradients]:
+    """The mean loss and its gradient, row after row, without padding, passes or an `Exchange`."""
+    starts = np.concatenate([[0], np.cumsum(tokens.lengths)])
+    network.zero_grad()
+    rows = []
+    for row, target in enumerate(tokens.targets):
+        ids = torch.tensor([tokens.ids[starts[row] : starts[row + 1]].tolist()])
+        types = (torch.arange(ids.shape[1]) >= int(tokens.second[row])).long()[None]
+        logits = network(input_ids=ids, token_type_ids=types).logits[0]
+        rows.append(torch.logsumexp(logits, dim=0) - logits[int(target)])
+    mean = torch.stack(rows).mean()
+    mean.backward()
+    return mean.item(), gradients(network)
+
+
+def distance(found: Gradients, expected: Gradients) -> float:
+    """|found - expected| / |expected| over all tensors jointly."""
+    assert found.keys() == expected.keys()
+    apart = sum(float((found[name] - expected[name]).square().sum()) for name in expected)
+    return float(np.sqrt(apart / sum(float(value.square().sum()) for value in expected.values())))
+
+
+def norm(found: Gradients) -> float:
+    return float(torch.stack([value.square().sum() for value in found.values()]).sum().sqrt())
+
+
+def test_gradient_is_that_of_the_mean_loss_over_all_rows(network: torch.nn.Module) -> None:
+    rows = make_rows(13)
+    loss, expected = by_hand(network, rows)
+    done, found = trained(network, cut(rows, [5, 1, 4, 3]))
+    assert found.keys() == {name for name, _ in network.named_parameters()}
+    assert distance(found, expected) < 1e-12
+    for name, value in expected.items():  # each tensor alone too: a wrong small one would drown in the joint figure
+        assert norm({name: found[name] - value}) <= 1e-9 * max(norm({name: value}), 1e-6 * norm(expected)), name
+    assert done.loss == pytest.approx(loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [[1] * 13, [12, 1], [1, 12], [6, 7], [2, 3, 8], [4, 4, 4, 1]])
+def test_any_split_into_passes_gives_the_same_gradient(network: torch.nn.Module, sizes: list[int]) -> None:
+    rows = make_rows(13)
+    whole, expected = trained(network, [rows])
+    done, found = trained(network, cut(rows, sizes))
+    assert distance(found, expected) < 1e-12
+    assert done.loss == pytest.approx(whole.loss, rel=1e-12)
+    assert (done.passes, done.rows) == (len(sizes), 13)
+
+
+def test_rows_in_another_order_give_the_same_gradient(network: torch.nn.Module) -> None:
+    rows = make_rows(13)
+    _, expected = trained(network, [rows])
+    _, found = trained(network, cut(pick(rows, np.random.default_rng(1).permutation(13).tolist()), [5, 5, 3]))
+    assert distance(found, expected) < 1e-12
+
+
+def test_gradients_of_the_last_update_are_forgotten(network: torch.nn.Module) -> None:
+    first, second = make_rows(5, seed=1), make_rows(4, seed=2)
+    _, expected = trained(network, [second])
+    trained(network, [first])
+    _, found = trained(network, [second])
+    assert distance(found, expected) == 0.0
+
+
+def test_what_an_update_reports(network: torch.nn.Module) -> None:
+    rows = make_rows(6)
+    passes = cut(rows, [4, 2])
+    done, found = trained(network, passes)
+    first, second = passes[0].lengths, passes[1].lengths
+    assert first.max() > first.min()
+    assert (done.rows, done.passes, done.real_tokens) == (6, 2, int(rows.lengths.sum()))
+    assert done.padded_tokens == 4 * int(first.max()) + 2 * int(second.max())
+    assert done.gradient_norm == pytest.approx(norm(found), rel=1e-12)
+
+
+def test_a_gradient_above_the_limit_is_scaled_to_it(network: torch.nn.Module) -> None:
+    rows = make_rows(6)
+    _, whole = trained(network, [rows])
+    length = norm(whole)
+    done, found = trained(network, [rows], clip_norm=length / 4)
+    # torch divides by (norm + 1e-6), so that the clipped norm is a millionth of a norm short.
+    assert norm(found) == pytest.approx(length / 4 * length / (length + 1e-6), rel=1e-12)
+    assert distance({name: 4 * value for name, value in found.items()}, whole) < 1e-5
+    assert done.gradient_norm == pytest.approx(length, rel=1e-12)  # reported as it was
+
+
+def test_a_gradient_below_the_limit_is_left_alone(network: torch.nn.Module) -> None:
+    rows = make_rows(6)
+    _, whole = trained(network, [rows])
+    _, found = trained(network, [rows], clip_norm=norm(whole) * 1.01)
+    assert distance(found, whole) == 0.0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_no_number_stops_before_the_weights_change(network: torch.nn.Module, value: float) -> None:
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+
+    def broken(logits: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        return LOSS(logits, tokens) * value
+
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    with pytest.raises(step.NonFinite, match=r"lower optim\.lr, set train\.precision=fp32, or set optim\.clip_norm"):
+        step.run_update(Exchange(network), optimizer, broken, [make_rows(3)], pad_id=0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+
+
+def test_the_optimizer_moves_the_weights_against_the_gradient(network: torch.nn.Module) -> None:
+    rows = make_rows(7)
+    before = {name: p.detach().clone() for name, p in network.named_parameters()}
+    _, expected = by_hand(network, rows)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
+    step.run_update(Exchange(network), optimizer, LOSS, cut(rows, [4, 3]), pad_id=0)
+    moved = {name: (before[name] - p.detach()) / 0.5 for name, p in network.named_parameters()}
+    assert distance(moved, expected) < 1e-12
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.float64, "fp32"), (torch.float32, "fp32")])
+def test_logits_have_the_precision_of_the_weights(network: torch.nn.Module, dtype: torch.dtype, precision: str) -> None:
+    assert step.forward(network.to(dtype), make_rows(3), 0, precision).dtype == dtype
+
+
+def test_bf16_is_near_fp32_and_its_loss_is_fp32(network: torch.nn.Module) -> None:
+    rows = make_rows(3)
+    exact = step.forward(network.float(), rows, 0, "fp32")
+    half = step.forward(network, rows, 0, "bf16")
+    assert half.dtype == torch.bfloat16
+    assert 0 < (half.float() - exact).abs().max().item() < 0.1
+    assert LOSS(half, rows).dtype == torch.float32
+    assert LOSS(exact.double(), rows).dtype == torch.float64
+
+
+def test_only_inputs_that_the_model_takes_are_passed() -> None:
+    class Plain(torch.nn.Module):
+        """Takes no token types, like DistilBERT."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+            self.seen = (input_ids, attention_mask)
+            return type("Output", (), {"logits": self.weight * input_ids})
+
+    plain = Plain()
+    nothing = np.zeros(2, dtype=np.int64)
+    rows = Tokens(
+        ids=np.array([11, 12, 13], dtype=np.int32),
+        lengths=np.array([1, 2], dtype=np.int32),
+        second=np.array([1, 2], dtype=np.int32),
+        targets=nothing,
+        row_ids=nothing.astype(np.uint64),
+        teacher=np.empty((2, 0), dtype=np.float32),
+    )
+    step.forward(plain, rows, pad_id=9, precision="fp32")
+    assert [tensor.tolist() for tensor in plain.seen] == [[[11, 9], [12, 13]], [[1, 0], [1, 1]]]
+
+
+def test_one_worker_exchanges_nothing(network: torch.nn.Module) -> None:
+    exchange = Exchange(network)
+    assert (exchange.world, exchange.rank, exchange.distributed) == (1, 0, False)
+    assert exchange.model is network
+    assert isinstance(exchange.during(last=False), nullcontext)
+    assert exchange.sum(torch.tensor([3.5])).item() == 3.5
+    assert exchange.from_rank_zero(7) == 7
+    exchange.barrier()

@@ -1,0 +1,227 @@
+"""One update on several workers: together they take the gradient of one, and end with its weights."""
+
+import atexit
+import json
+import os
+import shutil
+import time
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.multiprocessing.spawn import spawn
+
+from rtrain.config import Optim
+from rtrain.data.order import deal
+from rtrain.data.store import Tokens
+from rtrain.training import optim, step
+from rtrain.training.exchange import Exchange
+from tests.test_step import (
+    LOSS,
+    Gradients,
+    distance,
+    gradients,
+    make_network,
+    make_rows,
+    make_still_encoder,
+    norm,
+    pick,
+)
+
+# Rows of the updates that worker processes train on, in passes of at most 3: with two workers the third update leaves
+# one idle, with three the second one does too.
+UPDATES = (13, 2, 1, 12)
+WORLDS = (1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_still_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+def _worker(rank: int, folder: Path) -> None:
+    """One of three processes. All three train and evaluate together, then the first two, then the first alone."""
+    torch.set_num_threads(1)
+    for world in sorted(WORLDS, reverse=True):
+        if rank < world:
+            _in_world(rank, world, folder)
+    (folder / f"left-{rank}").touch()
+
+
+def _in_world(rank: int, world: int, folder: Path) -> None:
+    if world > 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/rendezvous-{world}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=60),
+        )
+    try:
+        results = {"updates": _updates(world, rank, folder), "exchanges": _exchanges(world, rank, folder)}
+        from tests import test_evaluate, test_loop
+
+        results["scores"] = test_evaluate.scores_of(Exchange(make_network(folder / "encoder")), folder / "store")
+        results["loop"] = test_loop.straight_and_resumed(folder / "loop", world, rank)
+        (folder / f"{world}-{rank}.json").write_text(json.dumps(results))
+    finally:
+        if world > 1:
+            dist.destroy_process_group()
+
+
+def _updates(world: int, rank: int, folder: Path) -> list[dict[str, Any]]:
+    """Three updates by AdamW; every rank keeps its weights."""
+    network = make_network(folder / "encoder")
+    optimizer = optim.build(network, Optim(lr=1e-3))
+    exchange = Exchange(network)
+    found = []
+    for number, count in enumerate(UPDATES):
+        done = step.run_update(exchange, optimizer, LOSS, _share(number, count, world, rank), pad_id=0, clip_norm=1.0)
+        found.append({"loss": done.loss, "norm": done.gradient_norm, "rows": done.rows, "passes": done.passes})
+        torch.save(gradients(network), folder / f"gradients-{world}-{rank}-{number}.pt")
+    torch.save(network.state_dict(), folder / f"weights-{world}-{rank}.pt")
+    return found
+
+
+def _share(number: int, count: int, world: int, rank: int) -> list[Tokens]:
+    rows = make_rows(count, seed=number)
+    return [pick(rows, chosen.tolist()) for chosen in deal(rows.lengths, world, micro_batch=3)[rank]]
+
+
+def _exchanges(world: int, rank: int, folder: Path) -> list[int]:
+    """How often DDP sums gradients, per update."""
+    if world == 1:
+        return [0] * len(UPDATES)
+    network = make_network(folder / "encoder")
+    exchange = Exchange(network)
+    calls = 0
+
+    def counted(
+        group: dist.ProcessGroup,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[torch.Tensor]:
+        nonlocal calls
+        calls += 1
+        return allreduce_hook(group, bucket)
+
+    exchange.model.register_comm_hook(dist.group.WORLD, counted)  # type: ignore[operator]
+    found = []
+    for number, count in enumerate(UPDATES):
+        before = calls
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+        step.run_update(exchange, optimizer, LOSS, _share(number, count, world, rank), pad_id=0)
+        found.append(calls - before)
+    return found
+
+
+Results = tuple[dict[tuple[int, int], dict[str, Any]], Path]
+
+
+def on_workers() -> Results:
+    """Results of each (world, rank), and the folder of weights."""
+    found = _ran_once()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+@lru_cache(maxsize=1)
+def _ran_once() -> Results | Exception:
+    """One start of three processes serves all tests; so does one failure."""
+    try:
+        return _run_workers()
+    except Exception as error:
+        return error
+
+
+def _run_workers() -> Results:
+    from tests import test_evaluate, test_loop
+
+    folder = Path(mkdtemp(prefix="rtrain-workers-"))
+    atexit.register(shutil.rmtree, folder)
+    make_still_encoder(folder / "encoder")
+    test_evaluate.make_scored_store(folder / "store", folder / "encoder")
+    test_loop.make_ground(folder / "loop")
+    context = spawn(_worker, args=(folder,), nprocs=max(WORLDS), join=False)
+    end = time.monotonic() + 120
+    while not context.join(timeout=1):  # raises where a process failed
+        if time.monotonic() > end:
+            for process in context.processes:
+                process.kill()
+            left = [rank for rank in range(max(WORLDS)) if (folder / f"left-{rank}").is_file()]
+            raise TimeoutError(f"of three workers only {left} ended")
+    found = {
+        (world, rank): json.loads((folder / f"{world}-{rank}.json").read_text())
+        for world in WORLDS
+        for rank in range(world)
+    }
+    return found, folder
+
+
+def loaded(path: Path) -> Gradients:
+    found: Gradients = torch.load(path, weights_only=True)
+    return found
+
+
+def test_the_cases_leave_workers_idle() -> None:
+    idle = [
+        [sum(not _share(n, count, world, rank) for rank in range(world)) for n, count in enumerate(UPDATES)]
+        for world in WORLDS
+    ]
+    assert idle == [[0, 0, 0, 0], [0, 0, 1, 0], [0, 1, 2, 0]]
+    passes = [[len(_share(0, 13, world, rank)) for rank in range(world)] for world in WORLDS]
+    assert passes == [[5], [3, 2], [2, 2, 2]]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_workers_together_take_the_gradient_of_one_worker(world: int) -> None:
+    _, folder = on_workers()
+    for number in range(len(UPDATES)):
+        alone = loaded(folder / f"gradients-1-0-{number}.pt")
+        for rank in range(world):
+            # From the second update on the weights differ by rounding already.
+            assert distance(loaded(folder / f"gradients-{world}-{rank}-{number}.pt"), alone) < 1e-10
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_workers_together_end_with_the_weights_of_one_worker(world: int, encoder: Path) -> None:
+    _, folder = on_workers()
+    start = {name: value.clone() for name, value in make_network(encoder).state_dict().items()}
+    alone = loaded(folder / "weights-1-0.pt")
+    moved = {name: alone[name] - start[name] for name in start}
+    assert norm(moved) > 0.01
+    first = loaded(folder / f"weights-{world}-0.pt")
+    # Of the distance moved, not of the weights: AdamW's four steps are short.
+    assert norm({name: first[name] - alone[name] for name in alone}) < 1e-10 * norm(alone)
+    assert norm({name: first[name] - alone[name] for name in alone}) < 1e-8 * norm(moved)
+    for rank in range(1, world):
+        other = loaded(folder / f"weights-{world}-{rank}.pt")
+        assert all(torch.equal(other[name], first[name]) for name in first)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_worker_reports_the_loss_of_all_rows_and_its_own_counts(world: int) -> None:
+    results, _ = on_workers()
+    alone = results[1, 0]["updates"]
+    for number, count in enumerate(UPDATES):
+        reports = [results[world, rank]["updates"][number] for rank in range(world)]
+        assert [report["loss"] for report in reports] == pytest.approx([alone[number]["loss"]] * world, rel=1e-9)
+        assert [report["norm"] for report in reports] == pytest.approx([alone[number]["norm"]] * world, rel=1e-9)
+        assert sum(report["rows"] for report in reports) == count
+        assert [report["passes"] for report in reports] == [
+            len(_share(number, count, world, rank)) for rank in range(world)
+        ]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_are_exchanged_once_an_update_also_by_the_idle(world: int) -> None:
+    results, _ = on_workers()
+    # One bucket: the tiny model's 0.4 MB fit into DDP's first one.
+    assert [results[world, rank]["exchanges"] for rank in range(world)] == [[1, 1, 1, 1]] * world

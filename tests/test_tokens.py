@@ -1,0 +1,394 @@
+"""Rows to token store, without Ray: its address, its splits, its row ids, and what becomes of bad rows."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rtrain import config
+from rtrain.config import Recipe
+from rtrain.data import records, tokens
+from rtrain.data.records import Record
+from rtrain.data.store import Store
+from rtrain.errors import ConfigError, UserError
+from rtrain.tasks import base
+from tests.conftest import Row, labelled_rows, write_rows
+from tests.tiny import make_encoder, make_store
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+def recipe_of(path: Path, **overrides: Any) -> Recipe:
+    dotted = {f"data.{name}": value for name, value in overrides.items()}
+    return config.load("intent", {"data.path": str(path), **dotted}).recipe
+
+
+def store_of(folder: Path, rows: Sequence[Row], encoder: Path, **overrides: Any) -> Store:
+    folder.mkdir(exist_ok=True)
+    return make_store(recipe_of(write_rows(folder / "rows.csv", list(rows)), **overrides), encoder, folder)
+
+
+def quarantine(made: Store) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = pyarrow.parquet.read_table(made.folder / "quarantine.parquet").to_pylist()
+    return found
+
+
+def texts_by_split(made: Store, encoder: Path) -> dict[str, list[str]]:
+    """The rows of each split as text again."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(encoder / "tokenizer.json"))
+    found = {}
+    for split in ("train", "valid", "test"):
+        rows = (made.read(split, np.array([row])).ids.tolist() for row in range(made.rows(split)))
+        found[split] = [tokenizer.decode(ids) for ids in rows]
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ address
+
+
+def digest_of(path: Path, encoder: Path, **overrides: Any) -> str:
+    recipe = recipe_of(path, **overrides)
+    return tokens.digest(recipe, records.inspect(recipe.data), encoder)
+
+
+def test_equal_rows_have_one_address_wherever_they_lie(tmp_path: Path, encoder: Path) -> None:
+    first, copy = (write_rows(tmp_path / name, labelled_rows(9)) for name in ("a.csv", "b.csv"))
+    assert digest_of(first, encoder) == digest_of(copy, encoder)
+    assert digest_of(first, encoder) == digest_of(first, encoder, max_bad_rows=0.5)
+    assert len(digest_of(first, encoder)) == 16
+
+
+def test_what_shapes_the_rows_is_in_the_address(tmp_path: Path, encoder: Path) -> None:
+    path = write_rows(tmp_path / "a.csv", labelled_rows(9))
+    edited = write_rows(tmp_path / "edited.csv", labelled_rows(10))
+    other = make_encoder(tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["normalizer"]["lowercase"] = False
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    addresses = [
+        digest_of(path, encoder),
+        digest_of(edited, encoder),
+        digest_of(path, other),
+        digest_of(path, encoder, max_tokens=32),
+        digest_of(path, encoder, text="label", label="text"),
+        digest_of(path, encoder, max_row_bytes=100),
+        digest_of(path, encoder, test=str(edited)),
+    ]
+    assert len(set(addresses)) == len(addresses)
+
+
+def test_training_settings_are_not_in_the_address(tmp_path: Path, encoder: Path) -> None:
+    recipe = recipe_of(write_rows(tmp_path / "a.csv", labelled_rows(9)))
+    other = config.load("intent", {"data.path": recipe.data.path, "optim.lr": 1e-5, "train.seed": 4}).recipe
+    source = records.inspect(recipe.data)
+    assert tokens.digest(recipe, source, encoder) == tokens.digest(other, source, encoder)
+
+
+def test_a_finished_store_is_reused_without_reading_rows(tmp_path: Path, encoder: Path) -> None:
+    recipe = recipe_of(write_rows(tmp_path / "a.csv", labelled_rows(60)))
+    made = make_store(recipe, encoder, tmp_path)
+    found, was_made = tokens.ensure(recipe, records.inspect(recipe.data), encoder, tmp_path)
+    assert (found.folder, found.manifest, was_made) == (made.folder, made.manifest, False)
+
+
+def test_a_folder_without_tokenizer_is_refused_before_a_job(tmp_path: Path, encoder: Path) -> None:
+    recipe = recipe_of(write_rows(tmp_path / "a.csv", labelled_rows(60)))
+    broken = make_encoder(tmp_path / "broken")
+    (broken / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"tokenizer\.json cannot be read as a tokenizer"):
+        tokens.ensure(recipe, records.inspect(recipe.data), broken, tmp_path)
+    (broken / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json in the folder"):
+        base.load_tokenizer(broken, 16)
+    assert not (tmp_path / ".tokens").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------- splits
+
+
+@pytest.mark.parametrize(
+    ("share", "alone", "beside_test"),
+    [
+        (0.0, "train", "train"),
+        (0.799, "train", "train"),
+        (0.801, "valid", "train"),
+        (0.899, "valid", "train"),
+        (0.901, "test", "valid"),
+        (0.9999, "test", "valid"),
+    ],
+)
+def test_the_hash_of_the_text_chooses_the_split(share: float, alone: str, beside_test: str) -> None:
+    value = int(share * 2**64)
+    assert tokens.split_of("train", value, has_test=False) == alone
+    assert tokens.split_of("train", value, has_test=True) == beside_test
+    assert tokens.split_of("test", value, has_test=True) == "test"
+
+
+def test_shares_are_near_80_10_10_and_90_10() -> None:
+    hashes = [tokens.content_hashes(Record(1, f"text {n}", None, "a", None))[0] for n in range(20_000)]
+    for has_test, shares in ((False, {"train": 0.8, "valid": 0.1, "test": 0.1}), (True, {"train": 0.9, "valid": 0.1})):
+        found = [tokens.split_of("train", value, has_test) for value in hashes]
+        assert set(found) == set(shares)
+        for name, share in shares.items():
+            # A share of 0.1 (or 0.8) of 20,000 has a deviation of 0.0021 (or 0.0028).
+            assert found.count(name) / 20_000 == pytest.approx(share, abs=0.012)
+
+
+def test_equal_texts_fall_into_one_split_whatever_their_label(tmp_path: Path, encoder: Path) -> None:
+    rows = [(f"the same words {number % 40}", label) for number in range(240) for label in ("x", "y")]
+    found = texts_by_split(store_of(tmp_path, rows, encoder), encoder)
+    assert {split: len(texts) % 12 for split, texts in found.items()} == {"train": 0, "valid": 0, "test": 0}
+    splits = [set(texts) for texts in found.values()]
+    assert sum(map(len, splits)) == len(set.union(*splits)) == 40
+
+
+def test_a_row_keeps_its_split_when_others_come_and_go(tmp_path: Path, encoder: Path) -> None:
+    rows = labelled_rows(200)
+    all_rows = texts_by_split(store_of(tmp_path / "all", rows, encoder), encoder)
+    half = texts_by_split(store_of(tmp_path / "half", rows[::-2], encoder), encoder)
+    for split, texts in half.items():
+        assert set(texts) < set(all_rows[split])
+
+
+def test_the_hash_is_over_all_texts_and_pinned() -> None:
+    """A store made by a later version must split alike."""
+    first = tokens.content_hashes(Record(1, "a", "b", "c", None))
+    assert first == (11797832347080049151, 944102295022078880)
+    assert tokens.content_hashes(Record(9, "a", "b", "c", None)) == first  # the line is no content
+    assert tokens.content_hashes(Record(1, "a", "b", "d", None))[0] == first[0]
+    others = [("a", "b", "d"), ("a", "bc", ""), ("ab", None, "c"), ("a", None, "c"), ("b", "a", "c")]
+    keys = {tokens.content_hashes(Record(1, text, pair, label, None))[1] for text, pair, label in others}
+    assert len(keys | {first[1]}) == 6
+
+
+# ------------------------------------------------------------------------------------------------------------ row ids
+
+
+def test_equal_rows_get_distinct_ids() -> None:
+    content = np.array([7, 5, 7, 7, 5, 9], dtype=np.uint64)
+    ids = tokens.identify(content)
+    step = 0x9E3779B97F4A7C15
+    # The first occurrence keeps its content's hash, the next ones add the step, modulo 2^64.
+    assert ids.tolist() == [7, 5, 7 + step, (7 + 2 * step) % 2**64, 5 + step, 9]
+
+
+@given(st.lists(st.integers(0, 5), max_size=60))
+@settings(deadline=None)
+def test_ids_are_unique_and_equal_contents_have_equal_sets_of_ids(values: list[int]) -> None:
+    content = np.array(values, dtype=np.uint64) * np.uint64(0x123456789ABCDEF1)
+    ids = tokens.identify(content) if values else content
+    assert len(set(ids.tolist())) == len(values)
+    if values:
+        turned = tokens.identify(content[::-1].copy())
+        assert sorted(turned.tolist()) == sorted(ids.tolist())
+
+
+def test_ids_do_not_depend_on_how_rows_lie_in_files_and_shards(
+    tmp_path: Path, encoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [*labelled_rows(150), *labelled_rows(30)]  # 30 of them twice
+    whole = store_of(tmp_path / "whole", rows, encoder)
+    monkeypatch.setattr(tokens, "SHARD_ROWS", 7)
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    for number in range(3):
+        write_rows(parts / f"{number}.csv", rows[60 * number : 60 * number + 60])
+    cut = make_store(recipe_of(parts), encoder, tmp_path)
+    assert (len(whole.manifest.shards), len(cut.manifest.shards)) == (1, 3 * 9)  # ceil(60 / 7) = 9 shards a file
+    assert whole.manifest.digest != cut.manifest.digest
+    for split in ("train", "valid", "test"):
+        positions = np.arange(whole.rows(split))
+        first, second = whole.read(split, positions), cut.read(split, positions)
+        for name in ("ids", "lengths", "second", "targets", "row_ids"):
+            assert np.array_equal(getattr(first, name), getattr(second, name)), (split, name)
+        assert len(set(first.row_ids.tolist())) == len(positions)
+
+
+# -------------------------------------------------------------------------------------------------------- the encoder
+
+
+def encode(rows: list[Record], encoder: Path, max_tokens: int = 16, text_pair: str | None = None) -> Any:
+    recipe = recipe_of(Path("rows.csv"), max_tokens=max_tokens, text_pair=text_pair)
+    job = tokens.Job(recipe, encoder, Path("nowhere"), has_test=False)
+    return tokens._encode(rows, "train", job, base.get("classification"), base.load_tokenizer(encoder, max_tokens))
+
+
+def test_rows_become_tokens_and_bad_rows_none(encoder: Path) -> None:
+    rows = [
+        Record(2, "where is my parcel", None, "x", None),
+        Record(3, "", None, "\udce9", "bad"),
+        Record(4, "money", None, "y", None),
+    ]
+    table = encode(rows, encoder)
+    tokenizer = tokenizers.Tokenizer.from_file(str(encoder / "tokenizer.json"))
+    expected = [tokenizer.encode(text).ids for text in ("where is my parcel", "money")]
+    assert table["ids"].to_pylist() == [expected[0], [], expected[1]]
+    assert table["length"].to_pylist() == [len(expected[0]), 0, len(expected[1])]
+    assert table["second"].to_pylist() == [len(expected[0]), 0, len(expected[1])]  # no second text: the length
+    assert table["label"].to_pylist() == ["x", "?", "y"]
+    assert table["line"].to_pylist() == [2, 3, 4]
+    assert table["reason"].to_pylist() == [None, "bad", None]
+    assert table["split"].to_pylist()[1] == tokens._BAD
+    assert set(table["split"].to_pylist()[::2]) <= {0, 1, 2}
+
+
+def test_a_long_text_is_cut_and_marked(encoder: Path) -> None:
+    long = "where is my parcel " * 20
+    table = encode([Record(2, long, None, "x", None), Record(3, "money", None, "x", None)], encoder, max_tokens=16)
+    assert table["truncated"].to_pylist() == [True, False]
+    assert table["length"].to_pylist()[0] == 16
+    tokenizer = tokenizers.Tokenizer.from_file(str(encoder / "tokenizer.json"))
+    assert table["ids"].to_pylist()[0] == [*tokenizer.encode(long).ids[:15], tokenizer.token_to_id("[SEP]")]
+
+
+def test_the_second_text_starts_where_the_token_types_change(encoder: Path) -> None:
+    table = encode([Record(2, "where is my parcel", "money", "x", None)], encoder, text_pair="other")
+    tokenizer = tokenizers.Tokenizer.from_file(str(encoder / "tokenizer.json"))
+    both = tokenizer.encode("where is my parcel", "money")
+    assert table["ids"].to_pylist() == [both.ids]
+    assert table["second"].to_pylist() == [both.type_ids.index(1)] == [len(tokenizer.encode("where is my parcel").ids)]
+
+
+# --------------------------------------------------------------------------------------------------------- the commit
+
+
+def test_a_store_holds_every_row_once_with_its_label(tmp_path: Path, encoder: Path) -> None:
+    rows = labelled_rows(300)
+    made = store_of(tmp_path, rows, encoder)
+    assert made.manifest.labels == ("login", "parcel", "refund")
+    assert sum(made.manifest.rows.values()) == 300
+    assert made.manifest.quarantined == made.manifest.truncated == 0
+    tokenizer = base.load_tokenizer(encoder, 64)
+    expected = {tuple(tokenizer.encode(text).ids): made.manifest.labels.index(label) for text, label in rows}
+    found = {}
+    for split in ("train", "valid", "test"):
+        for row in range(made.rows(split)):
+            one = made.read(split, np.array([row]))
+            found[tuple(one.ids.tolist())] = int(one.targets[0])
+        assert made.manifest.tokens[split] == int(made.column(split, "length").sum())
+    assert len(expected) == 300
+    assert found == expected
+
+
+def test_bad_rows_are_kept_in_quarantine_with_file_and_line(tmp_path: Path, encoder: Path) -> None:
+    rows = labelled_rows(100)
+    rows[10] = ("", "login")
+    rows[50] = ("text", " ")
+    made = store_of(tmp_path, rows, encoder)
+    path = str(tmp_path / "rows.csv")
+    assert quarantine(made) == [
+        {"source": path, "line": 12, "reason": "column 'text' is empty; write a text or remove the row"},
+        {"source": path, "line": 52, "reason": "column 'label' is empty; write a label or remove the row"},
+    ]
+    assert made.manifest.quarantined == 2
+    assert sum(made.manifest.rows.values()) == 98
+
+
+def test_bad_rows_do_not_change_the_others(tmp_path: Path, encoder: Path) -> None:
+    rows = labelled_rows(100)
+    clean = store_of(tmp_path / "clean", rows, encoder)
+    mixed = store_of(tmp_path / "mixed", [*rows[:50], ("", "x"), *rows[50:]], encoder)
+    assert clean.manifest.rows == mixed.manifest.rows
+    assert clean.manifest.tokens == mixed.manifest.tokens
+    for split in ("train", "valid", "test"):
+        positions = np.arange(clean.rows(split))
+        assert np.array_equal(clean.read(split, positions).ids, mixed.read(split, positions).ids)
+
+
+def test_too_many_bad_rows_are_refused_with_their_lines(tmp_path: Path, encoder: Path) -> None:
+    rows = labelled_rows(100)
+    for number in (0, 1, 2):
+        rows[number] = ("", "x")
+    with pytest.raises(UserError) as caught:
+        store_of(tmp_path, rows, encoder)
+    path = tmp_path / "rows.csv"
+    reason = "column 'text' is empty; write a text or remove the row"
+    assert str(caught.value) == (
+        "3 of 100 rows cannot be used (data.max_bad_rows=0.02):\n"
+        f"  {path}:2: {reason}\n  {path}:3: {reason}\n  {path}:4: {reason}\n"
+        "Mend these lines, or raise data.max_bad_rows to set them aside."
+    )
+
+
+def test_rows_that_are_all_bad_are_refused_as_such(tmp_path: Path, encoder: Path) -> None:
+    path = tmp_path / "latin1.csv"
+    path.write_bytes(b"text,label\n" + "".join(f"café {n},été\n" for n in range(40)).encode("latin1"))
+    with pytest.raises(UserError, match="40 of 40 rows cannot be used") as caught:
+        make_store(recipe_of(path), encoder, tmp_path)
+    assert "latin1.csv:2: column 'text' is not UTF-8; convert the file, e.g. iconv" in str(caught.value)
+
+
+def test_a_header_without_rows_is_refused(tmp_path: Path, encoder: Path) -> None:
+    with pytest.raises(UserError, match="has a header and no rows; add rows, one text and label each"):
+        store_of(tmp_path, [], encoder)
+
+
+def test_one_label_alone_is_refused(tmp_path: Path, encoder: Path) -> None:
+    with pytest.raises(UserError, match=r"the training rows have one class only \('x'\)"):
+        store_of(tmp_path, [(f"text {n}", "x") for n in range(60)], encoder)
+
+
+def test_rows_without_a_validation_row_are_refused(tmp_path: Path, encoder: Path) -> None:
+    rows = [row for row in labelled_rows(40) if tokens.split_of("train", hash_of(row), has_test=False) == "train"]
+    with pytest.raises(UserError, match=f"{len(rows)} training rows leave no validation row; give more rows"):
+        store_of(tmp_path, rows, encoder)
+
+
+def hash_of(row: Row) -> int:
+    return tokens.content_hashes(Record(1, row[0], None, row[1], None))[0]
+
+
+def test_a_label_that_only_other_splits_have_is_set_aside(tmp_path: Path, encoder: Path) -> None:
+    rows = labelled_rows(100)
+    rare = next(n for n, row in enumerate(rows) if tokens.split_of("train", hash_of(row), has_test=False) == "valid")
+    rows[rare] = (rows[rare][0], "rare")
+    made = store_of(tmp_path, rows, encoder)
+    assert made.manifest.labels == ("login", "parcel", "refund")
+    assert quarantine(made) == [
+        {
+            "source": str(tmp_path / "rows.csv"),
+            "line": rare + 2,
+            "reason": "label 'rare' occurs in no training row; add rows of it",
+        }
+    ]
+    assert sum(made.manifest.rows.values()) == 99
+    assert min(made.column(split, "target").min() for split in ("train", "valid", "test")) == 0
+
+
+def test_a_test_file_with_a_label_of_its_own_is_refused(tmp_path: Path, encoder: Path) -> None:
+    path = write_rows(tmp_path / "train.csv", labelled_rows(60))
+    test = write_rows(tmp_path / "test.csv", [("a", "login"), ("b", "Login"), ("c", "Login")])
+    with pytest.raises(UserError) as caught:
+        make_store(recipe_of(path, test=str(test)), encoder, tmp_path)
+    assert str(caught.value) == (
+        f"data.label: 2 rows have a label that no training row has:\n  {test}:3: label 'Login'\n"
+        f"  {test}:4: label 'Login'\nAdd training rows of it, or correct these labels."
+    )
+
+
+def test_rows_of_a_test_file_are_all_test_rows(tmp_path: Path, encoder: Path) -> None:
+    rows = labelled_rows(150)
+    path, test = write_rows(tmp_path / "train.csv", rows[:100]), write_rows(tmp_path / "test.csv", rows[100:])
+    made = make_store(recipe_of(path, test=str(test)), encoder, tmp_path)
+    assert made.manifest.rows["test"] == 50
+    assert made.manifest.rows["train"] + made.manifest.rows["valid"] == 100
+    assert 80 <= made.manifest.rows["train"] < 100
+
+
+def test_texts_that_were_cut_are_counted(tmp_path: Path, encoder: Path) -> None:
+    rows = labelled_rows(100)
+    made = store_of(tmp_path, rows, encoder, max_tokens=32)
+    tokenizer = tokenizers.Tokenizer.from_file(str(encoder / "tokenizer.json"))
+    long = sum(len(tokenizer.encode(text).ids) > 32 for text, _ in rows)
+    assert 0 < long < 100
+    assert made.manifest.truncated == long

@@ -1,0 +1,118 @@
+"""A tiny encoder and a tiny artefact, made in a second from nothing: no download, no committed weights."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import rtrain.artifact
+import rtrain.predict
+from rtrain.artifact import Artifact
+from rtrain.config import Recipe
+
+if TYPE_CHECKING:
+    import transformers
+
+    from rtrain.data.store import Store
+
+VOCABULARY = 300
+MAX_TOKENS = 64
+NAME = "tiny"
+
+CORPUS = (
+    "where is my parcel, it was due on monday and nobody came to the door",
+    "please cancel my subscription at the end of the month and confirm by mail",
+    "the card was declined twice in the shop although there is money on the account",
+    "how do i change the address of an order that was already sent",
+    "i want my money back, the box was open and two articles were missing",
+    "can you tell me the exchange rate for dollars and euros today",
+    "the app says wrong password, but i have not changed it in years",
+    "my invoice shows a fee that i do not understand, who can explain it",
+    "thank you for the quick answer, everything works again now",
+    "which documents do you need to open an account for my daughter",
+    "der brief kam gestern, vielen dank für die schnelle hilfe",
+    "le colis est arrivé ouvert et il manque deux articles sur trois",
+    "pueden devolverme el dinero de la factura, por favor?",
+)
+"""Own sentences, enough for a vocabulary of word pieces."""
+
+
+def make_encoder(folder: Path, seed: int = 0) -> Path:
+    """A bare encoder with random weights: config.json, tokenizer.json, model.safetensors. Usable as `model.name`."""
+    import torch
+    import transformers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    _tokenizer(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformers.BertModel(_config()).save_pretrained(folder)
+    return folder
+
+
+def make_artifact(folder: Path, labels: Sequence[str] = ("a", "b", "c"), seed: int = 0) -> Path:
+    """A complete float artefact with random weights, golden answers and manifest included."""
+    import torch
+    import transformers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    _tokenizer(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.BertForSequenceClassification(_config(num_labels=len(labels)))
+        # The usual 0.02 gives every text nearly the same scores; an answer that swapped two rows would pass unseen.
+        torch.nn.init.normal_(model.classifier.weight, std=1.0)
+        model.save_pretrained(folder)
+    artifact = Artifact(name=NAME, task="classification", labels=tuple(labels), max_tokens=MAX_TOKENS, engine="torch")
+    rtrain.artifact.write(folder, artifact, rtrain.predict.golden_logits)
+    return folder
+
+
+def make_store(recipe: Recipe, encoder: Path, root: Path) -> "Store":
+    """The token store that `tokens.ensure` makes, by the same functions one after another, without Ray."""
+    from rtrain.data import records, store, tokens
+
+    source = records.inspect(recipe.data)
+    writer = store.Writer(root / ".tokens" / tokens.digest(recipe, source, encoder))
+    job = tokens.Job(recipe, encoder, writer.folder, source.has_test)
+    pieces = [{"number": number, "piece": list(piece)} for number, piece in enumerate(source.pieces)]
+    shards = [row["shard"] for piece in pieces for row in tokens._write_piece(piece, job)]
+    return tokens._commit(recipe, source, writer, shards)
+
+
+def _config(num_labels: int = 2) -> "transformers.BertConfig":
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=128,
+        # Wider than usual, so that different texts get visibly different vectors from untrained weights.
+        initializer_range=0.2,
+    )
+    config.num_labels = num_labels
+    return config
+
+
+def _tokenizer(folder: Path) -> None:
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+    # Not tokenizers' own trainer: it breaks ties by hash order, so that each process would get another vocabulary.
+    words = Counter(re.findall(r"\w+", " ".join(CORPUS)))
+    letters = sorted(set("".join(CORPUS)) - {" "}) + list("0123456789!?")
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + letter for letter in letters)]
+    pieces += sorted(words, key=lambda word: (-words[word], word))
+    vocabulary = {piece: number for number, piece in enumerate(list(dict.fromkeys(pieces))[:VOCABULARY])}
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.add_special_tokens(pieces[:5])
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True, strip_accents=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    sep, cls = (("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
+    tokenizer.post_processor = processors.BertProcessing(sep, cls)
+    tokenizer.save(str(folder / "tokenizer.json"))
