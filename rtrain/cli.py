@@ -1,7 +1,6 @@
 """The command line: verbs only. Each parses, calls one function, and prints; heavy imports are inside the verbs."""
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,14 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     if code == INTERRUPTED:
         print("rtrain: interrupted", file=sys.stderr)
-        _leave(INTERRUPTED)
-
-
-def _leave(code: int) -> None:
-    """Exit without waiting for threads that Ray left in a call which the ended session will never answer."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        sys.exit(INTERRUPTED)
 
 
 def _config(recipe: str, assignments: list[str] | None, **short: Any) -> Any:

@@ -18,6 +18,8 @@ SETTINGS = {
     "RAY_DEDUP_LOGS": "1",
     # A thread of Tune's that outlives an interrupted session would start a Ray of its own with its next call.
     "RAY_ENABLE_AUTO_CONNECT": "0",
+    # Tune swallows the first Ctrl-C and returns as if finished; without its handler, Python's own raises as always.
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
     # Train's controller looks at its workers every 2 s by default: that is 2 s at each start, report and end of a run.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     # Metrics of Ray's own need a Prometheus that a laptop does not run.

@@ -14,7 +14,6 @@ from ray.tune.schedulers import AsyncHyperBandScheduler
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from rtrain import config as configuration
-from rtrain.cluster.session import interruptible
 from rtrain.config import Config
 from rtrain.errors import UserError
 from rtrain.report import events, summary
@@ -130,7 +129,7 @@ def run(
     )
     followed = [(trials.run_folder(folder, number), {"trial": number}) for number in range(len(overrides))]
     with events.Follow(followed, on_event):
-        results = interruptible(tuner.fit)
+        results = tuner.fit()
     found = summarise(config, folder, overrides)
     if not found:
         first = next(iter(results.errors), None)

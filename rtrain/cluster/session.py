@@ -6,18 +6,15 @@ import os
 import secrets
 import shutil
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rtrain import env
 from rtrain.config import Config
 from rtrain.errors import UserError
-
-Result = TypeVar("Result")
 
 IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Ray's job manager sets it for the entry point of a job."""
@@ -142,28 +139,3 @@ def until_interrupted() -> None:
     """Stay until Ctrl-C (KeyboardInterrupt) or SIGTERM (SystemExit, by Ray's handler)."""
     while True:
         time.sleep(0.2)
-
-
-def interruptible(call: Callable[[], Result]) -> Result:
-    """`call()` in a side thread, so that Ctrl-C is this process's own.
-
-    On the main thread, Ray Train replaces the SIGINT handler and leaves its own behind, and Tune swallows the first
-    Ctrl-C and returns as if finished. On a side thread neither touches signals: KeyboardInterrupt is raised here, and
-    the session's end stops what was started.
-    """
-    results: list[Result] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True, name="rtrain-fit")
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.2)
-    if errors:
-        raise errors[0]
-    return results[0]

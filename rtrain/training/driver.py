@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rtrain import config as configuration
-from rtrain.cluster.session import DATA_CPUS, interruptible
+from rtrain.cluster.session import DATA_CPUS
 from rtrain.config import Config
 from rtrain.data import records, tokens
 from rtrain.data.order import Order
@@ -116,7 +116,7 @@ def fit(
     _announce(run, on_event)
     try:
         with events.Follow([(run, {})], on_event):
-            interruptible(_trainer(prepared, until, evaluate_at, callbacks).fit)
+            _trainer(prepared, until, evaluate_at, callbacks).fit()
     except (KeyboardInterrupt, SystemExit):
         events.append(run, "interrupted")
         summary.write(run)
@@ -150,11 +150,21 @@ def _trainer(
     import ray.train
     import ray.train.torch
 
+    class Trainer(ray.train.torch.TorchTrainer):
+        """Leaves Ctrl-C to this process: Ray's own handler would end it with SystemExit, and stay behind after `fit`.
+
+        (A `fit` in a side thread sets no handler either, but the session then ends while that thread is still inside
+        Ray's core, which ended one interrupted search with a segmentation fault.)
+        """
+
+        def _register_sigint_handler(self, controller: Any) -> None:
+            pass
+
     workers = prepared.config.recipe.train.workers
     use_gpu = ray.cluster_resources().get("GPU", 0) >= workers
     attempts = prepared.run / "ray"
     number = len(list(attempts.iterdir())) if attempts.is_dir() else 0
-    return ray.train.torch.TorchTrainer(
+    return Trainer(
         worker.run,
         train_loop_config={
             "config": configuration.to_document(prepared.config),
