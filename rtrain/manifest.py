@@ -4,10 +4,21 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 NAME = "MANIFEST.json"
 SCHEMA_VERSION = 1
+
+
+class Entry(TypedDict):
+    """What a manifest records of a file."""
+
+    size: int
+    sha256: str
+
+
+def entry(path: Path) -> Entry:
+    return {"size": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def write(folder: Path) -> None:
@@ -15,7 +26,7 @@ def write(folder: Path) -> None:
     files = {}
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.name != NAME:
-            files[path.name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+            files[path.name] = entry(path)
             _sync(path)
     (folder / NAME).write_text(json.dumps({"schema_version": SCHEMA_VERSION, "files": files}, indent=1))
     _sync(folder / NAME)
@@ -25,17 +36,25 @@ def damage(folder: Path) -> str | None:
     """What is wrong with the folder, or None: presence, sizes and hashes of all recorded files are checked."""
     try:
         document: Any = json.loads((folder / NAME).read_text())
-        recorded = {name: (entry["size"], entry["sha256"]) for name, entry in document["files"].items()}
+        recorded = {
+            name: Entry(size=known["size"], sha256=known["sha256"]) for name, known in document["files"].items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{NAME} is missing or unreadable"
-    for name, (size, sha256) in recorded.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
-        if _sha256(path) != sha256:
-            return f"{name} does not match its SHA-256"
+    for name, known in recorded.items():
+        if wrong := flaw(folder / name, known):
+            return f"{name} {wrong}"
+    return None
+
+
+def flaw(path: Path, recorded: Entry, *, size_only: bool = False) -> str | None:
+    """What is wrong with a file, or None. With `size_only`, what shows without reading it."""
+    if not path.is_file():
+        return "is missing"
+    if (size := path.stat().st_size) != recorded["size"]:
+        return f"has {size} bytes instead of {recorded['size']}"
+    if not size_only and _sha256(path) != recorded["sha256"]:
+        return "does not match its SHA-256"
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rtrain import manifest
 from rtrain.config import Optim
@@ -49,7 +49,41 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def without_state(path: Path, *parameters: str) -> None:
+    """Take the optimizer state of these parameters out of a checkpoint, and write its manifest anew."""
+    tensors = load_file(path / "optim.safetensors")
+    kept = {key: value for key, value in tensors.items() if key.rsplit(":", 1)[0] not in parameters}
+    save_file(kept, path / "optim.safetensors")
+    (path / "MANIFEST.json").unlink()
+    manifest.write(path)
+
+
 # ------------------------------------------------------------------------------------------------------------- content
+
+
+@pytest.mark.parametrize("lost", [["0.weight"], ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]])
+def test_a_checkpoint_without_optimizer_state_is_refused(tmp_path: Path, lost: list[str]) -> None:
+    """Its manifest is in order: it would load, and train on as another run."""
+    saved(tmp_path, 1)
+    path = checkpoint.path_of(tmp_path, 1)
+    without_state(path, *lost)
+    assert checkpoint.select(tmp_path) == 1
+    network = make_network()
+    with pytest.raises(checkpoint.Incomplete, match=r"no optimizer state for 0\.weight: .* Remove that checkpoint"):
+        checkpoint.load(path, network, optim.build(network, Optim()))
+    checkpoint.load(path, network)  # weights alone are wanted where a best checkpoint is exported
+
+
+def test_a_parameter_that_never_had_a_gradient_resumes_without_state(tmp_path: Path) -> None:
+    network = make_network()
+    optimizer = optim.build(network, Optim())
+    network.get_submodule("0")(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    path = checkpoint.save(tmp_path, network, optimizer, STATE)
+    other = make_network(seed=1)
+    restored = optim.build(other, Optim())
+    checkpoint.load(path, other, restored)
+    assert len(restored.state) == len(optimizer.state) == 2
 
 
 def test_weights_optimizer_and_state_come_back_exactly(tmp_path: Path) -> None:

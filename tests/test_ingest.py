@@ -1,5 +1,6 @@
 """What a worker gets of an update: its own rows, all workers together every row, and a check that it is that update."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -61,6 +62,22 @@ def test_the_workers_together_get_the_rows_of_the_order(
         assert {part.first_row for part in parts} == {int(wanted[0])}
         assert {part.digest for part in parts} == {rows_digest(number, wanted)}
         assert all(1 <= len(tokens) <= micro_batch for part in parts for tokens in part.passes)
+
+
+def test_resizing_in_mid_epoch_trains_each_row_once_per_epoch(store: Store) -> None:
+    """Three epochs on 1, then 2, then 1 workers, counted by row id."""
+    order = Order(store.manifest.digest, store.rows("train"), ROWS_PER_UPDATE, epochs=3, seed=1)
+    assert order.rows % ROWS_PER_UPDATE
+    resizes = ((0, 4, 1), (4, order.updates_per_epoch * 2 + 1, 2), (order.updates_per_epoch * 2 + 1, order.updates, 1))
+    ids = [
+        row
+        for start, stop, workers in resizes
+        for number in range(start, stop)
+        for rank in range(workers)
+        for tokens in plan_update(store, Share(store.folder, order, workers, rank, 8), number).passes
+        for row in tokens.row_ids.tolist()
+    ]
+    assert Counter(ids) == dict.fromkeys(store.column("train", "row_id").tolist(), 3)
 
 
 def test_the_digest_does_not_depend_on_workers_or_micro_batch(store: Store, order: Order) -> None:

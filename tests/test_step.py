@@ -200,6 +200,41 @@ def test_a_gradient_that_is_no_number_stops_before_the_weights_change(network: t
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
 
 
+def test_rows_that_are_not_the_update_s_stop_before_the_weights_change(network: torch.nn.Module) -> None:
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    rows = make_rows(7)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    expected = step.row_sum(rows.row_ids)
+    for wrong in ([pick(rows, [0, 1, 2]), pick(rows, [4, 5, 6])], [*cut(rows, [4, 3]), pick(rows, [1])]):
+        with pytest.raises(step.WrongRows, match=rf"rows are not the update's: their ids sum to .*, not to {expected}"):
+            step.run_update(Exchange(network), optimizer, LOSS, wrong, pad_id=0, rows=expected)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    step.run_update(Exchange(network), optimizer, LOSS, cut(rows, [4, 3]), pad_id=0, rows=expected)
+
+
+def test_row_sums_wrap_as_tensors_do() -> None:
+    ids = np.array([2**64 - 1, 2**63, 5], dtype=np.uint64)
+    assert step.row_sum(ids) == -(2**63) + 4
+    assert step._wrapped(sum(step.row_sum(ids[at : at + 1]) for at in range(3))) == step.row_sum(ids)
+    assert step._wrapped(2**63) == -(2**63)
+
+
+def test_the_gradient_can_be_looked_at_before_it_is_clipped(network: torch.nn.Module) -> None:
+    rows, seen = make_rows(5), []
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+    done = step.run_update(
+        Exchange(network),
+        optimizer,
+        LOSS,
+        [rows],
+        pad_id=0,
+        clip_norm=1e-3,
+        on_gradient=lambda module: seen.append(norm(gradients(module))),
+    )
+    assert seen == [pytest.approx(done.gradient_norm)]
+    assert norm(gradients(network)) == pytest.approx(1e-3, rel=1e-3)
+
+
 def test_the_optimizer_moves_the_weights_against_the_gradient(network: torch.nn.Module) -> None:
     rows = make_rows(7)
     before = {name: p.detach().clone() for name, p in network.named_parameters()}

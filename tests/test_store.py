@@ -19,33 +19,40 @@ VALID = {"row_id": [9], "shard": [1], "offset": [0], "length": [2], "target": [-
 TYPES = {"row_id": pa.uint64(), "shard": pa.uint32(), "offset": pa.uint32(), "length": pa.int32(), "target": pa.int64()}
 
 
-def manifest(digest: str = "abc") -> Manifest:
+NAMES = ("shards/000000-000000.arrow", "shards/000000-000001.arrow")
+
+
+def fill(writer: Writer) -> Manifest:
+    """Write the files of a store; returns its manifest."""
+    files = {}
+    empty: dict[str, list[int]] = {name: [] for name in TYPES}
+    for split, columns in (("train", TRAIN), ("valid", VALID), ("test", empty)):
+        table = pa.table({name: pa.array(values, TYPES[name]) for name, values in columns.items()})
+        files[f"index-{split}.arrow"] = store.write_table(writer.folder / f"index-{split}.arrow", table)
+    for name, rows, seconds in zip(NAMES, SHARDS, SECONDS, strict=True):
+        table = pa.table({"ids": pa.array(rows, pa.list_(pa.int32())), "second": pa.array(seconds, pa.int32())})
+        files[name] = store.write_table(writer.folder / name, table)
     return Manifest(
         schema_version=store.SCHEMA_VERSION,
-        digest=digest,
+        digest="abc",
         rows={"train": 3, "valid": 1, "test": 0},
         labels=("né", "yes"),
         tokens={"train": 8, "valid": 2, "test": 0},
         truncated=0,
         quarantined=0,
-        shards=("000000-000000.arrow", "000000-000001.arrow"),
+        files=files,
+        sources={"train": {"/data/né.csv": "12ab"}},
     )
 
 
-def fill(writer: Writer) -> Writer:
-    for name, rows, seconds in zip(manifest().shards, SHARDS, SECONDS, strict=True):
-        table = pa.table({"ids": pa.array(rows, pa.list_(pa.int32())), "second": pa.array(seconds, pa.int32())})
-        store.write_table(writer.folder / "shards" / name, table)
-    empty: dict[str, list[int]] = {name: [] for name in TYPES}
-    for split, columns in (("train", TRAIN), ("valid", VALID), ("test", empty)):
-        table = pa.table({name: pa.array(values, TYPES[name]) for name, values in columns.items()})
-        store.write_table(writer.folder / f"index-{split}.arrow", table)
-    return writer
+def make(final: Path) -> Store:
+    writer = Writer(final)
+    return writer.commit(fill(writer))
 
 
 @pytest.fixture
 def made(tmp_path: Path) -> Store:
-    return fill(Writer(tmp_path / "abc")).commit(manifest())
+    return make(tmp_path / "abc")
 
 
 def test_rows_are_read_in_the_order_of_their_positions(made: Store) -> None:
@@ -85,34 +92,44 @@ def test_an_empty_split_has_empty_columns(made: Store) -> None:
 
 
 def test_the_manifest_is_read_back_whole(made: Store) -> None:
-    assert Store(made.folder).manifest == manifest()
+    found = Store(made.folder).manifest
+    assert found == made.manifest
+    assert found.labels == ("né", "yes")
+    assert found.shards == NAMES
+    assert found.sources == {"train": {"/data/né.csv": "12ab"}}
     assert made.rows("train") == 3
     assert "né" in (made.folder / "manifest.json").read_text(encoding="utf-8")
 
 
 def test_before_the_commit_there_is_no_store(tmp_path: Path) -> None:
-    writer = fill(Writer(tmp_path / "abc"))
+    writer = Writer(tmp_path / "abc")
+    manifest = fill(writer)
     assert not (tmp_path / "abc").exists()
     assert writer.folder.parent == tmp_path
     assert writer.folder.name.startswith(".abc.")
-    with pytest.raises(UserError, match=r"is no finished token store \(no manifest\.json\); train again to make it"):
+    with pytest.raises(
+        UserError, match=r"is no finished token store \(no manifest\.json\); remove what is left of it, and train again"
+    ):
         Store(writer.folder)
-    writer.commit(manifest())
+    writer.commit(manifest)
     assert [path.name for path in tmp_path.iterdir()] == ["abc"]
+    names = {"manifest.json", "index-train.arrow", "index-valid.arrow", "index-test.arrow", "shards"}
+    assert {path.name for path in (tmp_path / "abc").iterdir()} == names
 
 
 def test_an_abandoned_store_leaves_nothing(tmp_path: Path) -> None:
-    writer = fill(Writer(tmp_path / "abc"))
+    writer = Writer(tmp_path / "abc")
+    fill(writer)
     writer.abandon()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_second_of_two_equal_stores_gives_way(tmp_path: Path) -> None:
-    first, second = fill(Writer(tmp_path / "abc")), fill(Writer(tmp_path / "abc"))
+    first, second = Writer(tmp_path / "abc"), Writer(tmp_path / "abc")
     assert first.folder != second.folder
     (first.folder / "mark").touch()
-    first.commit(manifest())
-    assert second.commit(manifest()).folder == tmp_path / "abc"
+    first.commit(fill(first))
+    assert second.commit(fill(second)).folder == tmp_path / "abc"
     assert [path.name for path in tmp_path.iterdir()] == ["abc"]
     assert (tmp_path / "abc" / "mark").is_file()
 
@@ -120,7 +137,7 @@ def test_the_second_of_two_equal_stores_gives_way(tmp_path: Path) -> None:
 def test_a_folder_in_the_way_that_is_no_store_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "abc" / "something").mkdir(parents=True)
     with pytest.raises(OSError, match="abc"):
-        fill(Writer(tmp_path / "abc")).commit(manifest())
+        make(tmp_path / "abc")
     assert (tmp_path / "abc" / "something").is_dir()
 
 

@@ -77,8 +77,8 @@ def make_store(recipe: Recipe, encoder: Path, root: Path) -> "Store":
     writer = store.Writer(root / ".tokens" / tokens.digest(recipe, source, encoder))
     job = tokens.Job(recipe, encoder, writer.folder, source.has_test)
     pieces = [{"number": number, "piece": list(piece)} for number, piece in enumerate(source.pieces)]
-    shards = [row["shard"] for piece in pieces for row in tokens._write_piece(piece, job)]
-    return tokens._commit(recipe, source, writer, shards)
+    shards = [row for piece in pieces for row in tokens._write_piece(piece, job)]
+    return tokens._commit(job, source, writer, shards)
 
 
 def _config(num_labels: int = 2) -> "transformers.BertConfig":

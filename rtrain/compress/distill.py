@@ -128,6 +128,7 @@ def ensure_answers(store: Store, folder: Path, teacher: artifact.Artifact, decid
     final = store.teacher_file(teacher.version)
     if final.is_file():
         return False
+    store.check(size_only=False)  # every row is about to be read; out of a data task the refusal comes as a traceback
     rows = store.rows("train")
     # A local Ray counts more logical CPUs than the machine has; a teacher uses a real one.
     logical_per_real = ray.cluster_resources()["CPU"] / ((os.cpu_count() or 1) * len(ray.nodes()))

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from rtrain.data.order import Order, deal, rows_digest
 from rtrain.data.store import Store, Tokens, open_store
+from rtrain.errors import UserError
 from rtrain.tasks.base import Ints
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Update:
     first_row: int
     """Id of the update's first row, the same on every worker."""
     digest: bytes
-    """Digest of all of the update's row ids, the same on every worker."""
+    """Digest of all of the update's row ids, in order, the same on every worker."""
     passes: tuple[Tokens, ...]
     """Empty where the update has fewer rows than there are workers."""
 
@@ -83,13 +84,14 @@ def _read(store: Store, positions: Ints, teacher: str | None) -> Tokens:
 
 def stream(share: Share, start: int, stop: int) -> Iterator[Update]:
     """Updates `start` to `stop - 1` of a worker, read ahead by Ray Data tasks. Checks that each is the one expected."""
-    order = share.order
+    row_ids = open_store(share.store).column("train", "row_id")
     for number, update in enumerate(_decoded(_dataset(share, start, stop)), start=start):
-        expected = open_store(share.store).column("train", "row_id")[order.positions(number)[0]]
-        if (update.number, update.first_row) != (number, int(expected)):
+        expected = row_ids[share.order.positions(number)]
+        if (update.number, update.digest) != (number, rows_digest(number, expected)):
             raise IngestMismatch(
-                f"update {number} should start with row {int(expected):016x}; the stream gave update {update.number} "
-                f"with row {update.first_row:016x}. The token store {share.store} does not belong to this run."
+                f"update {number} should start with row {int(expected[0]):016x}; the stream gave update "
+                f"{update.number} with row {update.first_row:016x}, or other rows after it. The token store "
+                f"{share.store} does not belong to this run."
             )
         yield update
 
@@ -108,22 +110,29 @@ def _dataset(share: Share, start: int, stop: int) -> "ray.data.Dataset":
 
 
 def _materialise(batch: dict[str, Any], share: Share, start: int) -> pa.Table:
-    """One line per pass, or one empty line for an update in which this worker is idle."""
-    store = open_store(share.store)
-    lines: list[dict[str, Any]] = []
-    for number in batch["id"]:
-        update = plan_update(store, share, start + int(number))
-        head = {"update": update.number, "first_row": update.first_row, "digest": update.digest}
-        for place, tokens in enumerate(update.passes):
-            columns = {name: getattr(tokens, name) for name in _COLUMNS} | {"teacher": tokens.teacher.ravel()}
-            lines.append({**head, "last": place == len(update.passes) - 1, **columns})
-        if not update.passes:
-            lines.append({**head, "last": True, **{name: np.empty(0, dtype=np.int32) for name in _COLUMNS}})
+    """The lines of some updates; one line with the error where the store is refused."""
+    try:
+        store = open_store(share.store)
+        lines = [line for number in batch["id"] for line in _lines(plan_update(store, share, start + int(number)))]
+    except UserError as error:
+        # As data: an error that is raised here comes to the worker as Ray's own, with this one in its traceback alone.
+        lines = [{"error": str(error)}]
     return pa.Table.from_pylist(lines, schema=_SCHEMA)
+
+
+def _lines(update: Update) -> list[dict[str, Any]]:
+    """One line per pass, or one empty line for an update in which this worker is idle."""
+    head = {"update": update.number, "first_row": update.first_row, "digest": update.digest}
+    lines = []
+    for place, tokens in enumerate(update.passes):
+        columns = {name: getattr(tokens, name) for name in _COLUMNS} | {"teacher": tokens.teacher.ravel()}
+        lines.append({**head, "last": place == len(update.passes) - 1, **columns})
+    return lines or [{**head, "last": True, **{name: np.empty(0, dtype=np.int32) for name in _COLUMNS}}]
 
 
 _SCHEMA = pa.schema(
     {
+        "error": pa.string(),
         "update": pa.int64(),
         "first_row": pa.uint64(),
         "digest": pa.binary(32),
@@ -143,6 +152,8 @@ def _decoded(dataset: "ray.data.Dataset") -> Iterator[Update]:
     tables: Iterable[Any] = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4)
     for table in tables:
         for line in range(table.num_rows):
+            if error := table["error"][line].as_py():
+                raise UserError(error)
             tokens = Tokens(*(table[name][line].values.to_numpy() for name in _COLUMNS))
             if len(tokens):
                 passes.append(replace(tokens, teacher=tokens.teacher.reshape(len(tokens), -1)))

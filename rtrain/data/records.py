@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -55,11 +56,16 @@ class Source:
     columns: tuple[str, ...]
     has_test: bool
 
+    @cached_property
+    def sha256s(self) -> tuple[str, ...]:
+        """One per piece. Read once: the files may be large, and both the store's address and its manifest need them."""
+        return tuple(file_digest(piece.uri) for piece in self.pieces)
+
     def digest(self) -> str:
         """SHA-256 over names' roles and bytes: two copies of a file are the same source, an edited one is another."""
         total = hashlib.sha256()
-        for piece in self.pieces:
-            total.update(f"{piece.role} {piece.format} {file_digest(piece.uri)}\n".encode())
+        for piece, sha256 in zip(self.pieces, self.sha256s, strict=True):
+            total.update(f"{piece.role} {piece.format} {sha256}\n".encode())
         return total.hexdigest()
 
 

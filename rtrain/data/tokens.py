@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from rtrain.config import Recipe
-from rtrain.data import records, store
+from rtrain.data import drafts, records, store
 from rtrain.errors import UserError
 from rtrain.tasks import base
 
@@ -43,31 +43,56 @@ def digest(recipe: Recipe, source: records.Source, model: Path) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
+def origin(recipe: Recipe, source: records.Source, model: Path) -> dict[str, dict[str, str]]:
+    """SHA-256 of each file that is in the digest, by role and name: it tells which one made the digest another."""
+    # By the name that the recipe gives it: the folder of a packaged or downloaded model differs between machines.
+    tokenizer = f"tokenizer.json of {recipe.model.name}"
+    files = {"tokenizer": {tokenizer: records.file_digest(str(model / "tokenizer.json"))}}
+    for piece, sha256 in zip(source.pieces, source.sha256s, strict=True):
+        files.setdefault(piece.role, {})[piece.uri.removeprefix("file://")] = sha256
+    return files
+
+
+def changes(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> list[str]:
+    """What happened to which file between two origins."""
+    found = []
+    for role in sorted({*before, *after}):
+        old, new = before.get(role, {}), after.get(role, {})
+        found += [f"{name} was removed" for name in old if name not in new]
+        found += [f"{name} was added" for name in new if name not in old]
+        found += [f"{name} was changed" for name in old if name in new and old[name] != new[name]]
+    return found
+
+
 def ensure(recipe: Recipe, source: records.Source, model: Path, root: Path) -> tuple[store.Store, bool]:
     """The token store of a recipe under `root`, and whether it had to be made. Needs Ray only to make it."""
     final = root / ".tokens" / digest(recipe, source, model)
-    if (final / "manifest.json").is_file():
-        return store.Store(final), False
+    if final.is_dir():
+        found = store.Store(final)
+        found.check(size_only=True)
+        drafts.sweep(final)
+        return found, False
     base.load_tokenizer(model, recipe.data.max_tokens)  # a folder without tokenizer is refused here, not inside a task
     writer = store.Writer(final)
     try:
-        shards = _run(Job(recipe, model, writer.folder, source.has_test), source)
-        return _commit(recipe, source, writer, shards), True
+        job = Job(recipe, model, writer.folder, source.has_test)
+        return _commit(job, source, writer, _run(job, source)), True
     except BaseException:
         writer.abandon()
         raise
 
 
-def _run(job: Job, source: records.Source) -> list[str]:
-    """Write the shards with Ray Data, a task per file; returns their names in source order."""
+def _run(job: Job, source: records.Source) -> list[dict[str, Any]]:
+    """Write the shards with Ray Data, a task per file; returns what `_write_piece` says of each, in source order."""
     import ray.data
 
     pieces = [{"number": number, "piece": list(piece)} for number, piece in enumerate(source.pieces)]
     dataset = ray.data.from_items(pieces, override_num_blocks=len(pieces)).flat_map(partial(_write_piece, job=job))
-    return sorted(row["shard"] for row in dataset.take_all())
+    return sorted(dataset.take_all(), key=lambda row: str(row["shard"]))
 
 
 def _write_piece(row: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
+    """Name and manifest entry of each shard once it is written; hashed here, since the tasks run in parallel."""
     piece = records.Piece(*row["piece"])
     task = base.get(job.recipe.task)
     tokenizer = base.load_tokenizer(job.model, job.recipe.data.max_tokens)
@@ -77,8 +102,8 @@ def _write_piece(row: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
         if not batch:
             return
         name = f"{row['number']:06d}-{part:06d}.arrow"
-        store.write_table(job.folder / "shards" / name, _encode(batch, piece.role, job, task, tokenizer))
-        yield {"shard": name}
+        entry = store.write_table(job.folder / "shards" / name, _encode(batch, piece.role, job, task, tokenizer))
+        yield {"shard": name, "entry": entry}
 
 
 def _encode(batch: list[records.Record], role: str, job: Job, task: base.Task, tokenizer: Any) -> pa.Table:
@@ -131,10 +156,11 @@ def split_of(role: str, text_hash: int, has_test: bool) -> str:
 # ------------------------------------------------------------------------------------------------------- the commit
 
 
-def _commit(recipe: Recipe, source: records.Source, writer: store.Writer, shards: list[str]) -> store.Store:
+def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list[dict[str, Any]]) -> store.Store:
     """Number the labels, give each row its id, write the index of each split, and the manifest last."""
+    recipe, names_of_shards = job.recipe, [row["shard"] for row in shards]
     columns = ["length", "truncated", "content", "split", "label", "line", "reason"]
-    tables = [store._map(writer.folder / "shards" / name).select(columns) for name in shards]
+    tables = [store._map(writer.folder / "shards" / name).select(columns) for name in names_of_shards]
     table = pa.concat_tables(tables) if tables else None
     if table is None or table.num_rows == 0:
         raise UserError(f"data.path: {recipe.data.path} has a header and no rows; add rows, one text and label each")
@@ -143,7 +169,7 @@ def _commit(recipe: Recipe, source: records.Source, writer: store.Writer, shards
     split = table["split"].to_numpy()
 
     reasons = {int(row): table["reason"][int(row)].as_py() for row in np.flatnonzero(split == _BAD)}
-    where = _locator(source, shards, shard, table["line"].to_numpy())
+    where = _locator(source, names_of_shards, shard, table["line"].to_numpy())
     # Before the labels: a file of which no row can be read has none, and that is not what is wrong with it.
     _refuse_if_too_bad(recipe, reasons, table.num_rows, where)
 
@@ -161,15 +187,13 @@ def _commit(recipe: Recipe, source: records.Source, writer: store.Writer, shards
 
     row_ids = identify(table["content"].to_numpy())
     lengths = table["length"].to_numpy()
-    rows, tokens = {}, {}
+    rows, tokens, files = {}, {}, {}
     for name, code in _SPLIT.items():
         chosen = np.flatnonzero(split == code)
         rows[name], tokens[name] = len(chosen), int(lengths[chosen].sum())
         index = {"row_id": row_ids, "shard": shard, "offset": offset, "length": lengths, "target": targets}
-        store.write_table(
-            writer.folder / f"index-{name}.arrow",
-            pa.table({key: pa.array(value[chosen]) for key, value in index.items()}),
-        )
+        table_of_split = pa.table({key: pa.array(value[chosen]) for key, value in index.items()})
+        files[f"index-{name}.arrow"] = store.write_table(writer.folder / f"index-{name}.arrow", table_of_split)
     if not rows["valid"]:
         raise UserError(
             f"data.path: {rows['train']} training rows leave no validation row; give more rows (30 are a sane least)"
@@ -182,7 +206,8 @@ def _commit(recipe: Recipe, source: records.Source, writer: store.Writer, shards
         tokens=tokens,
         truncated=int(table["truncated"].to_numpy(zero_copy_only=False)[split != _BAD].sum()),
         quarantined=len(reasons),
-        shards=tuple(shards),
+        files=files | {f"shards/{row['shard']}": row["entry"] for row in shards},
+        sources=origin(recipe, source, job.model),
     )
     return writer.commit(manifest)
 

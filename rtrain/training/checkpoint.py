@@ -14,11 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rtrain import manifest
+from rtrain.errors import UserError
 
 if TYPE_CHECKING:
     import torch
 
 SCHEMA_VERSION = 1
+STATELESS = "stateless"
+"""Key of the optimizer file's note: parameters that had no optimizer state, since they never had a gradient."""
+
+
+class Incomplete(UserError):
+    """A checkpoint whose files are whole and which still lacks something that a resume needs."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,8 @@ def save(folder: Path, model: "torch.nn.Module", optimizer: "torch.optim.Optimiz
     draft = folder / f".{final.name}.{uuid.uuid4().hex[:8]}"
     draft.mkdir(parents=True)
     _save_tensors(draft / "model.safetensors", model.state_dict())
-    _save_tensors(draft / "optim.safetensors", _flat_optimizer(model, optimizer))
+    stateless = json.dumps([name for name, parameter in model.named_parameters() if parameter not in optimizer.state])
+    _save_tensors(draft / "optim.safetensors", _flat_optimizer(model, optimizer), {STATELESS: stateless})
     (draft / "state.json").write_text(json.dumps(asdict(state)))
     manifest.write(draft)
     shutil.rmtree(final, ignore_errors=True)  # only ever an incomplete one: see above
@@ -49,19 +57,23 @@ def save(folder: Path, model: "torch.nn.Module", optimizer: "torch.optim.Optimiz
     return final
 
 
-def _save_tensors(path: Path, tensors: dict[str, "torch.Tensor"]) -> None:
+def _save_tensors(path: Path, tensors: dict[str, "torch.Tensor"], notes: dict[str, str] | None = None) -> None:
     from safetensors.torch import save_file
 
-    save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, path)
+    save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, path, notes)
 
 
 def load(path: Path, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer | None" = None) -> State:
-    """Put a checkpoint into `model` and `optimizer`."""
+    """Put a checkpoint into `model` and `optimizer`. Raises `Incomplete` where it lacks some optimizer state."""
     from safetensors.torch import load_file
 
     model.load_state_dict(load_file(path / "model.safetensors"))
     if optimizer is not None:
-        _restore_optimizer(model, optimizer, load_file(path / "optim.safetensors"))
+        _restore_optimizer(path / "optim.safetensors", model, optimizer)
+    return read_state(path)
+
+
+def read_state(path: Path) -> State:
     return State(**json.loads((path / "state.json").read_text()))
 
 
@@ -74,14 +86,23 @@ def _flat_optimizer(model: "torch.nn.Module", optimizer: "torch.optim.Optimizer"
     }
 
 
-def _restore_optimizer(
-    model: "torch.nn.Module", optimizer: "torch.optim.Optimizer", tensors: dict[str, "torch.Tensor"]
-) -> None:
+def _restore_optimizer(path: Path, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer") -> None:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - a file, not a dict
+        stateless = json.loads((file.metadata() or {}).get(STATELESS, "[]"))
     for name, parameter in model.named_parameters():
         prefix = f"{name}:"
         found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         if found:
             optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in found.items()}
+        elif name not in stateless:
+            # It would train on, as another run: AdamW would start its moments and its bias correction again.
+            raise Incomplete(
+                f"{path} has no optimizer state for {name}: resuming would not continue this run. Remove that "
+                "checkpoint's folder to resume from an older one, or start another run with --new."
+            )
 
 
 # ------------------------------------------------------------------------------------------------------- selection

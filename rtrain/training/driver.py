@@ -67,13 +67,16 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
     """
     source, weights = check(config)
     run, config = runs.choose(folder, config, reuse)
+    origin = tokens.origin(config.recipe, source, weights)
+    created = next((event for event in events.read(run) if event["kind"] == "created"), None)
+    if created and created["data_digest"] != tokens.digest(config.recipe, source, weights):
+        raise _other_rows(run, created, origin)
     preflight.disk(run, needed=_disk_needed(weights))
     store, made = tokens.ensure(config.recipe, source, weights, tokens_root or run.parent)
-    if problems := [*preflight.rows(config.recipe, store.rows("train")), *_capacity(config)]:
+    if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config)]:
         raise ConfigError(problems)
-    fresh = not (run / runs.CONFIG).is_file()
     frozen = runs.freeze(run, config)
-    if fresh:
+    if not created:
         events.append(
             run,
             "created",
@@ -82,6 +85,8 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
             task=frozen.recipe.task,
             data_digest=store.manifest.digest,
             store=str(store.folder),
+            # The run's own names: its store may have been made from equal files elsewhere, and may be removed.
+            origin=origin,
             identity=frozen.recipe.identity(),
         )
     events.append(
@@ -92,6 +97,20 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
         store=str(store.folder),
     )
     return Prepared(run, frozen, store, weights)
+
+
+def _other_rows(run: Path, created: dict[str, Any], origin: dict[str, dict[str, str]]) -> UserError:
+    """A run goes on with the rows that it was started on or not at all: its order and its scores are theirs."""
+    changes = tokens.changes(created.get("origin", origin), origin)
+    if not changes:
+        return UserError(
+            f"--resume: {run} was started with a version of rtrain that makes other rows of the same files; "
+            "continue it with that version, or start another run with --new"
+        )
+    listed = "\n  ".join([*changes[:10], *([f"and {len(changes) - 10} more"] if len(changes) > 10 else [])])
+    return UserError(
+        f"--resume: {run} was started on other rows:\n  {listed}\nRestore these files, or start another run with --new."
+    )
 
 
 def _disk_needed(weights: Path) -> int:
@@ -114,21 +133,33 @@ def fit(
     if (run / "artifact" / "artifact.json").is_file():
         return summary.write(run)
     _announce(run, on_event)
+    settings = {
+        "config": configuration.to_document(prepared.config),
+        "run": str(run),
+        "store": str(prepared.store.folder),
+        "model": str(prepared.model),
+        "until": until,
+        "evaluate_at": list(evaluate_at),
+    }
+    workers = prepared.config.recipe.train.workers
     try:
         with events.Follow([(run, {})], on_event):
-            _trainer(prepared, until, evaluate_at, callbacks).fit()
+            trainer(worker.run, settings, workers, run / "ray", callbacks=callbacks).fit()
     except (KeyboardInterrupt, SystemExit):
         events.append(run, "interrupted")
         summary.write(run)
         raise
     except Exception as error:
-        raise _explain(run, error) from error
+        if summary.status(events.read(run)) != "stopped":  # a search ends the workers of a trial that it stops
+            events.append(run, "failed", error=str(error)[:2000])
+        summary.write(run)
+        raise explain(run, error) from error
     last = [event for event in events.read(run) if event["kind"] == "trained"][-1]
     events.append(run, "finished" if last["finished"] else "paused", update=last["updates"])
     return summary.write(run)
 
 
-def _capacity(config: Config) -> list[Problem]:
+def capacity(config: Config) -> list[Problem]:
     import ray
 
     # Nodes that an autoscaler may still start count too; it starts them when the workers ask. None: no autoscaler.
@@ -143,9 +174,16 @@ def _announce(run: Path, on_event: OnEvent | None) -> None:
         on_event(next(event for event in reversed(events.read(run)) if event["kind"] in ("tokenised", "tokens_reused")))
 
 
-def _trainer(
-    prepared: Prepared, until: int | None, evaluate_at: Sequence[int], callbacks: Sequence[Any]
+def trainer(
+    train_function: Callable[[dict[str, Any]], None],
+    settings: dict[str, Any],
+    workers: int,
+    storage: Path,
+    *,
+    use_gpu: bool | None = None,
+    callbacks: Sequence[Any] = (),
 ) -> "ray.train.torch.TorchTrainer":
+    """A worker group that runs `train_function(settings)`; GPUs by default where there is one for each worker."""
     import ray
     import ray.train
     import ray.train.torch
@@ -160,32 +198,21 @@ def _trainer(
         def _register_sigint_handler(self, controller: Any) -> None:
             pass
 
-    workers = prepared.config.recipe.train.workers
-    use_gpu = ray.cluster_resources().get("GPU", 0) >= workers
-    attempts = prepared.run / "ray"
-    number = len(list(attempts.iterdir())) if attempts.is_dir() else 0
+    if use_gpu is None:
+        use_gpu = ray.cluster_resources().get("GPU", 0) >= workers
+    number = len(list(storage.iterdir())) if storage.is_dir() else 0
     return Trainer(
-        worker.run,
-        train_loop_config={
-            "config": configuration.to_document(prepared.config),
-            "run": str(prepared.run),
-            "store": str(prepared.store.folder),
-            "model": str(prepared.model),
-            "until": until,
-            "evaluate_at": list(evaluate_at),
-        },
+        train_function,
+        train_loop_config=settings,
         torch_config=ray.train.torch.TorchConfig(backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo"),
         scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu),
         # A new name per start: Ray would otherwise load its own snapshot of the last one, which rtrain does not use.
-        run_config=ray.train.RunConfig(name=f"{number:03d}", storage_path=str(attempts), callbacks=list(callbacks)),
+        run_config=ray.train.RunConfig(name=f"{number:03d}", storage_path=str(storage), callbacks=list(callbacks)),
     )
 
 
-def _explain(run: Path, error: Exception) -> UserError:
+def explain(run: Path, error: Exception) -> UserError:
     """A worker's own UserError as it is; anything else with its traceback in a file of the run."""
-    if summary.status(events.read(run)) != "stopped":  # a search ends the workers of a trial that it stops
-        events.append(run, "failed", error=str(error)[:2000])
-    summary.write(run)
     causes = [error, *getattr(error, "worker_failures", {}).values()]
     for cause in causes:
         inner = getattr(cause, "_base_exc", cause)

@@ -119,28 +119,36 @@ def train(
         "started", update=state.update, of=job.order.updates, workers=exchange.world, precision=job.precision
     )
     exchange.module.train()
-    if exchange.world > 2:
-        # DDP rebuilds its buckets after its first exchange, which changes the order of summation from then on; with
-        # three workers or more a restart would differ from the run it continues. So each start discards one exchange.
-        step.idle_pass(exchange, job.pad_id, job.precision)
+    settle(job, exchange)
     totals = _Totals()
     stream = updates(state.update, job.until)
     while state.update < job.until:
         update = _next(stream, clock)
-        done = _one_update(job, exchange, optimizer, update, clock)
+        done = one_update(job, exchange, optimizer, update, clock)
         _add(totals, done)
         finished = update.number + 1
         state = checkpoint.State(
             finished, chain(bytes.fromhex(state.ledger), update.digest).hex(), state.best_update, state.best_score
         )
         if finished % job.recipe.train.log_every == 0 or finished == job.until:
-            reporter.event("progress", update=finished, of=job.order.updates, loss=round(done.loss, 5))
+            loss = round(done.loss, 5)
+            reporter.event("progress", update=finished, of=job.order.updates, loss=loss, ledger=state.ledger)
         due = cadence.due(finished)
         if "evaluate" in due:
             state = _evaluate(job, exchange, state, reporter, clock)
         if "save" in due:
             _save(folder, exchange, optimizer, state, clock)
     return _end(job, exchange, state, totals, reporter, clock)
+
+
+def settle(job: Job, exchange: Exchange) -> None:
+    """Before the first update of every start: discard one exchange, where three workers or more take part.
+
+    DDP rebuilds its buckets after its first exchange, which changes the order of summation from then on: a restart
+    would differ from the run it continues. The sum of two terms has only one order.
+    """
+    if exchange.world > 2:
+        step.idle_pass(exchange, job.pad_id, job.precision)
 
 
 def _restore(folder: Path, exchange: Exchange, optimizer: "torch.optim.Optimizer") -> checkpoint.State:
@@ -160,11 +168,19 @@ def _next(stream: Iterator[Update], clock: Clock) -> Update:
         return next(stream)
 
 
-def _one_update(
-    job: Job, exchange: Exchange, optimizer: "torch.optim.Optimizer", update: Update, clock: Clock
+def one_update(
+    job: Job,
+    exchange: Exchange,
+    optimizer: "torch.optim.Optimizer",
+    update: Update,
+    clock: Clock,
+    run_update: Callable[..., step.Done] | None = None,
+    on_gradient: "Callable[[torch.nn.Module], None] | None" = None,
 ) -> step.Done:
+    """Train on one update at its place in the run: its learning rate, its dropout, its rows and no others."""
     import torch
 
+    expected = step.row_sum(job.store.column("train", "row_id")[job.order.positions(update.number)])
     with clock.section("train"):
         rate = optim.learning_rate(job.recipe.optim, update.number, job.order.updates)
         for group in optimizer.param_groups:
@@ -172,7 +188,7 @@ def _one_update(
         # Dropout is a function of (seed, update, rank): a resumed run draws the same masks without stored state.
         torch.manual_seed(_seed(job.recipe.train.seed, update.number, exchange.rank))
         try:
-            return step.run_update(
+            return (run_update or step.run_update)(
                 exchange,
                 optimizer,
                 job.loss,
@@ -180,9 +196,11 @@ def _one_update(
                 pad_id=job.pad_id,
                 precision=job.precision,
                 clip_norm=job.recipe.optim.clip_norm,
+                rows=expected,
+                on_gradient=on_gradient,
             )
-        except step.NonFinite as error:
-            raise step.NonFinite(f"update {update.number} (first row {update.first_row:016x}): {error}") from None
+        except (step.NonFinite, step.WrongRows) as error:
+            raise type(error)(f"update {update.number} (first row {update.first_row:016x}): {error}") from None
 
 
 def _seed(*parts: int) -> int:

@@ -10,6 +10,8 @@ from rtrain.errors import UserError
 from rtrain.training.model import accepted_inputs
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from rtrain.training.exchange import Exchange
@@ -22,6 +24,10 @@ class NonFinite(UserError):
     """The gradient is not a number: training cannot go on from here."""
 
 
+class WrongRows(RuntimeError):
+    """The workers together hold other rows than the update's: a bug, or a mixed-up store, never to be trained on."""
+
+
 @dataclass(frozen=True)
 class Done:
     """What an update did on this worker; `loss` is the update's mean over all workers."""
@@ -32,6 +38,11 @@ class Done:
     passes: int
     real_tokens: int
     padded_tokens: int
+
+
+def row_sum(row_ids: "npt.NDArray[np.uint64]") -> int:
+    """Sum of row ids modulo 2^64, as a signed number. Ids are uniform hashes: other rows have another sum."""
+    return int(row_ids.sum(dtype="uint64").astype("int64"))
 
 
 def forward(model: "torch.nn.Module", tokens: Tokens, pad_id: int, precision: str) -> "torch.Tensor":
@@ -59,17 +70,25 @@ def run_update(
     pad_id: int,
     precision: str = "fp32",
     clip_norm: float | None = None,
+    rows: int | None = None,
+    on_gradient: "Callable[[torch.nn.Module], None] | None" = None,
 ) -> Done:
     """Train on one update. Every worker exchanges exactly once, also one without rows: the others would wait for ever.
 
     loss = sum over the update's targets / their count, over all passes and workers. DistributedDataParallel averages
     over workers, so each worker's sum is multiplied by their number: mean_w(world * sum_w / count) = sum / count.
+
+    `rows` is the `row_sum` that the rows of all workers must come to; it travels with the count, in one exchange.
+    `on_gradient` sees the module when its gradient is complete, before clipping. Raises `WrongRows`, `NonFinite`.
     """
     import torch
 
     device = next(exchange.module.parameters()).device
-    count = torch.tensor([sum(len(tokens) for tokens in passes)], dtype=torch.float64, device=device)
-    total = float(exchange.sum(count).item())
+    own = [sum(len(tokens) for tokens in passes), sum(row_sum(tokens.row_ids) for tokens in passes)]
+    count, found = exchange.sum(torch.tensor([own[0], _wrapped(own[1])], dtype=torch.int64, device=device)).tolist()
+    if rows is not None and found != rows:
+        raise WrongRows(f"the workers' {count} rows are not the update's: their ids sum to {found}, not to {rows}")
+    total = float(count)
     loss_sum = torch.zeros(1, dtype=torch.float64, device=device)
     padded_tokens = 0
     optimizer.zero_grad(set_to_none=not exchange.distributed)
@@ -81,7 +100,10 @@ def run_update(
         loss_sum += value.detach().double()
         padded_tokens += len(tokens) * int(tokens.lengths.max())
     if not passes:
-        idle_pass(exchange, pad_id, precision)
+        with exchange.during(last=True):
+            idle_pass(exchange, pad_id, precision)
+    if on_gradient is not None:
+        on_gradient(exchange.module)
     norm = torch.nn.utils.get_total_norm([p.grad for p in exchange.module.parameters() if p.grad is not None])
     if not torch.isfinite(norm):
         raise NonFinite("the gradient is not finite: lower optim.lr, set train.precision=fp32, or set optim.clip_norm")
@@ -96,6 +118,11 @@ def run_update(
         real_tokens=sum(int(tokens.lengths.sum()) for tokens in passes),
         padded_tokens=padded_tokens,
     )
+
+
+def _wrapped(value: int) -> int:
+    """`value` as a signed 64-bit number, as sums of tensors wrap."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def idle_pass(exchange: "Exchange", pad_id: int, precision: str) -> None:

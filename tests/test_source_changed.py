@@ -1,0 +1,202 @@
+"""A run is resumed on the rows that it was started with, or refused with the name of what changed; without Ray."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain import config
+from rtrain.config import Config
+from rtrain.data import records, tokens
+from rtrain.errors import UserError
+from rtrain.report import events
+from rtrain.training import driver, runs
+from tests.conftest import labelled_rows, write_rows
+from tests.tiny import make_encoder
+
+ROWS = labelled_rows(120)
+
+
+@pytest.fixture(autouse=True)
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The token jobs of a test, which run without Ray: the tasks one after another, and no cluster to fit into."""
+    ran: list[Path] = []
+
+    def run(job: tokens.Job, source: records.Source) -> list[dict[str, Any]]:
+        ran.append(job.folder)
+        pieces = [{"number": number, "piece": list(piece)} for number, piece in enumerate(source.pieces)]
+        return [row for piece in pieces for row in tokens._write_piece(piece, job)]
+
+    monkeypatch.setattr(tokens, "_run", run)
+    monkeypatch.setattr(driver, "capacity", lambda _: [])
+    return ran
+
+
+@pytest.fixture
+def ground(tmp_path: Path) -> Path:
+    """Three files of training rows in a folder, one of test rows beside it, an encoder."""
+    (tmp_path / "parts").mkdir()
+    for number in range(3):
+        write_rows(tmp_path / "parts" / f"{number}.csv", ROWS[number * 30 : (number + 1) * 30])
+    write_rows(tmp_path / "test.csv", ROWS[90:])
+    make_encoder(tmp_path / "encoder")
+    return tmp_path
+
+
+def settings(ground: Path, **overrides: Any) -> Config:
+    paths = {"data.path": ground / "parts", "data.test": ground / "test.csv", "model.name": ground / "encoder"}
+    return config.load("intent", {**{name: str(path) for name, path in paths.items()}, **overrides})
+
+
+def start(ground: Path, reuse: runs.Reuse = "refuse") -> driver.Prepared:
+    return driver.prepare(settings(ground), ground / "runs" / "run", reuse)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(ground: Path, jobs: list[Path]) -> list[str]:
+    """What a resume says of the files, once it is shown that nothing was written and no row was tokenised."""
+    before, ran = contents(ground / "runs"), len(jobs)
+    with pytest.raises(UserError) as caught:
+        start(ground, "resume")
+    assert contents(ground / "runs") == before
+    assert len(jobs) == ran
+    first, *files, last = str(caught.value).splitlines()
+    assert first == f"--resume: {ground / 'runs' / 'run'} was started on other rows:"
+    assert last == "Restore these files, or start another run with --new."
+    return [line.removeprefix("  ") for line in files]
+
+
+def test_a_run_is_resumed_on_its_store(ground: Path, jobs: list[Path]) -> None:
+    first = start(ground)
+    again = start(ground, "resume")
+    assert again.store.folder == first.store.folder
+    assert len(jobs) == 1
+    kinds = [event["kind"] for event in events.read(first.run)]
+    assert kinds == ["created", "tokenised", "tokens_reused"]
+
+
+def test_a_file_that_was_edited_is_named(ground: Path, jobs: list[Path]) -> None:
+    first = start(ground)
+    path = ground / "parts" / "1.csv"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"please", b"plaese", 1))
+    assert refused(ground, jobs) == [f"{path} was changed"]
+    path.write_bytes(data)  # the first way out
+    assert start(ground, "resume").store.folder == first.store.folder
+
+
+def test_the_other_way_out_is_another_run(ground: Path, jobs: list[Path]) -> None:
+    first = start(ground)
+    write_rows(ground / "parts" / "1.csv", ROWS[:20])
+    refused(ground, jobs)
+    other = start(ground, "new")
+    assert other.run.name == "run-2"
+    assert other.store.folder != first.store.folder
+
+
+def test_files_that_came_and_went_are_named(ground: Path, jobs: list[Path]) -> None:
+    start(ground)
+    (ground / "parts" / "0.csv").unlink()
+    write_rows(ground / "parts" / "9.csv", ROWS[:5])
+    write_rows(ground / "test.csv", ROWS[95:])
+    assert refused(ground, jobs) == [
+        f"{ground / 'test.csv'} was changed",
+        f"{ground / 'parts' / '0.csv'} was removed",
+        f"{ground / 'parts' / '9.csv'} was added",
+    ]
+
+
+def test_of_many_files_ten_are_named(ground: Path, jobs: list[Path]) -> None:
+    start(ground)
+    for number in range(100, 113):
+        write_rows(ground / "parts" / f"{number}.csv", ROWS[:5])
+    said = refused(ground, jobs)
+    assert len(said) == 11
+    assert said[0] == f"{ground / 'parts' / '100.csv'} was added"
+    assert said[-1] == "and 3 more"
+
+
+def test_another_tokenizer_is_named(ground: Path, jobs: list[Path]) -> None:
+    start(ground)
+    path = ground / "encoder" / "tokenizer.json"
+    document = json.loads(path.read_text())
+    document["normalizer"]["lowercase"] = False
+    path.write_text(json.dumps(document))
+    assert refused(ground, jobs) == [f"tokenizer.json of {ground / 'encoder'} was changed"]
+
+
+def test_a_store_that_was_removed_is_made_again(ground: Path, jobs: list[Path]) -> None:
+    first = start(ground)
+    before = contents(first.store.folder)
+    shutil.rmtree(first.store.folder)
+    again = start(ground, "resume")
+    assert len(jobs) == 2
+    assert again.store.folder == first.store.folder
+    assert contents(again.store.folder) == before
+
+
+def test_the_file_is_named_without_the_store_too(ground: Path, jobs: list[Path]) -> None:
+    shutil.rmtree(start(ground).store.folder)
+    write_rows(ground / "test.csv", ROWS[95:])
+    assert refused(ground, jobs) == [f"{ground / 'test.csv'} was changed"]
+
+
+def test_a_run_names_its_own_file_where_its_store_was_made_from_a_copy(ground: Path, jobs: list[Path]) -> None:
+    shutil.copytree(ground / "parts", ground / "copy")
+    other = driver.prepare(settings(ground, **{"data.path": str(ground / "copy")}), ground / "runs" / "other")
+    assert start(ground).store.folder == other.store.folder
+    write_rows(ground / "parts" / "2.csv", ROWS[:20])
+    assert refused(ground, jobs) == [f"{ground / 'parts' / '2.csv'} was changed"]
+
+
+def test_a_run_of_another_version_is_told_from_one_on_other_files(
+    ground: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(ground)
+    monkeypatch.setattr("rtrain.data.store.SCHEMA_VERSION", 99)
+    before = contents(ground / "runs")
+    with pytest.raises(UserError, match=r"run was started with a version of rtrain that makes other rows of the same"):
+        start(ground, "resume")
+    assert contents(ground / "runs") == before
+
+
+def test_a_start_that_was_killed_before_its_first_event_is_made_up_for(ground: Path) -> None:
+    first = start(ground)
+    (first.run / events.NAME).unlink()
+    again = start(ground, "resume")
+    created, reused = events.read(again.run)
+    assert (created["kind"], reused["kind"]) == ("created", "tokens_reused")
+    assert created["data_digest"] == first.store.manifest.digest
+
+
+def test_the_store_and_the_run_say_what_they_are_made_from(ground: Path) -> None:
+    made = start(ground)
+    paths = {"train": sorted((ground / "parts").iterdir()), "test": [ground / "test.csv"]}
+    expected = {role: {str(path): records.file_digest(str(path)) for path in found} for role, found in paths.items()}
+    tokenizer = records.file_digest(str(ground / "encoder" / "tokenizer.json"))
+    expected["tokenizer"] = {f"tokenizer.json of {ground / 'encoder'}": tokenizer}
+    assert made.store.manifest.sources == expected
+    assert events.read(made.run)[0]["origin"] == expected
+
+
+@pytest.mark.parametrize("reuse", ["refuse", "resume"])
+def test_a_file_of_rows_is_hashed_once_a_start(
+    ground: Path, monkeypatch: pytest.MonkeyPatch, reuse: runs.Reuse
+) -> None:
+    if reuse == "resume":
+        start(ground)
+    hashed: list[str] = []
+    whole = records.file_digest
+
+    def counted(uri: str) -> str:
+        hashed.append(Path(uri).name)
+        return whole(uri)
+
+    monkeypatch.setattr(records, "file_digest", counted)
+    start(ground, reuse)
+    assert sorted(name for name in hashed if name.endswith(".csv")) == ["0.csv", "1.csv", "2.csv", "test.csv"]

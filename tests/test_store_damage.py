@@ -1,0 +1,268 @@
+"""A token store that was changed after it was made is refused: with the file's name, and with what to do."""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rtrain import config, manifest
+from rtrain.config import Recipe
+from rtrain.data import ingest, records, store, tokens
+from rtrain.data.ingest import Share
+from rtrain.data.order import Order
+from rtrain.data.store import SPLITS, Store
+from rtrain.errors import UserError
+from rtrain.report import events
+from rtrain.training import driver
+from tests.conftest import labelled_rows, write_rows
+from tests.test_ingest import through_arrow
+from tests.test_store import NAMES, make
+from tests.tiny import make_encoder, make_store
+
+INDEXES = tuple(f"index-{split}.arrow" for split in SPLITS)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Store:
+    return make(tmp_path / "abc")
+
+
+def refusal(folder: Path, name: str, wrong: str) -> str:
+    """The whole message, as a pattern."""
+    return (
+        f"^{re.escape(str(folder / name))} {wrong}: the token store was changed after it was made. "
+        f"Remove the folder {re.escape(str(folder))}; the next start makes it again from the source.$"
+    )
+
+
+def flip(path: Path, place: int = -1) -> None:
+    """Change one byte; the size stays."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def read_all(folder: Path) -> None:
+    """Open the store as a new process does, and read every row of it."""
+    opened = Store(folder)
+    for split in SPLITS:
+        opened.read(split, np.arange(opened.rows(split)))
+
+
+# ------------------------------------------------------------------------------------------------------ before a start
+
+
+@pytest.mark.parametrize("name", [*INDEXES, *NAMES])
+def test_a_missing_or_cut_file_is_refused_without_reading_any(
+    made: Store, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "_sha256", None)
+    made.check(size_only=True)
+    path = made.folder / name
+    data = path.read_bytes()
+    for wrong in (data[:-1], b"", data + b"x"):
+        path.write_bytes(wrong)
+        with pytest.raises(
+            UserError, match=refusal(made.folder, name, f"has {len(wrong)} bytes instead of {len(data)}")
+        ):
+            made.check(size_only=True)
+    path.unlink()
+    with pytest.raises(UserError, match=refusal(made.folder, name, "is missing")):
+        made.check(size_only=True)
+
+
+def test_files_that_training_does_not_read_may_come_and_go(made: Store) -> None:
+    np.save(made.teacher_file("1234"), np.zeros((3, 2), dtype=np.float32))
+    made.check(size_only=True)
+    read_all(made.folder)
+
+
+# ------------------------------------------------------------------------------------------------------ on first use
+
+
+@pytest.mark.parametrize("name", [*INDEXES, *NAMES])
+def test_a_byte_that_changed_anywhere_is_refused_before_a_row_is_read(made: Store, name: str) -> None:
+    path = made.folder / name
+    size = path.stat().st_size
+    assert size > 200
+    for place in range(size):
+        flip(path, place)
+        with pytest.raises(UserError, match=refusal(made.folder, name, "does not match its SHA-256")):
+            read_all(made.folder)
+        flip(path, place)
+    read_all(made.folder)
+
+
+def test_only_what_is_used_is_read(made: Store) -> None:
+    """However large the store, a start does not read it as a whole."""
+    flip(made.folder / NAMES[1])
+    flip(made.folder / "index-valid.arrow")
+    opened = Store(made.folder)
+    assert opened.read("train", np.array([0, 1])).ids.tolist() == [5, 6, 7, 8]
+    with pytest.raises(UserError, match=refusal(made.folder, NAMES[1], "does not match its SHA-256")):
+        opened.read("train", np.array([0, 2]))
+
+
+def test_a_file_that_is_cut_while_a_run_goes_on_is_refused_before_it_is_mapped(made: Store) -> None:
+    """Reading beyond the end of a mapped file would kill the process without a word."""
+    opened = Store(made.folder)
+    opened.check(size_only=True)
+    path = made.folder / NAMES[0]
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(UserError, match=refusal(made.folder, NAMES[0], r"has \d+ bytes instead of \d+")):
+        opened.read("train", np.array([0]))
+
+
+def test_a_file_is_hashed_once_also_when_it_is_mapped_again(made: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[str] = []
+    whole = manifest._sha256
+
+    def counted(path: Path) -> str:
+        hashed.append(path.name)
+        return whole(path)
+
+    monkeypatch.setattr(manifest, "_sha256", counted)
+    opened = Store(made.folder)
+    assert hashed == []
+    for _ in range(3):
+        assert opened.read("train", np.array([2, 0])).ids.tolist() == [10, 11, 12, 13, 5, 6, 7]
+        Store._shard.cache_clear()
+    assert sorted(hashed) == sorted(["index-train.arrow", *(Path(name).name for name in NAMES)])
+    read_all(made.folder)  # another object, as in another process
+    assert len(hashed) == 3 + 5
+
+
+# ------------------------------------------------------------------------------------------------------- the manifest
+
+
+def test_a_byte_of_the_manifest_that_changed_is_refused_or_means_nothing(made: Store) -> None:
+    """Its labels and numbers of rows are trained on as well."""
+    path = made.folder / "manifest.json"
+    size, refused = path.stat().st_size, 0
+    said: set[str] = set()
+    for place in range(size):
+        flip(path, place)
+        try:
+            found = Store(made.folder).manifest
+        except UserError as error:
+            said.add(str(error).partition(": ")[0])
+            refused += 1
+        else:
+            assert found == made.manifest
+        flip(path, place)
+    assert refused > 0.9 * size  # the rest is white space
+    assert said == {
+        f"{path} is not readable",
+        f"{path} does not match its SHA-256",
+        f"{made.folder} is of another version of rtrain; remove the folder and train again",
+    }
+
+
+@pytest.mark.parametrize(("field", "value"), [("labels", ["yes", "né"]), ("rows", {"train": 2, "valid": 1, "test": 0})])
+def test_an_edited_manifest_is_refused(made: Store, field: str, value: object) -> None:
+    path = made.folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(UserError, match=refusal(made.folder, "manifest.json", "does not match its SHA-256")):
+        Store(made.folder)
+
+
+def test_a_cut_manifest_is_refused(made: Store) -> None:
+    path = made.folder / "manifest.json"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match=refusal(made.folder, "manifest.json", "is not readable")):
+        Store(made.folder)
+
+
+# -------------------------------------------------------------------------------------------------- the start of a run
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    path = write_rows(tmp_path / "rows.csv", labelled_rows(90))
+    return config.load("intent", {"data.path": str(path), "model.name": str(make_encoder(tmp_path / "encoder"))}).recipe
+
+
+def ensure(recipe: Recipe, root: Path) -> tuple[Store, bool]:
+    return tokens.ensure(recipe, records.inspect(recipe.data), Path(recipe.model.name), root)
+
+
+@pytest.mark.parametrize("name", ["index-valid.arrow", "shards/000000-000000.arrow"])
+def test_a_store_with_a_cut_file_is_not_reused_and_its_removal_is_all_it_needs(
+    recipe: Recipe, tmp_path: Path, name: str
+) -> None:
+    made = make_store(recipe, Path(recipe.model.name), tmp_path)
+    path = made.folder / name
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match=refusal(made.folder, name, r"has \d+ bytes instead of \d+")):
+        ensure(recipe, tmp_path)
+    shutil.rmtree(made.folder)
+    again = make_store(recipe, Path(recipe.model.name), tmp_path)
+    assert (again.folder, again.manifest) == (made.folder, made.manifest)
+    assert ensure(recipe, tmp_path)[0].folder == made.folder
+
+
+def test_a_store_without_manifest_is_refused_before_a_job_is_started(recipe: Recipe, tmp_path: Path) -> None:
+    made = make_store(recipe, Path(recipe.model.name), tmp_path)
+    (made.folder / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"is no finished token store .* remove what is left of it, and train again"):
+        ensure(recipe, tmp_path)
+    assert [path.name for path in (tmp_path / ".tokens").iterdir()] == [made.folder.name]
+
+
+def test_what_a_killed_job_left_is_removed_also_where_the_store_is_reused(recipe: Recipe, tmp_path: Path) -> None:
+    made = make_store(recipe, Path(recipe.model.name), tmp_path)
+    left = made.folder.with_name(f".{made.folder.name}.0123abcd")
+    left.mkdir()
+    os.utime(left, (0, 0))
+    assert ensure(recipe, tmp_path)[1] is False
+    assert list((tmp_path / ".tokens").iterdir()) == [made.folder]
+
+
+def test_what_the_manifest_says_of_a_file_is_what_lies_there(recipe: Recipe, tmp_path: Path) -> None:
+    made = make_store(recipe, Path(recipe.model.name), tmp_path)
+    read = {str(path.relative_to(made.folder)) for path in made.folder.rglob("*.arrow")}
+    assert set(made.manifest.files) == read == {*INDEXES, "shards/000000-000000.arrow"}
+    assert made.manifest.schema_version == store.SCHEMA_VERSION == 2
+    for name, entry in made.manifest.files.items():
+        assert entry == manifest.entry(made.folder / name)
+
+
+# ----------------------------------------------------------------------------------------------------- during a run
+
+
+@pytest.mark.parametrize("name", ["index-train.arrow", "shards/000000-000000.arrow"])
+def test_a_stream_of_updates_ends_with_the_refusal_of_a_data_task(
+    recipe: Recipe, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_store(recipe, Path(recipe.model.name), tmp_path)
+    share = Share(made.folder, Order(made.manifest.digest, made.rows("train"), 20, 1, 0), 1, 0, 8)
+    monkeypatch.setattr(ingest, "_dataset", lambda *_: through_arrow(share, 0, 2, blocks=2))
+    assert len(list(ingest.stream(share, 0, 2))) == 2
+    flip(made.folder / name)
+    store.open_store.cache_clear()
+    with pytest.raises(UserError, match=refusal(made.folder, name, "does not match its SHA-256")):
+        next(ingest.stream(share, 0, 2))
+
+
+@pytest.mark.ray
+def test_the_user_of_a_run_reads_which_file_was_changed_and_no_traceback(
+    ray_session: Path, recipe: Recipe, tmp_path: Path
+) -> None:
+    """The shard is mapped by a data task for a train worker: the message comes through both of Ray's libraries."""
+    made = make_store(recipe, Path(recipe.model.name), tmp_path)
+    chosen = config.load(
+        "intent", {"data.path": recipe.data.path, "model.name": recipe.model.name, "train.precision": "fp32"}
+    )
+    prepared = driver.prepare(chosen, tmp_path / "run")
+    assert prepared.store.folder == made.folder
+    flip(made.folder / "shards/000000-000000.arrow")
+    with pytest.raises(
+        UserError, match=refusal(made.folder, "shards/000000-000000.arrow", "does not match its SHA-256")
+    ):
+        driver.fit(prepared)
+    assert [event["kind"] for event in events.read(prepared.run)] == ["created", "tokens_reused", "started", "failed"]
+    assert list(prepared.run.glob("error-*")) == []
