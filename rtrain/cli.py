@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     if code == INTERRUPTED:
         print("rtrain: interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+    if code:
+        sys.exit(code)
 
 
 def _config(recipe: str, assignments: list[str] | None, **short: Any) -> Any:
@@ -161,6 +162,59 @@ def tune(
         found = search.run(config, folder, _reuse(False, new), on_event=line)
         winner = search.continue_best(found, on_event=line)
     _print({**found.to_document(), "winner": winner}, as_json, search_text(found, winner))
+
+
+@app.command()
+def verify(
+    recipe: Annotated[str | None, typer.Argument(help="A recipe's name or a YAML file.")] = None,
+    ledger: Annotated[Path | None, typer.Option("--ledger", help="Check which rows this run trained on.")] = None,
+    data: DataOption = None,
+    test: TestOption = None,
+    model: ModelOption = None,
+    workers: Workers = None,
+    out: Out = None,
+    assignments: Set = None,
+    address: Address = None,
+    full: Annotated[bool, typer.Option("--full", help="The large matrix, on up to 1,003 rows.")] = False,
+    planted: Annotated[bool, typer.Option("--planted", help="Plant five bugs: each must be seen.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show that workers, micro-batch and resumes change nothing but speed; or, by --ledger, which rows a run saw."""
+    if (recipe is None) == (ledger is None):
+        fix = "write rtrain verify RECIPE --data FILE, or rtrain verify --ledger RUN"
+        raise ConfigError([Problem("verify", recipe, "takes a recipe or --ledger, one of them", fix)])
+    report = (
+        _ledger(ledger)
+        if ledger
+        else _layouts(
+            recipe, out, full, planted, assignments, data=data, test=test, model=model, workers=workers, address=address
+        )
+    )
+    _print(report.to_document(), as_json, report.text())
+    if not report.to_document()["passed"]:
+        raise typer.Exit(1)
+
+
+def _ledger(run: Path) -> Any:
+    from rtrain.proof import ledger
+
+    return ledger.check(run.absolute())
+
+
+def _layouts(
+    recipe: str | None, out: str | None, full: bool, planted: bool, assignments: list[str] | None, **short: Any
+) -> Any:
+    from rtrain.cluster.session import session
+    from rtrain.proof import verify as proof
+    from rtrain.report.progress import Line
+    from rtrain.training import driver, runs
+
+    assert recipe is not None
+    config = runs.absolute(_config(recipe, assignments, **short))
+    folder = runs.folder_for(f"{config.recipe.name}-verify", out)
+    driver.check(config)
+    with session(proof.session_config(config, full), folder.parent), Line() as line:
+        return proof.run(config, folder, full=full, bugs=planted, on_event=line)
 
 
 @app.command()

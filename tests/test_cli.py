@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rtrain import cli
+from rtrain.proof import ledger
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.tiny import make_artifact, make_encoder
 
@@ -57,7 +58,7 @@ def test_verbs_are_these() -> None:
     }
     groups = {group.name for group in cli.app.registered_groups}
     assert commands | groups == {
-        *("demo", "recipes", "train", "evaluate", "tune", "distill", "quantize", "predict", "serve"),
+        *("demo", "recipes", "train", "evaluate", "tune", "distill", "quantize", "verify", "predict", "serve"),
     }
 
 
@@ -86,6 +87,29 @@ def test_wrong_usage_exits_2_without_a_traceback(run: Cli, arguments: list[str])
     code, _, err = run(*arguments)
     assert code == 2
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("arguments", [["verify"], ["verify", "intent", "--ledger", "run"]])
+def test_verify_takes_a_recipe_or_a_ledger(run: Cli, arguments: list[str]) -> None:
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert "write rtrain verify RECIPE --data FILE, or rtrain verify --ledger RUN" in err
+
+
+def test_verify_ledger_of_no_run_is_refused(run: Cli, tmp_path: Path) -> None:
+    code, _, err = run("verify", "--ledger", "nowhere")
+    assert code == 1
+    assert f"--ledger: {tmp_path / 'nowhere'} holds no run" in err
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_verify_prints_its_report_and_fails_with_it(run: Cli, monkeypatch: pytest.MonkeyPatch, passed: bool) -> None:
+    found = ledger.Report(passed, 7, 2, 2, "ab", {2: "trained"}, {} if passed else {1: "progress"}, 0, 0)
+    monkeypatch.setattr(ledger, "check", lambda path: found)
+    code, out, _ = run("verify", "--ledger", "run", "--json")
+    assert (code, json.loads(out)["passed"]) == (0 if passed else 1, passed)
+    code, out, _ = run("verify", "--ledger", "run")
+    assert (code, out.strip()) == (0 if passed else 1, found.text())
 
 
 def test_predict_reads_lines_and_prints_one_answer_each(

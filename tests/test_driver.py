@@ -14,6 +14,7 @@ from rtrain.data import store as token_store
 from rtrain.data.order import Order, chain, rows_digest
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
+from rtrain.proof import ledger
 from rtrain.report import events
 from rtrain.training import checkpoint, driver
 from rtrain.training.loop import GENESIS
@@ -201,6 +202,28 @@ def test_paused_and_resumed_run_ends_bit_for_bit_like_the_straight_one(trained: 
         for run in (trained.run, folder / "halves")
     )
     assert one == other
+
+
+def test_a_resized_run_trains_on_the_same_rows_and_its_ledger_shows_it(trained: Trained) -> None:
+    """One worker, then two, then one: each stops in the middle of an epoch."""
+    folder, last = trained.run.parent, trained.summary["updates"]
+    stops = (last // 3 + 1, 2 * last // 3 + 1, None)
+    assert all(stop is None or stop % (last // EPOCHS) for stop in stops)
+    for number, (workers, stop) in enumerate(zip((1, 2, 1), stops, strict=True)):
+        resized = settings(folder, **{"train.workers": workers, "train.micro_batch": 5})
+        found = driver.fit(driver.prepare(resized, folder / "resized", "resume" if number else "refuse"), until=stop)
+        assert found["updates"] == (stop or last)
+    log = events.read(folder / "resized")
+    assert [(event["workers"], event["update"]) for event in log if event["kind"] == "started"] == [
+        (1, 0),
+        (2, stops[0]),
+        (1, stops[1]),
+    ]
+    assert found["order_digest"] == trained.summary["order_digest"]
+    report = ledger.check(folder / "resized")
+    assert (report.passed, report.updates, report.order_digest) == (True, last, found["order_digest"])
+    assert len(report.checked) == last  # log_every=1: every update's link was recorded, by whoever trained it
+    assert report.text().startswith(f"every row once per epoch: {report.rows} rows x {EPOCHS} epochs")
 
 
 def test_second_run_reuses_the_token_store(trained: Trained) -> None:

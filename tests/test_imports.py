@@ -28,8 +28,11 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.data.synthetic": frozenset(),
     "rtrain.data.records": frozenset({"rtrain.config"}),
     "rtrain.data.order": frozenset({"rtrain.tasks.base"}),
-    "rtrain.data.store": frozenset({"rtrain.tasks.base"}),
-    "rtrain.data.tokens": frozenset({"rtrain.config", "rtrain.data.records", "rtrain.data.store", "rtrain.tasks."}),
+    "rtrain.data.drafts": frozenset(),
+    "rtrain.data.store": frozenset({"rtrain.data.drafts", "rtrain.manifest", "rtrain.tasks.base"}),
+    "rtrain.data.tokens": frozenset(
+        {"rtrain.config", "rtrain.tasks.", *(f"rtrain.data.{name}" for name in ("drafts", "records", "store"))}
+    ),
     "rtrain.data.ingest": frozenset({"rtrain.data.order", "rtrain.data.store", "rtrain.tasks.base"}),
     "rtrain.report.": frozenset({"rtrain.report."}),
     "rtrain.plan.preflight": frozenset({"rtrain.config"}),
@@ -61,6 +64,19 @@ ALLOWED: dict[str, frozenset[str]] = {
         }
     ),
     "rtrain.training.runs": frozenset({"rtrain.config"}),
+    "rtrain.proof.planted": frozenset({"rtrain.data.store", "rtrain.training.step", "rtrain.training.exchange"}),
+    "rtrain.proof.cases": frozenset(
+        {"rtrain.config", "rtrain.data.", "rtrain.proof.planted", "rtrain.report.events", "rtrain.tasks."}
+        | {f"rtrain.training.{name}" for name in ("checkpoint", "exchange", "loop", "losses", "model", "optim", "step")}
+    ),
+    "rtrain.proof.verify": frozenset(
+        {"rtrain.config", "rtrain.data.tokens", "rtrain.plan.preflight", "rtrain.proof.", "rtrain.report.events"}
+        | {"rtrain.training.driver"}
+    ),
+    "rtrain.proof.ledger": frozenset(
+        {"rtrain.config", "rtrain.data.order", "rtrain.data.store", "rtrain.report.events"}
+        | {f"rtrain.training.{name}" for name in ("checkpoint", "loop", "runs")}
+    ),
     "rtrain.training.worker": frozenset(
         {"rtrain.artifact", "rtrain.predict", "rtrain.config", "rtrain.data.", "rtrain.report.events", "rtrain.tasks."}
         | {f"rtrain.training.{name}" for name in ("exchange", "loop", "losses", "model", "precision")}
@@ -82,7 +98,8 @@ ALLOWED: dict[str, frozenset[str]] = {
 
 RAY_ALLOWED = (
     *("rtrain.data.tokens", "rtrain.data.ingest", "rtrain.training.worker", "rtrain.training.driver"),
-    *("rtrain.compress.distill", "rtrain.cluster.", "rtrain.report.memory", "rtrain.demo", "serve.deployment", "tune."),
+    *("rtrain.compress.distill", "rtrain.cluster.", "rtrain.report.memory", "rtrain.proof.cases", "rtrain.demo"),
+    *("serve.deployment", "tune."),
 )
 # At module level: serving and the command line must start without them.
 HEAVY = ("torch", "transformers", "openvino", "nncf", "sklearn", "datasets", "ray")

@@ -44,6 +44,10 @@ class Line:
         elif kind == "evaluated":
             scores = "  ".join(f"{name} {value:.4f}" for name, value in event["scores"].items() if name != "rows")
             self._keep(f"update {event['update']}  {event['split']}: {scores}  ({event['scores']['rows']} rows)")
+        elif kind == "case":
+            figures = event["measured"]
+            ratios = f"weights {figures['weights_ratio']:.1e}, gradient {figures['gradient_ratio']:.1e}"
+            self._keep(f"{event['name']}: {ratios}  ({figures['seconds']:.1f} s)")
         elif kind == "stage":
             self._keep(event["text"])
 

@@ -1,0 +1,245 @@
+"""What a worker group of `rtrain verify` does: train the same slice in several layouts and measure how far they part.
+
+All in float64 and without dropout: in float32, correct code parts too, since Adam amplifies rounding where the true
+gradient is zero. What is trained with is the run's own stream, loop and step.
+"""
+
+import copy
+import hashlib
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from rtrain.config import parse
+from rtrain.data import ingest
+from rtrain.data.order import Order, chain
+from rtrain.data.store import open_store
+from rtrain.proof import planted
+from rtrain.report import events
+from rtrain.tasks import base
+from rtrain.training import checkpoint, loop, losses, model, optim
+from rtrain.training.exchange import Exchange
+
+if TYPE_CHECKING:
+    import torch
+
+REFERENCE = "reference"
+FLOOR = 1e-6
+"""A tensor's gradient below this share of the whole gradient's norm is compared with that share instead of itself."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of the slice."""
+
+    workers: int
+    micro_batch: int
+    resumed: bool = False
+    """From the reference's checkpoint in mid-slice, rather than from the start."""
+    bug: str | None = None
+    """One of `planted.BUGS`."""
+
+    @property
+    def name(self) -> str:
+        parts = [f"{self.workers} x {self.micro_batch}", "resized from 1" if self.resumed else "", self.bug or ""]
+        return ", ".join(part for part in parts if part)
+
+
+@dataclass
+class Measured:
+    """How far a case parted from the reference."""
+
+    weights_ratio: float = 0.0
+    """|difference| / |distance moved|, over all tensors jointly, at the end."""
+    gradient_ratio: float = 0.0
+    """The largest |g - g_ref| / max(|g_ref|, FLOOR x |whole g_ref|) of any tensor and update, before clipping."""
+    worst_tensor: str = ""
+    worst_update: int = -1
+    most_passes: int = 0
+    order_digest: str = ""
+    rows: int = 0
+    workers_differ: int = 0
+    """Workers whose weights are not, bit for bit, those of rank 0."""
+    seconds: float = 0.0
+
+
+def run_group(settings: dict[str, Any]) -> None:
+    """The train function of one worker group. Rank 0 appends each case's figures to the scratch folder's log."""
+    import ray.train
+    import torch
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ray.train.get_context().get_local_world_size()))
+    group = _Group(settings)
+    for values in settings["cases"]:
+        group.run(Case(**values))
+
+
+@dataclass
+class _Group:
+    settings: dict[str, Any]
+    job: loop.Job = field(init=False)
+    start: "torch.nn.Module" = field(init=False)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        recipe = parse(settings["config"], {}).recipe
+        folder, store = Path(settings["model"]), open_store(Path(settings["store"]))
+        task = base.get(recipe.task)
+        network = model.build(folder, task, store.manifest.labels, recipe.train.seed)
+        # Evaluation mode is dropout 0 for every architecture; encoders have no other layer that heeds it.
+        self.start = cast("torch.nn.Module", network).double().eval()
+        order = Order(store.manifest.digest, settings["rows"], recipe.rows_per_update, 1, recipe.train.seed)
+        self.job = loop.Job(
+            recipe=recipe,
+            run=Path(settings["scratch"]),
+            store=store,
+            task=task,
+            loss=losses.for_run(task, recipe.distill),
+            order=order,
+            pad_id=model.pad_id(folder),
+            precision="fp64",
+            until=order.updates,
+        )
+
+    def run(self, case: Case) -> None:
+        clock = loop.Clock()
+        with clock.section("case"):
+            exchange = Exchange(copy.deepcopy(self.start))
+            reference = _Reference(self.job.run / REFERENCE, exchange.rank == 0, self.settings["updates"])
+            measured = self._train(case, exchange, reference)
+            measured.workers_differ = _differing(exchange)
+        measured.seconds = round(clock.seconds["case"], 2)
+        if exchange.rank == 0:
+            events.append(self.job.run, "case", **asdict(case), name=case.name, measured=asdict(measured))
+
+    def _train(self, case: Case, exchange: Exchange, reference: "_Reference") -> Measured:
+        job, measured = self.job, Measured()
+        optimizer = optim.build(exchange.module, job.recipe.optim)
+        begin, link = 0, loop.GENESIS
+        if case.resumed:
+            state = checkpoint.load(reference.checkpoint, exchange.module, optimizer)
+            begin, link = state.update, bytes.fromhex(state.ledger)
+        loop.settle(job, exchange)
+        teacher = job.recipe.distill.teacher
+        share = ingest.Share(job.store.folder, job.order, case.workers, exchange.rank, case.micro_batch, teacher)
+        for update in ingest.stream(share, begin, job.order.updates):
+            done = loop.one_update(
+                job,
+                exchange,
+                optimizer,
+                update,
+                loop.Clock(),
+                planted.BUGS[case.bug] if case.bug else None,
+                partial(reference.gradient, update=update.number, measured=measured),
+            )
+            link = chain(link, update.digest)
+            measured.rows += done.rows
+            measured.most_passes = max(measured.most_passes, done.passes)
+            if reference.is_made_here and update.number + 1 == job.order.updates // 2:
+                reference.keep(exchange.module, optimizer, update.number + 1, link)
+        measured.rows, measured.order_digest = _sum(exchange, measured.rows), link.hex()
+        reference.weights(self.start, exchange.module, measured)
+        return measured
+
+
+class _Reference:
+    """Gradients and weights of the first case, on disk; every later case is compared with them as it goes."""
+
+    def __init__(self, folder: Path, active: bool, updates: int):
+        self._folder, self._active = folder, active
+        self._made = (folder / "weights.safetensors").is_file()
+        self.is_made_here = active and not self._made
+        self.checkpoint = checkpoint.path_of(folder, updates // 2)
+        if active:
+            folder.mkdir(exist_ok=True)
+
+    def keep(self, module: "torch.nn.Module", optimizer: Any, update: int, link: bytes) -> None:
+        checkpoint.save(self._folder, module, optimizer, checkpoint.State(update, link.hex(), None, None))
+
+    def gradient(self, module: "torch.nn.Module", update: int, measured: Measured) -> None:
+        """Called on every rank; rank 0's gradient is the others', which the end's comparison of weights shows."""
+        if not self._active:
+            return
+        path = self._folder / f"gradient-{update}.safetensors"
+        gradients = {name: value.grad for name, value in module.named_parameters() if value.grad is not None}
+        if self.is_made_here:
+            _write(path, {key: part for name, grad in gradients.items() for key, part in _compact(name, grad).items()})
+            return
+        known = _read(path)
+        norms = {name: float(value.norm()) for name, value in known.items() if not name.endswith(ROWS)}
+        whole = sum(norm**2 for norm in norms.values()) ** 0.5
+        for name, grad in gradients.items():
+            ratio = _difference(grad, known, name) / max(norms.get(name, 0.0), FLOOR * whole)
+            if not ratio <= measured.gradient_ratio:  # a NaN is the worst of all
+                measured.gradient_ratio, measured.worst_tensor, measured.worst_update = ratio, name, update
+
+    def weights(self, start: "torch.nn.Module", module: "torch.nn.Module", measured: Measured) -> None:
+        if not self._active:
+            return
+        path = self._folder / "weights.safetensors"
+        if self.is_made_here:
+            _write(path, {name: value.detach() for name, value in module.named_parameters()})
+            return
+        difference = moved = 0.0
+        before, known = dict(start.named_parameters()), _read(path)
+        for name, value in module.named_parameters():
+            difference += float((value.detach() - known[name]).norm()) ** 2
+            moved += float((known[name] - before[name].detach()).norm()) ** 2
+        measured.weights_ratio = (difference / moved) ** 0.5
+
+
+# ---------------------------------------------------------------------------------------------------------- tensors
+
+ROWS = ":rows"
+
+
+def _compact(name: str, grad: "torch.Tensor") -> dict[str, "torch.Tensor"]:
+    """A gradient as it is, or only its rows that are not zero: an update touches few rows of an embedding table."""
+    if grad.dim() == 2:
+        rows = grad.ne(0).any(dim=1).nonzero().squeeze(1)
+        if 2 * len(rows) < len(grad):
+            return {name: grad[rows], name + ROWS: rows}
+    return {name: grad}
+
+
+def _difference(grad: "torch.Tensor", known: dict[str, "torch.Tensor"], name: str) -> float:
+    if name not in known:
+        return float(grad.norm())
+    rows = known.get(name + ROWS)
+    if rows is None:
+        return float((grad - known[name]).norm())
+    difference = grad.clone()
+    difference[rows] -= known[name]
+    return float(difference.norm())
+
+
+def _write(path: Path, tensors: dict[str, "torch.Tensor"]) -> None:
+    from safetensors.torch import save_file
+
+    draft = path.with_suffix(".draft")
+    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, draft)
+    shutil.move(draft, path)
+
+
+def _read(path: Path) -> dict[str, "torch.Tensor"]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def _sum(exchange: Exchange, value: int) -> int:
+    import torch
+
+    return int(exchange.sum(torch.tensor([value])).item())
+
+
+def _differing(exchange: Exchange) -> int:
+    """Workers whose weights are not those of rank 0, by digest."""
+    total = hashlib.sha256()
+    for _, value in exchange.module.named_parameters():
+        total.update(value.detach().cpu().numpy().data)
+    own = int.from_bytes(total.digest()[:8], "little") >> 1
+    return _sum(exchange, int(exchange.from_rank_zero(own) != own))

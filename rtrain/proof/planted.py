@@ -1,0 +1,132 @@
+"""Five bugs of the field, planted on purpose: a check that cannot fail proves nothing.
+
+Each stands in for `step.run_update` and trains with one mistake. `rtrain verify --planted` shows that all are seen.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rtrain.data.store import Tokens
+from rtrain.training import step
+from rtrain.training.exchange import Exchange
+
+if TYPE_CHECKING:
+    import torch
+
+RunUpdate = Callable[..., step.Done]
+
+
+def mean_of_means(
+    exchange: Exchange, optimizer: Any, loss: step.Loss, passes: Sequence[Tokens], **settings: Any
+) -> step.Done:
+    """The mean over passes of each pass's mean: rows of a short pass count for more than others."""
+    count = _count(exchange, passes)
+
+    def mean(logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
+        return loss(logits, tokens) * (count / (exchange.world * len(passes) * len(tokens)))
+
+    return step.run_update(exchange, optimizer, mean, passes, **settings)
+
+
+def dropped_tail_row(
+    exchange: Exchange, optimizer: Any, loss: step.Loss, passes: Sequence[Tokens], **settings: Any
+) -> step.Done:
+    """The last row of each worker is not trained on, as by a loader that cuts to whole batches."""
+    kept = [*passes[:-1], *([] if not passes or len(passes[-1]) == 1 else [_without_last(passes[-1])])]
+    # The row check, which would stop this at once, is left out: the figures have to show it by themselves.
+    if _count(exchange, kept) == 0:
+        kept = list(passes)
+    return step.run_update(exchange, optimizer, loss, kept, **{**settings, "rows": None})
+
+
+def double_exchange(
+    exchange: Exchange, optimizer: Any, loss: step.Loss, passes: Sequence[Tokens], **settings: Any
+) -> step.Done:
+    """The gradient is summed over the workers once more after it was exchanged."""
+
+    def again() -> None:
+        for parameter in exchange.module.parameters():
+            if parameter.grad is not None:
+                exchange.sum(parameter.grad)
+
+    return step.run_update(_Altered(exchange, after_last=again), optimizer, loss, passes, **settings)
+
+
+def k_ignored(
+    exchange: Exchange, optimizer: Any, loss: step.Loss, passes: Sequence[Tokens], **settings: Any
+) -> step.Done:
+    """Passes before the last are forgotten, as where each pass clears the gradient."""
+
+    def forget() -> None:
+        for parameter in exchange.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
+    return step.run_update(_Altered(exchange, after_others=forget), optimizer, loss, passes, **settings)
+
+
+def stale_embedding_row(
+    exchange: Exchange, optimizer: Any, loss: step.Loss, passes: Sequence[Tokens], **settings: Any
+) -> step.Done:
+    """The row of the first token (`[CLS]`) keeps the gradient that this worker alone found: it was not exchanged."""
+    table = exchange.module.get_input_embeddings().weight  # type: ignore[operator]
+    row = int(passes[0].ids[0]) if passes else None
+    own: list[torch.Tensor] = []
+
+    def keep() -> None:
+        own[:] = [table.grad[row].clone()]
+
+    def restore() -> None:
+        if row is not None:
+            table.grad[row] = own[0] if own else 0.0
+
+    altered = _Altered(exchange, after_others=keep, after_last=restore)
+    return step.run_update(altered, optimizer, loss, passes, **settings)
+
+
+BUGS: dict[str, RunUpdate] = {
+    "mean of means": mean_of_means,
+    "dropped tail row": dropped_tail_row,
+    "double exchange": double_exchange,
+    "k ignored": k_ignored,
+    "stale embedding row": stale_embedding_row,
+}
+
+
+class _Altered(Exchange):
+    """An exchange with something wrong after a pass; it shares the model and the buckets of the sound one."""
+
+    def __init__(
+        self,
+        sound: Exchange,
+        after_others: Callable[[], None] = lambda: None,
+        after_last: Callable[[], None] = lambda: None,
+    ):
+        self.__dict__ |= vars(sound)
+        self._after = {False: after_others, True: after_last}
+
+    def during(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        return self._during(last)
+
+    @contextlib.contextmanager
+    def _during(self, last: bool) -> Iterator[None]:
+        with super().during(last):
+            yield
+        self._after[last]()
+
+
+def _count(exchange: Exchange, passes: Sequence[Tokens]) -> int:
+    import torch
+
+    return int(exchange.sum(torch.tensor([sum(len(tokens) for tokens in passes)])).item())
+
+
+def _without_last(tokens: Tokens) -> Tokens:
+    rows = len(tokens) - 1
+    return replace(
+        tokens,
+        ids=tokens.ids[: int(tokens.lengths[:rows].sum())],
+        **{name: getattr(tokens, name)[:rows] for name in ("lengths", "second", "targets", "row_ids", "teacher")},
+    )

@@ -1,0 +1,118 @@
+"""The ledger of a run, recomputed from its token store: every row once per epoch, or where not."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain import config
+from rtrain.data.order import Order
+from rtrain.data.store import Store
+from rtrain.errors import UserError
+from rtrain.proof import ledger
+from rtrain.report import events
+from rtrain.training import checkpoint, runs
+from tests import test_loop
+from tests.test_loop import UPDATES, Ran, recipe_of, start
+
+ground = test_loop.ground  # a fixture
+
+
+def recorded(ground: Path, run: Path, **settings: Any) -> Path:
+    """A run with its configuration and its log, as the driver leaves them."""
+    run.mkdir(exist_ok=True)
+    log(run, start(ground, run, log_every=1, save_every=2, **settings), ground)
+    return run
+
+
+def log(run: Path, ran: Ran, ground: Path) -> None:
+    if not (run / runs.CONFIG).is_file():
+        recipe = recipe_of(ground)
+        runs.freeze(run, config.Config(recipe, config.Deploy()))
+        store = Store(next((ground / ".tokens").iterdir()))
+        events.append(run, "created", store=str(store.folder), data_digest=store.manifest.digest)
+    for kind, fields in ran.recorder.events:
+        if kind != "score":
+            events.append(run, kind, **fields)
+
+
+def test_a_finished_run_saw_every_row_once_per_epoch(ground: Path, tmp_path: Path) -> None:
+    report = ledger.check(recorded(ground, tmp_path / "run"))
+    rows = Store(next((ground / ".tokens").iterdir())).rows("train")
+    assert (report.passed, report.rows, report.updates, report.updates_per_epoch) == (True, rows, UPDATES, 3)
+    assert (report.repeated, report.missing, report.mismatched) == (0, 0, {})
+    assert list(report.checked) == [1, 2, 3, 4, 5, 6]
+    assert report.text().startswith(f"every row once per epoch: {rows} rows x 2 epochs, 6 updates")
+    assert report.to_document()["passed"] is True
+
+
+def test_a_killed_run_is_checked_as_far_as_it_came(ground: Path, tmp_path: Path) -> None:
+    run = recorded(ground, tmp_path / "run", kill=4)
+    report = ledger.check(run)
+    assert (report.passed, report.updates) == (True, 4)
+    assert "x 1 epochs and 1 updates, 4 updates" in report.text()
+    log(run, start(ground, run, log_every=1), ground)
+    assert (ledger.check(run).passed, ledger.check(run).updates) == (True, UPDATES)
+
+
+def test_where_a_run_left_its_order_is_told(ground: Path, tmp_path: Path) -> None:
+    """Another seed from update 3 on: the run is resumed by a process that mixes the rows otherwise."""
+    run = recorded(ground, tmp_path / "run", kill=4)
+    other = start(ground, tmp_path / "other", log_every=1, seed=3)
+    wrong = [fields | {"ledger": "0" * 64} for fields in other.recorder.of("progress") if fields["update"] > 4]
+    for fields in wrong:
+        events.append(run, "progress", **fields)
+    report = ledger.check(run)
+    assert (report.passed, sorted(report.mismatched)) == (False, [5, 6])
+    assert "trained on between update 4 and update 5 (recorded by progress)" in report.text()
+    assert report.text().startswith("NOT every row once per epoch")
+
+
+def test_a_checkpoint_with_another_ledger_is_told(ground: Path, tmp_path: Path) -> None:
+    run = recorded(ground, tmp_path / "run")
+    path = checkpoint.path_of(run / "checkpoints", UPDATES) / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"ledger": "ab" * 32}))
+    report = ledger.check(run)
+    assert (report.passed, report.mismatched) == (False, {UPDATES: "checkpoint"})
+
+
+def test_rows_that_an_order_repeats_or_leaves_out_are_counted(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = recorded(ground, tmp_path / "run")
+    whole = Order.positions
+
+    def repeating(order: Order, update: int) -> Any:
+        positions = whole(order, update).copy()
+        positions[0] = positions[1]
+        return positions
+
+    monkeypatch.setattr(Order, "positions", repeating)
+    report = ledger.check(run)
+    assert not report.passed
+    assert (report.repeated, report.missing) == (UPDATES, UPDATES)
+
+
+def test_another_store_under_the_run_s_name_is_refused(ground: Path, tmp_path: Path) -> None:
+    run = recorded(ground, tmp_path / "run")
+    found = next(event for event in events.read(run) if event["kind"] == "created")
+    text = (run / events.NAME).read_text().replace(found["data_digest"], "f" * 16)
+    (run / events.NAME).write_text(text.replace(f"{found['store'][:-16]}{'f' * 16}", found["store"]))
+    with pytest.raises(UserError, match=f"is now {found['data_digest']}; the run was trained on ffffffffffffffff"):
+        ledger.check(run)
+
+
+def test_bad_runs_are_refused_with_what_to_do(ground: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--ledger: .*nothing holds no run .*name the folder given to --out"):
+        ledger.check(tmp_path / "nothing")
+    run = tmp_path / "run"
+    run.mkdir()
+    log(run, dataclasses.replace(start(ground, run, kill=0), recorder=test_loop.Recorder()), ground)
+    with pytest.raises(UserError, match=r"--ledger: .* has recorded no update yet; train it first"):
+        ledger.check(run)
+    shutil.copy(run / runs.CONFIG, tmp_path / runs.CONFIG)
+    with pytest.raises(UserError, match=r"does not say where the run's token store is"):
+        ledger.check(tmp_path)
