@@ -95,6 +95,7 @@ def test_the_draft_of_a_living_job_is_not_touched(job: Job, tmp_path: Path) -> N
 
 
 def test_a_draft_of_the_same_process_lives_until_it_is_committed_or_abandoned(tmp_path: Path) -> None:
+    files = os.listdir("/proc/self/fd")
     writers = [Writer(tmp_path / "abc") for _ in range(3)]
     assert names(tmp_path) == {writer.folder.name for writer in writers}
     manifest = fill(writers[0])
@@ -103,6 +104,7 @@ def test_a_draft_of_the_same_process_lives_until_it_is_committed_or_abandoned(tm
     writers[0].commit(manifest)
     assert names(tmp_path) == {"abc"}
     assert drafts.LOCK not in names(tmp_path / "abc")
+    assert os.listdir("/proc/self/fd") == files
 
 
 def test_writers_at_the_same_time_leave_one_whole_store(tmp_path: Path) -> None:

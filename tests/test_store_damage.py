@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rtrain import config, manifest
+from rtrain import artifact, config, manifest
+from rtrain.compress import distill
 from rtrain.config import Recipe
 from rtrain.data import ingest, records, store, tokens
 from rtrain.data.ingest import Share
@@ -21,7 +22,7 @@ from rtrain.training import driver
 from tests.conftest import labelled_rows, write_rows
 from tests.test_ingest import through_arrow
 from tests.test_store import NAMES, make
-from tests.tiny import make_encoder, make_store
+from tests.tiny import make_artifact, make_encoder, make_store
 
 INDEXES = tuple(f"index-{split}.arrow" for split in SPLITS)
 
@@ -205,6 +206,12 @@ def test_a_store_with_a_cut_file_is_not_reused_and_its_removal_is_all_it_needs(
     assert ensure(recipe, tmp_path)[0].folder == made.folder
 
 
+def test_a_store_is_reused_without_being_read(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_store(recipe, Path(recipe.model.name), tmp_path)
+    monkeypatch.setattr(manifest, "_sha256", None)
+    assert ensure(recipe, tmp_path)[0].folder == made.folder
+
+
 def test_a_store_without_manifest_is_refused_before_a_job_is_started(recipe: Recipe, tmp_path: Path) -> None:
     made = make_store(recipe, Path(recipe.model.name), tmp_path)
     (made.folder / "manifest.json").unlink()
@@ -244,8 +251,20 @@ def test_a_stream_of_updates_ends_with_the_refusal_of_a_data_task(
     assert len(list(ingest.stream(share, 0, 2))) == 2
     flip(made.folder / name)
     store.open_store.cache_clear()
+    tasks = through_arrow(share, 0, 2, blocks=2)  # none raises: what a task raises, Ray hides in an error of its own
+    monkeypatch.setattr(ingest, "_dataset", lambda *_: tasks)
     with pytest.raises(UserError, match=refusal(made.folder, name, "does not match its SHA-256")):
         next(ingest.stream(share, 0, 2))
+
+
+def test_a_teacher_is_not_asked_about_a_changed_store(recipe: Recipe, tmp_path: Path) -> None:
+    """Refused before the data tasks that would read it; this test has no Ray to start them."""
+    made = make_store(recipe, Path(recipe.model.name), tmp_path)
+    teacher = make_artifact(tmp_path / "teacher")
+    name = "shards/000000-000000.arrow"
+    flip(made.folder / name)
+    with pytest.raises(UserError, match=refusal(made.folder, name, "does not match its SHA-256")):
+        distill.ensure_answers(made, teacher, artifact.read(teacher), "fp32")
 
 
 @pytest.mark.ray
