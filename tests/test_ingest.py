@@ -147,6 +147,38 @@ def test_updates_pass_through_a_stream_unchanged(
         assert all(map(same_update, found, expected))
 
 
+def test_a_stream_is_made_of_segments_one_after_another(
+    store: Store, order: Order, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray plans all tasks of a data set before its first batch: a run of a million updates must not wait for that."""
+    made: list[tuple[int, int]] = []
+
+    def segment(share: Share, start: int, stop: int) -> SimpleNamespace:
+        made.append((start, stop))
+        return through_arrow(share, start, stop, blocks=1)
+
+    monkeypatch.setattr(ingest, "SEGMENT_UPDATES", 4)
+    monkeypatch.setattr(ingest, "_dataset", segment)
+    assert order.updates > 9
+    stream = ingest.stream(Share(store.folder, order, 1, 0, 4), 1, 10)
+    assert next(stream).number == 1
+    assert made == [(1, 5)]
+    assert [update.number for update in stream] == list(range(2, 10))
+    assert made == [(1, 5), (5, 9), (9, 10)]
+
+
+@pytest.mark.parametrize(
+    ("rows_per_update", "workers", "most"), [(64, 2, 16), (1 << 15, 1, 3), (1 << 15, 4, 12), (1 << 20, 1, 1)]
+)
+def test_a_task_prepares_fewer_updates_where_they_are_large(
+    store: Store, order: Order, rows_per_update: int, workers: int, most: int
+) -> None:
+    share = Share(store.folder, replace(order, rows_per_update=rows_per_update), workers, 0, 8)
+    assert 1 <= ingest._updates_per_task(share) <= most
+    assert ingest._updates_per_task(replace(share, teacher="v1")) <= ingest._updates_per_task(share)
+    assert (ingest._updates_per_task(share) == ingest.UPDATES_PER_TASK) == (rows_per_update == 64)
+
+
 def test_another_update_than_the_expected_one_is_never_trained_on(
     store: Store, order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ of workers, and with `equal=True` it drops the tail. A stream of update numbers 
 u reads u's rows first, without skipping. The stream runs in its worker, without a coordinator process per worker.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -26,8 +27,13 @@ if TYPE_CHECKING:
 
 UPDATES_PER_TASK = 16
 """Updates that one data task prepares: enough to hide its few milliseconds, few enough for a quick first batch."""
+BLOCK_BYTES = 2 << 20
+"""Fewer updates where they are large: Ray holds some ten blocks beyond the limit of a stream (384 MB at 38 MB each)."""
 STREAM_BYTES = 64 << 20
 """Object store memory that one worker's stream may fill ahead of its worker."""
+SEGMENT_UPDATES = 4096
+"""Updates of one Ray data set. Ray makes all of its tasks before the first batch: 90 s for a million updates; a stream
+of many data sets starts at once, for 0.6 s between two of them."""
 
 
 _COLUMNS = tuple(field.name for field in fields(Tokens))
@@ -85,7 +91,10 @@ def _read(store: Store, positions: Ints, teacher: str | None) -> Tokens:
 def stream(share: Share, start: int, stop: int) -> Iterator[Update]:
     """Updates `start` to `stop - 1` of a worker, read ahead by Ray Data tasks. Checks that each is the one expected."""
     row_ids = open_store(share.store).column("train", "row_id")
-    for number, update in enumerate(_decoded(_dataset(share, start, stop)), start=start):
+    segments = (
+        _dataset(share, begin, min(begin + SEGMENT_UPDATES, stop)) for begin in range(start, stop, SEGMENT_UPDATES)
+    )
+    for number, update in enumerate(itertools.chain.from_iterable(map(_decoded, segments)), start=start):
         expected = row_ids[share.order.positions(number)]
         if (update.number, update.digest) != (number, rows_digest(number, expected)):
             raise IngestMismatch(
@@ -99,14 +108,25 @@ def stream(share: Share, start: int, stop: int) -> Iterator[Update]:
 def _dataset(share: Share, start: int, stop: int) -> "ray.data.Dataset":
     import ray.data
 
-    blocks = max(1, math.ceil((stop - start) / UPDATES_PER_TASK))
+    blocks = max(1, math.ceil((stop - start) / _updates_per_task(share)))
     dataset = ray.data.range(stop - start, override_num_blocks=blocks).map_batches(
         partial(_materialise, share=share, start=start), batch_size=None, zero_copy_batch=True
     )
+    # Ray counts time in which the worker alone does nothing, a long evaluation say, and would end the stream after it.
+    dataset.context.execution_no_progress_timeout_s = -1
     options = dataset.context.execution_options
     options.preserve_order = True
     options.resource_limits = ray.data.ExecutionResources(object_store_memory=STREAM_BYTES)
     return dataset
+
+
+def _updates_per_task(share: Share) -> int:
+    store = open_store(share.store)
+    row_bytes = 4 * store.manifest.tokens["train"] / max(1, store.rows("train")) + 24
+    if share.teacher is not None:
+        row_bytes += 4 * store.teacher(share.teacher).shape[1]
+    update_bytes = row_bytes * share.order.rows_per_update / share.workers
+    return max(1, min(UPDATES_PER_TASK, int(BLOCK_BYTES / update_bytes)))
 
 
 def _materialise(batch: dict[str, Any], share: Share, start: int) -> pa.Table:

@@ -6,8 +6,8 @@
     shards/<piece>-<part>.arrow      tokens (ids, second) and what the index was made from
     quarantine.parquet          bad rows: source, line, reason
 
-A file is checked against its SHA-256 when a process first maps it: no row of a changed file is trained on, and no start
-reads a store as a whole, however large.
+A file is checked against its SHA-256 when a process first maps it: no row of a changed file is trained on, and a start reads
+the index (28 bytes a row) and the shards that it needs, never the store as a whole.
 """
 
 import hashlib
@@ -105,7 +105,8 @@ class Store:
         array = self._indexes[split][name]
         return array.chunk(0).to_numpy(zero_copy_only=True) if array.num_chunks else np.empty(0, dtype=np.int64)
 
-    @lru_cache(maxsize=64)  # noqa: B019 - a store lives as long as its process
+    # More shards than a window of the order has, also where small files make small shards.
+    @lru_cache(maxsize=512)  # noqa: B019 - a store lives as long as its process
     def _shard(self, number: int) -> tuple[Int32s, npt.NDArray[np.int64], Int32s]:
         table = self._open(self._shards[number])
         ids = table["ids"].chunk(0)
