@@ -113,6 +113,7 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Fine-tune an encoder on a file of texts; ends with an artefact that predict and serve take."""
+    from rtrain.cluster import supervise
     from rtrain.cluster.session import session
     from rtrain.report.progress import Line, summary_text
     from rtrain.training import driver, runs
@@ -120,6 +121,9 @@ def train(
     config = _config(recipe, assignments, data=data, test=test, model=model, workers=workers, address=address)
     folder = runs.folder_for(config.recipe.name, out)
     config, reuse = runs.absolute(config), _reuse(resume, new)
+    if supervise.wanted():
+        run, _ = runs.choose(folder, config, reuse)
+        raise typer.Exit(supervise.supervise([*sys.argv[1:], "--out", str(run)], run))
     driver.check(config)
     with session(config, folder.parent), Line() as line:
         prepared = driver.prepare(config, folder, reuse)
@@ -215,6 +219,33 @@ def _layouts(
     driver.check(config)
     with session(proof.session_config(config, full), folder.parent), Line() as line:
         return proof.run(config, folder, full=full, bugs=planted, on_event=line)
+
+
+@app.command()
+def drill(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or a YAML file.")],
+    data: DataOption = None,
+    test: TestOption = None,
+    model: ModelOption = None,
+    workers: Workers = None,
+    out: Out = None,
+    assignments: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Kill a run again and again, resume it, and compare it with one that was never touched."""
+    from rtrain.cluster.session import session
+    from rtrain.proof import drill as proof
+    from rtrain.report.progress import Line
+    from rtrain.training import driver, runs
+
+    config = runs.absolute(_config(recipe, assignments, data=data, test=test, model=model, workers=workers))
+    folder = runs.folder_for(f"{config.recipe.name}-drill", out)
+    driver.check(config)
+    with session(config, folder.parent), Line() as line:
+        certificate = proof.run(config, folder, on_event=line)
+    _print(certificate.to_document(), as_json, certificate.text())
+    if not certificate.passed:
+        raise typer.Exit(1)
 
 
 @app.command()

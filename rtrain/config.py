@@ -72,6 +72,8 @@ class Train(Section):
     epochs: Positive = 3
     workers: Positive = 2
     """DDP workers, each one process of one CPU (or one GPU)."""
+    min_workers: Positive | None = None
+    """Go on with fewer workers, down to this many, while nodes are missing, and with more when they come back."""
     micro_batch: Positive = 8
     """Most rows of one forward and backward pass of a worker."""
     aggregation_frequency: Positive | None = None
@@ -85,8 +87,23 @@ class Train(Section):
     """Updates between two evaluations on the validation rows. Default: one epoch."""
     save_every: Positive | None = None
     """Updates between two checkpoints; each evaluation saves one too."""
+    keep: Positive = 2
+    """Newest checkpoints that stay on the disk, beside the best one."""
     log_every: Positive = 10
     """Updates between two progress events."""
+
+
+SPEED = (
+    "workers",
+    "min_workers",
+    "micro_batch",
+    "aggregation_frequency",
+    "evaluate_every",
+    "save_every",
+    "keep",
+    "log_every",
+)
+"""Settings of `train` that change speed or what is kept, never the weights, once rows_per_update is resolved."""
 
 
 class Distill(Section):
@@ -131,7 +148,7 @@ class Recipe(Section):
         document = self.model_dump(
             mode="json", exclude={"quantize"} if self.distill.teacher else {"quantize", "distill"}
         )
-        for name in ("workers", "micro_batch", "aggregation_frequency", "evaluate_every", "save_every", "log_every"):
+        for name in SPEED:
             del document["train"][name]
         document["train"]["rows_per_update"] = self.rows_per_update
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
@@ -140,6 +157,12 @@ class Recipe(Section):
 class Cluster(Section):
     address: str | None = None
     """Address of a Ray cluster; by default RAY_ADDRESS (set inside a job), else a private local one."""
+    max_crashes: Annotated[int, Field(ge=0)] = 3
+    """Crashes without progress after which a run is given up. A start that came further than the last counts anew;
+    nodes that are taken away are not counted."""
+    stall_s: Annotated[float, Field(gt=0)] = 300.0
+    """A worker that makes no pass for this long (seconds) is ended, with its traceback in the run folder, and the run
+    started again from its newest checkpoint."""
 
 
 class Tune(Section):
@@ -286,6 +309,9 @@ def contradictions(recipe: Recipe, deploy: Deploy) -> list[Problem]:
                 "give one of the two and set the other to null",
             )
         )
+    if train.min_workers is not None and train.min_workers > train.workers:
+        fix = f"write {train.workers} or less, or leave it out"
+        problems.append(Problem("train.min_workers", train.min_workers, f"above train.workers={train.workers}", fix))
     if recipe.rows_per_update < train.workers:
         problems.append(
             Problem(

@@ -39,6 +39,15 @@ SETTINGS = {
 }
 
 
+def set_limits(answer_s: float, placement_s: float | None) -> None:
+    """How long Ray Train waits for a worker process that does not answer (its default is ten minutes), and for CPUs."""
+    os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(answer_s)
+    if placement_s is None:
+        os.environ.pop("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", None)
+    else:
+        os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(placement_s)
+
+
 def prepare(environ: MutableMapping[str, str] | None = None) -> None:
     """Put `SETTINGS` into the environment, leaving alone what the user has set."""
     environ = os.environ if environ is None else environ

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -22,18 +23,22 @@ def entry(path: Path) -> Entry:
 
 
 def write(folder: Path) -> None:
-    """Record every file of `folder`, and put files and manifest on the disk."""
+    """Record every file of `folder`, and put files, manifest and the folder itself on the disk."""
     files = {}
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.name != NAME:
             files[path.name] = entry(path)
-            _sync(path)
+            sync(path)
     (folder / NAME).write_text(json.dumps({"schema_version": SCHEMA_VERSION, "files": files}, indent=1))
-    _sync(folder / NAME)
+    sync(folder / NAME)
+    sync(folder)
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with the folder, or None: presence, sizes and hashes of all recorded files are checked."""
+def damage(folder: Path, needed: Iterable[str] = ()) -> str | None:
+    """What is wrong with the folder, or None: presence, sizes and hashes of all recorded files are checked.
+
+    The `needed` files must be among those that are recorded.
+    """
     try:
         document: Any = json.loads((folder / NAME).read_text())
         recorded = {
@@ -41,6 +46,8 @@ def damage(folder: Path) -> str | None:
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{NAME} is missing or unreadable"
+    if lacking := sorted(set(needed) - set(recorded)):
+        return f"{NAME} does not record {lacking[0]}"
     for name, known in recorded.items():
         if wrong := flaw(folder / name, known):
             return f"{name} {wrong}"
@@ -53,16 +60,23 @@ def flaw(path: Path, recorded: Entry, *, size_only: bool = False) -> str | None:
         return "is missing"
     if (size := path.stat().st_size) != recorded["size"]:
         return f"has {size} bytes instead of {recorded['size']}"
-    if not size_only and _sha256(path) != recorded["sha256"]:
-        return "does not match its SHA-256"
+    try:
+        if not size_only and _sha256(path) != recorded["sha256"]:
+            return "does not match its SHA-256"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
     return None
+
+
+def sync(path: Path) -> None:
+    """Put a file's content, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

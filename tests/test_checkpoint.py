@@ -15,7 +15,8 @@ from rtrain.config import Optim
 from rtrain.training import checkpoint, optim
 from rtrain.training.checkpoint import State
 
-STATE = State(update=12, ledger="ab" * 32, best_update=None, best_score=None)
+RUN = "the run"
+STATE = State(update=12, ledger="ab" * 32, best_update=None, best_score=None, run=RUN)
 FILES = ["MANIFEST.json", "model.safetensors", "optim.safetensors", "state.json"]
 
 
@@ -42,7 +43,7 @@ def saved(folder: Path, *updates: int) -> None:
     optimizer = optim.build(network, Optim())
     train(network, optimizer, 1)
     for update in updates:
-        checkpoint.save(folder, network, optimizer, State(update, "00", None, None))
+        checkpoint.save(folder, network, optimizer, State(update, "00", None, None, RUN))
 
 
 def names(folder: Path) -> list[str]:
@@ -67,7 +68,7 @@ def test_a_checkpoint_without_optimizer_state_is_refused(tmp_path: Path, lost: l
     saved(tmp_path, 1)
     path = checkpoint.path_of(tmp_path, 1)
     without_state(path, *lost)
-    assert checkpoint.select(tmp_path) == 1
+    assert checkpoint.select(tmp_path, RUN) == 1
     network = make_network()
     with pytest.raises(checkpoint.Incomplete, match=r"no optimizer state for 0\.weight: .* Remove that checkpoint"):
         checkpoint.load(path, network, optim.build(network, Optim()))
@@ -128,7 +129,8 @@ def test_a_checkpoint_is_safetensors_and_json(tmp_path: Path) -> None:
         "ledger": "00",
         "best_update": None,
         "best_score": None,
-        "schema_version": 1,
+        "run": RUN,
+        "schema_version": 2,
     }
 
 
@@ -190,9 +192,9 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before(
     assert len(drafts) == 1
     assert drafts[0].startswith(".update-00000004.")
     assert checkpoint.updates(tmp_path) == [3]
-    assert checkpoint.select(tmp_path) == 3
+    assert checkpoint.select(tmp_path, RUN) == 3
     saved(tmp_path, 4)
-    assert checkpoint.select(tmp_path) == 4
+    assert checkpoint.select(tmp_path, RUN) == 4
 
 
 def test_an_incomplete_folder_of_the_name_is_replaced(tmp_path: Path) -> None:
@@ -206,7 +208,7 @@ def test_an_incomplete_folder_of_the_name_is_replaced(tmp_path: Path) -> None:
 
 def test_no_folder_has_no_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.updates(tmp_path / "checkpoints") == []
-    assert checkpoint.select(tmp_path / "checkpoints") is None
+    assert checkpoint.select(tmp_path / "checkpoints", RUN) is None
 
 
 # ------------------------------------------------------------------------------------------------ selection, retention
@@ -215,14 +217,14 @@ def test_no_folder_has_no_checkpoint(tmp_path: Path) -> None:
 def test_the_newest_is_selected_by_number(tmp_path: Path) -> None:
     saved(tmp_path, 9, 10, 100_000_000, 2)
     assert checkpoint.updates(tmp_path) == [2, 9, 10, 100_000_000]
-    assert checkpoint.select(tmp_path) == 100_000_000
+    assert checkpoint.select(tmp_path, RUN) == 100_000_000
 
 
 def test_damaged_checkpoints_are_set_aside_until_one_verifies(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, 3)
     for update in (2, 3):
         (checkpoint.path_of(tmp_path, update) / "state.json").write_text("{}")
-    assert checkpoint.select(tmp_path) == 1
+    assert checkpoint.select(tmp_path, RUN) == 1
     assert names(tmp_path) == ["damaged", "update-00000001"]
     aside = names(tmp_path / "damaged")
     assert [name.rsplit("-", 1)[0] for name in aside] == ["update-00000002", "update-00000003"]
@@ -232,22 +234,15 @@ def test_damaged_checkpoints_are_set_aside_until_one_verifies(tmp_path: Path) ->
 def test_where_none_verifies_none_is_selected(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     (tmp_path / "update-00000001" / "model.safetensors").unlink()
-    assert checkpoint.select(tmp_path) is None
+    assert checkpoint.select(tmp_path, RUN) is None
     assert names(tmp_path) == ["damaged"]
 
 
 def test_a_checkpoint_that_is_gone_is_not_sound(tmp_path: Path) -> None:
     saved(tmp_path, 1)
-    assert checkpoint.sound(tmp_path, 1)
-    assert not checkpoint.sound(tmp_path, 2)
+    assert checkpoint.sound(tmp_path, 1, RUN)
+    assert not checkpoint.sound(tmp_path, 2, RUN)
     assert names(tmp_path) == ["update-00000001"]
-
-
-def test_only_what_is_wanted_is_kept(tmp_path: Path) -> None:
-    saved(tmp_path, 1, 2, 3, 4)
-    (tmp_path / "damaged").mkdir()
-    checkpoint.retain(tmp_path, keep=(4, 2, None))
-    assert names(tmp_path) == ["damaged", "update-00000002", "update-00000004"]
 
 
 # ------------------------------------------------------------------------------------------------------------ manifest

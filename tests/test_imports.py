@@ -37,6 +37,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.report.": frozenset({"rtrain.report."}),
     "rtrain.plan.preflight": frozenset({"rtrain.config"}),
     "rtrain.cluster.session": frozenset({"rtrain.config", "rtrain.env"}),
+    "rtrain.cluster.supervise": frozenset({"rtrain.cluster.session"}),
     "rtrain.training.model": frozenset({"rtrain.tasks.base"}),
     "rtrain.training.optim": frozenset({"rtrain.config"}),
     "rtrain.training.precision": frozenset(),
@@ -49,6 +50,7 @@ ALLOWED: dict[str, frozenset[str]] = {
         {"rtrain.data.store", "rtrain.tasks.", "rtrain.training.step", "rtrain.training.exchange"}
     ),
     "rtrain.training.checkpoint": frozenset({"rtrain.manifest"}),
+    "rtrain.training.saver": frozenset({"rtrain.training.checkpoint"}),
     "rtrain.training.loop": frozenset(
         {
             "rtrain.config",
@@ -60,6 +62,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             "rtrain.training.evaluate",
             "rtrain.training.exchange",
             "rtrain.training.optim",
+            "rtrain.training.saver",
             "rtrain.training.step",
         }
     ),
@@ -73,17 +76,35 @@ ALLOWED: dict[str, frozenset[str]] = {
         {"rtrain.config", "rtrain.data.tokens", "rtrain.plan.preflight", "rtrain.proof.", "rtrain.report.events"}
         | {"rtrain.training.driver"}
     ),
+    "rtrain.proof.faults": frozenset({"rtrain.training.checkpoint"}),
+    "rtrain.proof.drill": frozenset(
+        {"rtrain.config", "rtrain.data.tokens", "rtrain.proof.", "rtrain.report.events"}
+        | {f"rtrain.training.{name}" for name in ("checkpoint", "driver")}
+    ),
     "rtrain.proof.ledger": frozenset(
         {"rtrain.config", "rtrain.data.order", "rtrain.data.store", "rtrain.report.events"}
         | {f"rtrain.training.{name}" for name in ("checkpoint", "loop", "runs")}
     ),
+    "rtrain.training.recovery": frozenset(),
+    "rtrain.training.placement": frozenset(),
+    "rtrain.training.notice": frozenset({"rtrain.training.placement", "rtrain.training.recovery"}),
     "rtrain.training.worker": frozenset(
         {"rtrain.artifact", "rtrain.predict", "rtrain.config", "rtrain.data.", "rtrain.report.events", "rtrain.tasks."}
-        | {f"rtrain.training.{name}" for name in ("exchange", "loop", "losses", "model", "precision")}
+        | {f"rtrain.training.{name}" for name in ("exchange", "loop", "losses", "model", "notice", "precision")}
     ),
     "rtrain.training.driver": frozenset(
-        {"rtrain.config", "rtrain.cluster.session", "rtrain.data.", "rtrain.plan.preflight", "rtrain.report."}
-        | {f"rtrain.training.{name}" for name in ("model", "precision", "runs", "worker")}
+        {
+            "rtrain.config",
+            "rtrain.env",
+            "rtrain.cluster.session",
+            "rtrain.data.",
+            "rtrain.plan.preflight",
+            "rtrain.report.",
+        }
+        | {
+            f"rtrain.training.{name}"
+            for name in ("checkpoint", "model", "notice", "placement", "precision", "recovery", "runs", "worker")
+        }
     ),
     "rtrain.compress.": frozenset(
         {"rtrain.artifact", "rtrain.predict", "rtrain.config", "rtrain.compress.", "rtrain.training."}
@@ -92,13 +113,14 @@ ALLOWED: dict[str, frozenset[str]] = {
     "serve.": frozenset({"serve.", "rtrain.predict", "rtrain.artifact", "rtrain.config", "rtrain.tasks."}),
     "tune.": frozenset(
         {"tune.", "rtrain.training.driver", "rtrain.training.runs", "rtrain.config", "rtrain.report."}
-        | {"rtrain.cluster.session"}
+        | {"rtrain.training.placement"}
     ),
 }
 
 RAY_ALLOWED = (
     *("rtrain.data.tokens", "rtrain.data.ingest", "rtrain.training.worker", "rtrain.training.driver"),
     *("rtrain.compress.distill", "rtrain.cluster.", "rtrain.report.memory", "rtrain.proof.cases", "rtrain.demo"),
+    *("rtrain.proof.faults", "rtrain.training.notice", "rtrain.training.placement"),
     *("serve.deployment", "tune."),
 )
 # At module level: serving and the command line must start without them.

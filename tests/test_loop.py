@@ -45,6 +45,9 @@ class Recorder:
         self.events.append(("score", metrics))
         self.scores.append(metrics)
 
+    def notice(self) -> bool:
+        return False
+
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [fields for found, fields in self.events if found == kind]
 

@@ -1,15 +1,34 @@
 """Checkpoints: which are kept, and that a killed and resumed run is the undisturbed run, bit for bit."""
 
 import json
+import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from rtrain import manifest
+from rtrain.data.order import Order
 from rtrain.data.store import Store
-from rtrain.training import checkpoint, model
+from rtrain.training import checkpoint, loop, model
+from rtrain.training.exchange import Exchange
+from rtrain.training.saver import Saver, Unwritten
 from tests import test_loop
-from tests.test_loop import TASK, UPDATES, Ran, fingerprint, names, scripted, start, update_name, weights_digest
+from tests.test_loop import (
+    TASK,
+    UPDATES,
+    Ran,
+    Recorder,
+    fingerprint,
+    names,
+    scripted,
+    start,
+    update_name,
+    weights_digest,
+)
+from tests.test_saver import full
 from tests.test_step_workers import WORLDS, on_workers
 
 ground, straight = test_loop.ground, test_loop.straight  # fixtures
@@ -40,15 +59,36 @@ def weights_of(ground: Path, run: Path, update: int) -> str:
     return weights_digest(network)
 
 
-def test_the_newest_and_the_best_checkpoint_are_kept(
-    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every checkpoint is on the disk before the next update."""
+    whole = Saver.save
+
+    def save(saver: Saver, *rest: Any) -> None:
+        whole(saver, *rest)
+        saver.flush()
+
+    monkeypatch.setattr(Saver, "save", save)
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        (1, [[1], [2], [2, 3], [4], [4, 5], [4, 6]]),
+        (2, [[1], [1, 2], [2, 3], [2, 3, 4], [4, 5], [4, 5, 6]]),  # 2 is the best as long as a resume from 3 may be
+        (9, [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]]),
+    ],
+)
+def test_the_newest_checkpoints_and_the_best_are_kept(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int, kept: list[list[int]]
 ) -> None:
     scripted(monkeypatch, 0.1, 0.7, 0.6)  # after updates 2, 4 and 6
-    ran = start(ground, tmp_path, evaluate_every=2, save_every=1)
-    kept = [[1], [2], [2, 3], [4], [4, 5], [4, 6]]
+    ran = start(ground, tmp_path, evaluate_every=2, save_every=1, keep=keep)
     assert ran.folders == [[], *([update_name(update) for update in updates] for updates in kept)]
 
 
+@pytest.mark.usefixtures("at_once")
 def test_without_save_every_checkpoints_come_with_evaluations(
     ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,8 +178,136 @@ def test_a_damaged_best_checkpoint_is_never_loaded_and_the_best_sought_anew(
     assert resumed.recorder.of("started")[0]["update"] == 4
     assert resumed.outcome is not None
     assert (resumed.outcome.best_update, resumed.outcome.scores["valid"]) == (6, {"accuracy": 0.3})
-    assert names(tmp_path) == ["damaged", update_name(6)]
+    assert resumed.recorder.of("best_lost") == [{"update": 2}]
+    assert names(tmp_path) == ["damaged", update_name(4), update_name(6)]
     assert weights_digest(resumed.network) == weights_of(ground, tmp_path, 6)
+
+
+def damaging(run: Path, *accuracies: float, after: int) -> Any:
+    """An `evaluate` that gives these accuracies, and damages the checkpoint after update 2 when `after` are given."""
+    given: list[float] = []
+
+    def evaluate(exchange: Exchange, task: Any, store: Store, split: str, **_: Any) -> dict[str, float]:
+        if split == "test":
+            return {"accuracy": 0.25}
+        given.append(accuracies[len(given)])
+        if len(given) == after and exchange.rank == 0:
+            flip(run / "checkpoints" / update_name(2) / "model.safetensors")
+        return {"accuracy": given[-1]}
+
+    return evaluate
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_best_checkpoint_that_is_damaged_in_mid_run_is_never_loaded(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "evaluate", damaging(tmp_path, 0.9, 0.1, 0.2, 0.3, after=3))
+    ran = start(ground, tmp_path, evaluate_every=2)
+    assert ran.outcome is not None
+    assert ran.recorder.of("best_lost") == [{"update": 2}]
+    # The weights as they stand, with their own score.
+    assert weights_digest(ran.network) == weights_of(ground, tmp_path, 6)
+    assert (ran.outcome.best_update, ran.outcome.scores["valid"]) == (6, {"accuracy": 0.3})
+    assert ran.recorder.of("trained")[0]["best_update"] == 6
+    assert [(found["split"], found["update"]) for found in ran.recorder.of("evaluated")][-2:] == [
+        ("valid", 6),
+        ("test", 6),
+    ]
+    assert names(tmp_path) == ["damaged", update_name(4), update_name(6)]
+
+
+def test_a_pause_without_its_best_checkpoint_goes_on_and_seeks_it_anew(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "evaluate", damaging(tmp_path, 0.9, 0.1, after=2))
+    paused = start(ground, tmp_path, evaluate_every=2, until=4)
+    assert paused.outcome is not None
+    assert (paused.outcome.best_update, paused.recorder.of("best_lost")) == (-1, [{"update": 2}])
+    monkeypatch.setattr(loop, "evaluate", damaging(tmp_path, 0.4, after=9))
+    resumed = start(ground, tmp_path, evaluate_every=2)
+    assert resumed.recorder.of("best_lost") == [{"update": 2}]
+    assert resumed.outcome is not None
+    assert (resumed.outcome.best_update, resumed.outcome.scores["valid"]) == (6, {"accuracy": 0.4})
+
+
+# ------------------------------------------------------------------------------------------------------ the background
+
+
+def failing(saver: Saver, *_: Any) -> None:
+    raise Unwritten(f"saving {saver.folder} failed: disk full")
+
+
+def test_a_failed_save_ends_the_run_with_its_own_error(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(ground, tmp_path, save_every=1, until=2)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(Unwritten, match=r"saving .*update-00000003 failed: .*No space left"):
+        start(ground, tmp_path, save_every=1)
+    monkeypatch.undo()
+    resumed = start(ground, tmp_path, save_every=1)
+    assert resumed.recorder.of("started")[0]["update"] == 2
+
+
+def test_a_failed_last_save_ends_the_run_too(ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(Unwritten, match="update-00000006 failed"):
+        start(ground, tmp_path, evaluate_every=100)
+
+
+def test_a_run_has_ended_only_when_its_last_checkpoint_is_on_the_disk(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, save, event = [], checkpoint._save_tensors, Recorder.event
+
+    def slow(*rest: Any) -> None:
+        time.sleep(0.2)
+        save(*rest)
+
+    def seen(recorder: Recorder, kind: str, **fields: Any) -> None:
+        if kind == "trained":
+            found.append(names(tmp_path))
+        event(recorder, kind, **fields)
+
+    monkeypatch.setattr(checkpoint, "_save_tensors", slow)
+    monkeypatch.setattr(Recorder, "event", seen)
+    start(ground, tmp_path, evaluate_every=100)
+    assert found == [[update_name(6)]]
+
+
+def test_what_a_killed_save_left_is_removed_at_the_next_start(ground: Path, tmp_path: Path) -> None:
+    draft = tmp_path / "checkpoints" / ".update-00000003.0123abcd"
+    draft.mkdir(parents=True)
+    (draft / "model.safetensors").write_bytes(b"half")
+    start(ground, tmp_path, kill=0)
+    assert names(tmp_path) == []
+
+
+def test_another_run_s_checkpoints_are_not_taken_up(ground: Path, tmp_path: Path) -> None:
+    start(ground, tmp_path / "other", save_every=1, kill=2, rows_per_update=20)
+    other = start(ground, tmp_path / "other", kill=2, rows_per_update=20)
+    assert other.recorder.of("started")[0]["update"] == 2
+    own = start(ground, tmp_path / "other", kill=0)
+    assert own.recorder.of("started")[0]["update"] == 0
+    assert names(tmp_path / "other") == ["damaged"]
+
+
+def test_another_version_s_checkpoint_stops_the_start(ground: Path, tmp_path: Path) -> None:
+    start(ground, tmp_path, save_every=1, kill=1)
+    path = tmp_path / "checkpoints" / update_name(1)
+    text = (path / "state.json").read_text().replace('"schema_version": 2', '"schema_version": 7')
+    (path / "state.json").write_text(text)
+    (path / "MANIFEST.json").unlink()
+    manifest.write(path)
+    with pytest.raises(checkpoint.OtherVersion, match="checkpoint format 7; this one reads 2"):
+        start(ground, tmp_path)
+    assert names(tmp_path) == [update_name(1)]
 
 
 def test_a_run_without_any_sound_checkpoint_starts_anew(
@@ -206,20 +374,60 @@ def test_a_finished_run_that_starts_again_trains_nothing(
     assert fingerprint(tmp_path, UPDATES) == before
 
 
-def test_the_state_in_a_checkpoint(straight: tuple[Ran, Path]) -> None:
+def test_the_state_in_a_checkpoint(ground: Path, straight: tuple[Ran, Path]) -> None:
     ran, run = straight
     assert ran.outcome is not None
+    store = Store(next((ground / ".tokens").iterdir()))
     state = json.loads((run / "checkpoints" / update_name(UPDATES) / "state.json").read_text())
     assert state == {
         "update": UPDATES,
         "ledger": ran.outcome.ledger,
         "best_update": ran.outcome.best_update,
         "best_score": ran.outcome.scores["valid"]["accuracy"],
-        "schema_version": 1,
+        "run": loop.identity(Order(store.manifest.digest, store.rows("train"), 19, 2, 3)),
+        "schema_version": 2,
     }
 
 
 # -------------------------------------------------------------------------------------------------------- more workers
+
+
+def faults_on_workers(ground: Path, world: int, rank: int) -> dict[str, Any]:
+    """For worker processes: a run that loses its best checkpoint, one whose save fails, one that is refused."""
+    run = ground / f"{world}-lost"
+    with mock.patch.object(loop, "evaluate", damaging(run, 0.9, 0.1, 0.2, 0.3, after=3)):
+        lost = start(ground, run, evaluate_every=2, world=world, rank=rank)
+    assert lost.outcome is not None
+    errors = []
+    for target, run in ((Saver, ground / f"{world}-full"), (checkpoint, ground / f"{world}-lost")):
+        name, fault = ("save", failing) if target is Saver else ("select", refusing)
+        with mock.patch.object(target, name, fault):
+            try:
+                start(ground, run, world=world, rank=rank)
+            except Exception as error:
+                errors.append(type(error).__name__)
+    return {
+        "best": lost.outcome.best_update,
+        "score": lost.outcome.scores["valid"],
+        "events": lost.recorder.of("best_lost"),
+        "weights": weights_digest(lost.network),
+        "errors": errors,
+    }
+
+
+def refusing(*_: Any) -> int:
+    raise checkpoint.OtherVersion("of another version")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_workers_agree_that_the_best_is_lost_and_none_waits_for_a_failed_save(world: int) -> None:
+    results, _ = on_workers()
+    reports = [results[world, rank]["faults"] for rank in range(world)]
+    assert {(report["best"], report["score"]["accuracy"]) for report in reports} == {(6, 0.3)}
+    assert [report["events"] for report in reports] == [[{"update": 2}]] * world
+    assert len({report["weights"] for report in reports}) == 1
+    assert reports[0]["errors"] == ["Unwritten", "OtherVersion"]
+    assert [report["errors"] for report in reports[1:]] == [["RuntimeError", "RuntimeError"]] * (world - 1)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -9,15 +9,13 @@ from typing import Any
 
 import ray
 import ray.tune
-from ray._raylet import PlacementGroupID
 from ray.tune.schedulers import AsyncHyperBandScheduler
-from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from rtrain import config as configuration
 from rtrain.config import Config
 from rtrain.errors import UserError
 from rtrain.report import events, summary
-from rtrain.training import driver, runs
+from rtrain.training import driver, placement, runs
 from tune import space
 from tune import trial as trials
 
@@ -58,7 +56,7 @@ class _Scheduler(AsyncHyperBandScheduler):
 
 
 class _FreeWorkers(ray.tune.Callback):
-    """Gives back the CPUs of a stopped trial's workers (see `trial.RememberPlacementGroup`) and logs the stop."""
+    """Gives back the CPUs of a stopped trial's workers (see `placement.Remember`) and logs the stop."""
 
     def __init__(self, search: Path):
         self._search = search
@@ -76,13 +74,11 @@ def trials_folder(search: Path, trial: Any) -> Path:
 
 def release(run: Path) -> None:
     """Remove the placement group of a trial's workers; nothing is done where the trial has ended by itself."""
-    path = run / trials.PLACEMENT_GROUP
-    if not path.is_file():
+    if not (run / placement.NAME).is_file():
         return
     if summary.status(events.read(run)) == "running":
         events.append(run, "stopped")  # before its workers die, so that their end is not logged as a failure
-    remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(path.read_text())))
-    path.unlink()
+    placement.release(run)
 
 
 def run(

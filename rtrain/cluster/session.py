@@ -129,8 +129,12 @@ def _start_local(workers: int) -> None:
 
 def _quiet() -> None:
     """Ray's libraries log each step of each data set at INFO; rtrain's own line says what a user needs."""
-    import ray.data  # noqa: F401 - importing it sets its own level, so ours comes after
+    import ray._private.worker
+    import ray.data  # importing it sets its own level, so ours comes after
 
+    # What raylets have to say of dead workers goes to stdout, where --json has promised one object; the run's log and
+    # progress tell it too. Nothing else is printed this way, since the workers' output is not forwarded.
+    ray._private.worker.print_to_stdstream = lambda *data, **settings: None
     for name in ("ray", "ray.data", "ray.train", "ray.tune", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

@@ -6,8 +6,8 @@
     shards/<piece>-<part>.arrow      tokens (ids, second) and what the index was made from
     quarantine.parquet          bad rows: source, line, reason
 
-A file is checked against its SHA-256 when a process first maps it: no row of a changed file is trained on, and a start reads
-the index (28 bytes a row) and the shards that it needs, never the store as a whole.
+A file is checked against its SHA-256 when a process first maps it: no row of a changed file is trained on, and a start
+reads the index (28 bytes a row) and the shards that it needs, never the store as a whole.
 """
 
 import hashlib

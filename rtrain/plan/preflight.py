@@ -27,7 +27,7 @@ def rows(recipe: Recipe, train_rows: int) -> list[Problem]:
 
 def capacity(recipe: Recipe, cpus: float, spare: int) -> list[Problem]:
     """A layout that can never be placed would wait for ever; a data stream without a CPU would too."""
-    workers = recipe.train.workers
+    workers = recipe.train.min_workers or recipe.train.workers
     if cpus < workers + spare:
         return [
             Problem(

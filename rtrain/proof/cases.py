@@ -133,7 +133,7 @@ class _Group:
                 update,
                 loop.Clock(),
                 planted.BUGS[case.bug] if case.bug else None,
-                partial(reference.gradient, update=update.number, measured=measured),
+                on_gradient=partial(reference.gradient, update=update.number, measured=measured),
             )
             link = chain(link, update.digest)
             measured.rows += done.rows

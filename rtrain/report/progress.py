@@ -44,6 +44,16 @@ class Line:
         elif kind == "evaluated":
             scores = "  ".join(f"{name} {value:.4f}" for name, value in event["scores"].items() if name != "rows")
             self._keep(f"update {event['update']}  {event['split']}: {scores}  ({event['scores']['rows']} rows)")
+        elif kind == "crashed":
+            hung = f"; what it hung in: {', '.join(event['stalled'])}" if event["stalled"] else ""
+            self._keep(f"{event['cause']}: {event['error']}{hung}; going on from update {event['resumes_from']}")
+        elif kind == "yielded":
+            self._keep(
+                f"{event['reason']}: stopped at update {event['update']} with a checkpoint, and going on from it"
+            )
+        elif kind == "waiting":
+            needs = f"{event['workers']} workers" if event["workers"] else "train.min_workers"
+            self._keep(f"waiting for CPUs: too few for {needs}; the cluster has {event['cpus']:g}")
         elif kind == "case":
             figures = event["measured"]
             ratios = f"weights {figures['weights_ratio']:.1e}, gradient {figures['gradient_ratio']:.1e}"

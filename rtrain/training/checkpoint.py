@@ -3,12 +3,13 @@
 checkpoints/update-00000120/
     model.safetensors   optim.safetensors   state.json
     MANIFEST.json       size and SHA-256 of each file; written last
+checkpoints/.update-*   drafts, and what is being deleted
+checkpoints/damaged/    what did not verify, as it was found
 """
 
 import json
 import shutil
 import uuid
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,13 +20,18 @@ from rtrain.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+FILES = ("model.safetensors", "optim.safetensors", "state.json")
 STATELESS = "stateless"
 """Key of the optimizer file's note: parameters that had no optimizer state, since they never had a gradient."""
 
 
 class Incomplete(UserError):
     """A checkpoint whose files are whole and which still lacks something that a resume needs."""
+
+
+class OtherVersion(UserError):
+    """A checkpoint that another version of rtrain wrote: it may be as good as ever, but this one cannot read it."""
 
 
 @dataclass(frozen=True)
@@ -37,30 +43,99 @@ class State:
     """Hash chain over the rows of all updates so far."""
     best_update: int | None
     best_score: float | None
+    run: str = ""
+    """Identity of the run that this is a state of: no other run takes it up."""
     schema_version: int = SCHEMA_VERSION
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """A run at one moment, in memory of its own: the model and the optimizer may go on."""
+
+    model: "dict[str, torch.Tensor]"
+    optimizer: "dict[str, torch.Tensor]"
+    """By parameter name and kind, `<name>:<kind>`: stable where the optimizer's own numbering is not."""
+    stateless: tuple[str, ...]
+    state: State
+
+    @classmethod
+    def take(
+        cls,
+        model: "torch.nn.Module",
+        optimizer: "torch.optim.Optimizer",
+        state: State,
+        over: "Snapshot | None" = None,
+    ) -> "Snapshot":
+        """Copy to the processor's memory: to that of `over`, an earlier one that nobody reads any more."""
+        parameters = list(model.named_parameters())
+        moments = {
+            f"{name}:{kind}": value
+            for name, parameter in parameters
+            for kind, value in optimizer.state.get(parameter, {}).items()
+        }
+        stateless = tuple(name for name, parameter in parameters if parameter not in optimizer.state)
+        return cls(
+            _copied(model.state_dict(), over.model if over else {}),
+            _copied(moments, over.optimizer if over else {}),
+            stateless,
+            state,
+        )
+
+
+def _copied(tensors: "dict[str, torch.Tensor]", over: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    """New memory costs several times the copy: the kernel clears each of its pages first."""
+    import torch
+
+    found = {}
+    for name, tensor in tensors.items():
+        old = over.get(name)
+        if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
+            found[name] = old.copy_(tensor.detach())
+        else:
+            found[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return found
+
+
 def save(folder: Path, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer", state: State) -> Path:
-    """Write a checkpoint under `folder`; a crash at any moment leaves either all of it or an ignored hidden folder."""
-    final = folder / f"update-{state.update:08d}"
-    if is_complete(final):
+    """Write a checkpoint under `folder`, and return when it is on the disk."""
+    return write(folder, Snapshot.take(model, optimizer, state))
+
+
+def write(folder: Path, snapshot: Snapshot) -> Path:
+    """Put a checkpoint under `folder`; a crash at any moment leaves all of it, or a draft that `sweep` removes."""
+    state = snapshot.state
+    final = path_of(folder, state.update)
+    if is_complete(final) and sound(folder, state.update, state.run):
         return final
-    draft = folder / f".{final.name}.{uuid.uuid4().hex[:8]}"
-    draft.mkdir(parents=True)
-    _save_tensors(draft / "model.safetensors", model.state_dict())
-    stateless = json.dumps([name for name, parameter in model.named_parameters() if parameter not in optimizer.state])
-    _save_tensors(draft / "optim.safetensors", _flat_optimizer(model, optimizer), {STATELESS: stateless})
-    (draft / "state.json").write_text(json.dumps(asdict(state)))
-    manifest.write(draft)
-    shutil.rmtree(final, ignore_errors=True)  # only ever an incomplete one: see above
-    draft.rename(final)
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
+        manifest.sync(folder.parent)
+    draft = _hidden(final)
+    draft.mkdir()
+    try:
+        _save_tensors(draft / "model.safetensors", snapshot.model)
+        _save_tensors(
+            draft / "optim.safetensors", snapshot.optimizer, {STATELESS: json.dumps(list(snapshot.stateless))}
+        )
+        (draft / "state.json").write_text(json.dumps(asdict(state)))
+        manifest.write(draft)
+        discard(final)  # only ever an incomplete one: see above
+        draft.rename(final)
+        manifest.sync(folder)
+    except OSError:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
     return final
 
 
-def _save_tensors(path: Path, tensors: dict[str, "torch.Tensor"], notes: dict[str, str] | None = None) -> None:
+def _save_tensors(path: Path, tensors: "dict[str, torch.Tensor]", notes: dict[str, str] | None = None) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, path, notes)
+    try:
+        save_file(tensors, path, notes)
+    except SafetensorError as error:  # so it names a full disk and the like
+        raise OSError(str(error)) from None
 
 
 def load(path: Path, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer | None" = None) -> State:
@@ -74,16 +149,13 @@ def load(path: Path, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer
 
 
 def read_state(path: Path) -> State:
-    return State(**json.loads((path / "state.json").read_text()))
-
-
-def _flat_optimizer(model: "torch.nn.Module", optimizer: "torch.optim.Optimizer") -> dict[str, "torch.Tensor"]:
-    """Optimizer state by parameter name: stable where the optimizer's own numbering is not."""
-    return {
-        f"{name}:{key}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+    document = json.loads((path / "state.json").read_text())
+    if (version := document.get("schema_version")) != SCHEMA_VERSION:
+        raise OtherVersion(
+            f"{path} was written by another version of rtrain (checkpoint format {version}; this one reads "
+            f"{SCHEMA_VERSION}). Continue the run with that version, or start another run with --new."
+        )
+    return State(**document)
 
 
 def _restore_optimizer(path: Path, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer") -> None:
@@ -114,23 +186,27 @@ def is_complete(folder: Path) -> bool:
 
 def updates(folder: Path) -> list[int]:
     """Update numbers of the complete checkpoints, ascending."""
-    found = folder.glob("update-*") if folder.is_dir() else ()
-    return sorted(int(path.name.removeprefix("update-")) for path in found if is_complete(path))
+    numbers = [path.name.removeprefix("update-") for path in folder.glob("update-*")] if folder.is_dir() else []
+    found = [int(number) for number in numbers if number.isdecimal()]
+    return sorted(update for update in found if is_complete(path_of(folder, update)))
 
 
 def path_of(folder: Path, update: int) -> Path:
     return folder / f"update-{update:08d}"
 
 
-def select(folder: Path) -> int | None:
-    """The newest checkpoint that verifies."""
-    return next((update for update in reversed(updates(folder)) if sound(folder, update)), None)
+def select(folder: Path, run: str) -> int | None:
+    """The newest checkpoint of `run` that verifies."""
+    return next((update for update in reversed(updates(folder)) if sound(folder, update, run)), None)
 
 
-def sound(folder: Path, update: int) -> bool:
-    """Whether a checkpoint verifies; a damaged one is set aside under `damaged/`, never loaded, never deleted."""
+def sound(folder: Path, update: int, run: str) -> bool:
+    """Whether a checkpoint verifies; one that lies is set aside under `damaged/`, never loaded, never deleted.
+
+    Raises `OtherVersion`: what this version cannot read is not damaged.
+    """
     path = path_of(folder, update)
-    if manifest.damage(path) is None:
+    if flaw(path, update, run) is None:
         return True
     if path.is_dir():
         aside = folder / "damaged"
@@ -139,9 +215,30 @@ def sound(folder: Path, update: int) -> bool:
     return False
 
 
-def retain(folder: Path, keep: Iterable[int | None]) -> None:
-    """Delete all complete checkpoints but those of the updates to `keep`."""
-    wanted = set(keep)
-    for update in updates(folder):
-        if update not in wanted:
-            shutil.rmtree(path_of(folder, update))
+def flaw(path: Path, update: int, run: str) -> str | None:
+    """Why a folder is not the checkpoint of `run` after `update` updates, or None. Every byte is compared."""
+    if (wrong := manifest.damage(path, FILES)) is not None:
+        return wrong
+    state = read_state(path)
+    if state.update != update:  # whole files under a wrong name: an older copy was put in a newer one's place
+        return f"it is of update {state.update}"
+    return None if state.run == run else "it is of another run"
+
+
+# --------------------------------------------------------------------------------------------------------- removal
+
+
+def discard(path: Path) -> None:
+    """Delete a checkpoint. Its name goes first: what a crash leaves of it is a draft, and never looks damaged."""
+    if path.is_dir():
+        shutil.rmtree(path.rename(_hidden(path)), ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what crashes left: drafts, and the rest of deleted checkpoints. Only while nothing is being saved."""
+    for draft in folder.glob(".update-*"):
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _hidden(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rtrain import config as configuration
+from rtrain import env
 from rtrain.cluster.session import DATA_CPUS
 from rtrain.config import Config
 from rtrain.data import records, tokens
@@ -16,10 +17,14 @@ from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.plan import preflight
 from rtrain.report import events, summary
-from rtrain.training import model, precision, runs, worker
+from rtrain.training import checkpoint, model, notice, placement, precision, runs, worker
+from rtrain.training.recovery import Kind, Recovery
 
 if TYPE_CHECKING:
     import ray.train
+
+PLACEMENT_S = 15.0
+"""Seconds that an elastic worker group waits for its CPUs; starting its processes is not counted."""
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -133,6 +138,35 @@ def fit(
     if (run / "artifact" / "artifact.json").is_file():
         return summary.write(run)
     _announce(run, on_event)
+    with runs.hold(run), events.Follow([(run, {})], on_event):
+        try:
+            _attempts(prepared, until, evaluate_at, callbacks, on_event or (lambda event: None))
+        except (KeyboardInterrupt, SystemExit):
+            events.append(run, "interrupted")
+            summary.write(run)
+            raise
+        finally:
+            placement.release(run)
+            for path in run.glob(worker.STALLED.format("*")):
+                if not path.stat().st_size:
+                    path.unlink()
+    last = [event for event in events.read(run) if event["kind"] == "trained"][-1]
+    events.append(run, "finished" if last["finished"] else "paused", update=last["updates"])
+    return summary.write(run)
+
+
+def _attempts(
+    prepared: Prepared, until: int | None, evaluate_at: Sequence[int], callbacks: Sequence[Any], say: OnEvent
+) -> None:
+    """Start the workers again and again until they have come to the end, or until that makes no sense.
+
+    Each start is a worker group of its own, with its own controller: what Ray's retries inside of one controller do not
+    cover, the death of that controller, ends here too, and so does every fault in the same way. It resumes from the
+    newest checkpoint, which the workers select.
+    """
+    run, train, cluster = prepared.run, prepared.config.recipe.train, prepared.config.deploy.cluster
+    wanted = notice.wanted(train.workers, train.min_workers, DATA_CPUS)
+    recovery = Recovery(cluster.max_crashes)
     settings = {
         "config": configuration.to_document(prepared.config),
         "run": str(run),
@@ -141,22 +175,69 @@ def fit(
         "until": until,
         "evaluate_at": list(evaluate_at),
     }
-    workers = prepared.config.recipe.train.workers
-    try:
-        with events.Follow([(run, {})], on_event):
-            trainer(worker.run, settings, workers, run / "ray", callbacks=callbacks).fit()
-    except (KeyboardInterrupt, SystemExit):
-        events.append(run, "interrupted")
-        summary.write(run)
-        raise
-    except Exception as error:
-        if summary.status(events.read(run)) != "stopped":  # a search ends the workers of a trial that it stops
-            events.append(run, "failed", error=str(error)[:2000])
+    while True:
+        notice.take(run)  # one that was left by a driver that died is of no concern to the workers of this one
+        workers = _workers(wanted, say)
+        group = trainer(
+            worker.run,
+            settings,
+            workers,
+            run / "ray",
+            stall_s=cluster.stall_s,
+            elastic=train.min_workers is not None,
+            callbacks=[*callbacks, placement.Remember(run)],
+        )
+        try:
+            with notice.Watch(run, workers, wanted, say):
+                group.fit()
+            if (reason := notice.take(run)) is None:
+                return
+            events.append(run, "yielded", reason=reason, update=_newest(run))
+        except Exception as error:
+            placement.release(run)
+            _recover(run, error, recovery)
+
+
+def _workers(wanted: Callable[[float], int], say: OnEvent) -> int:
+    """Workers for the next start; waits, and says so, while there are fewer CPUs than the least number needs."""
+    said = 0.0
+    while not (workers := wanted(cpus := notice.cpus())):
+        if time.monotonic() - said > notice.SAY_EVERY_S:
+            said = time.monotonic()
+            say({"kind": "waiting", "workers": None, "cpus": cpus})
+        time.sleep(notice.LOOK_EVERY_S)
+    return workers
+
+
+def _recover(run: Path, error: Exception, recovery: Recovery) -> None:
+    """Return where the run should be started again; raise what the user should read where it should not."""
+    if summary.status(events.read(run)) == "stopped":  # a search ends the workers of a trial that it stops
         summary.write(run)
         raise explain(run, error) from error
-    last = [event for event in events.read(run) if event["kind"] == "trained"][-1]
-    events.append(run, "finished" if last["finished"] else "paused", update=last["updates"])
-    return summary.write(run)
+    causes = _causes(error)
+    user_error = next((found for cause in causes if (found := _user_error(cause))), None)
+    unplaced = any(type(cause).__name__ == "WorkerGroupStartupTimeoutError" for cause in causes)
+    preempted = notice.take(run) == "preemption" or any(getattr(cause, "preempted", False) for cause in causes)
+    if unplaced:
+        return  # nothing was lost, and the cluster has had time to notice which nodes are gone
+    kind: Kind = "refused" if user_error else "preemption" if preempted else "crash"
+    update = _newest(run)
+    if recovery.retry(kind, update):
+        events.append(run, "crashed", cause=kind, resumes_from=update, error=_first_line(causes), stalled=_stalled(run))
+        return
+    events.append(run, "failed", error=str(error)[:2000])
+    summary.write(run)
+    raise explain(run, error) from error
+
+
+def _newest(run: Path) -> int:
+    """Update of the newest complete checkpoint; whether it verifies is for the workers to find out."""
+    return max(checkpoint.updates(run / "checkpoints"), default=0)
+
+
+def _stalled(run: Path) -> list[str]:
+    """Tracebacks that hung workers left; those of workers that ended otherwise are empty."""
+    return [str(path) for path in sorted(run.glob(worker.STALLED.format("*"))) if path.stat().st_size]
 
 
 def capacity(config: Config) -> list[Problem]:
@@ -180,10 +261,17 @@ def trainer(
     workers: int,
     storage: Path,
     *,
+    stall_s: float = 300.0,
+    elastic: bool = False,
     use_gpu: bool | None = None,
     callbacks: Sequence[Any] = (),
 ) -> "ray.train.torch.TorchTrainer":
-    """A worker group that runs `train_function(settings)`; GPUs by default where there is one for each worker."""
+    """A worker group that runs `train_function(settings)`; GPUs by default where there is one for each worker.
+
+    `stall_s`: seconds after which a worker process that does not answer is taken for dead. An `elastic` group that
+    cannot be placed ends with an error, for its number of workers to be chosen anew: a node that has just vanished is
+    still counted for some seconds. Another waits, since an autoscaler may need minutes for a node.
+    """
     import ray
     import ray.train
     import ray.train.torch
@@ -200,6 +288,7 @@ def trainer(
 
     if use_gpu is None:
         use_gpu = ray.cluster_resources().get("GPU", 0) >= workers
+    env.set_limits(stall_s, PLACEMENT_S if elastic else None)
     number = len(list(storage.iterdir())) if storage.is_dir() else 0
     return Trainer(
         train_function,
@@ -207,18 +296,39 @@ def trainer(
         torch_config=ray.train.torch.TorchConfig(backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo"),
         scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu),
         # A new name per start: Ray would otherwise load its own snapshot of the last one, which rtrain does not use.
-        run_config=ray.train.RunConfig(name=f"{number:03d}", storage_path=str(storage), callbacks=list(callbacks)),
+        run_config=ray.train.RunConfig(
+            name=f"{number:03d}",
+            storage_path=str(storage),
+            callbacks=list(callbacks),
+            failure_config=ray.train.FailureConfig(controller_failure_limit=0 if elastic else -1),  # type: ignore[call-arg]
+        ),
     )
 
 
 def explain(run: Path, error: Exception) -> UserError:
     """A worker's own UserError as it is; anything else with its traceback in a file of the run."""
-    causes = [error, *getattr(error, "worker_failures", {}).values()]
+    causes = _causes(error)
     for cause in causes:
-        inner = getattr(cause, "_base_exc", cause)
-        if isinstance(inner, UserError):
-            return inner
+        if found := _user_error(cause):
+            return found
     path = run / f"error-{time.strftime('%Y%m%d-%H%M%S')}.txt"
     path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-    first = next((line for line in reversed(str(causes[-1]).splitlines()) if line.strip()), type(error).__name__)
-    return UserError(f"training failed: {first}\nThe traceback is in {path}")
+    return UserError(f"training failed: {_first_line(causes)}\nThe traceback is in {path}")
+
+
+def _causes(error: Exception) -> list[Exception]:
+    controller = getattr(error, "controller_failure", None)
+    return [error, *([controller] if controller else []), *getattr(error, "worker_failures", {}).values()]
+
+
+def _first_line(causes: list[Exception]) -> str:
+    """The last line of a traceback says what happened; where a process died, the first sentence does."""
+    lines = [line for line in str(causes[-1]).splitlines() if line.strip()]
+    died = next((line for line in lines if line.startswith("Worker exit type")), None)
+    text = died or (lines[-1] if lines else type(causes[0]).__name__)
+    return text if len(text) <= 200 else text[:200] + " ..."
+
+
+def _user_error(cause: Exception) -> UserError | None:
+    inner = getattr(cause, "_base_exc", cause)
+    return inner if isinstance(inner, UserError) else None

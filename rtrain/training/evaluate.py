@@ -28,6 +28,7 @@ def evaluate(
     order = np.argsort(store.column(split, "length"), kind="stable")[exchange.rank :: exchange.world]
     with torch.inference_mode():
         for start in range(0, len(order), ROWS_PER_PASS):
+            exchange.alive()
             tokens = store.read(split, order[start : start + ROWS_PER_PASS])
             logits: Floats = forward(model, tokens, pad_id, precision).float().cpu().numpy()
             metric.add(logits, tokens.targets)

@@ -1,6 +1,7 @@
 """Gradient exchange: DistributedDataParallel over the stock transport, or nothing for one worker."""
 
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,10 +11,12 @@ if TYPE_CHECKING:
 class Exchange:
     """One model and its exchange. `model` is what passes call; it averages gradients over workers once per update."""
 
-    def __init__(self, module: "torch.nn.Module"):
+    def __init__(self, module: "torch.nn.Module", alive: Callable[[], None] = lambda: None):
+        """`alive` is called before every pass: whoever watches over this worker sees that it goes on."""
         import torch.distributed as dist
 
         self.module = module
+        self.alive = alive
         self.distributed = dist.is_initialized() and dist.get_world_size() > 1
         self.world = dist.get_world_size() if self.distributed else 1
         self.rank = dist.get_rank() if self.distributed else 0

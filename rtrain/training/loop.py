@@ -4,7 +4,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,12 +17,15 @@ from rtrain.tasks.metrics import metric_for
 from rtrain.training import checkpoint, optim, step
 from rtrain.training.evaluate import evaluate
 from rtrain.training.exchange import Exchange
+from rtrain.training.saver import Saver
 
 if TYPE_CHECKING:
     import torch
 
 GENESIS = bytes(32)
 """The ledger before the first update."""
+NONE, FAILED = -1, -2
+"""In place of an update, between ranks: there is none; rank 0 could not tell."""
 
 
 class Reporter(Protocol):
@@ -32,6 +35,10 @@ class Reporter(Protocol):
 
     def score(self, metrics: dict[str, Any]) -> None:
         """An evaluation's result. Called on every rank at the same update."""
+        ...
+
+    def notice(self) -> bool:
+        """Whether this start is to end after the coming update, with a checkpoint. Asked on every rank."""
         ...
 
 
@@ -106,9 +113,20 @@ def train(
     job: Job, exchange: Exchange, updates: Callable[[int, int], Iterator[Update]], reporter: Reporter, clock: Clock
 ) -> Outcome:
     """Run from the newest checkpoint to `job.until`; in the end the model holds the best checkpoint's weights."""
-    folder = job.run / "checkpoints"
+    with Saver(job.run / "checkpoints", job.recipe.train.keep) as saver:
+        return _train(job, exchange, updates, reporter, clock, saver)
+
+
+def _train(
+    job: Job,
+    exchange: Exchange,
+    updates: Callable[[int, int], Iterator[Update]],
+    reporter: Reporter,
+    clock: Clock,
+    saver: Saver,
+) -> Outcome:
     optimizer = optim.build(exchange.module, job.recipe.optim)
-    state = _restore(folder, exchange, optimizer)
+    state = _restore(saver.folder, identity(job.order), exchange, optimizer, reporter)
     cadence = Cadence(
         last=job.until,
         evaluate_every=job.recipe.train.evaluate_every or job.order.updates_per_epoch,
@@ -124,21 +142,21 @@ def train(
     stream = updates(state.update, job.until)
     while state.update < job.until:
         update = _next(stream, clock)
-        done = one_update(job, exchange, optimizer, update, clock)
+        done = one_update(job, exchange, optimizer, update, clock, notice=reporter.notice())
         _add(totals, done)
         finished = update.number + 1
-        state = checkpoint.State(
-            finished, chain(bytes.fromhex(state.ledger), update.digest).hex(), state.best_update, state.best_score
-        )
+        state = replace(state, update=finished, ledger=chain(bytes.fromhex(state.ledger), update.digest).hex())
         if finished % job.recipe.train.log_every == 0 or finished == job.until:
             loss = round(done.loss, 5)
             reporter.event("progress", update=finished, of=job.order.updates, loss=loss, ledger=state.ledger)
-        due = cadence.due(finished)
+        due = cadence.due(finished) | ({"save"} if done.notice else set())
         if "evaluate" in due:
             state = _evaluate(job, exchange, state, reporter, clock)
         if "save" in due:
-            _save(folder, exchange, optimizer, state, clock)
-    return _end(job, exchange, state, totals, reporter, clock)
+            _save(saver, exchange, optimizer, state, clock)
+        if done.notice:
+            break
+    return _end(job, exchange, saver, state, totals, reporter, clock)
 
 
 def settle(job: Job, exchange: Exchange) -> None:
@@ -151,16 +169,57 @@ def settle(job: Job, exchange: Exchange) -> None:
         step.idle_pass(exchange, job.pad_id, job.precision)
 
 
-def _restore(folder: Path, exchange: Exchange, optimizer: "torch.optim.Optimizer") -> checkpoint.State:
+def _restore(
+    folder: Path, run: str, exchange: Exchange, optimizer: "torch.optim.Optimizer", reporter: Reporter
+) -> checkpoint.State:
     """Rank 0 selects the checkpoint, once; the others follow, so that no two ranks ever start from different ones."""
-    chosen = checkpoint.select(folder) if exchange.rank == 0 else None
-    update = exchange.from_rank_zero(-1 if chosen is None else chosen)
-    if update < 0:
-        return checkpoint.State(update=0, ledger=GENESIS.hex(), best_update=None, best_score=None)
+
+    def select() -> int:
+        checkpoint.sweep(folder)
+        chosen = checkpoint.select(folder, run)
+        return NONE if chosen is None else chosen
+
+    update = _decided(exchange, select)
+    if update == NONE:
+        return checkpoint.State(update=0, ledger=GENESIS.hex(), best_update=None, best_score=None, run=run)
     state = checkpoint.load(checkpoint.path_of(folder, update), exchange.module, optimizer)
     # The best one is loaded at the end, so it must verify too; where it does not, the best is sought anew from here.
-    sound = exchange.rank > 0 or state.best_update is None or checkpoint.sound(folder, state.best_update)
-    return state if exchange.from_rank_zero(int(sound)) else replace(state, best_update=None, best_score=None)
+    if _best(folder, exchange, state, reporter) == NONE:
+        return replace(state, best_update=None, best_score=None)
+    return state
+
+
+def identity(order: Order) -> str:
+    """What a run's checkpoints are known by: the rows of all of its updates."""
+    return hashlib.sha256(repr(astuple(order)).encode()).hexdigest()[:16]
+
+
+def _best(folder: Path, exchange: Exchange, state: checkpoint.State, reporter: Reporter) -> int:
+    """Update of the best checkpoint, or NONE. Rank 0 verifies it, and reports where it is lost."""
+    best = state.best_update
+    if best is None:
+        return NONE
+    if best == state.update:  # verified when it was loaded, or the weights as they stand
+        return best
+    found = _decided(exchange, lambda: best if checkpoint.sound(folder, best, state.run) else NONE)
+    if found == NONE:
+        reporter.event("best_lost", update=best)
+    return found
+
+
+def _decided(exchange: Exchange, decide: Callable[[], int]) -> int:
+    """What rank 0 decides, on every rank. Where it fails, all ranks fail: none waits for it for ever."""
+    decision = FAILED
+    if exchange.rank == 0:
+        try:
+            decision = decide()
+        except Exception:
+            exchange.from_rank_zero(FAILED)
+            raise
+    decision = exchange.from_rank_zero(decision)
+    if decision == FAILED:
+        raise RuntimeError("rank 0 failed; its own error says why")
+    return decision
 
 
 def _next(stream: Iterator[Update], clock: Clock) -> Update:
@@ -175,6 +234,7 @@ def one_update(
     update: Update,
     clock: Clock,
     run_update: Callable[..., step.Done] | None = None,
+    notice: bool = False,
     on_gradient: "Callable[[torch.nn.Module], None] | None" = None,
 ) -> step.Done:
     """Train on one update at its place in the run: its learning rate, its dropout, its rows and no others."""
@@ -197,6 +257,7 @@ def one_update(
                 precision=job.precision,
                 clip_norm=job.recipe.optim.clip_norm,
                 rows=expected,
+                notice=notice,
                 on_gradient=on_gradient,
             )
         except (step.NonFinite, step.WrongRows) as error:
@@ -224,32 +285,53 @@ def _evaluate(
     score = scores[headline]
     reporter.event("evaluated", split="valid", update=state.update, scores=scores)
     if state.best_score is None or score > state.best_score:
-        state = checkpoint.State(state.update, state.ledger, state.update, score)
+        state = replace(state, best_update=state.update, best_score=score)
     reporter.score({"update": state.update, "percent": 100 * state.update / job.order.updates, "score": score})
     return state
 
 
 def _save(
-    folder: Path, exchange: Exchange, optimizer: "torch.optim.Optimizer", state: checkpoint.State, clock: Clock
+    saver: Saver, exchange: Exchange, optimizer: "torch.optim.Optimizer", state: checkpoint.State, clock: Clock
 ) -> None:
+    def take() -> int:
+        saver.save(exchange.module, optimizer, state)
+        return state.update
+
     with clock.section("checkpoint"):
-        if exchange.rank == 0:
-            checkpoint.save(folder, exchange.module, optimizer, state)
-            checkpoint.retain(folder, keep=(state.update, state.best_update))
+        _decided(exchange, take)
 
 
 def _end(
-    job: Job, exchange: Exchange, state: checkpoint.State, totals: _Totals, reporter: Reporter, clock: Clock
+    job: Job,
+    exchange: Exchange,
+    saver: Saver,
+    state: checkpoint.State,
+    totals: _Totals,
+    reporter: Reporter,
+    clock: Clock,
 ) -> Outcome:
     """Restore the best weights, score them on the test rows (a finished run only), and report the run's sums."""
     import torch
 
-    finished = state.update == job.order.updates
-    scores = {"valid": {metric_for(job.task.output, 2).headline: state.best_score or 0.0}}
-    best = exchange.from_rank_zero(-1 if state.best_update is None else state.best_update)
-    if best >= 0 and best != state.update:
-        exchange.barrier()  # rank 0 has written it by then
-        checkpoint.load(checkpoint.path_of(job.run / "checkpoints", best), exchange.module)
+    finished, headline = state.update == job.order.updates, metric_for(job.task.output, 2).headline
+
+    def flush() -> int:
+        saver.flush()
+        return state.update
+
+    with clock.section("checkpoint"):
+        _decided(exchange, flush)
+        best = _best(saver.folder, exchange, state, reporter)
+    if best not in (NONE, state.update):
+        checkpoint.load(checkpoint.path_of(saver.folder, best), exchange.module)
+    score = state.best_score if best != NONE else None
+    if finished and score is None:  # the best weights are lost: the last ones are the run's, with their own score
+        best = state.update
+        with clock.section("evaluate"):
+            found = evaluate(exchange, job.task, job.store, "valid", pad_id=job.pad_id, precision=job.precision)
+        reporter.event("evaluated", split="valid", update=best, scores=found)
+        score = found[headline]
+    scores = {"valid": {headline: score or 0.0}}
     if finished:
         with clock.section("evaluate"):
             scores["test"] = evaluate(exchange, job.task, job.store, "test", pad_id=job.pad_id, precision=job.precision)

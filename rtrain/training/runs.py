@@ -1,6 +1,11 @@
 """Run folders: where a run lives, and what happens when its name is in use."""
 
+import fcntl
+import os
+import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +15,7 @@ from rtrain.errors import ConfigError, Problem, UserError
 
 Reuse = Literal["refuse", "resume", "new"]
 CONFIG = "config.yaml"
+LOCK = "lock"
 
 
 def folder_for(recipe: str, out: str | None, now: float | None = None) -> Path:
@@ -61,6 +67,30 @@ def freeze(folder: Path, config: Config) -> Config:
     return frozen
 
 
+@contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """The run is this process's own: a second one that trains it, by any name of its folder, is refused.
+
+    A lock (flock) that the kernel takes back however the process ends; shared storage must know locks between machines
+    (NFS version 4 does) for it to count there.
+    """
+    with (folder / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(
+                f"--out: {folder} is being trained by {file.read() or 'another process'}; wait until it has ended, "
+                "or write --new for another run"
+            ) from None
+        except OSError:
+            pass  # storage without locks
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
 def _absolute(path: str) -> str:
     return path if "://" in path else str(Path(path).expanduser().absolute())
 
@@ -87,7 +117,8 @@ def _resumed(old: Config, new: Config) -> Config:
     ]
     if problems:
         raise ConfigError(problems)
-    speed = {f"train.{name}": getattr(new.recipe.train, name) for name in ("workers", "micro_batch", "log_every")}
+    asked = ("workers", "min_workers", "micro_batch", "log_every")
+    speed = {f"train.{name}": getattr(new.recipe.train, name) for name in asked}
     return configuration.with_overrides(old, speed)
 
 
@@ -96,7 +127,7 @@ def _weight_fields(config: Config) -> dict[str, object]:
     fields: dict[str, object] = {"recipe": recipe.name, "task": recipe.task, "model.name": recipe.model.name}
     for section in ("data", "optim", "train"):
         fields |= {f"{section}.{name}": value for name, value in getattr(recipe, section).model_dump().items()}
-    for name in ("workers", "micro_batch", "aggregation_frequency", "evaluate_every", "save_every", "log_every"):
+    for name in configuration.SPEED:
         del fields[f"train.{name}"]
     fields["train.rows_per_update"] = recipe.rows_per_update
     return fields

@@ -38,6 +38,8 @@ class Done:
     passes: int
     real_tokens: int
     padded_tokens: int
+    notice: bool = False
+    """Some worker gave notice: every worker knows it after the same update."""
 
 
 def row_sum(row_ids: "npt.NDArray[np.uint64]") -> int:
@@ -71,6 +73,7 @@ def run_update(
     precision: str = "fp32",
     clip_norm: float | None = None,
     rows: int | None = None,
+    notice: bool = False,
     on_gradient: "Callable[[torch.nn.Module], None] | None" = None,
 ) -> Done:
     """Train on one update. Every worker exchanges exactly once, also one without rows: the others would wait for ever.
@@ -78,14 +81,16 @@ def run_update(
     loss = sum over the update's targets / their count, over all passes and workers. DistributedDataParallel averages
     over workers, so each worker's sum is multiplied by their number: mean_w(world * sum_w / count) = sum / count.
 
-    `rows` is the `row_sum` that the rows of all workers must come to; it travels with the count, in one exchange.
+    `rows` is the `row_sum` that the rows of all workers must come to. It travels with the count and with `notice`, by
+    which a worker tells all others that something is to be done after this update, in one exchange.
     `on_gradient` sees the module when its gradient is complete, before clipping. Raises `WrongRows`, `NonFinite`.
     """
     import torch
 
     device = next(exchange.module.parameters()).device
     own = [sum(len(tokens) for tokens in passes), sum(row_sum(tokens.row_ids) for tokens in passes)]
-    count, found = exchange.sum(torch.tensor([own[0], _wrapped(own[1])], dtype=torch.int64, device=device)).tolist()
+    facts = torch.tensor([own[0], _wrapped(own[1]), int(notice)], dtype=torch.int64, device=device)
+    count, found, notices = exchange.sum(facts).tolist()
     if rows is not None and found != rows:
         raise WrongRows(f"the workers' {count} rows are not the update's: their ids sum to {found}, not to {rows}")
     total = float(count)
@@ -93,6 +98,7 @@ def run_update(
     padded_tokens = 0
     optimizer.zero_grad(set_to_none=not exchange.distributed)
     for number, tokens in enumerate(passes):
+        exchange.alive()
         with exchange.during(last=number == len(passes) - 1):
             logits = forward(exchange.model, tokens, pad_id, precision)
             value = loss(logits, tokens)
@@ -100,6 +106,7 @@ def run_update(
         loss_sum += value.detach().double()
         padded_tokens += len(tokens) * int(tokens.lengths.max())
     if not passes:
+        exchange.alive()
         with exchange.during(last=True):
             idle_pass(exchange, pad_id, precision)
     if on_gradient is not None:
@@ -117,6 +124,7 @@ def run_update(
         passes=len(passes),
         real_tokens=sum(int(tokens.lengths.sum()) for tokens in passes),
         padded_tokens=padded_tokens,
+        notice=notices > 0,
     )
 
 

@@ -1,11 +1,13 @@
 """What each Ray Train worker runs: build the model, follow the order, train, and (rank 0) make the artefact."""
 
+import faulthandler
 import os
 import shutil
 import time
 import uuid
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rtrain import artifact, predict
 from rtrain.config import parse
@@ -15,12 +17,14 @@ from rtrain.data.store import open_store
 from rtrain.errors import ConfigError
 from rtrain.report import events
 from rtrain.tasks import base
-from rtrain.training import loop, losses, model, precision
+from rtrain.training import loop, losses, model, notice, precision
 from rtrain.training.exchange import Exchange
 
 if TYPE_CHECKING:
     import transformers
 
+STALLED = "stalled-{}.txt"
+"""Traceback of a worker, by rank, that hung in the newest start; empty where it did not."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 
 
@@ -38,6 +42,9 @@ class _TrainReporter:
         import ray.train
 
         ray.train.report(metrics)
+
+    def notice(self) -> bool:
+        return self._rank == 0 and notice.given(self._run)
 
 
 def run(settings: dict[str, Any]) -> None:
@@ -57,7 +64,7 @@ def run(settings: dict[str, Any]) -> None:
         network = model.build(source, task, store.manifest.labels, recipe.train.seed)
         if torch.cuda.is_available():
             cast("torch.nn.Module", network).to(ray.train.torch.get_device())
-        exchange = Exchange(network)
+        exchange = Exchange(network, partial(_alive, folder, rank, config.deploy.cluster.stall_s))
         order = Order(
             store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, recipe.train.seed
         )
@@ -78,7 +85,22 @@ def run(settings: dict[str, Any]) -> None:
     outcome = loop.train(job, exchange, lambda start, stop: ingest.stream(share, start, stop), reporter, clock)
     if outcome.finished and rank == 0:
         export(network, source, folder, job, outcome)
+    faulthandler.cancel_dump_traceback_later()
     exchange.barrier()  # no rank leaves, and so ends the run, before the artefact is written
+
+
+def _alive(run: Path, rank: int, stall_s: float) -> None:
+    """Put off this worker's end by another `stall_s`.
+
+    The watch runs below Python: it also ends a process that hangs with the interpreter's lock held, or in an exchange
+    with a worker that was stopped. Its traceback, of all threads, is what Ray's own time-out would not leave.
+    """
+    faulthandler.dump_traceback_later(stall_s, exit=True, file=_stall_file(run / STALLED.format(rank)))
+
+
+@lru_cache(maxsize=1)
+def _stall_file(path: Path) -> TextIO:
+    return path.open("w")
 
 
 def _precision(exchange: Exchange, run: Path, wanted: str) -> str:

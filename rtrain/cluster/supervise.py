@@ -1,0 +1,63 @@
+"""In a Ray job, `rtrain train` runs as the child of a small supervisor, which starts it again where it is killed.
+
+Ray starts the entry point of a job once. The supervisor imports neither Ray nor torch, so that what ends a driver, a
+segmentation fault or the machine's last free memory, does not end it too. The child resumes from its run's newest
+checkpoint; the loss of the whole head needs another submit, with --resume.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from rtrain.cluster.session import IN_JOB
+
+CHILD = "RTRAIN_CHILD"
+MAX_DEATHS = 3
+"""Deaths of the driver without a new checkpoint between them."""
+
+
+def wanted() -> bool:
+    return IN_JOB in os.environ and CHILD not in os.environ
+
+
+def resumed(arguments: Sequence[str], run: Path) -> list[str]:
+    """The command line that continues `run`, once it has a configuration."""
+    plain = [argument for argument in arguments if argument not in ("--new", "--resume")]
+    return [*plain, *(["--resume"] if (run / "config.yaml").is_file() else [])]
+
+
+def supervise(arguments: Sequence[str], run: Path) -> int:
+    """Run `rtrain ARGUMENTS` until it ends by itself; returns its exit code. `run` is the run folder that it names."""
+    deaths, newest = 0, ""
+    while True:
+        code = _child(arguments)
+        if code >= 0 or -code in (signal.SIGINT, signal.SIGTERM):
+            return code if code >= 0 else 128 - code
+        reached = max((path.name for path in (run / "checkpoints").glob("update-*")), default="")
+        deaths = 1 if reached > newest else deaths + 1
+        newest = max(newest, reached)
+        name = signal.Signals(-code).name
+        if deaths > MAX_DEATHS:
+            sys.stderr.write(f"rtrain: the driver was ended by {name}, {deaths} times without a new checkpoint\n")
+            return 1
+        where = reached or "the start"
+        sys.stderr.write(f"rtrain: the driver was ended by {name}; starting it again from {where}\n")
+        arguments = resumed(arguments, run)
+
+
+def _child(arguments: Sequence[str]) -> int:
+    with subprocess.Popen([sys.executable, "-m", "rtrain", *arguments], env={**os.environ, CHILD: "1"}) as child:
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            child.send_signal(number)
+
+        before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            return child.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

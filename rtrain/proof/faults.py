@@ -1,0 +1,93 @@
+"""What `rtrain drill` does to its own run. Real signals to real processes, real damage to real files.
+
+Every fault is given the run folder and acts on processes of this machine that belong to this Ray job.
+"""
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from rtrain.errors import UserError
+from rtrain.training import checkpoint
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`inject` acts once. Where it spoils the newest checkpoint, one more interval of updates is recomputed."""
+
+    name: str
+    inject: Callable[[Path], None]
+    intervals: int = 1
+
+
+def processes(class_name: str) -> list[int]:
+    """Process ids of this job's living actors of a class, in the order in which they were started."""
+    import ray
+
+    job, node = ray.get_runtime_context().get_job_id(), ray.get_runtime_context().get_node_id()
+    actors = [
+        actor
+        for actor in ray._private.state.actors().values()
+        if actor["ActorClassName"].endswith(class_name) and actor["State"] == "ALIVE" and actor["JobID"] == job
+    ]
+    if any(actor["Address"]["NodeID"] != node for actor in actors):
+        raise UserError("drill: a worker is on another machine, where it cannot be killed; drill on a single machine")
+    return [actor["Pid"] for actor in sorted(actors, key=lambda actor: (actor["StartTime"], actor["Pid"]))]
+
+
+def _signal(class_name: str, number: int) -> Callable[[Path], None]:
+    def inject(run: Path) -> None:
+        os.kill(processes(class_name)[-1], number)
+
+    return inject
+
+
+def _full_disk(run: Path) -> None:
+    """No worker may write a file beyond its next page: what a full disk does to a save, without filling one."""
+    for pid in processes(WORKER):
+        psutil.Process(pid).rlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+
+
+def _torn(run: Path) -> None:
+    """The newest checkpoint loses the end of its weights, as after a power cut, and the workers die."""
+    path = _complete(run)[-1] / "model.safetensors"
+    os.truncate(path, path.stat().st_size // 2)
+    _kill_all()
+
+
+def _swapped(run: Path) -> None:
+    """The newest two checkpoints exchange their weights: both files are valid, neither is where it belongs."""
+    one, other = (path / "model.safetensors" for path in _complete(run)[-2:])
+    aside = one.with_suffix(".aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+    _kill_all()
+
+
+def _complete(run: Path) -> list[Path]:
+    folder = run / "checkpoints"
+    return [checkpoint.path_of(folder, update) for update in checkpoint.updates(folder)]
+
+
+def _kill_all() -> None:
+    for pid in processes(WORKER):
+        os.kill(pid, signal.SIGKILL)
+
+
+WORKER, CONTROLLER = "RayTrainWorker", "TrainController"
+
+FAULTS = (
+    Fault("worker killed (SIGKILL)", _signal(WORKER, signal.SIGKILL)),
+    Fault("worker terminated (SIGTERM)", _signal(WORKER, signal.SIGTERM)),
+    Fault("worker stopped (SIGSTOP)", _signal(WORKER, signal.SIGSTOP)),
+    Fault("controller killed (SIGKILL)", _signal(CONTROLLER, signal.SIGKILL)),
+    Fault("newest checkpoint torn", _torn, intervals=2),
+    Fault("checkpoint files swapped", _swapped, intervals=3),
+    Fault("disk full", _full_disk),
+)

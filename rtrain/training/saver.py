@@ -1,0 +1,101 @@
+"""Checkpoints of a training that goes on: taken at once, written by a thread, and only so many of them kept."""
+
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rtrain.errors import UserError
+from rtrain.training import checkpoint
+
+if TYPE_CHECKING:
+    import torch
+
+Stamps = tuple[tuple[str, int, int, int], ...]
+"""Name, inode, size and time of change of every file of a checkpoint: equal stamps spare reading it again."""
+
+
+class Unwritten(UserError):
+    """A checkpoint could not be written; the training before it is in the older ones."""
+
+
+class Saver:
+    """Saves the checkpoints of one run. At most one is being written, and another waits for it before it is taken.
+
+    So the memory beside the training's own is that of one checkpoint, however slow the disk is. What goes wrong in the
+    thread is raised by the next `save` or `flush`. As a context, it writes what was taken however the training ends.
+    """
+
+    def __init__(self, folder: Path, keep: int):
+        self.folder, self._keep = folder, keep
+        self._thread: threading.Thread | None = None
+        self._taken: checkpoint.Snapshot | None = None
+        self._error: Exception | None = None
+        self._verified: dict[int, Stamps] = {}
+
+    def save(self, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer", state: checkpoint.State) -> None:
+        """Take a checkpoint; it is on the disk after `flush`."""
+        self.flush()
+        self._taken = checkpoint.Snapshot.take(model, optimizer, state, over=self._taken)
+        self._thread = threading.Thread(target=self._write, args=(self._taken,), name="checkpoint")
+        self._thread.start()
+
+    def flush(self) -> None:
+        """Wait until what was taken is on the disk."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if (error := self._error) is not None:
+            self._error = None
+            raise error
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self.flush()
+        except Exception as second:
+            if error is None:
+                raise
+            error.add_note(str(second))  # it must not hide what ended the training
+
+    def _write(self, snapshot: checkpoint.Snapshot) -> None:
+        state = snapshot.state
+        try:
+            self._verified[state.update] = _stamps(checkpoint.write(self.folder, snapshot))
+            self._retain(state.run)
+        except OSError as error:
+            self._error = Unwritten(
+                f"saving {checkpoint.path_of(self.folder, state.update)} failed: {error}. Free some space there, or "
+                "make the folder writable, and continue with --resume; the checkpoints before it are whole."
+            )
+        except Exception as error:
+            self._error = error
+
+    def _retain(self, run: str) -> None:
+        """Delete all but the newest checkpoints, and the best that each of these names: a resume would want it too."""
+        newest: list[int] = []
+        for update in reversed(checkpoint.updates(self.folder)):
+            # One that does not verify is no reason to delete an older one.
+            if len(newest) < self._keep and self._verifies(update, run):
+                newest.append(update)
+        states = [checkpoint.read_state(checkpoint.path_of(self.folder, update)) for update in newest]
+        wanted = {*newest, *(state.best_update for state in states)}
+        for update in checkpoint.updates(self.folder):
+            if update not in wanted:
+                checkpoint.discard(checkpoint.path_of(self.folder, update))
+
+    def _verifies(self, update: int, run: str) -> bool:
+        """Whether a checkpoint is whole: its bytes are read once, unless this process wrote them."""
+        stamps = _stamps(checkpoint.path_of(self.folder, update))
+        if self._verified.get(update) != stamps:
+            if not checkpoint.sound(self.folder, update, run):
+                return False
+            self._verified[update] = stamps
+        return True
+
+
+def _stamps(path: Path) -> Stamps:
+    found = [(file.name, file.stat()) for file in sorted(path.iterdir())]
+    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)

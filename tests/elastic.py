@@ -1,0 +1,124 @@
+"""A script: one run on a cluster whose nodes come, are drained as before a preemption, and vanish. Prints JSON.
+
+    python -m tests.elastic FOLDER
+
+A process of its own, since the nodes are processes that a test session's Ray must not know of.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rtrain import config, env
+from tests.conftest import labelled_rows, write_rows
+from tests.tiny import make_encoder
+
+UPDATES, SAVE_EVERY = 600, 100
+DRAIN_S = 20
+NODES: list[Any] = []
+
+
+def settings(folder: Path, address: str) -> config.Config:
+    overrides = {
+        "data.path": str(write_rows(folder / "rows.csv", labelled_rows(403))),
+        "model.name": str(make_encoder(folder / "encoder")),
+        "train.precision": "fp32",
+        "train.epochs": 1000,
+        "train.rows_per_update": 48,
+        "train.workers": 4,
+        "train.min_workers": 1,
+        "train.save_every": SAVE_EVERY,
+        "train.evaluate_every": 1000,
+        "train.log_every": 1,
+        "cluster.address": address,
+    }
+    return config.load("intent", overrides)
+
+
+def main(folder: Path) -> None:
+    env.prepare()
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    from ray.cluster_utils import Cluster
+
+    # One worker and the data tasks fit on the head; with a second node there are four, too many for either alone.
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+    try:
+        sys.stdout.write(json.dumps(_drive(cluster, folder)))
+    finally:
+        cluster.shutdown()
+
+
+def _drive(cluster: Any, folder: Path) -> dict[str, Any]:
+    from rtrain.cluster.session import session
+    from rtrain.proof import ledger
+    from rtrain.training import driver
+
+    chosen = settings(folder, cluster.address)
+    log: list[dict[str, Any]] = []
+    with session(chosen, folder):
+        prepared = driver.prepare(chosen, folder / "run")
+        # Nodes may only be added from the main thread.
+        fit = threading.Thread(target=lambda: driver.fit(prepared, until=UPDATES, on_event=log.append), daemon=True)
+        fit.start()
+        steps = [_wait(fit, log, 0, "to start", lambda event: event["kind"] == "started")]
+        for name, change in (("joins", _join), ("drained", _drain), ("joins again", _join), ("vanishes", _vanish)):
+            _wait(fit, log, len(log), "to train", lambda event: event["kind"] == "progress")
+            seen, begin = len(log), time.monotonic()
+            change(cluster)
+            started = _wait(fit, log, seen, name, lambda event: event["kind"] == "started")
+            after = _wait(fit, log, log.index(started), name, lambda event: event["kind"] == "progress")
+            reached = max(event["update"] for event in log[: log.index(started)] if event["kind"] == "progress")
+            steps.append({**started, "change": name, "lost": reached - started["update"]})
+            steps[-1]["seconds"] = round(time.monotonic() - begin, 1)
+            assert after["update"] == started["update"] + 1
+        fit.join()
+    report = ledger.check(prepared.run)
+    causes = [event.get("reason") or event.get("cause") for event in log if event["kind"] in ("yielded", "crashed")]
+    return {
+        "steps": [{key: step.get(key) for key in ("change", "workers", "update", "lost", "seconds")} for step in steps],
+        "causes": causes,
+        "ledger": report.to_document() | {"checked": len(report.checked)},
+    }
+
+
+def _wait(
+    fit: threading.Thread, log: list[dict[str, Any]], begin: int, what: str, wanted: Callable[[dict[str, Any]], bool]
+) -> dict[str, Any]:
+    give_up = time.monotonic() + 150
+    while True:
+        for event in log[begin:]:
+            if wanted(event):
+                return event
+        if time.monotonic() > give_up or not fit.is_alive():
+            raise SystemExit(f"waited in vain for the run {what}: {[event['kind'] for event in log][-20:]}")
+        time.sleep(0.05)
+
+
+def _join(cluster: Any) -> None:
+    NODES.append(cluster.add_node(num_cpus=3))
+
+
+def _vanish(cluster: Any) -> None:
+    cluster.remove_node(NODES.pop(), allow_graceful=False)
+
+
+def _drain(cluster: Any) -> None:
+    """What a cloud's notice of a preemption comes to: the node takes no new work and is gone some seconds later."""
+    import ray
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+    node, preemption = NODES.pop(), 2  # autoscaler.proto: DRAIN_NODE_REASON_PREEMPTION
+    client = GcsClient(address=ray.get_runtime_context().gcs_address)
+    accepted, why = client.drain_node(node.node_id, preemption, "spot", int((time.time() + DRAIN_S) * 1000))
+    assert accepted, why
+    # Gone at its deadline, whether the run has left it by then or not.
+    threading.Timer(DRAIN_S, lambda: node.kill_raylet(check_alive=False)).start()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

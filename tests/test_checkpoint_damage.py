@@ -1,0 +1,195 @@
+"""Checkpoints that lie: whatever is done to their files, what is loaded is byte for byte what was saved, or older."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rtrain import manifest
+from rtrain.config import Optim
+from rtrain.training import checkpoint, optim
+from rtrain.training.checkpoint import FILES, State
+from tests.test_checkpoint import RUN, equal, make_network, names, saved, train
+
+UPDATES = (1, 2, 3)
+ALL = (*FILES, manifest.NAME)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three checkpoints of a run, each of other weights."""
+    folder = tmp_path_factory.mktemp("whole")
+    network = make_network()
+    optimizer = optim.build(network, Optim(lr=0.01))
+    for update in UPDATES:
+        train(network, optimizer, 1)
+        checkpoint.save(folder, network, optimizer, State(update, f"{update:02d}", 1, 0.5, RUN))
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "checkpoints"))
+
+
+def same(folder: Path, whole: Path, update: int) -> bool:
+    first, second = (checkpoint.path_of(root, update) for root in (folder, whole))
+    return all((first / name).read_bytes() == (second / name).read_bytes() for name in FILES)
+
+
+def rewrite(path: Path, **fields: object) -> None:
+    """Change state.json, and the manifest with it: as if it had been saved so."""
+    (path / "state.json").write_text(json.dumps(json.loads((path / "state.json").read_text()) | fields))
+    (path / manifest.NAME).unlink()
+    manifest.write(path)
+
+
+# ----------------------------------------------------------------------------------------------------- one by one
+
+
+def test_an_older_copy_under_a_newer_name_is_refused(folder: Path, whole: Path) -> None:
+    shutil.rmtree(checkpoint.path_of(folder, 3))
+    shutil.copytree(checkpoint.path_of(folder, 1), checkpoint.path_of(folder, 3))
+    assert manifest.damage(checkpoint.path_of(folder, 3), FILES) is None
+    assert checkpoint.flaw(checkpoint.path_of(folder, 3), 3, RUN) == "it is of update 1"
+    assert checkpoint.select(folder, RUN) == 2
+    assert same(folder, whole, 2)
+    assert names(folder) == ["damaged", "update-00000001", "update-00000002"]
+
+
+def test_a_checkpoint_of_another_run_is_refused(folder: Path) -> None:
+    rewrite(checkpoint.path_of(folder, 3), run="another")
+    assert checkpoint.flaw(checkpoint.path_of(folder, 3), 3, RUN) == "it is of another run"
+    assert checkpoint.select(folder, RUN) == 2
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_two_checkpoints_exchanged_are_refused(folder: Path, name: str) -> None:
+    swap(checkpoint.path_of(folder, 3) / name, checkpoint.path_of(folder, 2) / name)
+    assert (checkpoint.flaw(checkpoint.path_of(folder, 3), 3, RUN) or "").startswith(name)
+    assert checkpoint.select(folder, RUN) == 1
+    assert [name.rsplit("-", 1)[0] for name in names(folder / "damaged")] == ["update-00000002", "update-00000003"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_manifest_must_record_every_file(folder: Path, name: str) -> None:
+    path = checkpoint.path_of(folder, 3) / manifest.NAME
+    document = json.loads(path.read_text())
+    del document["files"][name]
+    path.write_text(json.dumps(document))
+    assert checkpoint.flaw(path.parent, 3, RUN) == f"{manifest.NAME} does not record {name}"
+    assert checkpoint.select(folder, RUN) == 2
+
+
+def test_a_file_that_cannot_be_read_is_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, bad = manifest._sha256, checkpoint.path_of(folder, 3) / "optim.safetensors"
+
+    def failing(path: Path) -> str:
+        if path == bad:
+            raise OSError(5, "Input/output error")
+        return whole(path)
+
+    monkeypatch.setattr(manifest, "_sha256", failing)
+    flaw = checkpoint.flaw(bad.parent, 3, RUN)
+    assert flaw == "optim.safetensors cannot be read (Input/output error)"
+    assert checkpoint.select(folder, RUN) == 2
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_another_version_s_checkpoint_is_refused_by_name_and_left_where_it_is(folder: Path, version: int) -> None:
+    path = checkpoint.path_of(folder, 3)
+    rewrite(path, schema_version=version)
+    told = rf"^{path} was written by another version .*\(checkpoint format {version}; this one reads 2\).*--new\.$"
+    with pytest.raises(checkpoint.OtherVersion, match=told):
+        checkpoint.select(folder, RUN)
+    with pytest.raises(checkpoint.OtherVersion, match=told):
+        checkpoint.load(path, make_network())
+    assert checkpoint.updates(folder) == [1, 2, 3]
+
+
+def test_names_that_are_no_checkpoint_s_are_passed_over(folder: Path) -> None:
+    shutil.copytree(checkpoint.path_of(folder, 3), folder / "update-00000003 (copy)")
+    shutil.copytree(checkpoint.path_of(folder, 3), folder / "update-9")
+    assert checkpoint.updates(folder) == [1, 2, 3]
+
+
+def test_a_save_replaces_a_damaged_checkpoint_of_its_name(folder: Path) -> None:
+    (checkpoint.path_of(folder, 3) / "optim.safetensors").write_bytes(b"")
+    saved(folder, 3)
+    assert checkpoint.flaw(checkpoint.path_of(folder, 3), 3, RUN) is None
+    assert len(names(folder / "damaged")) == 1
+
+
+# ----------------------------------------------------------------------------------------------------- at random
+
+
+def swap(first: Path, second: Path) -> None:
+    aside = first.with_name("aside")
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+
+
+def flip(draw: random.Random, folder: Path) -> None:
+    path = checkpoint.path_of(folder, draw.choice(UPDATES)) / draw.choice(ALL)
+    content = bytearray(path.read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    path.write_bytes(content)
+
+
+def cut(draw: random.Random, folder: Path) -> None:
+    path = checkpoint.path_of(folder, draw.choice(UPDATES)) / draw.choice(ALL)
+    path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size)])
+
+
+def exchange_files(draw: random.Random, folder: Path) -> None:
+    first, second = (checkpoint.path_of(folder, update) for update in draw.sample(UPDATES, 2))
+    for name in draw.sample(ALL, draw.randint(1, len(ALL))):
+        swap(first / name, second / name)
+
+
+def exchange_folders(draw: random.Random, folder: Path) -> None:
+    first, second = draw.sample(UPDATES, 2)
+    swap(checkpoint.path_of(folder, first), checkpoint.path_of(folder, second))
+
+
+def roll_back_files(draw: random.Random, folder: Path) -> None:
+    older, newer = sorted(draw.sample(UPDATES, 2))
+    for name in draw.sample(ALL, draw.randint(1, len(ALL))):
+        shutil.copy(checkpoint.path_of(folder, older) / name, checkpoint.path_of(folder, newer) / name)
+
+
+def roll_back_folder(draw: random.Random, folder: Path) -> None:
+    older, newer = sorted(draw.sample(UPDATES, 2))
+    shutil.rmtree(checkpoint.path_of(folder, newer))
+    shutil.copytree(checkpoint.path_of(folder, older), checkpoint.path_of(folder, newer))
+
+
+Harm = Callable[[random.Random, Path], None]
+HARMS: list[Harm] = [flip, flip, cut, exchange_files, exchange_folders, roll_back_files, roll_back_folder]
+
+
+def test_a_hundred_random_damages_and_no_silent_load(whole: Path, tmp_path: Path) -> None:
+    loaded = {update: make_network(seed=9) for update in UPDATES}
+    for update, network in loaded.items():
+        checkpoint.load(checkpoint.path_of(whole, update), network)
+    set_aside, chosen = 0, []
+    for seed in range(100):
+        draw, folder = random.Random(seed), Path(shutil.copytree(whole, tmp_path / str(seed)))
+        harm = HARMS[seed % len(HARMS)]
+        harm(draw, folder)
+        newest = checkpoint.select(folder, RUN)
+        assert newest is not None, (seed, harm)  # no harm reaches all three
+        assert same(folder, whole, newest), (seed, harm)
+        network = make_network(seed=9)
+        assert checkpoint.load(checkpoint.path_of(folder, newest), network).update == newest
+        assert equal(network.state_dict(), loaded[newest].state_dict())
+        for other in checkpoint.updates(folder):  # also those that a best checkpoint or a later start would ask for
+            assert not checkpoint.sound(folder, other, RUN) or same(folder, whole, other), (seed, harm)
+        set_aside += (folder / "damaged").is_dir()
+        chosen.append(newest)
+    assert set_aside >= 90  # some flips of a manifest change nothing that it says
+    assert min(chosen.count(update) for update in UPDATES) >= 5

@@ -1,0 +1,31 @@
+"""A run whose nodes come, are drained and vanish, on a real cluster of several nodes on this machine."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import elastic
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_follows_its_nodes_and_loses_no_row(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.elastic", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    steps = found["steps"]
+    assert [step["workers"] for step in steps] == [1, 4, 1, 4, 1]
+    assert [step["change"] for step in steps[1:]] == ["joins", "drained", "joins again", "vanishes"]
+    assert found["causes"] == ["resize", "preemption", "resize", "crash"]
+    # Told in time, a run ends with a checkpoint; a node that vanishes costs what was trained since the last.
+    assert [step["lost"] for step in steps[1:4]] == [0, 0, 0]
+    assert 0 <= steps[4]["lost"] <= elastic.SAVE_EVERY
+    assert (found["ledger"]["passed"], found["ledger"]["updates"]) == (True, elastic.UPDATES)
+    assert found["ledger"]["checked"] == elastic.UPDATES

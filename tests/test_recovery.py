@@ -1,0 +1,186 @@
+"""What a run does about faults: when it starts again, with how many workers, and that it ends as if undisturbed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain import config
+from rtrain.config import Config
+from rtrain.errors import ConfigError, UserError
+from rtrain.proof import drill
+from rtrain.proof.faults import FAULTS, Fault
+from rtrain.report import events
+from rtrain.training import checkpoint, driver, notice, runs, step
+from rtrain.training.recovery import Recovery, workers_for
+from tests import test_loop
+from tests.conftest import labelled_rows, write_rows
+from tests.test_loop import Ran, start, weights_digest
+from tests.tiny import make_encoder
+
+ground, straight = test_loop.ground, test_loop.straight  # fixtures
+
+# ------------------------------------------------------------------------------------------------------------ decisions
+
+
+def test_crashes_without_progress_are_counted() -> None:
+    recovery = Recovery(max_crashes=2)
+    assert [recovery.retry("crash", 0) for _ in range(3)] == [True, True, False]  # max_crashes + 1 starts in all
+
+
+def test_a_run_that_gets_on_may_crash_as_often_as_it_likes() -> None:
+    recovery = Recovery(max_crashes=1)
+    assert all(recovery.retry("crash", update) for update in range(100))
+    assert not recovery.retry("crash", 99)
+
+
+def test_a_checkpoint_set_aside_is_no_progress() -> None:
+    recovery = Recovery(max_crashes=2)
+    assert [recovery.retry("crash", update) for update in (40, 20, 40)] == [True, True, False]
+
+
+def test_preemptions_cost_nothing_and_errors_of_the_user_end_the_run() -> None:
+    recovery = Recovery(max_crashes=0)
+    assert all(recovery.retry("preemption", 0) for _ in range(50))
+    assert not recovery.retry("refused", 0)
+    assert not recovery.retry("crash", 0)
+
+
+@pytest.mark.parametrize(
+    ("most", "least", "cpus", "workers"),
+    [(4, None, 1, 4), (4, 1, 8, 4), (4, 1, 5, 3), (4, 1, 3, 1), (4, 2, 3, 0), (4, 2, 4.5, 2), (2, 2, 3, 0)],
+)
+def test_workers_follow_the_cpus_between_least_and_most(
+    most: int, least: int | None, cpus: float, workers: int
+) -> None:
+    assert workers_for(most, least, cpus, spare=2) == workers
+
+
+def test_more_workers_at_least_than_at_most_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train\.min_workers=3: above train\.workers=2.*write 2 or less"):
+        config.load("intent", {"train.min_workers": 3})
+
+
+# --------------------------------------------------------------------------------------------------------------- notice
+
+
+def test_on_notice_a_start_ends_with_a_checkpoint_and_the_next_goes_on(
+    ground: Path, straight: tuple[Ran, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_loop.Recorder, "notice", lambda recorder: len(recorder.of("progress")) == 1)
+    noticed = start(ground, tmp_path, log_every=1)
+    assert noticed.outcome is not None
+    assert (noticed.outcome.finished, noticed.recorder.of("trained")[0]["updates"]) == (False, 2)
+    assert checkpoint.updates(tmp_path / "checkpoints") == [2]
+    monkeypatch.undo()
+    resumed = start(ground, tmp_path, log_every=1)
+    assert resumed.recorder.of("started")[0]["update"] == 2
+    assert weights_digest(resumed.network) == weights_digest(straight[0].network)
+
+
+def test_a_notice_is_taken_once(tmp_path: Path) -> None:
+    assert (notice.given(tmp_path), notice.take(tmp_path)) == (False, None)
+    notice.give(tmp_path, "preemption")
+    assert (notice.given(tmp_path), notice.take(tmp_path), notice.take(tmp_path)) == (True, "preemption", None)
+
+
+# ----------------------------------------------------------------------------------------------------------- two of one
+
+
+def test_a_run_is_one_process_s_at_a_time(tmp_path: Path) -> None:
+    script = (
+        "import sys, pathlib; from rtrain.training import runs\n"
+        "with runs.hold(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with (
+            pytest.raises(UserError, match=rf"--out: .* trained by process {other.pid} on .*write --new"),
+            runs.hold(tmp_path),
+        ):
+            pass
+        other.kill()  # its lock goes with it
+        other.wait()
+        with runs.hold(tmp_path):
+            pass
+
+
+# ---------------------------------------------------------------------------------------------------------------- drill
+
+
+def settings(folder: Path, **train: Any) -> Config:
+    folder.mkdir(parents=True, exist_ok=True)
+    base = {
+        "data.path": str(write_rows(folder / "rows.csv", labelled_rows(403))),
+        "model.name": str(make_encoder(folder / "encoder")),
+        "train.precision": "fp32",
+        "train.rows_per_update": 24,
+        "train.evaluate_every": 200,
+    }
+    return config.load("intent", {**base, **{f"train.{name}": value for name, value in train.items()}})
+
+
+def named(*words: str) -> list[Fault]:
+    return [fault for fault in FAULTS if any(word in fault.name for word in words)]
+
+
+@pytest.mark.ray
+def test_a_drilled_run_ends_like_one_that_was_never_touched(ray_session: Path) -> None:
+    faults = named("worker killed", "controller killed", "torn")
+    said: list[dict[str, Any]] = []
+    folder = ray_session / "drill" / "run"
+    certificate = drill.run(settings(ray_session / "drill", save_every=50), folder, faults, said.append)
+    assert [fault["name"] for fault in certificate.faults] == [fault.name for fault in faults]
+    assert all(fault["resumed_from"] > 0 for fault in certificate.faults)
+    assert all(0 <= fault["recomputed_updates"] <= fault["allowed"] for fault in certificate.faults)
+    assert all(fault["seconds_to_next_update"] > 0 for fault in certificate.faults)
+    assert (certificate.weights_identical, certificate.order_identical) == (True, True)
+    assert (certificate.rows_lost, certificate.rows_repeated, certificate.passed) == (0, 0, True)
+    log = events.read(folder / "drilled")
+    assert [event["cause"] for event in log if event["kind"] == "crashed"] == ["crash"] * 3
+    assert log[-1]["certificate"] == json.loads(json.dumps(certificate.to_document()))
+    assert len(list((folder / "drilled" / "checkpoints" / "damaged").iterdir())) == 1
+    summary = json.loads((folder / "drilled" / "summary.json").read_text())
+    assert (summary["restarts"], summary["updates"]) == (3, certificate.updates)
+    assert not (folder / "drilled" / notice.NAME).exists()
+
+
+@pytest.mark.ray
+def test_an_error_of_every_start_ends_the_run_after_its_budget(
+    ray_session: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = config.with_overrides(settings(ray_session / "budget"), {"cluster.max_crashes": 1})
+    prepared = driver.prepare(chosen, ray_session / "budget" / "run")
+    (prepared.run / "checkpoints").write_text("in the way: no checkpoint can be written")
+    with pytest.raises(UserError, match=r"checkpoints"):
+        driver.fit(prepared, until=3)
+    log = events.read(prepared.run)
+    assert log[-1]["kind"] == "failed"
+    assert sum(event["kind"] == "crashed" for event in log) <= 1
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_every_fault_of_the_drill(ray_session: Path) -> None:
+    chosen = settings(ray_session / "full-drill", save_every=60)
+    certificate = drill.run(chosen, ray_session / "full-drill" / "run")
+    assert certificate.passed, certificate.text()
+    assert len(certificate.faults) == len(FAULTS)
+
+
+def test_a_certificate_tells_a_fault_that_started_from_zero() -> None:
+    met = drill.Met("worker killed", at_update=20, allowed=8, resumed_from=16, recomputed_updates=4)
+    assert met.passed
+    assert not drill.Met("worker killed", at_update=20, allowed=8, resumed_from=0, recomputed_updates=20).passed
+    assert not drill.Met("worker killed", at_update=20, allowed=8, resumed_from=8, recomputed_updates=12).passed
+
+
+def test_wrong_rows_and_other_bugs_are_no_errors_of_the_user() -> None:
+    """They are retried, as crashes: a mixed-up node may be the cause; an error of the user's would come again."""
+    assert not issubclass(step.WrongRows, UserError)
+    assert issubclass(step.NonFinite, UserError)

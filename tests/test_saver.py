@@ -1,0 +1,275 @@
+"""Checkpoints beside the training: what is taken, who waits for whom, what a failed write says, and what is kept."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from rtrain.config import Optim
+from rtrain.training import checkpoint, optim
+from rtrain.training.checkpoint import Snapshot, State
+from rtrain.training.saver import Saver, Unwritten
+from tests.test_checkpoint import RUN, equal, make_network, names, train
+
+
+@pytest.fixture
+def network() -> torch.nn.Module:
+    return make_network()
+
+
+@pytest.fixture
+def optimizer(network: torch.nn.Module) -> torch.optim.Optimizer:
+    made = optim.build(network, Optim(lr=0.01))
+    train(network, made, 1)
+    return made
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Nothing is written until this is set."""
+    ready, whole = threading.Event(), checkpoint._save_tensors
+
+    def slow(*rest: Any) -> None:
+        assert ready.wait(30)
+        whole(*rest)
+
+    monkeypatch.setattr(checkpoint, "_save_tensors", slow)
+    yield ready
+    ready.set()
+
+
+def state(update: int, best: int | None = None) -> State:
+    return State(update, "00", best, None, RUN)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in tensors.items()}
+
+
+# ------------------------------------------------------------------------------------------------------ the background
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, network: torch.nn.Module, optimizer: torch.optim.Optimizer, disk: threading.Event
+) -> None:
+    with Saver(tmp_path, keep=2) as saver:
+        saver.save(network, optimizer, state(1))
+        weights = copied(network.state_dict())
+        moments = [copied(optimizer.state[parameter]) for parameter in network.parameters()]
+        train(network, optimizer, 2)
+        assert not equal(network.state_dict(), weights)
+        assert checkpoint.updates(tmp_path) == []
+        disk.set()
+        saver.flush()
+    assert checkpoint.select(tmp_path, RUN) == 1
+    assert names(tmp_path) == ["update-00000001"]
+    other = make_network(seed=9)
+    restored = optim.build(other, Optim())
+    assert checkpoint.load(checkpoint.path_of(tmp_path, 1), other, restored) == state(1)
+    assert equal(other.state_dict(), weights)
+    for parameter, known in zip(other.parameters(), moments, strict=True):
+        assert equal(restored.state[parameter], known)
+
+
+def test_a_save_waits_for_the_one_before_and_takes_its_copy_only_then(
+    tmp_path: Path, network: torch.nn.Module, optimizer: torch.optim.Optimizer, disk: threading.Event
+) -> None:
+    saver = Saver(tmp_path, keep=2)
+    saver.save(network, optimizer, state(1))
+    second = threading.Thread(target=saver.save, args=(network, optimizer, state(2)))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.fill_(7)
+    disk.set()
+    second.join(30)
+    saver.flush()
+    assert checkpoint.updates(tmp_path) == [1, 2]
+    found = make_network()
+    checkpoint.load(checkpoint.path_of(tmp_path, 2), found)
+    assert all(bool((value == 7).all()) for value in found.parameters())
+    checkpoint.load(checkpoint.path_of(tmp_path, 1), found)
+    assert not any(bool((value == 7).all()) for value in found.parameters())
+
+
+def test_a_later_copy_takes_the_memory_of_the_one_before(network: torch.nn.Module) -> None:
+    optimizer = optim.build(network, Optim(lr=0.01))
+    first = Snapshot.take(network, optimizer, state(1))  # without moments: there was no step yet
+    memory = {name: value.data_ptr() for name, value in first.model.items()}
+    train(network, optimizer, 1)
+    second = Snapshot.take(network, optimizer, state(2), over=first)
+    train(network, optimizer, 1)
+    third = Snapshot.take(network, optimizer, state(3), over=second)
+    assert {name: value.data_ptr() for name, value in third.model.items()} == memory
+    assert equal(third.model, network.state_dict())
+    assert len(third.optimizer) == 3 * len(memory)
+    assert float(third.optimizer["0.weight:step"]) == 2
+    with torch.no_grad():
+        wider = torch.nn.Sequential(torch.nn.Linear(3, 5))
+    other = Snapshot.take(wider, optim.build(wider, Optim()), state(4), over=third)
+    assert equal(other.model, wider.state_dict())
+
+
+def test_what_was_taken_is_written_when_the_training_fails(
+    tmp_path: Path, network: torch.nn.Module, optimizer: torch.optim.Optimizer, disk: threading.Event
+) -> None:
+    def training() -> None:
+        with Saver(tmp_path, keep=2) as saver:
+            saver.save(network, optimizer, state(1))
+            assert checkpoint.updates(tmp_path) == []
+            raise KeyboardInterrupt
+
+    threading.Timer(0.2, disk.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        training()
+    assert checkpoint.updates(tmp_path) == [1]
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda saver, *rest: saver.save(*rest),
+        lambda saver, *_: saver.flush(),
+        lambda saver, *_: saver.__exit__(None, None, None),
+    ],
+    ids=["save", "flush", "leaving"],
+)
+def test_a_full_disk_is_told_at_the_next_save_or_at_the_end(
+    tmp_path: Path,
+    network: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    monkeypatch: pytest.MonkeyPatch,
+    end: Callable[..., None],
+) -> None:
+    saver = Saver(tmp_path, keep=1)
+    saver.save(network, optimizer, state(1))
+    saver.flush()
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    saver.save(network, optimizer, state(2))
+    told = rf"^saving {tmp_path}/update-00000002 failed: .*No space left.* Free some space .*--resume; .* are whole\.$"
+    with pytest.raises(Unwritten, match=told):
+        end(saver, network, optimizer, state(3))
+    saver.flush()  # it is told once
+    assert names(tmp_path) == ["update-00000001"]  # the draft is gone, and with it the space that it took
+    assert checkpoint.select(tmp_path, RUN) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_told(
+    tmp_path: Path, network: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    (tmp_path / "checkpoints").touch()
+    saver = Saver(tmp_path / "checkpoints", keep=1)
+    saver.save(network, optimizer, state(2))
+    with pytest.raises(Unwritten, match=r"saving .*/checkpoints/update-00000002 failed: .* make the folder writable"):
+        saver.flush()
+
+
+def test_a_failed_write_does_not_hide_what_ended_the_training(
+    tmp_path: Path, network: torch.nn.Module, optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def training() -> None:
+        with Saver(tmp_path, keep=2) as saver:
+            saver.save(network, optimizer, state(1))
+            raise ZeroDivisionError
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(ZeroDivisionError) as caught:
+        training()
+    [note] = caught.value.__notes__
+    assert "No space left" in note
+
+
+def test_an_error_of_another_kind_is_raised_as_it_is(
+    tmp_path: Path, network: torch.nn.Module, optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "write", lambda *_: 1 / 0)
+    saver = Saver(tmp_path, keep=2)
+    saver.save(network, optimizer, state(1))
+    with pytest.raises(ZeroDivisionError):
+        saver.flush()
+
+
+# ------------------------------------------------------------------------------------------------------------ retention
+
+
+def save_all(saver: Saver, network: torch.nn.Module, optimizer: torch.optim.Optimizer, *states: State) -> None:
+    for each in states:
+        saver.save(network, optimizer, each)
+    saver.flush()
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "kept"),
+    [
+        (1, [None] * 5, [5]),
+        (2, [None] * 5, [4, 5]),
+        (2, [1, 1, 1, 1, 1], [1, 4, 5]),
+        (2, [1, 1, 1, 1, 5], [1, 4, 5]),  # a resume from 4, should 5 be lost, would know 1 as its best
+        (2, [1, 1, 1, 4, 4], [4, 5]),
+        (9, [None] * 5, [1, 2, 3, 4, 5]),
+    ],
+)
+def test_the_newest_and_the_best_of_each_are_kept(
+    tmp_path: Path,
+    network: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    keep: int,
+    best: list[int | None],
+    kept: list[int],
+) -> None:
+    (tmp_path / "damaged").mkdir()
+    states = [state(number, known) for number, known in enumerate(best, start=1)]
+    save_all(Saver(tmp_path, keep), network, optimizer, *states)
+    assert names(tmp_path) == ["damaged", *(f"update-{update:08d}" for update in kept)]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_damaged_checkpoint_does_not_push_out_a_good_one(
+    tmp_path: Path, network: torch.nn.Module, optimizer: torch.optim.Optimizer, restarted: bool
+) -> None:
+    saver = Saver(tmp_path, keep=2)
+    save_all(saver, network, optimizer, state(1), state(2))
+    flip(tmp_path / "update-00000002" / "optim.safetensors")
+    save_all(Saver(tmp_path, keep=2) if restarted else saver, network, optimizer, state(3))
+    assert checkpoint.updates(tmp_path) == [1, 3]
+    [aside] = (tmp_path / "damaged").iterdir()
+    assert aside.name.startswith("update-00000002-")
+
+
+def test_a_checkpoint_is_read_again_only_where_it_may_have_changed(
+    tmp_path: Path, network: torch.nn.Module, optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_all(Saver(tmp_path, keep=3), network, optimizer, state(1), state(2))
+    read, whole = [], checkpoint.sound
+
+    def sound(folder: Path, update: int, run: str) -> bool:
+        read.append(update)
+        return whole(folder, update, run)
+
+    monkeypatch.setattr(checkpoint, "sound", sound)
+    saver = Saver(tmp_path, keep=3)
+    save_all(saver, network, optimizer, state(3), state(4))
+    assert read == [2, 1]
+    path = tmp_path / "update-00000004" / "state.json"
+    path.write_bytes(path.read_bytes())
+    save_all(saver, network, optimizer, state(5))
+    assert read == [2, 1, 4]

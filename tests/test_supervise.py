@@ -1,0 +1,84 @@
+"""The supervisor of a job: a driver that is killed is started again and resumes; anything else ends as it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rtrain.cluster import supervise
+from rtrain.cluster.session import IN_JOB
+from rtrain.report import events
+from rtrain.training import checkpoint
+from tests.conftest import labelled_rows, write_rows
+from tests.tiny import make_encoder
+
+
+def test_a_command_is_continued_by_resume_once_its_run_exists(tmp_path: Path) -> None:
+    command = ["train", "intent", "--new", "--out", str(tmp_path)]
+    assert supervise.resumed(command, tmp_path) == ["train", "intent", "--out", str(tmp_path)]
+    (tmp_path / "config.yaml").touch()
+    assert supervise.resumed(command, tmp_path) == ["train", "intent", "--out", str(tmp_path), "--resume"]
+
+
+def test_only_a_job_is_supervised_and_no_child_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(IN_JOB, raising=False)
+    assert not supervise.wanted()
+    monkeypatch.setenv(IN_JOB, "{}")
+    assert supervise.wanted()
+    monkeypatch.setenv(supervise.CHILD, "1")
+    assert not supervise.wanted()
+
+
+def test_a_driver_that_ends_by_itself_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert supervise.supervise(["recipes", "list"], tmp_path) == 0
+    assert supervise.supervise(["train", "nonesuch"], tmp_path) == 2
+    out, err = capfd.readouterr()
+    assert out.count("intent") == 1
+    assert err.count("nonesuch") == 1
+
+
+@pytest.mark.ray
+def test_a_killed_driver_resumes_and_ends_its_run(tmp_path: Path) -> None:
+    """A real driver with a Ray of its own, killed in the middle of its training."""
+    data, model = write_rows(tmp_path / "rows.csv", labelled_rows(403)), make_encoder(tmp_path / "encoder")
+    run = tmp_path / "run"
+    settings = ["train.precision=fp32", "train.epochs=60", "train.save_every=50", "train.log_every=1"]
+    command = ["train", "intent", "--data", str(data), "--model", str(model), "--workers", "1", "--json"]
+    command += ["--out", str(run), *(part for setting in settings for part in ("--set", setting))]
+    script = (
+        "import json, sys, pathlib; from rtrain.cluster.supervise import supervise\n"
+        "sys.exit(supervise(json.loads(sys.argv[1]), pathlib.Path(sys.argv[2])))"
+    )
+    with (
+        (tmp_path / "log").open("wb") as log,
+        subprocess.Popen(
+            [sys.executable, "-c", script, json.dumps(command), str(run)], stdout=subprocess.PIPE, stderr=log
+        ) as supervisor,
+    ):
+        give_up = time.monotonic() + 200
+        while len(checkpoint.updates(run / "checkpoints")) == 0:
+            assert supervisor.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < give_up, (tmp_path / "log").read_text()
+            time.sleep(0.02)
+        [driver] = [
+            child for child in psutil.Process(supervisor.pid).children() if "rtrain" in " ".join(child.cmdline())
+        ]
+        os.kill(driver.pid, signal.SIGKILL)
+        out, _ = supervisor.communicate(timeout=200)
+    text = (tmp_path / "log").read_text()
+    assert supervisor.returncode == 0, text
+    assert "the driver was ended by SIGKILL; starting it again from update-" in text
+    summary = json.loads(out.splitlines()[-1])
+    assert (summary["status"], summary["restarts"]) == ("finished", 1)
+    starts = [event["update"] for event in events.read(run) if event["kind"] == "started"]
+    assert starts[0] == 0
+    assert starts[1] > 0
+    assert (run / "artifact" / "artifact.json").is_file()
