@@ -22,6 +22,8 @@ from rtrain.training import checkpoint, driver
 
 SAVE_EVERY = 8
 """Updates between two checkpoints, where the recipe names no number."""
+KEEP = 3
+"""Two are spoilt at a time; a third must be there to resume from."""
 STALL_S = 20.0
 """A drill does not wait five minutes for a stopped worker."""
 
@@ -124,7 +126,7 @@ def run(
     begin = time.monotonic()
     save_every = config.recipe.train.save_every or SAVE_EVERY
     config = configuration.with_overrides(
-        config, {"train.save_every": save_every, "train.log_every": 1, "cluster.stall_s": STALL_S}
+        config, {"train.save_every": save_every, "train.keep": KEEP, "train.log_every": 1, "cluster.stall_s": STALL_S}
     )
     updates = 3 * save_every * (len(faults) + 1)
     config = _long_enough(config, folder.parent, updates)

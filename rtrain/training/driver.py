@@ -150,7 +150,7 @@ def fit(
             for path in run.glob(worker.STALLED.format("*")):
                 if not path.stat().st_size:
                     path.unlink()
-    last = [event for event in events.read(run) if event["kind"] == "trained"][-1]
+    last = _last_trained(run)
     events.append(run, "finished" if last["finished"] else "paused", update=last["updates"])
     return summary.write(run)
 
@@ -190,12 +190,25 @@ def _attempts(
         try:
             with notice.Watch(run, workers, wanted, say):
                 group.fit()
-            if (reason := notice.take(run)) is None:
-                return
-            events.append(run, "yielded", reason=reason, update=_newest(run))
         except Exception as error:
             placement.release(run)
-            _recover(run, error, recovery)
+            if _is_unplaced(error):  # nothing was lost, and the cluster has had time to see which nodes are gone
+                say({"kind": "waiting", "workers": workers, "cpus": notice.cpus()})
+            else:
+                _recover(run, error, recovery)
+            continue
+        reason, last = notice.take(run), _last_trained(run)
+        if reason is None or last["finished"] or last["updates"] == until:
+            return
+        events.append(run, "yielded", reason=reason, update=last["updates"])
+
+
+def _last_trained(run: Path) -> dict[str, Any]:
+    return [event for event in events.read(run) if event["kind"] == "trained"][-1]
+
+
+def _is_unplaced(error: Exception) -> bool:
+    return any(type(cause).__name__ == "WorkerGroupStartupTimeoutError" for cause in _causes(error))
 
 
 def _workers(wanted: Callable[[float], int], say: OnEvent) -> int:
@@ -216,10 +229,7 @@ def _recover(run: Path, error: Exception, recovery: Recovery) -> None:
         raise explain(run, error) from error
     causes = _causes(error)
     user_error = next((found for cause in causes if (found := _user_error(cause))), None)
-    unplaced = any(type(cause).__name__ == "WorkerGroupStartupTimeoutError" for cause in causes)
     preempted = notice.take(run) == "preemption" or any(getattr(cause, "preempted", False) for cause in causes)
-    if unplaced:
-        return  # nothing was lost, and the cluster has had time to notice which nodes are gone
     kind: Kind = "refused" if user_error else "preemption" if preempted else "crash"
     update = _newest(run)
     if recovery.retry(kind, update):
