@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,15 @@ def flip(path: Path) -> None:
 def test_damage_is_named(folder: Path, harm: Callable[[Path], object], found: str) -> None:
     harm(folder)
     assert manifest.damage(folder) == found
+
+
+@pytest.mark.parametrize("part", [1, 64, 100, 256, 1000])
+def test_a_file_is_hashed_whole_in_parts_of_any_size(folder: Path, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    (folder / "empty").touch()
+    monkeypatch.setattr(manifest, "PART", part)
+    for path in (folder / "a.bin", folder / "b.txt", folder / "empty"):
+        content = path.read_bytes()
+        assert manifest.entry(path) == {"size": len(content), "sha256": sha256(content).hexdigest()}
 
 
 def test_a_swap_of_two_files_of_one_size_is_found(folder: Path) -> None:

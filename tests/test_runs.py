@@ -102,10 +102,10 @@ def test_a_resume_with_the_same_recipe_is_the_stored_run(used: Path) -> None:
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_and_micro_batch_may_change_and_the_rows_of_an_update_stay(used: Path, workers: int) -> None:
     """The recipe as it stands, with other workers, would have other rows: the run's were resolved once."""
-    changed = made(train__workers=workers, train__micro_batch=5, train__log_every=3)
+    changed = made(train__workers=workers, train__micro_batch=5, train__log_every=3, train__keep=5)
     _, opened = runs.choose(used, changed, "resume")
     train = opened.recipe.train
-    assert (train.workers, train.micro_batch, train.log_every) == (workers, 5, 3)
+    assert (train.workers, train.micro_batch, train.log_every, train.keep) == (workers, 5, 3, 5)
     assert (train.rows_per_update, train.aggregation_frequency) == (64, None)
     assert opened.recipe.identity() == made().recipe.identity()
 

@@ -6,8 +6,10 @@ from pathlib import Path
 from rtrain.config import Recipe
 from rtrain.errors import Problem, UserError
 
-# fp32 weights and two moments per checkpoint; kept are the newest, the best and the one being written.
-CHECKPOINT_COPIES = 3 * 3
+
+def checkpoint_copies(keep: int) -> int:
+    """Weights that the checkpoints of a run come to: fp32 and two moments in each of `keep`, the best, and a new."""
+    return 3 * (keep + 2)
 
 
 def rows(recipe: Recipe, train_rows: int) -> list[Problem]:

@@ -76,7 +76,7 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
     created = next((event for event in events.read(run) if event["kind"] == "created"), None)
     if created and created["data_digest"] != tokens.digest(config.recipe, source, weights):
         raise _other_rows(run, created, origin)
-    preflight.disk(run, needed=_disk_needed(weights))
+    preflight.disk(run, needed=_disk_needed(weights, config.recipe.train.keep))
     store, made = tokens.ensure(config.recipe, source, weights, tokens_root or run.parent)
     if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config)]:
         raise ConfigError(problems)
@@ -118,8 +118,8 @@ def _other_rows(run: Path, created: dict[str, Any], origin: dict[str, dict[str, 
     )
 
 
-def _disk_needed(weights: Path) -> int:
-    return preflight.CHECKPOINT_COPIES * sum(path.stat().st_size for path in weights.glob("*.safetensors"))
+def _disk_needed(weights: Path, keep: int) -> int:
+    return preflight.checkpoint_copies(keep) * sum(path.stat().st_size for path in weights.glob("*.safetensors"))
 
 
 def fit(

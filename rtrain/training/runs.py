@@ -117,7 +117,7 @@ def _resumed(old: Config, new: Config) -> Config:
     ]
     if problems:
         raise ConfigError(problems)
-    asked = ("workers", "min_workers", "micro_batch", "log_every")
+    asked = ("workers", "min_workers", "micro_batch", "keep", "log_every")
     speed = {f"train.{name}": getattr(new.recipe.train, name) for name in asked}
     return configuration.with_overrides(old, speed)
 
