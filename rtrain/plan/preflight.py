@@ -8,7 +8,10 @@ from rtrain.errors import Problem, UserError
 
 
 def checkpoint_copies(keep: int) -> int:
-    """Weights that the checkpoints of a run come to: fp32 and two moments in each of `keep`, the best, and a new."""
+    """How many times its fp32 weights a run's checkpoints come to.
+
+    Each holds the weights and two moments; there are `keep`, the best, and one in the making.
+    """
     return 3 * (keep + 2)
 
 
