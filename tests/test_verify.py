@@ -63,7 +63,8 @@ def test_every_layout_trains_the_same(report: verify.Report) -> None:
 def test_layouts_differ_in_passes_and_nothing_else(report: verify.Report, settings: Config, ray_session: Path) -> None:
     assert (report.rows, report.rows_per_update, report.updates) == (125, 31, 5)
     passes = {case.name: measured.most_passes for case, measured in report.cases if not case.bug}
-    assert passes == {"1 x 8": 4, "1 x 3": 11, "2 x 8": 2, "2 x 3": 6, "2 x 3, resized from 1": 6}
+    # Of rank 0, which has 15 of the 31 rows of an update where there are two workers.
+    assert passes == {"1 x 8": 4, "1 x 3": 11, "2 x 8": 2, "2 x 3": 5, "2 x 3, resized from 1": 5}
     store = Store(next((ray_session / "verify" / ".tokens").iterdir()))
     order, link = Order(store.manifest.digest, 125, 31, 1, settings.recipe.train.seed), GENESIS
     for number in range(order.updates):

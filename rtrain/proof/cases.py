@@ -59,6 +59,7 @@ class Measured:
     worst_tensor: str = ""
     worst_update: int = -1
     most_passes: int = 0
+    """Of rank 0, in one update."""
     order_digest: str = ""
     rows: int = 0
     workers_differ: int = 0
