@@ -130,6 +130,7 @@ def named(*words: str) -> list[Fault]:
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(900)  # four starts and a control: a minute alone, three beside other heavy work
 def test_a_drilled_run_ends_like_one_that_was_never_touched(ray_session: Path) -> None:
     faults = named("worker killed", "controller killed", "torn")
     said: list[dict[str, Any]] = []
@@ -166,6 +167,7 @@ def test_an_error_of_every_start_ends_the_run_after_its_budget(
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_every_fault_of_the_drill(ray_session: Path) -> None:
     chosen = settings(ray_session / "full-drill", save_every=60)
     certificate = drill.run(chosen, ray_session / "full-drill" / "run")
