@@ -1,6 +1,7 @@
 """Training on real Ray, from a file to an artefact: two DDP workers, Ray Data streams, one run in many asserts."""
 
 import json
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -186,14 +187,20 @@ def test_resume_with_other_settings_is_refused_by_name(trained: Trained) -> None
         driver.prepare(changed, trained.run, "resume")
 
 
-def test_paused_and_resumed_run_ends_bit_for_bit_like_the_straight_one(trained: Trained) -> None:
+def test_a_run_whose_folder_is_lost_resumes_from_its_storage_and_ends_bit_for_bit_like_the_straight_one(
+    trained: Trained,
+) -> None:
     folder = trained.run.parent
-    half = driver.prepare(settings(folder), folder / "halves")
+    stored = settings(folder, **{"cluster.storage": (folder / "mounted").as_uri()})
+    half = driver.prepare(stored, folder / "halves")
     stop = trained.summary["updates"] // 2 + 1
     paused = driver.fit(half, until=stop)
     assert (paused["status"], paused["updates"]) == ("paused", stop)
     assert not (folder / "halves" / "artifact").exists()
-    resumed = driver.fit(driver.prepare(settings(folder), folder / "halves", "resume"))
+    shutil.rmtree(folder / "halves")
+    with pytest.raises(UserError, match=r"mounted/halves holds a run already; write --resume"):
+        driver.prepare(stored, folder / "halves")
+    resumed = driver.fit(driver.prepare(stored, folder / "halves", "resume"))
     assert (resumed["status"], resumed["restarts"]) == ("finished", 1)
     assert resumed["order_digest"] == trained.summary["order_digest"]
     last = trained.summary["updates"]
@@ -202,6 +209,13 @@ def test_paused_and_resumed_run_ends_bit_for_bit_like_the_straight_one(trained: 
         for run in (trained.run, folder / "halves")
     )
     assert one == other
+    copy = folder / "mounted" / "halves"
+    assert {path.name for path in copy.iterdir()} == {
+        *("artifact", "checkpoints", "config.yaml", "decisions.json", "events.jsonl", "owner")
+    }
+    assert manifest.damage(copy / "artifact") is None
+    assert checkpoint.updates(copy / "checkpoints") == checkpoint.updates(folder / "halves" / "checkpoints")
+    assert kinds(events.read(copy))[-1] == "finished"
 
 
 def test_a_resized_run_trains_on_the_same_rows_and_its_ledger_shows_it(trained: Trained) -> None:

@@ -50,7 +50,8 @@ ALLOWED: dict[str, frozenset[str]] = {
         {"rtrain.data.store", "rtrain.tasks.", "rtrain.training.step", "rtrain.training.exchange"}
     ),
     "rtrain.training.checkpoint": frozenset({"rtrain.manifest"}),
-    "rtrain.training.saver": frozenset({"rtrain.training.checkpoint"}),
+    "rtrain.training.replica": frozenset({"rtrain.config", "rtrain.manifest"}),
+    "rtrain.training.saver": frozenset({"rtrain.training.checkpoint", "rtrain.training.replica"}),
     "rtrain.training.loop": frozenset(
         {
             "rtrain.config",
@@ -62,6 +63,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             "rtrain.training.evaluate",
             "rtrain.training.exchange",
             "rtrain.training.optim",
+            "rtrain.training.replica",
             "rtrain.training.saver",
             "rtrain.training.step",
         }
@@ -90,7 +92,10 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.training.notice": frozenset({"rtrain.training.placement", "rtrain.training.recovery"}),
     "rtrain.training.worker": frozenset(
         {"rtrain.artifact", "rtrain.predict", "rtrain.config", "rtrain.data.", "rtrain.report.events", "rtrain.tasks."}
-        | {f"rtrain.training.{name}" for name in ("exchange", "loop", "losses", "model", "notice", "precision")}
+        | {
+            f"rtrain.training.{name}"
+            for name in ("exchange", "loop", "losses", "model", "notice", "precision", "replica")
+        }
     ),
     "rtrain.training.driver": frozenset(
         {
@@ -103,7 +108,17 @@ ALLOWED: dict[str, frozenset[str]] = {
         }
         | {
             f"rtrain.training.{name}"
-            for name in ("checkpoint", "model", "notice", "placement", "precision", "recovery", "runs", "worker")
+            for name in (
+                "checkpoint",
+                "model",
+                "notice",
+                "placement",
+                "precision",
+                "recovery",
+                "replica",
+                "runs",
+                "worker",
+            )
         }
     ),
     "rtrain.compress.": frozenset(
@@ -120,7 +135,7 @@ ALLOWED: dict[str, frozenset[str]] = {
 RAY_ALLOWED = (
     *("rtrain.data.tokens", "rtrain.data.ingest", "rtrain.training.worker", "rtrain.training.driver"),
     *("rtrain.compress.distill", "rtrain.cluster.", "rtrain.report.memory", "rtrain.proof.cases", "rtrain.demo"),
-    *("rtrain.proof.faults", "rtrain.training.notice", "rtrain.training.placement"),
+    *("rtrain.plan.preflight", "rtrain.proof.faults", "rtrain.training.notice", "rtrain.training.placement"),
     *("serve.deployment", "tune."),
 )
 # At module level: serving and the command line must start without them.

@@ -18,6 +18,7 @@ from rtrain.data.store import Store
 from rtrain.tasks import base
 from rtrain.training import loop, losses, model, optim, step
 from rtrain.training.exchange import Exchange
+from rtrain.training.replica import Replica
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder, make_store
 
@@ -86,6 +87,7 @@ def start(
     evaluate_at: frozenset[int] = frozenset(),
     world: int = 1,
     rank: int = 0,
+    replica: Replica | None = None,
     **train: Any,
 ) -> Ran:
     """One start of the run at `run`; `kill` ends it when update number `kill` is asked for."""
@@ -105,6 +107,7 @@ def start(
         precision="fp32",
         until=order.updates if until is None else until,
         evaluate_at=evaluate_at,
+        replica=replica,
     )
     share = Share(store.folder, order, world, rank, recipe.train.micro_batch)
     folders = []

@@ -1,6 +1,10 @@
 """What is refused before a process starts."""
 
+import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +15,8 @@ from rtrain import config
 from rtrain.config import Recipe
 from rtrain.errors import UserError
 from rtrain.plan import preflight
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def recipe(workers: int) -> Recipe:
@@ -61,3 +67,37 @@ def test_a_full_disk_is_refused_also_for_a_folder_that_is_yet_to_be(
         f"{tmp_path} has 200 MB free; this run may write 1,234 MB. Free some space, or name another disk with --out."
     )
     assert asked == [tmp_path, tmp_path]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "apart"),
+    [
+        ({"a": (True, True), "b": (True, True)}, None),
+        ({"a": (True, True), "b": (False, False)}, r"another folder on 1 of 2 nodes \(b\)"),
+        ({"a": (True, True), "c": (True, False), "b": (False, True)}, r"another folder on 2 of 3 nodes \(b, c\)"),
+        ({}, None),
+    ],
+)
+def test_a_folder_that_some_node_does_not_share(nodes: dict[str, tuple[bool, bool]], apart: str | None) -> None:
+    found = preflight.unshared(Path("/runs"), nodes)
+    if apart is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert re.search(rf"^--out: /runs is {apart}\. Name one on storage that every node mounts", found)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_node_with_another_folder_there_is_named(tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system (unshare --mount)")
+    command = [sys.executable, "-m", "tests.unshared", str(tmp_path)]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ, "PATH": path}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    refused, left = done.stdout.splitlines()[-2:]
+    assert re.search(rf"^--out: {tmp_path} is another folder on 1 of 2 nodes \(\S+ [0-9a-f]{{8}}\)", refused)
+    assert left == "left behind: []"

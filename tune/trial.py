@@ -28,6 +28,10 @@ def run(
 
     number = settings["number"]
     config = configuration.parse(document, overrides[number])
+    if config.deploy.cluster.storage:  # trials of several searches have the same names
+        config = configuration.with_overrides(
+            config, {"cluster.storage": f"{config.deploy.cluster.storage}/{Path(search).name}"}
+        )
     prepared = driver.prepare(config, run_folder(Path(search), number), tokens_root=Path(tokens_root))
     until, rungs = stops_at(config, number, prepared.updates)
     driver.fit(prepared, until=until, evaluate_at=rungs, callbacks=[TuneReportCallback()])

@@ -1,7 +1,11 @@
-"""What can be known to fail before a process starts. Pure: facts in, problems out."""
+"""What can be known to fail before a training starts. Pure, facts in and problems out, but for `shared`."""
 
 import shutil
+import time
+import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rtrain.config import Recipe
 from rtrain.errors import Problem, UserError
@@ -43,6 +47,84 @@ def capacity(recipe: Recipe, cpus: float, spare: int) -> list[Problem]:
             )
         ]
     return []
+
+
+ANSWER_S = 60.0
+"""Seconds that a node has to answer whether it shares a folder: the first task on a node starts a process."""
+LOOKS = 5
+"""Looks for a new file, a second apart: network file systems show it late."""
+
+
+def shared(folder: Path) -> None:
+    """Refuse a folder that some node of the Ray cluster does not share: workers there would read nothing, or write
+    checkpoints that no other node ever sees. Every node reads a file of this process and writes one of its own."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = {
+        node["NodeID"]: f"{node['NodeManagerHostname']} {node['NodeID'][:8]}" for node in ray.nodes() if node["Alive"]
+    }
+    if len(nodes) < 2:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    marker = folder / f".shared-{uuid.uuid4().hex}"
+    marker.write_text(marker.name)
+    try:
+        answer = ray.remote(num_cpus=0, max_retries=0)(_answer)
+        asked = {
+            answer.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+                str(marker), f"{marker}-{node}"
+            ): node
+            for node in nodes
+        }
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
+        reads = {asked[reference]: read for reference in answered if (read := _result(reference)) is not None}
+        writes = {node: _seen(Path(f"{marker}-{node}")) for node in reads}
+    finally:
+        for path in folder.glob(f"{marker.name}*"):
+            path.unlink(missing_ok=True)
+    if problem := unshared(folder, {nodes[node]: (reads[node], writes[node]) for node in reads}):
+        raise UserError(problem)
+
+
+def unshared(folder: Path, nodes: Mapping[str, tuple[bool, bool]]) -> str | None:
+    """What is wrong with a folder, or None. By node: whether it reads our file, and we its file. Nodes that have gone
+    meanwhile did not answer; whoever comes later finds out by itself."""
+    apart = [name for name, answer in nodes.items() if not all(answer)]
+    if not apart:
+        return None
+    return (
+        f"--out: {folder} is another folder on {len(apart)} of {len(nodes)} nodes ({', '.join(sorted(apart)[:5])}). "
+        "Name one on storage that every node mounts (NFS, EFS)."
+    )
+
+
+def _answer(marker: str, own: str) -> bool:
+    """On a node: whether it sees the marker; it leaves a file of its own where the folder is there at all."""
+    if not _seen(Path(marker)):
+        return False
+    Path(own).write_text(Path(own).name)
+    return True
+
+
+def _seen(path: Path) -> bool:
+    for _ in range(LOOKS):
+        if path.is_file() and path.read_text() == path.name:
+            return True
+        time.sleep(1.0)
+    return False
+
+
+def _result(reference: Any) -> bool | None:
+    """A node's answer; None where it has gone. One that cannot read or write at all has answered no."""
+    import ray
+
+    try:
+        return bool(ray.get(reference))
+    except ray.exceptions.RayTaskError:
+        return False
+    except ray.exceptions.RayError:
+        return None
 
 
 def disk(folder: Path, needed: int) -> None:

@@ -51,6 +51,12 @@ class Line:
             self._keep(
                 f"{event['reason']}: stopped at update {event['update']} with a checkpoint, and going on from it"
             )
+        elif kind == "set_aside":
+            self._keep(f"{event['checkpoint']} does not verify ({event['reason']}): set aside")
+        elif kind == "best_lost":
+            self._keep(f"the best checkpoint, of update {event['update']}, does not verify: the best is sought anew")
+        elif kind == "uncopied":
+            self._keep(f"not copied: {event['error']} The next save tries again.")
         elif kind == "waiting":
             needs = f"{event['workers']} workers" if event["workers"] else "train.min_workers"
             self._keep(f"waiting for CPUs: too few for {needs}; the cluster has {event['cpus']:g}")

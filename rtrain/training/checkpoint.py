@@ -4,7 +4,7 @@ checkpoints/update-00000120/
     model.safetensors   optim.safetensors   state.json
     MANIFEST.json       size and SHA-256 of each file; written last
 checkpoints/.update-*   drafts, and what is being deleted
-checkpoints/damaged/    what did not verify, as it was found
+checkpoints/damaged/    what did not verify, as it was found, and in REASON.txt why
 """
 
 import json
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 2
 FILES = ("model.safetensors", "optim.safetensors", "state.json")
+DAMAGED, REASON = "damaged", "REASON.txt"
 STATELESS = "stateless"
 """Key of the optimizer file's note: parameters that had no optimizer state, since they never had a gradient."""
 
@@ -186,13 +187,18 @@ def is_complete(folder: Path) -> bool:
 
 def updates(folder: Path) -> list[int]:
     """Update numbers of the complete checkpoints, ascending."""
-    numbers = [path.name.removeprefix("update-") for path in folder.glob("update-*")] if folder.is_dir() else []
-    found = [int(number) for number in numbers if number.isdecimal()]
-    return sorted(update for update in found if is_complete(path_of(folder, update)))
+    found = [update_of(path.name) for path in folder.glob("update-*")] if folder.is_dir() else []
+    return sorted(update for update in found if update is not None and is_complete(path_of(folder, update)))
 
 
 def path_of(folder: Path, update: int) -> Path:
     return folder / f"update-{update:08d}"
+
+
+def update_of(name: str) -> int | None:
+    """The update that a checkpoint's folder is named for."""
+    number = name.removeprefix("update-")
+    return int(number) if number.isdecimal() else None
 
 
 def select(folder: Path, run: str) -> int | None:
@@ -206,13 +212,19 @@ def sound(folder: Path, update: int, run: str) -> bool:
     Raises `OtherVersion`: what this version cannot read is not damaged.
     """
     path = path_of(folder, update)
-    if flaw(path, update, run) is None:
+    if (wrong := flaw(path, update, run)) is None:
         return True
     if path.is_dir():
-        aside = folder / "damaged"
-        aside.mkdir(exist_ok=True)
-        path.rename(aside / f"{path.name}-{uuid.uuid4().hex[:8]}")
+        aside = folder / DAMAGED / f"{path.name}-{uuid.uuid4().hex[:8]}"
+        aside.parent.mkdir(exist_ok=True)
+        path.rename(aside)
+        (aside / REASON).write_text(f"{wrong}\n", encoding="utf-8")
     return False
+
+
+def set_aside(folder: Path) -> dict[str, str]:
+    """Names of the checkpoints that did not verify, and why."""
+    return {path.parent.name: path.read_text().strip() for path in sorted((folder / DAMAGED).glob(f"*/{REASON}"))}
 
 
 def flaw(path: Path, update: int, run: str) -> str | None:

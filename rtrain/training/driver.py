@@ -17,7 +17,7 @@ from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.plan import preflight
 from rtrain.report import events, summary
-from rtrain.training import checkpoint, model, notice, placement, precision, runs, worker
+from rtrain.training import checkpoint, model, notice, placement, precision, replica, runs, worker
 from rtrain.training.recovery import Kind, Recovery
 
 if TYPE_CHECKING:
@@ -71,12 +71,19 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
     The store lies under `tokens_root`, by default the folder that holds the run, so that runs side by side share it.
     """
     source, weights = check(config)
+    if reuse == "resume":
+        _bring_back(config, folder)
     run, config = runs.choose(folder, config, reuse)
     origin = tokens.origin(config.recipe, source, weights)
     created = next((event for event in events.read(run) if event["kind"] == "created"), None)
     if created and created["data_digest"] != tokens.digest(config.recipe, source, weights):
         raise _other_rows(run, created, origin)
     preflight.disk(run, needed=_disk_needed(weights, config.recipe.train.keep))
+    if not created and (copy := replica.of(config.deploy.cluster, run)) and copy.exists():
+        raise UserError(
+            f"cluster.storage: {copy.url} holds a run already; write --resume to continue it, or another --out"
+        )
+    preflight.shared(tokens_root or run.parent)
     store, made = tokens.ensure(config.recipe, source, weights, tokens_root or run.parent)
     if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config)]:
         raise ConfigError(problems)
@@ -102,6 +109,13 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
         store=str(store.folder),
     )
     return Prepared(run, frozen, store, weights)
+
+
+def _bring_back(config: Config, folder: Path) -> None:
+    """A resumed run whose folder is lost, with the machine that held it, comes back from its replica."""
+    copy = replica.of(config.deploy.cluster, folder)
+    if copy and not (folder / runs.CONFIG).is_file() and copy.exists():
+        copy.restore(folder)
 
 
 def _other_rows(run: Path, created: dict[str, Any], origin: dict[str, dict[str, str]]) -> UserError:
@@ -136,6 +150,7 @@ def fit(
     """
     run = prepared.run
     if (run / "artifact" / "artifact.json").is_file():
+        _copy_out(prepared)
         return summary.write(run)
     _announce(run, on_event)
     with runs.hold(run), events.Follow([(run, {})], on_event):
@@ -152,7 +167,14 @@ def fit(
                     path.unlink()
     last = _last_trained(run)
     events.append(run, "finished" if last["finished"] else "paused", update=last["updates"])
+    if last["finished"]:
+        _copy_out(prepared)
     return summary.write(run)
+
+
+def _copy_out(prepared: Prepared) -> None:
+    if copy := replica.of(prepared.config.deploy.cluster, prepared.run):
+        copy.push_artifact(prepared.run)
 
 
 def _attempts(
@@ -174,6 +196,7 @@ def _attempts(
         "model": str(prepared.model),
         "until": until,
         "evaluate_at": list(evaluate_at),
+        "owner": copy.claim() if (copy := replica.of(cluster, run)) else "",
     }
     while True:
         notice.take(run)  # one that was left by a driver that died is of no concern to the workers of this one

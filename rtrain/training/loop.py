@@ -17,6 +17,7 @@ from rtrain.tasks.metrics import metric_for
 from rtrain.training import checkpoint, optim, step
 from rtrain.training.evaluate import evaluate
 from rtrain.training.exchange import Exchange
+from rtrain.training.replica import Replica
 from rtrain.training.saver import Saver
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class Job:
     until: int
     """Updates after which this start ends; `order.updates` for a whole run."""
     evaluate_at: frozenset[int] = frozenset()
+    replica: Replica | None = None
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,11 @@ def train(
     job: Job, exchange: Exchange, updates: Callable[[int, int], Iterator[Update]], reporter: Reporter, clock: Clock
 ) -> Outcome:
     """Run from the newest checkpoint to `job.until`; in the end the model holds the best checkpoint's weights."""
-    with Saver(job.run / "checkpoints", job.recipe.train.keep) as saver:
+
+    def uncopied(error: str) -> None:
+        reporter.event("uncopied", error=error)
+
+    with Saver(job.run / "checkpoints", job.recipe.train.keep, job.replica, uncopied) as saver:
         return _train(job, exchange, updates, reporter, clock, saver)
 
 
@@ -126,7 +132,7 @@ def _train(
     saver: Saver,
 ) -> Outcome:
     optimizer = optim.build(exchange.module, job.recipe.optim)
-    state = _restore(saver.folder, identity(job.order), exchange, optimizer, reporter)
+    state = _restore(saver, identity(job.order), exchange, optimizer, reporter)
     cadence = Cadence(
         last=job.until,
         evaluate_every=job.recipe.train.evaluate_every or job.order.updates_per_epoch,
@@ -170,21 +176,24 @@ def settle(job: Job, exchange: Exchange) -> None:
 
 
 def _restore(
-    folder: Path, run: str, exchange: Exchange, optimizer: "torch.optim.Optimizer", reporter: Reporter
+    saver: Saver, run: str, exchange: Exchange, optimizer: "torch.optim.Optimizer", reporter: Reporter
 ) -> checkpoint.State:
     """Rank 0 selects the checkpoint, once; the others follow, so that no two ranks ever start from different ones."""
 
     def select() -> int:
-        checkpoint.sweep(folder)
-        chosen = checkpoint.select(folder, run)
+        known = checkpoint.set_aside(saver.folder)
+        chosen = saver.select(run)
+        for name, reason in checkpoint.set_aside(saver.folder).items():
+            if name not in known:
+                reporter.event("set_aside", checkpoint=name, reason=reason)
         return NONE if chosen is None else chosen
 
     update = _decided(exchange, select)
     if update == NONE:
         return checkpoint.State(update=0, ledger=GENESIS.hex(), best_update=None, best_score=None, run=run)
-    state = checkpoint.load(checkpoint.path_of(folder, update), exchange.module, optimizer)
+    state = checkpoint.load(checkpoint.path_of(saver.folder, update), exchange.module, optimizer)
     # The best one is loaded at the end, so it must verify too; where it does not, the best is sought anew from here.
-    if _best(folder, exchange, state, reporter) == NONE:
+    if _best(saver.folder, exchange, state, reporter) == NONE:
         return replace(state, best_update=None, best_score=None)
     return state
 
@@ -316,7 +325,7 @@ def _end(
     finished, headline = state.update == job.order.updates, metric_for(job.task.output, 2).headline
 
     def flush() -> int:
-        saver.flush()
+        saver.flush(copied=finished)
         return state.update
 
     with clock.section("checkpoint"):

@@ -119,7 +119,8 @@ def _resumed(old: Config, new: Config) -> Config:
         raise ConfigError(problems)
     asked = ("workers", "min_workers", "micro_batch", "keep", "log_every")
     speed = {f"train.{name}": getattr(new.recipe.train, name) for name in asked}
-    return configuration.with_overrides(old, speed)
+    # Where and how it runs is no part of what a run is: the new start's word counts.
+    return configuration.with_overrides(Config(old.recipe, new.deploy), speed)
 
 
 def _weight_fields(config: Config) -> dict[str, object]:

@@ -1,12 +1,14 @@
 """Checkpoints of a training that goes on: taken at once, written by a thread, and only so many of them kept."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rtrain.errors import UserError
 from rtrain.training import checkpoint
+from rtrain.training.replica import Replica, Unreachable
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +28,17 @@ class Saver:
     thread is raised by the next `save` or `flush`. As a context, it writes what was taken however the training ends.
     """
 
-    def __init__(self, folder: Path, keep: int):
-        self.folder, self._keep = folder, keep
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        replica: Replica | None = None,
+        uncopied: Callable[[str], None] = lambda error: None,
+    ):
+        """With a `replica`, what is kept is kept there too. Where a copy fails, `uncopied` is told, and the next save
+        makes up for it: the training goes on, since its checkpoints are here."""
+        self.folder, self._keep, self._replica, self._uncopied = folder, keep, replica, uncopied
+        self._failed_copy: Unreachable | None = None
         self._thread: threading.Thread | None = None
         self._taken: checkpoint.Snapshot | None = None
         self._error: Exception | None = None
@@ -40,14 +51,42 @@ class Saver:
         self._thread = threading.Thread(target=self._write, args=(self._taken,), name="checkpoint")
         self._thread.start()
 
-    def flush(self) -> None:
-        """Wait until what was taken is on the disk."""
+    def select(self, run: str) -> int | None:
+        """The newest checkpoint of `run` that verifies, here or in the replica; its best one comes back with it."""
+        checkpoint.sweep(self.folder)
+        chosen = checkpoint.select(self.folder, run)
+        for update in reversed(self._elsewhere()):
+            if (chosen is None or update > chosen) and self._fetch(update, run):
+                chosen = update
+        if chosen is not None:
+            best = checkpoint.read_state(checkpoint.path_of(self.folder, chosen)).best_update
+            if best in self._elsewhere() and best not in checkpoint.updates(self.folder):
+                self._fetch(best, run)
+        return chosen
+
+    def _elsewhere(self) -> list[int]:
+        names = self._replica.checkpoints() if self._replica else []
+        return [update for name in names if (update := checkpoint.update_of(name)) is not None]
+
+    def _fetch(self, update: int, run: str) -> bool:
+        assert self._replica
+        path = checkpoint.path_of(self.folder, update)
+        self._replica.pull(path)
+        if checkpoint.sound(self.folder, update, run):
+            return True
+        self._replica.drop(path.name)
+        return False
+
+    def flush(self, copied: bool = False) -> None:
+        """Wait until what was taken is on the disk and, with `copied`, in the replica too."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if (error := self._error) is not None:
             self._error = None
             raise error
+        if copied and self._failed_copy:
+            raise self._failed_copy
 
     def __enter__(self) -> "Saver":
         return self
@@ -64,7 +103,10 @@ class Saver:
         state = snapshot.state
         try:
             self._verified[state.update] = _stamps(checkpoint.write(self.folder, snapshot))
-            self._retain(state.run)
+            wanted = self._wanted(state.run)
+            self._copy(wanted)
+            for update in set(checkpoint.updates(self.folder)) - wanted:
+                checkpoint.discard(checkpoint.path_of(self.folder, update))
         except OSError as error:
             self._error = Unwritten(
                 f"saving {checkpoint.path_of(self.folder, state.update)} failed: {error}. Free some space there, or "
@@ -73,18 +115,28 @@ class Saver:
         except Exception as error:
             self._error = error
 
-    def _retain(self, run: str) -> None:
-        """Delete all but the newest checkpoints, and the best that each of these names: a resume would want it too."""
+    def _copy(self, wanted: set[int]) -> None:
+        if self._replica is None:
+            return
+        try:
+            self._replica.push(
+                self.folder.parent, [checkpoint.path_of(self.folder, update) for update in sorted(wanted)]
+            )
+            self._failed_copy = None
+        except Unreachable as error:
+            self._failed_copy = error
+            self._uncopied(str(error))
+
+    def _wanted(self, run: str) -> set[int]:
+        """The newest checkpoints, and the best that each of these names: a resume would want it too."""
         newest: list[int] = []
         for update in reversed(checkpoint.updates(self.folder)):
             # One that does not verify is no reason to delete an older one.
             if len(newest) < self._keep and self._verifies(update, run):
                 newest.append(update)
         states = [checkpoint.read_state(checkpoint.path_of(self.folder, update)) for update in newest]
-        wanted = {*newest, *(state.best_update for state in states)}
-        for update in checkpoint.updates(self.folder):
-            if update not in wanted:
-                checkpoint.discard(checkpoint.path_of(self.folder, update))
+        best = {state.best_update for state in states if state.best_update is not None}
+        return {*newest, *best} & set(checkpoint.updates(self.folder))
 
     def _verifies(self, update: int, run: str) -> bool:
         """Whether a checkpoint is whole: its bytes are read once, unless this process wrote them."""

@@ -14,10 +14,10 @@ from rtrain.config import parse
 from rtrain.data import ingest
 from rtrain.data.order import Order
 from rtrain.data.store import open_store
-from rtrain.errors import ConfigError
+from rtrain.errors import ConfigError, UserError
 from rtrain.report import events
 from rtrain.tasks import base
-from rtrain.training import loop, losses, model, notice, precision
+from rtrain.training import loop, losses, model, notice, precision, replica
 from rtrain.training.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -60,6 +60,10 @@ def run(settings: dict[str, Any]) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // context.get_local_world_size()))
         config = parse(settings["config"], {})
         recipe, folder, source = config.recipe, Path(settings["run"]), Path(settings["model"])
+        if not folder.is_dir():  # on a node that came after the driver had asked all nodes
+            raise UserError(
+                f"--out: {folder} is not there on {os.uname().nodename}; name one on storage that every node mounts"
+            )
         store, task = open_store(Path(settings["store"])), base.get(recipe.task)
         network = model.build(source, task, store.manifest.labels, recipe.train.seed)
         if torch.cuda.is_available():
@@ -79,6 +83,7 @@ def run(settings: dict[str, Any]) -> None:
             precision=_precision(exchange, folder, recipe.train.precision),
             until=min(settings["until"] or order.updates, order.updates),
             evaluate_at=frozenset(settings["evaluate_at"]),
+            replica=replica.of(config.deploy.cluster, folder, settings["owner"]),
         )
     share = ingest.Share(store.folder, order, world, rank, recipe.train.micro_batch, recipe.distill.teacher)
     reporter = _TrainReporter(folder, rank)

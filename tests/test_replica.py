@@ -1,0 +1,268 @@
+"""Runs copied to an object store, over HTTP to a real S3 server, and to a mounted folder: nothing torn comes back."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+from rtrain import config, manifest
+from rtrain.config import Cluster
+from rtrain.data.order import Order
+from rtrain.data.store import Store
+from rtrain.training import checkpoint, loop, replica
+from rtrain.training.replica import Lost, Replica, Unreachable
+from tests import test_loop
+from tests.test_loop import Ran, start, update_name, weights_digest
+
+ground, straight = test_loop.ground, test_loop.straight  # fixtures
+
+BUCKET = "s3://runs"
+EVERY: dict[str, Any] = {"save_every": 1, "keep": 2, "log_every": 1}
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """URL of an empty bucket of a server on this machine."""
+    from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    settings = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        fsspec.filesystem("s3").mkdir("runs")
+        yield BUCKET
+    server.stop()
+
+
+@pytest.fixture(params=["s3", "file"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "file":
+        return (tmp_path / "mounted").as_uri()
+    return f"{request.getfixturevalue('s3')}/{tmp_path.name}"
+
+
+def claimed(storage: str, name: str = "run") -> Replica:
+    return Replica(storage, name, Replica(storage, name).claim())
+
+
+def identity_of(ground: Path) -> str:
+    recipe = test_loop.recipe_of(ground)
+    store = Store(next((ground / ".tokens").iterdir()))
+    return loop.identity(Order(store.manifest.digest, store.rows("train"), recipe.rows_per_update, 2, 3))
+
+
+def objects(storage: str) -> list[str]:
+    files, root = fsspec.core.url_to_fs(f"{storage}/run")
+    files.invalidate_cache()
+    return sorted(path.removeprefix(root).lstrip("/") for path in files.find(root))
+
+
+def checkpoint_objects(*updates: int) -> list[str]:
+    return [f"checkpoints/update-{u:08d}/{name}" for u in updates for name in (manifest.NAME, *checkpoint.FILES)]
+
+
+def test_a_run_whose_folder_is_lost_goes_on_from_its_copy_bit_for_bit(
+    ground: Path, straight: tuple[Ran, Path], tmp_path: Path, storage: str
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("name: intent\n")
+    start(ground, run, kill=4, replica=claimed(storage), **EVERY)
+    assert objects(storage) == [*checkpoint_objects(3, 4), "config.yaml", "owner"]
+    shutil.rmtree(run)
+    copy = claimed(storage)
+    copy.restore(run)
+    assert (run / "config.yaml").read_text() == "name: intent\n"
+    resumed = start(ground, run, replica=copy, **EVERY)
+    assert resumed.recorder.of("started")[0]["update"] == 4
+    assert weights_digest(resumed.network) == weights_digest(straight[0].network)
+    assert resumed.outcome == straight[0].outcome
+
+
+def test_what_is_newer_here_is_not_fetched(ground: Path, tmp_path: Path, storage: str) -> None:
+    start(ground, tmp_path / "run", kill=2, replica=claimed(storage), **EVERY)
+    start(ground, tmp_path / "run", kill=4, **EVERY)  # the copies stay behind
+    assert Replica(storage, "run").checkpoints() == [*map(update_name, (1, 2))]
+    resumed = start(ground, tmp_path / "run", kill=5, replica=claimed(storage), **EVERY)
+    assert resumed.recorder.of("started")[0]["update"] == 4
+    assert Replica(storage, "run").checkpoints() == [*map(update_name, (3, 4, 5))]  # 3 is the best
+
+
+def test_the_best_checkpoint_comes_back_with_the_newest(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
+) -> None:
+    test_loop.scripted(monkeypatch, 0.9, 0.5, 0.4, 0.3, 0.2, 0.1)
+    every = {**EVERY, "evaluate_every": 1, "keep": 1}
+    start(ground, tmp_path / "run", kill=4, replica=claimed(storage), **every)
+    shutil.rmtree(tmp_path / "run")
+    test_loop.scripted(monkeypatch, 0.2, 0.1)
+    resumed = start(ground, tmp_path / "run", replica=claimed(storage), **every)
+    assert resumed.outcome is not None
+    assert resumed.outcome.best_update == 1
+    assert not resumed.recorder.of("best_lost")
+
+
+def test_a_copy_that_was_changed_is_set_aside_and_an_older_one_taken(
+    ground: Path, tmp_path: Path, storage: str
+) -> None:
+    start(ground, tmp_path / "run", kill=4, replica=claimed(storage), **EVERY)
+    shutil.rmtree(tmp_path / "run")
+    files, root = fsspec.core.url_to_fs(f"{storage}/run/checkpoints/update-00000004/optim.safetensors")
+    data = bytearray(files.cat_file(root))
+    data[len(data) // 2] ^= 1
+    files.pipe_file(root, bytes(data))
+    resumed = start(ground, tmp_path / "run", kill=5, replica=claimed(storage), **EVERY)
+    assert resumed.recorder.of("started")[0]["update"] == 3
+    assert [event["reason"] for event in resumed.recorder.of("set_aside")] == [
+        "optim.safetensors does not match its SHA-256"
+    ]
+    assert Replica(storage, "run").checkpoints() == [*map(update_name, (3, 4, 5))]  # 4 is the new one
+    fetched = tmp_path / "again" / "update-00000004"
+    Replica(storage, "run").pull(fetched)
+    assert manifest.damage(fetched, checkpoint.FILES) is None
+
+
+def test_a_start_that_was_taken_over_ends_and_spoils_nothing(ground: Path, tmp_path: Path, storage: str) -> None:
+    first = claimed(storage)
+    start(ground, tmp_path / "run", kill=2, replica=first, **EVERY)
+    second = claimed(storage)
+    with pytest.raises(Lost, match=r"another process has taken up the run at .*/run; .*Write --new"):
+        start(ground, tmp_path / "run", replica=first, **EVERY)
+    assert second.checkpoints() == [*map(update_name, (1, 2))]
+
+
+def test_storage_that_fails_for_a_while_costs_no_training(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = (tmp_path / "mounted").as_uri()
+    copy, calls, whole = claimed(storage), [0], LocalFileSystem.put_file
+
+    def failing(files: LocalFileSystem, *rest: Any, **options: Any) -> None:
+        calls[0] += 1
+        if 6 <= calls[0] <= 9:  # in the middle of the second copy and of the third
+            raise OSError(5, "Input/output error")
+        whole(files, *rest, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "put_file", failing)
+    ran = start(ground, tmp_path / "run", replica=copy, **EVERY)
+    assert ran.outcome is not None
+    told = ran.recorder.of("uncopied")
+    assert len(told) >= 2
+    assert all(
+        "cluster.storage: file://" in event["error"] and "Input/output error" in event["error"] for event in told
+    )
+    kept = checkpoint.updates(tmp_path / "run" / "checkpoints")
+    assert copy.checkpoints() == [*map(update_name, kept)]  # the later saves made up for it
+
+
+def test_a_finished_run_says_where_it_could_not_be_copied(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = claimed((tmp_path / "mounted").as_uri())
+
+    def failing(files: LocalFileSystem, *rest: Any, **options: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(LocalFileSystem, "put_file", failing)
+    with pytest.raises(Unreachable, match=r"cluster\.storage: .*Permission denied.*credentials"):
+        start(ground, tmp_path / "run", replica=copy, **EVERY)
+    monkeypatch.undo()
+    again = start(ground, tmp_path / "run", replica=copy, **EVERY)
+    assert again.recorder.of("started")[0]["update"] == test_loop.UPDATES  # nothing was trained twice
+
+
+@pytest.mark.parametrize(
+    ("storage", "why"),
+    [
+        ("s3://no-such-bucket-here/x", "no-such-bucket-here"),
+        ("nowhere://bucket", "Protocol not known: nowhere"),
+        ("file:///proc/rtrain", "No such file"),
+    ],
+)
+@pytest.mark.usefixtures("s3")
+def test_storage_that_does_not_work_is_refused_at_once(storage: str, why: str) -> None:
+    with pytest.raises(Unreachable, match=rf"cluster\.storage: .*{why}.*s3fs"):
+        Replica(storage, "run").push(Path(), []) if "no-such" in storage else Replica(storage, "run").claim()
+
+
+# ---------------------------------------------------------------------------------------------------------------- kills
+
+
+def _push_and_die(run: Path, storage: str, at: int) -> None:
+    """In a child: dies by SIGKILL before the write number `at` to the storage."""
+    calls = [0]
+
+    def dying(whole: Callable[..., Any]) -> Callable[..., Any]:
+        def call(files: LocalFileSystem, *rest: Any, **options: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return whole(files, *rest, **options)
+
+        return call
+
+    for name in ("put_file", "rm_file", "rm"):
+        setattr(LocalFileSystem, name, dying(getattr(LocalFileSystem, name)))
+    copy = claimed(storage)
+    folder = run / "checkpoints"
+    copy.push(run, [checkpoint.path_of(folder, update) for update in checkpoint.updates(folder)])
+
+
+def test_a_copy_killed_at_every_write_never_brings_back_anything_torn(ground: Path, tmp_path: Path) -> None:
+    run, identity = tmp_path / "run", identity_of(ground)
+    storage = (tmp_path / "mounted").as_uri()
+    start(ground, run, kill=2, replica=claimed(storage), **EVERY)  # 1 and 2 are there, 3 and 4 are to replace them
+    before = shutil.copytree(tmp_path / "mounted", tmp_path / "before")
+    start(ground, run, kill=4, **EVERY)
+    context, found = multiprocessing.get_context("fork"), []
+    for at in range(1, 100):
+        shutil.rmtree(tmp_path / "mounted")
+        shutil.copytree(before, tmp_path / "mounted")
+        child = context.Process(target=_push_and_die, args=(run, storage, at))
+        child.start()
+        child.join()
+        names = Replica(storage, "run").checkpoints()
+        for name in names:
+            back = tmp_path / f"back-{at}" / name
+            Replica(storage, "run").pull(back)
+            update = checkpoint.update_of(name)
+            assert update is not None
+            assert checkpoint.flaw(back, update, identity) is None, (at, name)
+        assert names, at
+        found.append(tuple(int(name[-1]) for name in names))
+        if child.exitcode == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+    assert len(found) >= 12
+    assert (found[0], found[-1]) == ((1, 2), (3, 4))
+    assert {max(names) for names in found} == {2, 3, 4}
+
+
+# -------------------------------------------------------------------------------------------------------- configuration
+
+
+def test_without_storage_there_is_no_replica(tmp_path: Path) -> None:
+    assert replica.of(Cluster(), tmp_path) is None
+
+
+def test_storage_is_no_part_of_what_a_run_is() -> None:
+    plain, stored = (config.load("intent", {"cluster.storage": url}).recipe for url in (None, "s3://bucket/runs"))
+    assert plain.identity() == stored.identity()
+    found = replica.of(Cluster(storage="s3://bucket/runs/"), Path("/somewhere/intent"))
+    assert found is not None
+    assert found.url == "s3://bucket/runs/intent"

@@ -1,0 +1,47 @@
+"""A script: a cluster of two nodes, one of which mounts a file system of its own over the run folder. Prints the error.
+
+unshare --mount python -m tests.unshared FOLDER      (needs the right to mount)
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rtrain import env
+from rtrain.errors import UserError
+
+
+def main(folder: Path) -> None:
+    env.prepare()
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    # The new node sees another, empty folder where this process and the head see theirs.
+    hidden = f"mount -t tmpfs none {folder} && exec ray start --address {cluster.address} --num-cpus 2 --block"
+    with subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", hidden], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as other:
+        try:
+            ray.init(address=cluster.address, log_to_driver=False)
+            while sum(node["Alive"] for node in ray.nodes()) < 2:
+                time.sleep(0.2)
+            from rtrain.plan import preflight
+
+            preflight.shared(folder.parent)  # as far as all see the same, nothing is wrong
+            try:
+                preflight.shared(folder)
+            except UserError as error:
+                sys.stdout.write(f"{error}\n")
+            sys.stdout.write(f"left behind: {sorted(path.name for path in folder.iterdir())}\n")
+        finally:
+            other.terminate()
+            ray.shutdown()
+            cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
