@@ -78,9 +78,9 @@ ALLOWED: dict[str, frozenset[str]] = {
         {"rtrain.config", "rtrain.data.tokens", "rtrain.plan.preflight", "rtrain.proof.", "rtrain.report.events"}
         | {"rtrain.training.driver"}
     ),
-    "rtrain.proof.faults": frozenset({"rtrain.training.checkpoint"}),
+    "rtrain.proof.faults": frozenset({"rtrain.report.memory", "rtrain.training.checkpoint"}),
     "rtrain.proof.drill": frozenset(
-        {"rtrain.config", "rtrain.data.tokens", "rtrain.proof.", "rtrain.report.events"}
+        {"rtrain.config", "rtrain.data.tokens", "rtrain.proof.", "rtrain.report."}
         | {f"rtrain.training.{name}" for name in ("checkpoint", "driver")}
     ),
     "rtrain.proof.ledger": frozenset(

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,11 @@ import psutil
 import pytest
 
 from rtrain import config, env, manifest
+from rtrain.cluster import supervise
+from rtrain.proof import ledger
+from rtrain.training import checkpoint
 from tests import test_cluster_yaml as cluster
+from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -294,3 +299,39 @@ def test_a_module_that_hides_ours_on_the_workers_is_refused_by_name(head: Head, 
     message = r"rtrain: the module name 'tune' leads to \S+/tune\.py instead of rtrain's own package"
     assert re.search(message, refused.stdout), refused.stdout
     assert "decoy" not in refused.stdout
+
+
+# ------------------------------------------------------------------------------------------------ a driver that dies
+
+
+@pytest.mark.slow
+def test_a_job_whose_driver_is_killed_starts_it_again_and_ends_its_run(head: Head) -> None:
+    run = head.folder / "runs" / "killed"
+    data, model = write_rows(head.folder / "rows.csv", labelled_rows(403)), make_encoder(head.folder / "encoder-2")
+    settings = ["train.precision=fp32", "train.epochs=60", "train.save_every=50", "train.workers=1"]
+    command = ["python", "-m", "rtrain", "train", "intent", "--data", str(data), "--model", str(model), "--json"]
+    command += ["--out", str(run), *(part for setting in settings for part in ("--set", setting))]
+    with ThreadPoolExecutor(1) as pool:
+        submitted = pool.submit(head.submit, ROOT, *command)
+        while not checkpoint.updates(run / "checkpoints"):
+            assert not submitted.done(), submitted.result().stdout
+            time.sleep(0.02)
+        [driver] = [process for process in related(head.folder) if _is_driver(process)]
+        driver.kill()
+        ended = submitted.result()
+    assert ended.returncode == 0, ended.stdout
+    assert "the driver was ended by SIGKILL; starting it again from update-" in ended.stdout
+    summary = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith('{"run"')))
+    assert (summary["status"], summary["restarts"]) == ("finished", 1)
+    job = next(job for job in head.jobs() if str(run) in job["entrypoint"])
+    assert job["status"] == "SUCCEEDED"
+    report = ledger.check(run)
+    assert (report.passed, report.updates) == (True, summary["updates"])
+
+
+def _is_driver(process: psutil.Process) -> bool:
+    """The child of a job's supervisor."""
+    try:
+        return supervise.CHILD in process.environ() and "train" in process.cmdline() and "-m" in process.cmdline()
+    except psutil.Error:
+        return False

@@ -148,6 +148,8 @@ def test_a_drilled_run_ends_like_one_that_was_never_touched(ray_session: Path) -
     assert len(list((folder / "drilled" / "checkpoints" / "damaged").iterdir())) == 1
     summary = json.loads((folder / "drilled" / "summary.json").read_text())
     assert (summary["restarts"], summary["updates"]) == (3, certificate.updates)
+    assert summary["certificate"] == json.loads(json.dumps(certificate.to_document()))
+    assert certificate.left_behind == []
     assert not (folder / "drilled" / notice.NAME).exists()
 
 

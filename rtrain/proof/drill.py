@@ -16,14 +16,15 @@ from rtrain.config import Config
 from rtrain.data import tokens
 from rtrain.errors import UserError
 from rtrain.proof import ledger
-from rtrain.proof.faults import FAULTS, Fault
-from rtrain.report import events
+from rtrain.proof.faults import FAULTS, Fault, workers_left
+from rtrain.report import events, summary
 from rtrain.training import checkpoint, driver
 
 SAVE_EVERY = 8
 """Updates between two checkpoints, where the recipe names no number."""
 KEEP = 3
 """Two are spoilt at a time; a third must be there to resume from."""
+GOES_WITHIN_S = 15.0
 STALL_S = 20.0
 """A drill does not wait five minutes for a stopped worker."""
 
@@ -55,6 +56,8 @@ class Certificate:
     rows_lost: int
     rows_repeated: int
     order_identical: bool
+    left_behind: list[str]
+    """Drafts in the run folder, and processes of workers that outlived the run."""
     updates: int
     save_every: int
     workers: int
@@ -79,6 +82,7 @@ class Certificate:
             f"{self.workers} workers: {weights} and {rows} as the undisturbed run; "
             f"{self.rows_lost} rows lost, {self.rows_repeated} repeated ({self.seconds:.0f} s)"
         )
+        lines += [f"left behind: {name}" for name in self.left_behind]
         return "\n".join(lines)
 
 
@@ -126,7 +130,9 @@ def run(
     begin = time.monotonic()
     save_every = config.recipe.train.save_every or SAVE_EVERY
     config = configuration.with_overrides(
-        config, {"train.save_every": save_every, "train.keep": KEEP, "train.log_every": 1, "cluster.stall_s": STALL_S}
+        config,
+        {"train.save_every": save_every, "train.keep": KEEP, "train.log_every": 1, "cluster.stall_s": STALL_S}
+        | {"cluster.storage": None},
     )
     updates = 3 * save_every * (len(faults) + 1)
     config = _long_enough(config, folder.parent, updates)
@@ -138,6 +144,7 @@ def run(
     certificate = _judge(control, drilled, saboteur.met, len(faults), updates)
     certificate.seconds = round(time.monotonic() - begin, 1)
     events.append(drilled.run, "drilled", certificate=certificate.to_document())
+    summary.write(drilled.run)
     return certificate
 
 
@@ -173,7 +180,8 @@ def _judge(
     identical = weights[0] is not None and weights[0] == weights[1]
     order = shown.passed and shown.order_digest == ledger.check(control.run).order_digest
     faults = [{**asdict(fault), "passed": fault.passed} for fault in met]
-    passed = identical and order and len(met) == wanted and all(fault.passed for fault in met)
+    left = _left_behind(drilled.run)
+    passed = identical and order and not left and len(met) == wanted and all(fault.passed for fault in met)
     train = drilled.config.recipe.train
     return Certificate(
         passed=passed,
@@ -181,12 +189,24 @@ def _judge(
         rows_lost=shown.missing,
         rows_repeated=shown.repeated,
         order_identical=order,
+        left_behind=left,
         updates=updates,
         save_every=train.save_every or 0,
         workers=train.workers,
         faults=faults,
         seconds=0.0,
     )
+
+
+def _left_behind(run: Path) -> list[str]:
+    """What should be gone: looked for again while it goes, since Ray ends its processes in the background."""
+    give_up = time.monotonic() + GOES_WITHIN_S
+    while True:
+        drafts = [path for folder in (run, run / "checkpoints") for path in folder.glob(".*")]
+        found = [*(str(path) for path in sorted(drafts)), *workers_left()]
+        if not found or time.monotonic() > give_up:
+            return found
+        time.sleep(0.5)
 
 
 def _weights(run: Path, update: int) -> str | None:

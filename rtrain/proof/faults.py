@@ -3,6 +3,7 @@
 Every fault is given the run folder and acts on processes of this machine that belong to this Ray job.
 """
 
+import contextlib
 import os
 import resource
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from rtrain.errors import UserError
+from rtrain.report import memory
 from rtrain.training import checkpoint
 
 
@@ -38,6 +40,17 @@ def processes(class_name: str) -> list[int]:
     if any(actor["Address"]["NodeID"] != node for actor in actors):
         raise UserError("drill: a worker is on another machine, where it cannot be killed; drill on a single machine")
     return [actor["Pid"] for actor in sorted(actors, key=lambda actor: (actor["StartTime"], actor["Pid"]))]
+
+
+def workers_left() -> list[str]:
+    """Processes of workers and controllers of this Ray session, whatever Ray itself still knows of them."""
+    found = []
+    for pid in memory.session_processes():
+        with contextlib.suppress(psutil.Error):
+            title = " ".join(psutil.Process(pid).cmdline())
+            if title.startswith((f"ray::{WORKER}", f"ray::{CONTROLLER}")):
+                found.append(f"process {pid} ({title})")
+    return found
 
 
 def _signal(class_name: str, number: int) -> Callable[[Path], None]:

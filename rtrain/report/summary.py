@@ -63,6 +63,7 @@ def summarise(run: Path) -> dict[str, Any]:
         "restarts": max(0, len(starts) - 1),
         "data_digest": created.get("data_digest"),
         "order_digest": end.get("order_digest"),
+        "certificate": next((event["certificate"] for event in reversed(log) if event["kind"] == "drilled"), None),
     }
 
 

@@ -1,0 +1,154 @@
+"""Faults from inside a training worker. With this folder on PYTHONPATH every Python process reads it when it starts.
+
+A test arms one fault by writing `FAILPOINT/armed.json` = {"rank": 1, "action": "segfault"}; the worker of that rank
+finds it before its next update, or evaluation, or save, takes it away, and does it. Nothing of rtrain knows of this.
+"""
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+FAILPOINT = "FAILPOINT"
+HOOKED = "rtrain.training.worker"
+
+
+def take(*actions: str, rank: int | None = None) -> str | None:
+    """The armed action, where it is one of these and this rank's; it is taken once."""
+    path = Path(os.environ[FAILPOINT]) / "armed.json"
+    try:
+        armed = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    if armed["action"] not in actions or rank not in (None, armed["rank"]):
+        return None
+    try:
+        path.rename(path.with_name("taken.json"))
+    except OSError:  # another process was quicker
+        return None
+    return str(armed["action"])
+
+
+def hang_with_the_lock() -> None:
+    import ctypes
+
+    ctypes.PyDLL(None).sleep(10**6)  # PyDLL, unlike CDLL, keeps the interpreter's lock
+
+
+def hang() -> None:
+    import time
+
+    time.sleep(10**6)
+
+
+def segfault() -> None:
+    import ctypes
+
+    ctypes.string_at(0)
+
+
+def raise_error() -> None:
+    raise RuntimeError("armed by a test")
+
+
+def run_out_of_memory() -> None:
+    import resource
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + (64 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    bytearray(1 << 30)
+
+
+NOW: dict[str, Callable[[], None]] = {
+    "lock": hang_with_the_lock,
+    "hang": hang,
+    "segfault": segfault,
+    "error": raise_error,
+    "memory": run_out_of_memory,
+}
+
+
+def hook(worker: Any) -> None:
+    """Wrap what a worker calls."""
+    import safetensors.torch
+
+    from rtrain.training import step
+
+    loop: Any = worker.loop
+    update, evaluate, save = step.run_update, loop.evaluate, safetensors.torch.save_file
+    score = worker._TrainReporter.score
+
+    def run_update(exchange: Any, *rest: Any, **options: Any) -> Any:
+        action = take(*NOW, "exchange", "nan", rank=exchange.rank)
+        if action in NOW:
+            NOW[action]()
+        elif action:
+            first = next(exchange.module.parameters())
+            if action == "nan":
+                first.data.fill_(float("nan"))
+            else:  # the first parameter's gradient is the last to come: other buckets are under way by then
+                first.register_hook(lambda gradient: os._exit(1))
+        return update(exchange, *rest, **options)
+
+    def hanging_evaluate(exchange: Any, *rest: Any, **options: Any) -> Any:
+        if take("evaluation", rank=exchange.rank):
+            hang()
+        return evaluate(exchange, *rest, **options)
+
+    def failing_save(*rest: Any, **options: Any) -> Any:
+        if take("disk"):
+            raise OSError(5, "Input/output error")
+        return save(*rest, **options)
+
+    def skipping_score(reporter: Any, metrics: Any) -> None:
+        if not take("report", rank=reporter._rank):
+            score(reporter, metrics)
+
+    step.run_update, loop.evaluate = run_update, hanging_evaluate
+    safetensors.torch.save_file = failing_save
+    worker._TrainReporter.score = skipping_score
+
+
+def hook_ingest(ingest: Any) -> None:
+    plan = ingest.plan_update
+
+    def dying_plan(*rest: Any, **options: Any) -> Any:
+        if take("data task"):
+            os._exit(1)
+        return plan(*rest, **options)
+
+    ingest.plan_update = dying_plan
+
+
+HOOKS = {HOOKED: hook, "rtrain.data.ingest": hook_ingest}
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Hooks a module when it has been imported."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in HOOKS:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        whole = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            whole(module)
+            HOOKS[name](module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if FAILPOINT in os.environ:
+    sys.meta_path.insert(0, Finder())
