@@ -1,6 +1,7 @@
 """A script: one run on a cluster whose nodes come, are drained as before a preemption, and vanish. Prints JSON.
 
     python -m tests.elastic FOLDER
+    python -m tests.elastic FOLDER short      the run needs more than the head alone: it waits for a node to come back
 
 A process of its own, since the nodes are processes that a test session's Ray must not know of.
 """
@@ -23,7 +24,7 @@ DRAIN_S = 20
 NODES: list[Any] = []
 
 
-def settings(folder: Path, address: str) -> config.Config:
+def settings(folder: Path, address: str, least: int) -> config.Config:
     overrides = {
         "data.path": str(write_rows(folder / "rows.csv", labelled_rows(403))),
         "model.name": str(make_encoder(folder / "encoder")),
@@ -31,7 +32,7 @@ def settings(folder: Path, address: str) -> config.Config:
         "train.epochs": 1000,
         "train.rows_per_update": 48,
         "train.workers": 4,
-        "train.min_workers": 1,
+        "train.min_workers": least,
         "train.save_every": SAVE_EVERY,
         "train.evaluate_every": 1000,
         "train.log_every": 1,
@@ -40,7 +41,7 @@ def settings(folder: Path, address: str) -> config.Config:
     return config.load("intent", overrides)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, short: bool) -> None:
     env.prepare()
     os.environ["RAY_AUTH_MODE"] = "disabled"
     from ray.cluster_utils import Cluster
@@ -48,17 +49,21 @@ def main(folder: Path) -> None:
     # One worker and the data tasks fit on the head; with a second node there are four, too many for either alone.
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
     try:
-        sys.stdout.write(json.dumps(_drive(cluster, folder)))
+        sys.stdout.write(json.dumps(_drive(cluster, folder, short)))
     finally:
         cluster.shutdown()
 
 
-def _drive(cluster: Any, folder: Path) -> dict[str, Any]:
+def _drive(cluster: Any, folder: Path, short: bool) -> dict[str, Any]:
     from rtrain.cluster.session import session
     from rtrain.proof import ledger
     from rtrain.training import driver
 
-    chosen = settings(folder, cluster.address)
+    changes = [("joins", _join), ("drained", _drain), ("joins again", _join), ("vanishes", _vanish)]
+    if short:
+        _join(cluster)
+        changes = [("vanishes", _vanish)]
+    chosen = settings(folder, cluster.address, least=2 if short else 1)
     log: list[dict[str, Any]] = []
     with session(chosen, folder):
         prepared = driver.prepare(chosen, folder / "run")
@@ -66,10 +71,17 @@ def _drive(cluster: Any, folder: Path) -> dict[str, Any]:
         fit = threading.Thread(target=lambda: driver.fit(prepared, until=UPDATES, on_event=log.append), daemon=True)
         fit.start()
         steps = [_wait(fit, log, 0, "to start", lambda event: event["kind"] == "started")]
-        for name, change in (("joins", _join), ("drained", _drain), ("joins again", _join), ("vanishes", _vanish)):
+        for name, change in changes:
             _wait(fit, log, len(log), "to train", lambda event: event["kind"] == "progress")
             seen, begin = len(log), time.monotonic()
             change(cluster)
+            if short:
+                waiting = _wait(fit, log, seen, "to wait", lambda event: event["kind"] == "waiting")
+                time.sleep(5)
+                assert not [event for event in log[seen:] if event["kind"] == "started"]
+                steps.append({**waiting, "change": "waits", "seconds": round(time.monotonic() - begin, 1)})
+                begin = time.monotonic()
+                _join(cluster)
             started = _wait(fit, log, seen, name, lambda event: event["kind"] == "started")
             after = _wait(fit, log, log.index(started), name, lambda event: event["kind"] == "progress")
             reached = max(event["update"] for event in log[: log.index(started)] if event["kind"] == "progress")
@@ -121,4 +133,4 @@ def _drain(cluster: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), "short" in sys.argv[2:])

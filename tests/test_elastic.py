@@ -29,3 +29,18 @@ def test_a_run_follows_its_nodes_and_loses_no_row(tmp_path: Path) -> None:
     assert 0 <= steps[4]["lost"] <= elastic.SAVE_EVERY
     assert (found["ledger"]["passed"], found["ledger"]["updates"]) == (True, elastic.UPDATES)
     assert found["ledger"]["checked"] == elastic.UPDATES
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_with_too_few_nodes_says_so_and_waits_for_them(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.elastic", str(tmp_path), "short"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [step["change"] for step in found["steps"]] == [None, "waits", "vanishes"]
+    assert [step["workers"] for step in found["steps"]] == [4, None, 4]
+    assert 0 <= found["steps"][2]["lost"] <= elastic.SAVE_EVERY
+    assert found["causes"] == ["crash"]
+    assert (found["ledger"]["passed"], found["ledger"]["updates"]) == (True, elastic.UPDATES)

@@ -1,0 +1,45 @@
+"""Every fault once, ten minutes of faults by three seeds, and Ray's own calls failing: nothing lost, nothing left."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import soak
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(2700)]
+
+
+def certificates(folder: Path, *options: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "tests.soak", str(folder), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2600)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert found
+    for certificate in found:
+        assert certificate["passed"], done.stderr[-4000:]
+        assert (certificate["weights_identical"], certificate["order_identical"]) == (True, True)
+        assert (certificate["rows_lost"], certificate["rows_repeated"], certificate["left_behind"]) == (0, 0, [])
+        assert all(0 <= fault["recomputed_updates"] <= fault["allowed"] for fault in certificate["faults"])
+    return found
+
+
+def test_every_fault_once(tmp_path: Path) -> None:
+    [certificate] = certificates(tmp_path)
+    assert [fault["name"] for fault in certificate["faults"]] == [fault.name for fault in (*soak.FAULTS, *soak.MORE)]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_ten_minutes_of_faults(tmp_path: Path, seed: int) -> None:
+    found = certificates(tmp_path, "--seed", str(seed), "--minutes", "10")
+    assert all(len(certificate["faults"]) == soak.ROUND for certificate in found)
+
+
+@pytest.mark.parametrize("percent", ["5", "10"])
+def test_calls_between_ray_s_processes_fail(tmp_path: Path, percent: str) -> None:
+    [certificate] = certificates(tmp_path, "--rpc", percent)
+    assert certificate["faults"] == []
