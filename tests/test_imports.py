@@ -34,6 +34,7 @@ ALLOWED: dict[str, frozenset[str]] = {
         {"rtrain.config", "rtrain.tasks.", *(f"rtrain.data.{name}" for name in ("drafts", "records", "store"))}
     ),
     "rtrain.data.ingest": frozenset({"rtrain.data.order", "rtrain.data.store", "rtrain.tasks.base"}),
+    "rtrain.metrics.": frozenset({"rtrain.metrics."}),
     "rtrain.report.": frozenset({"rtrain.report."}),
     "rtrain.plan.preflight": frozenset({"rtrain.config"}),
     "rtrain.cluster.session": frozenset({"rtrain.config", "rtrain.env"}),
@@ -124,7 +125,7 @@ RAY_ALLOWED = (
     *("serve.deployment", "tune."),
 )
 # At module level: serving and the command line must start without them.
-HEAVY = ("torch", "transformers", "openvino", "nncf", "sklearn", "datasets", "ray")
+HEAVY = ("torch", "transformers", "openvino", "nncf", "sklearn", "scipy", "datasets", "ray")
 
 
 def modules() -> dict[str, Path]:
