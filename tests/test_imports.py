@@ -30,6 +30,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.data.order": frozenset({"rtrain.tasks.base"}),
     "rtrain.data.squad": frozenset(),
     "rtrain.data.conll": frozenset(),
+    "rtrain.data.augment": frozenset(),
+    "rtrain.data.paraphrase": frozenset(),
     "rtrain.data.drafts": frozenset(),
     "rtrain.data.store": frozenset({"rtrain.data.drafts", "rtrain.manifest", "rtrain.tasks.base"}),
     "rtrain.data.tokens": frozenset(
