@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rtrain.errors import UserError
 from rtrain.metrics import additive, bootstrap, classification, entities, regression, spans
+from rtrain.metrics.additive import Ints
 
 
 def test_interval_of_a_mean_is_as_wide_as_theory_says() -> None:
@@ -77,6 +78,16 @@ def test_a_score_that_is_no_function_of_sums() -> None:
     )["spearman"]
     assert found.value == regression.spearman(NUMBERS, PREDICTIONS)
     assert found.low < found.value < found.high
+
+
+def test_resamples_that_lack_a_score_are_left_out() -> None:
+    """Of two rows half of the resamples have both, and only those define the second score."""
+
+    def scores(rows: Ints) -> dict[str, float]:
+        return {"rows": len(rows)} | ({"both": 1.0} if len(set(rows.tolist())) == 2 else {})
+
+    found = bootstrap.intervals_of(2, scores, replicates=50)
+    assert found == {"rows": (2, 2, 2), "both": (1, 1, 1)}
 
 
 def test_a_system_is_not_better_than_itself() -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from sklearn import metrics as sk
 
 from rtrain.metrics import calibration
+from rtrain.metrics.additive import Floats, Ints
 
 CONFIDENCE = np.array([0.55, 0.6, 0.95, 1.0])
 RIGHT = np.array([True, False, True, True])
@@ -31,13 +32,17 @@ def test_every_row_falls_into_a_bin_that_holds_it() -> None:
     assert sum(part.rows for part in bins) == 18
 
 
+def brier(true: Ints, probabilities: Floats) -> float:
+    return calibration.additive_brier(true, probabilities).scores()["brier"]
+
+
 def test_brier_by_hand_and_by_scikit_learn() -> None:
     # (.8 - 1)^2 + .2^2 = .08; .6^2 + (.4 - 1)^2 = .72.
-    assert calibration.brier(np.array([0, 1]), np.array([[0.8, 0.2], [0.6, 0.4]])) == pytest.approx(0.4)
-    assert calibration.brier(np.array([-1]), np.array([[0.5, 0.5]])) == pytest.approx(0.5)
+    assert brier(np.array([0, 1]), np.array([[0.8, 0.2], [0.6, 0.4]])) == pytest.approx(0.4)
+    assert brier(np.array([-1]), np.array([[0.5, 0.5]])) == pytest.approx(0.5)
     generator = np.random.default_rng(1)
     true, positive = generator.integers(0, 2, 50), generator.random(50)
-    found = calibration.brier(true, np.stack([1 - positive, positive], axis=1))
+    found = brier(true, np.stack([1 - positive, positive], axis=1))
     assert found == pytest.approx(2 * sk.brier_score_loss(true, positive))
 
 
@@ -47,6 +52,9 @@ def test_log_loss_is_scikit_learns() -> None:
     for temperature in (0.5, 1.0, 3.0):
         expected = sk.log_loss(true, calibration.probabilities(logits, temperature), labels=range(4))
         assert calibration.log_loss(true, logits, temperature) == pytest.approx(expected)
+    without_class = np.append(true, -1), np.vstack([logits, [9.0, 0, 0, 0]])
+    assert calibration.log_loss(*without_class) == pytest.approx(calibration.log_loss(true, logits))
+    assert calibration.log_loss(np.array([-1]), np.zeros((1, 4))) == 0.0
 
 
 def test_temperature_by_hand() -> None:

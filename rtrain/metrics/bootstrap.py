@@ -52,12 +52,16 @@ def intervals_of(
     replicates: int = REPLICATES,
     confidence: float = 0.95,
 ) -> dict[str, Interval]:
-    """The same for scores of any kind (AUC, Spearman): `scores` is called once per resample with its row positions."""
+    """The same for scores of any kind (AUC, Spearman): `scores` is called once per resample with its row positions.
+
+    It may leave out a score that is not defined there (the AUC of rows of one class): the interval is over the
+    resamples that have it, and a score that none has is left out.
+    """
     values = scores(np.arange(rows, dtype=np.int64))
     samples = [scores(positions) for block in _positions(rows, seed, replicates) for positions in block]
+    found = {name: np.array([sample[name] for sample in samples if name in sample]) for name in values}
     return {
-        name: Interval(value, *_percentiles(np.array([sample[name] for sample in samples]), confidence))
-        for name, value in values.items()
+        name: Interval(values[name], *_percentiles(sample, confidence)) for name, sample in found.items() if sample.size
     }
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rtrain.metrics.additive import Additive, Bools, Floats, Ints, ratio
+from rtrain.metrics.additive import Additive, Bools, Floats, Ints, means, ratio
 
 BINS = 15
 
@@ -52,23 +52,25 @@ def expected_calibration_error(confidence: Floats, right: Bools, bins: int = BIN
     return additive(confidence, right, bins).scores()["ece"]
 
 
-def brier(true: Ints, class_probabilities: Floats) -> float:
-    """Mean over rows of the squared distance of the probabilities (rows, classes) from the truth: 0 to 2 (Brier 1950).
+def additive_brier(true: Ints, class_probabilities: Floats) -> Additive:
+    """brier: mean over rows of the squared distance of the probabilities (rows, classes) from the truth, 0 to 2.
 
-    With two classes it is twice scikit-learn's `brier_score_loss` of one of them. A label that is no class (-1) has
-    the truth 0 everywhere.
+    As Brier 1950 has it: with two classes it is twice scikit-learn's `brier_score_loss` of one of them. The truth of a
+    label that is no class (-1) is 0 everywhere.
     """
     truth = np.zeros_like(class_probabilities, dtype=np.float64)
     known = np.flatnonzero(true >= 0)
     truth[known, true[known]] = 1
-    return float(((class_probabilities - truth) ** 2).sum(axis=1).mean())
+    return means({"brier": ((class_probabilities - truth) ** 2).sum(axis=1)})
 
 
 def log_loss(true: Ints, logits: Floats, temperature: float = 1.0) -> float:
-    """Mean over rows of -ln of the true class's probability."""
-    scaled = np.asarray(logits, dtype=np.float64) / temperature
+    """Mean of -ln of the true class's probability over the rows that have a class (not -1); 0 without such rows."""
+    known = np.flatnonzero(true >= 0)
+    scaled = np.asarray(logits, dtype=np.float64)[known] / temperature
     shifted = scaled - scaled.max(axis=1, keepdims=True)
-    return float((np.log(np.exp(shifted).sum(axis=1)) - shifted[np.arange(len(true)), true]).mean())
+    losses = np.log(np.exp(shifted).sum(axis=1)) - shifted[np.arange(len(known)), true[known]]
+    return float(losses.mean()) if known.size else 0.0
 
 
 def fit_temperature(true: Ints, logits: Floats, lowest: float = 0.01, highest: float = 100.0) -> float:

@@ -5,7 +5,7 @@ by. Macro is the mean over the classes that occur or are predicted, micro the sa
 These are scikit-learn's `precision_recall_fscore_support(zero_division=0)`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -82,8 +82,12 @@ def auc(true: Ints, class_scores: Floats) -> tuple[float | None, list[float | No
 
 def additive_multilabel(true: Bools, predicted: Bools) -> Additive:
     """subset_accuracy (all labels of a row right) and macro and micro precision, recall and F1; (rows, labels) each."""
+    from scipy.sparse import csr_array
+
     exact = np.all(true == predicted, axis=1).astype(np.float64)
-    return _additive(true.astype(np.float64), predicted.astype(np.float64), exact, "subset_accuracy")
+    return _additive(
+        csr_array(true, dtype=np.float64), csr_array(predicted, dtype=np.float64), exact, "subset_accuracy"
+    )
 
 
 def mean_average_precision(true: Bools, label_scores: Floats) -> float | None:
@@ -150,19 +154,20 @@ def out_of_scope(confidence: Floats, outside: Bools, threshold: float) -> dict[s
 # ------------------------------------------------------------------------------------------------------------- shared
 
 
-def _one_hot(labels: Ints, classes: int) -> Floats:
-    found = np.zeros((len(labels), classes))
-    known = np.flatnonzero(labels >= 0)
-    found[known, labels[known]] = 1
-    return found
-
-
-def _additive(true: Floats, predicted: Floats, right: Floats, name: str) -> Additive:
-    """Each row adds TP, true and predicted per class, whether it is all right, and one."""
+def _one_hot(labels: Ints, classes: int) -> Any:
+    """(rows, classes), sparse; nothing in the row of a label that is no class."""
     from scipy.sparse import csr_array
 
-    ones = np.ones((len(true), 1))
-    rows = csr_array(np.concatenate([true * predicted, true, predicted, right[:, None], ones], axis=1))
+    known = np.flatnonzero(labels >= 0)
+    return csr_array((np.ones(len(known)), (known, labels[known])), shape=(len(labels), classes))
+
+
+def _additive(true: Any, predicted: Any, right: Floats, name: str) -> Additive:
+    """Each row adds TP, true and predicted per class, whether it is all right, and one; both sides are sparse."""
+    from scipy.sparse import hstack
+
+    columns = np.stack([right, np.ones_like(right)], axis=1)
+    rows = hstack([true.multiply(predicted), true, predicted, columns], format="csr")
     classes = true.shape[1]
 
     def score(sums: Floats) -> dict[str, Floats]:
