@@ -66,6 +66,11 @@ def test_white_space_stays() -> None:
     assert augment.noisy("1\n\n2\t3", Noise(typo=1.0), 0, 0, 0) == "1\n\n2\t3"
 
 
+def test_no_white_space_is_left_where_the_last_word_was() -> None:
+    found = {augment.noisy("one two\n", Noise(drop=0.5), 0, copy, 0) for copy in range(60)}
+    assert found == {"one two\n", "one", "two\n"}
+
+
 @pytest.mark.parametrize("word", ["1234", "A4", "$5.00", "a", "?!"])
 def test_words_with_digits_or_one_letter_have_no_typos(word: str) -> None:
     assert {augment.noisy(word, Noise(typo=1.0), 0, copy, 0) for copy in range(50)} == {word}

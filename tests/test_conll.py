@@ -25,7 +25,7 @@ ANNA = Sentence(1, ("Anna", "Berg", "left"), ("B-PER", "I-PER", "O"), None)
     [
         "Anna\tB-PER\nBerg\tI-PER\nleft\tO\n",
         "Anna B-PER\nBerg   I-PER \nleft O",
-        "Anna\tB-PER\r\nBerg\tI-PER\r\nleft\tO\r\n\r\n",
+        "Anna\tB-PER \r\nBerg\tI-PER\r\nleft\tO\r\n\r\n",
         "\ufeffAnna\tB-PER\nBerg\tI-PER\nleft\tO\n\n \n\t\n\n",
         "Anna NNP x I-PER\nBerg NNP x I-PER\nleft VBD x O\n",  # IO, in the form of CoNLL-2003
     ],

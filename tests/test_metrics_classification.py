@@ -138,6 +138,11 @@ def test_threshold_of_the_highest_f1() -> None:
     assert found["auc"] == pytest.approx(8 / 9)  # of 9 pairs only (.4 outside, .3 inside) is in the wrong order
 
 
+def test_a_confidence_at_the_threshold_is_in_scope() -> None:
+    found = classification.out_of_scope(np.array([0.5, 0.4]), np.array([False, True]), 0.5)
+    assert (found["in_scope_kept"], found["recall"]) == (1.0, 1.0)
+
+
 @pytest.mark.parametrize(("recall", "threshold"), [(0.3, 0.15), (0.6, 0.25), (0.67, 0.65), (1.0, 0.65)])
 def test_threshold_of_a_given_recall_refuses_as_few_as_it_can(recall: float, threshold: float) -> None:
     assert classification.choose_threshold(CONFIDENCE, OUTSIDE, recall) == pytest.approx(threshold)

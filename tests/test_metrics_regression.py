@@ -52,6 +52,15 @@ def test_a_constant_side_has_no_correlation(constant: float) -> None:
     assert regression.scores(same, TRUE)["r2"] == 0.0
 
 
+def test_one_row_repeated_is_constant_too() -> None:
+    """As a small resample may be: sums of 0.7 about a mean of 20 are equal to rounding only."""
+    scores = regression.additive(np.array([0.7, 60.0, 0.1]), np.array([0.3, 59.9, 0.2]))
+    for row in range(3):
+        for times in (1, 3, 7, 1000):
+            found = scores.of([row] * times)
+            assert (found["r2"], found["pearson"]) == (0.0, 0.0)
+
+
 def test_a_far_off_mean_costs_no_digits() -> None:
     far = regression.scores(TRUE + 1e8, PREDICTED + 1e8)
     assert far["pearson"] == pytest.approx(7 / np.sqrt(5 * 14), abs=1e-12)

@@ -99,6 +99,10 @@ def test_offsets_are_characters_also_behind_an_emoji() -> None:
             "answers[1].answer_start is missing or no whole number; write the character where the answer begins",
         ),
         (
+            {"answers": [{"text": "h", "answer_start": True}]},
+            "answers[0].answer_start is missing or no whole number; write the character where the answer begins",
+        ),
+        (
             {"answers": [answer(start=19)]},
             "answers[0].text 'nine' is not at character 19 of the context, it is at 18; count characters",
         ),
@@ -155,6 +159,12 @@ def test_bytes_that_are_not_utf8_refuse_their_row_only() -> None:
         "data[0].paragraphs[0].qas[0]: question is not UTF-8; convert the file, e.g. iconv -f latin1 -t utf-8"
     )
     assert good.id == "q2"
+
+
+def test_a_title_that_is_not_utf8_is_told() -> None:
+    whole = document(question())
+    whole["data"][0]["title"] = "\ud800"
+    assert reason(whole).startswith("data[0].paragraphs[0].qas[0]: title is not UTF-8")
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
@@ -227,3 +237,18 @@ def test_only_one_article_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(squad._Text, "more", measured)
     assert len(read({"data": articles})) == 60
     assert max(held) < 3 * max(len(json.dumps(article)) for article in articles)
+
+
+def test_a_large_article_is_tried_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try decodes from the article's start: with 10,000 tries of 100 bytes the work would grow as the square."""
+    tries: list[int] = []
+    more = squad._Text.more
+
+    def counted(text: squad._Text, size: int) -> None:
+        more(text, size)
+        tries.append(size)
+
+    monkeypatch.setattr(squad, "_CHUNK", 100)
+    monkeypatch.setattr(squad._Text, "more", counted)
+    assert len(read(document(question(answers=[], is_impossible=True), context="x" * 1_000_000))) == 1
+    assert len(tries) < 25
