@@ -28,12 +28,17 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.data.synthetic": frozenset(),
     "rtrain.data.records": frozenset({"rtrain.config"}),
     "rtrain.data.order": frozenset({"rtrain.tasks.base"}),
+    "rtrain.data.squad": frozenset(),
+    "rtrain.data.conll": frozenset(),
+    "rtrain.data.augment": frozenset(),
+    "rtrain.data.paraphrase": frozenset(),
     "rtrain.data.drafts": frozenset(),
     "rtrain.data.store": frozenset({"rtrain.data.drafts", "rtrain.manifest", "rtrain.tasks.base"}),
     "rtrain.data.tokens": frozenset(
         {"rtrain.config", "rtrain.tasks.", *(f"rtrain.data.{name}" for name in ("drafts", "records", "store"))}
     ),
     "rtrain.data.ingest": frozenset({"rtrain.data.order", "rtrain.data.store", "rtrain.tasks.base"}),
+    "rtrain.metrics.": frozenset({"rtrain.metrics."}),
     "rtrain.report.": frozenset({"rtrain.report."}),
     "rtrain.plan.preflight": frozenset({"rtrain.config"}),
     "rtrain.cluster.session": frozenset({"rtrain.config", "rtrain.env"}),
@@ -139,7 +144,7 @@ RAY_ALLOWED = (
     *("serve.deployment", "tune."),
 )
 # At module level: serving and the command line must start without them.
-HEAVY = ("torch", "transformers", "openvino", "nncf", "sklearn", "datasets", "ray")
+HEAVY = ("torch", "transformers", "openvino", "nncf", "sklearn", "scipy", "datasets", "ray")
 
 
 def modules() -> dict[str, Path]:

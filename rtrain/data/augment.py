@@ -1,0 +1,122 @@
+"""Noise on the words of training rows: typos, swaps, drops and masks, without a model (EDA, Wei and Zou 2019).
+
+A pure function of (seed, copy, row id) and the text: the same on every worker, node and resume, and of rows in any
+order. Only training rows are changed, and a copy belongs to the split of its row: hash the row, never the copy, to
+choose the split, else near-duplicates of a training row would be tested on.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from rtrain.errors import ConfigError, Problem
+
+_WORDS = re.compile(r"(\S+)(\s*)")
+_DRAWS = 3
+"""Random numbers per word: what is done to it, how, and where."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Shares of words, 0 to 1, to each of which one thing is done. Words are separated by white space."""
+
+    typo: float = 0.0
+    """Two neighbouring letters change places, or a letter is left out or written twice. Not in words with a digit."""
+    swap: float = 0.0
+    """The word changes places with the next."""
+    drop: float = 0.0
+    """The word is left out; a text never becomes empty."""
+    mask: float = 0.0
+    """The word is replaced by `mask_token`."""
+    mask_token: str = "[MASK]"
+    """As the tokenizer of the model writes it."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            Problem(f"augment.{name}", share, "not a share of words", "write a number from 0 to 1")
+            for name, share in self.shares.items()
+            if not 0 <= share <= 1
+        ]
+        if not problems and (total := sum(self.shares.values())) > 1:
+            reason = "the shares of typo, swap, drop and mask are more than all words"
+            problems.append(Problem("augment", round(total, 6), reason, "lower one: their sum is at most 1"))
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each kind, in the order in which they are drawn."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "mask_token"}
+
+
+def variants(text: str, noise: Noise, *, split: str, row: int, seed: int, copies: int = 1) -> list[str]:
+    """Up to `copies` noisy texts, unlike the text and each other. None of a row of another split than `train`."""
+    if split != "train":
+        return []
+    found = dict.fromkeys(noisy(text, noise, seed, copy, row) for copy in range(copies))
+    return [variant for variant in found if variant != text]
+
+
+def noisy(text: str, noise: Noise, seed: int, copy: int, row: int) -> str:
+    """The text with noise on its words; white space between words stays. `copy` may be the number of the epoch."""
+    start = len(text) - len(text.lstrip())
+    pairs = _WORDS.findall(text)
+    words, gaps = [word for word, _ in pairs], [gap for _, gap in pairs]
+    actions = _actions(len(words), noise, seed, copy, row)
+    kept = [True] * len(words)
+    for index, (action, how, where) in enumerate(actions):
+        if action == "swap" and index + 1 < len(words):
+            words[index], words[index + 1] = words[index + 1], words[index]
+        elif action == "drop":
+            kept[index] = False
+        elif action in ("typo", "mask"):
+            words[index] = _changed(words[index], action, how, where, noise)
+    if not any(kept):
+        return text
+    changed = "".join(word + gap for word, gap, keep in zip(words, gaps, kept, strict=True) if keep)
+    return text[:start] + (changed if kept[-1] else changed.rstrip())
+
+
+def noisy_tokens(tokens: Sequence[str], noise: Noise, seed: int, copy: int, row: int) -> list[str]:
+    """The same number of tokens, so that tags stay true: typos and masks only, swaps and drops are left out."""
+    actions = _actions(len(tokens), noise, seed, copy, row)
+    return [
+        _changed(token, action, how, where, noise) if action in ("typo", "mask") else token
+        for token, (action, how, where) in zip(tokens, actions, strict=True)
+    ]
+
+
+def _actions(words: int, noise: Noise, seed: int, copy: int, row: int) -> Iterator[tuple[str, float, float]]:
+    """(kind or empty, two numbers in [0, 1)) of each word."""
+    key = hashlib.blake2b(f"{seed} {copy} {row} noise".encode(), digest_size=16).digest()
+    # The raw stream, since numpy keeps only that the same from version to version.
+    raw = np.random.Philox(key=np.frombuffer(key, dtype=np.uint64)).random_raw(words * _DRAWS)
+    draws = (np.asarray(raw, dtype=np.uint64) >> np.uint64(11)).astype(np.float64) / (1 << 53)
+    for what, how, where in draws.reshape(words, _DRAWS).tolist():
+        kind = ""
+        for name, share in noise.shares.items():
+            if what < share:
+                kind = name
+                break
+            what -= share
+        yield kind, how, where
+
+
+def _changed(word: str, action: str, how: float, where: float, noise: Noise) -> str:
+    return noise.mask_token if action == "mask" else _typo(word, how, where)
+
+
+def _typo(word: str, how: float, where: float) -> str:
+    # A changed digit is no typo but another amount or date. A word of one letter has nothing to confuse.
+    letters = [index for index, character in enumerate(word) if character.isalpha()]
+    if len(letters) < 2 or any(character.isdigit() for character in word):
+        return word
+    at = letters[int(where * len(letters))]
+    if how < 1 / 3 and at + 1 < len(word) and word[at + 1].isalpha() and word[at] != word[at + 1]:
+        return word[:at] + word[at + 1] + word[at] + word[at + 2 :]
+    if how < 2 / 3:
+        return word[:at] + word[at + 1 :]
+    return word[: at + 1] + word[at:]

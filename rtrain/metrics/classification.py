@@ -1,0 +1,186 @@
+"""Classification of a whole split: one label per row, several labels per row, and rows outside every label.
+
+Precision = TP / predicted, recall = TP / true, F1 = 2 TP / (true + predicted), each 0 where nothing is to be divided
+by. Macro is the mean over the classes that occur or are predicted, micro the same ratio of the sums over classes.
+These are scikit-learn's `precision_recall_fscore_support(zero_division=0)`.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rtrain.errors import UserError
+from rtrain.metrics.additive import Additive, Bools, Floats, Ints, ratio
+
+
+class ClassScores(NamedTuple):
+    """One class: its scores, how many rows have it (`support`), how many were given it (`predicted`)."""
+
+    precision: float
+    recall: float
+    f1: float
+    support: int
+    predicted: int
+
+
+# ------------------------------------------------------------------------------------------------------- single label
+
+
+def confusion(true: Ints, predicted: Ints, classes: int) -> Ints:
+    """Counts [true, predicted], (classes + 1, classes). The last row has the rows whose label is no class (-1)."""
+    counts = np.zeros((classes + 1, classes), dtype=np.int64)
+    np.add.at(counts, (true, predicted), 1)
+    return counts
+
+
+def per_class(counts: Ints) -> list[ClassScores]:
+    """The scores of each class, from `confusion`'s counts."""
+    right, support, predicted = np.diag(counts[:-1]), counts[:-1].sum(axis=1), counts.sum(axis=0)
+    columns = (ratio(right, predicted), ratio(right, support), ratio(2 * right, support + predicted))
+    return [
+        ClassScores(float(precision), float(recall), float(f1), int(true), int(given))
+        for precision, recall, f1, true, given in zip(*columns, support, predicted, strict=True)
+    ]
+
+
+def additive(true: Ints, predicted: Ints, classes: int) -> Additive:
+    """accuracy and macro and micro precision, recall and F1.
+
+    A row whose label is no class (-1) is wrong: in accuracy, and in the precision of the class that it was given.
+    """
+    return _additive(
+        _one_hot(true, classes),
+        _one_hot(predicted, classes),
+        np.asarray(true == predicted, dtype=np.float64),
+        "accuracy",
+    )
+
+
+def scores(true: Ints, predicted: Ints, classes: int) -> dict[str, float]:
+    """`additive` over all rows."""
+    return additive(true, predicted, classes).scores()
+
+
+def auc(true: Ints, class_scores: Floats) -> tuple[float | None, list[float | None]]:
+    """One-vs-rest area under the ROC curve: the mean over classes, and each class; by scikit-learn.
+
+    `class_scores` (rows, classes) may be logits or probabilities; only their order within a column matters. A class
+    that no row has, or that every row has, has no curve: None, and left out of the mean.
+    """
+    from sklearn.metrics import roc_auc_score
+
+    each: list[float | None] = []
+    for column in range(class_scores.shape[1]):
+        own = true == column
+        each.append(float(roc_auc_score(own, class_scores[:, column])) if 0 < own.sum() < len(own) else None)
+    defined = [value for value in each if value is not None]
+    return (float(np.mean(defined)) if defined else None), each
+
+
+# ----------------------------------------------------------------------------------------------------- several labels
+
+
+def additive_multilabel(true: Bools, predicted: Bools) -> Additive:
+    """subset_accuracy (all labels of a row right) and macro and micro precision, recall and F1; (rows, labels) each."""
+    from scipy.sparse import csr_array
+
+    exact = np.all(true == predicted, axis=1).astype(np.float64)
+    return _additive(
+        csr_array(true, dtype=np.float64), csr_array(predicted, dtype=np.float64), exact, "subset_accuracy"
+    )
+
+
+def mean_average_precision(true: Bools, label_scores: Floats) -> float | None:
+    """Mean over labels of the area under precision and recall (average precision, without interpolation; scikit-learn).
+
+    A label that no row has is left out; None where no label has a row.
+    """
+    from sklearn.metrics import average_precision_score
+
+    columns = np.flatnonzero(true.any(axis=0))
+    each = [average_precision_score(true[:, column], label_scores[:, column]) for column in columns]
+    return float(np.mean(each)) if each else None
+
+
+def multilabel(true: Bools, label_scores: Floats, threshold: float = 0.5) -> dict[str, float]:
+    """`additive_multilabel` of the labels that score at least `threshold`, and mean_average_precision if there is
+    one.
+    """
+    found = additive_multilabel(true, label_scores >= threshold).scores()
+    precision = mean_average_precision(true, label_scores)
+    return found if precision is None else found | {"mean_average_precision": precision}
+
+
+# ------------------------------------------------------------------------------------------------------- out of scope
+
+
+def choose_threshold(confidence: Floats, outside: Bools, recall: float | None = None) -> float:
+    """Rows whose confidence is below the threshold are called out of scope; choose it on validation rows.
+
+    Without `recall`: the threshold of the highest F1 of out-of-scope rows. With it: the lowest threshold (fewest rows
+    refused) that finds at least this share of them. Of equals the lowest. Lies half-way between two confidences.
+    """
+    if outside.all() or not outside.any():
+        raise UserError(
+            "an out-of-scope threshold needs validation rows of both kinds, in scope and out of scope; "
+            "add rows of the other kind, or leave the threshold out"
+        )
+    values, inverse = np.unique(confidence, return_inverse=True)
+    # refused[i]: rows below values[i]; the last entry refuses all.
+    refused = np.concatenate([[0], np.cumsum(np.bincount(inverse))])
+    found = np.concatenate([[0], np.cumsum(np.bincount(inverse, weights=outside))])
+    edges = np.concatenate([[values[0]], (values[:-1] + values[1:]) / 2, [np.nextafter(values[-1], np.inf)]])
+    # Two neighbouring floats have no number between them: then the upper one is the edge, which refuses the lower.
+    edges[1:-1] = np.where(edges[1:-1] > values[:-1], edges[1:-1], values[1:])
+    if recall is None:
+        return float(edges[np.argmax(ratio(2 * found, refused + outside.sum()))])
+    return float(edges[np.argmax(found >= recall * outside.sum())])
+
+
+def out_of_scope(confidence: Floats, outside: Bools, threshold: float) -> dict[str, float]:
+    """precision, recall, f1 and auc of finding the out-of-scope rows, and the share of in-scope rows that are kept."""
+    refused = confidence < threshold
+    right = float((refused & outside).sum())
+    found = {
+        "precision": float(ratio(right, refused.sum())),
+        "recall": float(ratio(right, outside.sum())),
+        "f1": float(ratio(2 * right, refused.sum() + outside.sum())),
+        "in_scope_kept": float(ratio((~refused & ~outside).sum(), (~outside).sum())),
+    }
+    area, _ = auc((~outside).astype(np.int64), np.stack([-confidence, confidence], axis=1))
+    return found if area is None else found | {"auc": area}
+
+
+# ------------------------------------------------------------------------------------------------------------- shared
+
+
+def _one_hot(labels: Ints, classes: int) -> Any:
+    """(rows, classes), sparse; nothing in the row of a label that is no class."""
+    from scipy.sparse import csr_array
+
+    known = np.flatnonzero(labels >= 0)
+    return csr_array((np.ones(len(known)), (known, labels[known])), shape=(len(labels), classes))
+
+
+def _additive(true: Any, predicted: Any, right: Floats, name: str) -> Additive:
+    """Each row adds TP, true and predicted per class, whether it is all right, and one; both sides are sparse."""
+    from scipy.sparse import hstack
+
+    columns = np.stack([right, np.ones_like(right)], axis=1)
+    rows = hstack([true.multiply(predicted), true, predicted, columns], format="csr")
+    classes = true.shape[1]
+
+    def score(sums: Floats) -> dict[str, Floats]:
+        positive, support, given = (sums[..., part * classes : (part + 1) * classes] for part in range(3))
+        present = ((support + given) > 0).sum(axis=-1)
+        found = {name: ratio(sums[..., -2], sums[..., -1])}
+        for kind, top, bottom in (
+            ("precision", positive, given),
+            ("recall", positive, support),
+            ("f1", 2 * positive, support + given),
+        ):
+            found[f"macro_{kind}"] = ratio(ratio(top, bottom).sum(axis=-1), present)
+            found[f"micro_{kind}"] = ratio(top.sum(axis=-1), bottom.sum(axis=-1))
+        return found
+
+    return Additive(rows, score)

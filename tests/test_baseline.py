@@ -1,0 +1,62 @@
+"""The baselines: each learns what it can learn from a few rows, and chooses on the validation rows."""
+
+import numpy as np
+import pytest
+
+from rtrain.report import baseline
+from tests.conftest import labelled_rows
+
+
+def test_accuracy_on_rows_whose_label_is_in_their_words() -> None:
+    rows = labelled_rows(60)
+    texts, labels = [row[0] for row in rows], [row[1] for row in rows]
+    train, valid = (texts[:40], labels[:40]), (texts[40:50], labels[40:50])
+    assert baseline.accuracy(train, valid, (texts[50:], labels[50:])) == 1.0
+    shifted = (texts[50:], [labels[49], *labels[50:-1]])  # neighbours have different labels: each is wrong now
+    assert baseline.accuracy(train, valid, shifted) == 0.0
+
+
+def essays(count: int, seed: int) -> tuple[list[str], list[float]]:
+    """Texts of 30 words; the value is the share of good ones, times ten."""
+    generator = np.random.default_rng(seed)
+    chosen = generator.random((count, 30)) < generator.random((count, 1))
+    return [" ".join(np.where(row, "lucid", "muddled")) for row in chosen], [10 * float(row.mean()) for row in chosen]
+
+
+def test_numbers_follow_the_words() -> None:
+    texts, values = essays(40, 2)
+    found = baseline.numbers(essays(200, 0), essays(40, 1), texts)
+    assert np.corrcoef(found, values)[0, 1] > 0.95
+    assert found.tolist() == baseline.numbers(essays(200, 0), essays(40, 1), texts).tolist()
+
+
+def test_numbers_take_the_alpha_that_is_best_on_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, _ = essays(20, 2)
+    train = essays(100, 0)
+    noise = np.random.default_rng(3).normal(0, 8, 100)
+    noisy = (train[0], [value + float(error) for value, error in zip(train[1], noise, strict=True)])
+    chosen = baseline.numbers(noisy, essays(40, 1), texts)
+    each = {}
+    for alpha in baseline.CHOICES_OF_ALPHA:
+        monkeypatch.setattr(baseline, "CHOICES_OF_ALPHA", (alpha,))
+        valid = essays(40, 1)
+        each[alpha] = float(((baseline.numbers(noisy, valid, valid[0]) - valid[1]) ** 2).sum())
+        if each[alpha] == min(each.values()):
+            best = baseline.numbers(noisy, valid, texts)
+    assert len(set(each.values())) == 3
+    assert chosen.tolist() == best.tolist()
+
+
+def test_tags_are_the_most_frequent_of_each_token() -> None:
+    train = [
+        (["Paris", "is", "Paris"], ["B-LOC", "O", "B-LOC"]),
+        (["Paris", "Hilton"], ["B-PER", "I-PER"]),
+        (["May"], ["O"]),
+        (["May"], ["B-PER"]),
+    ]
+    # May is O as often as B-PER: the first by name. Rome was never seen.
+    assert baseline.tags(train, [["Paris", "Hilton", "is"], ["May", "Rome"], []]) == [
+        ["B-LOC", "I-PER", "O"],
+        ["B-PER", "O"],
+        [],
+    ]

@@ -1,0 +1,120 @@
+"""Bootstrap intervals: seeded, the same by sums as by rows, and as wide as theory says."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rtrain.errors import UserError
+from rtrain.metrics import additive, bootstrap, classification, entities, regression, spans
+from rtrain.metrics.additive import Ints
+
+
+def test_interval_of_a_mean_is_as_wide_as_theory_says() -> None:
+    right = np.repeat([1.0, 0.0], [300, 100])
+    [(name, found)] = bootstrap.intervals(additive.means({"accuracy": right}), replicates=4000).items()
+    half = 1.96 * math.sqrt(0.75 * 0.25 / 400)  # of the binomial distribution: .0424
+    assert name == "accuracy"
+    assert found.value == 0.75
+    assert found.low == pytest.approx(0.75 - half, abs=0.006)
+    assert found.high == pytest.approx(0.75 + half, abs=0.006)
+
+
+def test_the_same_seed_draws_the_same_rows_whatever_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = additive.means({"score": np.random.default_rng(0).random(37)})
+    first = bootstrap.intervals(values, seed=5, replicates=101)
+    assert bootstrap.intervals(values, seed=5, replicates=101) == first
+    assert bootstrap.intervals(values, seed=6, replicates=101) != first
+    for block in (1, 37 * 3, 37 * 7 + 1):
+        monkeypatch.setattr(bootstrap, "_BLOCK", block)
+        # To rounding: a matrix product adds in an order that depends on its shape.
+        assert bootstrap.intervals(values, seed=5, replicates=101)["score"] == pytest.approx(first["score"], abs=1e-14)
+
+
+generator = np.random.default_rng(3)
+LABELS, GUESSES = generator.integers(-1, 4, 60), generator.integers(0, 4, 60)
+NUMBERS, PREDICTIONS = generator.integers(0, 5, 60).astype(float), generator.normal(2, 1, 60)
+TAGS = [["B-X", "I-X", "O"], ["O", "B-Y"], ["O", "O"]] * 20
+FOUND = [["B-X", "O", "O"], ["O", "B-Y"], ["B-X", "I-X"]] * 20
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        classification.additive(LABELS, GUESSES, 4),
+        classification.additive_multilabel(generator.random((60, 3)) < 0.4, generator.random((60, 3)) < 0.4),
+        regression.additive(NUMBERS, PREDICTIONS),
+        regression.additive_kappa(NUMBERS, PREDICTIONS, 0, 4),
+        entities.additive(TAGS, FOUND),
+        spans.additive(["cat", "", "dog"] * 20, [["cat"], [], ["red dog"]] * 20),
+    ],
+    ids=["classes", "labels", "numbers", "ratings", "entities", "spans"],
+)
+def test_sums_and_rows_give_the_same_interval(scores: additive.Additive) -> None:
+    by_sums = bootstrap.intervals(scores, seed=1, replicates=50)
+    by_rows = bootstrap.intervals_of(60, scores.of, seed=1, replicates=50)
+    assert by_sums.keys() == by_rows.keys()
+    for name, interval in by_sums.items():
+        assert interval == pytest.approx(by_rows[name], abs=1e-9)
+        assert interval.low <= interval.high
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 2**32 - 1))
+def test_intervals_hold_the_middle_of_the_resamples(seed: int) -> None:
+    values = np.random.default_rng(seed).random(30)
+    wide = bootstrap.intervals(additive.means({"x": values}), seed, 200, 0.99)["x"]
+    narrow = bootstrap.intervals(additive.means({"x": values}), seed, 200, 0.5)["x"]
+    assert values.min() <= wide.low <= narrow.low <= narrow.high <= wide.high <= values.max()
+
+
+def test_a_score_that_is_no_function_of_sums() -> None:
+    found = bootstrap.intervals_of(
+        60,
+        lambda rows: {"spearman": regression.spearman(NUMBERS[rows], PREDICTIONS[rows])},
+        replicates=100,
+    )["spearman"]
+    assert found.value == regression.spearman(NUMBERS, PREDICTIONS)
+    assert found.low < found.value < found.high
+
+
+def test_resamples_that_lack_a_score_are_left_out() -> None:
+    """Of two rows half of the resamples have both, and only those define the second score."""
+
+    def scores(rows: Ints) -> dict[str, float]:
+        return {"rows": len(rows)} | ({"both": 1.0} if len(set(rows.tolist())) == 2 else {})
+
+    found = bootstrap.intervals_of(2, scores, replicates=50)
+    assert found == {"rows": (2, 2, 2), "both": (1, 1, 1)}
+
+
+def test_a_system_is_not_better_than_itself() -> None:
+    scores = additive.means({"accuracy": [1.0, 0.0] * 50})
+    assert bootstrap.compare(scores, scores)["accuracy"] == (0.0, 0.0, 0.0, 1.0)
+
+
+def test_pairs_show_a_difference_that_the_intervals_hide() -> None:
+    """b is right where a is, but for 8 of 200 rows: each interval spans 12 points, the difference is 4 and sure."""
+    a = np.repeat([1.0, 0.0], [140, 60])
+    b = a.copy()
+    b[:8] = 0
+    better, worse = additive.means({"accuracy": a}), additive.means({"accuracy": b, "other": b})
+    compared = bootstrap.compare(better, worse)
+    assert set(compared) == {"accuracy"}
+    found = compared["accuracy"]
+    assert found.difference == pytest.approx(0.04)
+    assert 0 < found.low < found.high < 0.08
+    assert found.p == pytest.approx(2 / 1001)  # no resample had the other sign
+    interval_a, interval_b = (bootstrap.intervals(side)["accuracy"] for side in (better, worse))
+    assert interval_b.high > interval_a.low
+    back = bootstrap.compare(worse, better)["accuracy"]
+    assert (back.difference, back.low, back.high) == pytest.approx((-found.difference, -found.high, -found.low))
+
+
+def test_systems_on_other_rows_and_splits_without_rows_are_refused() -> None:
+    with pytest.raises(UserError, match="two systems on 1 and 2 rows"):
+        bootstrap.compare(additive.means({"x": [1.0]}), additive.means({"x": [1.0, 2.0]}))
+    with pytest.raises(UserError, match="at least one of each"):
+        bootstrap.intervals(additive.means({"x": np.zeros(0)}))

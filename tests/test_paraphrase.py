@@ -1,0 +1,139 @@
+"""Paraphrase and back-translation by a tiny T5 that is trained here to translate six sentences."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from rtrain.data import paraphrase
+from rtrain.errors import UserError
+
+ENGLISH = [
+    "the parcel is late",
+    "the parcel is lost",
+    "my card is lost",
+    "my card is late",
+    "the card is lost",
+    "my parcel is late",
+]
+GERMAN = [
+    "das paket ist spaet",
+    "das paket ist weg",
+    "meine karte ist weg",
+    "meine karte ist spaet",
+    "die karte ist weg",
+    "mein paket ist spaet",
+]
+# Back comes another wording, as from a real pair of models.
+BACK = [text.replace("is late", "has not come").replace("is lost", "has gone") for text in ENGLISH]
+BACK[0] = ENGLISH[0]
+WORDS = sorted({word for text in ENGLISH + GERMAN + BACK for word in text.split()})
+
+Maker = Callable[[list[str], list[str]], str]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Maker:
+    """A function that trains a model on pairs of texts and gives the folder it was saved in."""
+
+    def make(sources: list[str], targets: list[str]) -> str:
+        folder = tmp_path_factory.mktemp("seq2seq")
+        tokenizer = tiny_tokenizer()
+        torch.manual_seed(0)
+        settings: dict[str, Any] = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+        # It begins with the end token, as BART does: that one is no sign of a complete output.
+        settings |= {"decoder_start_token_id": 1, "dropout_rate": 0.0}
+        config = transformers.T5Config(vocab_size=len(tokenizer), **settings)
+        model = transformers.T5ForConditionalGeneration(config)
+        inputs = tokenizer(sources, return_tensors="pt", padding=True)
+        labels = tokenizer(targets, return_tensors="pt", padding=True).input_ids
+        labels[labels == 0] = -100
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        for _ in range(120):
+            loss = model(**inputs, labels=labels).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert loss.item() < 0.05, "the tiny model has not learnt its six sentences"
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+def tiny_tokenizer() -> Any:
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "</s>", "<unk>", *WORDS])}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.post_processor = tokenizers.processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", return_token_type_ids=False
+    )
+
+
+@pytest.fixture(scope="module")
+def there(trained: Maker) -> str:
+    return trained(ENGLISH, GERMAN)
+
+
+@pytest.fixture(scope="module")
+def back(trained: Maker) -> str:
+    return trained(GERMAN, BACK)
+
+
+def test_paraphrases_are_what_the_model_says(there: str) -> None:
+    model = paraphrase.load(there)
+    assert paraphrase.paraphrases(model, ENGLISH) == [[text] for text in GERMAN]
+    assert paraphrase.paraphrases(model, []) == []
+
+
+def test_batches_and_their_order_do_not_matter(there: str) -> None:
+    model = paraphrase.load(there, batch=4)
+    mixed = ["my card is late", "", "the parcel is late", "   "]
+    assert paraphrase.paraphrases(model, mixed) == [["meine karte ist spaet"], [], ["das paket ist spaet"], []]
+    assert paraphrase.paraphrases(paraphrase.load(there, batch=1), mixed) == paraphrase.paraphrases(model, mixed)
+
+
+def test_back_translations_leave_out_what_comes_back_unchanged(there: str, back: str) -> None:
+    found = paraphrase.back_translations(paraphrase.load(there), paraphrase.load(back), [*ENGLISH, ""])
+    assert found == [[], *([text] for text in BACK[1:]), []]
+
+
+def test_several_variants_are_beams_each_once_the_best_first(there: str) -> None:
+    model = paraphrase.load(there, count=3)
+    for text, variants in zip(ENGLISH, paraphrase.paraphrases(model, ENGLISH), strict=True):
+        assert variants[0] == GERMAN[ENGLISH.index(text)]
+        assert len(variants) == len(set(variants)) <= 3
+    assert paraphrase.paraphrases(model, ENGLISH) == paraphrase.paraphrases(model, ENGLISH)
+
+
+def test_a_text_that_is_too_long_is_not_rewritten(there: str) -> None:
+    assert paraphrase.paraphrases(paraphrase.load(there, max_tokens=4), [ENGLISH[0]]) == [[]]
+    assert paraphrase.paraphrases(paraphrase.load(there, max_tokens=5), [ENGLISH[0]]) == [[GERMAN[0]]]
+
+
+def test_an_output_that_is_cut_off_is_no_variant(there: str) -> None:
+    endless = paraphrase.load(there, options={"suppress_tokens": [1]})
+    assert paraphrase.paraphrases(endless, [ENGLISH[0]]) == [[]]
+
+
+def test_the_prefix_stands_before_each_text(there: str) -> None:
+    model = paraphrase.load(there, prefix="the parcel is ")
+    assert paraphrase.paraphrases(model, ["late"]) == [["das paket ist spaet"]]
+
+
+def test_a_model_of_another_kind_or_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"missing cannot be loaded .* Name an encoder-decoder model"):
+        paraphrase.load(str(tmp_path / "missing"))
+    config = transformers.BertConfig(
+        vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+    )
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="cannot be loaded as a model that rewrites texts"):
+        paraphrase.load(str(tmp_path))
