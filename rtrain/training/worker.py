@@ -17,7 +17,8 @@ from rtrain.data.store import open_store
 from rtrain.errors import ConfigError
 from rtrain.report import events
 from rtrain.tasks import base
-from rtrain.training import loop, losses, model, notice, precision
+from rtrain.tasks.batch import Ragged
+from rtrain.training import evaluate, loop, losses, model, notice, precision, predictions
 from rtrain.training.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def run(settings: dict[str, Any]) -> None:
             run=folder,
             store=store,
             task=task,
-            loss=losses.for_run(task, recipe.distill),
+            loss=losses.for_run(task, recipe.distill, store.manifest.head),
             order=order,
             pad_id=model.pad_id(source),
             precision=_precision(exchange, folder, recipe.train.precision),
@@ -83,8 +84,13 @@ def run(settings: dict[str, Any]) -> None:
     share = ingest.Share(store.folder, order, world, rank, recipe.train.micro_batch, recipe.distill.teacher)
     reporter = _TrainReporter(folder, rank)
     outcome = loop.train(job, exchange, lambda start, stop: ingest.stream(share, start, stop), reporter, clock)
-    if outcome.finished and rank == 0:
-        export(network, source, folder, job, outcome)
+    if outcome.finished:
+        valid = evaluate.gathered(
+            exchange, task, store, "valid", pad_id=job.pad_id, precision=job.precision
+        )  # by the best weights, which the test rows were answered by
+        if rank == 0:
+            _keep_answers(job, source, {"valid": valid, **outcome.outcomes})
+            export(network, source, folder, job, outcome)
     faulthandler.cancel_dump_traceback_later()
     exchange.barrier()  # no rank leaves, and so ends the run, before the artefact is written
 
@@ -115,6 +121,15 @@ def _precision(exchange: Exchange, run: Path, wanted: str) -> str:
     return chosen
 
 
+def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged]) -> None:
+    """Every row's prediction, for people; and the scores of each slice."""
+    tokenizer = base.load_tokenizer(source, job.recipe.data.max_tokens)
+    for split, found in outcomes.items():
+        predictions.write(job.run, split, job.store, job.task, found, tokenizer)
+        if slices := predictions.sliced(job.store, split, job.task, found):
+            events.append(job.run, "sliced", split=split, slices=slices)
+
+
 def export(
     network: "transformers.PreTrainedModel", source: Path, run: Path, job: loop.Job, outcome: loop.Outcome
 ) -> Path:
@@ -128,8 +143,9 @@ def export(
         name=job.recipe.name,
         task=job.recipe.task,
         labels=job.store.manifest.labels,
-        max_tokens=job.recipe.data.max_tokens,
+        max_tokens=base.reading(job.task, job.recipe.data).max_tokens,
         engine="torch",
+        facts=job.store.manifest.facts,
         metrics=outcome.scores,
         lineage={
             "run": run.name,
@@ -141,5 +157,5 @@ def export(
             "best_update": outcome.best_update,
         },
     )
-    artifact.write(draft, made, predict.golden_logits)
+    artifact.write(draft, made, predict.golden_logits, predict.golden_inputs(job.task))
     return artifact.publish(draft, run / "artifact")

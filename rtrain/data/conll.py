@@ -1,0 +1,122 @@
+"""CoNLL columns -> sentences of tokens and BIO tags. A sentence that cannot be used keeps its line and the reason.
+
+One token per line, columns separated by a tab or by blanks, an empty line after each sentence, `-DOCSTART-` lines
+between documents (Tjong Kim Sang and De Meulder 2003). Tags may be BIO (IOB2), IOB1 or IO: they become BIO.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import IO, NamedTuple
+
+from rtrain.errors import UserError
+
+_TAG = re.compile(r"O|[BI]-.+")
+# Blanks only: a token may hold a no-break space, at which str.split() would cut it.
+_SEPARATOR = re.compile(" +")
+
+
+class Sentence(NamedTuple):
+    """One sentence; `line` is that of its first token, from 1. `reason` says why it cannot be used, or is None.
+
+    A sentence with a reason has no tokens: one bad line makes the tags of the others doubtful.
+    """
+
+    line: int
+    tokens: tuple[str, ...]
+    tags: tuple[str, ...]
+    reason: str | None
+
+
+class _Bad(Exception):
+    """Why a line cannot be used, and what to do."""
+
+
+def read(file: IO[bytes], token: int = 1, tag: int = -1) -> Iterator[Sentence]:
+    """The sentences of a file, in order. Columns are counted from 1, as by cut and awk; -1 is the last.
+
+    Every line must have as many columns as the file's first one that has the columns asked for.
+    """
+    if not token or not tag:
+        raise UserError("columns of a CoNLL file are counted from 1, -1 is the last: there is no column 0")
+    columns = 0
+    start, tokens, tags, reason = 0, list[str](), list[str](), ""
+    for number, content in _lines(file):
+        if not content.strip(" \t") or content.startswith("-DOCSTART-"):
+            if start:
+                yield _sentence(start, tokens, tags, reason)
+            start, tokens, tags, reason = 0, [], [], ""
+            continue
+        start = start or number
+        try:
+            values = content.split("\t") if "\t" in content else _SEPARATOR.split(content.strip(" "))
+            if len(values) < max(_needed(token), _needed(tag)) or len(values) != (columns or len(values)):
+                raise _Bad(_ragged(len(values), columns, token, tag))
+            columns = len(values)
+            tokens.append(_token(values[_index(token)]))
+            tags.append(_tag(values[_index(tag)].strip(" ")))
+        except _Bad as bad:
+            reason = reason or f"line {number} {bad}"
+    if start:
+        yield _sentence(start, tokens, tags, reason)
+
+
+def to_bio(tags: Sequence[str]) -> tuple[str, ...]:
+    """BIO of BIO, IOB1 or IO tags: an entity begins at a B-, and at an I- that follows no tag of its type.
+
+    So two IO entities of one type that touch are one: IO cannot tell.
+    """
+    found: list[str] = []
+    before = ""
+    for tag in tags:
+        prefix, _, type = tag.partition("-")
+        begins = prefix == "B" or type != before
+        found.append(f"{'B' if begins else 'I'}-{type}" if type else "O")
+        before = type
+    return tuple(found)
+
+
+def _sentence(start: int, tokens: list[str], tags: list[str], reason: str) -> Sentence:
+    if reason:
+        return Sentence(start, (), (), reason)
+    return Sentence(start, tuple(tokens), to_bio(tags), None)
+
+
+def _lines(file: IO[bytes]) -> Iterator[tuple[int, str]]:
+    """Lines without their ends; bytes that are not UTF-8 become lone surrogates, so that only their sentence is bad."""
+    for number, line in enumerate(file, start=1):
+        text = line.decode("utf-8", errors="surrogateescape").rstrip("\r\n")
+        yield number, text.removeprefix("\ufeff") if number == 1 else text
+
+
+def _token(value: str) -> str:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise _Bad("is not UTF-8; convert the file, e.g. iconv -f latin1 -t utf-8, or from utf-16") from None
+    if "\r" in value:
+        raise _Bad("holds a carriage return; end lines by a newline")
+    if not value.strip(" "):
+        raise _Bad("has an empty token; write one or remove the line")
+    return value
+
+
+def _tag(value: str) -> str:
+    if _TAG.fullmatch(value) is None:
+        raise _Bad(f"has the tag {value[:40]!a}, not O, B-TYPE or I-TYPE; name the tags' column, or convert to BIO")
+    return value
+
+
+def _ragged(found: int, columns: int, token: int, tag: int) -> str:
+    has = f"has {found} column{'s' * (found != 1)}"
+    if columns:
+        return f"{has} instead of {columns}; separate columns by one tab, or by blanks"
+    return f"{has}: no column {max(token, tag, key=_needed)}; name the columns by their numbers"
+
+
+def _needed(column: int) -> int:
+    """Columns that a line must have for this one to exist."""
+    return abs(column)
+
+
+def _index(column: int) -> int:
+    return column - 1 if column > 0 else column

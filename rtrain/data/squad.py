@@ -1,0 +1,260 @@
+"""SQuAD 1.1 and 2.0 JSON -> flat rows, one per question. What cannot be used is a row with a reason, never a crash.
+
+The file is one JSON object, `{"version", "data": [{"title", "paragraphs": [{"context", "qas": [...]}]}]}`, often on
+one line of tens of megabytes. It is decoded article by article: only the article being read is in memory.
+"""
+
+import codecs
+import json
+from collections.abc import Iterator
+from typing import IO, Any, NamedTuple
+
+WHOLE_FILE = "the file"
+"""`where` of the row that says that a file broke off: how many questions are lost is not known."""
+
+_CHUNK = 1 << 20
+_BLANKS = " \t\r\n"
+UTF16_REASON = "the file is UTF-16, not UTF-8; convert it, e.g. iconv -f utf-16 -t utf-8"
+UTF8_REASON = "{} is not UTF-8; convert the file, e.g. iconv -f latin1 -t utf-8"
+
+
+class Answer(NamedTuple):
+    """A gold answer: `text` begins at character `start` of the context (code points, from 0)."""
+
+    text: str
+    start: int
+
+
+class Question(NamedTuple):
+    """One question. `reason` says why it cannot be used; then the other fields may be empty.
+
+    `line` is the question's number in the file from 1, bad ones counted; `where` its place in the JSON.
+    `title` is empty where the article has none. No answers means that the context has none: `is_impossible`.
+    """
+
+    line: int
+    where: str
+    id: str
+    title: str
+    context: str
+    question: str
+    answers: tuple[Answer, ...]
+    is_impossible: bool
+    reason: str | None
+
+
+class _Bad(Exception):
+    """Why a part of the file cannot be used, and what to do."""
+
+
+def read(file: IO[bytes]) -> Iterator[Question]:
+    """The questions of a file, in order. A broken part (an article, a paragraph, the rest of the file) is one row."""
+    line = 0
+    seen: dict[str, int] = {}
+    for where, value in _parts(file):
+        line += 1
+        if isinstance(value, _Bad):
+            yield _refused(line, where, value)
+            continue
+        title, context, question = value
+        try:
+            row = _question(line, where, title, context, question)
+            if row.id in seen:
+                raise _Bad(f"its id {_short(row.id)} is that of question {seen[row.id]} too; give each its own")
+            seen[row.id] = line
+            yield row
+        except _Bad as bad:
+            yield _refused(line, where, bad)._replace(id=_text_or_empty(question, "id"))
+
+
+def _refused(line: int, where: str, bad: _Bad) -> Question:
+    return Question(line, where, "", "", "", "", (), False, f"{where}: {bad}")
+
+
+# ------------------------------------------------------------------------------------------------------------ one row
+
+
+def _question(line: int, where: str, title: str, context: str, question: Any) -> Question:
+    if not isinstance(question, dict):
+        raise _Bad("not a JSON object; a question has id, question and answers")
+    identity = question.get("id")
+    if isinstance(identity, int) and not isinstance(identity, bool):
+        identity = str(identity)
+    if not isinstance(identity, str) or not identity:
+        raise _Bad("its id is missing or no text; write one, unlike all others")
+    text = _string(question, "question")
+    impossible = question.get("is_impossible", False)
+    if not isinstance(impossible, bool):
+        raise _Bad("is_impossible is neither true nor false; correct it")
+    if not isinstance(found := question.get("answers"), list):
+        raise _Bad('answers is missing or no list; write {"text", "answer_start"} objects, or [] with is_impossible')
+    answers = tuple(_answer(number, answer, context) for number, answer in enumerate(found))
+    if impossible and answers:
+        raise _Bad("is_impossible is true, but there are answers; remove one of the two")
+    if not impossible and not answers:
+        raise _Bad("it has no answer; write one, or is_impossible: true")
+    for name, value in (("id", identity), ("title", title)):
+        _check_utf8(name, value)
+    return Question(line, where, identity, title, context, text, answers, impossible, None)
+
+
+def _answer(number: int, answer: Any, context: str) -> Answer:
+    name = f"answers[{number}]"
+    if not isinstance(answer, dict):
+        raise _Bad(f"{name} is not a JSON object; write its text and answer_start")
+    text, start = _string(answer, "text", f"{name}.text"), answer.get("answer_start")
+    if not isinstance(start, int) or isinstance(start, bool):
+        raise _Bad(f"{name}.answer_start is missing or no whole number; write the character where the answer begins")
+    if start < 0 or context[start : start + len(text)] != text:
+        place = context.find(text)
+        # Offsets counted in bytes or UTF-16 units are the usual cause.
+        hint = f"it is at {place}; count characters" if place >= 0 else "nor anywhere in it; correct the answer"
+        raise _Bad(f"{name}.text {_short(text)} is not at character {start} of the context, {hint}")
+    return Answer(text, start)
+
+
+def _string(document: dict[str, Any], key: str, name: str | None = None) -> str:
+    value = document.get(key)
+    if not isinstance(value, str):
+        raise _Bad(f"{name or key} is missing or no text; write it")
+    if not value.strip():
+        raise _Bad(f"{name or key} is empty; write a text or remove the question")
+    _check_utf8(name or key, value)
+    return value
+
+
+def _check_utf8(name: str, value: str) -> None:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise _Bad(UTF8_REASON.format(name)) from None
+
+
+def _text_or_empty(document: Any, key: str) -> str:
+    value = document.get(key) if isinstance(document, dict) else None
+    return value if isinstance(value, str) else ""
+
+
+def _short(text: str, limit: int = 60) -> str:
+    """On one line and in ASCII, so that hostile text cannot write on the terminal."""
+    shown = ascii(text)
+    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
+
+
+# ----------------------------------------------------------------------------------------------------------- the file
+
+
+def _parts(file: IO[bytes]) -> Iterator[tuple[str, tuple[str, str, Any] | _Bad]]:
+    """(place, (title, context, question)) of every question, or (place, why) of a part that has none."""
+    try:
+        for number, article in enumerate(_articles(file)):
+            where = f"data[{number}]"
+            paragraphs = article.get("paragraphs") if isinstance(article, dict) else None
+            if not isinstance(paragraphs, list):
+                yield where, _Bad("not an article: it has no list of paragraphs; correct it")
+                continue
+            title = _text_or_empty(article, "title")
+            for index, paragraph in enumerate(paragraphs):
+                yield from _paragraph(f"{where}.paragraphs[{index}]", title, paragraph)
+    except _Bad as bad:
+        yield WHOLE_FILE, bad
+
+
+def _paragraph(where: str, title: str, paragraph: Any) -> Iterator[tuple[str, tuple[str, str, Any] | _Bad]]:
+    questions = paragraph.get("qas") if isinstance(paragraph, dict) else None
+    if not isinstance(questions, list):
+        yield where, _Bad("not a paragraph: it has no list qas; correct it")
+        return
+    try:
+        context = _string(paragraph, "context")
+    except _Bad as bad:
+        # Each of its questions is lost: as one bad row they would weigh too little.
+        yield from ((f"{where}.qas[{index}]", bad) for index in range(len(questions)))
+        return
+    for index, question in enumerate(questions):
+        yield f"{where}.qas[{index}]", (title, context, question)
+
+
+def _articles(file: IO[bytes]) -> Iterator[Any]:
+    """The elements of the top object's list `data`, one at a time. Raises `_Bad` where the file breaks off."""
+    text = _Text(file)
+    if text.next() != "{":
+        raise text.broken('a JSON object {"data": [...]} is expected')
+    found = False
+    while (mark := text.next()) == "," or mark == '"':
+        key = text.value(mark if mark == '"' else "")
+        if text.next() != ":":
+            raise text.broken("a colon is expected")
+        if key != "data":
+            text.value()
+            continue
+        found = True
+        if text.next() != "[":
+            raise text.broken("data is no list of articles")
+        while (mark := text.next()) not in ("]", ""):
+            yield text.value("" if mark == "," else mark)
+    if mark != "}" or text.next():
+        raise text.broken("the file is cut off or goes on after its end")
+    if not found:
+        raise _Bad('it has no list "data"; a SQuAD file is {"data": [{"title", "paragraphs"}]}')
+
+
+class _Text:
+    """Decoded text of a file, of which as much is held as the JSON value being read needs."""
+
+    def __init__(self, file: IO[bytes]):
+        self.file = file
+        # Bytes that are not UTF-8 become lone surrogates, so that the row, not the file, is refused.
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
+        self.json = json.JSONDecoder()
+        self.buffer, self.at, self.before, self.ended = "", 0, 0, False
+        self.more(_CHUNK)
+        if self.buffer.startswith(("\udcff\udcfe", "\udcfe\udcff")):
+            raise _Bad(UTF16_REASON)
+        self.buffer = self.buffer.removeprefix("\ufeff")
+
+    def more(self, size: int) -> None:
+        """Read `size` bytes more; what was consumed is let go."""
+        chunk = self.file.read(size)
+        self.ended = not chunk
+        self.before += self.at
+        self.buffer, self.at = self.buffer[self.at :] + self.decoder.decode(chunk, final=self.ended), 0
+
+    def next(self) -> str:
+        """The next character that is no blank, consumed; empty at the end."""
+        while True:
+            while self.at < len(self.buffer):
+                character = self.buffer[self.at]
+                self.at += 1
+                if character not in _BLANKS:
+                    return character
+            if self.ended:
+                return ""
+            self.more(_CHUNK)
+
+    def value(self, first: str = "") -> Any:
+        """The JSON value that begins here, or whose first character `first` was consumed."""
+        self.at -= len(first)
+        if not first and self.next():
+            self.at -= 1
+        while True:
+            try:
+                found, end = self.json.raw_decode(self.buffer, self.at)
+            except json.JSONDecodeError as error:
+                if self.ended:
+                    raise self.broken(error.msg, error.pos) from None
+            except (ValueError, RecursionError):  # a number of thousands of digits, thousands of brackets
+                raise self.broken("a number is too long or the nesting too deep") from None
+            else:
+                # A number at the buffer's end may go on in the next chunk.
+                if end < len(self.buffer) or self.ended:
+                    self.at = end
+                    return found
+            # Twice as much each time, so that a large article is tried a few times only.
+            self.more(max(_CHUNK, len(self.buffer) - self.at))
+
+    def broken(self, what: str, position: int | None = None) -> _Bad:
+        place = self.before + (self.at if position is None else position)
+        return _Bad(
+            f"not JSON at character {place} ({what}); the questions behind it are lost, mend or export it again"
+        )
