@@ -41,7 +41,7 @@ def test_every_recipe_loads_and_is_described() -> None:
 def test_an_unknown_recipe_names_those_there_are() -> None:
     with pytest.raises(ConfigError) as caught:
         config.load("intents")
-    assert str(caught.value) == "recipe=intents: unknown; did you mean intent?"
+    assert str(caught.value) == "recipe=intents: unknown; did you mean intent or entities?"
     with pytest.raises(ConfigError, match="known: demo, entities, essay, essay-published, intent"):
         config.load("zzz")
 

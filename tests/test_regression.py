@@ -167,7 +167,8 @@ def test_a_finished_run_s_rows_are_written_with_their_slices(made: tuple[Store, 
     store, folder = made
     network: Any = model.build(folder / "encoder", TASK, store.manifest.labels, seed=0)
     outcomes = evaluate.gathered(Exchange(network), TASK, store, "test", pad_id=0, precision="fp32")
-    path = predictions.write(tmp_path, "test", store, TASK, outcomes, base.load_tokenizer(folder / "encoder", 64))
+    tokenizer, head = base.load_tokenizer(folder / "encoder", 64), store.manifest.head
+    path = predictions.write(tmp_path, "test", store, TASK, head, outcomes, tokenizer)
     assert path == tmp_path / "predictions-test.parquet"
     table = pyarrow.parquet.read_table(path)
     assert [f"{field.name} {field.type}" for field in table.schema] == [
@@ -175,14 +176,13 @@ def test_a_finished_run_s_rows_are_written_with_their_slices(made: tuple[Store, 
         "target double", "prediction double", "score double", "loss double", "kind string", "prompt string",
     ]  # fmt: skip
     lines = (folder / "essays.csv").read_text().splitlines()
-    head = store.manifest.head
     for row in table.to_pylist():
         _, given, kind, prompt = lines[row["line"] - 1].split(",")
         assert row["text"].startswith(prompt)
         assert (row["target"], row["kind"], row["prompt"]) == (float(given), kind, prompt)
         assert row["loss"] == pytest.approx(((row["prediction"] - row["target"]) / head.facts["std"]) ** 2)
         assert row["score"] is None
-    sliced = predictions.sliced(store, "test", TASK, outcomes)
+    sliced = predictions.sliced(store, "test", TASK, store.manifest.head, outcomes)
     assert set(sliced) == {"kind", "prompt"}
     for name, values in sliced.items():
         assert sum(scores["rows"] for scores in values.values()) == store.rows("test")

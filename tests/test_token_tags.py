@@ -229,7 +229,9 @@ def test_evaluation_sees_every_word_and_writes_tags(made: tuple[Store, Path], tm
     kept: dict[str, Ragged] = {}
     scores = evaluate.evaluate(Exchange(network), TASK, store, "test", pad_id=0, precision="fp32", keep=kept)
     assert scores["rows"] == store.rows("test")
-    path = predictions.write(tmp_path, "test", store, TASK, kept["test"], tokenizer_of(folder / "encoder"))
+    path = predictions.write(
+        tmp_path, "test", store, TASK, store.manifest.head, kept["test"], tokenizer_of(folder / "encoder")
+    )
     for row in pyarrow.parquet.read_table(path).to_pylist():
         assert row["target"] in [["O", *tags] for _, tags in SENTENCES]
         assert len(row["prediction"]) == len(row["target"])

@@ -145,6 +145,10 @@ class Task(Protocol):
         """What the metric needs to know of each row, compact: it is gathered from all workers. float64."""
         ...
 
+    def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
+        """Facts that are chosen on the validation rows once the model is trained, e.g. a threshold; often none."""
+        ...
+
     def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
         """Evaluated rows, for people."""
         ...

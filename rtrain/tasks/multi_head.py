@@ -98,7 +98,8 @@ class MultiHead(PooledTask):
             best[:, place] = chances.argmax(axis=1)
             score = np.minimum(score, chances.max(axis=1))
             with np.errstate(divide="ignore"):
-                own_loss = -np.log(np.where(true[:, place] >= 0, chances[np.arange(len(true)), true[:, place]], 0.0))
+                right = chances[np.arange(len(true)), np.maximum(0, true[:, place])]
+                own_loss = -np.log(np.where(true[:, place] >= 0, right, 0.0))
             loss[:, place] = np.where(present[:, place], own_loss, 0.0)
             labels.append([*own, ""])  # -1 and IGNORED: the head has no such label
         return Described(

@@ -1,7 +1,7 @@
 """Any number of labels per text, none included: each label is a yes or no of its own.
 
 A row's labels are a list (parquet, jsonl), or a text with `data.separator` between them; an empty list is a row to
-which no label applies. The probability from which a label is given is chosen on the validation rows, see `calibrate`.
+which no label applies. The probability from which a label is given is chosen on the validation rows (`calibrate`).
 """
 
 import json
@@ -71,6 +71,21 @@ class MultiLabel(PooledTask):
         cross = F.binary_cross_entropy_with_logits(found, wanted, reduction="sum")
         own = F.binary_cross_entropy_with_logits(known, wanted, reduction="sum")
         return {"loss": temperature**2 * (cross - own)}
+
+    def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
+        """The chance from which a label is given: the one of the best micro F1, half-way to the next lower chance."""
+        size = len(head.labels)
+        chances, true = sigmoid(outcomes.matrix(size)).ravel(), targets.matrix(size).ravel() > 0
+        if not true.any():
+            return {}
+        order = np.argsort(-chances, kind="stable")
+        right = np.cumsum(true[order])
+        # F1 = 2 TP / (given + true) if the first n labels are given; only where the chance falls can the cut be.
+        f1 = 2 * right / (np.arange(1, len(order) + 1) + true.sum())
+        falls = np.append(np.diff(chances[order]) < 0, True)
+        last = int(np.argmax(np.where(falls, f1, -1.0)))
+        lower = chances[order[last + 1]] if last + 1 < len(order) else 0.0
+        return {"threshold": float(chances[order[last]] + lower) / 2}
 
     def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
         logits, true = outcomes.matrix(len(head.labels)), targets.matrix(len(head.labels))

@@ -61,6 +61,9 @@ class PooledTask:
                 found = (np.add.reduceat(logits, starts, axis=0) / tokens.windows[:, None]).astype(logits.dtype)
         return found
 
+    def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
+        return {}
+
     def outcomes(self, outputs: Outputs, tokens: Tokens, head: Head) -> Ragged:
         return Ragged.even(np.asarray(outputs, dtype=np.float64))
 

@@ -126,6 +126,9 @@ class TokenTags:
             rows.append(np.stack([found, chances[place, found], loss], axis=1))
         return Ragged.of(rows, np.float64)
 
+    def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
+        return {}
+
     def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
         words = [row.reshape(-1, 3) for row in outcomes]
         return Described(

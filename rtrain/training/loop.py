@@ -89,6 +89,12 @@ class Job:
     until: int
     """Updates after which this start ends; `order.updates` for a whole run."""
     evaluate_at: frozenset[int] = frozenset()
+    chosen: base.Head | None = None
+    """The store's head with what was chosen on the validation rows, once it was."""
+
+    @property
+    def head(self) -> base.Head:
+        return self.chosen or self.store.manifest.head
 
 
 @dataclass(frozen=True)

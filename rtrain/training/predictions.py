@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from rtrain.data.store import Store
-from rtrain.tasks.base import Task
+from rtrain.tasks.base import Head, Task
 from rtrain.tasks.batch import Ints, Ragged
 from rtrain.tasks.metrics import Scores, metric_for
 
@@ -33,9 +33,11 @@ def path_of(run: Path, split: str) -> Path:
     return run / f"predictions-{split}.parquet"
 
 
-def write(run: Path, split: str, store: Store, task: Task, outcomes: Ragged, tokenizer: "tokenizers.Tokenizer") -> Path:
+def write(
+    run: Path, split: str, store: Store, task: Task, head: Head, outcomes: Ragged, tokenizer: "tokenizers.Tokenizer"
+) -> Path:
     """`outcomes` are those of all rows of the split, in index order."""
-    described = task.describe(outcomes, store.targets(split), store.manifest.head)
+    described = task.describe(outcomes, store.targets(split), head)
     origins, lengths = store.origins(split), store.column(split, "length")
     columns: dict[str, Any] = {
         "position": pa.array(np.arange(len(lengths)), pa.int64()),
@@ -62,7 +64,7 @@ def slices(store: Store, split: str) -> list[str]:
     return [name for name in store.origins(split).column_names if name not in ("source", "line")]
 
 
-def sliced(store: Store, split: str, task: Task, outcomes: Ragged) -> dict[str, dict[str, Scores]]:
+def sliced(store: Store, split: str, task: Task, head: Head, outcomes: Ragged) -> dict[str, dict[str, Scores]]:
     """Column -> value -> scores of the rows that have it; the most frequent values first."""
     targets, metric = store.targets(split), metric_for(task.output)
     found: dict[str, dict[str, Scores]] = {}
@@ -73,7 +75,7 @@ def sliced(store: Store, split: str, task: Task, outcomes: Ragged) -> dict[str, 
         found[name] = {}
         for code in np.argsort(-counts, kind="stable")[:MOST_VALUES]:
             rows: Ints = np.flatnonzero(codes == code)
-            scores = metric.scores(outcomes.take(rows), targets.take(rows), store.manifest.head)
+            scores = metric.scores(outcomes.take(rows), targets.take(rows), head)
             found[name][str(values[code])] = scores
     return found
 

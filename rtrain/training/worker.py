@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 import uuid
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -18,6 +19,7 @@ from rtrain.errors import ConfigError
 from rtrain.report import events
 from rtrain.tasks import base
 from rtrain.tasks.batch import Ragged
+from rtrain.tasks.metrics import metric_for
 from rtrain.training import evaluate, loop, losses, model, notice, precision, predictions
 from rtrain.training.exchange import Exchange
 
@@ -89,6 +91,7 @@ def run(settings: dict[str, Any]) -> None:
             exchange, task, store, "valid", pad_id=job.pad_id, precision=job.precision
         )  # by the best weights, which the test rows were answered by
         if rank == 0:
+            job, outcome = _calibrated(job, outcome, valid)
             _keep_answers(job, source, {"valid": valid, **outcome.outcomes})
             export(network, source, folder, job, outcome)
     faulthandler.cancel_dump_traceback_later()
@@ -121,12 +124,25 @@ def _precision(exchange: Exchange, run: Path, wanted: str) -> str:
     return chosen
 
 
+def _calibrated(job: loop.Job, outcome: loop.Outcome, valid: Ragged) -> tuple[loop.Job, loop.Outcome]:
+    """With what the task chooses on the validation rows, and the scores of both splits by it."""
+    chosen = job.task.calibrate(valid, job.store.targets("valid"), job.head)
+    if not chosen:
+        return job, outcome
+    head = base.Head(job.head.labels, {**job.head.facts, **chosen})
+    metric, update, scores = metric_for(job.task.output), outcome.best_update, {}
+    for split, found in (("valid", valid), ("test", outcome.outcomes["test"])):
+        scores[split] = metric.scores(found, job.store.targets(split), head)
+        events.append(job.run, "evaluated", split=split, update=update, scores=scores[split], chosen=chosen)
+    return replace(job, chosen=head), replace(outcome, scores=scores)
+
+
 def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged]) -> None:
     """Every row's prediction, for people; and the scores of each slice."""
     tokenizer = base.load_tokenizer(source, job.recipe.data.max_tokens)
     for split, found in outcomes.items():
-        predictions.write(job.run, split, job.store, job.task, found, tokenizer)
-        if slices := predictions.sliced(job.store, split, job.task, found):
+        predictions.write(job.run, split, job.store, job.task, job.head, found, tokenizer)
+        if slices := predictions.sliced(job.store, split, job.task, job.head, found):
             events.append(job.run, "sliced", split=split, slices=slices)
 
 
@@ -145,7 +161,7 @@ def export(
         labels=job.store.manifest.labels,
         max_tokens=base.reading(job.task, job.recipe.data).max_tokens,
         engine="torch",
-        facts=job.store.manifest.facts,
+        facts=job.head.facts,
         metrics=outcome.scores,
         lineage={
             "run": run.name,
