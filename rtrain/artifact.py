@@ -9,7 +9,7 @@ MANIFEST.json                                        size and SHA-256 of each fi
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,17 +46,24 @@ class Artifact:
     max_tokens: int
     engine: str
     """`torch` (float) or `openvino` (int8)."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the task needs to answer, beside the labels: how windows are pooled, the mean of the targets, ..."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     lineage: Mapping[str, Any] = field(default_factory=dict)
     gate: Mapping[str, Any] | None = None
     golden: tuple[Mapping[str, Any], ...] = ()
-    """`{"inputs": text, "logits": [...]}` each, as computed by the maker through `rtrain.predict`."""
+    """`{"inputs": text or texts, "logits": [...]}` each, as computed by the maker through `rtrain.predict`."""
     version: str = ""
     """Digest of the files that answer: two artefacts of one version answer alike."""
     schema_version: int = SCHEMA_VERSION
 
 
-def write(folder: Path, artifact: Artifact, answer: Callable[[Path, Artifact], list[list[float]]]) -> Artifact:
+def write(
+    folder: Path,
+    artifact: Artifact,
+    answer: Callable[[Path, Artifact], Sequence[Sequence[Any]]],
+    inputs: Sequence[Any] = GOLDEN_INPUTS,
+) -> Artifact:
     """Complete a folder that holds the model files: version, golden answers by `answer`, artifact.json, manifest."""
     parts = [
         path
@@ -64,11 +71,13 @@ def write(folder: Path, artifact: Artifact, answer: Callable[[Path, Artifact], l
         if path.suffix in (".safetensors", ".bin", ".xml") or path.name == "tokenizer.json"
     ]
     total = hashlib.sha256("\n".join(artifact.labels).encode())
+    if artifact.facts:
+        total.update(json.dumps(artifact.facts, sort_keys=True).encode())
     for path in parts:
         total.update(path.read_bytes())
     artifact = replace(artifact, version=total.hexdigest()[:12])
     logits = answer(folder, artifact)
-    golden = tuple({"inputs": text, "logits": row} for text, row in zip(GOLDEN_INPUTS, logits, strict=True))
+    golden = tuple({"inputs": asked, "logits": row} for asked, row in zip(inputs, logits, strict=True))
     artifact = replace(artifact, golden=golden)
     (folder / NAME).write_text(json.dumps(asdict(artifact), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     manifest.write(folder)

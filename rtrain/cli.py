@@ -319,7 +319,16 @@ def predict(
         print(json.dumps(answers, ensure_ascii=False))
         return
     for answer in answers:
-        print("\t".join(f"{entry['label']}\t{entry['score']:.4f}" for entry in answer))
+        print(_answer_text(answer))
+
+
+def _answer_text(answer: Any) -> str:
+    """Labels and scores of a text, a number, or an answer in words, tab-separated."""
+    if isinstance(answer, float):
+        return f"{answer:.4f}"
+    if isinstance(answer, list):
+        return "\t".join(_answer_text(entry) for entry in answer)
+    return "\t".join(f"{value:.4f}" if isinstance(value, float) else str(value) for value in answer.values())
 
 
 @app.command()

@@ -34,20 +34,39 @@ class Data(Section):
     """File, folder, glob or URL of the training rows: csv, tsv, jsonl, parquet, a `datasets` folder or name."""
     test: str | None = None
     """The same for the test rows. Without it, 10 % of the rows, chosen by a hash of their content, are the test."""
-    format: Literal["csv", "tsv", "jsonl", "parquet", "datasets"] | None = None
+    format: Literal["csv", "tsv", "jsonl", "parquet", "datasets", "conll", "squad"] | None = None
     """Format of both; by default read from the file name."""
     text: str = "text"
     """Column with the text."""
     text_pair: str | None = None
     """Column with a second text, or none."""
-    label: str = "label"
-    """Column with the label."""
+    label: str | tuple[str, ...] | None = "label"
+    """Column with the label; for a task of several heads a list, one column each; null where nothing is labelled."""
+    separator: Annotated[str, Field(min_length=1)] | None = None
+    """Between the labels of a row that has several, e.g. "|", where they are one text; lists need none."""
+    slices: tuple[str, ...] = ()
+    """Columns, e.g. a language, by whose values the scores are given apart as well."""
+    split_by: str | None = None
+    """Column, e.g. an essay or a contract, whose equal values are all in one of the splits; by default equal texts."""
     max_tokens: Annotated[int, Field(ge=8, le=8192)] = 64
     """Longer texts are cut here, in training and in serving alike. Tokens."""
+    window: Annotated[int, Field(ge=8, le=8192)] | None = None
+    """Longer texts are read in windows of this many tokens, instead of being cut at max_tokens."""
+    stride: Annotated[int, Field(ge=0)] = 0
+    """Tokens that two neighbouring windows share."""
+    max_windows: Positive = 64
+    """Windows of a row; what is beyond them is cut, and counted as truncated."""
+    pooling: Literal["mean", "max", "first"] = "mean"
+    """How the outputs of a text's windows become one."""
     max_row_bytes: Positive = 200_000
     """A row with more text than this (bytes of UTF-8) is set aside as bad."""
     max_bad_rows: Share = 0.02
     """Share of bad rows above which the file is refused rather than its bad rows set aside."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Columns with labels."""
+        return (self.label,) if isinstance(self.label, str) else self.label or ()
 
 
 class Model(Section):
@@ -127,7 +146,7 @@ class Quantize(Section):
 
 class Recipe(Section):
     name: str
-    task: Literal["classification"]
+    task: Literal["classification", "multi_label", "multi_head", "regression", "token_tags"]
     data: Data = Data()
     model: Model = Model()
     optim: Optim = Optim()
@@ -328,12 +347,20 @@ def contradictions(recipe: Recipe, deploy: Deploy) -> list[Problem]:
         problems.append(
             Problem("tune.first_rung", tune.first_rung, f"above tune.budget={tune.budget}", "write a smaller share")
         )
-    if recipe.data.text_pair == recipe.data.text:
-        problems.append(Problem("data.text_pair", recipe.data.text_pair, "the same column as data.text", "remove it"))
-    if recipe.data.label in (recipe.data.text, recipe.data.text_pair):
+    return problems + _data_contradictions(recipe.data)
+
+
+def _data_contradictions(data: Data) -> list[Problem]:
+    problems = []
+    if data.text_pair == data.text:
+        problems.append(Problem("data.text_pair", data.text_pair, "the same column as data.text", "remove it"))
+    if {data.text, data.text_pair} & set(data.labels):
         problems.append(
-            Problem("data.label", recipe.data.label, "the same column as the text", "name the column of the labels")
+            Problem("data.label", data.label, "the same column as the text", "name the column of the labels")
         )
+    if 2 * data.stride >= (data.window or data.max_tokens):
+        fix = "write less than half of data.window (or of data.max_tokens where it is not set)"
+        problems.append(Problem("data.stride", data.stride, "windows would share half of their tokens or more", fix))
     return problems
 
 

@@ -17,6 +17,8 @@ from rtrain.errors import UserError
 from rtrain.report.memory import PeakMemory
 from rtrain.report.progress import Line, say
 from rtrain.report.summary import summarise
+from rtrain.tasks import base
+from rtrain.tasks.metrics import metric_for
 from rtrain.training import driver, model, runs
 
 ASKED_TEXTS = 200
@@ -117,24 +119,25 @@ def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> N
         found = search.run(config, folder / "search", on_event=line, tokens_root=folder)
         stage.score = found.best.score
         default = summarise(Path(found.trials[0].run))
-        report.default_score = default["metrics"]["test"]["accuracy"]
+        headline = metric_for(base.get(recipe.task).output).headline
+        report.default_score = default["metrics"]["test"][headline]
         stage.rows = sum(trial.updates * _rows_per_update(trial) for trial in found.trials)
     with report.stage("train", line) as stage:
         before = found.best.updates * _rows_per_update(found.best)
         winner = search.continue_best(found, on_event=line, tokens_root=folder)
-        report.winner_score = stage.score = winner["metrics"]["test"]["accuracy"]
+        report.winner_score = stage.score = winner["metrics"]["test"][headline]
         stage.rows = max(0, winner["rows_seen"] - before)
     teacher = Path(found.best.run)
     with report.stage("distill", line) as stage:
         settings = configuration.load(str(teacher / runs.CONFIG))
         student, summary = distill.run(settings, teacher, folder / "student", on_event=line)
-        stage.score, stage.rows = summary["metrics"]["test"]["accuracy"], summary["rows_seen"]
+        stage.score, stage.rows = summary["metrics"]["test"][headline], summary["rows_seen"]
     with report.stage("quantize", line) as stage:
         # In a process of its own, which gives the memory of torch, NNCF and two engines back when it ends.
         task = ray.remote(num_cpus=1)(quantize.run)
         made = ray.get(task.remote(recipe, store.folder, student, student / "artifact-int8"))
         stage.score, stage.size_mb, stage.rows = (
-            made["test"]["accuracy"],
+            made["test"][headline],
             made["size_mb"],
             recipe.quantize.calibration_rows,
         )

@@ -1,6 +1,7 @@
 """Artefact + texts -> typed answers, with the engine that artifact.json names. No torch for an int8 artefact."""
 
 import inspect
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,17 +11,17 @@ import numpy as np
 
 from rtrain import artifact
 from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
-from rtrain.data.store import Tokens, pack, padded
 from rtrain.errors import UserError
 from rtrain.tasks import base
-from rtrain.tasks.base import Encoded, Floats
+from rtrain.tasks.base import Head, Input, Task
+from rtrain.tasks.batch import Encoded, Floats, Ints, Outputs, Tokens, batches, pack, padded
 
 BATCH_ROWS = 32
 # Logits of another processor's kernels differ in the last bits; of int8 kernels, by a rounding step of a few scales.
 GOLDEN_TOLERANCE = {"torch": 1e-3, "openvino": 0.1}
 
-Input = str | Mapping[str, str]
-"""A text, or `{"text": ..., "text_pair": ...}`."""
+MOST_TOKENS = 1 << 14
+"""Of one engine call: texts of many windows go in smaller groups."""
 
 
 class InputError(UserError):
@@ -33,7 +34,8 @@ class InputError(UserError):
 
 class Engine(Protocol):
     def logits(self, inputs: Mapping[str, Any]) -> Floats:
-        """[rows, outputs] of padded inputs [rows, tokens]: input_ids, attention_mask, token_type_ids."""
+        """[windows, outputs] of padded inputs [windows, tokens]: input_ids, attention_mask, token_type_ids; or
+        [windows, tokens, outputs]."""
         ...
 
 
@@ -43,7 +45,8 @@ class Predictor:
     def __init__(self, folder: Path, artifact: Artifact, threads: int | None = None):
         self.artifact = artifact
         self.task = base.get(artifact.task)
-        self.tokenizer = base.load_tokenizer(folder, artifact.max_tokens)
+        self.head = Head(artifact.labels, artifact.facts)
+        self.tokenizer = base.load_tokenizer(folder, artifact.max_tokens, artifact.facts.get("stride", 0))
         self._engine: Engine = _ENGINES[artifact.engine](folder, artifact, threads)
         self._pad_id = _pad_id(folder)
 
@@ -56,36 +59,40 @@ class Predictor:
 
     def encode(self, inputs: Sequence[Input]) -> list[Encoded]:
         """Tokens of each input, by the same `task.encode` as in training."""
-        read = [_texts(value, position) for position, value in enumerate(inputs)]
+        read = [_texts(value, position, self.task) for position, value in enumerate(inputs)]
+        most = self.artifact.facts.get("max_windows", 1)
         found: dict[int, Encoded] = {}
         # Pairs apart: beside them, a single text would get an empty second one, and another answer than alone (I8).
         for paired in (False, True):
             rows = [row for row, (_, pair) in enumerate(read) if (pair is not None) == paired]
             pairs = [read[row][1] or "" for row in rows] if paired else None
-            encoded = self.task.encode(self.tokenizer, [read[row][0] for row in rows], pairs)
+            encoded = self.task.encode(self.tokenizer, [read[row][0] for row in rows], pairs, most)
             found.update(zip(rows, encoded, strict=True))
         return [found[row] for row in range(len(read))]
 
-    def run(self, encoded: Sequence[Encoded]) -> Floats:
-        """Logits [rows, outputs], one engine call for all rows."""
-        ids, lengths, second = pack([(row.ids, row.second) for row in encoded])
-        nothing = np.zeros(len(encoded), dtype=np.int64)
-        no_teacher = np.empty((len(encoded), 0), dtype=np.float32)
-        return self.run_tokens(Tokens(ids, lengths, second, nothing, nothing.astype(np.uint64), no_teacher))
+    def run(self, encoded: Sequence[Encoded]) -> Outputs:
+        """The output for each row (see `Task.outputs`), one engine call for all of them."""
+        tokens = pack(encoded)
+        return self.task.outputs(self.run_tokens(tokens), tokens, self.head)
 
     def run_tokens(self, tokens: Tokens) -> Floats:
-        """Logits [rows, outputs] of rows that are tokens already, as a token store gives them."""
-        return self._engine.logits(padded(tokens, self._pad_id))
+        """Logits of rows that are tokens already, as a token store gives them: [windows or tokens, outputs]."""
+        inputs = padded(tokens, self._pad_id)
+        logits = self._engine.logits(inputs)
+        return logits[inputs["attention_mask"].astype(bool)] if logits.ndim == 3 else logits
 
-    def logits(self, inputs: Sequence[Input], batch_rows: int = BATCH_ROWS) -> Floats:
-        """Logits of any number of inputs, in batches of neighbours in length."""
-        encoded = self.encode(inputs)
-        order = sorted(range(len(encoded)), key=lambda row: len(encoded[row].ids))
-        result = np.empty((len(encoded), len(self.artifact.labels)), dtype=np.float32)
-        for start in range(0, len(order), batch_rows):
-            rows = order[start : start + batch_rows]
-            result[rows] = self.run([encoded[row] for row in rows])
-        return result
+    def outputs(self, encoded: Sequence[Encoded], batch_rows: int = BATCH_ROWS) -> list[Floats]:
+        """The output for each of any number of rows, in batches of neighbours in length."""
+        lengths = np.array([len(row.ids) for row in encoded], dtype=np.int32)
+        order: Ints = np.argsort(lengths, kind="stable")
+        found: dict[int, Floats] = {}
+        for rows in batches(lengths, order, batch_rows, MOST_TOKENS):
+            found.update(zip(rows.tolist(), self.run([encoded[row] for row in rows]), strict=True))
+        return [found[row] for row in range(len(encoded))]
+
+    def logits(self, inputs: Sequence[Input], batch_rows: int = BATCH_ROWS) -> list[Floats]:
+        """The output for each input."""
+        return self.outputs(self.encode(inputs), batch_rows)
 
     def __call__(
         self, inputs: Sequence[Input], parameters: Mapping[str, Any] | None = None, batch_rows: int = BATCH_ROWS
@@ -93,15 +100,19 @@ class Predictor:
         """One answer per input, in the task's HTTP form."""
         if not inputs:
             return []
-        return self.task.decode(self.logits(inputs, batch_rows), self.artifact.labels, parameters or {})
+        encoded = self.encode(inputs)
+        return self.task.decode(self.outputs(encoded, batch_rows), inputs, encoded, self.head, parameters or {})
 
     def check_golden(self) -> None:
         """Refuse to answer where the answers are not those that the artefact's maker recorded."""
         if not self.artifact.golden:
             raise ArtifactError("the artefact has no golden answers; make it again")
-        expected = np.array([row["logits"] for row in self.artifact.golden], dtype=np.float32)
         found = self.logits([row["inputs"] for row in self.artifact.golden], batch_rows=1)
-        worst = float(np.abs(found - expected).max())
+        apart = [
+            _apart(output, np.array(row["logits"], dtype=np.float32))
+            for output, row in zip(found, self.artifact.golden, strict=True)
+        ]
+        worst = float(np.max(apart))  # a NaN is the worst of all
         tolerance = GOLDEN_TOLERANCE[self.artifact.engine]
         if not worst <= tolerance:  # also where it is not a number
             raise ArtifactError(
@@ -110,18 +121,34 @@ class Predictor:
             )
 
 
-def golden_logits(folder: Path, artifact: Artifact) -> list[list[float]]:
+def golden_inputs(task: Task) -> list[Input]:
+    """What an artefact's golden answers are asked of."""
+    if not task.needs_pair:
+        return list(GOLDEN_INPUTS)
+    return [dict(zip(task.fields, pair, strict=True)) for pair in itertools.pairwise(GOLDEN_INPUTS)]
+
+
+def golden_logits(folder: Path, artifact: Artifact) -> list[list[Any]]:
     """The golden answers of a folder that has its model files but no artifact.json yet."""
     predictor = Predictor(folder, artifact)
-    rows = predictor.logits(GOLDEN_INPUTS, batch_rows=1)
-    return [[float(value) for value in row] for row in rows]
+    rows = predictor.logits(golden_inputs(predictor.task), batch_rows=1)
+    return [[float(value) for value in row.ravel()] if row.ndim == 1 else row.tolist() for row in rows]
 
 
-def _texts(value: Input, position: int) -> tuple[str, str | None]:
+def _apart(found: Floats, expected: Floats) -> float:
+    """The largest difference; endless where they are not of one shape."""
+    return float(np.abs(found - expected).max()) if found.shape == expected.shape else float("inf")
+
+
+def _texts(value: Input, position: int, task: Task) -> tuple[str, str | None]:
+    """The one or two texts of an input, checked."""
     if isinstance(value, str):
         text, pair = value, None
     else:
-        text, pair = value["text"], value.get("text_pair")
+        text, pair = value[task.fields[0]], value.get(task.fields[1])
+    if task.needs_pair and pair is None:
+        wanted = " and ".join(task.fields)
+        raise InputError(f"input {position} lacks one of two texts; send {wanted}", position)
     for part in (text, pair or ""):
         try:
             part.encode("utf-8")
@@ -159,7 +186,10 @@ class _Torch:
     def logits(self, inputs: Mapping[str, Any]) -> Floats:
         with self._torch.inference_mode():
             tensors = {name: self._torch.from_numpy(value) for name, value in inputs.items() if name in self._accepted}
-            found: Floats = self._model(**tensors).logits.numpy()
+            output = self._model(**tensors)
+        if hasattr(output, "start_logits"):
+            return np.stack([output.start_logits.numpy(), output.end_logits.numpy()], axis=-1)
+        found: Floats = output.logits.numpy()
         return found
 
 
@@ -180,7 +210,9 @@ class _OpenVino:
         self._request = openvino.Core().compile_model(folder / "model.int8.xml", "CPU", options).create_infer_request()
 
     def logits(self, inputs: Mapping[str, Any]) -> Floats:
-        found: Floats = next(iter(self._request.infer(dict(inputs), share_inputs=True).values())).copy()
+        outputs = list(self._request.infer(dict(inputs), share_inputs=True).values())
+        # A span model has two, its start and its end, as the last axis of one array everywhere else.
+        found: Floats = outputs[0].copy() if len(outputs) == 1 else np.stack(outputs, axis=-1)
         return found
 
 

@@ -11,7 +11,7 @@ import ipaddress
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import quote
@@ -26,8 +26,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import rtrain
 from rtrain.config import Serve
-from rtrain.predict import Input, InputError, Predictor
-from rtrain.tasks.base import Floats
+from rtrain.predict import InputError, Predictor
+from rtrain.tasks.base import Input
 from serve import schema
 from serve.batcher import Batcher, EngineError, Expired, Overloaded
 from serve.schema import RequestError
@@ -86,8 +86,10 @@ class Service:
             raise RequestError(504, "the deadline passed before the body had arrived") from None
         return bytes(body)
 
-    async def logits(self, texts: list[Input], deadline: float, place: Callable[[int], str]) -> tuple[Floats, int]:
-        """Logits of `texts`, and how many of them were cut; `place` names the field of a text in the request."""
+    async def answers(
+        self, texts: list[Input], deadline: float, place: Callable[[int], str], parameters: Mapping[str, Any]
+    ) -> tuple[list[Any], int]:
+        """Answers to `texts`, and how many of them were cut; `place` names the field of a text in the request."""
         if len(texts) > self.settings.max_inputs:
             raise RequestError(413, f"{len(texts)} texts; send at most {self.settings.max_inputs}", "inputs")
         try:
@@ -95,7 +97,7 @@ class Service:
                 encoded = self.predictor.encode(texts)
             else:
                 encoded = await asyncio.to_thread(self.predictor.encode, texts)
-            logits = await self.batcher.submit(encoded, deadline)
+            outputs = await self.batcher.submit(encoded, deadline)
         except InputError as error:
             raise RequestError(422, str(error), place(error.position)) from None
         except Overloaded as error:
@@ -106,10 +108,8 @@ class Service:
             logger.exception("the engine failed")
             raise RequestError(500, "the model failed on this request") from None
         self.rows.inc(len(texts))
-        return logits, sum(row.truncated for row in encoded)
-
-    def decode(self, logits: Floats, top_k: int | None) -> list[Any]:
-        return self.predictor.task.decode(logits, self.predictor.artifact.labels, {"top_k": top_k})
+        answers = self.predictor.task.decode(outputs, texts, encoded, self.predictor.head, parameters)
+        return answers, sum(row.truncated for row in encoded)
 
 
 def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | None = None) -> FastAPI:
@@ -147,9 +147,11 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
         asked = schema.parse(schema.PredictRequest, await service.body(request, deadline))
         several = isinstance(asked.inputs, list)
         texts = asked.texts()
-        logits, cut = await service.logits(texts, deadline, lambda place: f"inputs.{place}" if several else "inputs")
-        answer = service.decode(logits, asked.parameters.top_k if asked.parameters else None)
-        return _json(answer, headers=_cut_header(cut))
+        parameters = asked.parameters.model_dump() if asked.parameters else {}
+        answers, cut = await service.answers(
+            texts, deadline, lambda place: f"inputs.{place}" if several else "inputs", parameters
+        )
+        return _json(answers, headers=_cut_header(cut))
 
     @app.post("/v2/models/{name}/infer", **_documented(schema.InferReply, schema.InferRequest))
     async def infer(request: Request, name: str) -> Response:
@@ -159,12 +161,10 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
         body = await service.body(request, deadline)
         document, binary = schema.split(body, request.headers.get("inference-header-content-length"))
         asked = schema.parse(schema.InferRequest, document)
-        logits, cut = await service.logits(asked.texts(binary), deadline, lambda place: f"inputs.0.data.{place}")
-        best = [row[0] for row in service.decode(logits, top_k=1)]
-        tensors = [
-            {"name": "label", "datatype": "BYTES", "shape": [len(best)], "data": [row["label"] for row in best]},
-            {"name": "score", "datatype": "FP32", "shape": [len(best)], "data": [row["score"] for row in best]},
-        ]
+        answers, cut = await service.answers(
+            asked.texts(binary), deadline, lambda place: f"inputs.0.data.{place}", {"top_k": 1}
+        )
+        tensors = schema.tensors(answers, predictor.task.output)
         if asked.outputs:
             wanted = {output.name for output in asked.outputs}
             tensors = [tensor for tensor in tensors if tensor["name"] in wanted]
@@ -193,8 +193,8 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
                 "platform": f"rtrain_{artifact.engine}",
                 "inputs": [{"name": "text", "datatype": "BYTES", "shape": [-1]}],
                 "outputs": [
-                    {"name": "label", "datatype": "BYTES", "shape": [-1]},
-                    {"name": "score", "datatype": "FP32", "shape": [-1]},
+                    {"name": name, "datatype": datatype, "shape": [-1]}
+                    for name, datatype in schema.output_tensors(predictor.task.output).items()
                 ],
             }
         )

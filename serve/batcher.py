@@ -16,9 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
-from rtrain.tasks.base import Encoded, Floats
+from rtrain.tasks.batch import Encoded, Floats, Outputs
 
 SHORTEST_BUCKET = 16
 """Tokens. Below it a call costs about the same whatever the length."""
@@ -64,8 +62,8 @@ class _Request:
         self.results: dict[int, Floats] = {}
         self.error: EngineError | None = None
 
-    def put(self, position: int, logits: Floats) -> None:
-        self.results[position] = logits
+    def put(self, position: int, output: Floats) -> None:
+        self.results[position] = output
         if len(self.results) == self.rows:
             self.end()
 
@@ -99,7 +97,7 @@ class Batcher:
 
     def __init__(
         self,
-        run: Callable[[list[Encoded]], Floats],
+        run: Callable[[list[Encoded]], Outputs],
         max_batch_rows: int,
         max_queue_rows: int,
         on_call: Callable[[int, float], None] = lambda rows, seconds: None,
@@ -120,8 +118,8 @@ class Batcher:
         """Rows that no engine call has taken yet."""
         return sum(len(queue) for queue in self._queues.values())
 
-    async def submit(self, encoded: Sequence[Encoded], deadline: float) -> Floats:
-        """Logits [rows, outputs] of `encoded` (at least one row), in its order; `deadline` is on the loop's clock.
+    async def submit(self, encoded: Sequence[Encoded], deadline: float) -> list[Floats]:
+        """The output for each row of `encoded` (at least one), in its order; `deadline` is on the loop's clock.
 
         Raises Overloaded, Expired or EngineError. Where the caller is cancelled, its rows leave the queue.
         """
@@ -148,7 +146,7 @@ class Batcher:
             request.end()
             if len(request.results) < request.rows:
                 self._forget(request)
-        return np.stack([request.results[position] for position in range(request.rows)])
+        return [request.results[position] for position in range(request.rows)]
 
     def stalled_s(self) -> float:
         """Seconds that the engine call in progress has taken so far; 0 where there is none."""
@@ -193,7 +191,7 @@ class Batcher:
     async def _answer(self, batch: list[_Row]) -> None:
         loop = asyncio.get_running_loop()
         try:
-            logits = await loop.run_in_executor(self._thread, self._call, [row.encoded for row in batch])
+            outputs = await loop.run_in_executor(self._thread, self._call, [row.encoded for row in batch])
         except Exception as error:
             if len(batch) == 1:
                 failure = EngineError("the engine failed on this text")
@@ -205,17 +203,17 @@ class Batcher:
                 if row.request.wanted(loop.time()):
                     await self._answer([row])
         else:
-            for row, values in zip(batch, logits, strict=True):
-                row.request.put(row.position, values)
+            for row, output in zip(batch, outputs, strict=True):
+                row.request.put(row.position, output)
 
-    def _call(self, encoded: list[Encoded]) -> Floats:
+    def _call(self, encoded: list[Encoded]) -> Outputs:
         """One engine call, on the engine's thread, which alone writes these counters."""
         self._call_began = began = time.monotonic()
         try:
-            logits = self._run(encoded)
-            if len(logits) != len(encoded):
-                raise RuntimeError(f"the engine gave {len(logits)} answers to {len(encoded)} texts")
-            return logits
+            outputs = self._run(encoded)
+            if len(outputs) != len(encoded):
+                raise RuntimeError(f"the engine gave {len(outputs)} answers to {len(encoded)} texts")
+            return outputs
         except Exception:
             self.stats.failures += 1
             raise

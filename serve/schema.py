@@ -5,12 +5,13 @@ is not UTF-8, lone surrogates included, so nothing hostile reaches Python object
 as plain dicts elsewhere: validating our own answers would cost more than a small model does.
 """
 
-from typing import Annotated, Literal, TypeVar
+import json
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from rtrain.predict import Input
+from rtrain.tasks.base import Input
 
 MAX_FIELD_CHARACTERS = 100
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
@@ -171,7 +172,7 @@ class InputTensor(_Open):
 
 
 class RequestedOutput(_Open):
-    name: Literal["label", "score"]
+    name: Literal["label", "score", "answer"]
 
 
 class InferRequest(_Open):
@@ -215,6 +216,28 @@ def split(body: bytes, json_length: str | None) -> tuple[bytes, bytes]:
     if not json_length.isdecimal() or len(json_length) > 9 or int(json_length) > len(body):
         raise RequestError(400, "inference-header-content-length does not fit the body")
     return body[: int(json_length)], body[int(json_length) :]
+
+
+def output_tensors(output: str) -> dict[str, str]:
+    """Name and datatype of the tensors that answer, by the kind of output. Where the protocol has no form for an
+    answer, it is the JSON of the Hugging Face form, a text for each input."""
+    return {"classes": {"label": "BYTES", "score": "FP32"}, "number": {"score": "FP32"}}.get(
+        output, {"answer": "BYTES"}
+    )
+
+
+def tensors(answers: list[Any], output: str) -> list[dict[str, Any]]:
+    """The same answers as tensors."""
+    if output == "classes":
+        columns: dict[str, list[Any]] = {name: [row[0][name] for row in answers] for name in ("label", "score")}
+    elif output == "number":
+        columns = {"score": answers}
+    else:
+        columns = {"answer": [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in answers]}
+    types = output_tensors(output)
+    return [
+        {"name": name, "datatype": types[name], "shape": [len(data)], "data": data} for name, data in columns.items()
+    ]
 
 
 class OutputTensor(_Closed):

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from rtrain.config import Serve
 from rtrain.predict import Predictor
-from rtrain.tasks.base import Encoded, Floats
+from rtrain.tasks.batch import Encoded, Outputs
 from serve.app import build_app
 from tests.tiny import make_artifact
 
@@ -37,7 +37,7 @@ class Gate:
         self._run, self._open = predictor.run, threading.Event()
         self.rows = 0
 
-    def __call__(self, encoded: list[Encoded]) -> Floats:
+    def __call__(self, encoded: list[Encoded]) -> Outputs:
         self.rows += len(encoded)
         assert self._open.wait(10)
         return self._run(encoded)

@@ -62,7 +62,7 @@ def test_an_artefact_is_read_as_it_was_written(tmp_path: Path) -> None:
     )
     document = json.loads((folder / "artifact.json").read_text(encoding="utf-8"))
     assert list(document) == [
-        "name", "task", "labels", "max_tokens", "engine", "metrics", "lineage", "gate", "golden", "version",
+        "name", "task", "labels", "max_tokens", "engine", "facts", "metrics", "lineage", "gate", "golden", "version",
         "schema_version",
     ]  # fmt: skip
     recorded = json.loads((folder / manifest.NAME).read_text())["files"]

@@ -27,7 +27,7 @@ def recipe(**overrides: Any) -> Recipe:
 
 def test_every_recipe_loads_and_is_described() -> None:
     names = config.recipe_names()
-    assert names == ["demo", "intent"]
+    assert names == ["demo", "entities", "essay", "essay-published", "intent"]
     for name in names:
         made = config.load(name)
         assert made.recipe.name == name
@@ -41,8 +41,8 @@ def test_every_recipe_loads_and_is_described() -> None:
 def test_an_unknown_recipe_names_those_there_are() -> None:
     with pytest.raises(ConfigError) as caught:
         config.load("intents")
-    assert str(caught.value) == "recipe=intents: unknown; did you mean intent?"
-    with pytest.raises(ConfigError, match="known: demo, intent"):
+    assert str(caught.value) == "recipe=intents: unknown; did you mean intent or entities?"
+    with pytest.raises(ConfigError, match="known: demo, entities, essay, essay-published, intent"):
         config.load("zzz")
 
 
@@ -172,13 +172,13 @@ def test_unknown_names_in_a_file_are_found_too() -> None:
 
 def test_all_problems_are_reported_at_once() -> None:
     found = problems(
-        {"task": "regression", "optim": {"lr": 2, "schedule": "cosine"}, "train": {"workers": 0}},
+        {"task": "prophecy", "optim": {"lr": 2, "schedule": "cosine"}, "train": {"workers": 0}},
         {"serve.port": 70000, "no.such": 1, "data.max_tokens": "many"},
     )
     assert [(problem.field, problem.value) for problem in found] == [
         ("no.such", None),
         ("name", None),
-        ("task", "regression"),
+        ("task", "prophecy"),
         ("data.max_tokens", "many"),
         ("optim.lr", 2),
         ("optim.schedule", "cosine"),

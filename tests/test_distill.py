@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from rtrain import artifact
 from rtrain.compress import distill
-from rtrain.data.store import Tokens
 from rtrain.errors import ConfigError
 from rtrain.tasks import base
+from rtrain.tasks.batch import single
 from rtrain.training import model
 from rtrain.training.step import forward
 from tests.tiny import make_artifact
@@ -89,7 +89,7 @@ def test_the_student_is_the_teacher_without_its_first_layer(teacher: Path, tmp_p
     lengths = np.array([5, 3], dtype=np.int32)
     nothing = np.zeros(2, dtype=np.int64)
     ids = np.arange(10, 18, dtype=np.int32)
-    rows = Tokens(ids, lengths, lengths, nothing, nothing.astype(np.uint64), np.empty((2, 0), dtype=np.float32))
+    rows = single(ids, lengths, lengths, nothing, nothing.astype(np.uint64), np.empty((2, 0), dtype=np.float32))
     with torch.inference_mode():
         assert torch.equal(forward(student, rows, 0, "fp32"), forward(cut, rows, 0, "fp32"))
 

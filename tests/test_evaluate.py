@@ -11,7 +11,8 @@ import torch
 from rtrain import config
 from rtrain.data.store import Store
 from rtrain.tasks import base
-from rtrain.tasks.metrics import Confusion
+from rtrain.tasks.batch import Ragged
+from rtrain.tasks.metrics import metric_for
 from rtrain.training import evaluate, step
 from rtrain.training.exchange import Exchange
 from tests.conftest import labelled_rows, write_rows
@@ -107,15 +108,25 @@ def test_evaluation_leaves_no_gradient(store: Store, encoder: Path) -> None:
 
 
 def test_a_missing_or_repeated_row_is_an_error() -> None:
-    metric = Confusion(2)
-    metric.add(np.array([[1, 0], [0, 1]], dtype=np.float32), np.array([0, 0]))
-    exchange = Exchange(torch.nn.Linear(1, 1))
-    assert evaluate._scores(exchange, metric, expected=2)["accuracy"] == 0.5
-    for expected in (1, 3):
-        with pytest.raises(RuntimeError, match=f"evaluated 2 rows of {expected}"):
-            evaluate._scores(exchange, metric, expected)
+    outcomes = Ragged.even(np.array([[1.0], [2.0], [3.0]]))
+    assert evaluate.in_order(outcomes, np.array([2, 0, 1]), 3).values.tolist() == [2.0, 3.0, 1.0]
+    for positions, rows in (([0, 1, 1], 3), ([0, 1, 2], 4), ([0, 1, 2], 2), ([0, 1, 3], 3)):
+        with pytest.raises(RuntimeError, match=f"evaluated 3 rows of {rows}, {len(set(positions))} of them distinct"):
+            evaluate.in_order(outcomes, np.array(positions), rows)
+
+
+def test_rows_of_many_windows_are_evaluated_in_smaller_groups(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = np.argsort(store.column("valid", "length"), kind="stable")
+    monkeypatch.setattr(evaluate, "TOKENS_PER_PASS", 40)
+    found = list(evaluate.passes(store, "valid", every))
+    assert np.concatenate(found).tolist() == every.tolist()
+    assert 1 < max(int(store.column("valid", "length")[part].sum()) for part in found) <= 40
 
 
 def test_an_empty_split_scores_nothing() -> None:
-    exchange = Exchange(torch.nn.Linear(1, 1))
-    assert evaluate._scores(exchange, Confusion(3), expected=0) == {"accuracy": 0.0, "macro_f1": 0.0, "rows": 0}
+    nothing = Ragged(np.empty(0), np.empty(0, dtype=np.int32))
+    assert metric_for("classes").scores(nothing, nothing, base.Head(("a", "b"))) == {
+        "accuracy": 0.0,
+        "macro_f1": 0.0,
+        "rows": 0,
+    }

@@ -22,23 +22,29 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.manifest": frozenset(),
     "rtrain.config": frozenset(),
     "rtrain.artifact": frozenset({"rtrain.manifest"}),
-    "rtrain.predict": frozenset({"rtrain.artifact", "rtrain.tasks.", "rtrain.data.store"}),
-    "rtrain.tasks.base": frozenset({"rtrain.config"}),
-    "rtrain.tasks.": frozenset({"rtrain.tasks.base"}),
+    "rtrain.predict": frozenset({"rtrain.artifact", "rtrain.tasks."}),
+    "rtrain.tasks.batch": frozenset(),
+    "rtrain.tasks.base": frozenset({"rtrain.config", "rtrain.tasks.batch"}),
+    "rtrain.tasks.": frozenset(
+        {f"rtrain.tasks.{name}" for name in ("base", "batch", "pooled", "classification")} | {"rtrain.metrics."}
+    ),
     "rtrain.data.synthetic": frozenset(),
-    "rtrain.data.records": frozenset({"rtrain.config"}),
-    "rtrain.data.order": frozenset({"rtrain.tasks.base"}),
+    "rtrain.data.records": frozenset({"rtrain.config", "rtrain.data.formats"}),
+    "rtrain.data.formats": frozenset({"rtrain.data.conll", "rtrain.data.squad"}),
     "rtrain.data.squad": frozenset(),
     "rtrain.data.conll": frozenset(),
     "rtrain.data.augment": frozenset(),
     "rtrain.data.paraphrase": frozenset(),
+    "rtrain.metrics.": frozenset({"rtrain.metrics."}),
+    "rtrain.data.order": frozenset({"rtrain.tasks.batch"}),
     "rtrain.data.drafts": frozenset(),
-    "rtrain.data.store": frozenset({"rtrain.data.drafts", "rtrain.manifest", "rtrain.tasks.base"}),
+    "rtrain.data.store": frozenset(
+        {"rtrain.data.drafts", "rtrain.manifest", "rtrain.tasks.base", "rtrain.tasks.batch"}
+    ),
     "rtrain.data.tokens": frozenset(
         {"rtrain.config", "rtrain.tasks.", *(f"rtrain.data.{name}" for name in ("drafts", "records", "store"))}
     ),
-    "rtrain.data.ingest": frozenset({"rtrain.data.order", "rtrain.data.store", "rtrain.tasks.base"}),
-    "rtrain.metrics.": frozenset({"rtrain.metrics."}),
+    "rtrain.data.ingest": frozenset({"rtrain.data.order", "rtrain.data.store", "rtrain.tasks.batch"}),
     "rtrain.report.": frozenset({"rtrain.report."}),
     "rtrain.plan.preflight": frozenset({"rtrain.config"}),
     "rtrain.cluster.session": frozenset({"rtrain.config", "rtrain.env"}),
@@ -47,10 +53,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.training.optim": frozenset({"rtrain.config"}),
     "rtrain.training.precision": frozenset(),
     "rtrain.training.exchange": frozenset(),
-    "rtrain.training.step": frozenset({"rtrain.data.store", "rtrain.training.model", "rtrain.training.exchange"}),
-    "rtrain.training.losses": frozenset(
-        {"rtrain.config", "rtrain.data.store", "rtrain.tasks.", "rtrain.training.step"}
-    ),
+    "rtrain.training.step": frozenset({"rtrain.tasks.batch", "rtrain.training.model", "rtrain.training.exchange"}),
+    "rtrain.training.losses": frozenset({"rtrain.config", "rtrain.tasks."}),
     "rtrain.training.evaluate": frozenset(
         {"rtrain.data.store", "rtrain.tasks.", "rtrain.training.step", "rtrain.training.exchange"}
     ),
@@ -73,8 +77,9 @@ ALLOWED: dict[str, frozenset[str]] = {
             "rtrain.training.step",
         }
     ),
+    "rtrain.training.predictions": frozenset({"rtrain.data.store", "rtrain.tasks."}),
     "rtrain.training.runs": frozenset({"rtrain.config"}),
-    "rtrain.proof.planted": frozenset({"rtrain.data.store", "rtrain.training.step", "rtrain.training.exchange"}),
+    "rtrain.proof.planted": frozenset({"rtrain.tasks.batch", "rtrain.training.step", "rtrain.training.exchange"}),
     "rtrain.proof.cases": frozenset(
         {"rtrain.config", "rtrain.data.", "rtrain.proof.planted", "rtrain.report.events", "rtrain.tasks."}
         | {f"rtrain.training.{name}" for name in ("checkpoint", "exchange", "loop", "losses", "model", "optim", "step")}
@@ -99,8 +104,9 @@ ALLOWED: dict[str, frozenset[str]] = {
         {"rtrain.artifact", "rtrain.predict", "rtrain.config", "rtrain.data.", "rtrain.report.events", "rtrain.tasks."}
         | {
             f"rtrain.training.{name}"
-            for name in ("exchange", "loop", "losses", "model", "notice", "precision", "replica")
+            for name in ("evaluate", "exchange", "loop", "losses", "model", "notice", "precision", "replica")
         }
+        | {"rtrain.training.predictions"}
     ),
     "rtrain.training.driver": frozenset(
         {
@@ -133,7 +139,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "serve.": frozenset({"serve.", "rtrain.predict", "rtrain.artifact", "rtrain.config", "rtrain.tasks."}),
     "tune.": frozenset(
         {"tune.", "rtrain.training.driver", "rtrain.training.runs", "rtrain.config", "rtrain.report."}
-        | {"rtrain.training.placement"}
+        | {"rtrain.training.placement", "rtrain.tasks."}
     ),
 }
 

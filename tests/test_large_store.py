@@ -26,6 +26,7 @@ from rtrain.data.ingest import Share, Update, plan_update
 from rtrain.data.order import WINDOW_ROWS, Order, rows_digest
 from rtrain.data.store import Store
 from rtrain.errors import UserError
+from rtrain.tasks.batch import Ragged
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -65,11 +66,11 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Store:
         "shard": shard.astype(np.uint32),
         "offset": offset.astype(np.uint32),
         "length": lengths,
-        "target": positions % 7,
     }
     for split in store.SPLITS:
         chosen = slice(ROWS if split == "train" else 0)
-        table = pa.table({name: pa.array(column[chosen]) for name, column in index.items()})
+        targets = store.lists(Ragged.even((positions[chosen] % 7).astype(np.float32)))
+        table = pa.table({name: pa.array(column[chosen]) for name, column in index.items()} | {"targets": targets})
         files[f"index-{split}.arrow"] = store.write_table(writer.folder / f"index-{split}.arrow", table)
     for part in range(math.ceil(ROWS / tokens.SHARD_ROWS)):
         rows = shard == part
@@ -77,7 +78,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Store:
         ids = random.integers(0, 30_000, ends[-1]).astype(np.int32)
         ids[ends[:-1]] = positions[rows]
         name = f"shards/000000-{part:06d}.arrow"
-        columns = {"ids": pa.ListArray.from_arrays(pa.array(ends), pa.array(ids)), "second": lengths[rows]}
+        windows = store.lists(Ragged.even(np.stack([lengths[rows], lengths[rows]], axis=1)))
+        columns = {"ids": pa.ListArray.from_arrays(pa.array(ends), pa.array(ids)), "windows": windows}
         files[name] = store.write_table(writer.folder / name, pa.table(columns))
     return writer.commit(
         store.Manifest(

@@ -286,7 +286,9 @@ def test_the_ledger_is_the_chain_over_the_rows_of_all_updates(ground: Path, stra
 def test_the_loss_falls(ground: Path, tmp_path: Path) -> None:
     losses = [fields["loss"] for fields in start(ground, tmp_path, log_every=1).recorder.of("progress")]
     assert len(losses) == UPDATES
-    assert losses[0] == pytest.approx(np.log(3), rel=0.2)  # three labels, and a head that knows nothing
+    assert losses[0] == pytest.approx(
+        np.log(3), rel=0.5
+    )  # three labels, and a head (of wide weights) that knows nothing
     assert sum(losses[3:]) < sum(losses[:3]) - 0.1
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rtrain.config import Distill
-from rtrain.data.store import Tokens
 from rtrain.tasks import base
+from rtrain.tasks.batch import Tokens, single
 from rtrain.training import losses
 
 TASK = base.get("classification")
@@ -18,7 +18,7 @@ def rows(targets: list[int], teacher: list[list[float]] | None = None) -> Tokens
     count = len(targets)
     ones = np.ones(count, dtype=np.int32)
     answers = np.empty((count, 0)) if teacher is None else np.array(teacher)
-    return Tokens(ones, ones, ones, np.array(targets), np.arange(count, dtype=np.uint64), answers.astype(np.float32))
+    return single(ones, ones, ones, np.array(targets), np.arange(count, dtype=np.uint64), answers.astype(np.float32))
 
 
 def softmax(logits: list[float], temperature: float = 1.0) -> list[float]:

@@ -15,6 +15,7 @@ import transformers
 from rtrain import artifact, manifest, predict
 from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
 from rtrain.predict import InputError, Predictor
+from rtrain.tasks import base
 from tests.tiny import CORPUS, make_artifact
 
 TEXTS = [*CORPUS, "a", "?", "where is my parcel " * 40, "日本", "x" * 200]
@@ -45,26 +46,26 @@ def test_logits_are_those_of_transformers(whole: Path, predictor: Predictor) -> 
         inputs = tokenizer(text, truncation=True, max_length=64, return_tensors="pt", return_token_type_ids=True)
         with torch.inference_mode():
             expected = model(**inputs).logits.numpy()
-        assert predictor.logits([text]) == pytest.approx(expected, abs=1e-6)
+        assert np.stack(predictor.logits([text])) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("batch_rows", [1, 2, 5, 100])
 def test_an_answer_does_not_depend_on_its_company(predictor: Predictor, batch_rows: int) -> None:
     alone = np.concatenate([predictor.logits([text]) for text in TEXTS])
     assert np.ptp(alone, axis=0).min() > 0.1  # the texts get different answers, so a swap of two would be seen
-    assert np.abs(predictor.logits(TEXTS, batch_rows) - alone).max() < 1e-5
-    assert np.abs(predictor.logits(TEXTS[::-1], batch_rows) - alone[::-1]).max() < 1e-5
+    assert np.abs(np.stack(predictor.logits(TEXTS, batch_rows)) - alone).max() < 1e-5
+    assert np.abs(np.stack(predictor.logits(TEXTS[::-1], batch_rows)) - alone[::-1]).max() < 1e-5
 
 
 def test_pairs_and_single_texts_answer_alike_together_and_alone(predictor: Predictor) -> None:
-    inputs: list[predict.Input] = [
+    inputs: list[base.Input] = [
         "where is my parcel",
         {"text": "where is my parcel", "text_pair": "it was due on monday"},
         {"text": "where is my parcel"},
         {"text": "where is my parcel", "text_pair": "the card was declined"},
     ]
     alone = np.concatenate([predictor.logits([value]) for value in inputs])
-    assert np.abs(predictor.logits(inputs) - alone).max() < 1e-5
+    assert np.abs(np.stack(predictor.logits(inputs)) - alone).max() < 1e-5
     assert np.array_equal(alone[0], alone[2])
     apart = [np.abs(alone[row] - alone[other]).max() for row, other in ((0, 1), (0, 3), (1, 3))]
     assert min(apart) > 1e-3
@@ -72,14 +73,15 @@ def test_pairs_and_single_texts_answer_alike_together_and_alone(predictor: Predi
 
 def test_the_second_text_has_token_type_1(predictor: Predictor) -> None:
     [single, pair] = predictor.encode(["parcel", {"text": "parcel", "text_pair": "money"}])
-    assert single.second == len(single.ids)
-    assert pair.ids[: pair.second] == single.ids
-    assert len(pair.ids) > pair.second == len(single.ids)
+    assert single.windows == [(len(single.ids), len(single.ids))]
+    [(length, second)] = pair.windows
+    assert pair.ids[:second] == single.ids
+    assert len(pair.ids) == length > second == len(single.ids)
 
 
 def test_answers_come_in_the_order_of_the_inputs(predictor: Predictor) -> None:
     found = predictor(TEXTS, {"top_k": 1})
-    logits = predictor.logits(TEXTS)
+    logits = np.stack(predictor.logits(TEXTS))
     assert [answer[0]["label"] for answer in found] == ["abc"[column] for column in logits.argmax(axis=1)]
     assert len({answer[0]["label"] for answer in found}) > 1
     assert [len(answer) for answer in predictor(TEXTS)] == [3] * len(TEXTS)
@@ -98,7 +100,7 @@ def test_a_model_without_token_types_answers_too(tmp_path: Path) -> None:
     transformers.DistilBertForSequenceClassification(config).save_pretrained(folder)
     made = Artifact("d", "classification", ("a", "b", "c"), 64, "torch")
     artifact.write(folder, made, predict.golden_logits)
-    assert Predictor.load(folder, threads=1).logits(["where is my parcel"]).shape == (1, 3)
+    assert Predictor.load(folder, threads=1).logits(["where is my parcel"])[0].shape == (3,)
 
 
 # -------------------------------------------------------------------------------------------------------------- inputs
@@ -116,7 +118,7 @@ def test_a_model_without_token_types_answers_too(tmp_path: Path) -> None:
     ],
 )
 def test_an_input_that_cannot_be_read_is_named_by_its_place(
-    predictor: Predictor, value: predict.Input, reason: str
+    predictor: Predictor, value: base.Input, reason: str
 ) -> None:
     with pytest.raises(InputError) as caught:
         predictor(["fine", "fine too", value, ""])
@@ -125,7 +127,7 @@ def test_an_input_that_cannot_be_read_is_named_by_its_place(
 
 
 def test_an_empty_second_text_is_allowed(predictor: Predictor) -> None:
-    assert predictor.logits([{"text": "parcel", "text_pair": ""}]).shape == (1, 3)
+    assert predictor.logits([{"text": "parcel", "text_pair": ""}])[0].shape == (3,)
 
 
 # --------------------------------------------------------------------------------------------------------------- golden
@@ -134,7 +136,7 @@ def test_an_empty_second_text_is_allowed(predictor: Predictor) -> None:
 def test_golden_answers_are_reproduced(whole: Path, predictor: Predictor) -> None:
     made = artifact.read(whole)
     expected = np.array([row["logits"] for row in made.golden])
-    assert np.abs(predictor.logits(GOLDEN_INPUTS) - expected).max() < 1e-5
+    assert np.abs(np.stack(predictor.logits(GOLDEN_INPUTS)) - expected).max() < 1e-5
     predictor.check_golden()
 
 

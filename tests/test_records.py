@@ -181,7 +181,7 @@ def test_an_unknown_suffix_asks_for_the_format(tmp_path: Path) -> None:
     path.write_text("text,label\na,b\n")
     [problem] = problems(Data(path=str(path)))
     assert problem.reason == "its name does not tell its format"
-    assert problem.fix == "set data.format to csv, tsv, jsonl or parquet"
+    assert problem.fix == "set data.format to csv, tsv, jsonl, parquet, conll or squad"
 
 
 def test_every_text_that_csv_can_write_is_read_back(tmp_path: Path) -> None:

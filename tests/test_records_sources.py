@@ -45,7 +45,7 @@ def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("nothing")
     [problem] = problems(Data(path=str(tmp_path)))
     assert problem.reason == "no data file in it"
-    assert problem.fix == "expected .csv, .json, .jsonl, .ndjson, .parquet, .tsv"
+    assert problem.fix == "expected .conll, .csv, .json, .jsonl, .ndjson, .parquet, .tsv"
 
 
 def test_every_file_of_a_folder_needs_the_columns(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from rtrain import manifest
 from rtrain.artifact import ArtifactError
 from rtrain.config import Serve
 from rtrain.predict import Predictor
-from rtrain.tasks.base import Encoded
+from rtrain.tasks.batch import Encoded
 from serve.app import build_app
 from serve.batcher import bucket
 from tests import serving

@@ -6,12 +6,13 @@ import logging
 from collections.abc import AsyncIterator
 
 import httpx
+import numpy as np
 import pytest
 from fastapi import FastAPI
 
 from rtrain.config import Serve
 from rtrain.predict import Predictor
-from rtrain.tasks.base import Encoded, Floats
+from rtrain.tasks.batch import Encoded, Outputs
 from serve.app import build_app
 from tests import serving
 from tests.serving import INFER, TEXT, call, client, error, predict, scores, tensor
@@ -76,7 +77,13 @@ BODY_ERRORS: list[tuple[str, object, int, str, str | None]] = [
     (INFER, {"inputs": [tensor(None, [1])]}, 422, "give the texts either as data or as binary data", "inputs.0.data"),
     (INFER, {"inputs": [tensor([TEXT, 3], [2])]}, 422, "Input should be a valid string", "inputs.0.data.1"),
     (INFER, {"inputs": [tensor([TEXT, " "], [2])]}, 422, "input 1 is empty; send a text", "inputs.0.data.1"),
-    (INFER, {"inputs": [ONE], "outputs": [{"name": "a"}]}, 422, "Input should be 'label' or 'score'", "outputs.0.name"),
+    (
+        INFER,
+        {"inputs": [ONE], "outputs": [{"name": "a"}]},
+        422,
+        "Input should be 'label', 'score' or 'answer'",
+        "outputs.0.name",
+    ),
 ]
 TYPES = {404: "not_found", 405: "method_not_allowed", 413: "too_large", 422: "invalid"}
 
@@ -197,7 +204,7 @@ def test_a_model_that_answers_nan_is_an_error_of_the_server(
     predictor: Predictor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = predictor.run
-    monkeypatch.setattr(predictor, "run", lambda encoded: run(encoded) * float("nan"))
+    monkeypatch.setattr(predictor, "run", lambda encoded: np.asarray(run(encoded)) * float("nan"))
     response = call(build_app(predictor, Serve()), "POST", "/predict", json={"inputs": TEXT})
     assert (response.status_code, response.json()["error"]["type"]) == (500, "internal")
 
@@ -207,7 +214,7 @@ def test_a_text_that_breaks_the_engine_fails_only_its_own_request(
 ) -> None:
     run, poison = predictor.run, predictor.encode(["poison"])[0].ids
 
-    def breaking(encoded: list[Encoded]) -> Floats:
+    def breaking(encoded: list[Encoded]) -> Outputs:
         if any(row.ids == poison for row in encoded):
             raise MemoryError("a secret of the engine")
         return run(encoded)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import serve.batcher
-from rtrain.tasks.base import Encoded, Floats
+from rtrain.tasks.batch import Encoded, Floats, Window
 from serve.batcher import Batcher, EngineError, Expired, Overloaded, bucket
 
 BAD = 13
@@ -21,7 +21,11 @@ FAR = 60.0
 
 
 def row(value: int, tokens: int = 8) -> Encoded:
-    return Encoded([value] * tokens, tokens, False)
+    return Encoded([value] * tokens, [Window(tokens, tokens)], False, [])
+
+
+def numbers(answer: list[Floats]) -> list[list[float]]:
+    return [output.tolist() for output in answer]
 
 
 class Engine:
@@ -58,7 +62,7 @@ def deadline(seconds: float = FAR) -> float:
     return asyncio.get_running_loop().time() + seconds
 
 
-async def held(batcher: Batcher, engine: Engine) -> "asyncio.Task[Floats]":
+async def held(batcher: Batcher, engine: Engine) -> "asyncio.Task[list[Floats]]":
     """The request of row 0, inside the engine until the gate opens."""
     engine.gate.clear()
     task = asyncio.create_task(batcher.submit([row(0)], deadline()))
@@ -67,7 +71,7 @@ async def held(batcher: Batcher, engine: Engine) -> "asyncio.Task[Floats]":
     return task
 
 
-async def queued(batcher: Batcher, *rows: Encoded, seconds: float = FAR) -> "asyncio.Task[Floats]":
+async def queued(batcher: Batcher, *rows: Encoded, seconds: float = FAR) -> "asyncio.Task[list[Floats]]":
     before = batcher.waiting
     task = asyncio.create_task(batcher.submit(rows, deadline(seconds)))
     await asyncio.sleep(0)
@@ -87,7 +91,7 @@ def test_a_lone_request_is_one_call_of_its_own() -> None:
         engine = Engine()
         with batching(engine) as batcher:
             answer = await batcher.submit([row(3)], deadline())
-            assert answer.tolist() == [[6]]
+            assert numbers(answer) == [[6]]
             assert engine.calls == [[3]]
             assert (batcher.stats.calls, batcher.stats.rows, batcher.waiting) == (1, 1, 0)
 
@@ -99,7 +103,7 @@ def test_a_large_request_is_spread_over_calls_and_answered_in_its_order() -> Non
         engine = Engine()
         with batching(engine, rows=2) as batcher:
             answer = await batcher.submit([row(1), row(2, 20), row(3), row(4), row(5, 20)], deadline())
-            assert answer.tolist() == [[2], [4], [6], [8], [10]]
+            assert numbers(answer) == [[2], [4], [6], [8], [10]]
             assert engine.calls == [[1, 3], [2, 5], [4]]
 
     run(main)
@@ -112,7 +116,12 @@ def test_requests_that_arrive_while_the_engine_works_share_the_next_call() -> No
             first = await held(batcher, engine)
             others = [await queued(batcher, row(value)) for value in (1, 2, 3)]
             engine.gate.set()
-            assert [answer.tolist() for answer in await asyncio.gather(first, *others)] == [[[0]], [[2]], [[4]], [[6]]]
+            assert [numbers(answer) for answer in await asyncio.gather(first, *others)] == [
+                [[0]],
+                [[2]],
+                [[4]],
+                [[6]],
+            ]
             assert engine.calls == [[0], [1, 2, 3]]
 
     run(main)
@@ -202,7 +211,7 @@ def test_a_request_inside_the_engine_at_its_deadline_expires_and_the_next_is_ser
             with pytest.raises(Expired):
                 await batcher.submit([row(1)], deadline(0.01))
             engine.gate.set()
-            assert (await batcher.submit([row(2)], deadline())).tolist() == [[4]]
+            assert numbers(await batcher.submit([row(2)], deadline())) == [[4]]
 
     run(main)
 
@@ -239,7 +248,7 @@ def test_a_request_larger_than_the_queue_is_served_when_nothing_waits() -> None:
         engine = Engine()
         with batching(engine, rows=4, queue=2) as batcher:
             answer = await batcher.submit([row(value) for value in range(5)], deadline())
-            assert answer.tolist() == [[0], [2], [4], [6], [8]]
+            assert numbers(answer) == [[0], [2], [4], [6], [8]]
 
     run(main)
 
@@ -254,10 +263,14 @@ def test_a_bad_row_fails_its_own_request_alone() -> None:
             with pytest.raises(EngineError) as failed:
                 await bad
             assert repr(failed.value.__cause__) == "ValueError('bad row')"
-            assert [answer.tolist() for answer in await asyncio.gather(first, before, after)] == [[[0]], [[2]], [[6]]]
+            assert [numbers(answer) for answer in await asyncio.gather(first, before, after)] == [
+                [[0]],
+                [[2]],
+                [[6]],
+            ]
             assert engine.calls == [[0], [1, BAD, 3], [1], [BAD], [3]]
             assert batcher.stats.failures == 2
-            assert (await batcher.submit([row(5)], deadline())).tolist() == [[10]]
+            assert numbers(await batcher.submit([row(5)], deadline())) == [[10]]
 
     run(main)
 
@@ -309,13 +322,13 @@ def test_every_request_gets_its_own_answers_in_order_and_each_row_is_computed_on
 ) -> None:
     async def main() -> None:
         engine = Engine()
-        numbers = iter(range(1000, 2000))
-        texts = [[row(next(numbers), tokens) for tokens in lengths] for lengths in requests]
+        values = iter(range(1000, 2000))
+        texts = [[row(next(values), tokens) for tokens in lengths] for lengths in requests]
         with batching(engine, rows=rows, queue=1000) as batcher:
             answers = await asyncio.gather(*(batcher.submit(request, deadline()) for request in texts))
         for request, answer in zip(texts, answers, strict=True):
-            assert answer.tolist() == [[2 * encoded.ids[0]] for encoded in request]
-        computed = sorted(value for call in engine.calls for value in call)
+            assert numbers(answer) == [[2 * encoded.ids[0]] for encoded in request]
+        computed = sorted(found for call in engine.calls for found in call)
         assert computed == [encoded.ids[0] for request in texts for encoded in request]
         assert max(map(len, engine.calls)) <= rows
         assert all(len({bucket(length) for length in lengths}) == 1 for lengths in engine.lengths)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rtrain.config import Distill
-from rtrain.data.store import Tokens
 from rtrain.tasks import base
+from rtrain.tasks.batch import Tokens, single
 from rtrain.training import losses, model, step
 from rtrain.training.exchange import Exchange
 from tests.tiny import VOCABULARY, make_encoder
@@ -27,7 +27,7 @@ def make_rows(count: int, seed: int = 0) -> Tokens:
     """Rows of 1 to 20 random tokens."""
     random = np.random.default_rng(seed)
     lengths = random.integers(1, 21, count).astype(np.int32)
-    return Tokens(
+    return single(
         ids=random.integers(5, VOCABULARY, lengths.sum()).astype(np.int32),
         lengths=lengths,
         second=(lengths - lengths // 3).astype(np.int32),
@@ -39,16 +39,7 @@ def make_rows(count: int, seed: int = 0) -> Tokens:
 
 def pick(tokens: Tokens, rows: Sequence[int]) -> Tokens:
     """Some of the rows."""
-    chosen = np.array(rows, dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(tokens.lengths)])
-    return Tokens(
-        ids=np.concatenate([tokens.ids[starts[row] : starts[row + 1]] for row in rows]),
-        lengths=tokens.lengths[chosen],
-        second=tokens.second[chosen],
-        targets=tokens.targets[chosen],
-        row_ids=tokens.row_ids[chosen],
-        teacher=tokens.teacher[chosen],
-    )
+    return tokens.pick(rows)
 
 
 def cut(tokens: Tokens, sizes: Sequence[int]) -> list[Tokens]:
@@ -191,9 +182,11 @@ def test_a_gradient_below_the_limit_is_left_alone(network: torch.nn.Module) -> N
 def test_a_gradient_that_is_no_number_stops_before_the_weights_change(network: torch.nn.Module, value: float) -> None:
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
 
-    def broken(logits: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        return LOSS(logits, tokens) * value
+    class Broken(losses.RunLoss):
+        def __call__(self, logits: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+            return super().__call__(logits, tokens) * value
 
+    broken = Broken(TASK, Distill(), base.Head())
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     with pytest.raises(step.NonFinite, match=r"lower optim\.lr, set train\.precision=fp32, or set optim\.clip_norm"):
         step.run_update(Exchange(network), optimizer, broken, [make_rows(3)], pad_id=0)
@@ -274,7 +267,7 @@ def test_only_inputs_that_the_model_takes_are_passed() -> None:
 
     plain = Plain()
     nothing = np.zeros(2, dtype=np.int64)
-    rows = Tokens(
+    rows = single(
         ids=np.array([11, 12, 13], dtype=np.int32),
         lengths=np.array([1, 2], dtype=np.int32),
         second=np.array([1, 2], dtype=np.int32),

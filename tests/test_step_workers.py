@@ -19,7 +19,7 @@ from torch.multiprocessing.spawn import spawn
 
 from rtrain.config import Optim
 from rtrain.data.order import deal
-from rtrain.data.store import Tokens
+from rtrain.tasks.batch import Tokens
 from rtrain.training import optim, step
 from rtrain.training.exchange import Exchange
 from tests.test_step import (

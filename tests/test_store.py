@@ -1,6 +1,7 @@
 """The token store: what is written is read back, in any order, and nothing half-written is ever opened."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,15 +9,29 @@ import pyarrow as pa
 import pytest
 
 from rtrain.data import store
-from rtrain.data.store import Manifest, Store, Tokens, Writer, pack, padded
+from rtrain.data.store import Manifest, Store, Writer
 from rtrain.errors import UserError
+from rtrain.tasks.batch import Encoded, Tokens, Window, batches, pack, padded
 
 # Two shards of two rows. The split `train` takes both of the first and the second of the second; `valid` the other.
 SHARDS = [[[5, 6, 7], [8]], [[9, 9], [10, 11, 12, 13]]]
-SECONDS = [[3, 1], [1, 2]]
-TRAIN = {"row_id": [2**64 - 1, 4, 7], "shard": [0, 0, 1], "offset": [0, 1, 1], "length": [3, 1, 4], "target": [1, 0, 1]}
-VALID = {"row_id": [9], "shard": [1], "offset": [0], "length": [2], "target": [-1]}
-TYPES = {"row_id": pa.uint64(), "shard": pa.uint32(), "offset": pa.uint32(), "length": pa.int32(), "target": pa.int64()}
+# Length and second of each row's windows; the last row has two windows, and two targets.
+WINDOWS = [[[3, 3], [1, 1]], [[2, 1], [3, 2, 1, 1]]]
+TRAIN = {
+    "row_id": [2**64 - 1, 4, 7],
+    "shard": [0, 0, 1],
+    "offset": [0, 1, 1],
+    "length": [3, 1, 4],
+    "targets": [[1], [0], [1, 0.5]],
+}
+VALID = {"row_id": [9], "shard": [1], "offset": [0], "length": [2], "targets": [[-1]]}
+TYPES = {
+    "row_id": pa.uint64(),
+    "shard": pa.uint32(),
+    "offset": pa.uint32(),
+    "length": pa.int32(),
+    "targets": pa.list_(pa.float32()),
+}
 
 
 NAMES = ("shards/000000-000000.arrow", "shards/000000-000001.arrow")
@@ -29,8 +44,10 @@ def fill(writer: Writer) -> Manifest:
     for split, columns in (("train", TRAIN), ("valid", VALID), ("test", empty)):
         table = pa.table({name: pa.array(values, TYPES[name]) for name, values in columns.items()})
         files[f"index-{split}.arrow"] = store.write_table(writer.folder / f"index-{split}.arrow", table)
-    for name, rows, seconds in zip(NAMES, SHARDS, SECONDS, strict=True):
-        table = pa.table({"ids": pa.array(rows, pa.list_(pa.int32())), "second": pa.array(seconds, pa.int32())})
+    for name, rows, windows in zip(NAMES, SHARDS, WINDOWS, strict=True):
+        table = pa.table(
+            {name: pa.array(part, pa.list_(pa.int32())) for name, part in (("ids", rows), ("windows", windows))}
+        )
         files[name] = store.write_table(writer.folder / name, table)
     return Manifest(
         schema_version=store.SCHEMA_VERSION,
@@ -58,9 +75,12 @@ def made(tmp_path: Path) -> Store:
 def test_rows_are_read_in_the_order_of_their_positions(made: Store) -> None:
     tokens = made.read("train", np.array([2, 0, 2, 1]))
     assert tokens.ids.tolist() == [10, 11, 12, 13, 5, 6, 7, 10, 11, 12, 13, 8]
-    assert tokens.lengths.tolist() == [4, 3, 4, 1]
-    assert tokens.second.tolist() == [2, 3, 2, 1]
-    assert tokens.targets.tolist() == [1, 1, 1, 0]
+    assert tokens.lengths.tolist() == [3, 1, 3, 3, 1, 1]
+    assert tokens.second.tolist() == [2, 1, 3, 2, 1, 1]
+    assert tokens.windows.tolist() == [2, 1, 2, 1]
+    assert tokens.lengths_of_rows.tolist() == [4, 3, 4, 1]
+    assert tokens.targets.tolist() == [1, 0.5, 1, 1, 0.5, 0]
+    assert tokens.counts.tolist() == [2, 1, 2, 1]
     assert tokens.row_ids.tolist() == [7, 2**64 - 1, 7, 4]
     assert tokens.teacher.shape == (4, 0)
     assert len(tokens) == 4
@@ -75,7 +95,9 @@ def test_types_of_what_is_read(made: Store) -> None:
         "ids": "int32",
         "lengths": "int32",
         "second": "int32",
-        "targets": "int64",
+        "windows": "int32",
+        "counts": "int32",
+        "targets": "float32",
         "row_ids": "uint64",
         "teacher": "float32",
     }
@@ -88,7 +110,8 @@ def test_no_positions_give_no_rows(made: Store) -> None:
 
 def test_an_empty_split_has_empty_columns(made: Store) -> None:
     assert made.rows("test") == 0
-    assert all(len(made.column("test", name)) == 0 for name in TYPES)
+    assert all(len(made.column("test", name)) == 0 for name in TYPES if name != "targets")
+    assert [len(part) for part in (made.targets("test"), made.targets("test").values)] == [0, 0]
 
 
 def test_the_manifest_is_read_back_whole(made: Store) -> None:
@@ -174,19 +197,52 @@ def test_a_table_is_written_as_one_batch(tmp_path: Path) -> None:
 
 
 def test_rows_are_padded_to_the_longest() -> None:
-    ids, lengths, second = pack([([5, 6, 7], 3), ([8], 1), ([9, 10, 11, 12], 2)])
-    nothing = np.zeros(3, dtype=np.int64)
-    inputs = padded(Tokens(ids, lengths, second, nothing, nothing.astype(np.uint64), np.empty((3, 0), np.float32)), 1)
-    assert {name: value.tolist() for name, value in inputs.items()} == {
+    rows = pack([row([5, 6, 7], (3, 3)), row([8], (1, 1)), row([9, 10, 11, 12], (4, 2))])
+    assert {name: value.tolist() for name, value in padded(rows, 1).items()} == {
         "input_ids": [[5, 6, 7, 1], [8, 1, 1, 1], [9, 10, 11, 12]],
         "attention_mask": [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]],
         "token_type_ids": [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 1]],  # padding has type 0, as transformers pads
     }
-    assert {value.dtype.name for value in inputs.values()} == {"int64"}
+    assert {value.dtype.name for value in padded(rows, 1).values()} == {"int64"}
+
+
+def row(ids: list[int], *windows: tuple[int, int]) -> Encoded:
+    return Encoded(ids, [Window(*window) for window in windows], False, [])
 
 
 def test_rows_are_packed_one_after_another() -> None:
-    ids, lengths, second = pack([([5, 6], 2), ([], 0), ([7], 1)])
-    assert (ids.tolist(), lengths.tolist(), second.tolist()) == ([5, 6, 7], [2, 0, 1], [2, 0, 1])
-    assert {array.dtype.name for array in (ids, lengths, second)} == {"int32"}
-    assert [len(array) for array in pack([])] == [0, 0, 0]
+    rows = pack([row([5, 6], (2, 2)), row([]), row([7, 8, 9], (1, 1), (2, 0))])
+    assert (rows.ids.tolist(), rows.lengths.tolist(), rows.second.tolist()) == ([5, 6, 7, 8, 9], [2, 1, 2], [2, 1, 0])
+    assert (rows.windows.tolist(), len(rows), rows.row_ids.tolist()) == ([1, 0, 2], 3, [0, 1, 2])
+    assert {array.dtype.name for array in (rows.ids, rows.lengths, rows.second, rows.windows)} == {"int32"}
+    assert len(pack([])) == 0
+
+
+def test_rows_are_picked_with_all_that_is_theirs() -> None:
+    rows = Tokens(
+        ids=np.arange(10, 16, dtype=np.int32),
+        lengths=np.array([1, 2, 1, 2], dtype=np.int32),
+        second=np.array([1, 0, 1, 2], dtype=np.int32),
+        windows=np.array([1, 2, 1], dtype=np.int32),
+        targets=np.array([1, 2, 3, 4], dtype=np.float32),
+        counts=np.array([0, 3, 1], dtype=np.int32),
+        row_ids=np.array([7, 8, 9], dtype=np.uint64),
+        teacher=np.arange(12, dtype=np.float32).reshape(6, 2),  # an answer for each token
+    )
+    found = rows.pick([2, 1])
+    assert (found.ids.tolist(), found.lengths.tolist(), found.second.tolist()) == (
+        [14, 15, 11, 12, 13],
+        [2, 2, 1],
+        [2, 0, 1],
+    )
+    assert (found.windows.tolist(), found.targets.tolist(), found.counts.tolist()) == ([1, 2], [4, 1, 2, 3], [1, 3])
+    assert (found.row_ids.tolist(), found.teacher[:, 0].tolist()) == ([9, 8], [8, 10, 2, 4, 6])
+    by_row = replace(rows, teacher=np.arange(3, dtype=np.float32)[:, None])
+    assert by_row.pick([2, 1]).teacher.tolist() == [[2], [1]]
+
+
+def test_batches_hold_rows_and_tokens_within_their_limits() -> None:
+    lengths = np.array([1, 1, 1, 2, 5, 9, 1], dtype=np.int32)
+    found = [part.tolist() for part in batches(lengths, np.arange(7), most_rows=3, most_tokens=5)]
+    assert found == [[0, 1, 2], [3], [4], [5], [6]]  # the row of nine tokens is alone
+    assert list(batches(lengths, np.arange(0), 3, 5)) == []

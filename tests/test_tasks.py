@@ -11,10 +11,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rtrain.errors import UserError
-from rtrain.tasks import base
-from rtrain.tasks.metrics import Confusion, metric_for
+from rtrain.tasks import base, metrics
+from rtrain.tasks.batch import Ragged, Tokens, single
+from rtrain.tasks.classification import Classification
+from rtrain.tasks.pooled import pooled
 
 TASK = base.get("classification")
+
+
+NO_MARKS = Ragged.of([], np.int32)
+
+
+def head(counts: dict[str, int]) -> base.Head:
+    return Classification().head(counts)
+
+
+def batch(targets: list[int]) -> Tokens:
+    ones = np.ones(len(targets), dtype=np.int32)
+    return single(ones, ones, ones, np.array(targets), np.arange(len(targets), dtype=np.uint64))
+
+
+def decode(logits: Any, labels: tuple[str, ...], parameters: dict[str, Any]) -> list[Any]:
+    return TASK.decode(logits, [], [], base.Head(labels), parameters)
 
 
 def logits_of(predicted: list[int], classes: int) -> Any:
@@ -25,13 +43,13 @@ def logits_of(predicted: list[int], classes: int) -> Any:
 
 
 def test_labels_are_sorted_whatever_their_counts() -> None:
-    assert TASK.labels({"b": 1, "ä": 9, "a": 5, "B": 2}) == ("B", "a", "b", "ä")
+    assert head({"b": 1, "ä": 9, "a": 5, "B": 2}).labels == ("B", "a", "b", "ä")
 
 
 @pytest.mark.parametrize(("counts", "found"), [({}, "none"), ({"x": 9}, "'x'")])
 def test_fewer_than_two_labels_are_refused(counts: dict[str, int], found: str) -> None:
     with pytest.raises(UserError) as caught:
-        TASK.labels(counts)
+        head(counts)
     assert str(caught.value) == (
         f"data.label: the training rows have one class only ({found}); a classifier needs at least two. "
         "Add rows of another label, or name another column with --set data.label=COLUMN."
@@ -39,24 +57,28 @@ def test_fewer_than_two_labels_are_refused(counts: dict[str, int], found: str) -
 
 
 def test_targets_are_places_among_the_labels() -> None:
-    found = TASK.targets(["b", "a", "c", "b"], ("a", "b"))
-    assert (found.tolist(), found.dtype.name) == ([1, 0, -1, 1], "int64")
-    assert TASK.targets([], ("a", "b")).tolist() == []
+    found = TASK.targets(["b", "a", "c", "b"], NO_MARKS, base.Head(("a", "b")))
+    assert (found.values.values.tolist(), found.values.counts.tolist()) == ([1, 0, -1, 1], [1, 1, 1, 1])
+    assert found.unknown.tolist() == [False, False, True, False]
+    assert len(TASK.targets([], NO_MARKS, base.Head(("a", "b"))).values) == 0
 
 
 def test_the_loss_is_a_sum_and_its_count() -> None:
     # Row 0: log(e^1 + e^0) - 1; row 1: log(e^0 + e^2) - 0.
     logits = torch.tensor([[1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
-    [(name, (total, count))] = TASK.loss(logits, torch.tensor([0, 0])).items()
+    rows = batch([0, 0])
+    [(name, total)] = TASK.loss(logits, rows, base.Head()).items()
+    [(counted, count)] = TASK.counts(rows, base.Head()).items()
     expected = (math.log(math.e + 1) - 1) + math.log(1 + math.e**2)
-    assert (name, count) == ("loss", 2)
+    assert (name, counted, count) == ("loss", "loss", 2)
+    assert TASK.parts(base.Head()) == ("loss",)
     assert total.item() == pytest.approx(expected, rel=1e-14)
 
 
 def test_answers_are_labels_by_falling_score() -> None:
     # e^0 : e^ln2 : e^ln5 = 1 : 2 : 5.
     logits = np.log(np.array([[1.0, 2.0, 5.0], [5.0, 1.0, 2.0]])).astype(np.float32)
-    first, second = TASK.decode(logits, ("a", "b", "c"), {})
+    first, second = decode(logits, ("a", "b", "c"), {})
     assert [answer["label"] for answer in first] == ["c", "b", "a"]
     assert [answer["score"] for answer in first] == pytest.approx([5 / 8, 2 / 8, 1 / 8], rel=1e-6)
     assert [answer["label"] for answer in second] == ["a", "c", "b"]
@@ -65,59 +87,50 @@ def test_answers_are_labels_by_falling_score() -> None:
 
 @pytest.mark.parametrize(("top_k", "count"), [(1, 1), (2, 2), (3, 3), (9, 3), (None, 3)])
 def test_top_k_limits_the_answers(top_k: int | None, count: int) -> None:
-    [found] = TASK.decode(np.array([[0.0, 2.0, 1.0]], dtype=np.float32), ("a", "b", "c"), {"top_k": top_k})
+    [found] = decode(np.array([[0.0, 2.0, 1.0]], dtype=np.float32), ("a", "b", "c"), {"top_k": top_k})
     assert [answer["label"] for answer in found] == ["b", "c", "a"][:count]
 
 
 def test_equal_scores_keep_the_order_of_the_labels() -> None:
-    [found] = TASK.decode(np.zeros((1, 4), dtype=np.float32), ("d", "c", "b", "a"), {})
+    [found] = decode(np.zeros((1, 4), dtype=np.float32), ("d", "c", "b", "a"), {})
     assert found == [{"label": label, "score": 0.25} for label in ("d", "c", "b", "a")]
 
 
 def test_large_logits_do_not_overflow() -> None:
-    [found] = TASK.decode(np.array([[1e30, -1e30]], dtype=np.float32), ("a", "b"), {})
+    [found] = decode(np.array([[1e30, -1e30]], dtype=np.float32), ("a", "b"), {})
     assert found == [{"label": "a", "score": 1.0}, {"label": "b", "score": 0.0}]
 
 
 # ------------------------------------------------------------------------------------------------------------- metrics
 
 
+def scores(predicted: list[int], targets: list[int], classes: int) -> dict[str, float]:
+    outcomes = Ragged.even(logits_of(predicted, classes))
+    return metrics.classes(outcomes, Ragged.even(np.array(targets)), base.Head(tuple("abcde"[:classes])))
+
+
 def test_accuracy_and_macro_f1_by_hand() -> None:
-    metric = Confusion(3)
-    targets = [0, 0, 0, 1, 1, 2]
-    predicted = [0, 0, 1, 1, 2, 0]
-    metric.add(logits_of(predicted, 3), np.array(targets))
+    found = scores([0, 0, 1, 1, 2, 0], [0, 0, 0, 1, 1, 2], 3)
     # Right: 0 twice, 1 once, 2 never. F1 = 2 TP / (true + predicted): 4/6, 2/4, 0/2.
-    assert metric.scores() == pytest.approx({"accuracy": 3 / 6, "macro_f1": (4 / 6 + 2 / 4 + 0) / 3, "rows": 6})
+    assert found == pytest.approx({"accuracy": 3 / 6, "macro_f1": (4 / 6 + 2 / 4 + 0) / 3, "rows": 6})
 
 
 def test_a_class_that_neither_occurs_nor_is_predicted_is_left_out() -> None:
-    metric = Confusion(4)
-    metric.add(logits_of([0, 1, 1], 4), np.array([0, 1, 0]))
     # Class 0: 2/3; class 1: 2/3; classes 2 and 3 are nowhere.
-    assert metric.scores() == pytest.approx({"accuracy": 2 / 3, "macro_f1": 2 / 3, "rows": 3})
+    assert scores([0, 1, 1], [0, 1, 0], 4) == pytest.approx({"accuracy": 2 / 3, "macro_f1": 2 / 3, "rows": 3})
 
 
 def test_a_row_without_a_class_is_wrong_whatever_is_predicted() -> None:
-    metric = Confusion(3)
-    metric.add(logits_of([0, 1, 2, 2], 3), np.array([-1, -1, -1, 2]))
+    found = scores([0, 1, 2, 2], [-1, -1, -1, 2], 3)
     # One of four rows is right. Class 2: 2 x 1 / (1 + 2); classes 0 and 1 are predicted, and never there: 0.
-    assert metric.scores() == pytest.approx({"accuracy": 1 / 4, "macro_f1": (2 / 3 + 0 + 0) / 3, "rows": 4})
+    assert found == pytest.approx({"accuracy": 1 / 4, "macro_f1": (2 / 3 + 0 + 0) / 3, "rows": 4})
 
 
-def test_nothing_added_scores_nothing() -> None:
-    assert Confusion(2).scores() == {"accuracy": 0.0, "macro_f1": 0.0, "rows": 0}
-
-
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=60), st.integers(1, 59))
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=60))
 @settings(deadline=None)
-def test_sums_of_parts_are_the_scores_of_the_whole(pairs: list[tuple[int, int]], cut: int) -> None:
-    targets, predicted = (np.array(column) for column in zip(*pairs, strict=True))
-    parts = [Confusion(5), Confusion(5)]
-    for metric, part in zip(parts, (slice(None, cut), slice(cut, None)), strict=True):
-        metric.add(logits_of(predicted[part].tolist(), 5), targets[part])
-    parts[0].state += parts[1].state  # as `all_reduce` does
-    found = parts[0].scores()
+def test_scores_are_those_of_scikit_learn(pairs: list[tuple[int, int]]) -> None:
+    targets, predicted = ([int(value) for value in column] for column in zip(*pairs, strict=True))
+    found = scores(predicted, targets, 5)
     assert found["rows"] == len(pairs)
     assert found["accuracy"] == pytest.approx(sklearn.metrics.accuracy_score(targets, predicted))
     seen = sorted(set(targets) | set(predicted))
@@ -126,6 +139,50 @@ def test_sums_of_parts_are_the_scores_of_the_whole(pairs: list[tuple[int, int]],
 
 
 def test_the_kind_of_output_chooses_the_metric() -> None:
-    metric = metric_for(TASK.output, 3)
-    assert isinstance(metric, Confusion)
-    assert (metric.headline, metric.state.shape) == ("accuracy", (4, 3))
+    assert metrics.metric_for(TASK.output).headline == "accuracy"
+
+
+def test_rows_are_described_for_people() -> None:
+    logits = np.log(np.array([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125]]))
+    found = TASK.describe(Ragged.even(logits), Ragged.even(np.array([1, -1])), base.Head(("a", "b", "c")))
+    assert (found.target, found.prediction) == (["b", None], ["a", "b"])
+    assert found.score.tolist() == pytest.approx([0.5, 0.75])
+    assert found.loss.tolist() == pytest.approx([math.log(4), math.inf])
+
+
+# ------------------------------------------------------------------------------------------------------------- windows
+
+LONG = Tokens(
+    ids=np.zeros(6, dtype=np.int32),
+    lengths=np.ones(6, dtype=np.int32),
+    second=np.ones(6, dtype=np.int32),
+    windows=np.array([1, 3, 2], dtype=np.int32),
+    targets=np.array([0, 1, 1], dtype=np.float32),
+    counts=np.ones(3, dtype=np.int32),
+    row_ids=np.arange(3, dtype=np.uint64),
+    teacher=np.empty((3, 0), dtype=np.float32),
+)
+WINDOWS = [[1, 0], [2, 5], [3, 1], [7, 0], [4, 4], [0, 2]]
+
+
+@pytest.mark.parametrize(
+    ("pooling", "expected"),
+    [
+        ("mean", [[1, 0], [4, 2], [2, 3]]),
+        ("max", [[1, 0], [7, 5], [4, 4]]),
+        ("first", [[1, 0], [2, 5], [4, 4]]),
+    ],
+)
+def test_windows_of_a_row_are_pooled_alike_in_training_and_in_answers(pooling: str, expected: list[list[int]]) -> None:
+    head = base.Head(("a", "b"), {"pooling": pooling})
+    answers = np.array(WINDOWS, dtype=np.float32)
+    assert np.asarray(TASK.outputs(answers, LONG, head)).tolist() == expected
+    logits = torch.tensor(WINDOWS, dtype=torch.float64, requires_grad=True)
+    found = pooled(logits, LONG, head)
+    assert found.tolist() == expected
+    found.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.sum().item() == 6  # every output of a row counts once, however many windows it has
+    [total] = TASK.loss(torch.tensor(WINDOWS, dtype=torch.float64), LONG, head).values()
+    [alone] = TASK.loss(torch.tensor(expected, dtype=torch.float64), batch([0, 1, 1]), head).values()
+    assert total.item() == pytest.approx(alone.item(), rel=1e-12)

@@ -234,7 +234,11 @@ def test_rows_become_tokens_and_bad_rows_none(encoder: Path) -> None:
     expected = [tokenizer.encode(text).ids for text in ("where is my parcel", "money")]
     assert table["ids"].to_pylist() == [expected[0], [], expected[1]]
     assert table["length"].to_pylist() == [len(expected[0]), 0, len(expected[1])]
-    assert table["second"].to_pylist() == [len(expected[0]), 0, len(expected[1])]  # no second text: the length
+    assert [row[1:] for row in table["windows"].to_pylist()] == [
+        [len(expected[0])],
+        [],
+        [len(expected[1])],
+    ]  # no second text: the length
     assert table["label"].to_pylist() == ["x", "?", "y"]
     assert table["line"].to_pylist() == [2, 3, 4]
     assert table["reason"].to_pylist() == [None, "bad", None]
@@ -256,7 +260,11 @@ def test_the_second_text_starts_where_the_token_types_change(encoder: Path) -> N
     tokenizer = tokenizers.Tokenizer.from_file(str(encoder / "tokenizer.json"))
     both = tokenizer.encode("where is my parcel", "money")
     assert table["ids"].to_pylist() == [both.ids]
-    assert table["second"].to_pylist() == [both.type_ids.index(1)] == [len(tokenizer.encode("where is my parcel").ids)]
+    assert (
+        table["windows"].to_pylist()[0][1:]
+        == [both.type_ids.index(1)]
+        == [len(tokenizer.encode("where is my parcel").ids)]
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- the commit
@@ -362,7 +370,7 @@ def test_a_label_that_only_other_splits_have_is_set_aside(tmp_path: Path, encode
         }
     ]
     assert sum(made.manifest.rows.values()) == 99
-    assert min(made.column(split, "target").min() for split in ("train", "valid", "test")) == 0
+    assert min(made.targets(split).values.min() for split in ("train", "valid", "test")) == 0
 
 
 def test_a_test_file_with_a_label_of_its_own_is_refused(tmp_path: Path, encoder: Path) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import transformers
 
     from rtrain.data.store import Store
+    from rtrain.tasks.base import Head
 
 VOCABULARY = 300
 MAX_TOKENS = 64
@@ -66,6 +67,25 @@ def make_artifact(folder: Path, labels: Sequence[str] = ("a", "b", "c"), seed: i
         model.save_pretrained(folder)
     artifact = Artifact(name=NAME, task="classification", labels=tuple(labels), max_tokens=MAX_TOKENS, engine="torch")
     rtrain.artifact.write(folder, artifact, rtrain.predict.golden_logits)
+    return folder
+
+
+def make_task_artifact(folder: Path, task: str, head: "Head", seed: int = 0, max_tokens: int = MAX_TOKENS) -> Path:
+    """A complete artefact of any task."""
+    import torch
+    import transformers
+
+    from rtrain.tasks import base
+
+    folder.mkdir(parents=True, exist_ok=True)
+    _tokenizer(folder)
+    found = base.get(task)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        auto = getattr(transformers, found.auto_model)
+        auto.from_config(_config(num_labels=max(1, len(head.labels)))).save_pretrained(folder)
+    made = Artifact(NAME, task, head.labels, max_tokens, "torch", facts=head.facts)
+    rtrain.artifact.write(folder, made, rtrain.predict.golden_logits, rtrain.predict.golden_inputs(found))
     return folder
 
 

@@ -15,6 +15,8 @@ from rtrain import config as configuration
 from rtrain.config import Config
 from rtrain.errors import UserError
 from rtrain.report import events, summary
+from rtrain.tasks import base
+from rtrain.tasks.metrics import metric_for
 from rtrain.training import driver, placement, runs
 from tune import space
 from tune import trial as trials
@@ -137,6 +139,7 @@ def run(
 def summarise(config: Config, folder: Path, overrides: Sequence[dict[str, Any]]) -> list[Trial]:
     """The trials that came to a score, from their own logs."""
     found = []
+    headline = metric_for(base.get(config.recipe.task).output).headline
     for number in range(len(overrides)):
         run = trials.run_folder(folder, number)
         log = [event for event in events.read(run) if event["kind"] == "evaluated" and event["split"] == "valid"]
@@ -152,7 +155,7 @@ def summarise(config: Config, folder: Path, overrides: Sequence[dict[str, Any]])
                 lr=recipe.optim.lr,
                 aggregation_frequency=recipe.rows_per_update // (recipe.train.workers * recipe.train.micro_batch),
                 updates=log[-1]["update"],
-                score=max(event["scores"]["accuracy"] for event in compared),
+                score=max(event["scores"][headline] for event in compared),
                 status=summary.status(events.read(run)),
                 run=str(run),
             )

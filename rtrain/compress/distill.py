@@ -17,7 +17,7 @@ from rtrain.config import Config
 from rtrain.data.store import Store, open_store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.tasks import base
-from rtrain.tasks.base import Ints
+from rtrain.tasks.batch import Ints, spread
 from rtrain.training import driver, model, precision, runs
 from rtrain.training.step import forward
 from rtrain.training.worker import TOKENIZER_FILES
@@ -139,10 +139,14 @@ def ensure_answers(store: Store, folder: Path, teacher: artifact.Artifact, decid
         num_cpus=max(1.0, logical_per_real),
     )
     draft = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
-    logits = np.lib.format.open_memmap(draft, mode="w+", dtype=np.float32, shape=(rows, len(teacher.labels)))
+    # A line for each row, or for each of its tokens.
+    lengths = store.column("train", "length") if base.get(teacher.task).by_token else np.ones(rows, dtype=np.int32)
+    shape = (int(lengths.sum()), len(teacher.labels))
+    logits = np.lib.format.open_memmap(draft, mode="w+", dtype=np.float32, shape=shape)
     seen = 0
     for batch in dataset.iter_batches(batch_size=None, batch_format="numpy"):
-        logits[batch["position"]] = np.stack(list(batch["logits"]))
+        answers = [np.asarray(row).reshape(-1, shape[1]) for row in batch["logits"]]
+        logits[spread(lengths, batch["position"])] = np.concatenate(answers)
         seen += len(batch["position"])
     logits.flush()
     if seen != rows:
@@ -153,18 +157,23 @@ def ensure_answers(store: Store, folder: Path, teacher: artifact.Artifact, decid
 
 
 def _answer(batch: dict[str, Any], store: Path, folder: Path, precision: str) -> dict[str, Any]:
-    """A data task: logits of the rows at places `id` of the length order, with their positions in the index."""
+    """A data task: outputs for the rows at places `id` of the length order, with their positions in the index."""
     import torch
 
-    tokens_of, order, network, pad_id = _teacher(store, folder)
-    positions = order[batch["id"]]
+    opened, order, made, network = _teacher(store, folder)
+    positions, task, pad_id = order[batch["id"]], base.get(made.task), model.pad_id(folder)
+    tokens = opened.read("train", positions)
     with torch.inference_mode():
-        logits = forward(network, tokens_of.read("train", positions), pad_id, precision).float().numpy()
-    return {"position": positions, "logits": logits}
+        logits = forward(network, tokens, pad_id, precision).float().numpy()
+    outputs = task.outputs(logits, tokens, base.Head(made.labels, made.facts))
+    # As an array of arrays: rows of several tokens have several answers.
+    answers = np.empty(len(positions), dtype=object)
+    answers[:] = [np.ascontiguousarray(row).ravel() for row in outputs]
+    return {"position": positions, "logits": answers}
 
 
 @lru_cache(maxsize=1)
-def _teacher(store: Path, folder: Path) -> tuple[Store, Ints, "torch.nn.Module", int]:
+def _teacher(store: Path, folder: Path) -> tuple[Store, Ints, artifact.Artifact, "torch.nn.Module"]:
     """Loaded once per process: data tasks of one pass reuse their processes."""
     import torch
 
@@ -173,4 +182,4 @@ def _teacher(store: Path, folder: Path) -> tuple[Store, Ints, "torch.nn.Module",
     # Neighbours in length share a pass; the data set counts places in this order.
     order = np.argsort(opened.column("train", "length"), kind="stable")
     network = model.build(folder, base.get(made.task), made.labels, seed=0)
-    return opened, order, cast("torch.nn.Module", network).eval(), model.pad_id(folder)
+    return opened, order, made, cast("torch.nn.Module", network).eval()

@@ -1,6 +1,8 @@
 """Scores of an artefact through the path that answers requests, on a token store's split or on a file."""
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,43 +12,64 @@ from rtrain.config import Data
 from rtrain.data import records
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem
-from rtrain.predict import BATCH_ROWS, Predictor
-from rtrain.tasks.base import Floats, Ints
+from rtrain.predict import BATCH_ROWS, MOST_TOKENS, Predictor
+from rtrain.tasks.base import Input
+from rtrain.tasks.batch import Floats, Int32s, Ints, Ragged, Tokens, batches, pack
 from rtrain.tasks.metrics import metric_for
 
 
-def on_split(
-    predictor: Predictor, store: Store, split: str, batch_rows: int = BATCH_ROWS
-) -> tuple[dict[str, float], Floats]:
-    """(scores, logits in index order) over all rows of a split; each row once."""
-    found = logits(predictor, store, split, np.arange(store.rows(split)), batch_rows)
-    metric = metric_for(predictor.task.output, len(predictor.artifact.labels))
-    metric.add(found, store.column(split, "target"))
-    return metric.scores(), found
+@dataclass(frozen=True)
+class Answered:
+    """Rows in the order that was asked for."""
+
+    outputs: list[Floats]
+    outcomes: Ragged
 
 
-def logits(predictor: Predictor, store: Store, split: str, positions: Ints, batch_rows: int = BATCH_ROWS) -> Floats:
-    """Logits of the rows at `positions`, in that order; neighbours in length share a batch."""
-    order = np.argsort(store.column(split, "length")[positions], kind="stable")
-    found = np.empty((len(positions), len(predictor.artifact.labels)), dtype=np.float32)
-    for start in range(0, len(order), batch_rows):
-        places = order[start : start + batch_rows]
-        found[places] = predictor.run_tokens(store.read(split, positions[places]))
-    return found
+def on_split(predictor: Predictor, store: Store, split: str, rows: Ints, batch_rows: int = BATCH_ROWS) -> Answered:
+    """The answers to the rows at the positions `rows`; neighbours in length share a batch."""
+    lengths = store.column(split, "length")[rows]
+    return _answered(predictor, lengths, lambda places: store.read(split, rows[places]), batch_rows)
+
+
+def scores(predictor: Predictor, answered: Answered, store: Store, split: str = "test") -> dict[str, float]:
+    """Of answers to all rows of a split, in index order."""
+    return metric_for(predictor.task.output).scores(answered.outcomes, store.targets(split), predictor.head)
+
+
+def _answered(predictor: Predictor, lengths: Int32s, read: Callable[[Ints], Tokens], batch_rows: int) -> Answered:
+    task, head = predictor.task, predictor.head
+    outputs: dict[int, Floats] = {}
+    outcomes: dict[int, Any] = {}
+    for places in batches(lengths, np.argsort(lengths, kind="stable"), batch_rows, MOST_TOKENS):
+        tokens = read(places)
+        found = task.outputs(predictor.run_tokens(tokens), tokens, head)
+        outputs.update(zip(places.tolist(), found, strict=True))
+        outcomes.update(zip(places.tolist(), task.outcomes(found, tokens, head), strict=True))
+    rows = range(len(lengths))
+    return Answered([outputs[row] for row in rows], Ragged.of([outcomes[row] for row in rows], np.float64))
 
 
 def run(folder: Path, data: Data) -> dict[str, Any]:
     """Scores of an artefact on the rows of a file; rows that cannot be read are counted, a strange label is wrong."""
     source = records.inspect(data)
     predictor = Predictor.load(folder)
+    task = predictor.task
     rows = [record for piece in source.pieces for record in records.read(piece, data)]
-    good = [record for record in rows if record.reason is None]
+    good = [
+        record for record in rows if record.reason is None and task.flaw(record.text, record.pair, record.label) is None
+    ]
     if not good:
         raise ConfigError([Problem("data.path", data.path, "no row can be used", "give rows with text and label")])
     start = time.perf_counter()
-    inputs = [{"text": row.text, "text_pair": row.pair} if row.pair is not None else row.text for row in good]
-    found = predictor.logits(inputs)
+    asked: list[Input] = [
+        dict(zip(task.fields, (row.text, row.pair), strict=True)) if row.pair is not None else row.text for row in good
+    ]
+    encoded = predictor.encode(asked)
+    marks = [task.marks(row.text, row.pair, row.label, one) for row, one in zip(good, encoded, strict=True)]
+    targets = task.targets([row.label for row in good], Ragged.of(marks, np.int32), predictor.head).values
+    tokens = replace(pack(encoded), targets=targets.values, counts=targets.counts)
+    answered = _answered(predictor, tokens.lengths_of_rows, tokens.pick, BATCH_ROWS)
     seconds = time.perf_counter() - start
-    metric = metric_for(predictor.task.output, len(predictor.artifact.labels))
-    metric.add(found, predictor.task.targets([row.label for row in good], predictor.artifact.labels))
-    return {**metric.scores(), "bad_rows": len(rows) - len(good), "rows_per_second": round(len(good) / seconds, 1)}
+    found = metric_for(task.output).scores(answered.outcomes, targets, predictor.head)
+    return {**found, "bad_rows": len(rows) - len(good), "rows_per_second": round(len(good) / seconds, 1)}

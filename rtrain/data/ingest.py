@@ -18,9 +18,9 @@ import numpy as np
 import pyarrow as pa
 
 from rtrain.data.order import Order, deal, rows_digest
-from rtrain.data.store import Store, Tokens, open_store
+from rtrain.data.store import Store, open_store
 from rtrain.errors import UserError
-from rtrain.tasks.base import Ints
+from rtrain.tasks.batch import Ints, Tokens
 
 if TYPE_CHECKING:
     import ray.data
@@ -85,7 +85,7 @@ def plan_update(store: Store, share: Share, number: int) -> Update:
 
 def _read(store: Store, positions: Ints, teacher: str | None) -> Tokens:
     tokens = store.read("train", positions)
-    return tokens if teacher is None else replace(tokens, teacher=store.teacher(teacher)[positions])
+    return tokens if teacher is None else replace(tokens, teacher=store.taught(teacher, positions))
 
 
 def stream(share: Share, start: int, stop: int) -> Iterator[Update]:
@@ -122,9 +122,10 @@ def _dataset(share: Share, start: int, stop: int) -> "ray.data.Dataset":
 
 def _updates_per_task(share: Share) -> int:
     store = open_store(share.store)
-    row_bytes = 4 * store.manifest.tokens["train"] / max(1, store.rows("train")) + 24
+    total_bytes = 4 * (store.manifest.tokens["train"] + len(store.targets("train").values))
     if share.teacher is not None:
-        row_bytes += 4 * store.teacher(share.teacher).shape[1]
+        total_bytes += 4 * store.teacher(share.teacher).size
+    row_bytes = total_bytes / max(1, store.rows("train")) + 24
     update_bytes = row_bytes * share.order.rows_per_update / share.workers
     return max(1, min(UPDATES_PER_TASK, int(BLOCK_BYTES / update_bytes)))
 
@@ -146,8 +147,9 @@ def _lines(update: Update) -> list[dict[str, Any]]:
     lines = []
     for place, tokens in enumerate(update.passes):
         columns = {name: getattr(tokens, name) for name in _COLUMNS} | {"teacher": tokens.teacher.ravel()}
-        lines.append({**head, "last": place == len(update.passes) - 1, **columns})
-    return lines or [{**head, "last": True, **{name: np.empty(0, dtype=np.int32) for name in _COLUMNS}}]
+        outputs = tokens.teacher.shape[1]
+        lines.append({**head, "last": place == len(update.passes) - 1, "outputs": outputs, **columns})
+    return lines or [{**head, "last": True, "outputs": 0, **{name: np.empty(0, dtype=np.int32) for name in _COLUMNS}}]
 
 
 _SCHEMA = pa.schema(
@@ -157,10 +159,13 @@ _SCHEMA = pa.schema(
         "first_row": pa.uint64(),
         "digest": pa.binary(32),
         "last": pa.bool_(),
+        "outputs": pa.int32(),
         "ids": pa.list_(pa.int32()),
         "lengths": pa.list_(pa.int32()),
         "second": pa.list_(pa.int32()),
-        "targets": pa.list_(pa.int64()),
+        "windows": pa.list_(pa.int32()),
+        "targets": pa.list_(pa.float32()),
+        "counts": pa.list_(pa.int32()),
         "row_ids": pa.list_(pa.uint64()),
         "teacher": pa.list_(pa.float32()),
     }
@@ -176,7 +181,9 @@ def _decoded(dataset: "ray.data.Dataset") -> Iterator[Update]:
                 raise UserError(error)
             tokens = Tokens(*(table[name][line].values.to_numpy() for name in _COLUMNS))
             if len(tokens):
-                passes.append(replace(tokens, teacher=tokens.teacher.reshape(len(tokens), -1)))
+                outputs = table["outputs"][line].as_py()
+                nothing = np.empty((len(tokens), 0), dtype=np.float32)
+                passes.append(replace(tokens, teacher=tokens.teacher.reshape(-1, outputs) if outputs else nothing))
             if table["last"][line].as_py():
                 number, first_row, digest = (table[name][line].as_py() for name in ("update", "first_row", "digest"))
                 yield Update(number, first_row, digest, tuple(passes))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.tasks.base import Ints
+from rtrain.tasks.batch import Ints
 
 WINDOW_ROWS = 1 << 18
 """Rows that are shuffled with each other; a store with fewer rows is shuffled as a whole."""

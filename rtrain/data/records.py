@@ -4,11 +4,10 @@
 """
 
 import codecs
-import csv
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +17,7 @@ import fsspec
 import pyarrow
 
 from rtrain.config import Data
+from rtrain.data import formats
 from rtrain.errors import ConfigError, Problem, UserError
 
 SUFFIXES = {
@@ -27,6 +27,7 @@ SUFFIXES = {
     ".ndjson": "jsonl",
     ".json": "jsonl",
     ".parquet": "parquet",
+    ".conll": "conll",
 }
 
 
@@ -37,7 +38,12 @@ class Record(NamedTuple):
     text: str
     pair: str | None
     label: str
+    """As in the file; a list, and the labels of several columns by column, as JSON."""
     reason: str | None
+    slices: tuple[str, ...] = ()
+    """Values of the columns `data.slices`."""
+    group: str | None = None
+    """Value of the column `data.split_by`; None where none is named."""
 
 
 class Piece(NamedTuple):
@@ -103,7 +109,7 @@ def _pieces(field: str, uri: str, format: str | None, role: str) -> list[Piece]:
     if any(character in path for character in "*?["):
         files = [name for name in filesystem.glob(path) if filesystem.isfile(name)]
     elif filesystem.isdir(path):
-        files = [name for name in filesystem.find(path) if Path(name).suffix in SUFFIXES]
+        files = [name for name in filesystem.find(path) if _suffix(name) in SUFFIXES]
     elif filesystem.isfile(path):
         files = [path]
     elif format == "datasets":
@@ -114,14 +120,18 @@ def _pieces(field: str, uri: str, format: str | None, role: str) -> list[Piece]:
         raise ConfigError([Problem(field, uri, "no data file in it", f"expected {', '.join(sorted(SUFFIXES))}")])
     pieces = []
     for name in sorted(files):
-        found = format or SUFFIXES.get(Path(name).suffix)
+        found = format or SUFFIXES.get(_suffix(name))
         if found is None:
-            fix = "set data.format to csv, tsv, jsonl or parquet"
+            fix = "set data.format to csv, tsv, jsonl, parquet, conll or squad"
             raise ConfigError([Problem(field, name, "its name does not tell its format", fix)])
         if filesystem.size(name) == 0:
             raise ConfigError([Problem(field, name, "the file is empty", "write a header line and rows, or remove it")])
         pieces.append(Piece(filesystem.unstrip_protocol(name), found, role))
     return pieces
+
+
+def _suffix(name: str) -> str:
+    return Path(name.removesuffix(".gz")).suffix
 
 
 def _nearby(filesystem: Any, path: str) -> str:
@@ -180,27 +190,29 @@ def _hub_pieces(field: str, name: str, role: str) -> list[Piece]:
 
 
 def _columns(field: str, piece: Piece) -> tuple[str, ...]:
-    with fsspec.open(piece.uri, "rb") as file:
+    if piece.format in formats.COLUMNS:
+        return formats.COLUMNS[piece.format]
+    with fsspec.open(piece.uri, "rb", compression="infer") as file:
         if piece.format in ("csv", "tsv", "jsonl"):
             if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 fix = "convert it, e.g. iconv -f utf-16 -t utf-8"
                 raise ConfigError([Problem(field, piece.uri, "the file is UTF-16, not UTF-8", fix)])
             file.seek(0)
         if piece.format in ("csv", "tsv"):
-            line, header = next(_csv_rows(file, piece.format), (1, []))
+            line, header = next(formats.csv_rows(file, piece.format), (1, []))
             if isinstance(header, str):
                 reason, _, fix = header.partition("; ")
                 raise ConfigError([Problem(field, piece.uri, f"line {line}: {reason}", fix)])
             found = header
         elif piece.format == "jsonl":
-            line, document = next(_json_rows(file), (1, None))
+            line, document = next(formats.json_rows(file), (1, None))
             if not isinstance(document, dict):
                 fix = 'write one JSON object a line, e.g. {"text": "...", "label": "..."}'
                 raise ConfigError([Problem(field, piece.uri, f"line {line} is not a JSON object", fix)])
             found = list(document)
         else:
             try:
-                found = list(_arrow_schema(file, piece.format).names)
+                found = list(formats.arrow_schema(file, piece.format).names)
             except pyarrow.ArrowInvalid as error:
                 fix = "write the file again, or set data.format to what it is"
                 reason = f"not readable as {piece.format} ({str(error).splitlines()[0]})"
@@ -215,12 +227,18 @@ def _columns(field: str, piece: Piece) -> tuple[str, ...]:
 
 def _missing(data: Data, columns: tuple[str, ...], uri: str) -> list[Problem]:
     problems = []
-    for field in ("text", "text_pair", "label"):
-        wanted = getattr(data, field)
-        if wanted is not None and wanted not in columns:
+    for field, wanted in wanted_columns(data):
+        if wanted not in columns:
             fix = f"{Path(uri).name} has {', '.join(columns)}; write --set data.{field}=COLUMN"
             problems.append(Problem(f"data.{field}", wanted, "no such column", fix))
     return problems
+
+
+def wanted_columns(data: Data) -> list[tuple[str, str]]:
+    """(setting, column) of every column that the settings name."""
+    found = [("text", data.text), *([("text_pair", data.text_pair)] if data.text_pair else [])]
+    found += [("split_by", data.split_by)] if data.split_by else []
+    return found + [("label", name) for name in data.labels] + [("slices", name) for name in data.slices]
 
 
 def file_digest(uri: str) -> str:
@@ -236,14 +254,14 @@ def file_digest(uri: str) -> str:
 
 def read(piece: Piece, data: Data) -> Iterator[Record]:
     """The rows of one file, in order. `line` is the line of the file (csv, tsv, jsonl) or the row number from 1."""
-    with fsspec.open(piece.uri, "rb") as file:
+    with fsspec.open(piece.uri, "rb", compression="infer") as file:
         yield from _checked(_raw(file, piece, data), data)
 
 
 def _raw(file: IO[bytes], piece: Piece, data: Data) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """(line, columns by name), or (line, reason) where the line cannot be read."""
     if piece.format in ("csv", "tsv"):
-        rows = _csv_rows(file, piece.format)
+        rows = formats.csv_rows(file, piece.format)
         _, header = next(rows, (1, []))
         for line, values in rows:
             if isinstance(values, str):
@@ -253,11 +271,15 @@ def _raw(file: IO[bytes], piece: Piece, data: Data) -> Iterator[tuple[int, dict[
             elif values:
                 yield line, f"{len(values)} columns instead of {len(header)}; quote a text that holds the separator"
     elif piece.format == "jsonl":
-        for line, document in _json_rows(file):
+        for line, document in formats.json_rows(file):
             yield line, document if isinstance(document, dict) else "not a JSON object; write one object a line"
+    elif piece.format == "conll":
+        yield from formats.conll_rows(file)
+    elif piece.format == "squad":
+        yield from formats.squad_rows(file)
     else:
-        wanted = [name for name in (data.text, data.text_pair, data.label) if name]
-        for line, row in enumerate(_arrow_rows(file, piece.format, wanted), start=1):
+        wanted = list(dict.fromkeys(column for _, column in wanted_columns(data)))
+        for line, row in enumerate(formats.arrow_rows(file, piece.format, wanted), start=1):
             yield line, row
 
 
@@ -267,14 +289,29 @@ def _checked(rows: Iterable[tuple[int, dict[str, Any] | str]], data: Data) -> It
             yield Record(line, "", None, "", row)
             continue
         # A blank beside a label, invisible in most editors, must not make a second class of it.
-        text, label = _string(row.get(data.text)), _string(row.get(data.label)).strip()
-        pair = None if data.text_pair is None else _string(row.get(data.text_pair))
-        yield Record(line, text, pair, label, _reason(data, text, pair, label))
+        text, label = _text(row.get(data.text)), _label(row, data)
+        pair = None if data.text_pair is None else _text(row.get(data.text_pair))
+        slices = tuple(_string(row.get(name)) for name in data.slices)
+        group = None if data.split_by is None else _string(row.get(data.split_by))
+        yield Record(line, text, pair, label, _reason(data, text, pair, label), slices, group)
+
+
+def _label(row: dict[str, Any], data: Data) -> str:
+    """The label as text; several columns as a JSON object, nothing where none of them is filled."""
+    found = {name: _string(row.get(name)).strip() for name in data.labels}
+    if isinstance(data.label, tuple):
+        return json.dumps(found, ensure_ascii=False) if any(found.values()) else ""
+    label = next(iter(found.values()), "")
+    if data.separator is None or label.startswith("["):
+        return label
+    parts = [part.strip() for part in label.split(data.separator)]
+    return json.dumps([part for part in parts if part], ensure_ascii=False)
 
 
 def _reason(data: Data, text: str, pair: str | None, label: str) -> str | None:
     """Why a row cannot be used, and what to do, or None."""
-    for column, value in ((data.text, text), (data.text_pair, pair), (data.label, label)):
+    named = " and ".join(data.labels)
+    for column, value in ((data.text, text), (data.text_pair, pair), (named, label)):
         try:
             size = len((value or "").encode("utf-8"))
         except UnicodeEncodeError:
@@ -283,101 +320,22 @@ def _reason(data: Data, text: str, pair: str | None, label: str) -> str | None:
             return f"column {column!r} has {size:,} bytes; split it, or raise data.max_row_bytes={data.max_row_bytes:,}"
     if not text.strip():
         return f"column {data.text!r} is empty; write a text or remove the row"
-    if not label.strip():
-        return f"column {data.label!r} is empty; write a label or remove the row"
+    if data.labels and not label.strip():
+        return f"column {named!r} is empty; write a label or remove the row"
     return None
+
+
+def _text(value: Any) -> str:
+    """A list of words is joined by single blanks, at which they can be told apart again."""
+    return " ".join(str(word).replace(" ", "_") for word in value) if isinstance(value, list) else _string(value)
 
 
 def _string(value: Any) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False, default=str)
     return value if isinstance(value, str) else str(value)
-
-
-def _csv_rows(file: IO[bytes], format: str) -> Iterator[tuple[int, list[str] | str]]:
-    """(line, values), or (line, reason) where the line cannot be read."""
-    # A row of a megabyte must become a named bad row, not csv's "field larger than field limit".
-    csv.field_size_limit(1 << 30)
-    # Tab-separated files have no quoting by convention; a quote there is a character of the text.
-    options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if format == "tsv" else {}
-    ended = False
-
-    def lines() -> Iterator[str]:
-        nonlocal ended
-        yield from _text(file)
-        ended = True
-
-    reader = csv.reader(lines(), **options)
-    first = True
-    while True:
-        line = reader.line_num + 1
-        try:
-            values = next(reader)
-        except StopIteration:
-            return
-        except csv.Error:
-            yield line, "a carriage return outside quotes; quote the text, or end lines by a newline"
-            continue
-        if ended:
-            # The file ended inside the row. Each of its lines is bad: as one bad row it could hide half of the file.
-            reason = f"the quote that opens in line {line} is never closed; close it, or double one that is text"
-            yield from ((number, reason) for number in range(line, reader.line_num + 1))
-        elif values or first:
-            yield line, values
-        first = False
-
-
-def _json_rows(file: IO[bytes]) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(_text(file), start=1):
-        if not line.strip():
-            continue
-        try:
-            yield number, json.loads(line)
-        except (ValueError, RecursionError):  # ValueError: not JSON, or a number of thousands of digits
-            yield number, None
-
-
-def _text(file: IO[bytes]) -> Iterator[str]:
-    """Lines; bytes that are not UTF-8 become lone surrogates, so that the row, not the file, is refused."""
-    first = True
-    for line in file:
-        text = line.decode("utf-8", errors="surrogateescape")
-        yield text.removeprefix("\ufeff") if first else text
-        first = False
-
-
-def _arrow_schema(file: IO[bytes], format: str) -> Any:
-    import pyarrow.ipc
-    import pyarrow.parquet
-
-    return (
-        pyarrow.parquet.ParquetFile(file).schema_arrow if format == "parquet" else pyarrow.ipc.open_stream(file).schema
-    )
-
-
-def _arrow_rows(file: IO[bytes], format: str, columns: list[str]) -> Iterator[dict[str, Any]]:
-    import pyarrow.ipc
-    import pyarrow.parquet
-
-    if format == "parquet":
-        batches: Iterable[Any] = pyarrow.parquet.ParquetFile(file).iter_batches(4096, columns=columns)
-        names: Callable[[str], Any] = lambda column: None  # noqa: E731
-    else:
-        stream = pyarrow.ipc.open_stream(file)
-        batches, names = stream, _class_names(stream.schema)
-    for batch in batches:
-        lists = {column: batch.column(column).to_pylist() for column in columns}
-        for column in columns:
-            if (known := names(column)) is not None:
-                lists[column] = [known[value] if value is not None and value >= 0 else None for value in lists[column]]
-        yield from (dict(zip(columns, values, strict=True)) for values in zip(*lists.values(), strict=True))
-
-
-def _class_names(schema: Any) -> Callable[[str], list[str] | None]:
-    """A `datasets` file keeps label names beside integer codes, in its schema's metadata."""
-    metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    features = metadata.get("info", {}).get("features", {})
-    return lambda column: features.get(column, {}).get("names")
 
 
 def refuse_if_too_bad(bad: int, total: int, examples: list[str], data: Data) -> None:

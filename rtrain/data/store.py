@@ -1,9 +1,10 @@
 """The token store: tokenised rows on the run storage, addressed by what made them. Read by every worker, without Ray.
 
 <root>/.tokens/<digest>/
-    manifest.json               written last: its presence means complete; size and SHA-256 of the next two
-    index-{train,valid,test}.arrow   one line per row: row_id, shard, offset, length, target
-    shards/<piece>-<part>.arrow      tokens (ids, second) and what the index was made from
+    manifest.json               written last: its presence means complete; size and SHA-256 of the next three
+    index-{train,valid,test}.arrow   one line per row: row_id, shard, offset, length (tokens), targets
+    rows-{train,valid,test}.arrow    where each row came from (source, line), and its values of data.slices
+    shards/<piece>-<part>.arrow      tokens (ids; windows: length and second of each), what the index was made from
     quarantine.parquet          bad rows: source, line, reason
 
 A file is checked against its SHA-256 when a process first maps it: no row of a changed file is trained on, and a start
@@ -13,8 +14,8 @@ reads the index (28 bytes a row) and the shards that it needs, never the store a
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,11 @@ import pyarrow.ipc
 from rtrain.data import drafts
 from rtrain.errors import UserError
 from rtrain.manifest import Entry, entry, flaw
-from rtrain.tasks.base import Floats, Ints
+from rtrain.tasks.base import Head
+from rtrain.tasks.batch import Floats, Int32s, Ints, Ragged, Tokens, spread
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 SPLITS = ("train", "valid", "test")
-Int32s = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -47,26 +48,16 @@ class Manifest:
     """What training reads, by path in the folder: the indexes and, in the order of their numbers, the shards."""
     sources: dict[str, dict[str, str]]
     """SHA-256 of the files that it was made from: role, name, digest."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """With the labels, the `Head` of a model for these rows."""
+
+    @property
+    def head(self) -> Head:
+        return Head(self.labels, self.facts)
 
     @property
     def shards(self) -> tuple[str, ...]:
         return tuple(name for name in self.files if name.startswith("shards/"))
-
-
-@dataclass(frozen=True, eq=False)
-class Tokens:
-    """Rows without padding: `ids` are all rows' tokens one after another, `lengths` says where each ends."""
-
-    ids: Int32s
-    lengths: Int32s
-    second: Int32s
-    targets: Ints
-    row_ids: npt.NDArray[np.uint64]
-    teacher: Floats
-    """A teacher's logits, [rows, outputs]; no columns where there is no teacher."""
-
-    def __len__(self) -> int:
-        return len(self.lengths)
 
 
 class Store:
@@ -98,42 +89,75 @@ class Store:
             self._sound.add(name)
         return _map(self.folder / name)
 
-    def column(self, split: str, name: str) -> npt.NDArray[Any]:
-        """A column of the index: `row_id` u64, `shard` u32, `offset` u32, `length` i32, `target` i64."""
+    def _index(self, split: str) -> pa.Table:
         if split not in self._indexes:
             self._indexes[split] = self._open(f"index-{split}.arrow")
-        array = self._indexes[split][name]
+        return self._indexes[split]
+
+    def column(self, split: str, name: str) -> npt.NDArray[Any]:
+        """A column of the index: `row_id` u64, `shard` u32, `offset` u32, `length` i32."""
+        array = self._index(split)[name]
         return array.chunk(0).to_numpy(zero_copy_only=True) if array.num_chunks else np.empty(0, dtype=np.int64)
+
+    def targets(self, split: str, positions: Ints | None = None) -> Ragged:
+        """Targets of the rows at `positions`; of all rows without."""
+        array = self._index(split)["targets"]
+        if not array.num_chunks:
+            return Ragged(np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int32))
+        ends = array.chunk(0).offsets.to_numpy()
+        values = array.chunk(0).values.to_numpy()
+        if positions is None:
+            return Ragged(values[ends[0] : ends[-1]], np.diff(ends))
+        counts = (ends[positions + 1] - ends[positions]).astype(np.int32)
+        shift = ends[positions].astype(np.int64) - (np.cumsum(counts, dtype=np.int64) - counts)
+        return Ragged(values[np.repeat(shift, counts) + np.arange(counts.sum())], counts)
+
+    def origins(self, split: str) -> pa.Table:
+        """Of each row, in index order: `source`, `line`, and a column for each of `data.slices`. Strings but `line`."""
+        return self._open(f"rows-{split}.arrow")
 
     # More shards than a window of the order has, also where small files make small shards.
     @lru_cache(maxsize=512)  # noqa: B019 - a store lives as long as its process
-    def _shard(self, number: int) -> tuple[Int32s, npt.NDArray[np.int64], Int32s]:
+    def _shard(self, number: int) -> tuple[Int32s, Ints, Int32s, Ints]:
+        """(tokens, where each row's begin, windows, where each row's begin)."""
         table = self._open(self._shards[number])
-        ids = table["ids"].chunk(0)
-        offsets = ids.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
-        return ids.values.to_numpy(), offsets, table["second"].chunk(0).to_numpy()
+        ids, windows = table["ids"].chunk(0), table["windows"].chunk(0)
+        ends, window_ends = (part.offsets.to_numpy(zero_copy_only=False).astype(np.int64) for part in (ids, windows))
+        return ids.values.to_numpy(), ends, windows.values.to_numpy(), window_ends
 
     def read(self, split: str, positions: Ints) -> Tokens:
         """The rows at `positions`, in that order."""
         shards, offsets = self.column(split, "shard")[positions], self.column(split, "offset")[positions]
-        parts: list[Int32s] = []
-        second = np.empty(len(positions), dtype=np.int32)
-        for place, (shard, offset) in enumerate(zip(shards, offsets, strict=True)):
-            values, ends, seconds = self._shard(int(shard))
+        parts: list[Int32s] = [np.empty(0, dtype=np.int32)]
+        described: list[Int32s] = [np.empty(0, dtype=np.int32)]
+        for shard, offset in zip(shards, offsets, strict=True):
+            values, ends, windows, window_ends = self._shard(int(shard))
             parts.append(values[ends[offset] : ends[offset + 1]])
-            second[place] = seconds[offset]
+            described.append(windows[window_ends[offset] : window_ends[offset + 1]])
+        lengths, second = np.concatenate(described).reshape(-1, 2).T
+        targets = self.targets(split, positions)
         return Tokens(
-            ids=np.concatenate(parts) if parts else np.empty(0, dtype=np.int32),
-            lengths=self.column(split, "length")[positions],
-            second=second,
-            targets=self.column(split, "target")[positions],
+            ids=np.concatenate(parts),
+            lengths=np.ascontiguousarray(lengths),
+            second=np.ascontiguousarray(second),
+            windows=np.fromiter((len(row) // 2 for row in described[1:]), dtype=np.int32, count=len(positions)),
+            targets=targets.values,
+            counts=targets.counts,
             row_ids=self.column(split, "row_id")[positions],
             teacher=np.empty((len(positions), 0), dtype=np.float32),
         )
 
     def teacher_file(self, version: str) -> Path:
-        """Logits of the training rows, in index order, by that teacher. The store's digest pins the rows."""
+        """Outputs for the training rows, in index order, by that teacher: [rows, outputs], or one line for each of
+        their tokens. The store's digest pins the rows."""
         return self.folder / f"teacher-{version}.npy"
+
+    def taught(self, version: str, positions: Ints) -> Floats:
+        """The teacher's outputs for the training rows at `positions`."""
+        answers = self.teacher(version)
+        if len(answers) == self.rows("train"):
+            return answers[positions]
+        return answers[spread(self.column("train", "length"), positions)]
 
     @lru_cache(maxsize=4)  # noqa: B019 - as above
     def teacher(self, version: str) -> Floats:
@@ -186,6 +210,12 @@ def _map(path: Path) -> pa.Table:
         return pyarrow.ipc.open_file(source).read_all()
 
 
+def lists(rows: Ragged) -> pa.ListArray:
+    """A column of lists."""
+    offsets = np.concatenate([[0], np.cumsum(rows.counts)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(rows.values))
+
+
 def write_table(path: Path, table: pa.Table) -> Entry:
     """One uncompressed record batch, so that a reader maps it without copying. Returns what a manifest says of it."""
     with pyarrow.ipc.new_file(str(path), table.schema) as writer:
@@ -222,22 +252,3 @@ class Writer:
     def abandon(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self._draft.release()
-
-
-def padded(tokens: Tokens, pad_id: int) -> dict[str, npt.NDArray[Any]]:
-    """The model's inputs, [rows, longest row]: input_ids, attention_mask, token_type_ids; all int64."""
-    rows, width = len(tokens), int(tokens.lengths.max(initial=1))
-    columns = np.arange(width)
-    mask = columns[None, :] < tokens.lengths[:, None]
-    ids = np.full((rows, width), pad_id, dtype=np.int64)
-    ids[mask] = tokens.ids
-    types = (columns[None, :] >= tokens.second[:, None]) & mask
-    return {"input_ids": ids, "attention_mask": mask.astype(np.int64), "token_type_ids": types.astype(np.int64)}
-
-
-def pack(encoded: Sequence[tuple[list[int], int]]) -> tuple[Int32s, Int32s, Int32s]:
-    """(ids, lengths, second) of encoded rows, in the form of `Tokens`."""
-    lengths = np.fromiter((len(ids) for ids, _ in encoded), dtype=np.int32, count=len(encoded))
-    second = np.fromiter((start for _, start in encoded), dtype=np.int32, count=len(encoded))
-    ids = np.fromiter((token for ids, _ in encoded for token in ids), dtype=np.int32, count=int(lengths.sum()))
-    return ids, lengths, second

@@ -19,10 +19,13 @@ from rtrain.config import Recipe
 from rtrain.data import drafts, records, store
 from rtrain.errors import UserError
 from rtrain.tasks import base
+from rtrain.tasks.batch import Encoded, Ints, Ragged
 
 SHARD_ROWS = 8192
 _SPLIT = {name: code for code, name in enumerate(store.SPLITS)}
 _BAD = 255
+SLICE = "slice:"
+"""Before the name of a column of `data.slices`, in the shards."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def ensure(recipe: Recipe, source: records.Source, model: Path, root: Path) -> t
         found.check(size_only=True)
         drafts.sweep(final)
         return found, False
-    base.load_tokenizer(model, recipe.data.max_tokens)  # a folder without tokenizer is refused here, not inside a task
+    _tokenizer(recipe, model)  # a folder without tokenizer is refused here, not inside a task
     writer = store.Writer(final)
     try:
         job = Job(recipe, model, writer.folder, source.has_test)
@@ -95,7 +98,7 @@ def _write_piece(row: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
     """Name and manifest entry of each shard once it is written; hashed here, since the tasks run in parallel."""
     piece = records.Piece(*row["piece"])
     task = base.get(job.recipe.task)
-    tokenizer = base.load_tokenizer(job.model, job.recipe.data.max_tokens)
+    tokenizer = _tokenizer(job.recipe, job.model)
     rows = records.read(piece, job.recipe.data)
     for part in itertools.count():
         batch = list(itertools.islice(rows, SHARD_ROWS))
@@ -106,20 +109,38 @@ def _write_piece(row: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
         yield {"shard": name, "entry": entry}
 
 
+def _tokenizer(recipe: Recipe, model: Path) -> Any:
+    reading = base.reading(base.get(recipe.task), recipe.data)
+    return base.load_tokenizer(model, reading.max_tokens, reading.stride)
+
+
+NOTHING = Encoded([], [], False, [])
+
+
 def _encode(batch: list[records.Record], role: str, job: Job, task: base.Task, tokenizer: Any) -> pa.Table:
     """Bad rows stay in the table, without tokens: the commit counts them and moves them into quarantine."""
+    data = job.recipe.data
+    batch = [_judged(record, task) for record in batch]
     good = [record for record in batch if record.reason is None]
-    pairs = None if job.recipe.data.text_pair is None else [record.pair or "" for record in good]
-    tokens = iter(task.encode(tokenizer, [record.text for record in good], pairs))
-    encoded = [next(tokens) if record.reason is None else base.Encoded([], 0, False) for record in batch]
+    pairs = None if data.text_pair is None else [record.pair or "" for record in good]
+    most = base.reading(task, data).max_windows
+    tokens = iter(task.encode(tokenizer, [record.text for record in good], pairs, most))
+    encoded = [next(tokens) if record.reason is None else NOTHING for record in batch]
+    marks = [
+        task.marks(record.text, record.pair, record.label, row) if record.reason is None else []
+        for record, row in zip(batch, encoded, strict=True)
+    ]
     keys = [content_hashes(record) for record in batch]
-    ids, lengths, second = store.pack([(row.ids, row.second) for row in encoded])
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    slices = {
+        SLICE + name: pa.array([_printable(record.slices[place]) if record.slices else "" for record in batch])
+        for place, name in enumerate(data.slices)
+    }
     return pa.table(
         {
-            "ids": pa.ListArray.from_arrays(pa.array(offsets), pa.array(ids)),
-            "second": second,
-            "length": lengths,
+            "ids": _lists([row.ids for row in encoded]),
+            "windows": _lists([[number for window in row.windows for number in window] for row in encoded]),
+            "marks": _lists(marks),
+            "length": pa.array([len(row.ids) for row in encoded], pa.int32()),
             "truncated": pa.array([row.truncated for row in encoded]),
             "content": pa.array([whole for _, whole in keys], pa.uint64()),
             "split": pa.array(
@@ -129,18 +150,35 @@ def _encode(batch: list[records.Record], role: str, job: Job, task: base.Task, t
                 ],
                 pa.uint8(),
             ),
-            "label": pa.array([record.label.encode("utf-8", "replace").decode() for record in batch]),
+            "label": pa.array([_printable(record.label) for record in batch]),
             "line": pa.array([record.line for record in batch], pa.int64()),
             "reason": pa.array([record.reason for record in batch], pa.string()),
+            **slices,
         }
     )
 
 
+def _judged(record: records.Record, task: base.Task) -> records.Record:
+    """With the reason why the task cannot use it, where there is one."""
+    if record.reason is not None or (flaw := task.flaw(record.text, record.pair, record.label)) is None:
+        return record
+    return record._replace(reason=flaw)
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+def _lists(rows: list[list[int]]) -> pa.ListArray:
+    return store.lists(Ragged.of(rows, np.int32))
+
+
 def content_hashes(record: records.Record) -> tuple[int, int]:
-    """(hash of the texts, hash of texts and label), 64 bits each."""
+    """(hash of what keeps rows in one split, by default the texts; hash of texts and label), 64 bits each."""
     text = "\x00".join((record.text, record.pair or "")).encode("utf-8", "surrogateescape")
     whole = text + b"\x00" + record.label.encode("utf-8", "surrogateescape")
-    return tuple(int.from_bytes(hashlib.blake2b(part, digest_size=8).digest(), "little") for part in (text, whole))  # type: ignore[return-value]
+    kept = text if record.group is None else record.group.encode("utf-8", "surrogateescape")
+    return tuple(int.from_bytes(hashlib.blake2b(part, digest_size=8).digest(), "little") for part in (kept, whole))  # type: ignore[return-value]
 
 
 def split_of(role: str, text_hash: int, has_test: bool) -> str:
@@ -159,8 +197,7 @@ def split_of(role: str, text_hash: int, has_test: bool) -> str:
 def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list[dict[str, Any]]) -> store.Store:
     """Number the labels, give each row its id, write the index of each split, and the manifest last."""
     recipe, names_of_shards = job.recipe, [row["shard"] for row in shards]
-    columns = ["length", "truncated", "content", "split", "label", "line", "reason"]
-    tables = [store._map(writer.folder / "shards" / name).select(columns) for name in names_of_shards]
+    tables = [store._map(writer.folder / "shards" / name).drop_columns(["ids", "windows"]) for name in names_of_shards]
     table = pa.concat_tables(tables) if tables else None
     if table is None or table.num_rows == 0:
         raise UserError(f"data.path: {recipe.data.path} has a header and no rows; add rows, one text and label each")
@@ -175,10 +212,11 @@ def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list
 
     task = base.get(recipe.task)
     texts = table["label"].to_pylist()
-    names = task.labels(Counter(texts[row] for row in np.flatnonzero(split == _SPLIT["train"])))
-    targets = task.targets(texts, names)
+    head = _head(job, task, Counter(texts[row] for row in np.flatnonzero(split == _SPLIT["train"])))
+    good = np.flatnonzero(split != _BAD)
+    targets = task.targets([texts[row] for row in good], _marks(table, good), head)
 
-    unseen = np.flatnonzero((targets < 0) & (split != _BAD))
+    unseen = good[targets.unknown]
     reasons |= _unseen(recipe, source, unseen, texts, where)
     split = split.copy()
     split[unseen] = _BAD
@@ -187,13 +225,23 @@ def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list
 
     row_ids = identify(table["content"].to_numpy())
     lengths = table["length"].to_numpy()
+    sources = np.array([source.pieces[int(name.split("-")[0])].uri.removeprefix("file://") for name in names_of_shards])
+    place_of = np.zeros(table.num_rows, dtype=np.int64)  # among the good rows, for which there are targets
+    place_of[good] = np.arange(len(good))
     rows, tokens, files = {}, {}, {}
     for name, code in _SPLIT.items():
         chosen = np.flatnonzero(split == code)
         rows[name], tokens[name] = len(chosen), int(lengths[chosen].sum())
-        index = {"row_id": row_ids, "shard": shard, "offset": offset, "length": lengths, "target": targets}
-        table_of_split = pa.table({key: pa.array(value[chosen]) for key, value in index.items()})
+        index = {"row_id": row_ids, "shard": shard, "offset": offset, "length": lengths}
+        table_of_split = pa.table(
+            {key: pa.array(value[chosen]) for key, value in index.items()}
+            | {"targets": store.lists(targets.values.take(place_of[chosen]))}
+        )
         files[f"index-{name}.arrow"] = store.write_table(writer.folder / f"index-{name}.arrow", table_of_split)
+        origins = {"source": pa.array(sources[shard[chosen]], pa.string()).dictionary_encode()}
+        origins |= {"line": table["line"].take(chosen)}
+        origins |= {slice: table[SLICE + slice].take(chosen) for slice in recipe.data.slices}
+        files[f"rows-{name}.arrow"] = store.write_table(writer.folder / f"rows-{name}.arrow", pa.table(origins))
     if not rows["valid"]:
         raise UserError(
             f"data.path: {rows['train']} training rows leave no validation row; give more rows (30 are a sane least)"
@@ -202,14 +250,31 @@ def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list
         schema_version=store.SCHEMA_VERSION,
         digest=writer.final.name,
         rows=rows,
-        labels=names,
+        labels=head.labels,
         tokens=tokens,
         truncated=int(table["truncated"].to_numpy(zero_copy_only=False)[split != _BAD].sum()),
         quarantined=len(reasons),
         files=files | {f"shards/{row['shard']}": row["entry"] for row in shards},
         sources=origin(recipe, source, job.model),
+        facts=dict(head.facts),
     )
     return writer.commit(manifest)
+
+
+def _head(job: Job, task: base.Task, counts: Counter[str]) -> base.Head:
+    """The task's own, with how texts are read where that is in windows: who answers must read them alike."""
+    head = task.head(counts, _tokenizer(job.recipe, job.model))
+    reading = base.reading(task, job.recipe.data)
+    if reading.max_windows == 1:
+        return head
+    windows = {"stride": reading.stride, "max_windows": reading.max_windows, "pooling": job.recipe.data.pooling}
+    return base.Head(head.labels, {**head.facts, **windows})
+
+
+def _marks(table: pa.Table, rows: Ints) -> Ragged:
+    marks = table["marks"].combine_chunks()
+    ends = marks.offsets.to_numpy()
+    return Ragged(marks.values.to_numpy(), np.diff(ends)).take(rows)
 
 
 def _refuse_if_too_bad(recipe: Recipe, reasons: dict[int, str], total: int, where: Any) -> None:

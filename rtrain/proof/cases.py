@@ -98,7 +98,7 @@ class _Group:
             run=Path(settings["scratch"]),
             store=store,
             task=task,
-            loss=losses.for_run(task, recipe.distill),
+            loss=losses.for_run(task, recipe.distill, store.manifest.head),
             order=order,
             pad_id=model.pad_id(folder),
             precision="fp64",

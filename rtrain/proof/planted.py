@@ -5,10 +5,9 @@ Each stands in for `step.run_update` and trains with one mistake. `rtrain verify
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rtrain.data.store import Tokens
+from rtrain.tasks.batch import Tokens
 from rtrain.training import step
 from rtrain.training.exchange import Exchange
 
@@ -22,12 +21,7 @@ def mean_of_means(
     exchange: Exchange, optimizer: Any, loss: step.Loss, passes: Sequence[Tokens], **settings: Any
 ) -> step.Done:
     """The mean over passes of each pass's mean: rows of a short pass count for more than others."""
-    count = _count(exchange, passes)
-
-    def mean(logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
-        return loss(logits, tokens) * (count / (exchange.world * len(passes) * len(tokens)))
-
-    return step.run_update(exchange, optimizer, mean, passes, **settings)
+    return step.run_update(exchange, optimizer, _Means(exchange, loss, passes), passes, **settings)
 
 
 def dropped_tail_row(
@@ -86,6 +80,28 @@ def stale_embedding_row(
     return step.run_update(altered, optimizer, loss, passes, **settings)
 
 
+class _Means:
+    """A loss that `step.run_update`, which divides by the update's targets, makes a mean of each pass's means."""
+
+    def __init__(self, exchange: Exchange, loss: step.Loss, passes: Sequence[Tokens]):
+        import torch
+
+        self._loss, self._passes, self.parts = loss, exchange.world * len(passes), loss.parts
+        own = [sum(part) for part in zip([0] * loss.parts, *map(loss.counts, passes), strict=True)]
+        self._totals = exchange.sum(torch.tensor(own)).tolist()
+
+    def counts(self, tokens: Tokens) -> Sequence[int]:
+        return self._loss.counts(tokens)
+
+    def __call__(self, logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
+        factors = [
+            total / (self._passes * max(1, count))
+            for total, count in zip(self._totals, self.counts(tokens), strict=True)
+        ]
+        sums = self._loss(logits, tokens)
+        return sums * sums.new_tensor(factors)
+
+
 BUGS: dict[str, RunUpdate] = {
     "mean of means": mean_of_means,
     "dropped tail row": dropped_tail_row,
@@ -124,9 +140,4 @@ def _count(exchange: Exchange, passes: Sequence[Tokens]) -> int:
 
 
 def _without_last(tokens: Tokens) -> Tokens:
-    rows = len(tokens) - 1
-    return replace(
-        tokens,
-        ids=tokens.ids[: int(tokens.lengths[:rows].sum())],
-        **{name: getattr(tokens, name)[:rows] for name in ("lengths", "second", "targets", "row_ids", "teacher")},
-    )
+    return tokens.pick(range(len(tokens) - 1))

@@ -59,6 +59,7 @@ def summarise(run: Path) -> dict[str, Any]:
             "valid": next((event["scores"] for event in reversed(valid) if event["update"] == best), None),
             "test": test,
         },
+        "slices": {event["split"]: event["slices"] for event in log if event["kind"] == "sliced"},
         "best_update": best,
         "restarts": max(0, len(starts) - 1),
         "data_digest": created.get("data_digest"),

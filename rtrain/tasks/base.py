@@ -2,59 +2,166 @@
 
 import importlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from rtrain.config import Data
 from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.tasks.batch import Encoded, Floats, Outputs, Ragged, Tokens, Window
 
 if TYPE_CHECKING:
     import tokenizers
     import torch
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
+Input = str | Mapping[str, str]
+"""What a request asks of: a text, or texts by name."""
 
 
-class Encoded(NamedTuple):
-    """Tokens of one row. Positions from `second` on belong to the second text (`len(ids)` where there is none)."""
+@dataclass(frozen=True)
+class Head:
+    """What a model's outputs mean; made from the training rows, kept in the token store and in the artefact."""
 
-    ids: list[int]
-    second: int
-    truncated: bool
+    labels: tuple[str, ...] = ()
+    """Names of the outputs, in their order."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What else the task needs to know, as JSON: the mean of the targets, how windows are pooled, ..."""
+
+
+class Reading(NamedTuple):
+    """How a text becomes tokens, the same in training and in serving."""
+
+    max_tokens: int
+    """Of a window."""
+    stride: int = 0
+    """Tokens that neighbouring windows share."""
+    max_windows: int = 1
+    """With 1, what does not fit is cut."""
+
+
+class Targets(NamedTuple):
+    values: Ragged
+    """float32."""
+    unknown: npt.NDArray[np.bool_]
+    """Rows with a label that the head has not."""
+
+
+class Described(NamedTuple):
+    """Rows' answers beside what they should be, for people. One entry per row each."""
+
+    target: list[Any]
+    prediction: list[Any]
+    """A string, a float or a list of strings, as the target is."""
+    score: npt.NDArray[np.float64]
+    """How sure the model is, 0 to 1; NaN where the task has no such thing."""
+    loss: npt.NDArray[np.float64]
+    """The row's own mean loss per target."""
 
 
 class Task(Protocol):
-    """What the loop, the compressors and the endpoint need to know of a task, and all that they know."""
+    """What the loop, the compressors and the endpoint need to know of a task, and all that they know.
+
+    A model gives outputs for each window [windows, outputs], or for each token [tokens, outputs], tokens one after
+    another as in `Tokens.ids`; which of them is the task's own business.
+    """
 
     name: str
     output: str
-    """Kind of output: chooses the metric (`rtrain.tasks.metrics`)."""
+    """Kind of output: chooses the metric (`rtrain.tasks.metrics`) and what can be done with the answers."""
     auto_model: str
     """Name of the transformers class that loads the float artefact."""
+    by_token: bool
+    """Its model answers each token, not each window."""
+    fields: tuple[str, str]
+    """Names of the two texts in a request."""
+    needs_pair: bool
+    never_cuts: bool
+    """Reads a text in windows whatever the settings: an answer may lie anywhere in it."""
 
-    def labels(self, counts: Mapping[str, int]) -> tuple[str, ...]:
-        """Label names in the order of the model's outputs, from the training rows' labels and their counts."""
+    # ---------------------------------------------------------------------------------------------- rows to targets
+
+    def flaw(self, text: str, pair: str | None, label: str) -> str | None:
+        """Why a row cannot be used, or None. A label that is a list arrives as JSON."""
         ...
 
-    def targets(self, labels: Sequence[str], names: tuple[str, ...]) -> Ints:
-        """One target per row; -1 where the label is not among `names`."""
+    def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer") -> Head:
+        """From the training rows' labels and how often each occurs."""
         ...
 
     def encode(
-        self, tokenizer: "tokenizers.Tokenizer", texts: Sequence[str], pairs: Sequence[str] | None = None
+        self,
+        tokenizer: "tokenizers.Tokenizer",
+        texts: Sequence[str],
+        pairs: Sequence[str] | None = None,
+        max_windows: int = 1,
     ) -> list[Encoded]:
         """Rows to tokens, the same in training and in serving."""
         ...
 
-    def loss(self, logits: "torch.Tensor", targets: "torch.Tensor") -> dict[str, tuple["torch.Tensor", int]]:
-        """Named (sum over targets, number of targets): never a mean, so that passes and workers add up exactly."""
+    def marks(self, text: str, pair: str | None, label: str, encoded: Encoded) -> list[int]:
+        """What of a row's targets can be known only beside its text: where in its tokens they lie. May be empty."""
         ...
 
-    def decode(self, logits: Floats, names: tuple[str, ...], parameters: Mapping[str, Any]) -> list[Any]:
-        """The HTTP answer of each row of `logits`."""
+    def targets(self, labels: Sequence[str], marks: Ragged, head: Head) -> Targets:
+        """Targets of rows from their labels and marks."""
+        ...
+
+    # ----------------------------------------------------------------------------------------------------- training
+
+    def prepare(self, tokens: Tokens, head: Head, seed: int, epoch: int) -> Tokens:
+        """The rows as they are trained on in that epoch; a pure function of its arguments, row by row."""
+        ...
+
+    def parts(self, head: Head) -> tuple[str, ...]:
+        """Names of the parts of the loss; each is divided by its own count, and they are added."""
+        ...
+
+    def counts(self, tokens: Tokens, head: Head) -> dict[str, int]:
+        """Number of targets of each part. With `loss` the (sum, count) pairs: never a mean, so that passes and workers
+        add up exactly. Apart from it, because all workers' counts must be known before the first backward pass."""
+        ...
+
+    def loss(self, logits: "torch.Tensor", tokens: Tokens, head: Head) -> dict[str, "torch.Tensor"]:
+        """Sum over the targets of each part."""
+        ...
+
+    def imitation(
+        self, logits: "torch.Tensor", tokens: Tokens, head: Head, temperature: float
+    ) -> dict[str, "torch.Tensor"]:
+        """Distance to `tokens.teacher`, summed over the same targets; at the scale of `loss` (a KL times T^2)."""
+        ...
+
+    # ------------------------------------------------------------------------------------------------------ answers
+
+    def outputs(self, logits: Floats, tokens: Tokens, head: Head) -> Outputs:
+        """The model's output for each row: what a teacher teaches, an artefact's golden answers hold, and `decode`
+        turns into the HTTP answer. Windows are pooled here."""
+        ...
+
+    def outcomes(self, outputs: Outputs, tokens: Tokens, head: Head) -> Ragged:
+        """What the metric needs to know of each row, compact: it is gathered from all workers. float64."""
+        ...
+
+    def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
+        """Facts that are chosen on the validation rows once the model is trained, e.g. a threshold; often none."""
+        ...
+
+    def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
+        """Evaluated rows, for people."""
+        ...
+
+    def decode(
+        self,
+        outputs: Outputs,
+        asked: Sequence[Input],
+        encoded: Sequence[Encoded],
+        head: Head,
+        parameters: Mapping[str, Any],
+    ) -> list[Any]:
+        """The HTTP answer to each input."""
         ...
 
 
@@ -64,8 +171,16 @@ def get(name: str) -> Task:
     return found
 
 
-def load_tokenizer(folder: Path, max_tokens: int) -> "tokenizers.Tokenizer":
-    """The folder's fast tokenizer, cutting at `max_tokens`, never padding. A private object: its settings are state."""
+def reading(task: Task, data: Data) -> Reading:
+    """How the rows of `data` are read by `task`."""
+    if data.window is None and not task.never_cuts:
+        return Reading(data.max_tokens)
+    return Reading(data.window or data.max_tokens, data.stride, data.max_windows)
+
+
+def load_tokenizer(folder: Path, max_tokens: int, stride: int = 0) -> "tokenizers.Tokenizer":
+    """The folder's fast tokenizer, cutting into windows of `max_tokens`, never padding. A private object: its settings
+    are state."""
     import tokenizers
 
     path = folder / "tokenizer.json"
@@ -85,5 +200,29 @@ def load_tokenizer(folder: Path, max_tokens: int) -> "tokenizers.Tokenizer":
     except Exception as error:  # the Rust side raises plain Exception
         raise UserError(f"{path} cannot be read as a tokenizer: {error}") from None
     tokenizer.no_padding()
-    tokenizer.enable_truncation(max_tokens)
+    tokenizer.enable_truncation(max_tokens, stride=stride)
     return tokenizer
+
+
+def encode(
+    tokenizer: "tokenizers.Tokenizer", texts: Sequence[str], pairs: Sequence[str] | None = None, max_windows: int = 1
+) -> list[Encoded]:
+    """Texts, or pairs of texts, to tokens. Of a pair the longer text is read in windows, beside the other whole."""
+    rows = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
+    encoded = []
+    for row in tokenizer.encode_batch(rows):
+        every = [row, *row.overflowing]
+        kept = every[:max_windows]
+        encoded.append(
+            Encoded(
+                ids=[token for window in kept for token in window.ids],
+                windows=[Window(len(window.ids), _second(window.type_ids)) for window in kept],
+                truncated=len(every) > max_windows,
+                spans=[span for window in kept for span in window.offsets],
+            )
+        )
+    return encoded
+
+
+def _second(types: list[int]) -> int:
+    return types.index(1) if 1 in types else len(types)

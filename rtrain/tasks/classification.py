@@ -6,61 +6,90 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rtrain.errors import UserError
-from rtrain.tasks.base import Encoded, Floats, Ints
+from rtrain.tasks.base import Described, Head, Input, Targets
+from rtrain.tasks.batch import Encoded, Floats, Outputs, Ragged, Tokens
+from rtrain.tasks.pooled import PooledTask, pooled, softmax
 
 if TYPE_CHECKING:
     import tokenizers
     import torch
 
 
-class Classification:
+class Classification(PooledTask):
     name = "classification"
     output = "classes"
-    auto_model = "AutoModelForSequenceClassification"
 
-    def labels(self, counts: Mapping[str, int]) -> tuple[str, ...]:
+    def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
         if len(counts) < 2:
             found = ", ".join(repr(label) for label in counts) or "none"
             raise UserError(
                 f"data.label: the training rows have one class only ({found}); a classifier needs at least two. "
                 "Add rows of another label, or name another column with --set data.label=COLUMN."
             )
-        return tuple(sorted(counts))
+        return Head(tuple(sorted(counts)))
 
-    def targets(self, labels: Sequence[str], names: tuple[str, ...]) -> Ints:
-        index = {name: position for position, name in enumerate(names)}
-        return np.fromiter((index.get(label, -1) for label in labels), dtype=np.int64, count=len(labels))
+    def targets(self, labels: Sequence[str], marks: Ragged | None, head: Head) -> Targets:
+        """The place of each label; -1, wrong for every class, where the head has not got it."""
+        index = {name: position for position, name in enumerate(head.labels)}
+        found = np.fromiter((index.get(label, -1) for label in labels), dtype=np.float32, count=len(labels))
+        return Targets(Ragged.even(found), found < 0)
 
-    def encode(
-        self, tokenizer: "tokenizers.Tokenizer", texts: Sequence[str], pairs: Sequence[str] | None = None
-    ) -> list[Encoded]:
-        rows = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
-        encoded = []
-        for row in tokenizer.encode_batch(rows):
-            types = row.type_ids
-            second = types.index(1) if 1 in types else len(types)
-            encoded.append(Encoded(row.ids, second, bool(row.overflowing)))
-        return encoded
-
-    def loss(self, logits: "torch.Tensor", targets: "torch.Tensor") -> dict[str, tuple["torch.Tensor", int]]:
+    def loss(self, logits: "torch.Tensor", tokens: Tokens, head: Head) -> dict[str, "torch.Tensor"]:
         import torch
 
-        # Cross-entropy of bf16 logits loses the small differences that matter late in training. float64 stays: proofs.
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        total = torch.nn.functional.cross_entropy(logits.to(wide), targets, reduction="sum")
-        return {"loss": (total, targets.numel())}
+        targets = torch.from_numpy(tokens.targets.astype(np.int64)).to(logits.device)
+        return {"loss": torch.nn.functional.cross_entropy(pooled(logits, tokens, head), targets, reduction="sum")}
 
-    def decode(self, logits: Floats, names: tuple[str, ...], parameters: Mapping[str, Any]) -> list[Any]:
+    def imitation(
+        self, logits: "torch.Tensor", tokens: Tokens, head: Head, temperature: float
+    ) -> dict[str, "torch.Tensor"]:
+        """T^2 x KL(teacher, student at temperature T); Hinton et al. 2015. T^2 keeps the gradient at the scale of the
+        loss on true labels, whatever the temperature."""
+        return {"loss": divergence(pooled(logits, tokens, head), tokens.teacher, temperature)}
+
+    def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
+        chances, places = softmax(outcomes.matrix(len(head.labels))), targets.values.astype(np.int64)
+        best, rows = chances.argmax(axis=1), np.arange(len(outcomes))
+        with np.errstate(divide="ignore"):  # a target without a class has chance 0 and an endless loss
+            loss = -np.log(np.where(places >= 0, chances[rows, places], 0.0))
+        return Described(
+            target=[head.labels[place] if place >= 0 else None for place in places],
+            prediction=[head.labels[place] for place in best],
+            score=chances[rows, best],
+            loss=loss,
+        )
+
+    def decode(
+        self,
+        outputs: Outputs,
+        asked: Sequence[Input],
+        encoded: Sequence[Encoded],
+        head: Head,
+        parameters: Mapping[str, Any],
+    ) -> list[Any]:
         """`[{"label", "score"}, ...]` per row, best first; `top_k` limits the list (default: all labels)."""
-        top = parameters.get("top_k") or len(names)
-        shifted = np.exp(logits - logits.max(axis=1, keepdims=True), dtype=np.float64)
-        scores = shifted / shifted.sum(axis=1, keepdims=True)
-        # A stable sort: equal scores keep the label order on every machine.
-        order = np.argsort(-scores, axis=1, kind="stable")[:, :top]
-        return [
-            [{"label": names[column], "score": float(row[column])} for column in columns]
-            for row, columns in zip(scores, order, strict=True)
-        ]
+        return ranked(softmax(np.asarray(outputs)), head.labels, parameters)
+
+
+def divergence(student: "torch.Tensor", teacher: Floats, temperature: float) -> "torch.Tensor":
+    """T^2 x KL(teacher, student), both softened by T, summed over the first axis."""
+    import torch
+    import torch.nn.functional as F
+
+    known = torch.from_numpy(teacher.copy()).to(student)
+    student_log, teacher_log = F.log_softmax(student / temperature, dim=-1), F.log_softmax(known / temperature, dim=-1)
+    return temperature**2 * F.kl_div(student_log, teacher_log, reduction="sum", log_target=True)
+
+
+def ranked(scores: Any, labels: Sequence[str], parameters: Mapping[str, Any]) -> list[Any]:
+    """The Hugging Face form of scores [rows, labels]."""
+    top = parameters.get("top_k") or len(labels)
+    # A stable sort: equal scores keep the label order on every machine.
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :top]
+    return [
+        [{"label": labels[column], "score": float(row[column])} for column in columns]
+        for row, columns in zip(scores, order, strict=True)
+    ]
 
 
 TASK = Classification()

@@ -1,46 +1,88 @@
-"""Exact distributed metrics: every row of a split is counted once, on any number of workers."""
+"""Exact distributed metrics: every row of a split is counted once, on any number of workers.
 
+Each worker reduces its rows to compact outcomes; all workers gather all outcomes and compute the same metric over the
+whole split. A metric need not be a sum over rows.
+"""
+
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rtrain.data.store import Store
-from rtrain.tasks.base import Floats, Task
-from rtrain.tasks.metrics import Metric, metric_for
+from rtrain.tasks.base import Task
+from rtrain.tasks.batch import Floats, Ints, Ragged, Tokens, batches
+from rtrain.tasks.metrics import metric_for
 from rtrain.training.step import forward
 
 if TYPE_CHECKING:
     from rtrain.training.exchange import Exchange
 
 ROWS_PER_PASS = 64
+TOKENS_PER_PASS = 1 << 15
+"""Tokens of a pass: rows of many windows go in smaller groups."""
+SEED = 0
+"""Of what a task draws for an evaluation: the same draw for every model that is compared."""
 
 
 def evaluate(
-    exchange: "Exchange", task: Task, store: Store, split: str, *, pad_id: int, precision: str
+    exchange: "Exchange",
+    task: Task,
+    store: Store,
+    split: str,
+    *,
+    pad_id: int,
+    precision: str,
+    keep: dict[str, Ragged] | None = None,
 ) -> dict[str, float]:
-    """Scores over all rows of `split`; the same on every worker."""
+    """Scores over all rows of `split`; the same on every worker. The rows' outcomes go into `keep` by split."""
+    outcomes = gathered(exchange, task, store, split, pad_id=pad_id, precision=precision)
+    if keep is not None:
+        keep[split] = outcomes
+    return metric_for(task.output).scores(outcomes, store.targets(split), store.manifest.head)
+
+
+def gathered(exchange: "Exchange", task: Task, store: Store, split: str, *, pad_id: int, precision: str) -> Ragged:
+    """Outcomes of all rows of `split`, in index order, on every worker."""
     import torch
 
-    metric = metric_for(task.output, len(store.manifest.labels))
     model = exchange.module
     model.eval()
     # Neighbours in length share a pass, and the workers take turns, so that they end together.
     order = np.argsort(store.column(split, "length"), kind="stable")[exchange.rank :: exchange.world]
+
+    def answer(tokens: Tokens) -> Floats:
+        exchange.alive()
+        found: Floats = forward(model, tokens, pad_id, precision).float().cpu().numpy()
+        return found
+
     with torch.inference_mode():
-        for start in range(0, len(order), ROWS_PER_PASS):
-            exchange.alive()
-            tokens = store.read(split, order[start : start + ROWS_PER_PASS])
-            logits: Floats = forward(model, tokens, pad_id, precision).float().cpu().numpy()
-            metric.add(logits, tokens.targets)
+        own = outcomes_of(task, store, split, order, answer)
     model.train()
-    return _scores(exchange, metric, store.rows(split))
+    positions = np.concatenate(exchange.gather(order))
+    counts = np.concatenate(exchange.gather(own.counts.astype(np.int64)))
+    values = np.concatenate(exchange.gather(own.values))
+    return in_order(Ragged(values, counts.astype(np.int32)), positions, store.rows(split))
 
 
-def _scores(exchange: "Exchange", metric: Metric, expected: int) -> dict[str, float]:
-    import torch
+def outcomes_of(
+    task: Task, store: Store, split: str, order: Ints, answer: Callable[[Tokens], Floats], most_rows: int | None = None
+) -> Ragged:
+    """Outcomes of the rows at the positions `order`, in that order; `answer` gives a pass's logits."""
+    head = store.manifest.head
+    found = [Ragged(np.empty(0, dtype=np.float64), np.empty(0, dtype=np.int32))]
+    for chosen in passes(store, split, order, most_rows):
+        tokens = task.prepare(store.read(split, chosen), head, SEED, 0)
+        found.append(task.outcomes(task.outputs(answer(tokens), tokens, head), tokens, head))
+    return Ragged(np.concatenate([part.values for part in found]), np.concatenate([part.counts for part in found]))
 
-    exchange.sum(torch.from_numpy(metric.state))
-    scores = metric.scores()
-    if scores["rows"] != expected:
-        raise RuntimeError(f"evaluated {scores['rows']} rows of {expected}")
-    return scores
+
+def passes(store: Store, split: str, order: Ints, most_rows: int | None = None) -> Iterable[Ints]:
+    return batches(store.column(split, "length"), order, most_rows or ROWS_PER_PASS, TOKENS_PER_PASS)
+
+
+def in_order(outcomes: Ragged, positions: Ints, rows: int) -> Ragged:
+    """The outcomes of rows at `positions`, in index order; each of `rows` rows must be there once."""
+    if not np.array_equal(np.sort(positions), np.arange(rows)):
+        raise RuntimeError(f"evaluated {len(positions)} rows of {rows}, {len(np.unique(positions))} of them distinct")
+    return outcomes.take(np.argsort(positions))

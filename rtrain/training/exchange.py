@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import torch
 
 
@@ -43,6 +44,22 @@ class Exchange:
 
             dist.all_reduce(tensor)
         return tensor
+
+    def gather(self, values: "npt.NDArray[Any]") -> "list[npt.NDArray[Any]]":
+        """Every worker's vector, of any length each, by rank; on every worker."""
+        if not self.distributed:
+            return [values]
+        import torch
+        import torch.distributed as dist
+
+        own = torch.from_numpy(values)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(own)]))
+        # Of one length, which the transport asks for: the longest's.
+        longest = max(int(size) for size in sizes)
+        parts = [own.new_zeros(longest) for _ in range(self.world)]
+        dist.all_gather(parts, torch.nn.functional.pad(own, (0, longest - len(own))))
+        return [part[: int(size)].numpy() for part, size in zip(parts, sizes, strict=True)]
 
     def from_rank_zero(self, value: int) -> int:
         """Rank 0's `value`, on every rank."""

@@ -13,6 +13,7 @@ from rtrain.data.ingest import Update
 from rtrain.data.order import Order, chain
 from rtrain.data.store import Store
 from rtrain.tasks import base
+from rtrain.tasks.batch import Ragged
 from rtrain.tasks.metrics import metric_for
 from rtrain.training import checkpoint, optim, step
 from rtrain.training.evaluate import evaluate
@@ -90,6 +91,12 @@ class Job:
     """Updates after which this start ends; `order.updates` for a whole run."""
     evaluate_at: frozenset[int] = frozenset()
     replica: Replica | None = None
+    chosen: base.Head | None = None
+    """The store's head with what was chosen on the validation rows, once it was."""
+
+    @property
+    def head(self) -> base.Head:
+        return self.chosen or self.store.manifest.head
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,8 @@ class Outcome:
     ledger: str
     scores: dict[str, dict[str, float]]
     """Of the best checkpoint: `valid` (its headline score), and `test` where the run is finished."""
+    outcomes: dict[str, Ragged] = field(default_factory=dict, compare=False)
+    """Of the test rows, where the run is finished."""
 
 
 @dataclass
@@ -249,6 +258,9 @@ def one_update(
     """Train on one update at its place in the run: its learning rate, its dropout, its rows and no others."""
     import torch
 
+    epoch = update.number // job.order.updates_per_epoch
+    seed, head = job.recipe.train.seed, job.store.manifest.head
+    passes = [job.task.prepare(tokens, head, seed, epoch) for tokens in update.passes]
     expected = step.row_sum(job.store.column("train", "row_id")[job.order.positions(update.number)])
     with clock.section("train"):
         rate = optim.learning_rate(job.recipe.optim, update.number, job.order.updates)
@@ -261,7 +273,7 @@ def one_update(
                 exchange,
                 optimizer,
                 job.loss,
-                update.passes,
+                passes,
                 pad_id=job.pad_id,
                 precision=job.precision,
                 clip_norm=job.recipe.optim.clip_norm,
@@ -290,7 +302,7 @@ def _evaluate(
 ) -> checkpoint.State:
     with clock.section("evaluate"):
         scores = evaluate(exchange, job.task, job.store, "valid", pad_id=job.pad_id, precision=job.precision)
-    headline = metric_for(job.task.output, 2).headline
+    headline = metric_for(job.task.output).headline
     score = scores[headline]
     reporter.event("evaluated", split="valid", update=state.update, scores=scores)
     if state.best_score is None or score > state.best_score:
@@ -322,7 +334,7 @@ def _end(
     """Restore the best weights, score them on the test rows (a finished run only), and report the run's sums."""
     import torch
 
-    finished, headline = state.update == job.order.updates, metric_for(job.task.output, 2).headline
+    finished, headline = state.update == job.order.updates, metric_for(job.task.output).headline
 
     def flush() -> int:
         saver.flush(copied=finished)
@@ -340,10 +352,12 @@ def _end(
             found = evaluate(exchange, job.task, job.store, "valid", pad_id=job.pad_id, precision=job.precision)
         reporter.event("evaluated", split="valid", update=best, scores=found)
         score = found[headline]
-    scores = {"valid": {headline: score or 0.0}}
+    scores, kept = {"valid": {headline: score or 0.0}}, dict[str, Ragged]()
     if finished:
         with clock.section("evaluate"):
-            scores["test"] = evaluate(exchange, job.task, job.store, "test", pad_id=job.pad_id, precision=job.precision)
+            scores["test"] = evaluate(
+                exchange, job.task, job.store, "test", pad_id=job.pad_id, precision=job.precision, keep=kept
+            )
         reporter.event("evaluated", split="test", update=best, scores=scores["test"])
     sums = torch.tensor([totals.rows_seen, totals.real_tokens, totals.padded_tokens, totals.passes], dtype=torch.int64)
     rows, real, padded, passes = (int(value) for value in exchange.sum(sums))
@@ -359,4 +373,4 @@ def _end(
         seconds={name: round(value, 3) for name, value in clock.seconds.items()},
         finished=finished,
     )
-    return Outcome(finished, best, state.ledger, scores)
+    return Outcome(finished, best, state.ledger, scores, kept)

@@ -95,14 +95,14 @@ def build(folder: Path, task: base.Task, labels: tuple[str, ...], seed: int) -> 
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
     auto: Any = getattr(transformers, task.auto_model)
+    names = {"id2label": dict(enumerate(labels)), "label2id": {label: number for number, label in enumerate(labels)}}
     model: transformers.PreTrainedModel = auto.from_pretrained(
         folder,
         local_files_only=True,
         use_safetensors=True,
         dtype=torch.float32,
-        id2label=dict(enumerate(labels)),
-        label2id={label: number for number, label in enumerate(labels)},
         ignore_mismatched_sizes=True,
+        **(names if labels else {}),
     )
     return model
 

@@ -3,10 +3,10 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rtrain.data.store import Tokens, padded
 from rtrain.errors import UserError
+from rtrain.tasks.batch import Tokens, padded, single
 from rtrain.training.model import accepted_inputs
 
 if TYPE_CHECKING:
@@ -16,8 +16,19 @@ if TYPE_CHECKING:
 
     from rtrain.training.exchange import Exchange
 
-Loss = Callable[["torch.Tensor", Tokens], "torch.Tensor"]
-"""(logits, rows) -> the loss summed over the rows' targets."""
+
+class Loss(Protocol):
+    """One or more parts (one per head of the model), each a sum over its own targets."""
+
+    parts: int
+
+    def counts(self, tokens: Tokens) -> Sequence[int]:
+        """Number of targets of each part."""
+        ...
+
+    def __call__(self, logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
+        """Sum over the targets of each part, [parts]."""
+        ...
 
 
 class NonFinite(UserError):
@@ -48,7 +59,7 @@ def row_sum(row_ids: "npt.NDArray[np.uint64]") -> int:
 
 
 def forward(model: "torch.nn.Module", tokens: Tokens, pad_id: int, precision: str) -> "torch.Tensor":
-    """Logits [rows, outputs] of rows without padding; they are padded to the longest."""
+    """Logits [windows, outputs] of rows without padding, or [tokens, outputs] where the model answers each token."""
     import torch
 
     device = next(model.parameters()).device
@@ -59,7 +70,17 @@ def forward(model: "torch.nn.Module", tokens: Tokens, pad_id: int, precision: st
     if precision == "bf16":
         half = torch.autocast(device.type, dtype=torch.bfloat16)
     with half:
-        logits: torch.Tensor = model(**inputs).logits
+        logits = logits_of(model(**inputs))
+    return logits[inputs["attention_mask"].bool()] if logits.dim() == 3 else logits
+
+
+def logits_of(output: Any) -> "torch.Tensor":
+    """The one tensor of what a Transformers model returns; a span's two ends are its last axis."""
+    import torch
+
+    if hasattr(output, "start_logits"):
+        return torch.stack([output.start_logits, output.end_logits], dim=-1)
+    logits: torch.Tensor = output.logits
     return logits
 
 
@@ -78,10 +99,11 @@ def run_update(
 ) -> Done:
     """Train on one update. Every worker exchanges exactly once, also one without rows: the others would wait for ever.
 
-    loss = sum over the update's targets / their count, over all passes and workers. DistributedDataParallel averages
-    over workers, so each worker's sum is multiplied by their number: mean_w(world * sum_w / count) = sum / count.
+    loss = sum over the update's targets / their count, over all passes and workers; of several parts, the sum of those.
+    DistributedDataParallel averages over workers, so each worker's sum is multiplied by their number:
+    mean_w(world * sum_w / count) = sum / count. A part without a target in the update adds nothing.
 
-    `rows` is the `row_sum` that the rows of all workers must come to. It travels with the count and with `notice`, by
+    `rows` is the `row_sum` that the rows of all workers must come to. It travels with the counts and with `notice`, by
     which a worker tells all others that something is to be done after this update, in one exchange.
     `on_gradient` sees the module when its gradient is complete, before clipping. Raises `WrongRows`, `NonFinite`.
     """
@@ -89,12 +111,13 @@ def run_update(
 
     device = next(exchange.module.parameters()).device
     own = [sum(len(tokens) for tokens in passes), sum(row_sum(tokens.row_ids) for tokens in passes)]
-    facts = torch.tensor([own[0], _wrapped(own[1]), int(notice)], dtype=torch.int64, device=device)
-    count, found, notices = exchange.sum(facts).tolist()
+    targets = [sum(part) for part in zip([0] * loss.parts, *(loss.counts(tokens) for tokens in passes), strict=True)]
+    facts = torch.tensor([own[0], _wrapped(own[1]), int(notice), *targets], dtype=torch.int64, device=device)
+    count, found, notices, *totals = exchange.sum(facts).tolist()
     if rows is not None and found != rows:
         raise WrongRows(f"the workers' {count} rows are not the update's: their ids sum to {found}, not to {rows}")
-    total = float(count)
-    loss_sum = torch.zeros(1, dtype=torch.float64, device=device)
+    share = torch.tensor([1.0 / total if total else 0.0 for total in totals], dtype=torch.float64, device=device)
+    loss_sum = torch.zeros(loss.parts, dtype=torch.float64, device=device)
     padded_tokens = 0
     optimizer.zero_grad(set_to_none=not exchange.distributed)
     for number, tokens in enumerate(passes):
@@ -102,9 +125,9 @@ def run_update(
         with exchange.during(last=number == len(passes) - 1):
             logits = forward(exchange.model, tokens, pad_id, precision)
             value = loss(logits, tokens)
-            (value * (exchange.world / total)).backward()
+            (value * (exchange.world * share).to(value.dtype)).sum().backward()
         loss_sum += value.detach().double()
-        padded_tokens += len(tokens) * int(tokens.lengths.max())
+        padded_tokens += len(tokens.lengths) * int(tokens.lengths.max())
     if not passes:
         exchange.alive()
         with exchange.during(last=True):
@@ -118,7 +141,7 @@ def run_update(
         torch.nn.utils.clip_grads_with_norm_(exchange.module.parameters(), clip_norm, norm)
     optimizer.step()
     return Done(
-        loss=float(exchange.sum(loss_sum).item()) / total,
+        loss=float((exchange.sum(loss_sum) * share).sum()),
         gradient_norm=float(norm),
         rows=sum(len(tokens) for tokens in passes),
         passes=len(passes),
@@ -138,6 +161,5 @@ def idle_pass(exchange: "Exchange", pad_id: int, precision: str) -> None:
     import numpy as np
 
     nothing = np.zeros(1, dtype=np.int32)
-    targets, row_ids, teacher = nothing.astype(np.int64), nothing.astype(np.uint64), np.empty((1, 0), dtype=np.float32)
-    tokens = Tokens(nothing + pad_id, nothing + 1, nothing + 1, targets, row_ids, teacher)
+    tokens = single(nothing + pad_id, nothing + 1, nothing + 1, nothing, nothing.astype(np.uint64))
     (forward(exchange.model, tokens, pad_id, precision).float().sum() * 0.0).backward()

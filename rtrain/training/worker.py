@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 import uuid
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -17,7 +18,9 @@ from rtrain.data.store import open_store
 from rtrain.errors import ConfigError, UserError
 from rtrain.report import events
 from rtrain.tasks import base
-from rtrain.training import loop, losses, model, notice, precision, replica
+from rtrain.tasks.batch import Ragged
+from rtrain.tasks.metrics import metric_for
+from rtrain.training import evaluate, loop, losses, model, notice, precision, predictions, replica
 from rtrain.training.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -77,7 +80,7 @@ def run(settings: dict[str, Any]) -> None:
             run=folder,
             store=store,
             task=task,
-            loss=losses.for_run(task, recipe.distill),
+            loss=losses.for_run(task, recipe.distill, store.manifest.head),
             order=order,
             pad_id=model.pad_id(source),
             precision=_precision(exchange, folder, recipe.train.precision),
@@ -88,8 +91,14 @@ def run(settings: dict[str, Any]) -> None:
     share = ingest.Share(store.folder, order, world, rank, recipe.train.micro_batch, recipe.distill.teacher)
     reporter = _TrainReporter(folder, rank)
     outcome = loop.train(job, exchange, lambda start, stop: ingest.stream(share, start, stop), reporter, clock)
-    if outcome.finished and rank == 0:
-        export(network, source, folder, job, outcome)
+    if outcome.finished:
+        valid = evaluate.gathered(
+            exchange, task, store, "valid", pad_id=job.pad_id, precision=job.precision
+        )  # by the best weights, which the test rows were answered by
+        if rank == 0:
+            job, outcome = _calibrated(job, outcome, valid)
+            _keep_answers(job, source, {"valid": valid, **outcome.outcomes})
+            export(network, source, folder, job, outcome)
     faulthandler.cancel_dump_traceback_later()
     exchange.barrier()  # no rank leaves, and so ends the run, before the artefact is written
 
@@ -120,6 +129,28 @@ def _precision(exchange: Exchange, run: Path, wanted: str) -> str:
     return chosen
 
 
+def _calibrated(job: loop.Job, outcome: loop.Outcome, valid: Ragged) -> tuple[loop.Job, loop.Outcome]:
+    """With what the task chooses on the validation rows, and the scores of both splits by it."""
+    chosen = job.task.calibrate(valid, job.store.targets("valid"), job.head)
+    if not chosen:
+        return job, outcome
+    head = base.Head(job.head.labels, {**job.head.facts, **chosen})
+    metric, update, scores = metric_for(job.task.output), outcome.best_update, {}
+    for split, found in (("valid", valid), ("test", outcome.outcomes["test"])):
+        scores[split] = metric.scores(found, job.store.targets(split), head)
+        events.append(job.run, "evaluated", split=split, update=update, scores=scores[split], chosen=chosen)
+    return replace(job, chosen=head), replace(outcome, scores=scores)
+
+
+def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged]) -> None:
+    """Every row's prediction, for people; and the scores of each slice."""
+    tokenizer = base.load_tokenizer(source, job.recipe.data.max_tokens)
+    for split, found in outcomes.items():
+        predictions.write(job.run, split, job.store, job.task, job.head, found, tokenizer)
+        if slices := predictions.sliced(job.store, split, job.task, job.head, found):
+            events.append(job.run, "sliced", split=split, slices=slices)
+
+
 def export(
     network: "transformers.PreTrainedModel", source: Path, run: Path, job: loop.Job, outcome: loop.Outcome
 ) -> Path:
@@ -133,8 +164,9 @@ def export(
         name=job.recipe.name,
         task=job.recipe.task,
         labels=job.store.manifest.labels,
-        max_tokens=job.recipe.data.max_tokens,
+        max_tokens=base.reading(job.task, job.recipe.data).max_tokens,
         engine="torch",
+        facts=job.head.facts,
         metrics=outcome.scores,
         lineage={
             "run": run.name,
@@ -146,5 +178,5 @@ def export(
             "best_update": outcome.best_update,
         },
     )
-    artifact.write(draft, made, predict.golden_logits)
+    artifact.write(draft, made, predict.golden_logits, predict.golden_inputs(job.task))
     return artifact.publish(draft, run / "artifact")

@@ -1,0 +1,114 @@
+"""Bytes of a file -> its lines or rows, by format. What cannot be read is a row with a reason, never a crash."""
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, Any
+
+
+def csv_rows(file: IO[bytes], format: str) -> Iterator[tuple[int, list[str] | str]]:
+    """(line, values), or (line, reason) where the line cannot be read."""
+    # A row of a megabyte must become a named bad row, not csv's "field larger than field limit".
+    csv.field_size_limit(1 << 30)
+    # Tab-separated files have no quoting by convention; a quote there is a character of the text.
+    options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if format == "tsv" else {}
+    ended = False
+
+    def lines() -> Iterator[str]:
+        nonlocal ended
+        yield from _text(file)
+        ended = True
+
+    reader = csv.reader(lines(), **options)
+    first = True
+    while True:
+        line = reader.line_num + 1
+        try:
+            values = next(reader)
+        except StopIteration:
+            return
+        except csv.Error:
+            yield line, "a carriage return outside quotes; quote the text, or end lines by a newline"
+            continue
+        if ended:
+            # The file ended inside the row. Each of its lines is bad: as one bad row it could hide half of the file.
+            reason = f"the quote that opens in line {line} is never closed; close it, or double one that is text"
+            yield from ((number, reason) for number in range(line, reader.line_num + 1))
+        elif values or first:
+            yield line, values
+        first = False
+
+
+def json_rows(file: IO[bytes]) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(_text(file), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except (ValueError, RecursionError):  # ValueError: not JSON, or a number of thousands of digits
+            yield number, None
+
+
+def _text(file: IO[bytes]) -> Iterator[str]:
+    """Lines; bytes that are not UTF-8 become lone surrogates, so that the row, not the file, is refused."""
+    first = True
+    for line in file:
+        text = line.decode("utf-8", errors="surrogateescape")
+        yield text.removeprefix("\ufeff") if first else text
+        first = False
+
+
+def arrow_schema(file: IO[bytes], format: str) -> Any:
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    return (
+        pyarrow.parquet.ParquetFile(file).schema_arrow if format == "parquet" else pyarrow.ipc.open_stream(file).schema
+    )
+
+
+def arrow_rows(file: IO[bytes], format: str, columns: list[str]) -> Iterator[dict[str, Any]]:
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    if format == "parquet":
+        batches: Iterable[Any] = pyarrow.parquet.ParquetFile(file).iter_batches(4096, columns=columns)
+        names: Callable[[str], Any] = lambda column: None  # noqa: E731
+    else:
+        stream = pyarrow.ipc.open_stream(file)
+        batches, names = stream, _class_names(stream.schema)
+    for batch in batches:
+        lists = {column: batch.column(column).to_pylist() for column in columns}
+        for column in columns:
+            if (known := names(column)) is not None:
+                lists[column] = [known[value] if value is not None and value >= 0 else None for value in lists[column]]
+        yield from (dict(zip(columns, values, strict=True)) for values in zip(*lists.values(), strict=True))
+
+
+def _class_names(schema: Any) -> Callable[[str], list[str] | None]:
+    """A `datasets` file keeps label names beside integer codes, in its schema's metadata."""
+    metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    features = metadata.get("info", {}).get("features", {})
+    return lambda column: features.get(column, {}).get("names")
+
+
+def conll_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Sentences as lists: columns `tokens` and `tags`."""
+    from rtrain.data import conll
+
+    for sentence in conll.read(file):
+        yield sentence.line, sentence.reason or {"tokens": list(sentence.tokens), "tags": list(sentence.tags)}
+
+
+def squad_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Questions: columns `id`, `title`, `question`, `context`, and `answers`, a list of `{"text", "start"}`."""
+    from rtrain.data import squad
+
+    for row in squad.read(file):
+        answers = [answer._asdict() for answer in row.answers]
+        columns = {"id": row.id, "title": row.title, "question": row.question, "context": row.context}
+        yield row.line, row.reason or {**columns, "answers": answers}
+
+
+COLUMNS = {"conll": ("tokens", "tags"), "squad": ("id", "title", "question", "context", "answers")}
+"""Of the formats whose columns have no names in the file."""

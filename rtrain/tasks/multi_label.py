@@ -1,0 +1,131 @@
+"""Any number of labels per text, none included: each label is a yes or no of its own.
+
+A row's labels are a list (parquet, jsonl), or a text with `data.separator` between them; an empty list is a row to
+which no label applies. The probability from which a label is given is chosen on the validation rows (`calibrate`).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rtrain.errors import UserError
+from rtrain.tasks.base import Described, Head, Input, Targets
+from rtrain.tasks.batch import Encoded, Outputs, Ragged, Tokens
+from rtrain.tasks.classification import ranked
+from rtrain.tasks.pooled import PooledTask, pooled
+
+if TYPE_CHECKING:
+    import tokenizers
+    import torch
+
+THRESHOLD = 0.5
+"""Chance from which a label is given, where nothing better was chosen."""
+
+
+class MultiLabel(PooledTask):
+    name = "multi_label"
+    output = "labels"
+
+    def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
+        found = {label for row in counts for label in labels_of(row)}
+        if not found:
+            raise UserError(
+                "data.label: no training row has a label; add rows with labels, or name another column with "
+                "--set data.label=COLUMN"
+            )
+        return Head(tuple(sorted(found)))
+
+    def targets(self, labels: Sequence[str], marks: Ragged | None, head: Head) -> Targets:
+        """A zero or one for each label of the head."""
+        index = {name: place for place, name in enumerate(head.labels)}
+        found = np.zeros((len(labels), len(head.labels)), dtype=np.float32)
+        unknown = np.zeros(len(labels), dtype=np.bool_)
+        for row, label in enumerate(labels):
+            for name in labels_of(label):
+                if name in index:
+                    found[row, index[name]] = 1
+                else:
+                    unknown[row] = True
+        return Targets(Ragged.even(found), unknown)
+
+    def loss(self, logits: "torch.Tensor", tokens: Tokens, head: Head) -> dict[str, "torch.Tensor"]:
+        import torch
+
+        found = pooled(logits, tokens, head)
+        wanted = torch.from_numpy(tokens.targets.reshape(tuple(found.shape)).copy()).to(found)
+        return {"loss": torch.nn.functional.binary_cross_entropy_with_logits(found, wanted, reduction="sum")}
+
+    def imitation(
+        self, logits: "torch.Tensor", tokens: Tokens, head: Head, temperature: float
+    ) -> dict[str, "torch.Tensor"]:
+        """T^2 x KL of each label's yes or no, softened by T."""
+        import torch
+        import torch.nn.functional as F
+
+        found = pooled(logits, tokens, head) / temperature
+        known = torch.from_numpy(tokens.teacher.copy()).to(found) / temperature
+        wanted = torch.sigmoid(known)
+        # The cross-entropy to the teacher less the teacher's own entropy, which has no gradient.
+        cross = F.binary_cross_entropy_with_logits(found, wanted, reduction="sum")
+        own = F.binary_cross_entropy_with_logits(known, wanted, reduction="sum")
+        return {"loss": temperature**2 * (cross - own)}
+
+    def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
+        """The chance from which a label is given: the one of the best micro F1, half-way to the next lower chance."""
+        size = len(head.labels)
+        chances, true = sigmoid(outcomes.matrix(size)).ravel(), targets.matrix(size).ravel() > 0
+        if not true.any():
+            return {}
+        order = np.argsort(-chances, kind="stable")
+        right = np.cumsum(true[order])
+        # F1 = 2 TP / (given + true) if the first n labels are given; only where the chance falls can the cut be.
+        f1 = 2 * right / (np.arange(1, len(order) + 1) + true.sum())
+        falls = np.append(np.diff(chances[order]) < 0, True)
+        last = int(np.argmax(np.where(falls, f1, -1.0)))
+        lower = chances[order[last + 1]] if last + 1 < len(order) else 0.0
+        return {"threshold": float(chances[order[last]] + lower) / 2}
+
+    def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
+        logits, true = outcomes.matrix(len(head.labels)), targets.matrix(len(head.labels))
+        chances = sigmoid(logits)
+        given = chances >= threshold(head)
+        # softplus(-z) where the label applies, softplus(z) where not
+        loss = np.logaddexp(0, np.where(true > 0, -logits, logits)).mean(axis=1)
+        return Described(
+            target=[[head.labels[place] for place in np.flatnonzero(row)] for row in true],
+            prediction=[[head.labels[place] for place in np.flatnonzero(row)] for row in given],
+            score=np.where(given, chances, 1 - chances).min(axis=1, initial=1.0),
+            loss=loss,
+        )
+
+    def decode(
+        self,
+        outputs: Outputs,
+        asked: Sequence[Input],
+        encoded: Sequence[Encoded],
+        head: Head,
+        parameters: Mapping[str, Any],
+    ) -> list[Any]:
+        """`[{"label", "score"}, ...]` per row, best first; the scores are chances of their own, not shares of one."""
+        return ranked(sigmoid(np.asarray(outputs)), head.labels, parameters)
+
+
+def labels_of(label: str) -> list[str]:
+    """A JSON list, or a single label."""
+    if label.startswith("["):
+        return [str(name) for name in json.loads(label)]
+    return [label] if label else []
+
+
+def threshold(head: Head) -> float:
+    return float(head.facts.get("threshold", THRESHOLD))
+
+
+def sigmoid(logits: Any) -> Any:
+    """Chances, float64."""
+    return 1 / (1 + np.exp(-np.asarray(logits, dtype=np.float64).clip(-700, 700)))
+
+
+TASK = MultiLabel()

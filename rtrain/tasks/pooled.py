@@ -1,0 +1,107 @@
+"""What the tasks share that answer once per row: windows of a long text are pooled into one output."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rtrain.tasks import base
+from rtrain.tasks.base import Head
+from rtrain.tasks.batch import Encoded, Floats, Outputs, Ragged, Tokens
+
+if TYPE_CHECKING:
+    import tokenizers
+    import torch
+
+
+class PooledTask:
+    """The part of `base.Task` that is the same for all of them."""
+
+    auto_model = "AutoModelForSequenceClassification"
+    by_token = False
+    fields = ("text", "text_pair")
+    needs_pair = False
+    never_cuts = False
+
+    def encode(
+        self,
+        tokenizer: "tokenizers.Tokenizer",
+        texts: Sequence[str],
+        pairs: Sequence[str] | None = None,
+        max_windows: int = 1,
+    ) -> list[Encoded]:
+        return base.encode(tokenizer, texts, pairs, max_windows)
+
+    def flaw(self, text: str, pair: str | None, label: str) -> str | None:
+        return None
+
+    def marks(self, text: str, pair: str | None, label: str, encoded: Encoded) -> list[int]:
+        return []
+
+    def prepare(self, tokens: Tokens, head: Head, seed: int, epoch: int) -> Tokens:
+        return tokens
+
+    def parts(self, head: Head) -> tuple[str, ...]:
+        return ("loss",)
+
+    def counts(self, tokens: Tokens, head: Head) -> dict[str, int]:
+        return {"loss": len(tokens.targets)}
+
+    def outputs(self, logits: Floats, tokens: Tokens, head: Head) -> Floats:
+        """[rows, outputs]."""
+        if len(tokens.lengths) == len(tokens):
+            return logits
+        starts = tokens.first_windows
+        match _pooling(head.facts):
+            case "max":
+                found: Floats = np.maximum.reduceat(logits, starts, axis=0)
+            case "first":
+                found = logits[starts]
+            case _:
+                found = (np.add.reduceat(logits, starts, axis=0) / tokens.windows[:, None]).astype(logits.dtype)
+        return found
+
+    def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
+        return {}
+
+    def outcomes(self, outputs: Outputs, tokens: Tokens, head: Head) -> Ragged:
+        return Ragged.even(np.asarray(outputs, dtype=np.float64))
+
+
+def _pooling(facts: Mapping[str, Any]) -> str:
+    return str(facts.get("pooling", "mean"))
+
+
+def pooled(logits: "torch.Tensor", tokens: Tokens, head: Head) -> "torch.Tensor":
+    """`PooledTask.outputs`, with a gradient; in fp32 or better: bf16 loses the small differences that matter late in
+    training. float64 stays: proofs."""
+    import torch
+
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if len(tokens.lengths) == len(tokens):
+        return wide
+    windows = torch.from_numpy(tokens.windows.astype(np.int64)).to(wide.device)
+    row = torch.repeat_interleave(torch.arange(len(tokens), device=wide.device), windows)
+    shape = (len(tokens), wide.shape[1])
+    match _pooling(head.facts):
+        case "max":
+            # From -inf: with include_self=False the start, a zero, would take part of the gradient of an equal output.
+            lowest = wide.new_full(shape, -torch.inf)
+            return lowest.scatter_reduce(0, row[:, None].expand_as(wide), wide, "amax")
+        case "first":
+            return wide[torch.cumsum(windows, 0) - windows]
+        case _:
+            return wide.new_zeros(shape).index_add(0, row, wide) / windows[:, None]
+
+
+def targets_of(tokens: Tokens, logits: "torch.Tensor", width: int = 1) -> "torch.Tensor":
+    """The targets [rows, width] beside the logits, in their precision."""
+    import torch
+
+    return torch.from_numpy(tokens.targets.reshape(len(tokens), width)).to(logits)
+
+
+def softmax(logits: Any) -> Any:
+    """Probabilities over the last axis, float64."""
+    shifted = np.exp(logits - np.max(logits, axis=-1, keepdims=True), dtype=np.float64)
+    return shifted / shifted.sum(axis=-1, keepdims=True)

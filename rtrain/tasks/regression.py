@@ -1,0 +1,110 @@
+"""One number per text: the score of an essay, a rating, a price. The model learns it in standard deviations."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rtrain.errors import UserError
+from rtrain.tasks.base import Described, Head, Input, Targets
+from rtrain.tasks.batch import Encoded, Outputs, Ragged, Tokens
+from rtrain.tasks.pooled import PooledTask, pooled
+
+if TYPE_CHECKING:
+    import tokenizers
+    import torch
+
+MOST_STEPS = 100
+"""Training scores with more steps than this are no scale of grades."""
+
+
+class Regression(PooledTask):
+    name = "regression"
+    output = "number"
+
+    def flaw(self, text: str, pair: str | None, label: str) -> str | None:
+        try:
+            value = float(label)
+        except ValueError:
+            value = math.nan
+        return None if math.isfinite(value) else f"the score {label!r} is not a number; correct it or remove the row"
+
+    def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
+        """Mean and standard deviation of the training rows' scores, and the scale that they are on, if any."""
+        rows: dict[float, int] = {}
+        for label, count in counts.items():
+            rows[float(label)] = rows.get(float(label), 0) + count
+        if len(rows) < 2:
+            found = ", ".join(str(value) for value in rows) or "none"
+            raise UserError(
+                f"data.label: the training rows have one score only ({found}); there is nothing to learn. "
+                "Add rows of another score, or name another column with --set data.label=COLUMN."
+            )
+        values, weights = np.array(sorted(rows)), np.array([rows[value] for value in sorted(rows)], dtype=np.float64)
+        mean = float(np.average(values, weights=weights))
+        std = float(np.sqrt(np.average((values - mean) ** 2, weights=weights)))
+        scale = {"lowest": float(values[0]), "highest": float(values[-1]), "step": _step(values)}
+        return Head(("score",), {"mean": mean, "std": std, **scale})
+
+    def targets(self, labels: Sequence[str], marks: Ragged | None, head: Head) -> Targets:
+        values = np.fromiter(map(float, labels), dtype=np.float32, count=len(labels))
+        return Targets(Ragged.even(values), np.zeros(len(labels), dtype=np.bool_))
+
+    def loss(self, logits: "torch.Tensor", tokens: Tokens, head: Head) -> dict[str, "torch.Tensor"]:
+        """Squared error in standard deviations, so that learning rates do not depend on the scale of the scores."""
+        import torch
+
+        found = pooled(logits, tokens, head)[:, 0]
+        wanted = (torch.from_numpy(tokens.targets.copy()).to(found) - head.facts["mean"]) / head.facts["std"]
+        return {"loss": ((found - wanted) ** 2).sum()}
+
+    def imitation(
+        self, logits: "torch.Tensor", tokens: Tokens, head: Head, temperature: float
+    ) -> dict[str, "torch.Tensor"]:
+        """Squared error to the teacher's number. A number has no temperature."""
+        import torch
+
+        found = pooled(logits, tokens, head)
+        return {"loss": ((found - torch.from_numpy(tokens.teacher.copy()).to(found)) ** 2).sum()}
+
+    def outcomes(self, outputs: Outputs, tokens: Tokens, head: Head) -> Ragged:
+        """The number itself, in the unit of the targets."""
+        return Ragged.even(_unit(outputs, head))
+
+    def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
+        found, true = outcomes.values, targets.values.astype(np.float64)
+        return Described(
+            target=true.tolist(),
+            prediction=found.tolist(),
+            score=np.full(len(found), np.nan),
+            loss=((found - true) / head.facts["std"]) ** 2,
+        )
+
+    def decode(
+        self,
+        outputs: Outputs,
+        asked: Sequence[Input],
+        encoded: Sequence[Encoded],
+        head: Head,
+        parameters: Mapping[str, Any],
+    ) -> list[Any]:
+        """A number for each input, in the unit of the training scores."""
+        return [float(value) for value in _unit(outputs, head)]
+
+
+def _unit(outputs: Outputs, head: Head) -> Any:
+    """Standard deviations to the unit of the targets."""
+    return np.asarray(outputs, dtype=np.float64)[:, 0] * head.facts["std"] + head.facts["mean"]
+
+
+def _step(values: Any) -> float | None:
+    """The distance of neighbouring grades where all scores lie on one scale."""
+    gaps = np.diff(values)
+    step = float(gaps.min())
+    steps = (values - values[0]) / step
+    on_scale = np.abs(steps - np.rint(steps)).max() < 1e-6 and steps[-1] <= MOST_STEPS
+    return step if on_scale else None
+
+
+TASK = Regression()

@@ -1,0 +1,220 @@
+"""A tag for each word: names, diseases, clauses in running text. Tags are O, B-TYPE and I-TYPE (BIO, IOB1 or IO).
+
+A word's tag is learned and answered at its first token. Texts are never cut: a long one is read in windows, and each
+word is answered in the window in which it has the most text on both sides.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rtrain.errors import UserError
+from rtrain.metrics.entities import entities
+from rtrain.tasks import base
+from rtrain.tasks.base import Described, Head, Input, Targets
+from rtrain.tasks.batch import IGNORED, Encoded, Floats, Ints, Outputs, Ragged, Tokens
+from rtrain.tasks.classification import divergence
+from rtrain.tasks.pooled import softmax
+
+if TYPE_CHECKING:
+    import tokenizers
+    import torch
+
+OUTSIDE = "O"
+_TAG = re.compile(r"O|[BI]-.+")
+# Words of running text, as annotators cut it: punctuation inside a word stays, before and after it is its own word.
+_WORD = re.compile(r"\w(?:\S*\w)?|[^\w\s]")
+
+
+class TokenTags:
+    name = "token_tags"
+    output = "tags"
+    auto_model = "AutoModelForTokenClassification"
+    by_token = True
+    fields = ("text", "text_pair")
+    needs_pair = False
+    never_cuts = True
+
+    def flaw(self, text: str, pair: str | None, label: str) -> str | None:
+        """The text's words are separated by single blanks, as `records` joins a list of tokens."""
+        tags, words = _tags(label), len(text.split(" "))
+        if bad := [tag for tag in tags if not _TAG.fullmatch(tag)]:
+            return f"tag {bad[0]!r} is not O, B-TYPE or I-TYPE; convert the tags to BIO"
+        if len(tags) != words:
+            return f"{len(tags)} tags for {words} words; give each word one"
+        return None
+
+    def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
+        found = {tag for label in counts for tag in _tags(label)} - {OUTSIDE}
+        if not found:
+            raise UserError(
+                "data.label: no training row has an entity, all tags are O; "
+                "add rows with entities, or name the column of the tags with --set data.label=COLUMN"
+            )
+        return Head((OUTSIDE, *sorted(found)))
+
+    def encode(
+        self,
+        tokenizer: "tokenizers.Tokenizer",
+        texts: Sequence[str],
+        pairs: Sequence[str] | None = None,
+        max_windows: int = 1,
+    ) -> list[Encoded]:
+        return base.encode(tokenizer, texts, None, max_windows)
+
+    def marks(self, text: str, pair: str | None, label: str, encoded: Encoded) -> list[int]:
+        """For each token the number of the word that is answered there, or -1."""
+        lengths = np.array([len(word) for word in text.split(" ")])
+        found: list[int] = _answered(encoded, np.cumsum(lengths + 1) - lengths - 1).tolist()
+        return found
+
+    def targets(self, labels: Sequence[str], marks: Ragged, head: Head) -> Targets:
+        index = {tag: place for place, tag in enumerate(head.labels)}
+        values = np.full(len(marks.values), IGNORED, dtype=np.float32)
+        unknown, end = np.zeros(len(labels), dtype=np.bool_), 0
+        for row, (label, words) in enumerate(zip(labels, marks, strict=True)):
+            places = np.array([index.get(tag, -1) for tag in _tags(label)], dtype=np.float32)
+            unknown[row] = (places < 0).any()
+            start, end = end, end + len(words)
+            answered = np.flatnonzero(words >= 0)
+            values[start + answered] = places[words[answered]]
+        return Targets(Ragged(values, marks.counts), unknown)
+
+    def prepare(self, tokens: Tokens, head: Head, seed: int, epoch: int) -> Tokens:
+        return tokens
+
+    def parts(self, head: Head) -> tuple[str, ...]:
+        return ("loss",)
+
+    def counts(self, tokens: Tokens, head: Head) -> dict[str, int]:
+        return {"loss": int((tokens.targets != IGNORED).sum())}
+
+    def loss(self, logits: "torch.Tensor", tokens: Tokens, head: Head) -> dict[str, "torch.Tensor"]:
+        import torch
+
+        targets = torch.from_numpy(tokens.targets.astype(np.int64)).to(logits.device)
+        return {
+            "loss": torch.nn.functional.cross_entropy(_wide(logits), targets, reduction="sum", ignore_index=IGNORED)
+        }
+
+    def imitation(
+        self, logits: "torch.Tensor", tokens: Tokens, head: Head, temperature: float
+    ) -> dict[str, "torch.Tensor"]:
+        """T^2 x KL at each word's first token, as in classification."""
+        import torch
+
+        answered = np.flatnonzero(tokens.targets != IGNORED)
+        student = _wide(logits)[torch.from_numpy(answered).to(logits.device)]
+        return {"loss": divergence(student, tokens.teacher[answered], temperature)}
+
+    def outputs(self, logits: Floats, tokens: Tokens, head: Head) -> Outputs:
+        """[tokens, tags] of each row."""
+        return np.split(logits, np.cumsum(tokens.lengths_of_rows)[:-1])
+
+    def outcomes(self, outputs: Outputs, tokens: Tokens, head: Head) -> Ragged:
+        """For each word: the tag, its chance, and the word's loss."""
+        rows = []
+        for output, targets in zip(outputs, tokens.labelled, strict=True):
+            answered = targets != IGNORED
+            chances, true = softmax(output[answered]), targets[answered].astype(np.int64)
+            found, place = chances.argmax(axis=1), np.arange(len(true))
+            with np.errstate(divide="ignore"):  # a tag that training has not has chance 0 and an endless loss
+                loss = -np.log(np.where(true >= 0, chances[place, true], 0.0))
+            rows.append(np.stack([found, chances[place, found], loss], axis=1))
+        return Ragged.of(rows, np.float64)
+
+    def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
+        return {}
+
+    def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
+        words = [row.reshape(-1, 3) for row in outcomes]
+        return Described(
+            target=[names(row[row != IGNORED], head) for row in targets],
+            prediction=[names(row[:, 0], head) for row in words],
+            score=np.array([row[:, 1].mean() if len(row) else np.nan for row in words]),
+            loss=np.array([row[:, 2].mean() if len(row) else np.nan for row in words]),
+        )
+
+    def decode(
+        self,
+        outputs: Outputs,
+        asked: Sequence[Input],
+        encoded: Sequence[Encoded],
+        head: Head,
+        parameters: Mapping[str, Any],
+    ) -> list[Any]:
+        """`[{"entity_group", "score", "word", "start", "end"}, ...]` for each text: the Hugging Face form of whole
+        entities; start and end are characters, the score is the mean over the entity's words."""
+        return [
+            _entities(str(text if isinstance(text, str) else text["text"]), output, row, head)
+            for text, output, row in zip(asked, outputs, encoded, strict=True)
+        ]
+
+
+def names(places: Any, head: Head) -> list[str]:
+    """Tags by their numbers; of one that the head has not, that it is outside: no answer can be right."""
+    return [head.labels[int(place)] if place >= 0 else OUTSIDE for place in places]
+
+
+def _entities(text: str, output: Floats, encoded: Encoded, head: Head) -> list[dict[str, Any]]:
+    words = [match.span() for match in _WORD.finditer(text)]
+    answered = _answered(encoded, np.array([start for start, _ in words], dtype=np.int64))
+    tokens = np.flatnonzero(answered >= 0)
+    spans, chances = [words[word] for word in answered[tokens]], softmax(output[tokens])
+    found = []
+    for entity in entities(names(chances.argmax(axis=1), head)):
+        start, end = spans[entity.start][0], spans[entity.end - 1][1]
+        score = chances[entity.start : entity.end].max(axis=1).mean()
+        group = {"entity_group": entity.type, "score": float(score)}
+        found.append({**group, "word": text[start:end], "start": start, "end": end})
+    return found
+
+
+def _answered(encoded: Encoded, starts: Ints) -> Ints:
+    """For each token the number of the word that is answered there, or -1; `starts`: where each word begins.
+
+    A word is answered once, at its first token in the window in which it is farthest from an edge; the text's own
+    beginning and end are no edges. So words are answered in their order.
+    """
+    result = np.full(len(encoded.ids), -1, dtype=np.int64)
+    if not len(starts):
+        return result
+    best: dict[int, tuple[int, int]] = {}  # word -> (distance from the edge, token)
+    begin, last = 0, len(encoded.windows) - 1
+    for number, window in enumerate(encoded.windows):
+        seen = -1
+        for place in range(window.tokens):
+            start, end = encoded.spans[begin + place]
+            if start == end:  # a special token; others may begin at the blank before their word, none ends behind it
+                continue
+            word = int(np.searchsorted(starts, end - 1, side="right")) - 1
+            if word == seen:
+                continue
+            seen = word
+            before = place if number else len(encoded.ids)
+            after = window.tokens - place if number < last else len(encoded.ids)
+            if word >= 0 and (word not in best or min(before, after) > best[word][0]):
+                best[word] = (min(before, after), begin + place)
+        begin += window.tokens
+    for word, (_, token) in best.items():
+        result[token] = word
+    return result
+
+
+def _tags(label: str) -> list[str]:
+    """A JSON list, or tags separated by blanks."""
+    if label.startswith("["):
+        return [str(tag) for tag in json.loads(label)]
+    return label.split()
+
+
+def _wide(logits: "torch.Tensor") -> "torch.Tensor":
+    import torch
+
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+TASK = TokenTags()

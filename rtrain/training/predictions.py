@@ -1,0 +1,99 @@
+"""What a finished run leaves of its rows: predictions-<split>.parquet, and the scores of each slice.
+
+The parquet file has a line per row of the split, in index order: position (int64), row_id (uint64), source (string),
+line (int64), tokens (int32), text (decoded from the tokens), target, prediction (string, float or list of strings, by
+the kind of output), score (float64: how sure the model is), loss (float64), and a string column for each slice.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+
+from rtrain.data.store import Store
+from rtrain.tasks.base import Head, Task
+from rtrain.tasks.batch import Ints, Ragged
+from rtrain.tasks.metrics import Scores, metric_for
+
+if TYPE_CHECKING:
+    import tokenizers
+
+TEXT_CHARACTERS = 2000
+"""Of a row's text; the rest is left out."""
+TEXT_ROWS = 1024
+"""Rows whose text is decoded at a time."""
+MOST_VALUES = 50
+"""Values of a column that are scored apart, the most frequent ones: each is in the log and in the summary."""
+
+
+def path_of(run: Path, split: str) -> Path:
+    return run / f"predictions-{split}.parquet"
+
+
+def write(
+    run: Path, split: str, store: Store, task: Task, head: Head, outcomes: Ragged, tokenizer: "tokenizers.Tokenizer"
+) -> Path:
+    """`outcomes` are those of all rows of the split, in index order."""
+    described = task.describe(outcomes, store.targets(split), head)
+    origins, lengths = store.origins(split), store.column(split, "length")
+    columns: dict[str, Any] = {
+        "position": pa.array(np.arange(len(lengths)), pa.int64()),
+        "row_id": pa.array(store.column(split, "row_id"), pa.uint64()),
+        "source": origins["source"].cast(pa.string()),
+        "line": origins["line"],
+        "tokens": pa.array(lengths, pa.int32()),
+        "text": pa.array(_texts(store, split, tokenizer), pa.string()),
+        "target": _column(described.target),
+        "prediction": _column(described.prediction),
+        "score": pa.array(described.score, pa.float64(), from_pandas=True),
+        "loss": pa.array(described.loss, pa.float64(), from_pandas=True),
+    }
+    for name in slices(store, split):
+        columns[name if name not in columns else f"{name} (slice)"] = origins[name]
+    draft, final = path_of(run, f".{split}"), path_of(run, split)
+    pyarrow.parquet.write_table(pa.table(columns), draft)
+    draft.rename(final)
+    return final
+
+
+def slices(store: Store, split: str) -> list[str]:
+    """Columns by whose values the scores are given apart."""
+    return [name for name in store.origins(split).column_names if name not in ("source", "line")]
+
+
+def sliced(store: Store, split: str, task: Task, head: Head, outcomes: Ragged) -> dict[str, dict[str, Scores]]:
+    """Column -> value -> scores of the rows that have it; the most frequent values first."""
+    targets, metric = store.targets(split), metric_for(task.output)
+    found: dict[str, dict[str, Scores]] = {}
+    for name in slices(store, split):
+        values, codes, counts = np.unique(
+            store.origins(split)[name].to_numpy(), return_inverse=True, return_counts=True
+        )
+        found[name] = {}
+        for code in np.argsort(-counts, kind="stable")[:MOST_VALUES]:
+            rows: Ints = np.flatnonzero(codes == code)
+            scores = metric.scores(outcomes.take(rows), targets.take(rows), head)
+            found[name][str(values[code])] = scores
+    return found
+
+
+def _texts(store: Store, split: str, tokenizer: "tokenizers.Tokenizer") -> list[str]:
+    texts: list[str] = []
+    total = store.rows(split)
+    for start in range(0, total, TEXT_ROWS):
+        tokens = store.read(split, np.arange(start, min(start + TEXT_ROWS, total)))
+        rows = Ragged(tokens.ids, tokens.lengths_of_rows)
+        # A token is a character at least, so the first ones hold all that is kept.
+        decoded = tokenizer.decode_batch([row[:TEXT_CHARACTERS].tolist() for row in rows], skip_special_tokens=True)
+        texts += [text[:TEXT_CHARACTERS] for text in decoded]
+    return texts
+
+
+def _column(values: Sequence[Any]) -> pa.Array:
+    kinds = {type(value) for value in values if value is not None}
+    if kinds == {list}:
+        return pa.array(values, pa.list_(pa.string()))
+    return pa.array(values, pa.float64() if kinds == {float} else pa.string())

@@ -1,0 +1,208 @@
+"""Regression: scores in standard deviations, metrics against scikit-learn, and rows without a score."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import sklearn.metrics
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rtrain import config
+from rtrain.compress import score
+from rtrain.data.store import Store
+from rtrain.errors import UserError
+from rtrain.predict import Predictor
+from rtrain.tasks import base, metrics
+from rtrain.tasks.batch import Ragged, Tokens, single
+from rtrain.tasks.regression import Regression
+from rtrain.training import evaluate, model, predictions
+from rtrain.training.exchange import Exchange
+from serve.app import build_app
+from tests.conftest import labelled_rows
+from tests.serving import call
+from tests.tiny import make_encoder, make_store, make_task_artifact
+
+TASK = Regression()
+GRADES = base.Head(("score",), {"mean": 5.0, "std": 2.0, "lowest": 1.0, "highest": 9.0, "step": 0.5})
+
+
+def batch(targets: list[float], teacher: list[list[float]] | None = None) -> Tokens:
+    ones = np.ones(len(targets), dtype=np.int32)
+    answers = None if teacher is None else np.array(teacher, dtype=np.float32)
+    return single(ones, ones, ones, np.array(targets), np.arange(len(targets), dtype=np.uint64), answers)
+
+
+@pytest.mark.parametrize("label", ["seven", "", "nan", "inf", "-inf", "1,5", "0x10"])
+def test_a_score_that_is_no_number_is_named(label: str) -> None:
+    assert TASK.flaw("text", None, label) == f"the score {label!r} is not a number; correct it or remove the row"
+
+
+@pytest.mark.parametrize("label", ["7", "-1.5", " 6.5 ", "1e3"])
+def test_numbers_of_any_form_are_scores(label: str) -> None:
+    assert TASK.flaw("text", None, label) is None
+
+
+def test_the_head_has_the_mean_and_the_deviation_of_all_training_rows() -> None:
+    found = TASK.head({"1": 3, "4": 1, "4.0": 2, "2.5": 2})
+    scores = [1, 1, 1, 4, 4, 4, 2.5, 2.5]
+    assert found.labels == ("score",)
+    assert found.facts["mean"] == pytest.approx(np.mean(scores), rel=1e-12)
+    assert found.facts["std"] == pytest.approx(np.std(scores), rel=1e-12)
+    assert (found.facts["lowest"], found.facts["highest"], found.facts["step"]) == (1.0, 4.0, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("scores", "step"), [([1, 2, 4], 1.0), ([1, 1.5, 9], 0.5), ([0.1, 0.25, 0.72], None), ([0, 1, 200], None)]
+)
+def test_grades_are_told_from_other_numbers(scores: list[float], step: float | None) -> None:
+    found = TASK.head({str(value): 1 for value in scores}).facts["step"]
+    assert found == (None if step is None else pytest.approx(step))
+
+
+def test_one_score_for_all_rows_is_refused() -> None:
+    with pytest.raises(UserError, match=r"data\.label: the training rows have one score only \(3\.0\)"):
+        TASK.head({"3": 5, "3.0": 1})
+
+
+def test_the_loss_is_the_squared_error_in_standard_deviations() -> None:
+    # Targets 5, 9, 1 are 0, 2, -2 standard deviations from the mean.
+    logits = torch.tensor([[1.0], [2.5], [-2.0]], dtype=torch.float64)
+    rows = batch([5, 9, 1])
+    assert TASK.loss(logits, rows, GRADES)["loss"].item() == pytest.approx(1 + 0.25 + 0)
+    assert TASK.counts(rows, GRADES) == {"loss": 3}
+
+
+def test_a_student_learns_its_teacher_s_numbers() -> None:
+    rows = batch([5, 9], teacher=[[0.5], [1.0]])
+    logits = torch.tensor([[0.0], [3.0]], dtype=torch.float64)
+    assert TASK.imitation(logits, rows, GRADES, 7.0)["loss"].item() == pytest.approx(0.25 + 4.0)
+
+
+def test_answers_are_numbers_in_the_unit_of_the_scores() -> None:
+    assert TASK.decode([np.array([0.25]), np.array([-2.0])], [], [], GRADES, {}) == [5.5, 1.0]
+
+
+def scores_of(found: list[float], true: list[float], head: base.Head = GRADES) -> dict[str, float]:
+    return metrics.number(Ragged.even(np.array(found)), Ragged.even(np.array(true)), head)
+
+
+@given(st.lists(st.tuples(st.integers(2, 18), st.floats(-1, 11)), min_size=2, max_size=40))
+@settings(deadline=None)
+def test_scores_are_those_of_scikit_learn(pairs: list[tuple[int, float]]) -> None:
+    true, found = [half / 2 for half, _ in pairs], [value for _, value in pairs]
+    scores = scores_of(found, true)
+    squares = sklearn.metrics.mean_squared_error(true, found)
+    assert scores["rmse"] == -scores["neg_rmse"] == pytest.approx(math.sqrt(squares))
+    assert scores["mae"] == pytest.approx(sklearn.metrics.mean_absolute_error(true, found))
+    assert scores["rows"] == len(pairs)
+    if len(set(true)) > 1:
+        assert scores["r2"] == pytest.approx(sklearn.metrics.r2_score(true, found))
+        if np.ptp(found) > 1e-6:
+            assert scores["pearson"] == pytest.approx(np.corrcoef(true, found)[0, 1], abs=1e-9)
+    grades = [int(np.rint((min(max(value, 1), 9) - 1) / 0.5)) for value in found]
+    places = [half - 2 for half, _ in pairs]
+    if len({*grades, *places}) > 1:
+        expected = sklearn.metrics.cohen_kappa_score(places, grades, weights="quadratic", labels=range(17))
+        assert scores["qwk"] == pytest.approx(expected, abs=1e-9)
+
+
+def test_without_a_scale_there_is_no_kappa() -> None:
+    assert "qwk" not in scores_of([1.0, 2.0], [1.0, 3.0], base.Head(("score",), {"step": None}))
+
+
+def test_constant_answers_have_scores_too() -> None:
+    found = scores_of([5, 5], [4, 6])
+    assert (found["pearson"], found["r2"], found["qwk"], found["neg_rmse"]) == (0, 0, 0, -1)
+    assert all(math.isfinite(value) for value in [*found.values(), *scores_of([], []).values()])
+
+
+# ------------------------------------------------------------------------------------------------------- the whole way
+
+
+def write(folder: Path, rows: int = 300) -> Path:
+    """Rows whose score is the number of words; of thirty, one has none, and one says so in a word."""
+    lines = []
+    for number, (text, label) in enumerate(labelled_rows(rows)):
+        given = "" if number % 30 == 7 else "high" if number % 30 == 8 else str(len(text.split()))
+        lines.append(f"{text},{given},{label},question {number % 2}")
+    path = folder / "essays.csv"
+    path.write_text("essay,score,kind,prompt\n" + "\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Path]:
+    folder = tmp_path_factory.mktemp("essays")
+    settings = {"data.path": str(write(folder)), "data.slices": ["kind", "prompt"], "data.max_tokens": 64}
+    recipe = config.load("essay", settings).recipe
+    return make_store(recipe, make_encoder(folder / "encoder"), folder), folder
+
+
+def test_rows_without_a_score_are_counted_and_named(made: tuple[Store, Path]) -> None:
+    store, _ = made
+    assert store.manifest.quarantined == 20
+    assert sum(store.manifest.rows.values()) == 280
+    reasons = pyarrow.parquet.read_table(store.folder / "quarantine.parquet")["reason"].to_pylist()
+    assert {reason: reasons.count(reason) for reason in reasons} == {
+        "column 'score' is empty; write a label or remove the row": 10,
+        "the score 'high' is not a number; correct it or remove the row": 10,
+    }
+
+
+def test_the_store_keeps_scores_as_they_are(made: tuple[Store, Path]) -> None:
+    store, _ = made
+    head = store.manifest.head
+    targets = store.targets("train").values
+    assert head.facts["mean"] == pytest.approx(targets.mean(dtype=np.float64), rel=1e-6)
+    assert head.facts["std"] == pytest.approx(targets.std(dtype=np.float64), rel=1e-6)
+    assert store.read("valid", np.array([0])).counts.tolist() == [1]
+
+
+def test_a_finished_run_s_rows_are_written_with_their_slices(made: tuple[Store, Path], tmp_path: Path) -> None:
+    store, folder = made
+    network: Any = model.build(folder / "encoder", TASK, store.manifest.labels, seed=0)
+    outcomes = evaluate.gathered(Exchange(network), TASK, store, "test", pad_id=0, precision="fp32")
+    tokenizer, head = base.load_tokenizer(folder / "encoder", 64), store.manifest.head
+    path = predictions.write(tmp_path, "test", store, TASK, head, outcomes, tokenizer)
+    assert path == tmp_path / "predictions-test.parquet"
+    table = pyarrow.parquet.read_table(path)
+    assert [f"{field.name} {field.type}" for field in table.schema] == [
+        "position int64", "row_id uint64", "source string", "line int64", "tokens int32", "text string",
+        "target double", "prediction double", "score double", "loss double", "kind string", "prompt string",
+    ]  # fmt: skip
+    lines = (folder / "essays.csv").read_text().splitlines()
+    for row in table.to_pylist():
+        _, given, kind, prompt = lines[row["line"] - 1].split(",")
+        assert row["text"].startswith(prompt)
+        assert (row["target"], row["kind"], row["prompt"]) == (float(given), kind, prompt)
+        assert row["loss"] == pytest.approx(((row["prediction"] - row["target"]) / head.facts["std"]) ** 2)
+        assert row["score"] is None
+    sliced = predictions.sliced(store, "test", TASK, store.manifest.head, outcomes)
+    assert set(sliced) == {"kind", "prompt"}
+    for name, values in sliced.items():
+        assert sum(scores["rows"] for scores in values.values()) == store.rows("test")
+        for value, scores in values.items():
+            errors = [row["prediction"] - row["target"] for row in table.to_pylist() if row[name] == value]
+            assert scores["mae"] == pytest.approx(np.abs(errors).mean())
+
+
+def test_an_artefact_answers_with_numbers_over_http_and_in_a_file(tmp_path: Path) -> None:
+    folder = make_task_artifact(tmp_path / "artifact", "regression", GRADES)
+    predictor = Predictor.load(folder, threads=1)
+    asked: list[base.Input] = [{"text": "where is my parcel", "text_pair": "it was due"}, "money back"]
+    app = build_app(predictor, config.Serve())
+    reply = call(app, "POST", "/predict", json={"inputs": asked})
+    assert reply.status_code == 200
+    assert reply.json() == pytest.approx(predictor(asked), abs=1e-5)
+    tensor = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["money back"]}
+    reply = call(app, "POST", "/v2/models/tiny/infer", json={"inputs": [tensor]})
+    [output] = reply.json()["outputs"]
+    assert (output["name"], output["datatype"], output["shape"]) == ("score", "FP32", [1])
+    assert output["data"] == pytest.approx(predictor(["money back"]), abs=1e-5)
+    scored = score.run(folder, config.load("essay", {"data.path": str(write(tmp_path))}).recipe.data)
+    assert (scored["rows"], scored["bad_rows"]) == (280, 20)

@@ -1,0 +1,242 @@
+"""Several labels for a text, and several heads on one encoder: losses by hand, scores against scikit-learn, answers."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn.metrics
+import torch
+
+from rtrain import config
+from rtrain.config import Distill
+from rtrain.data.store import Store
+from rtrain.errors import UserError
+from rtrain.predict import Predictor
+from rtrain.tasks import base, metrics
+from rtrain.tasks.batch import IGNORED, Ragged, Tokens
+from rtrain.tasks.multi_head import MultiHead
+from rtrain.tasks.multi_label import MultiLabel
+from rtrain.training import evaluate, losses, model, step
+from rtrain.training.exchange import Exchange
+from serve.app import build_app
+from tests.conftest import labelled_rows
+from tests.serving import call
+from tests.test_step import make_still_encoder
+from tests.tiny import make_encoder, make_store, make_task_artifact
+
+LABELS, HEADS = MultiLabel(), MultiHead()
+TOPICS = base.Head(("a", "b", "c"))
+BOTH = base.Head(("intent=ask", "intent=buy", "mood=bad", "mood=good"), {"heads": [["intent", 2], ["mood", 2]]})
+NO_MARKS = Ragged.of([], np.int32)
+
+
+def batch(targets: list[list[float]], teacher: Any = None) -> Tokens:
+    rows = len(targets)
+    ones = np.ones(rows, dtype=np.int32)
+    answers = np.empty((rows, 0)) if teacher is None else np.array(teacher)
+    wanted = Ragged.of(targets, np.float32)
+    ids = np.arange(rows, dtype=np.uint64)
+    return Tokens(ones, ones, ones, ones, wanted.values, wanted.counts, ids, answers.astype(np.float32))
+
+
+# ------------------------------------------------------------------------------------------------------ several labels
+
+
+def test_labels_are_those_of_all_training_rows() -> None:
+    assert LABELS.head({'["b", "a"]': 1, "[]": 5, "c": 2}).labels == ("a", "b", "c")
+    with pytest.raises(UserError, match="no training row has a label"):
+        LABELS.head({"[]": 9})
+
+
+def test_each_label_is_a_yes_or_a_no() -> None:
+    found = LABELS.targets(['["c", "a"]', "[]", "b", '["a", "new"]'], NO_MARKS, TOPICS)
+    assert found.values.matrix(3).tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0], [1, 0, 0]]
+    assert found.unknown.tolist() == [False, False, False, True]
+
+
+def test_the_loss_of_labels_is_a_sum_over_rows_and_labels() -> None:
+    rows = batch([[1, 0, 1], [0, 0, 0]])
+    logits = torch.tensor([[2.0, -1.0, 0.0], [0.5, 0.0, -3.0]], dtype=torch.float64)
+    chances = [[1 / (1 + math.exp(-float(z))) for z in row] for row in logits]
+    wanted = [[1, 0, 1], [0, 0, 0]]
+    expected = -sum(
+        math.log(p if t else 1 - p)
+        for row, own in zip(chances, wanted, strict=True)
+        for p, t in zip(row, own, strict=True)
+    )
+    assert LABELS.loss(logits, rows, TOPICS)["loss"].item() == pytest.approx(expected)
+    assert LABELS.counts(rows, TOPICS) == {"loss": 6}
+
+
+def test_a_student_with_its_teacher_s_chances_has_nothing_to_learn() -> None:
+    teacher = [[2.0, -1.0, 0.0], [0.5, 0.0, -3.0]]
+    rows = batch([[1, 0, 1], [0, 0, 0]], teacher)
+    same = torch.tensor(teacher, dtype=torch.float64)
+    assert LABELS.imitation(same, rows, TOPICS, 2.0)["loss"].item() == pytest.approx(0, abs=1e-12)
+    assert LABELS.imitation(same + 1, rows, TOPICS, 2.0)["loss"].item() > 0.1
+
+
+def test_scores_of_labels_are_those_of_scikit_learn() -> None:
+    random = np.random.default_rng(0)
+    true, logits = random.integers(0, 2, (50, 3)), random.normal(size=(50, 3))
+    for threshold in (None, 0.7):
+        facts = {} if threshold is None else {"threshold": threshold}
+        given = 1 / (1 + np.exp(-logits)) >= (threshold or 0.5)
+        found = metrics.labels(Ragged.even(logits), Ragged.even(true), base.Head(TOPICS.labels, facts))
+        for average in ("micro", "macro"):
+            expected = sklearn.metrics.f1_score(true, given, average=average)
+            assert found[f"{average}_f1"] == pytest.approx(expected)
+        assert found["precision"] == pytest.approx(sklearn.metrics.precision_score(true, given, average="micro"))
+        assert found["recall"] == pytest.approx(sklearn.metrics.recall_score(true, given, average="micro"))
+        assert found["subset_accuracy"] == pytest.approx(sklearn.metrics.accuracy_score(true, given))
+
+
+def test_the_threshold_is_the_best_of_the_validation_rows() -> None:
+    # The label's rows have chances 0.4 and 0.3, the others 0.2 and 0.1: any threshold between 0.2 and 0.3 is perfect.
+    chances = np.array([[0.4], [0.3], [0.2], [0.1]])
+    outcomes = Ragged.even(np.log(chances / (1 - chances)))
+    targets, head = Ragged.even(np.array([[1], [1], [0], [0]])), base.Head(("a",))
+    assert metrics.labels(outcomes, targets, head)["micro_f1"] == 0
+    chosen = LABELS.calibrate(outcomes, targets, head)
+    assert 0.2 < chosen["threshold"] <= 0.3
+    assert metrics.labels(outcomes, targets, base.Head(("a",), chosen))["micro_f1"] == 1
+    assert LABELS.calibrate(Ragged.even(np.empty((0, 1))), Ragged.even(np.empty((0, 1))), head) == {}
+
+
+def test_rows_with_labels_are_described() -> None:
+    logits, targets = (
+        Ragged.even(np.array([[1.0, -1.0, 3.0], [-1.0, -2.0, -3.0]])),
+        Ragged.even(np.array([[1, 1, 0], [0, 0, 0]])),
+    )
+    found = LABELS.describe(logits, targets, TOPICS)
+    assert (found.target, found.prediction) == ([["a", "b"], []], [["a", "c"], []])
+    assert found.score.tolist() == pytest.approx([1 / (1 + math.exp(-1))] * 2)
+    expected = [math.log(1 + math.exp(-1)), math.log(1 + math.exp(1)), math.log(1 + math.exp(3))]
+    assert found.loss[0] == pytest.approx(sum(expected) / 3)
+
+
+# ------------------------------------------------------------------------------------------------------- several heads
+
+
+def row(intent: str, mood: str) -> str:
+    return json.dumps({"intent": intent, "mood": mood})
+
+
+def test_each_column_is_a_head() -> None:
+    found = HEADS.head({row("buy", "good"): 2, row("ask", ""): 1, row("ask", "bad"): 1})
+    assert found == BOTH
+    with pytest.raises(UserError, match=r"one class only \('good'\) in column 'mood'"):
+        HEADS.head({row("buy", "good"): 2, row("ask", ""): 1})
+    assert HEADS.flaw("text", None, "buy") is not None
+    assert HEADS.flaw("text", None, row("buy", "")) is None
+
+
+def test_a_row_counts_for_the_heads_whose_label_it_has() -> None:
+    labels = [row("buy", "good"), row("ask", ""), row("", "bad"), row("new", "good")]
+    found = HEADS.targets(labels, NO_MARKS, BOTH)
+    assert found.values.matrix(2).tolist() == [[1, 1], [0, IGNORED], [IGNORED, 0], [-1, 1]]
+    assert found.unknown.tolist() == [False, False, False, True]
+    rows = batch([[1, 1], [0, IGNORED], [IGNORED, 0]])
+    assert HEADS.counts(rows, BOTH) == {"intent": 2, "mood": 2}
+    logits = torch.tensor([[0.0, 1.0, 2.0, 0.0], [3.0, 0.0, 9.0, 9.0], [9.0, 9.0, 0.0, 0.5]], dtype=torch.float64)
+    found_loss = HEADS.loss(logits, rows, BOTH)
+    assert found_loss["intent"].item() == pytest.approx(math.log(1 + math.e) - 1 + math.log(math.exp(3) + 1) - 3)
+    assert found_loss["mood"].item() == pytest.approx(math.log(math.exp(2) + 1) + math.log(1 + math.exp(0.5)))
+
+
+def test_heads_are_divided_by_their_own_targets_whatever_the_passes(tmp_path: Path) -> None:
+    """I3 for several parts: a head that few rows have weighs as much as one that all have."""
+    encoder = make_still_encoder(tmp_path / "encoder")
+    network: Any = model.build(encoder, HEADS, BOTH.labels, seed=0)
+    network = network.double().train()
+    rows = batch([[1, IGNORED], [0, 1], [1, IGNORED], [0, IGNORED], [1, 0]])
+    rows = Tokens(**{**vars(rows), "ids": np.array([7, 8, 9, 10, 11], dtype=np.int32)})
+    loss = losses.for_run(HEADS, Distill(), BOTH)
+    assert loss.parts == 2
+    found = []
+    for parts in ([[0, 1, 2, 3, 4]], [[0, 2], [1], [3, 4]], [[3], [0, 1, 2], [4]]):
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+        done = step.run_update(Exchange(network), optimizer, loss, [rows.pick(part) for part in parts], pad_id=0)
+        found.append((done.loss, {name: p.grad.clone() for name, p in network.named_parameters()}))
+    sums = HEADS.loss(step.forward(network, rows, 0, "fp64").detach(), rows, BOTH)
+    expected = sums["intent"].item() / 5 + sums["mood"].item() / 2
+    for value, gradients in found:
+        assert value == pytest.approx(expected, rel=1e-12)
+        assert all((gradients[name] - other).abs().max() < 1e-12 for name, other in found[0][1].items())
+
+
+def test_an_update_without_a_head_s_label_trains_the_others(tmp_path: Path) -> None:
+    encoder = make_still_encoder(tmp_path / "encoder")
+    network: Any = model.build(encoder, HEADS, BOTH.labels, seed=0)
+    rows = batch([[1, IGNORED], [0, IGNORED]])
+    rows = Tokens(**{**vars(rows), "ids": np.array([7, 8], dtype=np.int32)})
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+    done = step.run_update(Exchange(network), optimizer, losses.for_run(HEADS, Distill(), BOTH), [rows], pad_id=0)
+    assert math.isfinite(done.loss)
+    head = dict(network.named_parameters())["classifier.weight"].grad
+    assert (head[:2].abs().max() > 0, head[2:].abs().max() == 0) == (True, True)
+
+
+def test_scores_of_heads_are_of_the_rows_that_have_their_label() -> None:
+    logits = np.array([[0, 1, 1, 0], [0, 1, 5, 0], [1, 0, 0, 1]], dtype=np.float64)
+    targets = Ragged.even(np.array([[1, 0], [0, IGNORED], [0, 0]]))
+    found = metrics.heads(Ragged.even(logits), targets, BOTH)
+    assert [found["intent_accuracy"], found["mood_accuracy"]] == pytest.approx([2 / 3, 1 / 2])
+    assert found["mean_accuracy"] == pytest.approx((2 / 3 + 1 / 2) / 2)
+    assert found["rows"] == 3
+    described = HEADS.describe(Ragged.even(logits), targets, BOTH)
+    assert described.target == [["buy", "bad"], ["ask", ""], ["ask", "bad"]]
+    assert described.prediction == [["buy", "bad"], ["buy", "bad"], ["ask", "good"]]
+
+
+# ------------------------------------------------------------------------------------------------------- the whole way
+
+
+def write(folder: Path) -> Path:
+    lines = []
+    for number, (text, label) in enumerate(labelled_rows(200)):
+        both = f"{label}|urgent" if number % 4 == 0 else "" if number % 7 == 0 else label
+        lines.append(f"{text},{label},{'' if number % 5 == 0 else ['good', 'bad'][number % 2]},{both}")
+    path = folder / "rows.csv"
+    path.write_text("text,intent,mood,topics\n" + "\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "labels"),
+    [
+        ("multi_label", {"data.label": "topics", "data.separator": "|"}, ("login", "parcel", "refund", "urgent")),
+        (
+            "multi_head",
+            {"data.label": ["intent", "mood"]},
+            ("intent=login", "intent=parcel", "intent=refund", "mood=bad", "mood=good"),
+        ),
+    ],
+)
+def test_from_a_file_to_an_answer(task: str, settings: dict[str, Any], labels: tuple[str, ...], tmp_path: Path) -> None:
+    overrides = {"task": task, "data.path": str(write(tmp_path)), **settings}
+    recipe = config.load("intent", overrides).recipe
+    encoder = make_encoder(tmp_path / "encoder")
+    store: Store = make_store(recipe, encoder, tmp_path)
+    assert store.manifest.labels == labels
+    assert (store.manifest.quarantined, sum(store.manifest.rows.values())) == (0, 200)
+    found = base.get(task)
+    network: Any = model.build(encoder, found, labels, seed=0)
+    scores = evaluate.evaluate(Exchange(network), found, store, "valid", pad_id=0, precision="fp32")
+    assert scores["rows"] == store.rows("valid")
+    assert metrics.metric_for(found.output).headline in scores
+    folder = make_task_artifact(tmp_path / "artifact", task, store.manifest.head)
+    predictor = Predictor.load(folder, threads=1)
+    reply = call(build_app(predictor, config.Serve()), "POST", "/predict", json={"inputs": ["money back"] * 2})
+    [answer, same] = reply.json()
+    assert answer == same
+    if task == "multi_label":
+        assert {entry["label"] for entry in answer} == set(labels)
+    else:
+        assert {name: sum(entry["score"] for entry in entries) for name, entries in answer.items()} == {
+            "intent": pytest.approx(1),
+            "mood": pytest.approx(1),
+        }

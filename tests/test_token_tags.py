@@ -1,0 +1,261 @@
+"""Tags of words: where they are learned, windows of long texts, entity scores, and the HTTP form."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+
+from rtrain import config
+from rtrain.compress import score
+from rtrain.config import Distill
+from rtrain.data.store import Store
+from rtrain.errors import UserError
+from rtrain.predict import Predictor
+from rtrain.tasks import base, metrics
+from rtrain.tasks.batch import IGNORED, Encoded, Ragged, Tokens, pack
+from rtrain.tasks.token_tags import TokenTags
+from rtrain.training import evaluate, losses, model, predictions, step
+from rtrain.training.exchange import Exchange
+from serve.app import build_app
+from tests.serving import call
+from tests.test_step import make_still_encoder
+from tests.tiny import make_encoder, make_store, make_task_artifact
+
+TASK = TokenTags()
+HEAD = base.Head(("O", "B-PER", "I-PER", "B-LOC"))
+SENTENCES = [
+    (["anna", "lives", "in", "paris", ",", "france"], ["B-PER", "O", "O", "B-LOC", "O", "B-LOC"]),
+    (["where", "is", "anna", "maria", "?"], ["O", "O", "B-PER", "I-PER", "O"]),
+    (["nobody", "came"], ["O", "O"]),
+]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_still_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+def tokenizer_of(encoder: Path, window: int = 64, stride: int = 0) -> tokenizers.Tokenizer:
+    return base.load_tokenizer(encoder, window, stride)
+
+
+def encode(encoder: Path, text: str, window: int = 64, stride: int = 0) -> Encoded:
+    [found] = TASK.encode(tokenizer_of(encoder, window, stride), [text], max_windows=64)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("label", "reason"),
+    [
+        ('["O", "B-PER"]', None),
+        ("O I-PER", None),
+        ('["O"]', "1 tags for 2 words; give each word one"),
+        ("O O O", "3 tags for 2 words; give each word one"),
+        ("O PER", "tag 'PER' is not O, B-TYPE or I-TYPE; convert the tags to BIO"),
+        ("O B-", "tag 'B-' is not O, B-TYPE or I-TYPE; convert the tags to BIO"),
+    ],
+)
+def test_labels_that_do_not_fit_are_named(label: str, reason: str | None) -> None:
+    assert TASK.flaw("hello anna", None, label) == reason
+
+
+def test_the_head_has_all_tags_o_first() -> None:
+    assert TASK.head({'["O", "I-PER"]': 1, "B-LOC O": 2}).labels == ("O", "B-LOC", "I-PER")
+    with pytest.raises(UserError, match="no training row has an entity, all tags are O"):
+        TASK.head({"O O": 3})
+
+
+def test_a_word_is_learned_at_its_first_token(encoder: Path) -> None:
+    words, tags = SENTENCES[0]
+    text = " ".join(words)
+    row = encode(encoder, text)
+    marks = TASK.marks(text, None, "", row)
+    assert [mark for mark in marks if mark >= 0] == list(range(len(words)))
+    for token, word in enumerate(marks):
+        if word >= 0:
+            start, _ = row.spans[token]
+            assert start == len(" ".join(words[:word])) + (word > 0)
+    assert len(row.ids) > len(words) + 2  # some words have several tokens
+    found = TASK.targets([json.dumps(tags)], Ragged.of([marks], np.int32), HEAD)
+    assert found.values.counts.tolist() == [len(row.ids)]
+    assert [HEAD.labels[int(value)] for value in found.values.values if value != IGNORED] == tags
+    assert not found.unknown.any()
+    assert TASK.targets(["B-ORG O O O O O"], Ragged.of([marks], np.int32), HEAD).unknown.tolist() == [True]
+
+
+@pytest.mark.parametrize(("window", "stride"), [(8, 0), (8, 2), (12, 5), (16, 7)])
+def test_every_word_of_a_long_text_is_answered_once_where_it_has_most_text_around(
+    encoder: Path, window: int, stride: int
+) -> None:
+    words = [word for sentence, _ in SENTENCES * 4 for word in sentence]
+    text = " ".join(words)
+    row = encode(encoder, text, window, stride)
+    assert len(row.windows) > 3
+    assert not row.truncated
+    marks = TASK.marks(text, None, "", row)
+    assert [mark for mark in marks if mark >= 0] == list(range(len(words)))
+    # By hand: all places of each word's first character, and which of them is farthest from an inner edge.
+    places: dict[int, list[tuple[int, int]]] = {}
+    begin = 0
+    for number, (length, _) in enumerate(row.windows):
+        for place in range(length):
+            start, end = row.spans[begin + place]
+            word = next((n for n in range(len(words)) if start == len(" ".join(words[:n])) + (n > 0)), None)
+            if end > start and word is not None:
+                before = place if number else 999
+                after = length - place if number < len(row.windows) - 1 else 999
+                places.setdefault(word, []).append((min(before, after), begin + place))
+        begin += length
+    for word, found in places.items():
+        best = max(distance for distance, _ in found)
+        assert next(distance for distance, token in found if marks[token] == word) == best
+
+
+def random_batch(encoder: Path, window: int = 16) -> tuple[Tokens, torch.Tensor]:
+    """The sentences, the first one long, as rows with targets; and logits of each token."""
+    rows = [(words * 5, tags * 5) if number == 0 else (words, tags) for number, (words, tags) in enumerate(SENTENCES)]
+    encoded = [encode(encoder, " ".join(words), window, 4) for words, _ in rows]
+    marks = [TASK.marks(" ".join(words), None, "", row) for (words, _), row in zip(rows, encoded, strict=True)]
+    targets = TASK.targets([json.dumps(tags) for _, tags in rows], Ragged.of(marks, np.int32), HEAD).values
+    packed = pack(encoded)
+    tokens = Tokens(**{**vars(packed), "targets": targets.values, "counts": targets.counts})
+    logits = torch.from_numpy(np.random.default_rng(0).normal(size=(len(tokens.ids), 4)))
+    return tokens, logits
+
+
+def test_the_loss_is_that_of_words_and_adds_up_row_by_row(encoder: Path) -> None:
+    tokens, logits = random_batch(encoder)
+    words = sum(len(words) * (5 if number == 0 else 1) for number, (words, _) in enumerate(SENTENCES))
+    assert TASK.counts(tokens, HEAD) == {"loss": words}
+    expected = sum(
+        float(torch.logsumexp(row, 0) - row[int(target)])
+        for row, target in zip(logits, tokens.targets, strict=True)
+        if target != IGNORED
+    )
+    assert TASK.loss(logits, tokens, HEAD)["loss"].item() == pytest.approx(expected)
+    ends = np.cumsum(tokens.lengths_of_rows)
+    parts = [
+        TASK.loss(logits[end - length : end], tokens.pick([row]), HEAD)["loss"].item()
+        for row, (end, length) in enumerate(zip(ends, tokens.lengths_of_rows, strict=True))
+    ]
+    assert sum(parts) == pytest.approx(expected)
+    assert sum(TASK.counts(tokens.pick([row]), HEAD)["loss"] for row in range(3)) == words
+
+
+def test_a_student_learns_its_teacher_s_words_only(encoder: Path) -> None:
+    tokens, logits = random_batch(encoder)
+    teacher = np.random.default_rng(1).normal(size=(len(tokens.ids), 4)).astype(np.float32)
+    taught = Tokens(**{**vars(tokens), "teacher": teacher})
+    found = TASK.imitation(logits, taught, HEAD, 2.0)["loss"].item()
+    log_p, log_q = (torch.log_softmax(side / 2, -1) for side in (torch.from_numpy(teacher).double(), logits))
+    answered = torch.from_numpy(tokens.targets != IGNORED)
+    assert found == pytest.approx(float(4 * (log_p.exp() * (log_p - log_q)).sum(-1)[answered].sum()), rel=1e-6)
+    assert taught.pick([1]).teacher.shape == (int(tokens.lengths_of_rows[1]), 4)
+
+
+def test_an_update_is_divided_by_its_words_whatever_the_passes(encoder: Path) -> None:
+    """I3 where rows have different numbers of targets: no pass's mean is taken anywhere."""
+    tokens, _ = random_batch(encoder)
+    network: Any = model.build(encoder, TASK, HEAD.labels, seed=0)
+    network = network.double().train()
+    loss = losses.for_run(TASK, Distill(), HEAD)
+    results = []
+    for parts in ([[0, 1, 2]], [[2], [0], [1]], [[1, 2], [0]]):
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+        done = step.run_update(Exchange(network), optimizer, loss, [tokens.pick(part) for part in parts], pad_id=0)
+        results.append((done.loss, {name: p.grad.clone() for name, p in network.named_parameters()}))
+    for value, gradients in results[1:]:
+        assert value == pytest.approx(results[0][0], rel=1e-12)
+        for name, gradient in gradients.items():
+            assert (gradient - results[0][1][name]).abs().max() < 1e-12, name
+    logits = step.forward(network, tokens, 0, "fp64")
+    words = TASK.counts(tokens, HEAD)["loss"]
+    assert results[0][0] == pytest.approx(TASK.loss(logits, tokens, HEAD)["loss"].item() / words, rel=1e-12)
+
+
+def test_scores_count_whole_entities() -> None:
+    """Of the true entities PER [0, 2) and LOC [3, 4), the second is found; one that is not there is found too."""
+    true = [[1, 2, 0, 3], [0, IGNORED, 0]]
+    found = [[1, 0, 0, 3], [0, 3]]
+    outcomes = Ragged.of([[(tag, 0.5, 1.0) for tag in row] for row in found], np.float64)
+    scores = metrics.tags(outcomes, Ragged.of(true, np.float32), HEAD)
+    assert scores["precision"] == pytest.approx(1 / 3)
+    assert scores["recall"] == pytest.approx(1 / 2)
+    assert scores["f1"] == pytest.approx(2 / 5)
+    assert scores["word_accuracy"] == pytest.approx(4 / 6)
+    assert scores["rows"] == 2
+    assert metrics.metric_for("tags").headline == "f1"
+
+
+# ------------------------------------------------------------------------------------------------------- the whole way
+
+
+def write(path: Path, count: int = 120) -> Path:
+    lines = []
+    for number in range(count):
+        words, tags = SENTENCES[number % 3]
+        lines += [f"{word}\t{tag}" for word, tag in zip([f"n{number}", *words], ["O", *tags], strict=True)] + [""]
+    path.write_text("\n".join([*lines[:40], "broken", "", *lines[40:]]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Path]:
+    folder = tmp_path_factory.mktemp("tags")
+    settings = {"data.path": str(write(folder / "tags.conll")), "data.max_tokens": 16, "data.stride": 4}
+    recipe = config.load("entities", settings).recipe
+    return make_store(recipe, make_encoder(folder / "encoder"), folder), folder
+
+
+def test_conll_files_become_rows_with_a_target_for_each_token(made: tuple[Store, Path]) -> None:
+    store, _ = made
+    assert store.manifest.labels == ("O", "B-LOC", "B-PER", "I-PER")
+    assert (store.manifest.truncated, store.manifest.quarantined) == (0, 1)
+    assert sum(store.manifest.rows.values()) == 120
+    tokens = store.read("train", np.arange(store.rows("train")))
+    assert tokens.counts.tolist() == tokens.lengths_of_rows.tolist()
+    assert tokens.windows.max() > 1
+
+
+def test_evaluation_sees_every_word_and_writes_tags(made: tuple[Store, Path], tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    store, folder = made
+    network: Any = model.build(folder / "encoder", TASK, store.manifest.labels, seed=0)
+    kept: dict[str, Ragged] = {}
+    scores = evaluate.evaluate(Exchange(network), TASK, store, "test", pad_id=0, precision="fp32", keep=kept)
+    assert scores["rows"] == store.rows("test")
+    path = predictions.write(
+        tmp_path, "test", store, TASK, store.manifest.head, kept["test"], tokenizer_of(folder / "encoder")
+    )
+    for row in pyarrow.parquet.read_table(path).to_pylist():
+        assert row["target"] in [["O", *tags] for _, tags in SENTENCES]
+        assert len(row["prediction"]) == len(row["target"])
+        assert 0 < row["score"] <= 1
+        assert row["loss"] > 0
+
+
+def test_entities_over_http_have_their_characters(tmp_path: Path) -> None:
+    folder = make_task_artifact(tmp_path / "artifact", "token_tags", HEAD, seed=1)
+    predictor = Predictor.load(folder, threads=1)
+    texts = ["Anna lives in Paris, near the U.S. border (as Maria does).", "money"]
+    reply = call(build_app(predictor, config.Serve()), "POST", "/predict", json={"inputs": texts})
+    assert reply.status_code == 200
+    found = reply.json()
+    assert len(found) == 2
+    assert found[0]  # random weights name something
+    for text, entities in zip(texts, found, strict=True):
+        ends = [0, *(entity["end"] for entity in entities)]
+        for entity, before in zip(entities, ends, strict=False):
+            assert set(entity) == {"entity_group", "score", "word", "start", "end"}
+            assert before <= entity["start"] < entity["end"]
+            assert text[entity["start"] : entity["end"]] == entity["word"]
+            assert entity["word"] == entity["word"].strip()
+            assert entity["entity_group"] in ("PER", "LOC")
+            assert 0 < entity["score"] <= 1
+    scored = score.run(folder, config.load("entities", {"data.path": str(write(tmp_path / "a.conll"))}).recipe.data)
+    assert (scored["rows"], scored["bad_rows"]) == (120, 1)
