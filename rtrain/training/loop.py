@@ -13,7 +13,7 @@ from rtrain.data.ingest import Update
 from rtrain.data.order import Order, chain
 from rtrain.data.store import Store
 from rtrain.tasks import base
-from rtrain.tasks.batch import Ragged
+from rtrain.tasks.batch import Ints, Ragged
 from rtrain.tasks.metrics import metric_for
 from rtrain.training import checkpoint, optim, step
 from rtrain.training.evaluate import evaluate
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 GENESIS = bytes(32)
 """The ledger before the first update."""
+PLACES = 5
+"""Rows of an update that an error names."""
 NONE, FAILED = -1, -2
 """In place of an update, between ranks: there is none; rank 0 could not tell."""
 
@@ -282,7 +284,16 @@ def one_update(
                 on_gradient=on_gradient,
             )
         except (step.NonFinite, step.WrongRows) as error:
-            raise type(error)(f"update {update.number} (first row {update.first_row:016x}): {error}") from None
+            rows = _places(job.store, job.order.positions(update.number))
+            raise type(error)(f"update {update.number} ({rows}): {error}") from None
+
+
+def _places(store: Store, positions: Ints) -> str:
+    """Where an update's rows come from, for a person: the first few by file and line."""
+    rows = store.origins("train").take(sorted(positions)[:PLACES])
+    found = [f"{row['source']}:{row['line']}" for row in rows.select(["source", "line"]).to_pylist()]
+    more = len(positions) - len(found)
+    return ", ".join(found) + (f" and {more} more rows" if more else "")
 
 
 def _seed(*parts: int) -> int:
