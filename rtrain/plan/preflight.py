@@ -61,6 +61,8 @@ def shared(folder: Path) -> None:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    if not ray.is_initialized():  # there is this machine alone
+        return
     nodes = {
         node["NodeID"]: f"{node['NodeManagerHostname']} {node['NodeID'][:8]}" for node in ray.nodes() if node["Alive"]
     }

@@ -23,6 +23,8 @@ from rtrain.training.recovery import Kind, Recovery
 if TYPE_CHECKING:
     import ray.train
 
+JOIN_S = 120
+"""Seconds that workers wait for each other, at least: when they start, one may import torch on a busy machine."""
 PLACEMENT_S = 15.0
 """Seconds that an elastic worker group waits for its CPUs; starting its processes is not counted."""
 
@@ -301,9 +303,9 @@ def trainer(
 ) -> "ray.train.torch.TorchTrainer":
     """A worker group that runs `train_function(settings)`; GPUs by default where there is one for each worker.
 
-    `stall_s`: seconds after which a worker process that does not answer is taken for dead. An `elastic` group that
-    cannot be placed ends with an error, for its number of workers to be chosen anew: a node that has just vanished is
-    still counted for some seconds. Another waits, since an autoscaler may need minutes for a node.
+    `stall_s`: seconds after which a worker process that does not answer is taken for dead. A group that cannot be
+    placed ends with an error after Ray's own minute; an `elastic` one sooner, for its number of workers to be chosen
+    anew: a node that has just vanished is still counted for some seconds.
     """
     import ray
     import ray.train
@@ -326,14 +328,17 @@ def trainer(
     return Trainer(
         train_function,
         train_loop_config=settings,
-        torch_config=ray.train.torch.TorchConfig(backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo"),
+        torch_config=ray.train.torch.TorchConfig(
+            backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout_s=int(max(stall_s, JOIN_S))
+        ),
         scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu),
         # A new name per start: Ray would otherwise load its own snapshot of the last one, which rtrain does not use.
         run_config=ray.train.RunConfig(
             name=f"{number:03d}",
             storage_path=str(storage),
             callbacks=list(callbacks),
-            failure_config=ray.train.FailureConfig(controller_failure_limit=0 if elastic else -1),  # type: ignore[call-arg]
+            # Ray's controller would try again for ever, and say nothing, whatever kept a group from starting.
+            failure_config=ray.train.FailureConfig(controller_failure_limit=0),  # type: ignore[call-arg]
         ),
     )
 

@@ -26,6 +26,8 @@ from rtrain.training.exchange import Exchange
 if TYPE_CHECKING:
     import transformers
 
+SETUP_S = 120.0
+"""Seconds from a worker's start to its first pass, at least: a model is read, the first batch is made."""
 STALLED = "stalled-{}.txt"
 """Traceback of a worker, by rank, that hung in the newest start; empty where it did not."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
@@ -63,15 +65,17 @@ def run(settings: dict[str, Any]) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // context.get_local_world_size()))
         config = parse(settings["config"], {})
         recipe, folder, source = config.recipe, Path(settings["run"]), Path(settings["model"])
+        stall_s = config.deploy.cluster.stall_s
         if not folder.is_dir():  # on a node that came after the driver had asked all nodes
             raise UserError(
                 f"--out: {folder} is not there on {os.uname().nodename}; name one on storage that every node mounts"
             )
+        _alive(folder, rank, max(stall_s, SETUP_S))
         store, task = open_store(Path(settings["store"])), base.get(recipe.task)
         network = model.build(source, task, store.manifest.labels, recipe.train.seed)
         if torch.cuda.is_available():
             cast("torch.nn.Module", network).to(ray.train.torch.get_device())
-        exchange = Exchange(network, partial(_alive, folder, rank, config.deploy.cluster.stall_s))
+        exchange = Exchange(network, partial(_alive, folder, rank, stall_s))
         order = Order(
             store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, recipe.train.seed
         )
