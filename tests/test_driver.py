@@ -119,7 +119,11 @@ def test_progress_reaches_the_caller_in_order(trained: Trained) -> None:
     assert [kind for kind in kinds(trained.events) if kind != "progress"] == [
         *("tokenised", "started", *["evaluated"] * (EPOCHS + 1), "trained")
     ]
-    updates = [event["update"] for event in trained.events if event["kind"] == "progress"]
+    progress = [event for event in trained.events if event["kind"] == "progress"]
+    # Over both workers, whoever reports it.
+    assert [event["rows"] for event in progress][-1] == trained.summary["rows_seen"]
+    assert [event["real_tokens"] for event in progress][-1] == trained.summary["real_tokens"]
+    updates = [event["update"] for event in progress]
     assert updates == list(range(1, trained.summary["updates"] + 1))
 
 

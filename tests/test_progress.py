@@ -59,7 +59,24 @@ def test_time_left_is_by_the_updates_of_this_start(capsys: pytest.CaptureFixture
     start = {"kind": "started", "workers": 1, "precision": "fp32", "update": 0}
     lines = shown(capsys, start, update(10, 100.0), update(30, 110.0), start, update(90, 500.0), update(95, 520.0))
     # 20 updates in 10 s: 70 more take 35 s. After the restart 5 in 20 s: 5 more take 20 s.
-    assert [line.split("loss 0.5000")[1] for line in lines if "loss" in line] == ["", "  35 s left", "", "  20 s left"]
+    assert [line.split("loss 0.5000")[1] for line in lines if "loss" in line] == [
+        "",
+        "  35 s left",
+        "  1 restart",
+        "  20 s left  1 restart",
+    ]
+
+
+def test_speed_is_what_passed_since_the_first_progress_of_a_start(capsys: pytest.CaptureFixture[str]) -> None:
+    start = {"kind": "started", "workers": 1, "precision": "fp32", "update": 0}
+    first = {**update(10, 100.0), "rows": 640, "real_tokens": 9_000}
+    then = {**update(30, 104.0), "rows": 1_920, "real_tokens": 29_000}
+    lines = shown(capsys, start, start, start, first, then)
+    # 1,280 rows and 20,000 tokens in 4 s; the time before the first progress is set-up, not speed.
+    assert lines[-2:] == [
+        "update 10/100  loss 0.5000  2 restarts",
+        "update 30/100  loss 0.5000  320 rows/s, 5,000 tokens/s  14 s left  2 restarts",
+    ]
 
 
 @pytest.mark.parametrize(
