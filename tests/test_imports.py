@@ -35,6 +35,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "rtrain.data.ingest": frozenset({"rtrain.data.order", "rtrain.data.store", "rtrain.tasks.base"}),
     "rtrain.report.": frozenset({"rtrain.report."}),
+    "rtrain.report.collect": frozenset({"rtrain.report.", "rtrain.config", "rtrain.data.store"}),
+    "rtrain.report.sections.": frozenset({"rtrain.report.", "rtrain.config", "rtrain.data.store"}),
     "rtrain.plan.preflight": frozenset({"rtrain.config"}),
     "rtrain.cluster.session": frozenset({"rtrain.config", "rtrain.env"}),
     "rtrain.cluster.supervise": frozenset({"rtrain.cluster.session"}),
@@ -78,7 +80,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "rtrain.proof.faults": frozenset({"rtrain.training.checkpoint"}),
     "rtrain.proof.drill": frozenset(
-        {"rtrain.config", "rtrain.data.tokens", "rtrain.proof.", "rtrain.report.events"}
+        {"rtrain.config", "rtrain.data.tokens", "rtrain.proof.", "rtrain.report.events", "rtrain.report.html"}
         | {f"rtrain.training.{name}" for name in ("checkpoint", "driver")}
     ),
     "rtrain.proof.ledger": frozenset(

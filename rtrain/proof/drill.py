@@ -17,7 +17,7 @@ from rtrain.data import tokens
 from rtrain.errors import UserError
 from rtrain.proof import ledger
 from rtrain.proof.faults import FAULTS, Fault
-from rtrain.report import events
+from rtrain.report import events, html
 from rtrain.training import checkpoint, driver
 
 SAVE_EVERY = 8
@@ -138,6 +138,7 @@ def run(
     certificate = _judge(control, drilled, saboteur.met, len(faults), updates)
     certificate.seconds = round(time.monotonic() - begin, 1)
     events.append(drilled.run, "drilled", certificate=certificate.to_document())
+    html.write(drilled.run)
     return certificate
 
 

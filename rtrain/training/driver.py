@@ -16,7 +16,7 @@ from rtrain.data.order import Order
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.plan import preflight
-from rtrain.report import events, summary
+from rtrain.report import events, html, summary, versions
 from rtrain.training import checkpoint, model, notice, placement, precision, runs, worker
 from rtrain.training.recovery import Kind, Recovery
 
@@ -93,6 +93,7 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
             # The run's own names: its store may have been made from equal files elsewhere, and may be removed.
             origin=origin,
             identity=frozen.recipe.identity(),
+            versions=versions.installed(),
         )
     events.append(
         run,
@@ -152,7 +153,18 @@ def fit(
                     path.unlink()
     last = _last_trained(run)
     events.append(run, "finished" if last["finished"] else "paused", update=last["updates"])
+    if last["finished"]:  # a run that is paused, interrupted or stopped goes on: `rtrain report` shows it meanwhile
+        _report(run, on_event)
     return summary.write(run)
+
+
+def _report(run: Path, on_event: OnEvent | None) -> None:
+    """Write the page about the run. What goes wrong in it is said and kept in a file, and costs no one the run."""
+    try:
+        html.write(run)
+    except Exception as error:
+        text = f"no {html.NAME}: {_first_line([error])} (traceback in {_traceback(run, 'report', error)})"
+        (on_event or (lambda event: None))({"kind": "stage", "text": text})
 
 
 def _attempts(
@@ -237,6 +249,7 @@ def _recover(run: Path, error: Exception, recovery: Recovery) -> None:
         return
     events.append(run, "failed", error=str(error)[:2000])
     summary.write(run)
+    _report(run, None)
     raise explain(run, error) from error
 
 
@@ -321,9 +334,13 @@ def explain(run: Path, error: Exception) -> UserError:
     for cause in causes:
         if found := _user_error(cause):
             return found
-    path = run / f"error-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-    path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-    return UserError(f"training failed: {_first_line(causes)}\nThe traceback is in {path}")
+    return UserError(f"training failed: {_first_line(causes)}\nThe traceback is in {_traceback(run, 'error', error)}")
+
+
+def _traceback(run: Path, name: str, error: Exception) -> Path:
+    path = run / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    path.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="backslashreplace")
+    return path
 
 
 def _causes(error: Exception) -> list[Exception]:
