@@ -48,7 +48,7 @@ def tag(name: str, *content: str, **attributes: object) -> Markup:
 
 
 def _value(value: object) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else visible(str(value))
 
 
 def svg(*content: str, label: str, width: float = WIDTH, height: float = HEIGHT, wide: bool = False) -> Markup:
@@ -88,7 +88,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
         return [low]
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= rough * (1 - 1e-9))
+    step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= 0.75 * rough)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [round(place * step, 12) for place in range(first, last + 1)]
 
