@@ -16,7 +16,7 @@ from rtrain.data.order import Order
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.plan import preflight
-from rtrain.report import events, html, summary, versions
+from rtrain.report import events, html, summary, trackers, versions
 from rtrain.training import checkpoint, model, notice, placement, precision, runs, worker
 from rtrain.training.recovery import Kind, Recovery
 
@@ -58,6 +58,7 @@ def check(config: Config) -> tuple[records.Source, Path]:
         problems += model.check_architecture(folder, config.recipe.data.max_tokens)
     except ConfigError as error:
         problems += error.problems
+    problems += trackers.missing(config)
     if config.deploy.cluster.address is None:
         problems += precision.problems(config.recipe.train.precision, precision.has_native_bf16())
     if problems or source is None or folder is None:
@@ -139,9 +140,10 @@ def fit(
     if (run / "artifact" / "artifact.json").is_file():
         return summary.write(run)
     _announce(run, on_event)
-    with runs.hold(run), events.Follow([(run, {})], on_event):
+    say = on_event or (lambda event: None)
+    with runs.hold(run), events.Follow([(run, {})], on_event), trackers.following(prepared.config, run, say):
         try:
-            _attempts(prepared, until, evaluate_at, callbacks, on_event or (lambda event: None))
+            _attempts(prepared, until, evaluate_at, callbacks, say)
         except (KeyboardInterrupt, SystemExit):
             events.append(run, "interrupted")
             summary.write(run)
@@ -154,17 +156,17 @@ def fit(
     last = _last_trained(run)
     events.append(run, "finished" if last["finished"] else "paused", update=last["updates"])
     if last["finished"]:  # a run that is paused, interrupted or stopped goes on: `rtrain report` shows it meanwhile
-        _report(run, on_event)
+        _report(run, say)
     return summary.write(run)
 
 
-def _report(run: Path, on_event: OnEvent | None) -> None:
+def _report(run: Path, say: OnEvent) -> None:
     """Write the page about the run. What goes wrong in it is said and kept in a file, and costs no one the run."""
     try:
         html.write(run)
     except Exception as error:
         text = f"no {html.NAME}: {_first_line([error])} (traceback in {_traceback(run, 'report', error)})"
-        (on_event or (lambda event: None))({"kind": "stage", "text": text})
+        say({"kind": "stage", "text": text})
 
 
 def _attempts(
@@ -249,7 +251,7 @@ def _recover(run: Path, error: Exception, recovery: Recovery) -> None:
         return
     events.append(run, "failed", error=str(error)[:2000])
     summary.write(run)
-    _report(run, None)
+    _report(run, lambda event: None)
     raise explain(run, error) from error
 
 

@@ -9,6 +9,7 @@ from rtrain.report.blocks import Block, Code, Section, Table, Tile
 from rtrain.report.collect import Run
 from rtrain.report.stats import Interval
 from rtrain.report.svg import number, score_name, short
+from rtrain.report.trackers import hide
 
 LONGEST = 120
 
@@ -74,8 +75,8 @@ def section(run: Run) -> Section:
 
 def _settings(config: Config) -> Table:
     recipe = config.recipe
-    before = _flat(configuration.to_document(Config(Recipe(name=recipe.name, task=recipe.task), Deploy())))
-    after = _flat(configuration.to_document(config))
+    before = configuration.flat(Config(Recipe(name=recipe.name, task=recipe.task), Deploy()))
+    after = configuration.flat(config)
     rows = [
         (name, short(_text(value), LONGEST), short(_text(before[name]), LONGEST))
         for name, value in after.items()
@@ -85,20 +86,10 @@ def _settings(config: Config) -> Table:
     return Table("Settings that differ from the defaults", ("setting", "this run", "default"), rows, note, wide=True)
 
 
-def _flat(document: dict[str, Any]) -> dict[str, Any]:
-    """Sections' settings by dotted name."""
-    found: dict[str, Any] = {}
-    for name, value in document.items():
-        found |= (
-            {f"{name}.{inner}": leaf for inner, leaf in value.items()} if isinstance(value, dict) else {name: value}
-        )
-    return found
-
-
 def _text(value: Any) -> str:
     if value is None:
         return "none"
-    return number(value) if isinstance(value, float) else str(value)
+    return number(value) if isinstance(value, float) else hide(str(value))
 
 
 def _identity(run: Run) -> Table:
