@@ -227,7 +227,7 @@ def test_numbers_have_scatter_and_errors(tmp_path: Path) -> None:
     assert (found["rmse"].value, found["mae"].value) == pytest.approx((1.0, 1.0))
     titles = [block.title for block in answers.section(known, found).blocks if isinstance(block, Figure)]
     assert titles[0] == "Predicted against true: correlation 1.00"
-    assert titles[1] == "Half of the predictions are off by 1 or less"
+    assert titles[1] == "Half of the predictions are off by 1.00 or less"
     text = page_of(run).text
     assert "On average the predictions are 1 too high." in text
     assert "True score by prompt" in text

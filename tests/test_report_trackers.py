@@ -156,7 +156,7 @@ def test_only_plain_finite_figures_are_told(event: dict[str, Any], expected: tup
     assert trackers.figures(event) == expected
 
 
-# ------------------------------------------------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------------------------------------------- what goes wrong
 
 
 class Broken:

@@ -43,6 +43,10 @@ CELLS = 4000
 """Most cells of a heat map; the faintest are left out."""
 
 
+LINE_OF = {"epoch": 9, "crash": 21, "restart": 21, "best": 33}
+"""Baseline of a mark's name below the top of the plot, by its kind."""
+
+
 @dataclass(frozen=True)
 class Line:
     name: str
@@ -82,7 +86,7 @@ def lines(
         near_end = x(mark.x) > x.stop - LETTER * len(mark.name)
         anchor, shift = ("end", -5) if near_end else ("start", 4)
         if mark.name:
-            place = y.stop + (9 if mark.kind in ("epoch", "best") else 21)
+            place = y.stop + LINE_OF[mark.kind]  # a row per kind: several may lie at one update
             parts.append(text(x(mark.x) + shift, place, mark.name, anchor=anchor, css=f"mute {mark.kind}"))
     for place, one in enumerate(series):
         px, py = [x(v) for v in one.xs], [y(v) for v in one.ys]

@@ -17,6 +17,7 @@ LETTER = 6.7
 """Width of a letter of the charts' text in a wide font, on average."""
 SERIES = 7
 """Colours that the style sheet has."""
+ACRONYMS = frozenset({"auc", "bleu", "ece", "em", "f1", "mae", "qwk", "r2", "rmse"})
 _JOINERS = "\u200c\u200d"
 """Format characters that scripts and emoji are spelt with; the others of their kind can turn a line of text round."""
 
@@ -79,7 +80,7 @@ def three(value: float) -> str:
 
 def score_name(name: str) -> str:
     """`macro_f1` as a reader writes it."""
-    return name.replace("_", " ").replace("f1", "F1")
+    return " ".join(word.upper() if word in ACRONYMS else word for word in name.split("_"))
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:

@@ -7,7 +7,7 @@ from rtrain.report.blocks import Block, Cell, Figure, Note, Section, Table
 from rtrain.report.collect import Run
 from rtrain.report.predictions import Predictions
 from rtrain.report.stats import Interval
-from rtrain.report.svg import number, score_name, short
+from rtrain.report.svg import score_name, short, three
 
 SPLITS = {"test": "test", "valid": "validation"}
 MOST_CLASSES = 100
@@ -173,7 +173,7 @@ def _errors(answers: Predictions) -> list[Block]:
             f"On the dashed line the prediction is right. {drawn}",
         ),
         Figure(
-            f"Half of the predictions are off by {number(float(np.median(np.abs(off))))} or less",
+            f"Half of the predictions are off by {three(float(np.median(np.abs(off))))} or less",
             charts.histogram(edges.tolist(), {"error": counts}, "predicted minus true score", "rows", (0.0, "right")),
             f"On average the predictions are {abs(float(off.mean())):.3g} {lean}.",
         ),

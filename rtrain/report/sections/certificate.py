@@ -28,8 +28,10 @@ def section(run: Run) -> Section | None:
         f"{'the same rows in the same order' if found['order_identical'] else 'OTHER ROWS'}; "
         f"{found['rows_lost']} rows lost, {found['rows_repeated']} repeated."
     )
-    head = ("fault", "at update", "resumed from", "updates again", "s to next update", "")
+    head = ("fault", "at", "from", "again", "seconds", "")
     note = (
+        "At: the update of the fault; from: that of the checkpoint that the run went on from; again: updates that were "
+        "computed a second time; seconds: from the fault to the first new update. "
         f"A checkpoint every {found['save_every']} updates: no more updates than lie between the fault and the newest "
         f"whole checkpoint may be computed again. The drill took {found['seconds']:.0f} s."
     )

@@ -126,7 +126,8 @@ def _boxes(answers: Predictions, columns: dict[str, list[str]]) -> list[Block]:
     for column, of_row in list(columns.items())[:MOST_COLUMNS]:
         items = _grouped(of_row, values)
         if len(items) > 1:
-            spread = f"{short(items[-1][0], 30)} has the highest median"
+            low, high = items[0][1].median, items[-1][1].median
+            spread = f"{short(items[-1][0], 30)} has the highest median" if high > low else "the medians are equal"
             note = "Box: the middle half of the rows; line in it: the median; whiskers: 5th to 95th percentile."
             title = f"{label[0].upper()}{label[1:]} by {short(column)}: {spread}"
             found.append(Figure(title, charts.boxes(items, label), note))
