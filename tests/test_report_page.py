@@ -14,6 +14,7 @@ from rtrain.errors import UserError
 from rtrain.report import collect, events, html, predictions
 from rtrain.report.blocks import Cards, Figure, Section, Table
 from rtrain.report.sections import answers, certificate, curves, data, hardest, overview, slices, timing
+from rtrain.training import driver
 from tests.conftest import labelled_rows
 from tests.reports import answers_of, make_run, write_predictions
 
@@ -272,6 +273,16 @@ def test_a_file_of_other_columns_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"{path} cannot be read"):
         html.write(run)
     assert not (run / html.NAME).exists()
+
+
+def test_a_report_that_fails_is_said_and_does_not_fail_the_run(tmp_path: Path) -> None:
+    run, said = make_run(tmp_path), list[str]()
+    predictions.path_of(run, "test").write_bytes(b"no parquet")
+    driver._report(run, lambda event: said.append(event["text"]))
+    (kept,) = run.glob("report-*.txt")
+    assert "Traceback" in kept.read_text()
+    assert said[0].startswith(f"no report.html: {run}/predictions-test.parquet cannot be read")
+    assert str(kept) in said[0]
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 
 def say(text: str) -> None:
@@ -81,7 +82,9 @@ class Line:
 
     def _now(self, text: str) -> None:
         if self._status:
-            self._status.update(self._prefix + text)
+            shown = Text(self._prefix + text)  # a str would be read as markup
+            shown.truncate(self._console.width - 2, overflow="ellipsis")  # beside the spinner: one line on any width
+            self._status.update(shown)
         else:
             self._keep(text)
 
