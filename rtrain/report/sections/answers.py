@@ -61,8 +61,8 @@ def _scores(run: Run, answers: Predictions, found: dict[str, Interval]) -> Table
         for name, one in found.items()
     ]
     note = (
-        "Where the rows had been drawn anew, the score would lie in the interval 95 times of 100 (bootstrap over the "
-        "rows). Two models whose intervals overlap widely are not told apart by these rows."
+        "Bootstrap over the rows: made in this way from other rows of the same kind, 95 of 100 such intervals would "
+        "hold the true score. Two models whose intervals overlap widely are not told apart by these rows."
     )
     return Table("Scores and how sure they are", ("score", "value", "95 % interval", "logged by the run"), rows, note)
 

@@ -94,8 +94,8 @@ def _worst(answers: Predictions, columns: dict[str, list[str]]) -> list[Block]:
     items = [Bar(one.name, one.value, f"{one.name}: {one.value:.3f}, {one.rows:,} rows", one.interval) for one in worst]
     chart = charts.bars(items, name, (overall, f"all rows {overall:.3f}"), high=1.0 if better else None)
     note = (
-        "Whiskers: 95 % intervals. A slice whose whisker does not reach the line is truly different. Slices of "
-        f"{FEWEST} rows or more."
+        "Whiskers: 95 % intervals. A slice whose whisker does not reach the line differs, or is the one in twenty "
+        f"that does so by chance. Slices of {FEWEST} rows or more."
     )
     title = f"Worst slice: {short(worst[0].name, 40)}, {name} {worst[0].value:.2f} against {overall:.2f}"
     rows = [
