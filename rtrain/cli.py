@@ -249,6 +249,14 @@ def drill(
 
 
 @app.command()
+def report(run: Annotated[Path, typer.Argument(help="Run folder, also of a run that has not ended.")]) -> None:
+    """Write RUN/report.html: the rows, the curves, the answers, where the time went; one page, offline."""
+    from rtrain.report import html
+
+    print(html.write(run.absolute()))
+
+
+@app.command()
 def distill(
     run: Annotated[Path, typer.Argument(help="Run folder of the teacher.")],
     out: Out = None,

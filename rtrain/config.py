@@ -222,10 +222,22 @@ class Serve(Section):
     """A request that has not been answered by then is answered 504."""
 
 
+class Report(Section):
+    trackers: tuple[Literal["tensorboard", "mlflow"], ...] = ()
+    """Trackers that are told what the run logs, e.g. [tensorboard, mlflow]; each needs the extra of its name."""
+    tensorboard_dir: str | None = None
+    """Folder under which each run gets one of its own. Default: `tensorboard` beside the run."""
+    mlflow_uri: str | None = None
+    """Tracking server or store. Default: MLFLOW_TRACKING_URI, else the file `mlflow.db` beside the run."""
+    mlflow_experiment: str | None = None
+    """Default: the name of the recipe."""
+
+
 class Deploy(Section):
     cluster: Cluster = Cluster()
     tune: Tune = Tune()
     serve: Serve = Serve()
+    report: Report = Report()
 
 
 class Config(NamedTuple):
@@ -298,6 +310,16 @@ def with_overrides(config: Config, overrides: Mapping[str, Any]) -> Config:
 
 def to_document(config: Config) -> dict[str, Any]:
     return {**config.recipe.model_dump(mode="json"), **config.deploy.model_dump(mode="json")}
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Every setting by its dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in to_document(config).items():
+        found |= (
+            {f"{name}.{leaf}": inner for leaf, inner in value.items()} if isinstance(value, dict) else {name: value}
+        )
+    return found
 
 
 def to_yaml(config: Config) -> str:

@@ -31,6 +31,11 @@ SETTINGS = {
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    # MLflow's defaults are seven tries of two minutes each, which a run would wait for at its start and at its end.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
     # glibc gives blocks over 128 KB back to the kernel at once; a training step then pays for page faults on every
     # activation. Keeping them costs memory that the next step uses anyway (measured elsewhere at 5 to 13 % of a step).
     "MALLOC_MMAP_THRESHOLD_": "268435456",

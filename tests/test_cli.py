@@ -59,7 +59,7 @@ def test_verbs_are_these() -> None:
     groups = {group.name for group in cli.app.registered_groups}
     assert commands | groups == {
         *("demo", "recipes", "train", "evaluate", "tune", "distill", "quantize", "predict", "serve"),
-        *("verify", "drill"),
+        *("verify", "drill", "report"),
     }
 
 

@@ -84,6 +84,15 @@ def test_summary_has_every_contracted_key(trained: Trained) -> None:
     assert trained.summary["restarts"] == 0
 
 
+def test_a_finished_run_has_its_report(trained: Trained) -> None:
+    page = (trained.run / "report.html").read_text(encoding="utf-8")
+    assert "What was run" in page
+    assert "The training loss fell" in page
+    assert trained.summary["order_digest"][:22] in page  # long digests may be broken after 22 characters
+    versions = next(event["versions"] for event in events.read(trained.run) if event["kind"] == "created")
+    assert {"python", "ray", "torch"} <= set(versions)
+
+
 def test_every_row_is_trained_once_per_epoch(trained: Trained) -> None:
     store = token_store.Store(Path(next(e["store"] for e in events.read(trained.run) if e["kind"] == "created")))
     rows = store.rows("train")
@@ -120,7 +129,11 @@ def test_progress_reaches_the_caller_in_order(trained: Trained) -> None:
     assert [kind for kind in kinds(trained.events) if kind != "progress"] == [
         *("tokenised", "started", *["evaluated"] * (EPOCHS + 1), "trained")
     ]
-    updates = [event["update"] for event in trained.events if event["kind"] == "progress"]
+    progress = [event for event in trained.events if event["kind"] == "progress"]
+    # Over both workers, whoever reports it.
+    assert [event["rows"] for event in progress][-1] == trained.summary["rows_seen"]
+    assert [event["real_tokens"] for event in progress][-1] == trained.summary["real_tokens"]
+    updates = [event["update"] for event in progress]
     assert updates == list(range(1, trained.summary["updates"] + 1))
 
 

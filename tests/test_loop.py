@@ -263,6 +263,8 @@ def test_sums_of_a_run(ground: Path, straight: tuple[Ran, Path]) -> None:
     [trained] = ran.recorder.of("trained")
     rows, lengths = store.rows("train"), store.column("train", "length")
     assert trained["rows_seen"] == 2 * rows
+    last = ran.recorder.of("progress")[-1]
+    assert (last["rows"], last["real_tokens"]) == (trained["rows_seen"], trained["real_tokens"])
     assert trained["real_tokens"] == 2 * int(lengths.sum()) == 2 * store.manifest.tokens["train"]
     assert trained["real_tokens"] < trained["padded_tokens"] < 1.2 * trained["real_tokens"]
     # Updates of 19, 19 and the rest of the rows, in passes of four.

@@ -59,7 +59,24 @@ def test_time_left_is_by_the_updates_of_this_start(capsys: pytest.CaptureFixture
     start = {"kind": "started", "workers": 1, "precision": "fp32", "update": 0}
     lines = shown(capsys, start, update(10, 100.0), update(30, 110.0), start, update(90, 500.0), update(95, 520.0))
     # 20 updates in 10 s: 70 more take 35 s. After the restart 5 in 20 s: 5 more take 20 s.
-    assert [line.split("loss 0.5000")[1] for line in lines if "loss" in line] == ["", "  35 s left", "", "  20 s left"]
+    assert [line.split("loss 0.5000")[1] for line in lines if "loss" in line] == [
+        "",
+        "  35 s left",
+        "  1 restart",
+        "  20 s left  1 restart",
+    ]
+
+
+def test_speed_is_what_passed_since_the_first_progress_of_a_start(capsys: pytest.CaptureFixture[str]) -> None:
+    start = {"kind": "started", "workers": 1, "precision": "fp32", "update": 0}
+    first = {**update(10, 100.0), "rows": 640, "real_tokens": 9_000}
+    then = {**update(30, 104.0), "rows": 1_920, "real_tokens": 29_000}
+    lines = shown(capsys, start, start, start, first, then)
+    # 1,280 rows and 20,000 tokens in 4 s; the time before the first progress is set-up, not speed.
+    assert lines[-2:] == [
+        "update 10/100  loss 0.5000  2 restarts",
+        "update 30/100  loss 0.5000  320 rows/s, 5,000 tokens/s  14 s left  2 restarts",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -84,6 +101,22 @@ def test_time_left_is_by_the_updates_of_this_start(capsys: pytest.CaptureFixture
 def test_rows_and_where_the_bad_ones_are(capsys: pytest.CaptureFixture[str], event: dict[str, Any], text: str) -> None:
     rows = {"train": 8000, "valid": 1000, "test": 900}
     assert shown(capsys, {**event, "rows": rows, "store": "/runs/.tokens/abc"}) == [text]
+
+
+def test_the_live_line_of_a_terminal_is_one_line_on_any_width(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "40", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    first, then = ({**update(n, float(n)), "rows": 64 * n, "real_tokens": 999 * n} for n in (1, 3))
+    with progress.Line("[bold]trial 2: ") as line:
+        line({"kind": "started", "workers": 2, "precision": "fp32", "update": 0})
+        line(first)
+        line(then)
+    shown_text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+    lines = [text.rstrip() for text in re.split(r"[\r\n]", shown_text) if "update 3/100" in text]
+    assert lines
+    assert all(len(text) <= 40 and text.endswith("…") and "[bold]trial 2" in text for text in lines)
 
 
 def test_a_prefix_goes_before_each_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from rtrain.data import tokens
 from rtrain.errors import UserError
 from rtrain.proof import ledger
 from rtrain.proof.faults import FAULTS, Fault, workers_left
-from rtrain.report import events, summary
+from rtrain.report import events, html, summary
 from rtrain.training import checkpoint, driver
 
 SAVE_EVERY = 8
@@ -145,6 +145,7 @@ def run(
     certificate.seconds = round(time.monotonic() - begin, 1)
     events.append(drilled.run, "drilled", certificate=certificate.to_document())
     summary.write(drilled.run)
+    html.write(drilled.run)
     return certificate
 
 

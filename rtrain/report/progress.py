@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 
 def say(text: str) -> None:
@@ -21,7 +22,8 @@ class Line:
         self._prefix = prefix
         self._status = self._console.status("starting Ray") if self._console.is_terminal else None
         self._started = time.monotonic()
-        self._first: tuple[float, int] | None = None
+        self._first: dict[str, Any] | None = None
+        self._starts = 0
 
     def __enter__(self) -> "Line":
         if self._status:
@@ -36,11 +38,12 @@ class Line:
         kind = event["kind"]
         if kind == "started":
             self._first = None
+            self._starts += 1
             self._now(f"{event['workers']} workers, {event['precision']}, from update {event['update']}")
         elif kind in ("tokenised", "tokens_reused"):
             self._keep(_rows_text(event))
         elif kind == "progress":
-            self._now(f"update {event['update']}/{event['of']}  loss {event['loss']:.4f}{self._eta(event)}")
+            self._now(f"update {event['update']}/{event['of']}  loss {event['loss']:.4f}{self._pace(event)}")
         elif kind == "evaluated":
             scores = "  ".join(f"{name} {value:.4f}" for name, value in event["scores"].items() if name != "rows")
             self._keep(f"update {event['update']}  {event['split']}: {scores}  ({event['scores']['rows']} rows)")
@@ -67,18 +70,27 @@ class Line:
         elif kind == "stage":
             self._keep(event["text"])
 
-    def _eta(self, event: dict[str, Any]) -> str:
+    def _pace(self, event: dict[str, Any]) -> str:
+        """Speed and time left by the wall clock since this start's first progress, which follows its first batch."""
+        restarts = self._starts - 1
+        again = f"  {restarts} restart{'s' if restarts > 1 else ''}" if restarts > 0 else ""
         if self._first is None:
-            self._first = (event["time"], event["update"])
-            return ""
-        seconds, updates = event["time"] - self._first[0], event["update"] - self._first[1]
-        if updates <= 0:
-            return ""
-        return f"  {seconds / updates * (event['of'] - event['update']):.0f} s left"
+            self._first = event
+            return again
+        seconds, updates = event["time"] - self._first["time"], event["update"] - self._first["update"]
+        if updates <= 0 or seconds <= 0:
+            return again
+        speeds = ""
+        if "rows" in event:
+            rows, tokens = ((event[name] - self._first[name]) / seconds for name in ("rows", "real_tokens"))
+            speeds = f"  {rows:,.0f} rows/s, {tokens:,.0f} tokens/s"
+        return f"{speeds}  {seconds / updates * (event['of'] - event['update']):.0f} s left{again}"
 
     def _now(self, text: str) -> None:
         if self._status:
-            self._status.update(self._prefix + text)
+            shown = Text(self._prefix + text)  # a str would be read as markup
+            shown.truncate(self._console.width - 2, overflow="ellipsis")  # beside the spinner: one line on any width
+            self._status.update(shown)
         else:
             self._keep(text)
 

@@ -16,7 +16,7 @@ from rtrain.data.order import Order
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.plan import preflight
-from rtrain.report import events, summary
+from rtrain.report import events, html, summary, trackers, versions
 from rtrain.training import checkpoint, model, notice, placement, precision, replica, runs, worker
 from rtrain.training.recovery import Kind, Recovery
 
@@ -60,6 +60,7 @@ def check(config: Config) -> tuple[records.Source, Path]:
         problems += model.check_architecture(folder, config.recipe.data.max_tokens)
     except ConfigError as error:
         problems += error.problems
+    problems += trackers.missing(config)
     if config.deploy.cluster.address is None:
         problems += precision.problems(config.recipe.train.precision, precision.has_native_bf16())
     if problems or source is None or folder is None:
@@ -102,6 +103,7 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
             # The run's own names: its store may have been made from equal files elsewhere, and may be removed.
             origin=origin,
             identity=frozen.recipe.identity(),
+            versions=versions.installed(),
         )
     events.append(
         run,
@@ -155,9 +157,10 @@ def fit(
         _copy_out(prepared)
         return summary.write(run)
     _announce(run, on_event)
-    with runs.hold(run), events.Follow([(run, {})], on_event):
+    say = on_event or (lambda event: None)
+    with runs.hold(run), events.Follow([(run, {})], on_event), trackers.following(prepared.config, run, say):
         try:
-            _attempts(prepared, until, evaluate_at, callbacks, on_event or (lambda event: None))
+            _attempts(prepared, until, evaluate_at, callbacks, say)
         except (KeyboardInterrupt, SystemExit):
             events.append(run, "interrupted")
             summary.write(run)
@@ -169,9 +172,19 @@ def fit(
                     path.unlink()
     last = _last_trained(run)
     events.append(run, "finished" if last["finished"] else "paused", update=last["updates"])
-    if last["finished"]:
+    if last["finished"]:  # a run that is paused, interrupted or stopped goes on: `rtrain report` shows it meanwhile
+        _report(run, say)
         _copy_out(prepared)
     return summary.write(run)
+
+
+def _report(run: Path, say: OnEvent) -> None:
+    """Write the page about the run. What goes wrong in it is said and kept in a file, and costs no one the run."""
+    try:
+        html.write(run)
+    except Exception as error:
+        text = f"no {html.NAME}: {_first_line([error])} (traceback in {_traceback(run, 'report', error)})"
+        say({"kind": "stage", "text": text})
 
 
 def _copy_out(prepared: Prepared) -> None:
@@ -262,6 +275,7 @@ def _recover(run: Path, error: Exception, recovery: Recovery) -> None:
         return
     events.append(run, "failed", error=str(error)[:2000])
     summary.write(run)
+    _report(run, lambda event: None)
     raise explain(run, error) from error
 
 
@@ -349,9 +363,13 @@ def explain(run: Path, error: Exception) -> UserError:
     for cause in causes:
         if found := _user_error(cause):
             return found
-    path = run / f"error-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-    path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-    return UserError(f"training failed: {_first_line(causes)}\nThe traceback is in {path}")
+    return UserError(f"training failed: {_first_line(causes)}\nThe traceback is in {_traceback(run, 'error', error)}")
+
+
+def _traceback(run: Path, name: str, error: Exception) -> Path:
+    path = run / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    path.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="backslashreplace")
+    return path
 
 
 def _causes(error: Exception) -> list[Exception]:

@@ -164,8 +164,9 @@ def _train(
         finished = update.number + 1
         state = replace(state, update=finished, ledger=chain(bytes.fromhex(state.ledger), update.digest).hex())
         if finished % job.recipe.train.log_every == 0 or finished == job.until:
-            loss = round(done.loss, 5)
-            reporter.event("progress", update=finished, of=job.order.updates, loss=loss, ledger=state.ledger)
+            loss, (rows, real, _, _) = round(done.loss, 5), _sums(exchange, totals)
+            seen = {"rows": rows, "real_tokens": real}
+            reporter.event("progress", update=finished, of=job.order.updates, loss=loss, ledger=state.ledger, **seen)
         due = cadence.due(finished) | ({"save"} if done.notice else set())
         if "evaluate" in due:
             state = _evaluate(job, exchange, state, reporter, clock)
@@ -333,6 +334,14 @@ def _save(
         _decided(exchange, take)
 
 
+def _sums(exchange: Exchange, totals: _Totals) -> tuple[int, ...]:
+    """(rows, real tokens, padded tokens, passes) of this start, over all workers. Called on every rank."""
+    import torch
+
+    own = [totals.rows_seen, totals.real_tokens, totals.padded_tokens, totals.passes]
+    return tuple(int(value) for value in exchange.sum(torch.tensor(own, dtype=torch.int64)))
+
+
 def _end(
     job: Job,
     exchange: Exchange,
@@ -343,8 +352,6 @@ def _end(
     clock: Clock,
 ) -> Outcome:
     """Restore the best weights, score them on the test rows (a finished run only), and report the run's sums."""
-    import torch
-
     finished, headline = state.update == job.order.updates, metric_for(job.task.output).headline
 
     def flush() -> int:
@@ -370,8 +377,7 @@ def _end(
                 exchange, job.task, job.store, "test", pad_id=job.pad_id, precision=job.precision, keep=kept
             )
         reporter.event("evaluated", split="test", update=best, scores=scores["test"])
-    sums = torch.tensor([totals.rows_seen, totals.real_tokens, totals.padded_tokens, totals.passes], dtype=torch.int64)
-    rows, real, padded, passes = (int(value) for value in exchange.sum(sums))
+    rows, real, padded, passes = _sums(exchange, totals)
     reporter.event(
         "trained",
         updates=state.update,

@@ -53,6 +53,8 @@ def absolute(config: Config) -> Config:
         for name, value in (("path", recipe.data.path), ("test", recipe.data.test))
         if value is not None and (Path(value).expanduser().exists() or any(sign in value for sign in "/*?["))
     }
+    if config.deploy.report.tensorboard_dir is not None:
+        paths["report.tensorboard_dir"] = _absolute(config.deploy.report.tensorboard_dir)
     if Path(recipe.model.name).expanduser().is_dir():
         paths["model.name"] = _absolute(recipe.model.name)
     return configuration.with_overrides(config, paths)
@@ -118,9 +120,15 @@ def _resumed(old: Config, new: Config) -> Config:
     if problems:
         raise ConfigError(problems)
     asked = ("workers", "min_workers", "micro_batch", "keep", "log_every")
-    speed = {f"train.{name}": getattr(new.recipe.train, name) for name in asked}
-    # Where and how it runs is no part of what a run is: the new start's word counts.
-    return configuration.with_overrides(Config(old.recipe, new.deploy), speed)
+    changes: dict[str, object] = {f"train.{name}": getattr(new.recipe.train, name) for name in asked}
+    # Where and how it runs is no part of what a run is: what is asked for now counts, the rest stays the run's own.
+    changes |= {
+        f"{section}.{name}": value
+        for section, settings in new.deploy
+        for name, value in settings.model_dump().items()
+        if value != type(settings).model_fields[name].default
+    }
+    return configuration.with_overrides(old, changes)
 
 
 def _weight_fields(config: Config) -> dict[str, object]:

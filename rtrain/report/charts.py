@@ -1,0 +1,266 @@
+"""The report's charts: pure functions from numbers to one inline SVG each.
+
+Axis labels carry the unit. `label` says what a screen reader is told; a pointer over a bar, a cell or a point shows its
+figures. Callers bound the number of points (`stats.thin`, `stats.sample`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from markupsafe import Markup
+
+from rtrain.report.stats import Box
+from rtrain.report.svg import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    LETTER,
+    RIGHT,
+    SERIES,
+    TOP,
+    WIDTH,
+    Scale,
+    axes,
+    bottom_axis,
+    legend,
+    line,
+    number,
+    points,
+    rect,
+    short,
+    svg,
+    tag,
+    text,
+)
+
+Floats = npt.NDArray[np.float64]
+ROW = 17.0
+"""Height of a bar or a box with its name."""
+CELLS = 4000
+"""Most cells of a heat map; the faintest are left out."""
+
+
+LINE_OF = {"epoch": 9, "crash": 21, "restart": 21, "best": 33}
+"""Baseline of a mark's name below the top of the plot, by its kind."""
+
+
+@dataclass(frozen=True)
+class Line:
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    dots: bool = False
+    """For few points, each of which is a measurement of its own."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A vertical line at `x`: the end of an epoch, a restart, a crash, the best update."""
+
+    x: float
+    name: str
+    kind: Literal["epoch", "restart", "crash", "best"]
+
+
+def _plane(
+    xs: Sequence[float], ys: Sequence[float], *, pad: float = 0.04, from_zero: bool = False
+) -> tuple[Scale, Scale]:
+    low = [0.0] if from_zero else []
+    y = Scale.over([*ys, *low], HEIGHT - BOTTOM, TOP, pad=0.0 if from_zero else pad)
+    return Scale.over(xs, LEFT, WIDTH - RIGHT), y
+
+
+def lines(
+    series: Sequence[Line], x_label: str, y_label: str, marks: Sequence[Mark] = (), ticks_at: Sequence[float] = ()
+) -> Markup:
+    """Curves over a common axis. `ticks_at`: small ticks on the axis, e.g. checkpoints."""
+    inside = [mark.x for mark in marks]
+    x, y = _plane([v for one in series for v in one.xs] + inside, [v for one in series for v in one.ys])
+    parts = [axes(x, y, x_label, y_label), legend([one.name for one in series])]
+    parts += [line(x(at), y.start, x(at), y.start - 5, "tick") for at in ticks_at]
+    for mark in marks:
+        parts.append(line(x(mark.x), y.start, x(mark.x), y.stop, f"mark {mark.kind}"))
+        near_end = x(mark.x) > x.stop - LETTER * len(mark.name)
+        anchor, shift = ("end", -5) if near_end else ("start", 4)
+        if mark.name:
+            place = y.stop + LINE_OF[mark.kind]  # a row per kind: several may lie at one update
+            parts.append(text(x(mark.x) + shift, place, mark.name, anchor=anchor, css=f"mute {mark.kind}"))
+    for place, one in enumerate(series):
+        px, py = [x(v) for v in one.xs], [y(v) for v in one.ys]
+        parts.append(tag("polyline", points=points(px, py), class_=f"line s{place % SERIES}"))
+        if one.dots:
+            parts += [
+                tag(
+                    "circle",
+                    tag("title", f"{number(vx)}: {number(vy)}"),
+                    cx=cx,
+                    cy=cy,
+                    r=3,
+                    class_=f"s{place % SERIES}",
+                )
+                for cx, cy, vx, vy in zip(px, py, one.xs, one.ys, strict=True)
+            ]
+    names = ", ".join(one.name for one in series)
+    return svg(*parts, label=f"{names}: {y_label} over {x_label}")
+
+
+def histogram(
+    edges: Sequence[float],
+    counts: Mapping[str, Sequence[float]],
+    x_label: str,
+    y_label: str,
+    at: tuple[float, str] | None = None,
+) -> Markup:
+    """Bars of the first series, outlines of the others; `at` is a named vertical line."""
+    x, y = _plane([*edges, *([at[0]] if at else [])], [v for values in counts.values() for v in values], from_zero=True)
+    parts = [axes(x, y, x_label, y_label), legend(list(counts))]
+    for place, (name, values) in enumerate(counts.items()):
+        if place == 0:
+            for low, high, value in zip(edges[:-1], edges[1:], values, strict=True):
+                hint = f"{name}, {number(low)} to {number(high)}: {number(value)}"
+                parts.append(rect(x(low), y(value), x(high) - x(low) - 0.6, y.start - y(value), "s0", hint))
+            continue
+        px = [x(edge) for edge in edges for _ in (0, 1)]
+        py = [y.start, *(y(value) for value in values for _ in (0, 1)), y.start]
+        parts.append(tag("polyline", points=points(px, py), class_=f"line s{place % SERIES}"))
+    if at is not None:
+        parts.append(line(x(at[0]), y.start, x(at[0]), y.stop, "mark best"))
+        parts.append(text(x(at[0]) - 3, y.stop + 9, at[1], anchor="end", css="mute"))
+    return svg(*parts, label=f"histogram: {y_label} by {x_label}")
+
+
+@dataclass(frozen=True)
+class Bar:
+    name: str
+    value: float
+    hint: str = ""
+    interval: tuple[float, float] | None = None
+    """A whisker, e.g. a confidence interval."""
+
+
+def _names_width(names: Sequence[str]) -> float:
+    return min(160.0, 10 + LETTER * max((len(short(name)) for name in names), default=0))
+
+
+def bars(items: Sequence[Bar], x_label: str, at: tuple[float, str] | None = None, high: float | None = None) -> Markup:
+    """One horizontal bar per name, from 0; `at` is a named vertical line, e.g. the mean of all."""
+    left, height = _names_width([bar.name for bar in items]), ROW * len(items)
+    ends = [bar.interval[1] if bar.interval else bar.value for bar in items]
+    starts = [bar.interval[0] if bar.interval else bar.value for bar in items]
+    x = Scale.over([0.0, *starts, *ends, *([at[0]] if at else []), *([high] if high else [])], left, WIDTH - 46)
+    parts = [bottom_axis(x, TOP + height, TOP, x_label)]
+    for place, bar in enumerate(items):
+        top = TOP + place * ROW
+        parts.append(text(left - 6, top + 12, short(bar.name), anchor="end", full=bar.name))
+        parts.append(
+            rect(min(x(0), x(bar.value)), top + 3, abs(x(bar.value) - x(0)), ROW - 6, "s0", bar.hint or bar.name)
+        )
+        end = x(bar.value)
+        if bar.interval:
+            low, end = x(bar.interval[0]), x(bar.interval[1])
+            parts.append(line(low, top + ROW / 2, end, top + ROW / 2, "whisker"))
+        parts.append(
+            text(
+                max(end, x(0)) + 4, top + 12, number(float(f"{bar.value:.3g}")) if bar.value % 1 else number(bar.value)
+            )
+        )
+    if at is not None:
+        parts.append(line(x(at[0]), TOP, x(at[0]), TOP + height, "mark best"))
+        parts.append(text(x(at[0]), TOP - 6, at[1], anchor="middle", css="mute"))
+    return svg(*parts, label=f"{x_label} of {len(items)} groups", height=TOP + height + BOTTOM)
+
+
+def boxes(items: Sequence[tuple[str, Box]], x_label: str) -> Markup:
+    """One box plot per name: median, quartiles, and whiskers to the 5th and 95th percentile."""
+    left, height = _names_width([name for name, _ in items]), ROW * len(items)
+    x = Scale.over([value for _, box in items for value in (box.low, box.high)], left, WIDTH - 52, pad=0.03)
+    parts = [bottom_axis(x, TOP + height, TOP, x_label), text(WIDTH - RIGHT, 11, "rows", anchor="end", css="label")]
+    for place, (name, box) in enumerate(items):
+        top, middle = TOP + place * ROW, TOP + (place + 0.5) * ROW
+        hint = (
+            f"{name}: median {number(box.median)}, quartiles {number(box.q1)} and {number(box.q3)}, {box.rows:,} rows"
+        )
+        parts.append(text(left - 6, top + 12, short(name), anchor="end", full=name))
+        parts.append(line(x(box.low), middle, x(box.high), middle, "whisker"))
+        parts.append(rect(x(box.q1), top + 3, max(1.5, x(box.q3) - x(box.q1)), ROW - 6, "box", hint))
+        parts.append(line(x(box.median), top + 3, x(box.median), top + ROW - 3, "median"))
+        parts.append(text(WIDTH - RIGHT, top + 12, f"{box.rows:,}", anchor="end"))
+    return svg(*parts, label=f"box plots: {x_label}", height=TOP + height + BOTTOM)
+
+
+def scatter(xs: Floats, ys: Floats, x_label: str, y_label: str, *, diagonal: bool = False) -> Markup:
+    """A point per row; with `diagonal`, both axes have one range and the line of equality is drawn."""
+    both = [*xs.tolist(), *ys.tolist()]
+    x, y = _plane(both if diagonal else xs.tolist(), both if diagonal else ys.tolist())
+    if diagonal:
+        x = Scale(y.low, y.high, LEFT, WIDTH - RIGHT)
+    parts = [axes(x, y, x_label, y_label)]
+    if diagonal:
+        parts.append(line(x(x.low), y(x.low), x(x.high), y(x.high), "mark epoch"))
+    parts += [
+        tag("circle", cx=round(x(a), 1), cy=round(y(b), 1), r=2, class_="dot s0") for a, b in zip(xs, ys, strict=True)
+    ]
+    return svg(*parts, label=f"{y_label} against {x_label}, {len(xs)} points")
+
+
+def stack(parts_of: Sequence[tuple[str, float]], unit: str) -> Markup:
+    """One bar cut into shares of a whole, with a legend that has their figures."""
+    total = sum(value for _, value in parts_of) or 1.0
+    x, parts = 0.0, []
+    for place, (name, value) in enumerate(parts_of):
+        width, share = WIDTH * value / total, 100 * value / total
+        parts.append(rect(x, 4, width, 26, f"s{place % SERIES}", f"{name}: {number(value)} {unit}, {share:.1f} %"))
+        x += width
+        top = 46 + ROW * place
+        parts.append(rect(4, top, 10, 10, f"s{place % SERIES}"))
+        parts.append(text(20, top + 9, name))
+        parts.append(text(WIDTH - 80, top + 9, f"{number(round(value, 1))} {unit}", anchor="end"))
+        parts.append(text(WIDTH - 10, top + 9, f"{share:.1f} %", anchor="end"))
+    return svg(*parts, label=f"shares of {number(total)} {unit}", height=50 + ROW * len(parts_of))
+
+
+def reliability(confidence: Floats, accuracy: Floats, rows: Sequence[int]) -> Markup:
+    """Accuracy over confidence, a dot per bin with an area by its rows, against the line where both are equal."""
+    x, y = Scale(0, 1, LEFT, WIDTH - RIGHT), Scale(0, 1, HEIGHT - BOTTOM, TOP)
+    parts = [axes(x, y, "confidence of the answer (mean of the bin)", "share that was right")]
+    parts.append(line(x(0), y(0), x(1), y(1), "mark epoch"))
+    most = max(rows, default=1)
+    px, py = [x(v) for v in confidence], [y(v) for v in accuracy]
+    parts.append(tag("polyline", points=points(px, py), class_="line s0"))
+    for at, up, said, true, count in zip(px, py, confidence, accuracy, rows, strict=True):
+        hint = f"{count:,} rows: confidence {said:.2f}, right {true:.2f}"
+        parts.append(
+            tag("circle", tag("title", hint), cx=at, cy=up, r=2.5 + 7 * (count / most) ** 0.5, class_="bubble s0")
+        )
+    return svg(*parts, label="share of right answers over their confidence")
+
+
+def heat(counts: npt.NDArray[np.int64], names: Sequence[str]) -> Markup:
+    """Counts [true, predicted] as cells, each row relative to its sum. Rows and columns have the same order."""
+    size = 22.0 if len(names) <= 20 else 11.0
+    left, top = _names_width(names) * (1.0 if size > 20 else 0.85), 18.0
+    share = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
+    rows, columns = np.nonzero(counts)
+    strongest = np.argsort(-share[rows, columns], kind="stable")[:CELLS]
+    parts = []
+    for row, column in zip(rows[strongest], columns[strongest], strict=True):
+        hint = (
+            f"{names[row]} answered as {names[column]}: {counts[row, column]:,} rows, {100 * share[row, column]:.0f} %"
+        )
+        css, opacity = "s0" if row == column else "s1", round(0.12 + 0.88 * float(share[row, column]) ** 0.5, 2)
+        at = left + size * column, top + size * row
+        parts.append(rect(*at, size - 1, size - 1, css, hint, fill_opacity=opacity))
+    for place, name in enumerate(names):
+        parts.append(
+            text(
+                left - 6, top + size * (place + 0.5) + 3.5, short(name), anchor="end", css="fine" if size < 20 else None
+            )
+        )
+    edge = size * len(names)
+    parts.append(rect(left - 1, top - 1, edge + 1, edge + 1, "outline"))
+    parts.append(text(left, 11, "predicted label, in the order of the rows →", css="label"))
+    width, height = max(WIDTH, left + edge + 4), top + edge + 6
+    return svg(*parts, label=f"confusion matrix of {len(names)} labels", width=width, height=height, wide=width > WIDTH)

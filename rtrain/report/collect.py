@@ -1,0 +1,83 @@
+"""A run folder, read once: what the sections of the report are made from."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rtrain import config as configuration
+from rtrain.config import Config
+from rtrain.data.store import Store
+from rtrain.errors import UserError
+from rtrain.report import events, predictions, summary
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that is known of a run. What its folder does not hold is None or empty."""
+
+    folder: Path
+    config: Config
+    log: list[Event]
+    summary: dict[str, Any]
+    store: Store | None
+    tokenizer: Path | None
+    """tokenizer.json that the rows were made with."""
+    artifact: dict[str, Any] | None
+    """artifact.json of a finished run."""
+    predictions: predictions.Predictions | None
+
+    def of(self, *kinds: str) -> list[Event]:
+        return [event for event in self.log if event["kind"] in kinds]
+
+    @property
+    def created(self) -> Event:
+        return next(iter(self.of("created")), {})
+
+    @property
+    def starts(self) -> list[Event]:
+        return self.of("started")
+
+    def updates_per_epoch(self) -> int | None:
+        if self.store is None:
+            return None
+        return max(1, -(-self.store.rows("train") // self.config.recipe.rows_per_update))
+
+
+def read(folder: Path) -> Run:
+    """Raises `UserError` for a folder that holds no run."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise UserError(f"{folder} holds no run (no config.yaml); name the folder that --out named")
+    config, log = configuration.load(str(path)), events.read(folder)
+    return Run(
+        folder=folder,
+        config=config,
+        log=log,
+        summary=summary.summarise(folder),
+        store=_store(log),
+        tokenizer=_tokenizer(folder, config),
+        artifact=_artifact(folder),
+        predictions=predictions.newest(folder),
+    )
+
+
+def _store(log: list[Event]) -> Store | None:
+    """The token store, where it is still there: it lies beside the run, not in it."""
+    places = [event["store"] for event in log if "store" in event]
+    return Store(Path(places[-1])) if places and (Path(places[-1]) / "manifest.json").is_file() else None
+
+
+def _tokenizer(folder: Path, config: Config) -> Path | None:
+    places = (folder / "artifact" / "tokenizer.json", Path(config.recipe.model.name) / "tokenizer.json")
+    return next((place for place in places if place.is_file()), None)
+
+
+def _artifact(folder: Path) -> dict[str, Any] | None:
+    path = folder / "artifact" / "artifact.json"
+    if not path.is_file():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found

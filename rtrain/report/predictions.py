@@ -1,0 +1,131 @@
+"""`predictions-<split>.parquet` of a run: its rows with their answers, read without their texts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet
+
+from rtrain.errors import UserError
+
+COLUMNS = ("position", "row_id", "source", "line", "tokens", "text", "target", "prediction", "score", "loss")
+SPLITS = ("test", "valid")
+"""In the order in which a report prefers them."""
+Kind = Literal["classes", "numbers", "lists"]
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+def path_of(run: Path, split: str) -> Path:
+    return run / f"predictions-{split}.parquet"
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """The answers on one split. `target` and `prediction` are strings, float64 or lists, by `kind`."""
+
+    path: Path
+    split: str
+    kind: Kind
+    target: npt.NDArray[Any]
+    prediction: npt.NDArray[Any]
+    score: Floats
+    """Confidence of the answer for classes; NaN where there is none."""
+    loss: Floats
+    tokens: Ints
+    source: Sequence[str]
+    line: Ints
+    slices: dict[str, list[str]]
+    """Every further column of strings, by its name."""
+
+    def __len__(self) -> int:
+        return len(self.loss)
+
+    @property
+    def right(self) -> npt.NDArray[np.bool_]:
+        """Rows whose answer is the target itself."""
+        pairs = zip(self.target, self.prediction, strict=True)
+        return np.fromiter((bool(a == b) for a, b in pairs), dtype=np.bool_, count=len(self))
+
+    def texts(self, rows: Sequence[int]) -> list[str]:
+        """The texts of some rows; only the parts of the file that hold them are read."""
+        found: dict[int, str] = {}
+        first, wanted = 0, set(rows)
+        with pyarrow.parquet.ParquetFile(self.path) as file:
+            for group in range(file.num_row_groups):
+                count = file.metadata.row_group(group).num_rows
+                inside = sorted(row for row in wanted if first <= row < first + count)
+                if inside:
+                    column = file.read_row_group(group, columns=["text"])["text"]
+                    found |= {row: column[row - first].as_py() or "" for row in inside}
+                first += count
+        return [found[row] for row in rows]
+
+
+def newest(run: Path) -> Predictions | None:
+    """The answers that a report is about: of the test rows, else of the validation rows; None where there are none."""
+    split = next((split for split in SPLITS if path_of(run, split).is_file()), None)
+    return None if split is None else read(run, split)
+
+
+def read(run: Path, split: str) -> Predictions | None:
+    """The answers on `split`, or None for a file without rows. Raises `UserError` where the file is another thing."""
+    path = path_of(run, split)
+    try:
+        schema = pyarrow.parquet.read_schema(path)
+        lacking = [name for name in COLUMNS if name not in schema.names]
+        if lacking:
+            raise UserError(f"{path} lacks the columns {', '.join(lacking)}; remove it, or evaluate the run again")
+        table = pyarrow.parquet.read_table(path, columns=[name for name in schema.names if name != "text"])
+    except (pa.ArrowInvalid, OSError) as error:
+        raise UserError(
+            f"{path} cannot be read ({str(error).splitlines()[0]}); remove it, or evaluate the run again"
+        ) from None
+    if not table.num_rows:
+        return None
+    kind = _kind(schema.field("target").type)
+    return Predictions(
+        path=path,
+        split=split,
+        kind=kind,
+        target=_values(table["target"], kind),
+        prediction=_values(table["prediction"], kind),
+        score=_floats(table["score"]),
+        loss=_floats(table["loss"]),
+        tokens=table["tokens"].to_numpy().astype(np.int64),
+        source=table["source"].to_pylist(),
+        line=table["line"].to_numpy(),
+        slices={
+            name: ["" if value is None else value for value in table[name].to_pylist()]
+            for name in schema.names
+            if name not in COLUMNS and _is_text(schema.field(name).type)
+        },
+    )
+
+
+def _is_text(kind: Any) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind))
+
+
+def _kind(kind: Any) -> Kind:
+    if _is_text(kind):
+        return "classes"
+    return "numbers" if pa.types.is_floating(kind) or pa.types.is_integer(kind) else "lists"
+
+
+def _values(column: Any, kind: Kind) -> npt.NDArray[Any]:
+    if kind == "numbers":
+        return _floats(column)
+    found = np.empty(len(column), dtype=object)
+    found[:] = [("" if kind == "classes" else []) if value is None else value for value in column.to_pylist()]
+    return found
+
+
+def _floats(column: Any) -> Floats:
+    """As float64; null is NaN."""
+    found: Floats = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    return found

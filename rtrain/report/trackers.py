@@ -1,0 +1,218 @@
+"""Experiment trackers: what a run logs, told to TensorBoard or MLflow while it runs, by one line of configuration.
+
+A tracker is fed from the run's own events, by the process that follows them: the workers know nothing of it, and one
+that fails is dropped, with a line that says so, rather than the run.
+"""
+
+import importlib.util
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from rtrain import config as configuration
+from rtrain.config import Config
+from rtrain.errors import Problem, UserError
+from rtrain.report import events
+
+Event = dict[str, Any]
+Outcome = Literal["finished", "failed", "interrupted"]
+Say = Callable[[Event], None]
+
+MODULES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
+"""Modules that a tracker imports, which its extra installs."""
+RUN_ID = "mlflow.json"
+
+
+class Tracker(Protocol):
+    """All that is asked of a tracker. Every method may raise what its library raises."""
+
+    fresh: bool
+    """Whether it has not been told of this run before; then it is told of what was logged so far."""
+
+    def log(self, values: Mapping[str, float], update: int, time: float) -> None:
+        """Figures after `update` updates; `time` is seconds since 1970."""
+        ...
+
+    def close(self, outcome: Outcome) -> None: ...
+
+
+def missing(config: Config) -> list[Problem]:
+    """Trackers whose libraries are not installed; asked before anything starts."""
+    problems = []
+    for name in config.deploy.report.trackers:
+        if lacking := [module for module in MODULES[name] if importlib.util.find_spec(module) is None]:
+            reason = f"{name} needs {', '.join(lacking)}, which is not installed"
+            problems.append(Problem("report.trackers", name, reason, f"run: pip install 'rtrain[{name}]'"))
+    return problems
+
+
+@contextmanager
+def following(config: Config, run: Path, say: Say) -> Iterator[None]:
+    """While it is entered, the configured trackers are told what the run logs."""
+    trackers = {name: _OPEN[name](config, run) for name in config.deploy.report.trackers}
+    if not trackers:
+        yield
+        return
+    past = events.read(run)
+    outcome: Outcome = "failed"
+    feeds = [Feed(name, tracker, past, say) for name, tracker in trackers.items()]
+    try:
+        with ExitStack() as stack:
+            for feed in feeds:  # each by a thread of its own: a slow server must not hold up the others
+                stack.enter_context(events.Follow([(run, {})], feed))
+            yield
+        outcome = "finished"
+    except (KeyboardInterrupt, SystemExit):
+        outcome = "interrupted"
+        raise
+    finally:
+        for feed in feeds:
+            feed.close(outcome)
+
+
+class Feed:
+    """Tells one tracker each update once: a restart repeats updates, with the same figures."""
+
+    def __init__(self, name: str, tracker: Tracker, past: Sequence[Event], say: Say):
+        self._name, self._say = name, say
+        self._tracker: Tracker | None = tracker
+        self._told: dict[str, int] = {}
+        fresh = tracker.fresh
+        for event in past:
+            self(event, tell=fresh)
+
+    def __call__(self, event: Event, tell: bool = True) -> None:
+        values, update = figures(event)
+        new = {name: value for name, value in values.items() if update > self._told.get(name, -1)}
+        self._told |= dict.fromkeys(new, update)
+        if new and tell:
+            self._guard(lambda tracker: tracker.log(new, update, event["time"]))
+
+    def close(self, outcome: Outcome) -> None:
+        self._guard(lambda tracker: tracker.close(outcome))
+
+    def _guard(self, act: Callable[[Tracker], None]) -> None:
+        if self._tracker is None:
+            return
+        try:
+            act(self._tracker)
+        except Exception as error:  # a server that is gone, a full disk: nothing that should end a training
+            self._tracker = None
+            first = (str(error).splitlines() or [""])[0][:200]
+            text = f"{self._name} failed and is told no more: {type(error).__name__}: {first}"
+            self._say({"kind": "stage", "text": text})
+
+
+def figures(event: Event) -> tuple[dict[str, float], int]:
+    """(values by name, update) of an event; no values where it has none to be plotted."""
+    kind = event["kind"]
+    if kind == "progress":
+        return _finite("train", {"loss": event["loss"]}), event["update"]
+    if kind == "evaluated":
+        return _finite(event["split"], event["scores"]), event["update"]
+    if kind == "trained":
+        return _finite("seconds", event["seconds"]), event["updates"]
+    return {}, 0
+
+
+def _finite(group: str, values: Mapping[str, Any]) -> dict[str, float]:
+    """The plain figures of a mapping, as `group/name`; scores by label or slice are the report's."""
+    return {
+        # What every tracker takes in a name.
+        f"{group}/{re.sub(r'[^A-Za-z0-9_. -]', '_', name)}": float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and name != "rows"
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- TensorBoard
+
+
+class TensorBoard:
+    """Event files under `report.tensorboard_dir` (default: `tensorboard` beside the run), one folder per run."""
+
+    def __init__(self, config: Config, run: Path):
+        from tensorboard.summary import Writer
+
+        root = config.deploy.report.tensorboard_dir
+        folder = (Path(root) if root else run.parent / "tensorboard") / run.name
+        self.fresh = not (folder.is_dir() and any(folder.iterdir()))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"report.tensorboard_dir: {folder} cannot be made ({error.strerror})") from None
+        self._writer = Writer(str(folder))
+
+    def log(self, values: Mapping[str, float], update: int, time: float) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, update, wall_time=time)
+        self._writer.flush()
+
+    def close(self, outcome: Outcome) -> None:
+        self._writer.close()
+
+
+# --------------------------------------------------------------------------------------------------------------- MLflow
+
+
+class MLflow:
+    """A run of the experiment named after the recipe; a resumed run goes on in the same one.
+
+    At `report.mlflow_uri`, else MLFLOW_TRACKING_URI, else in a SQLite file beside the run.
+    """
+
+    def __init__(self, config: Config, run: Path):
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+
+        settings = config.deploy.report
+        uri = settings.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.parent / 'mlflow.db'}"
+        try:
+            self._client = MlflowClient(uri)
+            self._run_id, self.fresh = self._open(settings.mlflow_experiment or config.recipe.name, uri, run)
+            if self.fresh:
+                self._describe(config)
+        except MlflowException as error:
+            reason = (str(error).splitlines() or [""])[0][:300]
+            fix = "set report.mlflow_uri to a server that answers, or take mlflow out of report.trackers"
+            raise UserError(f"report.mlflow_uri: {hide(uri)} cannot be used ({hide(reason)}); {fix}") from None
+
+    def _open(self, experiment: str, uri: str, run: Path) -> tuple[str, bool]:
+        """(id of the tracker's run, whether it is new). The id is kept in the run folder, for its address."""
+        path, address = run / RUN_ID, hide(uri)
+        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if run_id := known.get(address):
+            self._client.update_run(run_id, status="RUNNING")
+            return str(run_id), False
+        found = self._client.get_experiment_by_name(experiment)
+        place = found.experiment_id if found else self._client.create_experiment(experiment)
+        made: str = self._client.create_run(place, run_name=run.name, tags={"rtrain.run": str(run)}).info.run_id
+        path.write_text(json.dumps({**known, address: made}), encoding="utf-8")
+        return made, True
+
+    def _describe(self, config: Config) -> None:
+        for name, value in configuration.flat(config).items():
+            self._client.log_param(self._run_id, name, hide(str(value))[:500])
+
+    def log(self, values: Mapping[str, float], update: int, time: float) -> None:
+        from mlflow.entities import Metric
+
+        metrics = [Metric(name, value, int(1000 * time), update) for name, value in values.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self, outcome: Outcome) -> None:
+        status = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}[outcome]
+        self._client.set_terminated(self._run_id, status)
+
+
+def hide(text: str) -> str:
+    """`text` without the user and password of its addresses."""
+    return re.sub(r"://[^/@\s]+@", "://***@", text)
+
+
+_OPEN: Mapping[str, Callable[[Config, Path], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}

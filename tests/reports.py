@@ -1,0 +1,111 @@
+"""A run folder as a training leaves it, made in a second without Ray: store, settings, events, answers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+
+from rtrain import config
+from rtrain.config import Config
+from rtrain.report import events
+from rtrain.report.predictions import path_of
+from rtrain.training import runs
+from tests.conftest import Row, labelled_rows, write_rows
+from tests.tiny import make_encoder, make_store
+
+UPDATES_PER_EPOCH = 10
+SECONDS = {"setup": 2.0, "first_batch": 1.0, "train": 20.0, "evaluate": 3.0, "checkpoint": 0.5, "input_wait": 0.25}
+
+
+def settings(folder: Path, rows: Sequence[Row], **overrides: Any) -> Config:
+    """An intent recipe on a csv of these rows, with a tiny encoder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = write_rows(folder / "rows.csv", list(rows))
+    base = {"data.path": str(path), "data.max_bad_rows": 0.5, "model.name": str(make_encoder(folder / "encoder"))}
+    return config.load("intent", {**base, "train.epochs": 2, **overrides})
+
+
+def make_run(folder: Path, rows: Sequence[Row] | None = None, *, trained: bool = True, **overrides: Any) -> Path:
+    """A run that is created or, by default, trained to its end, with no answers yet."""
+    chosen = settings(folder, labelled_rows(300) if rows is None else rows, **overrides)
+    store = make_store(chosen.recipe, folder / "encoder", folder)
+    chosen = config.with_overrides(
+        chosen, {"train.rows_per_update": -(-store.rows("train") // UPDATES_PER_EPOCH), "train.save_every": 5}
+    )
+    run = folder / "run"
+    frozen = runs.freeze(run, chosen)
+    created = {"recipe": "intent", "task": "classification", "data_digest": store.manifest.digest}
+    origin = store.manifest.sources
+    events.append(
+        run, "created", run="run", **created, store=str(store.folder), origin=origin, versions={"ray": "2.60"}
+    )
+    counts = {"rows": store.manifest.rows, "quarantined": store.manifest.quarantined}
+    events.append(run, "tokenised", **counts, store=str(store.folder))
+    if trained:
+        train(run, frozen.recipe.rows_per_update)
+    return run
+
+
+def train(run: Path, rows_per_update: int) -> None:
+    """Events of 20 updates, of which the first start reached 12 and crashed; it went on from update 10."""
+    for first, last in ((0, 12), (10, 20)):
+        events.append(run, "started", update=first, of=20, workers=2, precision="fp32")
+        for update in range(first + 1, last + 1):
+            loss, rows = 2.0 / update, (update - first) * rows_per_update
+            events.append(
+                run, "progress", update=update, of=20, loss=loss, rows=rows, real_tokens=9 * rows, ledger="ab"
+            )
+            if update % UPDATES_PER_EPOCH == 0:
+                scores = {"accuracy": update / 40, "macro_f1": update / 50, "rows": 30}
+                events.append(run, "evaluated", split="valid", update=update, scores=scores)
+        if first == 0:
+            crash = {"cause": "crash", "resumes_from": 10, "error": "Worker died", "stalled": []}
+            events.append(run, "crashed", **crash)
+    events.append(run, "evaluated", split="test", update=20, scores={"accuracy": 0.5, "macro_f1": 0.4, "rows": 40})
+    sums = {"rows_seen": 480, "real_tokens": 4000, "padded_tokens": 5000, "passes_per_update": 4.0, "seconds": SECONDS}
+    events.append(run, "trained", updates=20, best_update=20, order_digest="cd", **sums, finished=True)
+    events.append(run, "finished", update=20)
+
+
+def write_predictions(
+    run: Path,
+    target: Sequence[Any],
+    prediction: Sequence[Any],
+    *,
+    text: Sequence[str] | None = None,
+    score: Sequence[float] | None = None,
+    split: str = "test",
+    source: str = "rows.csv",
+    seed: int = 0,
+    **slices: Sequence[str],
+) -> Path:
+    """predictions-<split>.parquet as an evaluation leaves it; a loss that is larger where the answer is wrong."""
+    rows, random = len(target), np.random.default_rng(seed)
+    wrong = np.array([a != b for a, b in zip(target, prediction, strict=True)], dtype=np.float64)
+    columns = {
+        "position": pa.array(np.arange(rows), pa.int64()),
+        "row_id": pa.array(np.arange(rows, dtype=np.uint64)),
+        "source": [source] * rows,
+        "line": pa.array(np.arange(rows) + 2, pa.int64()),
+        "tokens": pa.array(random.integers(5, 60, rows), pa.int32()),
+        "text": list(text or [f"text number {row}" for row in range(rows)]),
+        "target": list(target),
+        "prediction": list(prediction),
+        "score": pa.array(random.uniform(0.3, 1.0, rows) if score is None else score, pa.float64()),
+        "loss": pa.array(wrong * 3 + random.uniform(0, 1, rows), pa.float64()),
+    }
+    path = path_of(run, split)
+    pyarrow.parquet.write_table(pa.table({**columns, **{name: list(values) for name, values in slices.items()}}), path)
+    return path
+
+
+def answers_of(labels: Sequence[str], rows: int, right: float, seed: int = 0) -> tuple[list[str], list[str]]:
+    """(targets, predictions) of which about a share of `right` agree."""
+    random = np.random.default_rng(seed)
+    target = random.integers(0, len(labels), rows)
+    other = (target + random.integers(1, len(labels), rows)) % len(labels)
+    said = np.where(random.uniform(size=rows) < right, target, other)
+    return [labels[code] for code in target], [labels[code] for code in said]

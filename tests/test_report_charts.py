@@ -1,0 +1,151 @@
+"""The charts: places that can be computed by hand, and no text that becomes markup."""
+
+import re
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+from markupsafe import Markup
+
+from rtrain.report import charts, svg
+from rtrain.report.charts import Bar, Line, Mark
+from rtrain.report.stats import Box
+
+HOSTILE = '</text><script>alert("x")</script>&\u202e'
+BOX = Box(1.0, 2.0, 3.0, 4.0, 5.0, 7)
+
+
+def parse(chart: Markup) -> ET.Element:
+    return ET.fromstring(str(chart))
+
+
+def of_class(chart: Markup, name: str, css: str) -> list[ET.Element]:
+    return [found for found in parse(chart).iter(name) if css in found.get("class", "").split()]
+
+
+def texts(chart: Markup) -> list[str]:
+    return [found.text or "" for found in parse(chart).iter("text")]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 10, [0, 2, 4, 6, 8, 10]),
+        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (37, 141, [40, 60, 80, 100, 120, 140]),
+        (-0.03, 0.03, [-0.03, -0.02, -0.01, 0, 0.01, 0.02, 0.03]),
+        (5, 5, [5]),
+    ],
+)
+def test_ticks_are_round_and_inside(low: float, high: float, expected: list[float]) -> None:
+    assert svg.ticks(low, high) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        *((0.0, "0"), (12.0, "12"), (1234.5, "1,234"), (2_500_000, "2.5 M"), (0.0123, "0.0123"), (3.14159, "3.142")),
+        *((1.2e-7, "1.2e-07"), (float("nan"), "-"), (float("inf"), "-"), (-4.5, "-4.5")),
+    ],
+)
+def test_figures(value: float, shown: str) -> None:
+    assert svg.number(value) == shown
+
+
+def test_a_range_without_extent_still_has_a_place() -> None:
+    scale = svg.Scale.over([3.0, 3.0], 0, 100)
+    assert scale(3.0) == pytest.approx(50.0)
+    assert svg.Scale.over([], 0, 1)(0.5) == 0.5
+
+
+def test_invisible_characters_are_shown_and_emoji_stay() -> None:
+    assert svg.visible("a\x1b[2J\u202eb\x00") == r"a\x1b[2J\u202eb\x00"
+    assert svg.visible("👩\u200d🔬 größer\n日本") == "👩\u200d🔬 größer\n日本"
+    assert svg.visible("\udce9") == r"\udce9"
+
+
+def test_a_long_name_is_cut_and_told_in_full_by_the_pointer() -> None:
+    chart = charts.bars([Bar("x" * 60, 1.0)], "rows")
+    assert "x" * 22 + "…" in texts(chart)
+    assert "x" * 60 in [found.text for found in parse(chart).iter("title")]
+
+
+@pytest.mark.parametrize(
+    "chart",
+    [
+        charts.lines([Line(HOSTILE, [0, 1], [0, 1], dots=True)] * 2, HOSTILE, HOSTILE, [Mark(1, HOSTILE, "crash")]),
+        charts.histogram([0, 1, 2], {HOSTILE: [1, 2], "b": [2, 1]}, HOSTILE, HOSTILE, (1.0, HOSTILE)),
+        charts.bars([Bar(HOSTILE, 1.0, HOSTILE, (0.5, 1.5))], HOSTILE, (1.0, HOSTILE)),
+        charts.boxes([(HOSTILE, BOX)], HOSTILE),
+        charts.scatter(np.array([1.0]), np.array([2.0]), HOSTILE, HOSTILE, diagonal=True),
+        charts.stack([(HOSTILE, 1.0)], HOSTILE),
+        charts.heat(np.array([[1, 2], [0, 3]]), [HOSTILE, "b"]),
+    ],
+)
+def test_text_never_becomes_markup(chart: Markup) -> None:
+    root = parse(chart)  # well-formed
+    allowed = {"svg", "text", "title", "rect", "line", "polyline", "circle"}
+    assert {found.tag for found in root.iter()} <= allowed
+    assert "<script" not in str(chart)
+    assert "\u202e" not in str(chart)
+    assert any("<script>" in (found.text or "") for found in root.iter()) or "script" in root.get("aria-label", "")
+
+
+def test_a_curve_goes_from_corner_to_corner() -> None:
+    chart = charts.lines([Line("loss", [0, 10], [1.0, 2.0])], "update", "loss")
+    (curve,) = of_class(chart, "polyline", "s0")
+    (x1, y1), (x2, y2) = (map(float, point.split(",")) for point in curve.get("points", "").split())
+    assert (x1, x2) == (svg.LEFT, svg.WIDTH - svg.RIGHT)
+    assert y1 > y2  # larger values are higher up
+    assert {"update", "loss"} <= set(texts(chart))
+
+
+def test_marks_are_drawn_by_their_kind() -> None:
+    marks = [Mark(5, "epoch 1", "epoch"), Mark(7, "crash", "crash"), Mark(10, "best", "best")]
+    chart = charts.lines([Line("loss", [0, 10], [1.0, 2.0])], "update", "loss", marks, ticks_at=[2, 4])
+    assert [len(of_class(chart, "line", kind)) for kind in ("epoch", "crash", "best", "tick")] == [1, 1, 1, 2]
+    (crash,) = of_class(chart, "line", "crash")
+    assert float(crash.get("x1", "")) == pytest.approx(svg.LEFT + 0.7 * (svg.WIDTH - svg.RIGHT - svg.LEFT), abs=0.01)
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    chart = charts.bars([Bar("a", 2.0), Bar("b", 1.0), Bar("c", -1.0)], "rows")
+    widths = [float(found.get("width", "")) for found in of_class(chart, "rect", "s0")]
+    assert widths[0] == pytest.approx(2 * widths[1], abs=0.02)
+    assert widths[2] == pytest.approx(widths[1], abs=0.02)
+
+
+def test_histogram_has_a_bar_per_bin_and_an_outline_per_further_series() -> None:
+    chart = charts.histogram([0, 1, 2], {"training": [4, 2], "test": [1, 1]}, "length", "rows (%)")
+    heights = [float(found.get("height", "")) for found in of_class(chart, "rect", "s0")]
+    assert heights[1:] == pytest.approx([svg.HEIGHT - svg.BOTTOM - svg.TOP, (svg.HEIGHT - svg.BOTTOM - svg.TOP) / 2])
+    assert heights[0] == 9  # of the legend
+    assert len(of_class(chart, "polyline", "s1")) == 1
+
+
+def test_heat_map_draws_the_cells_that_have_rows() -> None:
+    chart = charts.heat(np.array([[9, 1], [0, 4]]), ["yes", "no"])
+    right, wrong = of_class(chart, "rect", "s0"), of_class(chart, "rect", "s1")
+    assert (len(right), len(wrong)) == (2, 1)
+    assert [found.text for found in wrong[0].iter("title")] == ["yes answered as no: 1 rows, 10 %"]
+    assert float(wrong[0].get("fill-opacity", "")) == pytest.approx(0.12 + 0.88 * 0.1**0.5, abs=0.01)
+    assert float(wrong[0].get("x", "")) > float(wrong[0].get("y", ""))  # to the right of the diagonal
+
+
+def test_heat_map_of_many_labels_is_bounded() -> None:
+    chart = charts.heat(np.ones((100, 100), dtype=np.int64), [f"label {code}" for code in range(100)])
+    assert len(of_class(chart, "rect", "s0")) + len(of_class(chart, "rect", "s1")) == charts.CELLS
+
+
+def test_shares_of_a_stack_add_up_to_its_width() -> None:
+    chart = charts.stack([("train", 30.0), ("rest", 10.0)], "s")
+    widths = [float(found.get("width", "")) for found in parse(chart).iter("rect") if found.get("height") == "26"]
+    assert widths == pytest.approx([svg.WIDTH * 0.75, svg.WIDTH * 0.25], abs=0.01)
+    assert {"75.0 %", "25.0 %"} <= set(texts(chart))
+
+
+def test_calibration_dots_grow_with_their_rows() -> None:
+    chart = charts.reliability(np.array([0.2, 0.9]), np.array([0.3, 0.8]), [1, 100])
+    small, large = of_class(chart, "circle", "bubble")
+    assert float(small.get("r", "")) < float(large.get("r", ""))
+    assert re.search(r"100 rows: confidence 0.90, right 0.80", str(chart))

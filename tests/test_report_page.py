@@ -1,0 +1,375 @@
+"""The page as a whole: what it says of a run, what it does with any run, and with texts that are meant to break it."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rtrain import cli
+from rtrain.errors import UserError
+from rtrain.report import collect, events, html, predictions
+from rtrain.report.blocks import Cards, Figure, Section, Table
+from rtrain.report.sections import answers, certificate, curves, data, hardest, overview, slices, timing
+from rtrain.training import driver
+from tests.conftest import labelled_rows
+from tests.reports import answers_of, make_run, write_predictions
+
+LABELS = ("login", "parcel", "refund")
+LIMIT = 3_000_000
+
+
+class Page(HTMLParser):
+    """Tags, attributes and visible text of a page."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attributes]
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def page_of(run: Path) -> Page:
+    return Page(html.write(run).read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained classifier with its answers."""
+    run = make_run(tmp_path_factory.mktemp("finished"))
+    targets, found = answers_of(LABELS, 200, right=0.8)
+    language = ["de" if row % 4 else "en" for row in range(200)]
+    found = [("login" if code == "en" else said) for said, code in zip(found, language, strict=True)]
+    write_predictions(run, targets, found, language=language, serial=[str(row) for row in range(200)])
+    return run
+
+
+@pytest.fixture(scope="module")
+def known(finished: Path) -> collect.Run:
+    return collect.read(finished)
+
+
+def table(section: Section | None, title: str) -> Table:
+    assert section is not None
+    (found,) = (block for block in section.blocks if isinstance(block, Table) and block.title.startswith(title))
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------- what it tells
+
+
+def test_every_section_of_a_finished_run_is_there(finished: Path) -> None:
+    page = page_of(finished)
+    headings = ("What was run", "Data", "Training", "Answers", "Slices", "Hardest rows", "Time")
+    assert all(heading in page.words for heading in headings)
+    assert "Drill certificate" not in page.words
+    assert f"rtrain train {finished}/config.yaml --out NEW_FOLDER" in page.text
+
+
+def test_every_chart_has_a_title_a_sentence_and_named_axes(known: collect.Run) -> None:
+    sections = [data.section(known), curves.section(known), answers.section(known, {}), slices.section(known)]
+    figures = [block for section in sections if section for block in section.blocks if isinstance(block, Figure)]
+    assert len(figures) >= 10
+    for figure in figures:
+        assert figure.title
+        assert figure.note.strip().endswith("."), figure.title
+        assert 'class="label"' in figure.chart, figure.title
+
+
+def test_settings_that_differ_from_the_defaults(known: collect.Run) -> None:
+    rows = {str(row[0]): row[1:] for row in table(overview.section(known), "Settings").rows}
+    assert rows["train.epochs"] == ("2", "3")
+    assert rows["train.save_every"] == ("5", "none")
+    assert "train.seed" not in rows
+
+
+def test_digests_and_versions(known: collect.Run) -> None:
+    digests = {row[0]: row[1] for row in table(overview.section(known), "Digests").rows}
+    assert known.store is not None
+    assert digests["digest of the rows"] == known.store.manifest.digest
+    assert digests["digest of the order"] == "cd"
+    assert table(overview.section(known), "Versions").rows == [("ray", "2.60")]
+
+
+def test_rows_of_each_split(known: collect.Run) -> None:
+    rows = {str(row[0]): row[1] for row in table(data.section(known), "Rows and tokens").rows}
+    assert known.store is not None
+    assert rows == {name: known.store.rows(split) for split, name in data.NAMES.items()}
+
+
+def test_set_aside_rows_have_file_line_and_reason(tmp_path: Path) -> None:
+    run = make_run(tmp_path, [*labelled_rows(100), ("", "parcel"), ("no label", " ")], trained=False)
+    found = table(data.section(collect.read(run)), "Rows that were set aside")
+    assert [row[:2] for row in found.rows] == [("rows.csv", 102), ("rows.csv", 103)]
+    assert "column 'text' is empty" in str(found.rows[0][2])
+
+
+def test_frequent_words_and_those_of_a_label(known: collect.Run) -> None:
+    found = data.section(known)
+    frequent = [block.title for block in found.blocks if isinstance(block, Figure) and "frequent word" in block.title]
+    assert len(frequent) == 1
+    words = {row[0]: row[1] for row in table(found, "Words that set each label apart").rows}
+    assert "password" in str(words["login"])
+    assert "password" not in str(words["parcel"])
+
+
+def test_curve_of_repeated_updates_is_drawn_once_and_the_crash_is_marked(known: collect.Run) -> None:
+    assert [event["update"] for event in curves.newest(known.of("progress"))] == list(range(1, 21))
+    assert [(mark.x, mark.kind) for mark in curves.marks(known)] == [(10, "epoch"), (20, "epoch"), (10, "crash")]
+    assert curves.saves(known) == [5, 10, 15, 20]
+    stops = table(curves.section(known), "What interrupted the run")
+    assert [row[1:] for row in stops.rows] == [("crashed", "crash: Worker died; went on from update 10")]
+
+
+def test_a_restart_without_a_crash_is_marked_as_such(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    log = [json.loads(line) for line in (run / events.NAME).read_text().splitlines()]
+    kept = [event for event in log if event["kind"] != "crashed"]
+    (run / events.NAME).write_text("".join(json.dumps(event) + "\n" for event in kept))
+    assert [(mark.x, mark.kind) for mark in curves.marks(collect.read(run))][2:] == [(10, "restart")]
+
+
+def test_scores_have_intervals_that_hold_them(known: collect.Run) -> None:
+    assert known.predictions is not None
+    found = answers.intervals(known.predictions)
+    assert found["accuracy"].value == pytest.approx(known.predictions.right.mean())
+    assert found["accuracy"].low < found["accuracy"].value < found["accuracy"].high
+    rows = table(answers.section(known, found), "Scores").rows
+    assert [row[0] for row in rows] == ["accuracy", "macro F1"]
+    assert [row[3] for row in rows] == ["0.5000", "0.4000"]  # what the run logged on the same split
+
+
+def test_most_confused_pair_is_named(known: collect.Run) -> None:
+    assert known.predictions is not None
+    pairs = list(zip(known.predictions.target, known.predictions.prediction, strict=True))
+    rows = table(answers.section(known, {}), "Most confused").rows
+    for true, said, count, _ in rows:
+        assert pairs.count((true, said)) == count
+    assert sum(int(row[2]) for row in rows) == (~known.predictions.right).sum()
+
+
+def test_worst_slice_is_the_planted_one(known: collect.Run) -> None:
+    """English rows were all answered `login`; a column of serial numbers makes no slices."""
+    section = slices.section(known)
+    assert table(section, "The same in figures").rows[0][0] == "language: en"
+    assert table(section, "The same in figures").rows[0][4] == "worse"
+    assert section is not None
+    assert any("No slices by serial" in getattr(block, "text", "") for block in section.blocks)
+
+
+def test_hardest_rows_are_those_of_the_largest_loss(known: collect.Run) -> None:
+    section = hardest.section(known)
+    assert section is not None
+    (cards,) = (block.cards for block in section.blocks if isinstance(block, Cards))
+    assert known.predictions is not None
+    largest = np.argsort(-known.predictions.loss)[:20]
+    assert [card.where for card in cards] == [f"rows.csv:{row + 2}" for row in largest]
+    assert cards[0].text == f"text number {largest[0]}"
+
+
+def test_seconds_and_what_is_left_of_the_total(known: collect.Run) -> None:
+    rows = {str(row[0]): row[2] for row in table(timing.section(known), "Seconds").rows}
+    assert rows["train"] == "20.0"
+    assert rows["input_wait"] == "0.2"
+    assert set(rows) == {*("setup", "first_batch", "train", "evaluate", "checkpoint", "input_wait", "rest")}
+
+
+def test_drill_certificate(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    fault = {"name": "a dead worker", "at_update": 20, "resumed_from": 16, "recomputed_updates": 4, "passed": True}
+    found: dict[str, Any] = {"passed": True, "weights_identical": True, "order_identical": True, "rows_lost": 0}
+    found |= {"rows_repeated": 0, "updates": 48, "workers": 2, "save_every": 8, "seconds": 99.0}
+    found["faults"] = [{**fault, "seconds_to_next_update": 12.5}]
+    events.append(run, "drilled", certificate=found)
+    section = certificate.section(collect.read(run))
+    assert table(section, "Each fault").rows == [("a dead worker", 20, 16, 4, "12.5", "passed")]
+    assert "Passed: 1 faults in 48 updates of 2 workers" in page_of(run).text
+
+
+# --------------------------------------------------------------------------------------------------- other kinds of run
+
+
+def test_a_run_that_was_only_created(tmp_path: Path) -> None:
+    text = page_of(make_run(tmp_path, trained=False)).text
+    assert "The run has logged no update yet." in text
+    assert "The run has left no predictions" in text
+    assert "its seconds are not known" in text
+
+
+def test_a_run_whose_store_is_gone(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (tmp_path / ".tokens").rename(tmp_path / "elsewhere")
+    assert "token store is no longer where the run left it" in page_of(run).text
+
+
+def test_numbers_have_scatter_and_errors(tmp_path: Path) -> None:
+    run, random = make_run(tmp_path), np.random.default_rng(0)
+    targets = random.uniform(1, 9, 150).round(1)
+    write_predictions(run, targets.tolist(), (targets + 1.0).tolist(), prompt=["a", "b", "c"] * 50)
+    known = collect.read(run)
+    assert known.predictions is not None
+    assert known.predictions.kind == "numbers"
+    found = answers.intervals(known.predictions)
+    assert (found["rmse"].value, found["mae"].value) == pytest.approx((1.0, 1.0))
+    titles = [block.title for block in answers.section(known, found).blocks if isinstance(block, Figure)]
+    assert titles[0] == "Predicted against true: correlation 1.00"
+    assert titles[1] == "Half of the predictions are off by 1.00 or less"
+    text = page_of(run).text
+    assert "On average the predictions are 1 too high." in text
+    assert "True score by prompt" in text
+    assert "Confusion" not in text
+
+
+def test_lists_are_compared_as_a_whole(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_predictions(run, [["a", "b"], ["c"], []] * 20, [["a", "b"], ["d"], []] * 20)
+    known = collect.read(run)
+    assert known.predictions is not None
+    assert answers.intervals(known.predictions)["rows_exactly_right"].value == pytest.approx(2 / 3)
+    text = page_of(run).text
+    assert "Worst slice" in text
+    assert "rows exactly right" in text
+
+
+def test_validation_answers_do_where_there_is_no_test(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_predictions(run, *answers_of(LABELS, 30, 0.5), split="valid")
+    assert "answered on the 30 validation rows" in page_of(run).text
+
+
+def test_answers_without_confidence_or_loss(tmp_path: Path) -> None:
+    run, nothing = make_run(tmp_path), [float("nan")] * 30
+    write_predictions(run, *answers_of(LABELS, 30, 0.5), score=nothing)
+    text = page_of(run).text
+    assert "calibration" not in text
+    assert "confidence" not in text
+
+
+def test_a_file_of_other_columns_is_refused_by_name(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    run = make_run(tmp_path, trained=False)
+    path = predictions.path_of(run, "test")
+    pyarrow.parquet.write_table(pa.table({"text": ["a"], "target": ["b"]}), path)
+    with pytest.raises(UserError, match=rf"{path} lacks the columns position, row_id, source"):
+        html.write(run)
+    path.write_bytes(b"no parquet")
+    with pytest.raises(UserError, match=rf"{path} cannot be read"):
+        html.write(run)
+    assert not (run / html.NAME).exists()
+
+
+def test_a_report_that_fails_is_said_and_does_not_fail_the_run(tmp_path: Path) -> None:
+    run, said = make_run(tmp_path), list[str]()
+    predictions.path_of(run, "test").write_bytes(b"no parquet")
+    driver._report(run, lambda event: said.append(event["text"]))
+    (kept,) = run.glob("report-*.txt")
+    assert "Traceback" in kept.read_text()
+    assert said[0].startswith(f"no report.html: {run}/predictions-test.parquet cannot be read")
+    assert str(kept) in said[0]
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no run \(no config.yaml\)"):
+        html.write(tmp_path)
+
+
+def test_the_verb_prints_where_the_page_is(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["report", str(finished)])
+    assert capsys.readouterr().out.strip() == str(finished / "report.html")
+
+
+# ------------------------------------------------------------------------------------------------------- hostile, large
+
+ATTACKS = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "</title></style></svg><svg onload=alert(1)>",
+    "</blockquote><iframe src=javascript:alert(1)>",
+    "{{ 7 * 7 }}{% raw %}&lt;b&gt;",
+    "'><a href='https://example.org/steal'>here</a>",
+    "<!-- -->]]>\u202e\x00\x1b[2J",
+)
+
+
+def test_hostile_rows_stay_text(tmp_path: Path) -> None:
+    """In texts, labels, slices and their names, sources, errors: whatever the data may hold."""
+    rows = [(f"{ATTACKS[row % 7]} number {row}", ATTACKS[row % 3]) for row in range(200)]
+    run = make_run(tmp_path, rows)
+    events.append(run, "crashed", cause="crash", resumes_from=10, error=ATTACKS[0], stalled=[])
+    events.append(run, "created", versions={ATTACKS[1]: ATTACKS[2]})
+    targets, found = answers_of(ATTACKS[:6], 200, 0.5)
+    text = [ATTACKS[row % 7] for row in range(200)]
+    more: dict[str, Any] = {ATTACKS[1]: [ATTACKS[row % 5] for row in range(200)]}
+    write_predictions(run, targets, found, text=text, source=ATTACKS[3], **more)
+    raw = html.write(run).read_text(encoding="utf-8")
+    page = Page(raw)
+    drawn = {"svg", "text", "title", "rect", "line", "polyline", "circle"}
+    blocks = {
+        "html",
+        "head",
+        "meta",
+        "style",
+        "body",
+        "header",
+        "main",
+        "footer",
+        "section",
+        "nav",
+        "figure",
+        "figcaption",
+    }
+    inline = {"h1", "h2", "h3", "p", "a", "div", "span", "b", "table", "tr", "th", "td", "pre", "article", "blockquote"}
+    assert set(page.tags) <= drawn | blocks | inline | {"dl", "dt", "dd", "wbr"}
+    assert [name for name, _ in page.attributes if name.startswith("on")] == []
+    links = {value for name, value in page.attributes if name in ("href", "src")}
+    assert links == {f"#{anchor}" for anchor in ("run", "data", "curves", "answers", "slices", "hardest", "time")}
+    assert "<script>alert(1)</script>" in page.text  # to be read, not to be run
+    assert "{{ 7 * 7 }}" in page.text
+    assert not re.search("[\x00-\x08\x0b-\x1f\u202a-\u202e]", raw)
+
+
+def test_the_page_forbids_itself_scripts_and_requests(finished: Path) -> None:
+    page = page_of(finished)
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
+    raw = (finished / html.NAME).read_text(encoding="utf-8")
+    assert "http://" not in raw
+    assert "https://" not in raw
+    assert "url(" not in raw
+    assert "prefers-color-scheme: dark" in raw
+
+
+def test_a_huge_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
+    """100,000 updates, 300 labels of 200 characters, 20,000 answers with texts of 2,000, ten columns of slices."""
+    run = make_run(tmp_path, trained=False)
+    lines = [{"time": 1.0, "kind": "started", "update": 0, "of": 100_000, "workers": 2, "precision": "fp32"}]
+    for update in range(1, 100_001):
+        lines.append({"time": float(update), "kind": "progress", "update": update, "of": 100_000, "loss": 1.0 / update})
+        lines[-1] |= {"rows": 64 * update, "real_tokens": 640 * update}
+    for update in range(50, 100_001, 50):
+        many = {f"score_{place}": 0.5 for place in range(50)}
+        lines.append({"time": 1.0, "kind": "evaluated", "split": "valid", "update": update, "scores": many})
+    lines += [{"time": 1.0, "kind": "yielded", "reason": "x" * 5000, "update": 5}] * 1000
+    with (run / events.NAME).open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    labels = [f"{code} " + "long label " * 18 for code in range(300)]
+    columns: dict[str, Any] = {f"c{n}": [f"{row % 30} " + "v" * 300 for row in range(20_000)] for n in range(10)}
+    write_predictions(run, *answers_of(labels, 20_000, 0.3), text=["<&> word " * 222] * 20_000, **columns)
+    page = html.write(run)
+    assert 100_000 < page.stat().st_size < LIMIT

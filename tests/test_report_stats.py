@@ -1,0 +1,122 @@
+"""The figures behind the charts, against arithmetic by hand and against scikit-learn."""
+
+import numpy as np
+import pytest
+from sklearn.metrics import f1_score, precision_score, recall_score
+
+from rtrain.report import stats
+
+
+def test_thinning_keeps_a_spike_of_one_update_and_both_ends() -> None:
+    ys = [1.0] * 50_000
+    ys[31_234] = 99.0
+    xs, thinned = stats.thin(list(range(50_000)), ys, most=100)
+    assert len(xs) <= 102
+    assert (xs[0], xs[-1]) == (0, 49_999)
+    assert thinned[xs.index(31_234)] == 99.0
+    assert xs == sorted(xs)
+
+
+def test_a_short_curve_is_left_as_it_is() -> None:
+    assert stats.thin([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
+
+
+def test_a_sample_is_of_distinct_rows_in_order() -> None:
+    chosen = stats.sample(10_000, 100)
+    assert len(set(chosen.tolist())) == 100
+    assert chosen.tolist() == sorted(chosen.tolist())
+    assert stats.sample(5, 100).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_whole_numbers_get_bins_of_whole_widths() -> None:
+    edges = stats.edges(np.array([3.0, 10.0]))
+    assert edges.tolist() == [2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5, 10.5]
+    wide = stats.edges(np.array([0.0, 512.0]), bins=30)
+    assert set(np.diff(wide)) == {18.0}
+    assert wide[0] <= 0
+    assert wide[-1] >= 512
+
+
+def test_box_of_a_hundred_and_one_values() -> None:
+    assert stats.box(np.arange(101.0)) == stats.Box(5.0, 25.0, 50.0, 75.0, 95.0, 101)
+
+
+def test_correlations() -> None:
+    xs = np.array([1.0, 2.0, 3.0, 4.0])
+    assert stats.pearson(xs, 7 - 2 * xs) == pytest.approx(-1.0)
+    assert stats.pearson(xs, np.ones(4)) is None
+    # Groups {1, 3} and {5, 7}: total 20 around 4, between 2 * 4 + 2 * 4 = 16.
+    assert stats.eta_squared(np.array([1.0, 3.0, 5.0, 7.0]), np.array([0, 0, 1, 1])) == pytest.approx(0.8)
+    assert stats.eta_squared(np.ones(3), np.array([0, 1, 1])) == 0.0
+
+
+def test_wilson_interval_of_eight_in_ten() -> None:
+    """Figures of Newcombe (1998), Statistics in Medicine 17, for 81 of 263, and by hand for 8 of 10."""
+    assert stats.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert stats.wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert stats.wilson(0, 10)[0] == 0.0
+    assert stats.wilson(10, 10)[1] == 1.0
+
+
+def test_scores_of_classes_are_those_of_scikit_learn() -> None:
+    random = np.random.default_rng(3)
+    targets = random.integers(0, 5, 400)
+    predictions = np.where(random.uniform(size=400) < 0.6, targets, random.integers(0, 5, 400))
+    counts = stats.confusion(targets, predictions, 5)
+    assert counts.sum() == 400
+    assert counts[2, 3] == ((targets == 2) & (predictions == 3)).sum()
+    scores = stats.class_scores(counts)
+    for name, reference in (("precision", precision_score), ("recall", recall_score), ("f1", f1_score)):
+        np.testing.assert_allclose(scores[name], reference(targets, predictions, average=None))
+    found = stats.overall(counts)
+    assert found["accuracy"] == pytest.approx((targets == predictions).mean())
+    assert found["macro_f1"] == pytest.approx(f1_score(targets, predictions, average="macro"))
+
+
+def test_confused_classes_become_neighbours() -> None:
+    counts = np.diag([9, 9, 9, 9, 9])
+    counts[0, 3] = counts[3, 0] = 6
+    counts[1, 4] = 5
+    order = stats.chain(counts).tolist()
+    assert sorted(order) == [0, 1, 2, 3, 4]
+    assert abs(order.index(0) - order.index(3)) == 1
+    assert abs(order.index(1) - order.index(4)) == 1
+    assert order[-1] == 2  # it is confused with none
+
+
+def test_calibration_by_hand() -> None:
+    # Bin 0.9 to 1: sure 0.95, right 1 of 2. Bin 0.5 to 0.6: sure 0.55, right 2 of 2. ECE = (0.45 * 2 + 0.45 * 2) / 4.
+    found = stats.calibration(np.array([0.95, 0.95, 0.55, 0.55]), np.array([True, False, True, True]))
+    np.testing.assert_allclose(found.confidence, [0.55, 0.95])
+    np.testing.assert_allclose(found.accuracy, [1.0, 0.5])
+    assert found.rows.tolist() == [2, 2]
+    assert found.error == pytest.approx(0.45)
+
+
+def test_a_confidence_of_one_is_in_the_last_bin() -> None:
+    assert stats.calibration(np.array([1.0]), np.array([True])).error == 0.0
+
+
+def test_errors_by_hand() -> None:
+    found = stats.errors(np.array([1.0, 2.0, 3.0]), np.array([2.0, 2.0, 5.0]))
+    assert found["rmse"] == pytest.approx((5 / 3) ** 0.5)
+    assert found["mae"] == pytest.approx(1.0)
+    assert found["r2"] == pytest.approx(1 - 5 / 2)
+    assert set(stats.errors(np.ones(3), np.arange(3.0))) == {"rmse", "mae"}  # nothing to explain
+
+
+def test_bootstrap_interval_is_that_of_the_binomial() -> None:
+    """Of 400 rows with 80 % right the standard error is 0.02, so that the interval is 0.8 -/+ 0.0392."""
+    right = np.arange(400) < 320
+    found = stats.bootstrap(400, lambda rows: {"accuracy": float(right[rows].mean())})["accuracy"]
+    assert found.value == 0.8
+    assert found.low == pytest.approx(0.7608, abs=0.006)
+    assert found.high == pytest.approx(0.8392, abs=0.006)
+    again = stats.bootstrap(400, lambda rows: {"accuracy": float(right[rows].mean())})["accuracy"]
+    assert again == found
+
+
+def test_distinctive_terms_are_those_of_the_group() -> None:
+    """Term 0 is frequent everywhere; term 1 belongs to group 0, term 2 to group 1; term 3 occurs once."""
+    counts = np.array([[50, 20, 0, 1], [50, 0, 20, 0]])
+    assert stats.distinctive(counts) == [[1], [2]]

@@ -1,0 +1,231 @@
+"""Trackers with their real libraries: what is told is read back from TensorBoard's files and from MLflow's store."""
+
+import contextlib
+import importlib.util
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain import config
+from rtrain.config import Config
+from rtrain.errors import ConfigError, UserError
+from rtrain.report import events, trackers
+from rtrain.training import driver, runs
+from tests.conftest import labelled_rows
+from tests.reports import make_run, settings, train
+
+ROWS_PER_UPDATE = 24
+FINAL = {"test/accuracy": [(20, 0.5)], "test/macro_f1": [(20, 0.4)], "seconds/train": [(20, 20.0)]}
+
+
+def with_trackers(names: list[str], **more: Any) -> Config:
+    settings = {f"report.{name}": value for name, value in more.items()}
+    return config.load("intent", {"report.trackers": names, **settings})
+
+
+def follow(chosen: Config, run: Path, said: list[str] | None = None) -> None:
+    """A training that the trackers follow."""
+    lines = [] if said is None else said
+    with trackers.following(chosen, run, lambda event: lines.append(event["text"])):
+        train(run, ROWS_PER_UPDATE)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    events.append(folder, "created", run="mine")
+    return folder
+
+
+def curves_of_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), size_guidance={"tensors": 0})
+    found.Reload()
+    return {
+        name: [(event.step, round(float(event.tensor_proto.float_val[0]), 5)) for event in found.Tensors(name)]
+        for name in found.Tags()["tensors"]
+    }
+
+
+def check(curves: Mapping[str, list[tuple[int, float]]]) -> None:
+    """Every update once, though the second start repeated two of them."""
+    assert curves["train/loss"] == [(update, round(2.0 / update, 5)) for update in range(1, 21)]
+    assert curves["valid/accuracy"] == [(10, 0.25), (20, 0.5)]
+    assert {name: curves[name] for name in FINAL} == FINAL
+    assert not any(name.endswith("/rows") for name in curves)
+
+
+# ------------------------------------------------------------------------------------------------------------- told
+
+
+def test_tensorboard_is_told_every_update_once(run: Path) -> None:
+    follow(with_trackers(["tensorboard"]), run)
+    check(curves_of_tensorboard(run.parent / "tensorboard" / "mine"))
+
+
+def test_tensorboard_dir_holds_a_folder_per_run(run: Path, tmp_path: Path) -> None:
+    follow(with_trackers(["tensorboard"], tensorboard_dir=str(tmp_path / "boards")), run)
+    check(curves_of_tensorboard(tmp_path / "boards" / "mine"))
+
+
+class Store:
+    """MLflow's own client on a store."""
+
+    def __init__(self, uri: str):
+        from mlflow import MlflowClient
+
+        self.client = MlflowClient(uri)
+
+    def runs(self, experiment: str) -> list[Any]:
+        found = self.client.get_experiment_by_name(experiment)
+        assert found is not None
+        return list(self.client.search_runs([found.experiment_id]))
+
+    def curves(self, run: Any) -> dict[str, list[tuple[int, float]]]:
+        history = self.client.get_metric_history
+        return {
+            name: sorted((one.step, round(one.value, 5)) for one in history(run.info.run_id, name))
+            for name in run.data.metrics
+        }
+
+
+def test_mlflow_is_told_settings_and_every_update_once(run: Path) -> None:
+    follow(with_trackers(["mlflow"]), run)
+    store = Store(f"sqlite:///{run.parent / 'mlflow.db'}")
+    (found,) = store.runs("intent")
+    check(store.curves(found))
+    assert (found.info.run_name, found.info.status) == ("mine", "FINISHED")
+    assert found.data.params["optim.lr"] == "0.0002"
+    assert found.data.tags["rtrain.run"] == str(run)
+
+
+def interrupt(chosen: Config, run: Path) -> None:
+    """A training that Ctrl-C ends after one update."""
+    with contextlib.suppress(KeyboardInterrupt), trackers.following(chosen, run, print):
+        events.append(run, "progress", update=1, of=20, loss=2.0)
+        raise KeyboardInterrupt
+
+
+def test_a_resumed_run_goes_on_in_the_same_mlflow_run(run: Path, tmp_path: Path) -> None:
+    chosen = with_trackers(["mlflow"], mlflow_uri=f"sqlite:///{tmp_path / 'store.db'}", mlflow_experiment="tries")
+    interrupt(chosen, run)
+    store = Store(f"sqlite:///{tmp_path / 'store.db'}")
+    assert [found.info.status for found in store.runs("tries")] == ["KILLED"]
+    follow(chosen, run)
+    (found,) = store.runs("tries")
+    assert found.info.status == "FINISHED"
+    check(store.curves(found))
+
+
+def test_a_tracker_that_comes_late_is_told_the_past(run: Path) -> None:
+    train(run, ROWS_PER_UPDATE)
+    with trackers.following(with_trackers(["tensorboard"]), run, print):
+        pass
+    check(curves_of_tensorboard(run.parent / "tensorboard" / "mine"))
+
+
+def test_a_failed_training_is_told_as_failed(run: Path) -> None:
+    with pytest.raises(UserError), trackers.following(with_trackers(["mlflow"]), run, print):
+        raise UserError("no")
+    (found,) = Store(f"sqlite:///{run.parent / 'mlflow.db'}").runs("intent")
+    assert found.info.status == "FAILED"
+
+
+def test_without_trackers_nothing_is_written(run: Path) -> None:
+    follow(with_trackers([]), run)
+    assert [path.name for path in run.parent.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        ({"kind": "started", "update": 0}, ({}, 0)),
+        ({"kind": "progress", "update": 3, "loss": float("nan")}, ({}, 3)),
+        (
+            {"kind": "evaluated", "split": "valid", "update": 4, "scores": {"f1 <b>": 0.5, "rows": 9, "per_label": {}}},
+            ({"valid/f1 _b_": 0.5}, 4),
+        ),
+    ],
+)
+def test_only_plain_finite_figures_are_told(event: dict[str, Any], expected: tuple[dict[str, float], int]) -> None:
+    assert trackers.figures(event) == expected
+
+
+# ---------------------------------------------------------------------------------------------------- what goes wrong
+
+
+class Broken:
+    """A tracker whose server went away after one entry."""
+
+    fresh = True
+
+    def __init__(self, *_: object) -> None:
+        self.told = 0
+
+    def log(self, values: Mapping[str, float], update: int, time: float) -> None:
+        self.told += 1
+        if self.told > 1:
+            raise ConnectionError("gone\nand more")
+
+    def close(self, outcome: trackers.Outcome) -> None:
+        raise AssertionError("it was dropped")
+
+
+def test_a_tracker_that_fails_is_dropped_with_a_line(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "_OPEN", {"mlflow": Broken, "tensorboard": trackers.TensorBoard})
+    said: list[str] = []
+    follow(with_trackers(["mlflow", "tensorboard"]), run, said)
+    assert said == ["mlflow failed and is told no more: ConnectionError: gone"]
+    check(curves_of_tensorboard(run.parent / "tensorboard" / "mine"))  # the other one is told everything
+
+
+def test_a_server_that_does_not_answer_ends_the_start_with_what_to_do(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    uri = f"http://user:secret@127.0.0.1:{port}"
+    with pytest.raises(UserError) as raised, trackers.following(with_trackers(["mlflow"], mlflow_uri=uri), run, print):
+        raise AssertionError("nothing may start")
+    assert f"report.mlflow_uri: http://***@127.0.0.1:{port} cannot be used" in str(raised.value)
+    assert "take mlflow out of report.trackers" in str(raised.value)
+    assert "secret" not in str(raised.value)
+
+
+def test_a_library_that_is_missing_is_named_with_its_command_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    hidden = ("tensorboard", "mlflow", "alembic")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in hidden else found(name, *rest))
+    chosen = settings(tmp_path, labelled_rows(40), **{"report.trackers": ["mlflow", "tensorboard"]})
+    with pytest.raises(ConfigError) as raised:
+        driver.check(chosen)
+    assert str(raised.value).splitlines() == [
+        "report.trackers=mlflow: mlflow needs mlflow, alembic, which is not installed; "
+        "run: pip install 'rtrain[mlflow]'",
+        "report.trackers=tensorboard: tensorboard needs tensorboard, which is not installed; "
+        "run: pip install 'rtrain[tensorboard]'",
+    ]
+
+
+def test_an_unknown_tracker_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"report.trackers.0=wandb"):
+        with_trackers(["wandb"])
+
+
+def test_a_resumed_run_keeps_its_trackers_unless_others_are_asked_for(tmp_path: Path) -> None:
+    trackers_on: dict[str, Any] = {"report.trackers": ["tensorboard"]}
+    run = make_run(tmp_path, trained=False, **trackers_on)
+    stored = config.load(str(run / runs.CONFIG))
+    plain = config.with_overrides(stored, {"report.trackers": []})
+    assert runs.choose(run, plain, "resume")[1].deploy.report.trackers == ("tensorboard",)
+    other = config.with_overrides(stored, {"report.trackers": ["mlflow"]})
+    assert runs.choose(run, other, "resume")[1].deploy.report.trackers == ("mlflow",)
