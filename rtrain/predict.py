@@ -65,6 +65,8 @@ class Predictor:
         # Pairs apart: beside them, a single text would get an empty second one, and another answer than alone (I8).
         for paired in (False, True):
             rows = [row for row, (_, pair) in enumerate(read) if (pair is not None) == paired]
+            if not rows:
+                continue
             pairs = [read[row][1] or "" for row in rows] if paired else None
             encoded = self.task.encode(self.tokenizer, [read[row][0] for row in rows], pairs, most)
             found.update(zip(rows, encoded, strict=True))
@@ -144,6 +146,8 @@ def _texts(value: Input, position: int, task: Task) -> tuple[str, str | None]:
     """The one or two texts of an input, checked."""
     if isinstance(value, str):
         text, pair = value, None
+    elif task.fields[0] not in value:
+        raise InputError(f"input {position} has other names; send {' and '.join(task.fields)}", position)
     else:
         text, pair = value[task.fields[0]], value.get(task.fields[1])
     if task.needs_pair and pair is None:

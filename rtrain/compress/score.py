@@ -72,4 +72,6 @@ def run(folder: Path, data: Data) -> dict[str, Any]:
     answered = _answered(predictor, tokens.lengths_of_rows, tokens.pick, BATCH_ROWS)
     seconds = time.perf_counter() - start
     found = metric_for(task.output).scores(answered.outcomes, targets, predictor.head)
+    answers = task.decode(answered.outputs, asked, encoded, predictor.head, {})
+    found |= task.judge(answers, [row.label for row in good])
     return {**found, "bad_rows": len(rows) - len(good), "rows_per_second": round(len(good) / seconds, 1)}

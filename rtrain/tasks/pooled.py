@@ -61,6 +61,9 @@ class PooledTask:
                 found = (np.add.reduceat(logits, starts, axis=0) / tokens.windows[:, None]).astype(logits.dtype)
         return found
 
+    def judge(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
+        return {}
+
     def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
         return {}
 

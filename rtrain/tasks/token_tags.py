@@ -126,6 +126,9 @@ class TokenTags:
             rows.append(np.stack([found, chances[place, found], loss], axis=1))
         return Ragged.of(rows, np.float64)
 
+    def judge(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
+        return {}
+
     def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
         return {}
 
