@@ -151,7 +151,7 @@ class Quantize(Section):
 
 class Recipe(Section):
     name: str
-    task: Literal["classification", "multi_label", "multi_head", "regression", "token_tags", "span_qa"]
+    task: Literal["classification", "multi_label", "multi_head", "regression", "token_tags", "span_qa", "masked_lm"]
     data: Data = Data()
     model: Model = Model()
     optim: Optim = Optim()

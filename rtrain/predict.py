@@ -123,8 +123,10 @@ class Predictor:
             )
 
 
-def golden_inputs(task: Task) -> list[Input]:
+def golden_inputs(task: Task, head: Head) -> list[Input]:
     """What an artefact's golden answers are asked of."""
+    if mask := head.facts.get("mask"):
+        return [f"{text} {mask}" for text in GOLDEN_INPUTS]
     if not task.needs_pair:
         return list(GOLDEN_INPUTS)
     return [dict(zip(task.fields, pair, strict=True)) for pair in itertools.pairwise(GOLDEN_INPUTS)]
@@ -133,7 +135,7 @@ def golden_inputs(task: Task) -> list[Input]:
 def golden_logits(folder: Path, artifact: Artifact) -> list[list[Any]]:
     """The golden answers of a folder that has its model files but no artifact.json yet."""
     predictor = Predictor(folder, artifact)
-    rows = predictor.logits(golden_inputs(predictor.task), batch_rows=1)
+    rows = predictor.logits(golden_inputs(predictor.task, predictor.head), batch_rows=1)
     return [[float(value) for value in row.ravel()] if row.ndim == 1 else row.tolist() for row in rows]
 
 

@@ -81,6 +81,9 @@ class Task(Protocol):
     never_cuts: bool
     """Reads a text in windows whatever the settings: an answer may lie anywhere in it."""
 
+    packs: bool
+    """Its rows are blocks of text that fill the model's window (`rtrain.data.packing`), not the file's rows."""
+
     # ---------------------------------------------------------------------------------------------- rows to targets
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:

@@ -152,6 +152,14 @@ def spans(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
     return {**scores, "rows": len(rows)}
 
 
+def tokens(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
+    """Perplexity and accuracy of masked tokens, over all of them: rows weigh by their tokens."""
+    guessed, right, losses = outcomes.matrix(3).sum(axis=0)
+    mean = float(ratio(losses, guessed))
+    scores = {"neg_loss": -mean, "perplexity": float(np.exp(mean)), "masked_accuracy": float(ratio(right, guessed))}
+    return {**scores, "rows": len(outcomes)}
+
+
 METRICS: Mapping[str, Metric] = {
     "classes": Metric("accuracy", classes),
     "labels": Metric("micro_f1", labels),
@@ -159,4 +167,5 @@ METRICS: Mapping[str, Metric] = {
     "number": Metric("neg_rmse", number),
     "tags": Metric("f1", tags),
     "spans": Metric("f1", spans),
+    "tokens": Metric("neg_loss", tokens),
 }

@@ -22,6 +22,7 @@ class PooledTask:
     fields = ("text", "text_pair")
     needs_pair = False
     never_cuts = False
+    packs = False
 
     def encode(
         self,

@@ -40,6 +40,7 @@ class SpanQA:
     fields = ("question", "context")
     needs_pair = True
     never_cuts = True
+    packs = False
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         if pair is None:

@@ -37,6 +37,7 @@ class TokenTags:
     fields = ("text", "text_pair")
     needs_pair = False
     never_cuts = True
+    packs = False
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         """The text's words are separated by single blanks, as `records` joins a list of tokens."""
