@@ -64,6 +64,11 @@ class Data(Section):
     """Share of bad rows above which the file is refused rather than its bad rows set aside."""
 
     @property
+    def window_tokens(self) -> int:
+        """Most tokens that the model reads at once."""
+        return self.window or self.max_tokens
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """Columns with labels."""
         return (self.label,) if isinstance(self.label, str) else self.label or ()
@@ -146,7 +151,7 @@ class Quantize(Section):
 
 class Recipe(Section):
     name: str
-    task: Literal["classification", "multi_label", "multi_head", "regression", "token_tags"]
+    task: Literal["classification", "multi_label", "multi_head", "regression", "token_tags", "span_qa", "masked_lm"]
     data: Data = Data()
     model: Model = Model()
     optim: Optim = Optim()
@@ -380,7 +385,7 @@ def _data_contradictions(data: Data) -> list[Problem]:
         problems.append(
             Problem("data.label", data.label, "the same column as the text", "name the column of the labels")
         )
-    if 2 * data.stride >= (data.window or data.max_tokens):
+    if 2 * data.stride >= data.window_tokens:
         fix = "write less than half of data.window (or of data.max_tokens where it is not set)"
         problems.append(Problem("data.stride", data.stride, "windows would share half of their tokens or more", fix))
     return problems

@@ -65,6 +65,8 @@ class Predictor:
         # Pairs apart: beside them, a single text would get an empty second one, and another answer than alone (I8).
         for paired in (False, True):
             rows = [row for row, (_, pair) in enumerate(read) if (pair is not None) == paired]
+            if not rows:
+                continue
             pairs = [read[row][1] or "" for row in rows] if paired else None
             encoded = self.task.encode(self.tokenizer, [read[row][0] for row in rows], pairs, most)
             found.update(zip(rows, encoded, strict=True))
@@ -121,8 +123,10 @@ class Predictor:
             )
 
 
-def golden_inputs(task: Task) -> list[Input]:
+def golden_inputs(task: Task, head: Head) -> list[Input]:
     """What an artefact's golden answers are asked of."""
+    if mask := head.facts.get("mask"):
+        return [f"{text} {mask}" for text in GOLDEN_INPUTS]
     if not task.needs_pair:
         return list(GOLDEN_INPUTS)
     return [dict(zip(task.fields, pair, strict=True)) for pair in itertools.pairwise(GOLDEN_INPUTS)]
@@ -131,7 +135,7 @@ def golden_inputs(task: Task) -> list[Input]:
 def golden_logits(folder: Path, artifact: Artifact) -> list[list[Any]]:
     """The golden answers of a folder that has its model files but no artifact.json yet."""
     predictor = Predictor(folder, artifact)
-    rows = predictor.logits(golden_inputs(predictor.task), batch_rows=1)
+    rows = predictor.logits(golden_inputs(predictor.task, predictor.head), batch_rows=1)
     return [[float(value) for value in row.ravel()] if row.ndim == 1 else row.tolist() for row in rows]
 
 
@@ -144,6 +148,8 @@ def _texts(value: Input, position: int, task: Task) -> tuple[str, str | None]:
     """The one or two texts of an input, checked."""
     if isinstance(value, str):
         text, pair = value, None
+    elif task.fields[0] not in value:
+        raise InputError(f"input {position} has other names; send {' and '.join(task.fields)}", position)
     else:
         text, pair = value[task.fields[0]], value.get(task.fields[1])
     if task.needs_pair and pair is None:

@@ -151,7 +151,8 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
         answers, cut = await service.answers(
             texts, deadline, lambda place: f"inputs.{place}" if several else "inputs", parameters
         )
-        return _json(answers, headers=_cut_header(cut))
+        lone = not several and predictor.task.needs_pair
+        return _json(answers[0] if lone else answers, headers=_cut_header(cut))
 
     @app.post("/v2/models/{name}/infer", **_documented(schema.InferReply, schema.InferRequest))
     async def infer(request: Request, name: str) -> Response:

@@ -46,6 +46,11 @@ class TextPair(_Closed):
     text_pair: str | None = None
 
 
+class QuestionContext(_Closed):
+    question: str
+    context: str
+
+
 class Parameters(_Closed):
     top_k: Annotated[int, Field(ge=1)] | None = None
     """Most labels per text, best first; all of them by default."""
@@ -56,18 +61,21 @@ def _kind(value: object) -> str | None:
         return "<text>"
     if isinstance(value, list):
         return "<list>"
+    if isinstance(value, QuestionContext) or (isinstance(value, dict) and "question" in value):
+        return "<question>"
     return "<pair>" if isinstance(value, dict | TextPair) else None
 
 
 # Tagged by what arrived, so that an error names one place and one reason instead of every form that did not match.
 _One = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[TextPair, Tag("<pair>")],
+    Annotated[str, Tag("<text>")] | Annotated[TextPair, Tag("<pair>")] | Annotated[QuestionContext, Tag("<question>")],
     Discriminator(_kind, custom_error_type="not_a_text", custom_error_message="Input should be a text"),
 ]
 _SEVERAL = "Input should be a text or a list of texts"
 _Inputs = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[TextPair, Tag("<pair>")]
+    | Annotated[QuestionContext, Tag("<question>")]
     | Annotated[list[_One], Field(min_length=1), Tag("<list>")],
     Discriminator(_kind, custom_error_type="not_texts", custom_error_message=_SEVERAL),
 ]
@@ -83,7 +91,9 @@ class PredictRequest(_Closed):
         return [value if isinstance(value, str) else _pair(value) for value in values]
 
 
-def _pair(value: TextPair) -> Input:
+def _pair(value: TextPair | QuestionContext) -> Input:
+    if isinstance(value, QuestionContext):
+        return {"question": value.question, "context": value.context}
     return {"text": value.text} if value.text_pair is None else {"text": value.text, "text_pair": value.text_pair}
 
 
@@ -92,8 +102,35 @@ class LabelScore(_Closed):
     score: Annotated[float, Field(ge=0, le=1)]
 
 
-class PredictReply(pydantic.RootModel[list[list[LabelScore]]]):
-    """For each text in order, its labels, best first; a single text too is answered by a list of one."""
+class Entity(_Closed):
+    entity_group: str
+    score: Annotated[float, Field(ge=0, le=1)]
+    word: str
+    start: int
+    """Characters of the text, `end` not included."""
+    end: int
+
+
+class SpanAnswer(_Closed):
+    answer: str
+    """Empty where the context holds none."""
+    score: Annotated[float, Field(ge=0, le=1)]
+    start: int
+    end: int
+
+
+class PredictReply(
+    pydantic.RootModel[
+        list[list[LabelScore]]
+        | list[list[Entity]]
+        | list[float]
+        | list[dict[str, list[LabelScore]]]
+        | list[SpanAnswer]
+        | SpanAnswer
+    ]
+):
+    """For each text in order, what the model is for: its labels, best first; entities; a number; labels by head; the
+    answer to a question. A single text too is answered by a list of one, but a single question by its answer."""
 
 
 class ErrorDetail(_Closed):

@@ -9,6 +9,7 @@ from rtrain import config
 from rtrain.config import Config, Recipe
 from rtrain.errors import ConfigError, Problem, UserError
 
+RECIPES = ["contract-clauses", "demo", "domain-adapt", "entities", "essay", "essay-published", "intent", "squad"]
 INTENT: dict[str, Any] = {"name": "intent", "task": "classification"}
 
 
@@ -27,7 +28,7 @@ def recipe(**overrides: Any) -> Recipe:
 
 def test_every_recipe_loads_and_is_described() -> None:
     names = config.recipe_names()
-    assert names == ["demo", "entities", "essay", "essay-published", "intent"]
+    assert names == RECIPES
     for name in names:
         made = config.load(name)
         assert made.recipe.name == name
@@ -42,7 +43,7 @@ def test_an_unknown_recipe_names_those_there_are() -> None:
     with pytest.raises(ConfigError) as caught:
         config.load("intents")
     assert str(caught.value) == "recipe=intents: unknown; did you mean intent or entities?"
-    with pytest.raises(ConfigError, match="known: demo, entities, essay, essay-published, intent"):
+    with pytest.raises(ConfigError, match=f"known: {', '.join(RECIPES)}"):
         config.load("zzz")
 
 

@@ -30,6 +30,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "rtrain.data.synthetic": frozenset(),
     "rtrain.data.records": frozenset({"rtrain.config", "rtrain.data.formats"}),
+    "rtrain.data.packing": frozenset({"rtrain.data.records"}),
     "rtrain.data.formats": frozenset({"rtrain.data.conll", "rtrain.data.squad"}),
     "rtrain.data.squad": frozenset(),
     "rtrain.data.conll": frozenset(),
@@ -42,7 +43,8 @@ ALLOWED: dict[str, frozenset[str]] = {
         {"rtrain.data.drafts", "rtrain.manifest", "rtrain.tasks.base", "rtrain.tasks.batch"}
     ),
     "rtrain.data.tokens": frozenset(
-        {"rtrain.config", "rtrain.tasks.", *(f"rtrain.data.{name}" for name in ("drafts", "records", "store"))}
+        {"rtrain.config", "rtrain.tasks."}
+        | {f"rtrain.data.{name}" for name in ("drafts", "packing", "records", "store")}
     ),
     "rtrain.data.ingest": frozenset({"rtrain.data.order", "rtrain.data.store", "rtrain.tasks.batch"}),
     "rtrain.report.": frozenset({"rtrain.report."}),

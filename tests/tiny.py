@@ -85,7 +85,7 @@ def make_task_artifact(folder: Path, task: str, head: "Head", seed: int = 0, max
         auto = getattr(transformers, found.auto_model)
         auto.from_config(_config(num_labels=max(1, len(head.labels)))).save_pretrained(folder)
     made = Artifact(NAME, task, head.labels, max_tokens, "torch", facts=head.facts)
-    rtrain.artifact.write(folder, made, rtrain.predict.golden_logits, rtrain.predict.golden_inputs(found))
+    rtrain.artifact.write(folder, made, rtrain.predict.golden_logits, rtrain.predict.golden_inputs(found, head))
     return folder
 
 

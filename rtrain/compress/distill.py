@@ -44,6 +44,11 @@ def run(
     teacher = artifact.read(teacher_run / "artifact")
     if teacher.engine != "torch":
         raise UserError(f"{teacher_run / 'artifact'} is quantized; distil its float parent")
+    if not teacher.labels:
+        raise UserError(
+            f"{teacher_run / 'artifact'} answers with the words of a vocabulary ({teacher.task}), which a student is "
+            "not taught; distil the model that was tuned from it"
+        )
     driver.check(config)
     if (folder / runs.CONFIG).is_file() and reuse == "refuse":
         raise UserError(f"--out: {folder} holds a run already; write --new or another --out")

@@ -56,7 +56,12 @@ def run(recipe: Recipe, store_folder: Path, parent_run: Path, out: Path) -> dict
         made = replace(parent, engine="openvino", lineage=lineage, golden=(), metrics={})
         report = _measure(parent_folder, draft, parent, made, store)
         made = replace(made, metrics={"test": report["test"]})
-        artifact.write(draft, made, predict.golden_logits, predict.golden_inputs(base.get(made.task)))
+        artifact.write(
+            draft,
+            made,
+            predict.golden_logits,
+            predict.golden_inputs(base.get(made.task), base.Head(made.labels, made.facts)),
+        )
         artifact.publish(draft, out)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)

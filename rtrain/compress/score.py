@@ -16,6 +16,7 @@ from rtrain.predict import BATCH_ROWS, MOST_TOKENS, Predictor
 from rtrain.tasks.base import Input
 from rtrain.tasks.batch import Floats, Int32s, Ints, Ragged, Tokens, batches, pack
 from rtrain.tasks.metrics import metric_for
+from rtrain.training.evaluate import SEED
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def _answered(predictor: Predictor, lengths: Int32s, read: Callable[[Ints], Toke
     outputs: dict[int, Floats] = {}
     outcomes: dict[int, Any] = {}
     for places in batches(lengths, np.argsort(lengths, kind="stable"), batch_rows, MOST_TOKENS):
-        tokens = read(places)
+        tokens = task.prepare(read(places), head, SEED, 0)
         found = task.outputs(predictor.run_tokens(tokens), tokens, head)
         outputs.update(zip(places.tolist(), found, strict=True))
         outcomes.update(zip(places.tolist(), task.outcomes(found, tokens, head), strict=True))
@@ -72,4 +73,6 @@ def run(folder: Path, data: Data) -> dict[str, Any]:
     answered = _answered(predictor, tokens.lengths_of_rows, tokens.pick, BATCH_ROWS)
     seconds = time.perf_counter() - start
     found = metric_for(task.output).scores(answered.outcomes, targets, predictor.head)
+    answers = task.decode(answered.outputs, asked, encoded, predictor.head, {})
+    found |= task.judge(answers, [row.label for row in good])
     return {**found, "bad_rows": len(rows) - len(good), "rows_per_second": round(len(good) / seconds, 1)}

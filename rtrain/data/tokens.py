@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from rtrain.config import Recipe
-from rtrain.data import drafts, records, store
+from rtrain.data import drafts, packing, records, store
 from rtrain.errors import UserError
 from rtrain.tasks import base
 from rtrain.tasks.batch import Encoded, Ints, Ragged
@@ -100,6 +100,9 @@ def _write_piece(row: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
     task = base.get(job.recipe.task)
     tokenizer = _tokenizer(job.recipe, job.model)
     rows = records.read(piece, job.recipe.data)
+    if task.packs:
+        where = partial(_split_of, role=piece.role, has_test=job.has_test)
+        rows = packing.packed(rows, tokenizer, job.recipe.data.window_tokens, where)
     for part in itertools.count():
         batch = list(itertools.islice(rows, SHARD_ROWS))
         if not batch:
@@ -156,6 +159,10 @@ def _encode(batch: list[records.Record], role: str, job: Job, task: base.Task, t
             **slices,
         }
     )
+
+
+def _split_of(record: records.Record, role: str, has_test: bool) -> str:
+    return split_of(role, content_hashes(record)[0], has_test)
 
 
 def _judged(record: records.Record, task: base.Task) -> records.Record:

@@ -54,7 +54,7 @@ class Described(NamedTuple):
 
     target: list[Any]
     prediction: list[Any]
-    """A string, a float or a list of strings, as the target is."""
+    """A string, a float or a list of strings, as the target is; or a slice of the row's tokens."""
     score: npt.NDArray[np.float64]
     """How sure the model is, 0 to 1; NaN where the task has no such thing."""
     loss: npt.NDArray[np.float64]
@@ -80,6 +80,9 @@ class Task(Protocol):
     needs_pair: bool
     never_cuts: bool
     """Reads a text in windows whatever the settings: an answer may lie anywhere in it."""
+
+    packs: bool
+    """Its rows are blocks of text that fill the model's window (`rtrain.data.packing`), not the file's rows."""
 
     # ---------------------------------------------------------------------------------------------- rows to targets
 
@@ -164,6 +167,10 @@ class Task(Protocol):
         """The HTTP answer to each input."""
         ...
 
+    def judge(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
+        """Scores that need the answers' texts beside the labels, e.g. those of a published script; often none."""
+        ...
+
 
 def get(name: str) -> Task:
     """The task of that name, from `rtrain.tasks.<name>`."""
@@ -175,7 +182,7 @@ def reading(task: Task, data: Data) -> Reading:
     """How the rows of `data` are read by `task`."""
     if data.window is None and not task.never_cuts:
         return Reading(data.max_tokens)
-    return Reading(data.window or data.max_tokens, data.stride, data.max_windows)
+    return Reading(data.window_tokens, data.stride, data.max_windows)
 
 
 def load_tokenizer(folder: Path, max_tokens: int, stride: int = 0) -> "tokenizers.Tokenizer":

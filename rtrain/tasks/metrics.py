@@ -135,10 +135,37 @@ def tags(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
     return {**entities.scores(*named), "word_accuracy": right / words if words else 0.0, "rows": len(true)}
 
 
+def spans(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
+    """Exact match and F1 of the answers' tokens, 0 to 1: an answer is given where its margin over none is above the
+    head's threshold. (`rtrain evaluate` gives SQuAD's own scores, which are of the texts.)"""
+    rows = outcomes.matrix(7)
+    if not len(rows):
+        return {"f1": 0.0, "exact_match": 0.0, "answered": 0.0, "rows": 0}
+    least = float(head.facts.get("threshold", 0.0 if head.facts.get("no_answer") else -np.inf))
+    given, there = rows[:, 2] > least, rows[:, 3] > 0
+    silent = ~given & ~there
+    scores = {
+        "f1": float(np.where(given & there, rows[:, 0], silent).mean()),
+        "exact_match": float(np.where(given & there, rows[:, 1], silent).mean()),
+        "answered": float(given.mean()),
+    }
+    return {**scores, "rows": len(rows)}
+
+
+def tokens(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
+    """Perplexity and accuracy of masked tokens, over all of them: rows weigh by their tokens."""
+    guessed, right, losses = outcomes.matrix(3).sum(axis=0)
+    mean = float(ratio(losses, guessed))
+    scores = {"neg_loss": -mean, "perplexity": float(np.exp(mean)), "masked_accuracy": float(ratio(right, guessed))}
+    return {**scores, "rows": len(outcomes)}
+
+
 METRICS: Mapping[str, Metric] = {
     "classes": Metric("accuracy", classes),
     "labels": Metric("micro_f1", labels),
     "heads": Metric("mean_accuracy", heads),
     "number": Metric("neg_rmse", number),
     "tags": Metric("f1", tags),
+    "spans": Metric("f1", spans),
+    "tokens": Metric("neg_loss", tokens),
 }

@@ -22,6 +22,7 @@ class PooledTask:
     fields = ("text", "text_pair")
     needs_pair = False
     never_cuts = False
+    packs = False
 
     def encode(
         self,
@@ -60,6 +61,9 @@ class PooledTask:
             case _:
                 found = (np.add.reduceat(logits, starts, axis=0) / tokens.windows[:, None]).astype(logits.dtype)
         return found
+
+    def judge(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
+        return {}
 
     def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
         return {}

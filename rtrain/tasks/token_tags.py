@@ -37,6 +37,7 @@ class TokenTags:
     fields = ("text", "text_pair")
     needs_pair = False
     never_cuts = True
+    packs = False
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         """The text's words are separated by single blanks, as `records` joins a list of tokens."""
@@ -125,6 +126,9 @@ class TokenTags:
                 loss = -np.log(np.where(true >= 0, chances[place, true], 0.0))
             rows.append(np.stack([found, chances[place, found], loss], axis=1))
         return Ragged.of(rows, np.float64)
+
+    def judge(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
+        return {}
 
     def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
         return {}

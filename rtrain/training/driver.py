@@ -57,7 +57,7 @@ def check(config: Config) -> tuple[records.Source, Path]:
         problems += error.problems
     try:
         folder = model.resolve(config.recipe.model.name)
-        problems += model.check_architecture(folder, config.recipe.data.max_tokens)
+        problems += model.check_architecture(folder, config.recipe.data.window_tokens)
     except ConfigError as error:
         problems += error.problems
     problems += trackers.missing(config)

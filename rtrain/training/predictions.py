@@ -47,7 +47,7 @@ def write(
         "tokens": pa.array(lengths, pa.int32()),
         "text": pa.array(_texts(store, split, tokenizer), pa.string()),
         "target": _column(described.target),
-        "prediction": _column(described.prediction),
+        "prediction": _column(_in_words(described.prediction, store, split, tokenizer)),
         "score": pa.array(described.score, pa.float64(), from_pandas=True),
         "loss": pa.array(described.loss, pa.float64(), from_pandas=True),
     }
@@ -90,6 +90,15 @@ def _texts(store: Store, split: str, tokenizer: "tokenizers.Tokenizer") -> list[
         decoded = tokenizer.decode_batch([row[:TEXT_CHARACTERS].tolist() for row in rows], skip_special_tokens=True)
         texts += [text[:TEXT_CHARACTERS] for text in decoded]
     return texts
+
+
+def _in_words(values: Sequence[Any], store: Store, split: str, tokenizer: "tokenizers.Tokenizer") -> list[Any]:
+    """Slices of a row's tokens as their text."""
+    found = list(values)
+    for row, value in enumerate(found):
+        if isinstance(value, slice):
+            found[row] = tokenizer.decode(store.read(split, np.array([row])).ids[value].tolist())
+    return found
 
 
 def _column(values: Sequence[Any]) -> pa.Array:

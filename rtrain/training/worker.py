@@ -182,5 +182,5 @@ def export(
             "best_update": outcome.best_update,
         },
     )
-    artifact.write(draft, made, predict.golden_logits, predict.golden_inputs(job.task))
+    artifact.write(draft, made, predict.golden_logits, predict.golden_inputs(job.task, job.head))
     return artifact.publish(draft, run / "artifact")

@@ -1,0 +1,168 @@
+"""Masked words of plain text: adapts an encoder to the language of a domain, without any label.
+
+BERT's masking (Devlin et al. 2019): of the tokens 15 % are to be guessed; of these 80 % are replaced by the mask, 10 %
+by another token, 10 % stay. Which ones is a pure function of (seed, epoch, row, place): fresh in every epoch, the same
+for any number of workers and after any resume, and never stored.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rtrain.errors import UserError
+from rtrain.tasks import base
+from rtrain.tasks.base import Described, Head, Input, Targets
+from rtrain.tasks.batch import IGNORED, Encoded, Floats, Outputs, Ragged, Tokens
+from rtrain.tasks.pooled import softmax
+
+if TYPE_CHECKING:
+    import tokenizers
+    import torch
+
+SHARE, MASKED, REPLACED = 0.15, 0.8, 0.1
+MASKS = ("[MASK]", "<mask>")
+DEFAULT_TOP = 5
+
+Words = npt.NDArray[np.uint64]
+
+
+class MaskedLM:
+    name = "masked_lm"
+    output = "tokens"
+    auto_model = "AutoModelForMaskedLM"
+    by_token = True
+    fields = ("text", "text_pair")
+    needs_pair = False
+    never_cuts = False
+    packs = True
+
+    def flaw(self, text: str, pair: str | None, label: str) -> str | None:
+        return None
+
+    def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer") -> Head:
+        mask = next((token for token in MASKS if tokenizer.token_to_id(token) is not None), None)
+        if mask is None:
+            raise UserError(f"model.name: its tokenizer has no mask token ({' or '.join(MASKS)}); name another model")
+        special = sorted(number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        facts = {"mask": mask, "mask_id": tokenizer.token_to_id(mask), "special": special}
+        return Head((), {**facts, "vocabulary": tokenizer.get_vocab_size()})
+
+    def encode(
+        self,
+        tokenizer: "tokenizers.Tokenizer",
+        texts: Sequence[str],
+        pairs: Sequence[str] | None = None,
+        max_windows: int = 1,
+    ) -> list[Encoded]:
+        return base.encode(tokenizer, texts, None, max_windows)
+
+    def marks(self, text: str, pair: str | None, label: str, encoded: Encoded) -> list[int]:
+        return []
+
+    def targets(self, labels: Sequence[str], marks: Ragged, head: Head) -> Targets:
+        """None are stored: see `prepare`."""
+        nothing = Ragged(np.empty(0, dtype=np.float32), np.zeros(len(labels), dtype=np.int32))
+        return Targets(nothing, np.zeros(len(labels), dtype=np.bool_))
+
+    def prepare(self, tokens: Tokens, head: Head, seed: int, epoch: int) -> Tokens:
+        """Masked ids, and for each token what is to be guessed there, or IGNORED."""
+        lengths = tokens.lengths_of_rows
+        row = np.repeat(tokens.row_ids, lengths)
+        place = np.arange(len(tokens.ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        # Seed and epoch are mixed apart from each other: else (seed, epoch + 1) could draw what (seed + 1, epoch) does.
+        key = _mix(np.array([seed], dtype=np.uint64)) + np.uint64(epoch)
+        word = _mix(_mix(row ^ _mix(key)) + place.astype(np.uint64))
+        guessed = (_unit(word) < SHARE) & ~np.isin(tokens.ids, head.facts["special"])
+        kind = _unit(_mix(word ^ np.uint64(1)))
+        drawn = (_unit(_mix(word ^ np.uint64(2))) * head.facts["vocabulary"]).astype(np.int32)
+        ids = np.where(guessed & (kind < MASKED), np.int32(head.facts["mask_id"]), tokens.ids)
+        ids = np.where(guessed & (kind >= MASKED) & (kind < MASKED + REPLACED), drawn, ids)
+        targets = np.where(guessed, tokens.ids, IGNORED).astype(np.float32)
+        return replace(tokens, ids=ids.astype(np.int32), targets=targets, counts=lengths)
+
+    def parts(self, head: Head) -> tuple[str, ...]:
+        return ("loss",)
+
+    def counts(self, tokens: Tokens, head: Head) -> dict[str, int]:
+        return {"loss": int((tokens.targets != IGNORED).sum())}
+
+    def loss(self, logits: "torch.Tensor", tokens: Tokens, head: Head) -> dict[str, "torch.Tensor"]:
+        import torch
+
+        guessed = np.flatnonzero(tokens.targets != IGNORED)
+        wanted = torch.from_numpy(tokens.targets[guessed].astype(np.int64)).to(logits.device)
+        # Only what is guessed: a float32 copy of all tokens' logits over a whole vocabulary would be half a gigabyte.
+        chosen = logits[torch.from_numpy(guessed).to(logits.device)]
+        chosen = chosen.to(torch.promote_types(logits.dtype, torch.float32))
+        return {"loss": torch.nn.functional.cross_entropy(chosen, wanted, reduction="sum")}
+
+    def imitation(
+        self, logits: "torch.Tensor", tokens: Tokens, head: Head, temperature: float
+    ) -> dict[str, "torch.Tensor"]:
+        raise UserError("task=masked_lm: a masked language model is not distilled; distil the model tuned from it")
+
+    def outputs(self, logits: Floats, tokens: Tokens, head: Head) -> Outputs:
+        """[tokens to guess, vocabulary] of each row: those with a target, or the masks of a text that is asked."""
+        rows = np.repeat(np.arange(len(tokens)), tokens.lengths_of_rows)
+        asked = tokens.targets != IGNORED if len(tokens.targets) else tokens.ids == head.facts["mask_id"]
+        return np.split(logits[asked], np.cumsum(np.bincount(rows[asked], minlength=len(tokens)))[:-1])
+
+    def outcomes(self, outputs: Outputs, tokens: Tokens, head: Head) -> Ragged:
+        """For each row: tokens guessed, how many of them rightly, the sum of their losses."""
+        found = []
+        for output, targets in zip(outputs, tokens.labelled, strict=True):
+            wanted = targets[targets != IGNORED].astype(np.int64)
+            wide = output.astype(np.float64)
+            highest = wide.max(axis=1, initial=-np.inf)
+            total = highest + np.log(np.exp(wide - highest[:, None]).sum(axis=1))
+            losses = total - wide[np.arange(len(wanted)), wanted]
+            found.append((len(wanted), (output.argmax(axis=1) == wanted).sum() if len(wanted) else 0, losses.sum()))
+        return Ragged.of(found, np.float64)
+
+    def judge(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
+        return {}
+
+    def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
+        return {}
+
+    def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
+        guessed, right, losses = outcomes.matrix(3).T
+        mean = losses / np.maximum(1, guessed)
+        share = [f"{int(good)} of {int(count)} masked tokens" for good, count in zip(right, guessed, strict=True)]
+        return Described([""] * len(share), share, right / np.maximum(1, guessed), mean)
+
+    def decode(
+        self,
+        outputs: Outputs,
+        asked: Sequence[Input],
+        encoded: Sequence[Encoded],
+        head: Head,
+        parameters: Mapping[str, Any],
+    ) -> list[Any]:
+        """For each mask of each text, in order, its likeliest tokens: `[{"score", "token"}, ...]`, best first."""
+        top = parameters.get("top_k") or DEFAULT_TOP
+        return [[_ranked(chances, top) for chances in softmax(output)] if len(output) else [] for output in outputs]
+
+
+def _ranked(chances: Any, top: int) -> list[dict[str, Any]]:
+    best = np.argsort(-chances, kind="stable")[:top]
+    return [{"score": float(chances[token]), "token": int(token)} for token in best]
+
+
+def _mix(value: Words) -> Words:
+    """The finalizer of splitmix64 (Steele, Lea and Flood 2014); uint64 products wrap by design."""
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def _unit(word: Words) -> npt.NDArray[np.float64]:
+    """[0, 1)."""
+    return (word >> np.uint64(11)).astype(np.float64) / 2**53
+
+
+TASK = MaskedLM()

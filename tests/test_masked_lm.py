@@ -1,0 +1,183 @@
+"""Masked language models: which tokens are guessed, blocks of documents, perplexity, and the artefact's answers."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+
+from rtrain import config
+from rtrain.config import Distill
+from rtrain.data import packing
+from rtrain.data.records import Record
+from rtrain.errors import UserError
+from rtrain.predict import Predictor
+from rtrain.tasks import base, metrics
+from rtrain.tasks.batch import IGNORED, Ragged, Tokens, single
+from rtrain.tasks.masked_lm import MaskedLM
+from rtrain.training import evaluate, losses, model, predictions, step
+from rtrain.training.exchange import Exchange
+from serve.app import build_app
+from tests.serving import call
+from tests.test_step import make_still_encoder
+from tests.tiny import CORPUS, VOCABULARY, make_encoder, make_store, make_task_artifact
+
+TASK = MaskedLM()
+HEAD = base.Head((), {"mask": "[MASK]", "mask_id": 4, "special": [0, 1, 2, 3, 4], "vocabulary": VOCABULARY})
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_still_encoder(tmp_path_factory.mktemp("encoder") / "encoder")
+
+
+def rows(count: int, length: int = 100, first: int = 0) -> Tokens:
+    """Rows of one window, [CLS] and [SEP] round random tokens."""
+    random = np.random.default_rng(first)
+    ids = random.integers(5, VOCABULARY, (count, length)).astype(np.int32)
+    ids[:, 0], ids[:, -1] = 2, 3
+    lengths = np.full(count, length, dtype=np.int32)
+    row_ids = np.arange(first, first + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return single(ids.ravel(), lengths, lengths, np.zeros(count), row_ids)
+
+
+def test_masking_is_bert_s() -> None:
+    """15 %, of which 80 % masked, 10 % other tokens, 10 % as they are; within five standard deviations."""
+    before = rows(1000)
+    after = TASK.prepare(before, HEAD, seed=1, epoch=0)
+    guessed = after.targets != IGNORED
+    words = 98 * 1000
+    assert abs(guessed.sum() - 0.15 * words) < 5 * math.sqrt(words * 0.15 * 0.85)
+    count = int(guessed.sum())
+    masked = (after.ids[guessed] == 4).mean()
+    kept = (after.ids[guessed] == before.ids[guessed]).mean()
+    assert abs(masked - 0.8) < 5 * math.sqrt(0.16 / count)
+    assert abs(kept - 0.1) < 5 * math.sqrt(0.09 / count) + 1 / VOCABULARY
+    assert (after.targets[guessed] == before.ids[guessed]).all()
+    assert (after.ids[~guessed] == before.ids[~guessed]).all()
+    others = after.ids[guessed & (after.ids != 4) & (after.ids != before.ids)]
+    assert len(np.unique(others)) > VOCABULARY * 0.9
+    assert not guessed.reshape(1000, 100)[:, [0, -1]].any()  # special tokens
+    assert after.counts.tolist() == after.lengths_of_rows.tolist()
+
+
+def test_a_mask_is_a_function_of_seed_epoch_and_row_alone() -> None:
+    whole = rows(20)
+    first = TASK.prepare(whole, HEAD, seed=3, epoch=1)
+    parts = [TASK.prepare(whole.pick(part), HEAD, seed=3, epoch=1) for part in ([7], [19, 2, 3])]
+    for part, chosen in zip(parts, ([7], [19, 2, 3]), strict=True):
+        assert np.array_equal(part.ids, first.pick(chosen).ids)
+        assert np.array_equal(part.targets, first.pick(chosen).targets)
+    drawn = {
+        (seed, epoch): (TASK.prepare(whole, HEAD, seed, epoch).targets != IGNORED).tobytes()
+        for seed in range(4)
+        for epoch in range(4)
+    }
+    assert len(set(drawn.values())) == 16
+    twice = [np.frombuffer(drawn[0, epoch], dtype=bool).mean() for epoch in range(4)]
+    both = np.logical_and(*(np.frombuffer(drawn[0, epoch], dtype=bool) for epoch in (0, 1))).mean()
+    assert both == pytest.approx(twice[0] * twice[1], abs=0.02)  # epochs are independent
+
+
+def test_an_update_is_divided_by_its_masked_tokens(encoder: Path) -> None:
+    network: Any = model.build(encoder, TASK, (), seed=0)
+    network = network.double().train()
+    tokens = TASK.prepare(rows(6, length=30), HEAD, 0, 0)
+    loss = losses.for_run(TASK, Distill(), HEAD)
+    found = []
+    for parts in ([[0, 1, 2, 3, 4, 5]], [[5], [0, 2], [1, 3, 4]]):
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+        done = step.run_update(Exchange(network), optimizer, loss, [tokens.pick(part) for part in parts], pad_id=0)
+        found.append((done.loss, {name: p.grad.clone() for name, p in network.named_parameters()}))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-12)
+    assert all((found[1][1][name] - other).abs().max() < 1e-12 for name, other in found[0][1].items())
+    logits = step.forward(network, tokens, 0, "fp64").detach()
+    by_hand = [
+        float(torch.logsumexp(row, 0) - row[int(target)])
+        for row, target in zip(logits, tokens.targets, strict=True)
+        if target != IGNORED
+    ]
+    assert found[0][0] == pytest.approx(np.mean(by_hand), rel=1e-12)
+    assert TASK.counts(tokens, HEAD) == {"loss": len(by_hand)}
+    outputs = TASK.outputs(logits.numpy(), tokens, HEAD)
+    scores = metrics.tokens(TASK.outcomes(outputs, tokens, HEAD), tokens.labelled, HEAD)
+    assert scores["perplexity"] == pytest.approx(math.exp(np.mean(by_hand)))
+    assert scores["neg_loss"] == pytest.approx(-np.mean(by_hand))
+    assert scores["rows"] == 6
+
+
+def test_the_head_is_tied_to_the_embeddings(encoder: Path) -> None:
+    network: Any = model.build(encoder, TASK, (), seed=0)
+    assert network.get_output_embeddings().weight is network.get_input_embeddings().weight
+
+
+# -------------------------------------------------------------------------------------------------------------- blocks
+
+
+def whole_tokens(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+    row = tokenizer.encode(text, add_special_tokens=False)
+    return [token for window in [row, *row.overflowing] for token in window.ids]
+
+
+def test_documents_become_full_blocks_and_lose_no_word(encoder: Path) -> None:
+    tokenizer = base.load_tokenizer(encoder, 32)
+    documents = [" ".join(CORPUS[number : number + 1 + number % 5]) for number in range(12)]
+    records = [Record(number, text, None, "", None) for number, text in enumerate(documents)]
+    records.insert(3, Record(99, "", None, "", "empty"))
+    splits = ["train", "valid"]
+    found = list(packing.packed(records, tokenizer, 32, lambda record: splits[record.line % 2]))
+    assert [record.line for record in found if record.reason] == [99]
+    blocks = [record for record in found if not record.reason]
+    for parity in (0, 1):
+        own = " ".join(record.text for record in blocks if record.line % 2 == parity).split()
+        assert own == " ".join(text for number, text in enumerate(documents) if number % 2 == parity).split()
+    lengths = [len(whole_tokens(tokenizer, record.text)) for record in blocks]
+    assert max(lengths) <= 30
+    assert np.mean(lengths) > 20
+
+
+def test_a_word_longer_than_a_block_is_cut(encoder: Path) -> None:
+    tokenizer = base.load_tokenizer(encoder, 16)
+    parts = packing.pieces("ab " + "c" * 80 + " de", tokenizer, 14)
+    assert "".join(text for text, _ in parts).replace(" ", "") == "ab" + "c" * 80 + "de" or len(parts) == 1
+
+
+# ------------------------------------------------------------------------------------------------------- the whole way
+
+
+def test_from_documents_to_answers(encoder: Path, tmp_path: Path) -> None:
+    lines = [" ".join(CORPUS[number % 13 :][: 1 + number % 4]).replace(",", " ") for number in range(150)]
+    path = tmp_path / "notes.csv"
+    path.write_text("text\n" + "\n".join(f"{line} note {number}" for number, line in enumerate(lines)) + "\n")
+    recipe = config.load("domain-adapt", {"data.path": str(path), "data.max_tokens": 32}).recipe
+    store = make_store(recipe, encoder, tmp_path)
+    assert store.manifest.labels == ()
+    assert store.manifest.head.facts == HEAD.facts
+    assert store.manifest.truncated == 0
+    assert store.manifest.tokens["train"] / store.rows("train") > 24
+    network: Any = model.build(encoder, TASK, (), seed=0)
+    kept: dict[str, Ragged] = {}
+    scores = evaluate.evaluate(Exchange(network), TASK, store, "valid", pad_id=0, precision="fp32", keep=kept)
+    again = evaluate.evaluate(Exchange(network), TASK, store, "valid", pad_id=0, precision="fp32")
+    assert scores == again  # the same tokens are guessed each time
+    assert scores["perplexity"] > 1
+    predictions.write(tmp_path, "valid", store, TASK, HEAD, kept["valid"], base.load_tokenizer(encoder, 32))
+    folder = make_task_artifact(tmp_path / "artifact", "masked_lm", HEAD)
+    predictor = Predictor.load(folder, threads=1)
+    app = build_app(predictor, config.Serve())
+    asked = {"inputs": ["where is my [MASK]", "no mask", "[MASK] and [MASK]"], "parameters": {"top_k": 3}}
+    one, none, two = call(app, "POST", "/predict", json=asked).json()
+    assert ([len(one), len(none), len(two)], len(one[0])) == ([1, 0, 2], 3)
+    chances = [entry["score"] for entry in one[0]]
+    assert chances == sorted(chances, reverse=True)
+
+
+def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
+    make_encoder(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(path.read_text().replace("[MASK]", "[OTHER]"))
+    with pytest.raises(UserError, match="its tokenizer has no mask token"):
+        TASK.head({}, base.load_tokenizer(tmp_path, 16))

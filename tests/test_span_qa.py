@@ -1,0 +1,227 @@
+"""Question answering: where answers are learned, which span is answered, no answer, and the HTTP form."""
+
+import gzip
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rtrain import config
+from rtrain.compress import score
+from rtrain.predict import Predictor
+from rtrain.tasks import base, metrics
+from rtrain.tasks.batch import Encoded, Ragged, Tokens, Window, pack
+from rtrain.tasks.span_qa import SpanQA, _best
+from rtrain.training import evaluate, model, predictions
+from rtrain.training.exchange import Exchange
+from serve.app import build_app
+from tests.serving import call
+from tests.tiny import CORPUS, make_encoder, make_store, make_task_artifact
+
+TASK = SpanQA()
+HEAD = base.Head(("start", "end"), {"no_answer": True})
+CONTEXT = "the parcel was due on monday, and the invoice shows a fee of four euros."
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_encoder(tmp_path_factory.mktemp("encoder") / "encoder")
+
+
+def encode(encoder: Path, question: str, context: str, window: int = 64, stride: int = 0) -> Encoded:
+    [row] = TASK.encode(base.load_tokenizer(encoder, window, stride), [question], [context], 64)
+    return row
+
+
+def label(*answers: str, context: str = CONTEXT) -> str:
+    return json.dumps([{"text": answer, "start": context.index(answer)} for answer in answers])
+
+
+@pytest.mark.parametrize(
+    ("context", "label", "reason"),
+    [
+        (CONTEXT, label("monday"), None),
+        (CONTEXT, "[]", None),
+        (None, "[]", "no context; name its column"),
+        ("  ", "[]", "the context is empty"),
+        (CONTEXT, "monday", "the answers are not a list"),
+        (CONTEXT, '[{"text": "monday"}]', "the answers are not a list"),
+        (CONTEXT, '[{"text": "monday", "start": 3}]', "answer 'monday' is not at character 3 of the context"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named(context: str | None, label: str, reason: str | None) -> None:
+    found = TASK.flaw("when?", context, label)
+    assert (found is None) == (reason is None)
+    assert reason is None or str(found).startswith(reason)
+
+
+def test_an_answer_is_learned_at_its_own_tokens(encoder: Path) -> None:
+    row = encode(encoder, "when was it due?", CONTEXT)
+    assert len(row.windows) == 1
+    first, last = TASK.marks("", CONTEXT, label("four euros"), row)
+    assert CONTEXT[row.spans[first][0] : row.spans[last][1]] == "four euros"
+    assert first >= row.windows[0].second
+    assert TASK.marks("", CONTEXT, "[]", row) == [0, 0]
+
+
+def test_a_window_without_the_whole_answer_has_none(encoder: Path) -> None:
+    row = encode(encoder, "when?", CONTEXT, window=20, stride=6)
+    marks = np.array(TASK.marks("", CONTEXT, label("fee of four"), row)).reshape(-1, 2)
+    assert len(marks) == len(row.windows) > 2
+    begin, held = 0, 0
+    for window, (first, last) in zip(row.windows, marks.tolist(), strict=True):
+        inside = row.spans[begin + window.second : begin + window.tokens - 1]
+        start = CONTEXT.index("fee of four")
+        whole = inside[0][0] <= start and inside[-1][1] >= start + len("fee of four")
+        assert (last > 0) == whole
+        if whole:
+            held += 1
+            assert CONTEXT[row.spans[begin + first][0] : row.spans[begin + last][1]] == "fee of four"
+        begin += window.tokens
+    assert 0 < held < len(row.windows)
+
+
+def test_a_long_question_leaves_room_for_the_context(encoder: Path) -> None:
+    row = encode(encoder, " ".join(CORPUS), CONTEXT, window=64, stride=8)
+    assert all(window.second <= 64 // 4 + 2 for window in row.windows)
+    assert row.spans[sum(window.tokens for window in row.windows) - 2][1] == len(CONTEXT)
+
+
+def test_the_best_span_of_all_windows_wins() -> None:
+    windows = [Window(6, 3), Window(7, 3)]
+    output = np.zeros((13, 2), dtype=np.float32)
+    output[4] = (3, 0)  # starts in the first window
+    output[9] = (2, 0)  # starts in the second, at its place 3
+    output[11] = (0, 4)  # and ends there
+    output[8] = (0, 9)  # an end in the question
+    output[12] = (9, 9)  # the separator
+    output[0], output[6] = (1, 1), (0.5, 1)  # no answer: 2 in the first window, 1.5 in the second
+    best = _best(output, windows)
+    assert (best.first, best.last, best.margin) == (9, 11, 6 - 1.5)
+    output[10:12, 1] = 0
+    output[3] = (0, 9)  # an end before the start does not make a span with it
+    assert _best(output, windows).first != 4 or _best(output, windows).last >= 4
+
+
+def rows_of(encoder: Path, window: int = 24) -> tuple[Tokens, torch.Tensor]:
+    asked = [("when?", label("monday")), ("who?", "[]"), ("what does it show?", label("a fee", "fee"))]
+    encoded = [encode(encoder, question, CONTEXT, window, 8) for question, _ in asked]
+    marks = [TASK.marks("", CONTEXT, given, row) for (_, given), row in zip(asked, encoded, strict=True)]
+    targets = TASK.targets([given for _, given in asked], Ragged.of(marks, np.int32), HEAD).values
+    tokens = Tokens(**{**vars(pack(encoded)), "targets": targets.values, "counts": targets.counts})
+    return tokens, torch.from_numpy(np.random.default_rng(0).normal(size=(len(tokens.ids), 2)))
+
+
+def test_the_loss_is_that_of_starts_and_ends_of_all_windows(encoder: Path) -> None:
+    tokens, logits = rows_of(encoder)
+    assert TASK.counts(tokens, HEAD) == {"loss": 2 * len(tokens.lengths)}
+    expected, begin = 0.0, 0
+    for length, places in zip(tokens.lengths, tokens.targets.reshape(-1, 2).astype(int), strict=True):
+        own = logits[begin : begin + length]
+        expected += sum(float(torch.logsumexp(own[:, side], 0) - own[place, side]) for side, place in enumerate(places))
+        begin += length
+    assert TASK.loss(logits, tokens, HEAD)["loss"].item() == pytest.approx(expected)
+    taught = Tokens(**{**vars(tokens), "teacher": logits.numpy().astype(np.float32)})
+    assert TASK.imitation(logits, taught, HEAD, 2.0)["loss"].item() == pytest.approx(0, abs=1e-6)
+    assert TASK.imitation(logits * 2, taught, HEAD, 2.0)["loss"].item() > 0.1
+    outcomes = TASK.outcomes(TASK.outputs(logits.numpy(), tokens, HEAD), tokens, HEAD).matrix(7)
+    assert (outcomes[:, 4] * tokens.counts).sum() == pytest.approx(expected)
+
+
+def outcome(f1: float, margin: float, there: bool) -> list[float]:
+    return [f1, float(f1 == 1), margin, float(there), 0.0, 3, 4]
+
+
+def test_no_answer_is_right_where_there_is_none() -> None:
+    rows = Ragged.of(
+        [outcome(1, 2, True), outcome(0.5, 1, True), outcome(0, -1, False), outcome(0, 3, False)], np.float64
+    )
+    nothing = Ragged.of([[]] * 4, np.float32)
+    found = metrics.spans(rows, nothing, HEAD)
+    assert found == {"f1": pytest.approx(2.5 / 4), "exact_match": 0.5, "answered": 0.75, "rows": 4}
+    always = metrics.spans(rows, nothing, base.Head(HEAD.labels, {"no_answer": False}))
+    assert always["f1"] == pytest.approx(1.5 / 4)
+
+
+def test_the_threshold_is_the_best_of_the_validation_rows() -> None:
+    rows = Ragged.of([outcome(1, 5, True), outcome(1, 4, True), outcome(0, 3, False), outcome(0, 2, False)], np.float64)
+    chosen = TASK.calibrate(rows, rows, HEAD)
+    assert chosen == {"threshold": 3.5}
+    silent = Ragged.of([outcome(0, 5, False), outcome(0, 4, False)], np.float64)
+    assert TASK.calibrate(silent, silent, HEAD)["threshold"] > 5
+    assert TASK.calibrate(rows, rows, base.Head(HEAD.labels, {"no_answer": False})) == {}
+
+
+# ------------------------------------------------------------------------------------------------------- the whole way
+
+
+def write(path: Path, count: int = 60) -> Path:
+    paragraphs = []
+    for number in range(count):
+        context = f"number {number}. {CONTEXT} " + " ".join(CORPUS[: 1 + number % 4])
+        answers = [] if number % 3 == 2 else [{"text": "monday", "answer_start": context.index("monday")}]
+        question = {"id": str(number), "question": f"when {number}?", "answers": answers, "is_impossible": not answers}
+        paragraphs.append({"context": context, "qas": [question]})
+    bad = {"context": CONTEXT, "qas": [{"id": "bad", "question": "?", "answers": [{"text": "x", "answer_start": 1}]}]}
+    articles = [{"title": f"t{n}", "paragraphs": [paragraph]} for n, paragraph in enumerate([*paragraphs, bad])]
+    with gzip.open(path, "wt") as file:
+        json.dump({"version": "v2.0", "data": articles}, file)
+    return path
+
+
+def test_from_a_squad_file_to_answers(encoder: Path, tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    overrides = {"data.path": str(write(tmp_path / "squad.json.gz")), "data.window": 48, "data.stride": 12}
+    recipe = config.load("squad", overrides).recipe
+    store = make_store(recipe, encoder, tmp_path)
+    assert (store.manifest.quarantined, store.manifest.truncated, sum(store.manifest.rows.values())) == (1, 0, 60)
+    assert store.manifest.facts["no_answer"] is True
+    tokens = store.read("train", np.arange(store.rows("train")))
+    assert tokens.counts.tolist() == (2 * tokens.windows).tolist()
+    network: Any = model.build(encoder, TASK, store.manifest.labels, seed=0)
+    kept: dict[str, Ragged] = {}
+    scores = evaluate.evaluate(Exchange(network), TASK, store, "valid", pad_id=0, precision="fp32", keep=kept)
+    assert scores["rows"] == store.rows("valid")
+    tokenizer = base.load_tokenizer(encoder, 48, 12)
+    path = predictions.write(tmp_path, "valid", store, TASK, store.manifest.head, kept["valid"], tokenizer)
+    for row in pyarrow.parquet.read_table(path).to_pylist():
+        assert isinstance(row["prediction"], str)
+        assert math.isfinite(row["loss"])
+    folder = make_task_artifact(
+        tmp_path / "artifact", "span_qa", base.Head(HEAD.labels, {"stride": 12, "max_windows": 64}), max_tokens=48
+    )
+    scored = score.run(folder, recipe.data)
+    assert (scored["rows"], scored["bad_rows"]) == (60, 1)
+    assert 0 <= scored["squad_exact_match"] <= scored["squad_f1"] <= 100
+
+
+def test_questions_over_http(tmp_path: Path) -> None:
+    head = base.Head(HEAD.labels, {"stride": 12, "max_windows": 64})
+    folder = make_task_artifact(tmp_path / "artifact", "span_qa", head, max_tokens=48)
+    predictor = Predictor.load(folder, threads=1)
+    app = build_app(predictor, config.Serve())
+    context = "First: " + CONTEXT + " " + " ".join(CORPUS[:4])
+    asked = {"question": "When was it due?", "context": context}
+    alone = call(app, "POST", "/predict", json={"inputs": asked}).json()
+    [again] = call(app, "POST", "/predict", json={"inputs": [asked]}).json()
+    assert alone == pytest.approx(again, abs=1e-5)
+    assert set(alone) == {"answer", "score", "start", "end"}
+    assert context[alone["start"] : alone["end"]] == alone["answer"] != ""
+    for wrong, message in (
+        ("text", "input 0 lacks one of two texts; send question and context"),
+        ({"text": "a"}, "input 0 has other names; send question and context"),
+    ):
+        reply = call(app, "POST", "/predict", json={"inputs": wrong})
+        assert (reply.status_code, reply.json()["error"]["message"]) == (422, message)
+    silent = Predictor.load(
+        make_task_artifact(
+            tmp_path / "silent", "span_qa", base.Head(head.labels, {**head.facts, "threshold": 1e6}), max_tokens=48
+        )
+    )
+    [answer] = silent([asked])
+    assert (answer["answer"], answer["start"], answer["end"]) == ("", 0, 0)

@@ -1,0 +1,92 @@
+"""Every kind of task on real Ray: trained, its rows' answers kept, distilled, quantized, asked."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from rtrain import config
+from rtrain.compress import distill, quantize
+from rtrain.config import Config
+from rtrain.data.store import Store
+from rtrain.predict import Predictor
+from rtrain.report import events, summary
+from rtrain.tasks import base
+from rtrain.training import driver
+from tests import test_several_labels, test_span_qa, test_token_tags
+from tests.conftest import labelled_rows
+from tests.tiny import make_encoder
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+
+TASKS = ("regression", "multi_label", "multi_head", "token_tags", "span_qa")
+ASKED: dict[str, Any] = {"span_qa": {"question": "when was it due?", "context": test_span_qa.CONTEXT}}
+
+
+def rows_of(task: str, folder: Path) -> dict[str, Any]:
+    """A file of rows for the task, and the settings to read it."""
+    if task == "token_tags":
+        return {"data.path": str(test_token_tags.write(folder / "rows.conll")), "data.max_tokens": 32}
+    if task == "span_qa":
+        path = test_span_qa.write(folder / "squad.json.gz")
+        return {"data.path": str(path), "data.window": 48, "data.stride": 12, "train.epochs": 1}
+    if task == "regression":
+        lines = [f"{text},{1 + len(text.split()) // 3},{label}" for text, label in labelled_rows(160)]
+        path = folder / "essays.csv"
+        path.write_text("essay,score,kind\n" + "\n".join(lines) + "\n")
+        columns = {"data.text": "essay", "data.text_pair": None, "data.max_tokens": 64, "data.slices": ["kind"]}
+        return {"data.path": str(path), **columns}
+    both = {"data.label": ["intent", "mood"]} if task == "multi_head" else {"data.label": "topics"}
+    return {"data.path": str(test_several_labels.write(folder)), "data.separator": "|", **both}
+
+
+def settings(task: str, folder: Path) -> Config:
+    recipes = {"regression": "essay", "token_tags": "entities", "span_qa": "squad"}
+    train = {"workers": 2, "epochs": 2, "precision": "fp32", "rows_per_update": 16, "aggregation_frequency": None}
+    overrides = {f"train.{name}": value for name, value in train.items()} | {"optim.lr": 3e-3, "task": task}
+    overrides |= {"model.name": str(make_encoder(folder / "encoder")), **rows_of(task, folder)}
+    overrides |= {"distill.layers": 1, "distill.epochs": 1, "quantize.calibration_rows": 16}
+    return config.load(recipes.get(task, "intent"), overrides)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_from_rows_to_an_int8_student_s_answer(task: str, ray_session: Path) -> None:
+    folder = ray_session / f"tasks-{task}"
+    folder.mkdir()
+    chosen, run = settings(task, folder), folder / "run"
+    prepared = driver.prepare(chosen, run)
+    found = driver.fit(prepared)
+    assert found["status"] == "finished"
+    store, headline = prepared.store, base.get(task)
+    assert found["metrics"]["test"]["rows"] == store.rows("test")
+    for split in ("valid", "test"):
+        table = pyarrow.parquet.read_table(run / f"predictions-{split}.parquet")
+        assert table.num_rows == store.rows(split)
+        assert np.isfinite(table["loss"].to_numpy()).all()
+    losses = [event["loss"] for event in events.read(run) if event["kind"] == "progress"]
+    assert np.isfinite(losses).all()
+    if task == "regression":
+        assert sum(scores["rows"] for scores in found["slices"]["test"]["kind"].values()) == store.rows("test")
+
+    student, report = distill.run(chosen, run, folder / "student")
+    assert report["status"] == "finished"
+    teacher = Store(quantize.store_of(student)).teacher(_version(run))
+    lines = store.manifest.tokens["train"] if headline.by_token else store.rows("train")
+    assert teacher.shape == (lines, len(store.manifest.labels))
+
+    made = quantize.run(chosen.recipe, quantize.store_of(student), student, student / "artifact-int8")
+    assert made["largest_logit_difference_alone_against_batch"] <= 0.05
+    assert made["test"]["rows"] == store.rows("test")
+    asked = ASKED.get(task, "please help with parcel number 4")
+    [answer] = Predictor.load(student / "artifact-int8")([asked])
+    [parent] = Predictor.load(student / "artifact")([asked])
+    assert type(answer) is type(parent)
+    assert summary.summarise(run)["metrics"]["valid"] is not None
+
+
+def _version(run: Path) -> str:
+    from rtrain import artifact
+
+    return artifact.read(run / "artifact").version

@@ -1,0 +1,112 @@
+"""Long texts are read in windows: nothing is cut, and training, evaluation and serving pool them alike."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rtrain import artifact, config, predict
+from rtrain.artifact import Artifact
+from rtrain.config import Distill
+from rtrain.data.store import Store
+from rtrain.errors import ConfigError
+from rtrain.predict import Predictor
+from rtrain.tasks import base
+from rtrain.training import evaluate, losses, model, step
+from rtrain.training.exchange import Exchange
+from serve.app import build_app
+from tests.conftest import labelled_rows
+from tests.serving import call
+from tests.test_step import make_still_encoder
+from tests.tiny import make_store
+
+TASK = base.get("classification")
+
+
+def settings(folder: Path, **data: Any) -> dict[str, Any]:
+    chosen = {"text": "text", "label": "label", "split_by": None, "window": 16, "stride": 4, **data}
+    return {"data.path": str(folder / "rows.csv"), **{f"data.{name}": value for name, value in chosen.items()}}
+
+
+def texts() -> list[tuple[str, str]]:
+    """One to five repetitions of a message: from one window to a dozen."""
+    return [(" and ".join([text] * (1 + number % 5)), label) for number, (text, label) in enumerate(labelled_rows(150))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("windows")
+    make_still_encoder(folder / "encoder")
+    lines = [f"{text},{label}" for text, label in texts()]
+    (folder / "rows.csv").write_text("text,label\n" + "\n".join(lines) + "\n")
+    return folder
+
+
+def store_of(folder: Path, root: Path, **data: Any) -> Store:
+    recipe = config.load("contract-clauses", settings(folder, **data)).recipe
+    return make_store(recipe, folder / "encoder", root)
+
+
+def test_no_token_of_a_long_text_is_lost(folder: Path, tmp_path: Path) -> None:
+    import tokenizers
+
+    store = store_of(folder, tmp_path)
+    assert store.manifest.truncated == 0
+    assert store.manifest.facts == {"stride": 4, "max_windows": 32, "pooling": "mean"}
+    whole = tokenizers.Tokenizer.from_file(str(folder / "encoder" / "tokenizer.json"))
+    lines, ids = store.origins("train")["line"].to_pylist(), []
+    for row in range(store.rows("train")):
+        tokens = store.read("train", np.array([row]))
+        assert tokens.lengths.max() <= 16
+        parts = np.split(tokens.ids, np.cumsum(tokens.lengths)[:-1])
+        inner = [part[1:-1].tolist() for part in parts]  # without [CLS] and [SEP]
+        assert all(one[-4:] == other[:4] for one, other in itertools.pairwise(inner))
+        found = inner[0] + [token for part in inner[1:] for token in part[4:]]
+        expected = whole.encode(texts()[lines[row] - 2][0], add_special_tokens=False).ids
+        assert found == expected
+        ids.append(len(parts))
+    assert min(ids) <= 2 < 5 < max(ids)
+
+
+def test_what_is_beyond_the_last_window_is_counted(folder: Path, tmp_path: Path) -> None:
+    store = store_of(folder, tmp_path, max_windows=2)
+    tokens = store.read("train", np.arange(store.rows("train")))
+    assert tokens.windows.max() == 2
+    assert 0 < store.manifest.truncated < sum(store.manifest.rows.values())
+
+
+def test_windows_that_overlap_by_half_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.stride=8: windows would share half of their tokens or more"):
+        config.load("contract-clauses", settings(folder, stride=8))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "max", "first"])
+def test_training_evaluation_and_serving_give_one_answer(folder: Path, tmp_path: Path, pooling: str) -> None:
+    store = store_of(folder, tmp_path, pooling=pooling)
+    network: Any = model.build(folder / "encoder", TASK, store.manifest.labels, seed=0)
+    outcomes = evaluate.gathered(Exchange(network), TASK, store, "test", pad_id=0, precision="fp32")
+    evaluated = outcomes.matrix(3)
+    tokens = store.read("test", np.arange(store.rows("test")))
+    assert tokens.windows.max() > 2
+    head = store.manifest.head
+    with torch.inference_mode():
+        logits = step.forward(network.eval(), tokens, 0, "fp32")
+        loss = losses.for_run(TASK, Distill(), head)(logits, tokens).item()
+    by_hand = np.logaddexp.reduce(evaluated, axis=1) - evaluated[np.arange(len(tokens)), tokens.targets.astype(int)]
+    assert loss == pytest.approx(by_hand.sum(), rel=1e-5)
+    made = tmp_path / "artifact"
+    network.save_pretrained(made)
+    (made / "tokenizer.json").write_bytes((folder / "encoder" / "tokenizer.json").read_bytes())
+    described = Artifact("tiny", "classification", head.labels, 16, "torch", facts=head.facts)
+    artifact.write(made, described, predict.golden_logits)
+    predictor = Predictor.load(made, threads=1)
+    lines = store.origins("test")["line"].to_pylist()
+    asked: list[base.Input] = [texts()[line - 2][0] for line in lines]
+    assert np.abs(np.stack(predictor.logits(asked)) - evaluated).max() < 1e-5
+    reply = call(build_app(predictor, config.Serve()), "POST", "/predict", json={"inputs": asked[:3]})
+    best = [answer[0]["label"] for answer in reply.json()]
+    assert best == [head.labels[place] for place in evaluated[:3].argmax(axis=1)]
+    assert "x-truncated-inputs" not in reply.headers
