@@ -49,7 +49,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.data.ingest": frozenset({"rtrain.data.order", "rtrain.data.store", "rtrain.tasks.batch"}),
     "rtrain.report.": frozenset({"rtrain.report."}),
     "rtrain.report.trackers": frozenset({"rtrain.report.events", "rtrain.config"}),
-    "rtrain.report.collect": frozenset({"rtrain.report.", "rtrain.config", "rtrain.data.store"}),
+    "rtrain.report.collect": frozenset({"rtrain.report.", "rtrain.config", "rtrain.data.store", "rtrain.tasks."}),
     "rtrain.report.sections.": frozenset({"rtrain.report.", "rtrain.config", "rtrain.data.store"}),
     "rtrain.plan.preflight": frozenset({"rtrain.config"}),
     "rtrain.cluster.session": frozenset({"rtrain.config", "rtrain.env"}),

@@ -5,11 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rtrain import config as configuration
 from rtrain.config import Config
 from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.report import events, predictions, summary
+from rtrain.tasks import base
+from rtrain.tasks.batch import Ints
 
 Event = dict[str, Any]
 
@@ -39,6 +43,12 @@ class Run:
     @property
     def starts(self) -> list[Event]:
         return self.of("started")
+
+    def classes(self) -> Ints | None:
+        """The place of its label for each training row, where the task gives a text one label."""
+        if self.store is None or base.get(self.config.recipe.task).output != "classes":
+            return None
+        return self.store.targets("train").values.astype(np.int64)
 
     def updates_per_epoch(self) -> int | None:
         if self.store is None:

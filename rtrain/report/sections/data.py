@@ -43,14 +43,6 @@ def lengths(store: Store, split: str) -> stats.Floats:
     return column[stats.sample(len(column), MOST_ROWS)].astype(np.float64)
 
 
-def targets_are_labels(run: Run, store: Store) -> bool:
-    """Whether the index's targets are positions in the label list (not dummies of a task with other targets)."""
-    if run.predictions is not None:
-        return run.predictions.kind == "classes"
-    targets = store.column("train", "target")
-    return len(store.manifest.labels) > 1 and targets.dtype.kind == "i" and len(np.unique(targets[:MOST_ROWS])) > 1
-
-
 def _splits(store: Store) -> Table:
     rows = []
     for split, count in store.manifest.rows.items():
@@ -76,10 +68,10 @@ def _labels(run: Run, store: Store) -> list[Block]:
         chart = charts.histogram(edges.tolist(), {"true score": counts.tolist()}, "true score", "rows")
         note = f"Mean {answers.target.mean():.3g}, standard deviation {answers.target.std():.3g}."
         return [Figure(f"The true scores of the {NAMES[answers.split]} rows", chart, note)]
-    if not targets_are_labels(run, store):
+    if (codes := run.classes()) is None:
         return []
     names = store.manifest.labels
-    counts = np.bincount(store.column("train", "target"), minlength=len(names))
+    counts = np.bincount(codes, minlength=len(names))
     order = np.argsort(-counts, kind="stable")
     most, least = int(order[0]), int(order[-1])
     shown = order if len(order) <= MOST_LABELS else np.concatenate([order[:ENDS], order[-ENDS:]])
@@ -121,10 +113,10 @@ def _length_by_label(run: Run, store: Store) -> list[Block]:
         )
         chart = charts.scatter(tokens, target, "length (tokens)", "true score")
         return [Figure(f"Length and true score: correlation {said}", chart, note)]
-    if not targets_are_labels(run, store):
+    if (codes := run.classes()) is None:
         return []
     chosen = stats.sample(store.rows("train"), MOST_ROWS)
-    codes = store.column("train", "target")[chosen]
+    codes = codes[chosen]
     tokens = store.column("train", "length")[chosen].astype(np.float64)
     explained = stats.eta_squared(tokens, codes)
     frequent = [code for code, _ in Counter(codes.tolist()).most_common(MOST_BOXES)]

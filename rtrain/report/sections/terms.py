@@ -38,10 +38,8 @@ def blocks(run: Run, store: Store) -> list[Block]:
     )
     title = f"“{drawn[0][0]}” is the most frequent word: in {100 * drawn[0][1] / len(words):.0f} % of the rows"
     found: list[Block] = [Figure(title, charts.bars(items, "rows with the word (%)"), note)]
-    codes = store.column("train", "target")[positions]
-    answers = run.predictions
-    if (answers is None or answers.kind == "classes") and len(set(codes.tolist())) > 1 and store.manifest.labels:
-        found.append(_by_label(store.manifest.labels, codes, words, counts))
+    if (codes := run.classes()) is not None:
+        found.append(_by_label(store.manifest.labels, codes[positions], words, counts))
     return found
 
 
