@@ -126,7 +126,7 @@ class Predictor:
 def golden_inputs(task: Task, head: Head) -> list[Input]:
     """What an artefact's golden answers are asked of."""
     if mask := head.facts.get("mask"):
-        return [f"{text} {mask}" for text in GOLDEN_INPUTS]
+        return [f"{mask} {text}" for text in GOLDEN_INPUTS]  # at the end of a long text it would be cut off
     if not task.needs_pair:
         return list(GOLDEN_INPUTS)
     return [dict(zip(task.fields, pair, strict=True)) for pair in itertools.pairwise(GOLDEN_INPUTS)]
