@@ -28,7 +28,7 @@ ASKED: dict[str, Any] = {"span_qa": {"question": "when was it due?", "context": 
 def rows_of(task: str, folder: Path) -> dict[str, Any]:
     """A file of rows for the task, and the settings to read it."""
     if task == "token_tags":
-        return {"data.path": str(test_token_tags.write(folder / "rows.conll")), "data.max_tokens": 32}
+        return {"data.path": str(test_token_tags.write(folder / "rows.conll")), "data.max_tokens": 32, "data.stride": 8}
     if task == "span_qa":
         path = test_span_qa.write(folder / "squad.json.gz")
         return {"data.path": str(path), "data.window": 48, "data.stride": 12, "train.epochs": 1}
