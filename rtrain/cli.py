@@ -340,6 +340,33 @@ def _answer_text(answer: Any) -> str:
 
 
 @app.command()
+def explain(
+    artifact: Annotated[Path, typer.Argument(help="Float artefact folder.")],
+    text: Annotated[str | None, typer.Argument(help="A text; without it standard input, as a whole.")] = None,
+    pair: Annotated[str | None, typer.Option("--pair", help="The second text, where there are two.")] = None,
+    label: Annotated[str | None, typer.Option("--label", help="Explain this label instead of the answer's.")] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", help="Of the integral; default: doubled until the error is below 1 %.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say which words, and which sentences, an answer rests on, by integrated gradients."""
+    from rtrain.explain.explainer import Explainer
+    from rtrain.predict import Predictor
+    from rtrain.report import explanation
+
+    predictor = Predictor.load(artifact.absolute())
+    first, second = predictor.task.fields
+    read = sys.stdin.read() if text is None else text
+    [found] = Explainer(predictor)([read if pair is None else {first: read, second: pair}], label, steps)
+    document = found.to_document()
+    if as_json:
+        print(json.dumps(document, ensure_ascii=False))
+    else:
+        explanation.show(document, sys.stdout)
+
+
+@app.command()
 def serve(
     artifact: Annotated[Path, typer.Argument(help="Artefact folder.")],
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on (default 127.0.0.1).")] = None,

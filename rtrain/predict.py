@@ -5,7 +5,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from rtrain.errors import UserError
 from rtrain.tasks import base
 from rtrain.tasks.base import Head, Input, Task
 from rtrain.tasks.batch import Encoded, Floats, Ints, Outputs, Tokens, batches, pack, padded
+
+if TYPE_CHECKING:
+    import transformers
 
 BATCH_ROWS = 32
 # Logits of another processor's kernels differ in the last bits; of int8 kernels, by a rounding step of a few scales.
@@ -48,7 +51,7 @@ class Predictor:
         self.head = Head(artifact.labels, artifact.facts)
         self.tokenizer = base.load_tokenizer(folder, artifact.max_tokens, artifact.facts.get("stride", 0))
         self._engine: Engine = _ENGINES[artifact.engine](folder, artifact, threads)
-        self._pad_id = _pad_id(folder)
+        self.pad_id = _pad_id(folder)
 
     @classmethod
     def load(cls, folder: Path, threads: int | None = None) -> "Predictor":
@@ -79,7 +82,7 @@ class Predictor:
 
     def run_tokens(self, tokens: Tokens) -> Floats:
         """Logits of rows that are tokens already, as a token store gives them: [windows or tokens, outputs]."""
-        inputs = padded(tokens, self._pad_id)
+        inputs = padded(tokens, self.pad_id)
         logits = self._engine.logits(inputs)
         return logits[inputs["attention_mask"].astype(bool)] if logits.ndim == 3 else logits
 
@@ -104,6 +107,19 @@ class Predictor:
             return []
         encoded = self.encode(inputs)
         return self.task.decode(self.outputs(encoded, batch_rows), inputs, encoded, self.head, parameters or {})
+
+    @property
+    def network(self) -> tuple["transformers.PreTrainedModel", frozenset[str]]:
+        """The float model itself, for its gradients, and the names that its forward takes."""
+        if isinstance(self._engine, _Torch):
+            return self._engine.network, self._engine.accepted
+        made = self.artifact
+        parent = made.lineage.get("parent")
+        version = f", version {parent}" if parent else ""
+        raise UserError(
+            f"artefact {made.name} {made.version} is int8 and has no gradients; "
+            f"name the float artefact that it was made from{version}"
+        )
 
     def check_golden(self) -> None:
         """Refuse to answer where the answers are not those that the artefact's maker recorded."""
@@ -183,16 +199,16 @@ class _Torch:
         auto = getattr(transformers, base.get(artifact.task).auto_model)
         transformers.utils.logging.disable_progress_bar()
         self._torch = torch
-        self._model = auto.from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, dtype=torch.float32
-        ).eval()
+        network = auto.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=torch.float32)
+        # Never trained: gradients are asked of inputs only, and what the weights' would need is not kept.
+        self.network: transformers.PreTrainedModel = network.eval().requires_grad_(False)
         # DistilBERT, for one, has no token types.
-        self._accepted = frozenset(inspect.signature(self._model.forward).parameters)
+        self.accepted = frozenset(inspect.signature(self.network.forward).parameters)
 
     def logits(self, inputs: Mapping[str, Any]) -> Floats:
         with self._torch.inference_mode():
-            tensors = {name: self._torch.from_numpy(value) for name, value in inputs.items() if name in self._accepted}
-            output = self._model(**tensors)
+            tensors = {name: self._torch.from_numpy(value) for name, value in inputs.items() if name in self.accepted}
+            output = self.network(**tensors)
         if hasattr(output, "start_logits"):
             return np.stack([output.start_logits.numpy(), output.end_logits.numpy()], axis=-1)
         found: Floats = output.logits.numpy()

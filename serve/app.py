@@ -1,6 +1,7 @@
 """The HTTP application: routes, limits, errors and metrics of one model. Plain ASGI; what runs it is not its business.
 
-A request passes: body read under the size limit -> parsed and checked (`schema`) -> tokens -> `batcher` -> JSON. Each
+A request passes: body read under the size limit -> parsed and checked (`schema`) -> tokens -> `batcher` -> JSON, by way
+of `explanations` where it asks why. Each
 answer, an error too, carries the model's name and version; each error has the one form of `schema.ErrorReply`.
 """
 
@@ -30,6 +31,7 @@ from rtrain.predict import InputError, Predictor
 from rtrain.tasks.base import Input
 from serve import schema
 from serve.batcher import Batcher, EngineError, Expired, Overloaded
+from serve.explanations import Explanations, Row
 from serve.schema import RequestError
 
 logger = logging.getLogger(__name__)
@@ -60,10 +62,16 @@ class Service:
         self.batcher = Batcher(predictor.run, settings.max_batch_rows, settings.max_queue_rows, self._on_call)
         queue = Gauge("rtrain_queue_rows", "Texts that wait for the engine.", registry=self.registry)
         queue.set_function(lambda: self.batcher.waiting)
+        explained = histogram("rtrain_explain_seconds", "Time to explain a text.", buckets=SECONDS_BUCKETS)
+        self.explanations = Explanations(predictor, explained.observe)
 
     def _on_call(self, rows: int, seconds: float) -> None:
         self.batch_rows.observe(rows)
         self.engine_seconds.inc(seconds)
+
+    def close(self) -> None:
+        self.batcher.close()
+        self.explanations.close()
 
     @property
     def ready(self) -> bool:
@@ -109,6 +117,10 @@ class Service:
             raise RequestError(500, "the model failed on this request") from None
         self.rows.inc(len(texts))
         answers = self.predictor.task.decode(outputs, texts, encoded, self.predictor.head, parameters)
+        if parameters.get("explain"):
+            rows = [Row(*row) for row in zip(texts, encoded, outputs, strict=True)]
+            found = await self.explanations.submit(rows, parameters["label"], deadline)
+            answers = [{"answer": answer, "explanation": why} for answer, why in zip(answers, found, strict=True)]
         return answers, sum(row.truncated for row in encoded)
 
 
@@ -123,7 +135,7 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        service.batcher.close()
+        service.close()
 
     app = _App(
         title=artifact.name,
@@ -140,7 +152,7 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
     app.add_exception_handler(RequestError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_error)
 
-    @app.post("/predict", **_documented(schema.PredictReply, schema.PredictRequest))
+    @app.post("/predict", **_documented(schema.PredictReply | schema.ExplainedReply, schema.PredictRequest))
     async def predict(request: Request) -> Response:
         """Labels and scores of each text, in the Hugging Face inference form."""
         deadline = asyncio.get_running_loop().time() + settings.deadline_s
@@ -148,6 +160,8 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
         several = isinstance(asked.inputs, list)
         texts = asked.texts()
         parameters = asked.parameters.model_dump() if asked.parameters else {}
+        if parameters.get("explain"):
+            service.explanations.check(len(texts), parameters["label"])
         answers, cut = await service.answers(
             texts, deadline, lambda place: f"inputs.{place}" if several else "inputs", parameters
         )
@@ -333,7 +347,7 @@ class _App(FastAPI):
 _REFERENCE = "#/components/schemas/{model}"
 
 
-def _documented(reply: type[BaseModel], request: type[BaseModel] | None = None) -> dict[str, Any]:
+def _documented(reply: Any, request: type[BaseModel] | None = None) -> dict[str, Any]:
     """A route's part of the OpenAPI document."""
     described: dict[str, Any] = {"responses": {200: {"model": reply}}}
     if request is not None:

@@ -54,6 +54,16 @@ class QuestionContext(_Closed):
 class Parameters(_Closed):
     top_k: Annotated[int, Field(ge=1)] | None = None
     """Most labels per text, best first; all of them by default."""
+    explain: bool = False
+    """Say which words each answer rests on, by integrated gradients; float artefacts only."""
+    label: str | None = None
+    """With `explain`: the label to explain, instead of the answer's own."""
+
+    @pydantic.model_validator(mode="after")
+    def _label_explains(self) -> "Parameters":
+        if self.label is not None and not self.explain:
+            raise ValueError("label says what to explain; send explain: true with it")
+        return self
 
 
 def _kind(value: object) -> str | None:
@@ -131,6 +141,60 @@ class PredictReply(
 ):
     """For each text in order, what the model is for: its labels, best first; entities; a number; labels by head; the
     answer to a question. A single text too is answered by a list of one, but a single question by its answer."""
+
+
+class _Part(_Closed):
+    field: str
+    """Which of the input's texts, e.g. `text`."""
+    start: int
+    end: int
+    """Characters of that text, `end` not included."""
+    attribution: float
+    """What it adds to the value."""
+
+
+class WordAttribution(_Part):
+    word: str
+
+
+class SentenceAttribution(_Part):
+    sentence: str
+
+
+class ExplainedValue(_Closed):
+    """A value of the model and what each word adds to it: value = baseline + sum of the words' attributions."""
+
+    label: str
+    start: int | None = None
+    end: int | None = None
+    """Characters of the entity, where it is an entity that is explained."""
+    value: float
+    """The label's logit; of a regression the number."""
+    baseline: float
+    """The value where every word is padding."""
+    steps: int
+    """Of the integral."""
+    completeness_error: float | None
+    """|sum of attributions - (value - baseline)| / |value - baseline|; null where the words change nothing."""
+    words: list[WordAttribution]
+    sentences: list[SentenceAttribution]
+
+
+class Explanation(_Closed):
+    truncated: bool
+    """The text goes on behind the last word here; the model did not read it."""
+    answers: list[ExplainedValue]
+    """The answer's label, or each of several; none where no entity was found."""
+
+
+class ExplainedAnswer(_Closed):
+    answer: Any
+    """As in `PredictReply`."""
+    explanation: Explanation
+
+
+class ExplainedReply(pydantic.RootModel[list[ExplainedAnswer]]):
+    """With `parameters.explain`: for each text in order its answer and what it rests on."""
 
 
 class ErrorDetail(_Closed):

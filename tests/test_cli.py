@@ -48,6 +48,36 @@ def left_behind(folder: Path) -> list[str]:
     return [str(path) for path in wrong] + [path.name for path in folder.glob("**/.tokens/*")]
 
 
+# ----------------------------------------------------------------------------------------------------------- explain
+
+
+def test_explain_draws_words_and_sentences_and_prints_json(run: Cli, tmp_path: Path) -> None:
+    folder = make_artifact(tmp_path / "artifact", ("lost", "found"))
+    text = "where is my parcel? the door was \x1b[31mopen."
+    code, out, err = run("explain", folder, text, "--label", "lost")
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0].startswith("lost: ")
+    assert "completeness error 0." in lines[0]
+    bars = [line for line in lines if "│" in line]
+    assert [line.split()[0] for line in bars[2:6]] == ["where", "is", "my", "parcel"]
+    assert bars[0].startswith("  where is my parcel?")
+    assert max(line.count("█") for line in bars[2:]) == 20
+    assert all(("-" in line.split("│")[0]) == ("█" in line.split("│")[0]) or "█" not in line for line in bars)
+    assert "\x1b" not in out
+    code, out, _ = run("explain", folder, text, "--label", "lost", "--steps", 8, "--json")
+    [answer] = json.loads(out)["answers"]
+    assert (code, answer["label"], answer["steps"]) == (0, "lost", 8)
+
+
+def test_explain_refuses_a_label_that_is_not_there(run: Cli, tmp_path: Path) -> None:
+    folder = make_artifact(tmp_path / "artifact", ("lost", "found"))
+    code, _, err = run("explain", folder, "parcel", "--label", "lots")
+    assert (code, err) == (1, "rtrain: the model has no label 'lots'; did you mean lost?\n")
+    code, _, err = run("explain", folder, " ")
+    assert (code, err) == (1, "rtrain: input 0 is empty; send a text\n")
+
+
 # ------------------------------------------------------------------------------------------------------------- verbs
 
 
@@ -58,7 +88,7 @@ def test_verbs_are_these() -> None:
     }
     groups = {group.name for group in cli.app.registered_groups}
     assert commands | groups == {
-        *("demo", "recipes", "train", "evaluate", "tune", "distill", "quantize", "predict", "serve"),
+        *("demo", "recipes", "train", "evaluate", "tune", "distill", "quantize", "predict", "explain", "serve"),
         *("verify", "drill", "report"),
     }
 

@@ -23,6 +23,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.config": frozenset(),
     "rtrain.artifact": frozenset({"rtrain.manifest"}),
     "rtrain.predict": frozenset({"rtrain.artifact", "rtrain.tasks."}),
+    "rtrain.explain.": frozenset({"rtrain.explain.", "rtrain.predict", "rtrain.tasks."}),
     "rtrain.tasks.batch": frozenset(),
     "rtrain.tasks.base": frozenset({"rtrain.config", "rtrain.tasks.batch"}),
     "rtrain.tasks.": frozenset(
@@ -141,7 +142,9 @@ ALLOWED: dict[str, frozenset[str]] = {
         {"rtrain.artifact", "rtrain.predict", "rtrain.config", "rtrain.compress.", "rtrain.training."}
         | {"rtrain.data.", "rtrain.report.events", "rtrain.tasks."}
     ),
-    "serve.": frozenset({"serve.", "rtrain.predict", "rtrain.artifact", "rtrain.config", "rtrain.tasks."}),
+    "serve.": frozenset(
+        {"serve.", "rtrain.explain.", "rtrain.predict", "rtrain.artifact", "rtrain.config", "rtrain.tasks."}
+    ),
     "tune.": frozenset(
         {"tune.", "rtrain.training.driver", "rtrain.training.runs", "rtrain.config", "rtrain.report."}
         | {"rtrain.training.placement", "rtrain.tasks."}

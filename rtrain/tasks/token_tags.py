@@ -153,7 +153,7 @@ class TokenTags:
         """`[{"entity_group", "score", "word", "start", "end"}, ...]` for each text: the Hugging Face form of whole
         entities; start and end are characters, the score is the mean over the entity's words."""
         return [
-            _entities(str(text if isinstance(text, str) else text["text"]), output, row, head)
+            [group for group, _, _ in located(text, output, row, head)]
             for text, output, row in zip(asked, outputs, encoded, strict=True)
         ]
 
@@ -163,17 +163,23 @@ def names(places: Any, head: Head) -> list[str]:
     return [head.labels[int(place)] if place >= 0 else OUTSIDE for place in places]
 
 
-def _entities(text: str, output: Floats, encoded: Encoded, head: Head) -> list[dict[str, Any]]:
+def located(
+    asked: Input, output: Floats, encoded: Encoded, head: Head
+) -> list[tuple[dict[str, Any], list[int], list[int]]]:
+    """Each entity as in the HTTP answer, the token at which each of its words is answered, and the tag found there."""
+    text = asked if isinstance(asked, str) else asked["text"]
     words = [match.span() for match in _WORD.finditer(text)]
     answered = _answered(encoded, np.array([start for start, _ in words], dtype=np.int64))
     tokens = np.flatnonzero(answered >= 0)
     spans, chances = [words[word] for word in answered[tokens]], softmax(output[tokens])
+    tags = chances.argmax(axis=1)
     found = []
-    for entity in entities(names(chances.argmax(axis=1), head)):
+    for entity in entities(names(tags, head)):
         start, end = spans[entity.start][0], spans[entity.end - 1][1]
-        score = chances[entity.start : entity.end].max(axis=1).mean()
-        group = {"entity_group": entity.type, "score": float(score)}
-        found.append({**group, "word": text[start:end], "start": start, "end": end})
+        of = slice(entity.start, entity.end)
+        group = {"entity_group": entity.type, "score": float(chances[of].max(axis=1).mean())}
+        group |= {"word": text[start:end], "start": start, "end": end}
+        found.append((group, tokens[of].tolist(), tags[of].tolist()))
     return found
 
 

@@ -1,0 +1,1 @@
+"""Which words an answer rests on: integrated gradients of a float artefact."""

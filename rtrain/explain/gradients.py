@@ -1,0 +1,122 @@
+"""Values and slopes of a float model on the straight way from a baseline to a row, a few points at a time.
+
+The way leads through the embeddings: from those of padding, the special tokens kept, to those of the row's tokens. All
+windows of a row move together, and are pooled by the caller's score, so that the attributions of a long text add up to
+the change of its one answer.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rtrain.errors import UserError
+from rtrain.explain.integral import Doubles
+from rtrain.tasks.batch import Tokens
+
+if TYPE_CHECKING:
+    import torch
+    import transformers
+
+POINT_TOKENS = 1024
+"""Tokens of one forward and backward pass; a longer row goes point by point. Of MiniLM that is some 150 MB."""
+
+Score = Callable[["torch.Tensor", Tokens], "torch.Tensor"]
+"""Logits [windows or tokens, outputs] of rows -> [rows, targets]."""
+
+
+class Stopped(Exception):
+    """Nobody awaits the explanation any more."""
+
+
+class Path:
+    """The way to one row. Changes nothing of the network: other threads may use it meanwhile."""
+
+    def __init__(
+        self,
+        network: "transformers.PreTrainedModel",
+        accepted: frozenset[str],
+        row: Tokens,
+        kept: npt.NDArray[np.bool_],
+        pad_id: int,
+        score: Score,
+        stop: Callable[[], bool] = lambda: False,
+    ):
+        """`row`: one row; `kept` [tokens]: which of its tokens the baseline has too; `accepted`: arguments of the
+        network's forward; `stop` is asked between passes."""
+        import torch
+
+        if "inputs_embeds" not in accepted:
+            kind = type(network).__name__
+            raise UserError(f"{kind} takes no embeddings as its input, so that its answers cannot be explained")
+        self._network, self._row, self._score, self._stop = network, row, score, stop
+        ids = torch.from_numpy(row.ids.astype(np.int64))
+        baseline = torch.where(torch.from_numpy(kept), ids, pad_id)
+        embed: Any = network.get_input_embeddings()
+        with torch.no_grad():
+            self._start = embed(baseline)
+            self._way = embed(ids) - self._start
+        ends = np.cumsum(row.lengths, dtype=np.int64)
+        self._windows = [
+            (slice(int(end - length), int(end)), _inputs(int(length), int(second), accepted))
+            for end, length, second in zip(ends, row.lengths, row.second, strict=True)
+        ]
+
+    def __call__(self, points: Doubles) -> tuple[Doubles, Doubles]:
+        """Values [points, targets] and slopes [points, targets, tokens] (see `integral.integrate`)."""
+        at_once = max(1, POINT_TOKENS // len(self._row.ids))
+        parts = [self._pass(points[start : start + at_once]) for start in range(0, len(points), at_once)]
+        return np.concatenate([values for values, _ in parts]), np.concatenate([slopes for _, slopes in parts])
+
+    def _pass(self, points: Doubles) -> tuple[Doubles, Doubles]:
+        import torch
+
+        if self._stop():
+            raise Stopped
+        shares = torch.from_numpy(points).to(self._way)[:, None, None]
+        embedded = (self._start + shares * self._way).requires_grad_()  # [points, tokens, hidden]
+        answers = [self._logits(embedded[:, place], inputs) for place, inputs in self._windows]
+        rows = self._row.pick([0] * len(points))
+        # Row after row, as the score expects it: [points, tokens, outputs] or [points, windows, outputs].
+        by_token = answers[0].ndim == 3
+        logits = (torch.cat(answers, dim=1) if by_token else torch.stack(answers, dim=1)).flatten(0, 1)
+        values = self._score(logits, rows)
+        slopes = np.empty((len(points), values.shape[1], len(self._row.ids)))
+        for target in range(values.shape[1]):
+            # Without accumulation into the parameters: the graph is this thread's own, the parameters are not.
+            (gradient,) = torch.autograd.grad(values[:, target].sum(), embedded, retain_graph=True)
+            slopes[:, target] = (gradient * self._way).double().sum(dim=-1).numpy()
+        return values.detach().double().numpy(), slopes
+
+    def _logits(self, embedded: "torch.Tensor", inputs: dict[str, "torch.Tensor"]) -> "torch.Tensor":
+        """Of one window at each point, [points, outputs] or [points, tokens, outputs]."""
+        from torch.utils import checkpoint
+
+        def forward(embedded: "torch.Tensor") -> "torch.Tensor":
+            repeated = {name: value.expand(len(embedded), -1) for name, value in inputs.items()}
+            logits: torch.Tensor = self._network(inputs_embeds=embedded, **repeated).logits
+            return logits
+
+        if len(self._windows) == 1:
+            return forward(embedded)
+        # Activations of one window at a time: computed again in the backward pass.
+        again: torch.Tensor = checkpoint.checkpoint(forward, embedded, use_reentrant=False, preserve_rng_state=False)
+        return again
+
+
+def _inputs(length: int, second: int, accepted: frozenset[str]) -> dict[str, "torch.Tensor"]:
+    """What the network takes beside the embeddings of a window, [1, length]. Nothing is padded."""
+    import torch
+
+    types = (torch.arange(length) >= second).long()
+    every = {"attention_mask": torch.ones(1, length, dtype=torch.long), "token_type_ids": types[None]}
+    return {name: value for name, value in every.items() if name in accepted}
+
+
+def special(ids: Sequence[int], spans: Sequence[tuple[int, int]], special_ids: frozenset[int]) -> npt.NDArray[np.bool_]:
+    """Which tokens were added by the tokenizer; a special token's name that stands in the text is text."""
+    return np.array(
+        [number in special_ids and start == end for number, (start, end) in zip(ids, spans, strict=True)],
+        dtype=np.bool_,
+    )

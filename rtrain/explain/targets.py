@@ -1,0 +1,148 @@
+"""Which values of a model an answer rests on: a label's logit, a number, the tags of an entity."""
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from rtrain.errors import UserError
+from rtrain.tasks.base import Head, Input, Task
+from rtrain.tasks.batch import Encoded, Floats, Tokens
+from rtrain.tasks.multi_head import heads
+from rtrain.tasks.multi_label import sigmoid, threshold
+from rtrain.tasks.pooled import pooled
+from rtrain.tasks.token_tags import located
+
+if TYPE_CHECKING:
+    import torch
+
+MOST_TARGETS = 8
+"""Of one answer, the surest labels first: each costs a backward pass of its own."""
+
+
+class LabelError(UserError):
+    """A label that the model has not, or that the text was not given."""
+
+
+class Target(NamedTuple):
+    label: str
+    columns: tuple[int, ...]
+    """Outputs whose mean is the value."""
+    tokens: tuple[int, ...] | None = None
+    """At which token each column is read, where each token is answered."""
+    scale: float = 1.0
+    shift: float = 0.0
+    """From the model's output to the value's unit."""
+    span: tuple[int, int] | None = None
+    """Characters that are labelled, where it is not the whole text."""
+
+    def value(self, output: Floats) -> float:
+        """From the row's output, [outputs] or [tokens, outputs]."""
+        columns = list(self.columns)
+        read = output[columns] if self.tokens is None else output[list(self.tokens), columns]
+        return float(np.mean(read, dtype=np.float64)) * self.scale + self.shift
+
+
+def choose(
+    task: Task, head: Head, asked: Input, encoded: Encoded, output: Floats, label: str | None = None
+) -> list[Target]:
+    """What there is to explain of a row's output, or of the label that is named instead; none where no word was tagged.
+
+    A class by its logit, each label that was given (or else the likeliest), each head's class, each entity by the mean
+    logit of its words' tags, a number in the unit of the training scores.
+    """
+    return _KINDS[task.output](head, asked, encoded, output, label)[:MOST_TARGETS]
+
+
+def check(task: Task) -> None:
+    if task.output not in _KINDS:
+        known = ", ".join(_KINDS)
+        raise UserError(f"answers of kind {task.output!r} (task {task.name}) are not explained, only {known}")
+
+
+def check_label(task: Task, head: Head, label: str) -> None:
+    """A LabelError with the nearest names, where the model has no such label."""
+    _place(label, _types(head) if task.output == "tags" else head.labels)
+
+
+def values(logits: "torch.Tensor", rows: Tokens, task: Task, head: Head, targets: Sequence[Target]) -> "torch.Tensor":
+    """[rows, targets], with a gradient; the rows are equally long."""
+    import torch
+
+    if task.by_token:
+        logits = logits.unflatten(0, (len(rows), -1))
+        read = [logits[:, list(target.tokens or ()), list(target.columns)] for target in targets]
+    else:
+        of_rows = pooled(logits, rows, head)
+        read = [of_rows[:, list(target.columns)] for target in targets]
+    means = [column.mean(dim=1) * target.scale + target.shift for column, target in zip(read, targets, strict=True)]
+    return torch.stack(means, dim=1)
+
+
+# ------------------------------------------------------------------------------------------------- by kind of output
+
+
+def _classes(head: Head, asked: Input, encoded: Encoded, output: Floats, label: str | None) -> list[Target]:
+    place = int(np.argmax(output)) if label is None else _place(label, head.labels)
+    return [Target(head.labels[place], (place,))]
+
+
+def _labels(head: Head, asked: Input, encoded: Encoded, output: Floats, label: str | None) -> list[Target]:
+    if label is not None:
+        return _classes(head, asked, encoded, output, label)
+    order = np.argsort(-output, kind="stable")
+    given = [int(place) for place in order if sigmoid(output[place]) >= threshold(head)]
+    return [Target(head.labels[place], (place,)) for place in given or [int(order[0])]]
+
+
+def _heads(head: Head, asked: Input, encoded: Encoded, output: Floats, label: str | None) -> list[Target]:
+    if label is not None:
+        return _classes(head, asked, encoded, output, label)
+    best = [columns.start + int(np.argmax(output[columns])) for _, _, columns in heads(head)]
+    return [Target(head.labels[place], (place,)) for place in best]
+
+
+def _number(head: Head, asked: Input, encoded: Encoded, output: Floats, label: str | None) -> list[Target]:
+    if label is not None:
+        _place(label, head.labels)
+    return [Target(head.labels[0], (0,), scale=float(head.facts["std"]), shift=float(head.facts["mean"]))]
+
+
+def _tags(head: Head, asked: Input, encoded: Encoded, output: Floats, label: str | None) -> list[Target]:
+    found = [
+        Target(group["entity_group"], tuple(columns), tuple(tokens), span=(group["start"], group["end"]))
+        for group, tokens, columns in located(asked, output, encoded, head)
+    ]
+    if label is None:
+        return found
+    _place(label, _types(head))
+    chosen = [target for target in found if target.label == label]
+    if not chosen:
+        there = ", ".join(sorted({target.label for target in found})) or "none"
+        raise LabelError(f"no entity of type {label!r} was found in the text; found: {there}")
+    return chosen
+
+
+def _types(head: Head) -> list[str]:
+    """Of entities."""
+    return sorted({name.partition("-")[2] for name in head.labels} - {""})
+
+
+def _place(label: str, known: Sequence[str]) -> int:
+    if label in known:
+        return list(known).index(label)
+    near = difflib.get_close_matches(label, known, n=3, cutoff=0.5)
+    near += [name for name in known if label.lower() in name.lower() and name not in near][:3]
+    first = ", ".join(known[:10]) + (f" and {len(known) - 10} more" if len(known) > 10 else "")
+    fix = f"did you mean {' or '.join(near)}?" if near else f"known: {first}"
+    raise LabelError(f"the model has no label {label!r}; {fix}")
+
+
+_KINDS: Mapping[str, Callable[[Head, Input, Encoded, Floats, str | None], list[Target]]] = {
+    "classes": _classes,
+    "labels": _labels,
+    "heads": _heads,
+    "number": _number,
+    "tags": _tags,
+}

@@ -1,0 +1,144 @@
+"""Attributions of tokens added up to words and sentences of the text, by the characters that they cover."""
+
+import bisect
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rtrain.tasks.batch import Encoded
+
+Span = tuple[int, int]
+
+_JOINS = "'\u2019-"
+"""Inside a word, as in don't and well-known."""
+_JOINS_DIGITS = ".,:"
+# Then what closes a quotation; the full-width marks of Chinese and Japanese need no blank behind them.
+_END = re.compile(
+    r"""[.!?\u2026]+["'\u2019\u201d\xbb)\]]*(?=\s)|[\u3002\uff01\uff1f]+[\u300d\u300f\u2019\u201d\uff09]*|\n\s*"""
+)
+_TITLES = frozenset({"mr", "mrs", "ms", "dr", "prof", "st", "vs"})
+
+
+class Part(NamedTuple):
+    """A word or a sentence: characters [start, end) of its text, and what it adds to the value."""
+
+    start: int
+    end: int
+    attribution: float
+
+
+def word_spans(text: str) -> list[Span]:
+    """Words, numbers, and each punctuation mark and ideograph by itself: every character that is no blank, once."""
+    found: list[Span] = []
+    place = 0
+    while place < len(text):
+        start, kind = place, _kind(text[place])
+        place += 1
+        if kind == " ":
+            continue
+        while kind == "w" and place < len(text) and _continues(text, place):
+            place += 1
+        found.append((start, place))
+    return found
+
+
+def _continues(text: str, place: int) -> bool:
+    if _kind(text[place]) == "w":
+        return True
+    before, after = text[place - 1], text[place + 1 : place + 2]
+    if not after or _kind(before) != "w" or _kind(after) != "w":
+        return False
+    return text[place] in _JOINS or (text[place] in _JOINS_DIGITS and before.isdigit() and after.isdigit())
+
+
+def _kind(character: str) -> str:
+    """` ` blank, `w` part of a word, `.` by itself."""
+    if character.isspace():
+        return " "
+    code = ord(character)
+    if 0x3400 <= code <= 0x9FFF or 0xF900 <= code <= 0xFAFF or 0x20000 <= code <= 0x3FFFF:
+        return "."  # ideographs have no blanks between words
+    # Marks and joiners belong to the letter before them (Devanagari, composed accents, emoji families).
+    inside = unicodedata.category(character)[0] in "LMN" or character in "_\u200c\u200d"
+    return "w" if inside else "."
+
+
+def sentence_spans(text: str) -> list[Span]:
+    """Sentences without the blanks around them. A full stop before a small letter, or after a title, ends none."""
+    found: list[Span] = []
+    start = 0
+    for match in _END.finditer(text):
+        if _ends(text, match):
+            found += _trimmed(text, start, match.end())
+            start = match.end()
+    return found + _trimmed(text, start, len(text))
+
+
+def _ends(text: str, match: re.Match[str]) -> bool:
+    if not match[0].startswith("."):
+        return True
+    before = re.search(r"\w*$", text[max(0, match.start() - 20) : match.start()])
+    word = before[0] if before else ""
+    initial = len(word) == 1 and word.isupper()
+    return not (text[match.end() :].lstrip()[:1].islower() or word.lower() in _TITLES or initial)
+
+
+def _trimmed(text: str, start: int, end: int) -> list[Span]:
+    inner = text[start:end]
+    first, last = start + len(inner) - len(inner.lstrip()), start + len(inner.rstrip())
+    return [(first, last)] if first < last else []
+
+
+def sides(encoded: Encoded, special: Sequence[bool], paired: bool) -> list[int]:
+    """For each token whether it is of the first text (0), of the second (1), or of none (-1)."""
+    found: list[int] = []
+    for window in encoded.windows:
+        begin = len(found)
+        # Where a model has no token types, the second text begins behind the first special token after the first.
+        typed, seen, second = window.second < window.tokens, False, False
+        for place in range(window.tokens):
+            if special[begin + place]:
+                second = second or seen
+                found.append(-1)
+                continue
+            seen = True
+            found.append(int(paired and (place >= window.second if typed else second)))
+    return found
+
+
+def add_up(text: str, pieces: Sequence[Span], attributions: Sequence[float]) -> list[Part]:
+    """Words of the text as far as it was read, in order; a piece that covers several words makes them one.
+
+    The parts' sum is the attributions' sum.
+    """
+    read = max((end for _, end in pieces), default=0)
+    spans = [span for span in word_spans(text) if span[0] < read] or ([(0, read)] if pieces else [])
+    starts, ends = [start for start, _ in spans], [end for _, end in spans]
+    joined = [False] * len(spans)  # to the word before
+    owners = []
+    for start, end in pieces:
+        # A piece of blanks alone goes to the word behind it, at the end of the text to the last one.
+        first = min(bisect.bisect_right(ends, start), len(spans) - 1)
+        last = max(first, bisect.bisect_left(starts, end) - 1)
+        joined[first + 1 : last + 1] = [True] * (last - first)
+        owners.append(first)
+    totals = [0.0] * len(spans)
+    for owner, attribution in zip(owners, attributions, strict=True):
+        totals[owner] += attribution
+    parts: list[Part] = []
+    for (start, end), total, join in zip(spans, totals, joined, strict=True):
+        before = parts.pop() if join else Part(start, end, 0.0)
+        parts.append(Part(before.start, end, before.attribution + total))
+    return parts
+
+
+def by_sentence(text: str, words: Sequence[Part]) -> list[Part]:
+    """Sums over the sentences that were read, in order."""
+    spans = sentence_spans(text)
+    starts = [start for start, _ in spans]
+    totals: dict[int, float] = {}
+    for word in words:
+        place = max(0, bisect.bisect_right(starts, word.start) - 1)
+        totals[place] = totals.get(place, 0.0) + word.attribution
+    return [Part(*spans[place], total) for place, total in totals.items()] if spans else []

@@ -1,0 +1,381 @@
+"""Explanations of real (tiny) models: complete, of the answer that was given, and by words that rebuild the text."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from rtrain import artifact, predict
+from rtrain.artifact import Artifact
+from rtrain.errors import UserError
+from rtrain.explain import gradients, integral, targets
+from rtrain.explain.explainer import Explained, Explainer
+from rtrain.explain.targets import LabelError
+from rtrain.predict import Predictor
+from rtrain.tasks.base import Head, Input
+from rtrain.tasks.batch import Encoded, Window, pack
+from tests.tiny import CORPUS, NAME, make_artifact, make_task_artifact
+
+LABELS = ("card lost", "card stolen", "parcel")
+SCORES = {"mean": 6.0, "std": 1.5, "lowest": 1.0, "highest": 9.0, "step": 0.5}
+ESSAY = "First, the card was declined. Then nobody came to the door! Who can explain the fee? Thank you."
+PAIR: Input = {"text": "where is my parcel", "text_pair": "Der Brief kam gestern. Vielen Dank!"}
+
+
+def explainer(folder: Path) -> Explainer:
+    return Explainer(Predictor.load(folder, threads=1))
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> Explainer:
+    return explainer(make_artifact(tmp_path_factory.mktemp("classes"), LABELS))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Explainer]:
+    """`made(task, head)`: an artefact of any task, each made once."""
+    found: dict[str, Explainer] = {}
+
+    def make(task: str, head: Head, max_tokens: int = 64) -> Explainer:
+        name = f"{task}-{max_tokens}-{head}"
+        if name not in found:
+            found[name] = explainer(make_task_artifact(tmp_path_factory.mktemp(task), task, head, 3, max_tokens))
+        return found[name]
+
+    return make
+
+
+def complete(explained: Explained) -> None:
+    """The words of all texts, their sentences and the tokens each add up to what the words change."""
+    assert explained.completeness_error is not None
+    assert explained.completeness_error <= integral.TOLERANCE
+    moved = explained.value - explained.baseline
+    assert abs(moved) > 1e-3, "nothing to explain"
+    for parts in (
+        explained.tokens,
+        [part.attribution for text in explained.texts for part in text.words],
+        [part.attribution for text in explained.texts for part in text.sentences],
+    ):
+        assert float(np.sum(parts)) == pytest.approx(moved, rel=integral.TOLERANCE)
+
+
+def rebuilt(explained: Explained, number: int = 0) -> str:
+    return "".join(explained.texts[number].text[part.start : part.end] for part in explained.texts[number].words)
+
+
+# ------------------------------------------------------------------------------------------------------ completeness
+
+
+def test_explanations_are_complete_and_of_the_predicted_label(classes: Explainer) -> None:
+    predictor = classes._predictor
+    inputs = [*CORPUS, PAIR]
+    for found, output in zip(classes(inputs), predictor.logits(inputs), strict=True):
+        [explained] = found.answers
+        complete(explained)
+        assert explained.label == LABELS[int(output.argmax())]
+        assert explained.value == pytest.approx(float(output.max()), abs=1e-4)
+
+
+def test_the_baseline_is_padding_between_the_special_tokens(classes: Explainer) -> None:
+    predictor = classes._predictor
+    [row] = predictor.encode([CORPUS[0]])
+    [found] = classes([CORPUS[0]])
+    [explained] = found.answers
+    padding = row._replace(ids=[row.ids[0], *[predictor.pad_id] * (len(row.ids) - 2), row.ids[-1]])
+    place = LABELS.index(explained.label)
+    assert explained.baseline == pytest.approx(float(predictor.run([padding])[0][place]), abs=1e-4)
+    assert explained.tokens[[0, -1]].tolist() == [0, 0]
+
+
+def test_each_label_can_be_explained_and_its_value_is_its_logit(classes: Explainer) -> None:
+    [output] = classes._predictor.logits([CORPUS[1]])
+    for label, logit in zip(LABELS, output.tolist(), strict=True):
+        [found] = classes([CORPUS[1]], label)
+        [explained] = found.answers
+        complete(explained)
+        assert (explained.label, explained.value) == (label, pytest.approx(logit, abs=1e-4))
+
+
+def test_a_number_is_explained_in_its_unit_and_by_sentences(made: Callable[..., Explainer]) -> None:
+    of_scores = made("regression", Head(("score",), SCORES))
+    [answer] = of_scores._predictor([ESSAY])
+    [found] = of_scores([ESSAY])
+    [explained] = found.answers
+    complete(explained)
+    assert explained.value == pytest.approx(answer, abs=1e-4)
+    [text] = explained.texts
+    sentences = [text.text[part.start : part.end] for part in text.sentences]
+    assert " ".join(sentences) == ESSAY
+    assert len({round(part.attribution, 6) for part in text.sentences}) == 4
+
+
+def test_every_given_label_is_explained_or_the_likeliest(made: Callable[..., Explainer]) -> None:
+    several = made("multi_label", Head(("x", "y", "z"), {"threshold": 0.0}))
+    [found] = several([CORPUS[2]])
+    ranked = [entry["label"] for entry in several._predictor([CORPUS[2]])[0]]
+    assert [explained.label for explained in found.answers] == ranked
+    for explained in found.answers:
+        complete(explained)
+    none = made("multi_label", Head(("x", "y", "z"), {"threshold": 1.0}))
+    [found] = none([CORPUS[2]])
+    assert [explained.label for explained in found.answers] == ranked[:1]
+
+
+def test_each_head_is_explained(made: Callable[..., Explainer]) -> None:
+    head = Head(("intent=a", "intent=b", "mood=a", "mood=b", "mood=c"), {"heads": [["intent", 2], ["mood", 3]]})
+    two = made("multi_head", head)
+    [answer] = two._predictor([CORPUS[3]])
+    [found] = two([CORPUS[3]])
+    assert [explained.label for explained in found.answers] == [
+        f"{name}={answer[name][0]['label']}" for name in ("intent", "mood")
+    ]
+    for explained in found.answers:
+        complete(explained)
+    [named] = two([CORPUS[3]], "mood=b")
+    assert [explained.label for explained in named.answers] == ["mood=b"]
+
+
+def test_each_entity_is_explained_in_windows_too(made: Callable[..., Explainer]) -> None:
+    """A random model tags nearly every word: enough entities, over two windows."""
+    head = Head(("O", "B-place", "B-time", "I-place"), {"max_windows": 9, "stride": 4})
+    tagger = made("token_tags", head, max_tokens=16)
+    text = CORPUS[0]
+    [encoded] = tagger._predictor.encode([text])
+    assert len(encoded.windows) >= 2
+    [answer] = tagger._predictor([text])
+    [found] = tagger([text])
+    assert answer, "the model tags nothing"
+    assert [(entry.label, entry.span) for entry in found.answers] == [
+        (group["entity_group"], (group["start"], group["end"])) for group in answer[: targets.MOST_TARGETS]
+    ]
+    for explained in found.answers:
+        complete(explained)
+    kind = answer[0]["entity_group"]
+    [named] = tagger([text], kind)
+    assert {explained.label for explained in named.answers} == {kind}
+    with pytest.raises(LabelError, match="the model has no label 'plac'; did you mean place"):
+        tagger([text], "plac")
+
+
+@pytest.mark.parametrize("pooling", ["mean", "max", "first"])
+def test_windows_of_a_long_text_are_pooled_as_in_the_answer(made: Callable[..., Explainer], pooling: str) -> None:
+    facts = {"pooling": pooling, "max_windows": 9, "stride": 4}
+    windowed = made("classification", Head(LABELS, facts), max_tokens=16)
+    text = CORPUS[0] + ". " + CORPUS[1]
+    [encoded] = windowed._predictor.encode([text])
+    assert len(encoded.windows) >= 3
+    [output] = windowed._predictor.logits([text])
+    [found] = windowed([text])
+    [explained] = found.answers
+    complete(explained)
+    assert explained.value == pytest.approx(float(output.max()), abs=1e-4)
+    assert (found.truncated, rebuilt(explained)) == (False, "".join(text.split()))
+    if pooling == "first":
+        assert not explained.tokens[encoded.windows[0].tokens :].any()
+
+
+def test_memory_is_bounded_by_passes_that_change_nothing(classes: Explainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = classes([CORPUS[0]])[0].answers[0].tokens
+    passes = list[int]()
+    run = gradients.Path._pass
+
+    def counted(self: gradients.Path, points: Any) -> Any:
+        passes.append(len(points))
+        return run(self, points)
+
+    monkeypatch.setattr(gradients.Path, "_pass", counted)
+    [row] = classes._predictor.encode([CORPUS[0]])
+    monkeypatch.setattr(gradients, "POINT_TOKENS", 3 * len(row.ids))
+    one_by_one = classes([CORPUS[0]])[0].answers[0].tokens
+    assert max(passes) == 3
+    assert one_by_one == pytest.approx(at_once, abs=1e-5)
+
+
+def test_nothing_of_the_network_is_changed(classes: Explainer) -> None:
+    network = classes._network
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    classes([CORPUS[4]])
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    assert all(parameter.grad is None for parameter in network.parameters())
+
+
+def test_an_explanation_that_nobody_awaits_stops(classes: Explainer) -> None:
+    predictor = classes._predictor
+    [row], [output] = predictor.encode([CORPUS[0]]), predictor.logits([CORPUS[0]])
+    asked = iter([False, True])
+    with pytest.raises(gradients.Stopped):
+        classes.explain(CORPUS[0], row, output, steps=256, stop=lambda: next(asked))
+
+
+# -------------------------------------------------------------------------------------------------- against arithmetic
+
+
+class Linear(torch.nn.Module):
+    """logits = sum over places of weight[place] . embedding: its attributions are weight x (input - baseline)."""
+
+    def __init__(self, vocabulary: int, places: int, layers: int = 1):
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.table = torch.nn.Embedding.from_pretrained(torch.randn(vocabulary, 4, generator=generator))
+        self.weight = torch.randn(places, 4, 2, generator=generator)
+        self.layers = layers
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.table
+
+    def forward(self, inputs_embeds: torch.Tensor) -> SimpleNamespace:
+        weight = self.weight
+        for _ in range(self.layers - 1):  # the same function by other steps
+            weight = (2 * weight).exp().log() / 2
+        return SimpleNamespace(logits=torch.einsum("bth,tho->bo", inputs_embeds, weight))
+
+
+def attributions(network: torch.nn.Module, ids: list[int], kept: list[bool]) -> integral.Integral:
+    row = pack([Encoded(ids, [Window(len(ids), len(ids))], False, [(0, 0)] * len(ids))])
+    path = gradients.Path(
+        network,  # type: ignore[arg-type]
+        frozenset({"inputs_embeds"}),
+        row,
+        np.array(kept),
+        0,
+        lambda logits, rows: logits,
+    )
+    return integral.integrate(path, steps=2)
+
+
+def test_of_a_linear_model_they_are_weight_times_way() -> None:
+    network = Linear(10, 4)
+    ids, kept = [1, 7, 3, 2], [True, False, False, True]
+    found = attributions(network, ids, kept)
+    table = network.table.weight
+    for place, (token, keep) in enumerate(zip(ids, kept, strict=True)):
+        way = torch.zeros(4) if keep else table[token] - table[0]
+        by_hand = way @ network.weight[place]
+        assert found.attributions[:, place] == pytest.approx(by_hand.numpy(), abs=1e-5)
+    assert all(error is not None and error < 1e-5 for error in found.errors)
+
+
+def test_two_implementations_of_one_function_are_explained_alike() -> None:
+    ids, kept = [1, 7, 3, 2], [True, False, False, True]
+    first, second = attributions(Linear(10, 4), ids, kept), attributions(Linear(10, 4, layers=3), ids, kept)
+    assert first.attributions == pytest.approx(second.attributions, abs=1e-4)
+
+
+def test_words_that_play_one_part_get_one_share(tmp_path: Path) -> None:
+    """Without position embeddings the order of words means nothing, and equal words are interchangeable."""
+    folder = make_artifact(tmp_path / "artifact", LABELS)
+    network = transformers.BertForSequenceClassification.from_pretrained(folder)
+    torch.nn.init.zeros_(network.bert.embeddings.position_embeddings.weight)
+    network.save_pretrained(folder)
+    artifact.write(folder, Artifact(NAME, "classification", LABELS, 64, "torch"), predict.golden_logits)
+    [found] = explainer(folder)(["parcel money parcel box"])
+    [first, money, second, _] = (part.attribution for part in found.answers[0].texts[0].words)
+    assert first == pytest.approx(second, abs=1e-5)
+    assert abs(first - money) > 1e-3
+
+
+# ------------------------------------------------------------------------------------------------------------- texts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *CORPUS[:2],
+        "日本 parcel 我的",
+        "हिन्दी money 👩‍👩‍👧 cafe\u0301",
+        "\x07bell \u200b zero",
+        "x" * 40,
+        "[SEP] parcel [CLS]",
+    ],
+)
+def test_words_rebuild_the_text(classes: Explainer, text: str) -> None:
+    [found] = classes([text])
+    [explained] = found.answers
+    assert rebuilt(explained) == "".join(text.split())
+    shares = [part.attribution for part in explained.texts[0].words]
+    assert float(np.sum(shares)) == pytest.approx(float(explained.tokens.sum()), abs=1e-9)
+
+
+def test_a_pair_has_the_words_of_both_texts(classes: Explainer) -> None:
+    [found] = classes([PAIR])
+    [explained] = found.answers
+    complete(explained)
+    assert [text.field for text in explained.texts] == ["text", "text_pair"]
+    assert rebuilt(explained) == "whereismyparcel"
+    assert rebuilt(explained, 1) == "DerBriefkamgestern.VielenDank!"
+    assert len(explained.texts[1].sentences) == 2
+    document = found.to_document()["answers"][0]
+    assert [entry["field"] for entry in document["words"]] == ["text"] * 4 + ["text_pair"] * 8
+
+
+def test_of_a_cut_text_only_what_was_read_is_named(classes: Explainer) -> None:
+    text = "where is my parcel " * 40
+    [found] = classes([text])
+    [explained] = found.answers
+    complete(explained)
+    assert found.truncated
+    assert 1 < len(explained.texts[0].words) <= 62
+    assert "".join(text.split()).startswith(rebuilt(explained))
+
+
+def test_the_document_is_json_with_the_words_beside_their_places(classes: Explainer) -> None:
+    [found] = classes([ESSAY])
+    document = found.to_document()
+    assert set(document) == {"truncated", "answers"}
+    [answer] = document["answers"]
+    assert set(answer) == {"label", "value", "baseline", "steps", "completeness_error", "words", "sentences"}
+    for name in ("word", "sentence"):
+        assert all(ESSAY[entry["start"] : entry["end"]] == entry[name] for entry in answer[f"{name}s"])
+        assert len(answer[f"{name}s"]) > 1
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_label_that_the_model_has_not_is_refused_with_its_neighbours(classes: Explainer) -> None:
+    with pytest.raises(
+        LabelError, match=r"^the model has no label 'card lots'; did you mean card lost or card stolen\?"
+    ):
+        classes([CORPUS[0]], "card lots")
+    with pytest.raises(LabelError, match=r"^the model has no label 'qqq'; known: card lost, card stolen, parcel$"):
+        classes([CORPUS[0]], "qqq")
+
+
+@pytest.mark.parametrize("steps", [0, -2, 3, 10_000])
+def test_impossible_steps_are_refused(classes: Explainer, steps: int) -> None:
+    with pytest.raises(UserError, match=f"steps={steps}: not an even number from 2 to 1024"):
+        classes([CORPUS[0]], steps=steps)
+
+
+def test_given_steps_are_kept_to(classes: Explainer) -> None:
+    assert [classes([CORPUS[0]], steps=steps)[0].answers[0].steps for steps in (4, 64)] == [4, 64]
+
+
+def test_an_int8_artefact_names_its_float_parent(classes: Explainer) -> None:
+    predictor = classes._predictor
+    int8 = Predictor.__new__(Predictor)
+    int8.__dict__ |= predictor.__dict__
+    int8.artifact = replace(predictor.artifact, engine="openvino", lineage={"parent": "abc123"})
+    int8._engine = NoGradients()
+    with pytest.raises(UserError, match=r"is int8 and has no gradients; name the float artefact .* version abc123$"):
+        Explainer(int8)
+
+
+class NoGradients:
+    """An engine of another kind than torch's."""
+
+    def logits(self, inputs: Any) -> Any:
+        raise AssertionError("must not be asked")
+
+
+def test_a_model_that_answers_otherwise_from_embeddings_is_refused(classes: Explainer) -> None:
+    predictor = classes._predictor
+    [row], [output] = predictor.encode([CORPUS[0]]), predictor.logits([CORPUS[0]])
+    with pytest.raises(UserError, match="its answers cannot be explained by integrated gradients"):
+        classes.explain(CORPUS[0], row, output + 0.1)

@@ -1,0 +1,91 @@
+"""Integrated gradients by arithmetic: polynomials, known integrals, a function that no steps suffice for."""
+
+import math
+
+import numpy as np
+import pytest
+
+from rtrain.explain import integral
+from rtrain.explain.integral import Doubles, integrate, nodes, weights
+
+
+@pytest.mark.parametrize("steps", [2, 4, 16, 64])
+def test_the_rule_is_exact_for_polynomials_of_its_degree(steps: int) -> None:
+    assert weights(steps).sum() == pytest.approx(1, abs=1e-14)
+    assert (weights(steps) > 0).all()
+    for degree in range(steps + 2):  # one more than promised: the rule is symmetric
+        assert weights(steps) @ (nodes(steps) ** degree) == pytest.approx(1 / (degree + 1), abs=1e-13)
+
+
+def test_simpson_is_the_rule_of_two_steps() -> None:
+    assert weights(2) == pytest.approx([1 / 6, 4 / 6, 1 / 6])
+
+
+@pytest.mark.parametrize("steps", [2, 8, 128])
+def test_twice_the_steps_keep_every_point(steps: int) -> None:
+    assert nodes(2 * steps)[::2] == pytest.approx(nodes(steps), abs=1e-15)
+    assert (nodes(steps)[0], nodes(steps)[-1]) == (0, 1)
+
+
+class Product:
+    """f(x, y) = x y^2 from (0, 0) to (2, 3): along the path 18 a^3, of which a third is x's and two thirds are y's."""
+
+    def __init__(self) -> None:
+        self.points: list[float] = []
+
+    def __call__(self, points: Doubles) -> tuple[Doubles, Doubles]:
+        self.points += points.tolist()
+        x, y = 2 * points, 3 * points
+        slopes = np.stack([2 * y**2, 3 * 2 * x * y], axis=1)
+        return (x * y**2)[:, None], slopes[:, None, :]
+
+
+def test_a_product_is_shared_out_as_by_hand() -> None:
+    found = integrate(Product())
+    assert found.attributions == pytest.approx(np.array([[6.0, 12.0]]))
+    assert (found.values.tolist(), found.baselines.tolist()) == ([18.0], [0.0])
+    assert found.errors == [pytest.approx(0, abs=1e-12)]
+    assert found.steps == integral.FIRST_STEPS
+
+
+class Sharp:
+    """f = tanh(k (a - c)): the larger k, the more steps."""
+
+    def __init__(self, k: float) -> None:
+        self.k, self.points = k, list[float]()
+
+    def __call__(self, points: Doubles) -> tuple[Doubles, Doubles]:
+        self.points += points.tolist()
+        value = np.tanh(self.k * (points - 0.37))
+        return value[:, None], (self.k * (1 - value**2))[:, None, None]
+
+
+def test_steps_are_doubled_until_the_error_is_within_the_tolerance_and_no_point_is_computed_twice() -> None:
+    function = Sharp(60.0)
+    found = integrate(function)
+    assert integral.FIRST_STEPS < found.steps < integral.MOST_STEPS
+    assert len(function.points) == len(set(function.points)) == found.steps + 1
+    [error] = found.errors
+    assert error is not None
+    assert error < integral.TOLERANCE
+    assert integrate(Sharp(60.0), steps=found.steps // 2).errors[0] > integral.TOLERANCE  # type: ignore[operator]
+    # As if computed at once: old and new points are in their places.
+    assert found.attributions == pytest.approx(integrate(Sharp(60.0), steps=found.steps).attributions, abs=1e-12)
+
+
+def test_an_error_that_stays_is_reported() -> None:
+    found = integrate(Sharp(3e5))
+    assert found.steps == integral.MOST_STEPS
+    [error] = found.errors
+    assert error is not None
+    assert error > integral.TOLERANCE
+    value, reference = math.tanh(3e5 * 0.63), math.tanh(3e5 * -0.37)
+    assert error == pytest.approx(abs(found.attributions.sum() - (value - reference)) / (value - reference))
+
+
+def test_where_nothing_moves_there_is_no_relative_error() -> None:
+    def still(points: Doubles) -> tuple[Doubles, Doubles]:
+        return np.ones((len(points), 1)), np.zeros((len(points), 1, 2))
+
+    found = integrate(still)
+    assert (found.errors, found.attributions.tolist(), found.steps) == ([None], [[0.0, 0.0]], integral.FIRST_STEPS)

@@ -1,0 +1,104 @@
+"""Attributions of tokens to words and sentences: every character once, and nothing of the sum lost."""
+
+import pytest
+
+from rtrain.explain import words
+from rtrain.explain.words import Part
+from rtrain.tasks.batch import Encoded, Window
+
+TEXTS = [
+    "Don't pay 1,250.50 for a well-known (bad) card!",
+    "हिन्दी में लिखा है",
+    "我的包裹在哪里\uff1f还没有到。",
+    "cafe\u0301 👩‍👩‍👧 naïve_word",
+    "  tabs\tand\nlines  ",
+    "...",
+    "x",
+]
+
+
+def cut(text: str, spans: list[tuple[int, int]]) -> list[str]:
+    return [text[start:end] for start, end in spans]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (TEXTS[0], ["Don't", "pay", "1,250.50", "for", "a", "well-known", "(", "bad", ")", "card", "!"]),
+        (TEXTS[1], ["हिन्दी", "में", "लिखा", "है"]),
+        (TEXTS[2], [*"我的包裹在哪里\uff1f还没有到。"]),
+        ("cafe\u0301 - 'quoted'", ["cafe\u0301", "-", "'", "quoted", "'"]),
+        (TEXTS[4], ["tabs", "and", "lines"]),
+        ("", []),
+        (" \n", []),
+    ],
+)
+def test_words(text: str, expected: list[str]) -> None:
+    assert cut(text, words.word_spans(text)) == expected
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_words_are_every_character_that_is_no_blank_once(text: str) -> None:
+    assert "".join(cut(text, words.word_spans(text))) == "".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("One. Two!  Three?", ["One.", "Two!", "Three?"]),
+        ('He said "no." Then he left.', ['He said "no."', "Then he left."]),
+        ("Dr. Who paid 3.5 e.g. for J. Smith. End", ["Dr. Who paid 3.5 e.g. for J. Smith.", "End"]),
+        ("A title\n\nand a line\nanother", ["A title", "and a line", "another"]),
+        ("我在哪里\uff1f还没到。好", ["我在哪里\uff1f", "还没到。", "好"]),
+        ("no end", ["no end"]),
+        (" \n ", []),
+    ],
+)
+def test_sentences(text: str, expected: list[str]) -> None:
+    assert cut(text, words.sentence_spans(text)) == expected
+
+
+def test_pieces_of_a_word_are_added_up() -> None:
+    parts = words.add_up("unpaid bill", [(0, 2), (2, 6), (7, 11)], [0.5, -0.125, 2.0])
+    assert parts == [Part(0, 6, 0.375), Part(7, 11, 2.0)]
+
+
+def test_a_piece_over_several_words_makes_them_one() -> None:
+    assert words.add_up("(a) b", [(0, 3), (4, 5)], [1.0, 2.0]) == [Part(0, 3, 1.0), Part(4, 5, 2.0)]
+
+
+def test_overlapping_windows_add_up() -> None:
+    parts = words.add_up("a b c", [(0, 1), (2, 3), (2, 3), (4, 5)], [1.0, 2.0, 3.0, 4.0])
+    assert parts == [Part(0, 1, 1.0), Part(2, 3, 5.0), Part(4, 5, 4.0)]
+
+
+def test_words_that_were_not_read_are_not_listed_and_those_without_tokens_add_nothing() -> None:
+    assert words.add_up("a ! b c", [(0, 1), (4, 5)], [1.0, 2.0]) == [Part(0, 1, 1.0), Part(2, 3, 0.0), Part(4, 5, 2.0)]
+
+
+@pytest.mark.parametrize("blank", [(1, 2), (1, 1), (3, 4)])
+def test_a_piece_of_blanks_keeps_its_share(blank: tuple[int, int]) -> None:
+    parts = words.add_up("a b ", [(0, 1), blank, (2, 3)], [1.0, 4.0, 2.0])
+    assert [(part.start, part.end) for part in parts] == [(0, 1), (2, 3)]
+    assert [part.attribution for part in parts] == [1.0, 6.0]
+    assert words.add_up("  ", [(0, 2)], [4.0]) == [Part(0, 2, 4.0)]
+
+
+def test_sentences_add_up_their_words() -> None:
+    text = "One two. Three."
+    parts = words.add_up(text, [(0, 3), (4, 7), (7, 8), (9, 14), (14, 15)], [1.0, 2.0, 4.0, 8.0, 16.0])
+    assert words.by_sentence(text, parts) == [Part(0, 8, 7.0), Part(9, 15, 24.0)]
+    assert words.by_sentence(text, parts[:3]) == [Part(0, 8, 7.0)]  # what was not read is no sentence with 0
+    assert words.by_sentence(text, []) == []
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_tokens_know_their_text_with_and_without_token_types(typed: bool) -> None:
+    """[CLS] a b [SEP] c [SEP], in two windows; RoBERTa's tokenizer gives no types, and two separators."""
+    special = [True, False, False, True, False, True]
+    window = Window(6, 4 if typed else 6)
+    encoded = Encoded([0] * 12, [window, window], False, [(0, 0)] * 12)
+    assert words.sides(encoded, special * 2, paired=True) == [-1, 0, 0, -1, 1, -1] * 2
+    assert words.sides(Encoded([0] * 6, [Window(6, 6)], False, []), special, paired=False) == [-1, 0, 0, -1, 0, -1]
+    roberta = Encoded([0] * 6, [Window(6, 6)], False, [])
+    assert words.sides(roberta, [True, False, True, True, False, True], paired=True) == [-1, 0, -1, -1, 1, -1]

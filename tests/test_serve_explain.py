@@ -1,0 +1,199 @@
+"""Explanations over HTTP: beside the answers, never in their way, and refused where there can be none."""
+
+import asyncio
+import importlib
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from rtrain.config import Serve
+from rtrain.explain.explainer import Explainer, Explanation
+from rtrain.predict import Predictor
+from rtrain.tasks.base import Head
+from serve import explanations
+from serve.app import build_app
+from tests import serving
+from tests.serving import LABELS, TEXT, call, client, error
+from tests.tiny import CORPUS, make_task_artifact
+
+jsonschema: Any = importlib.import_module("jsonschema")
+
+app, predictor = serving.app, serving.predictor  # fixtures
+
+WHY = {"inputs": TEXT, "parameters": {"explain": True}}
+
+
+class Held:
+    """Holds explanations until it is opened."""
+
+    def __init__(self) -> None:
+        self._explain, self._open, self.rows = Explainer.explain, threading.Event(), 0
+        self.threads = set[str]()
+
+    def __call__(self, explainer: Explainer, *arguments: Any, stop: Any) -> Explanation:
+        self.rows += 1
+        self.threads.add(threading.current_thread().name)
+        assert self._open.wait(10)
+        return self._explain(explainer, *arguments, stop=stop)
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def entered(self) -> None:
+        while not self.rows:
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    held = Held()
+    monkeypatch.setattr(Explainer, "explain", lambda *arguments, **named: held(*arguments, **named))
+    yield held
+    held.open()
+
+
+def test_an_explanation_stands_beside_the_ordinary_answer(app: FastAPI, predictor: Predictor) -> None:
+    texts = [TEXT, {"text": CORPUS[1], "text_pair": CORPUS[2]}]
+    response = call(app, "POST", "/predict", json={"inputs": texts, "parameters": {"explain": True, "top_k": 1}})
+    assert response.status_code == 200, response.text
+    ordinary = call(app, "POST", "/predict", json={"inputs": texts, "parameters": {"top_k": 1}}).json()
+    expected = Explainer(predictor)(texts)
+    for found, answer, explanation in zip(response.json(), ordinary, expected, strict=True):
+        assert found["answer"][0]["label"] == answer[0]["label"]
+        assert found["answer"][0]["score"] == pytest.approx(answer[0]["score"], abs=1e-5)
+        [why], [by_hand] = found["explanation"]["answers"], explanation.to_document()["answers"]
+        assert why["label"] == answer[0]["label"]
+        assert [word["word"] for word in why["words"]] == [word["word"] for word in by_hand["words"]]
+        assert [word["attribution"] for word in why["words"]] == pytest.approx(
+            [word["attribution"] for word in by_hand["words"]], abs=1e-4
+        )
+        assert why["completeness_error"] < 0.01
+
+
+def test_any_label_can_be_explained(app: FastAPI) -> None:
+    for label in LABELS:
+        document = {"inputs": TEXT, "parameters": {"explain": True, "label": label}}
+        [found] = call(app, "POST", "/predict", json=document).json()
+        assert [why["label"] for why in found["explanation"]["answers"]] == [label]
+
+
+def test_without_explain_the_answer_is_the_ordinary_one(app: FastAPI) -> None:
+    ordinary = call(app, "POST", "/predict", json={"inputs": TEXT}).json()
+    assert call(app, "POST", "/predict", json={"inputs": TEXT, "parameters": {"explain": False}}).json() == ordinary
+
+
+def test_a_number_is_explained(tmp_path: Path) -> None:
+    head = Head(("score",), {"mean": 6.0, "std": 1.5, "lowest": 1.0, "highest": 9.0, "step": 0.5})
+    app = build_app(Predictor.load(make_task_artifact(tmp_path, "regression", head), threads=1), Serve())
+    [found] = call(
+        app, "POST", "/predict", json={"inputs": "The end. No parcel.", "parameters": {"explain": True}}
+    ).json()
+    [why] = found["explanation"]["answers"]
+    assert why["value"] == pytest.approx(found["answer"], abs=1e-4)
+    assert [entry["sentence"] for entry in why["sentences"]] == ["The end.", "No parcel."]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message", "field"),
+    [
+        ({"explain": True, "label": "d"}, "the model has no label 'd'; known: a, b, c", "parameters.label"),
+        ({"label": "a"}, "Value error, label says what to explain; send explain: true with it", "parameters"),
+        ({"explain": 1}, "Input should be a valid boolean", "parameters.explain"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_is_refused(
+    app: FastAPI, parameters: dict[str, Any], message: str, field: str
+) -> None:
+    response = call(app, "POST", "/predict", json={"inputs": TEXT, "parameters": parameters})
+    assert (response.status_code, response.json()) == (422, error("invalid", message, field))
+
+
+def test_an_int8_artefact_answers_and_does_not_explain(predictor: Predictor) -> None:
+    """The tiny float engine under the name of another: what is tested is who refuses, and when."""
+
+    class Other:
+        def __init__(self, engine: Any):
+            self.logits = engine.logits
+
+    int8 = Predictor.__new__(Predictor)
+    int8.__dict__ |= predictor.__dict__
+    int8.artifact = replace(predictor.artifact, engine="openvino", lineage={"parent": "abc123"})
+    int8._engine = Other(predictor._engine)
+    app = build_app(int8, Serve())
+    assert call(app, "POST", "/predict", json={"inputs": TEXT}).status_code == 200
+    response = call(app, "POST", "/predict", json=WHY)
+    message = (
+        f"artefact tiny {predictor.artifact.version} is int8 and has no gradients; "
+        "name the float artefact that it was made from, version abc123"
+    )
+    assert (response.status_code, response.json()) == (422, error("invalid", message, "parameters.explain"))
+    assert app.state.service.batcher.stats.calls == 1, "the texts were answered in vain"
+
+
+def test_ordinary_requests_do_not_wait_for_an_explanation(app: FastAPI, held: Held) -> None:
+    async def main() -> None:
+        async with client(app) as session:
+            slow = asyncio.create_task(session.post("/predict", json=WHY))
+            await held.entered()
+            for _ in range(3):
+                assert (await session.post("/predict", json={"inputs": TEXT})).status_code == 200
+            assert not slow.done()
+            held.open()
+            assert (await slow).status_code == 200
+
+    asyncio.run(main())
+    [thread] = held.threads
+    assert thread.startswith("explain")
+    assert "rtrain_explain_seconds_count 1.0" in app.state.service.exposition().splitlines()
+
+
+def test_too_many_explanations_are_refused_and_the_rest_made(app: FastAPI, held: Held) -> None:
+    most = explanations.MOST_WAITING
+
+    async def main() -> None:
+        async with client(app) as session:
+            accepted = asyncio.create_task(session.post("/predict", json={**WHY, "inputs": [TEXT] * most}))
+            await held.entered()
+            refused = await session.post("/predict", json=WHY)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert refused.json() == error("overloaded", "too many texts are waiting to be explained")
+            held.open()
+            assert len((await accepted).json()) == most
+            assert (await session.post("/predict", json=WHY)).status_code == 200
+
+    asyncio.run(main())
+    response = call(app, "POST", "/predict", json={**WHY, "inputs": [TEXT] * (most + 1)})
+    message = f"{most + 1} texts to explain; send at most {most}"
+    assert (response.status_code, response.json()) == (413, error("too_large", message, "inputs"))
+
+
+def test_an_explanation_past_its_deadline_is_answered_504_and_stops(predictor: Predictor, held: Held) -> None:
+    app = build_app(predictor, Serve(deadline_s=0.3))
+    waiting = app.state.service.explanations
+
+    async def main() -> None:
+        async with client(app) as session:
+            late = await session.post("/predict", json={**WHY, "inputs": [TEXT, TEXT, TEXT]})
+            assert late.status_code == 504
+            assert late.json() == error("expired", "the deadline passed before the explanation was ready")
+            assert waiting.waiting == 0
+            held.open()
+            await asyncio.to_thread(waiting._thread.shutdown)
+
+    asyncio.run(main())
+    assert held.rows == 1, "texts were explained that nobody awaits"
+
+
+def test_the_openapi_document_describes_explanations(app: FastAPI) -> None:
+    document = call(app, "GET", "/openapi.json").json()
+    schema = {"$ref": "#/components/schemas/ExplainedReply", "components": document["components"]}
+    jsonschema.validate(call(app, "POST", "/predict", json=WHY).json(), schema, jsonschema.Draft202012Validator)
+    request = {"$ref": "#/components/schemas/PredictRequest", "components": document["components"]}
+    jsonschema.validate(WHY, request, jsonschema.Draft202012Validator)
+    reply = document["paths"]["/predict"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+    assert [entry["$ref"].rsplit("/", 1)[-1] for entry in reply["anyOf"]] == ["PredictReply", "ExplainedReply"]
