@@ -294,12 +294,17 @@ def evaluate(
     assignments: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Score an artefact on a file of rows, through the path that answers requests."""
+    """Score an artefact on a file of rows, through the path that answers requests; the columns are those of its own
+    training rows, but for what --set data.label=... and so on say."""
+    from rtrain import artifact as artifacts
+    from rtrain import config, scores
     from rtrain.compress import score
 
-    config = _config("intent", assignments, data=data)
-    report = score.run(artifact.absolute(), config.recipe.data)
-    _print(report, as_json, "\n".join(f"{name:>16}  {value}" for name, value in report.items()))
+    overrides = {"data.path": data, **dict(config.parse_assignment(text) for text in assignments or ())}
+    folder = artifact.absolute()
+    report = score.run(folder, score.settings(artifacts.read(folder), overrides))
+    rate = f"{report['bad_rows']} bad rows, {report['rows_per_second']} rows/s"
+    _print(report, as_json, f"{scores.text(report)}\n\n{rate}")
 
 
 @app.command()
