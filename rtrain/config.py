@@ -44,6 +44,9 @@ class Data(Section):
     """Column with the label; for a task of several heads a list, one column each; null where nothing is labelled."""
     separator: Annotated[str, Field(min_length=1)] | None = None
     """Between the labels of a row that has several, e.g. "|", where they are one text; lists need none."""
+    outside: Annotated[str, Field(min_length=1)] | None = None
+    """Label of rows that belong to none of the classes: not trained on, and told from the others by a threshold that is
+    chosen on the validation rows."""
     slices: tuple[str, ...] = ()
     """Columns, e.g. a language, by whose values the scores are given apart as well."""
     split_by: str | None = None
@@ -67,6 +70,43 @@ class Data(Section):
     def labels(self) -> tuple[str, ...]:
         """Columns with labels."""
         return (self.label,) if isinstance(self.label, str) else self.label or ()
+
+
+class Augment(Section):
+    """More training rows, made from those that there are. Validation and test rows stay as they are, and no copy of a
+    training row has a text that would be in one of them."""
+
+    copies: Annotated[int, Field(ge=0, le=100)] = 0
+    """Noisy copies of each training row; fewer of a text with little to change."""
+    typo: Share = 0.0
+    """Share of a copy's words that get a typo."""
+    swap: Share = 0.0
+    """Share of the words that change places with the next."""
+    drop: Share = 0.0
+    """Share of the words that are left out."""
+    mask: Share = 0.0
+    """Share of the words that the model's mask token takes the place of."""
+    paraphrase: str | None = None
+    """Encoder-decoder model (a Transformers folder or a hub name) that writes each training text (data.text) anew; what
+    it writes is a copy more."""
+    pivot: str | None = None
+    """Model that translates the texts into another language first; `paraphrase` is then the one that translates them
+    back."""
+    prefix: str = ""
+    """Written before each text, for models that are told their job."""
+    variants: Annotated[int, Field(ge=1, le=16)] = 1
+    """Texts that `paraphrase` writes for each text, by as many beams."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of the noise; apart from train.seed, so that runs of several seeds share their rows."""
+
+    @property
+    def noise(self) -> dict[str, float]:
+        """Share of the words by what is done to them."""
+        return {"typo": self.typo, "swap": self.swap, "drop": self.drop, "mask": self.mask}
+
+    @property
+    def active(self) -> bool:
+        return self.copies > 0 or self.paraphrase is not None
 
 
 class Model(Section):
@@ -148,6 +188,7 @@ class Recipe(Section):
     name: str
     task: Literal["classification", "multi_label", "multi_head", "regression", "token_tags"]
     data: Data = Data()
+    augment: Augment = Augment()
     model: Model = Model()
     optim: Optim = Optim()
     train: Train = Train()
@@ -169,6 +210,10 @@ class Recipe(Section):
         )
         for name in SPEED:
             del document["train"][name]
+        if self.data.outside is None:
+            del document["data"]["outside"]
+        if not self.augment.active:  # then it changes no row
+            del document["augment"]
         document["train"]["rows_per_update"] = self.rows_per_update
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -347,7 +392,23 @@ def contradictions(recipe: Recipe, deploy: Deploy) -> list[Problem]:
         problems.append(
             Problem("tune.first_rung", tune.first_rung, f"above tune.budget={tune.budget}", "write a smaller share")
         )
-    return problems + _data_contradictions(recipe.data)
+    return problems + _data_contradictions(recipe.data) + _augment_contradictions(recipe.augment)
+
+
+def _augment_contradictions(augment: Augment) -> list[Problem]:
+    problems, total = [], sum(augment.noise.values())
+    if total > 1:
+        reason = "the shares of typo, swap, drop and mask are more than all words"
+        problems.append(Problem("augment", round(total, 6), reason, "lower one: their sum is at most 1"))
+    if augment.copies and not total:
+        fix = "give a share of words, e.g. augment.typo=0.1, or copies=0"
+        problems.append(Problem("augment.copies", augment.copies, "copies without noise repeat their rows", fix))
+    if total and not augment.copies:
+        problems.append(Problem("augment.copies", 0, "noise is for copies, and there are none", "write 1 or more"))
+    if augment.pivot and not augment.paraphrase:
+        fix = "name the model that translates back as augment.paraphrase"
+        problems.append(Problem("augment.pivot", augment.pivot, "the way back is missing", fix))
+    return problems
 
 
 def _data_contradictions(data: Data) -> list[Problem]:

@@ -23,10 +23,12 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.config": frozenset(),
     "rtrain.artifact": frozenset({"rtrain.manifest"}),
     "rtrain.predict": frozenset({"rtrain.artifact", "rtrain.tasks."}),
+    "rtrain.scores": frozenset({"rtrain.metrics.", "rtrain.tasks."}),
     "rtrain.tasks.batch": frozenset(),
     "rtrain.tasks.base": frozenset({"rtrain.config", "rtrain.tasks.batch"}),
     "rtrain.tasks.": frozenset(
-        {f"rtrain.tasks.{name}" for name in ("base", "batch", "pooled", "classification")} | {"rtrain.metrics."}
+        {f"rtrain.tasks.{name}" for name in ("base", "batch", "pooled", "classification", "tables")}
+        | {"rtrain.metrics."}
     ),
     "rtrain.data.synthetic": frozenset(),
     "rtrain.data.records": frozenset({"rtrain.config", "rtrain.data.formats"}),
@@ -35,6 +37,10 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.data.conll": frozenset(),
     "rtrain.data.augment": frozenset(),
     "rtrain.data.paraphrase": frozenset(),
+    "rtrain.data.rewriting": frozenset({"rtrain.config", "rtrain.data.paraphrase", "rtrain.data.store"}),
+    "rtrain.data.variants": frozenset(
+        {"rtrain.config", "rtrain.data.augment", "rtrain.data.records", "rtrain.tasks.base"}
+    ),
     "rtrain.metrics.": frozenset({"rtrain.metrics."}),
     "rtrain.data.order": frozenset({"rtrain.tasks.batch"}),
     "rtrain.data.drafts": frozenset(),
@@ -43,6 +49,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "rtrain.data.tokens": frozenset(
         {"rtrain.config", "rtrain.tasks.", *(f"rtrain.data.{name}" for name in ("drafts", "records", "store"))}
+        | {f"rtrain.data.{name}" for name in ("paraphrase", "rewriting", "variants")}
     ),
     "rtrain.data.ingest": frozenset({"rtrain.data.order", "rtrain.data.store", "rtrain.tasks.batch"}),
     "rtrain.report.": frozenset({"rtrain.report."}),
@@ -77,7 +84,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             "rtrain.training.step",
         }
     ),
-    "rtrain.training.predictions": frozenset({"rtrain.data.store", "rtrain.tasks."}),
+    "rtrain.training.predictions": frozenset({"rtrain.data.store", "rtrain.scores", "rtrain.tasks."}),
     "rtrain.training.runs": frozenset({"rtrain.config"}),
     "rtrain.proof.planted": frozenset({"rtrain.tasks.batch", "rtrain.training.step", "rtrain.training.exchange"}),
     "rtrain.proof.cases": frozenset(
@@ -106,7 +113,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             f"rtrain.training.{name}"
             for name in ("evaluate", "exchange", "loop", "losses", "model", "notice", "precision", "replica")
         }
-        | {"rtrain.training.predictions"}
+        | {"rtrain.training.predictions", "rtrain.scores"}
     ),
     "rtrain.training.driver": frozenset(
         {
@@ -134,7 +141,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "rtrain.compress.": frozenset(
         {"rtrain.artifact", "rtrain.predict", "rtrain.config", "rtrain.compress.", "rtrain.training."}
-        | {"rtrain.data.", "rtrain.report.events", "rtrain.tasks."}
+        | {"rtrain.data.", "rtrain.report.events", "rtrain.scores", "rtrain.tasks."}
     ),
     "serve.": frozenset({"serve.", "rtrain.predict", "rtrain.artifact", "rtrain.config", "rtrain.tasks."}),
     "tune.": frozenset(
@@ -144,7 +151,13 @@ ALLOWED: dict[str, frozenset[str]] = {
 }
 
 RAY_ALLOWED = (
-    *("rtrain.data.tokens", "rtrain.data.ingest", "rtrain.training.worker", "rtrain.training.driver"),
+    *(
+        "rtrain.data.tokens",
+        "rtrain.data.rewriting",
+        "rtrain.data.ingest",
+        "rtrain.training.worker",
+        "rtrain.training.driver",
+    ),
     *("rtrain.compress.distill", "rtrain.cluster.", "rtrain.report.memory", "rtrain.proof.cases", "rtrain.demo"),
     *("rtrain.plan.preflight", "rtrain.proof.faults", "rtrain.training.notice", "rtrain.training.placement"),
     *("serve.deployment", "tune."),

@@ -14,7 +14,7 @@ from rtrain.metrics import classification, entities, regression
 from rtrain.metrics.additive import Additive, Floats, Ints, joined, ratio
 from rtrain.tasks import tables
 from rtrain.tasks.base import Head
-from rtrain.tasks.batch import IGNORED, Ragged
+from rtrain.tasks.batch import IGNORED, OUTSIDE, Ragged
 
 Scores = dict[str, float]
 Measured = Callable[[Ragged, Ragged, Head], Scores]
@@ -49,22 +49,50 @@ MACRO = ("macro_precision", "macro_recall", "macro_f1")
 
 
 def classes(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
-    """Accuracy and macro precision, recall and F1. A target of -1 (a label without a class) is wrong for every
-    class."""
+    """Accuracy and macro precision, recall and F1. A target of -1 (a label without a class) is wrong for every class.
+
+    Where rows may be outside of all classes, these are of the rows inside, none of them refused; then, once there is a
+    threshold, how well the others are told from them, and the accuracy of all rows with those refused.
+    """
     return {**additive_classes(outcomes, targets, head).scores(), "rows": len(outcomes)}
 
 
 def additive_classes(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
-    logits = outcomes.matrix(len(head.labels))
-    found = classification.additive(_whole(targets.values), logits.argmax(axis=1), len(head.labels))
-    return _named(found, ("accuracy", *MACRO))
+    logits, true = outcomes.matrix(len(head.labels)), _whole(targets.values)
+    predicted = logits.argmax(axis=1)
+    found = _named(classification.additive(true, predicted, len(head.labels)), ("accuracy", *MACRO))
+    if "outside" not in head.facts:
+        return found
+    outside = true == OUTSIDE
+    inside = Additive(found.rows.multiply((~outside).astype(np.float64)[:, None]).tocsr(), found.score)
+    if "threshold" not in head.facts:
+        return inside
+    refused = tables.chances_of(outcomes, head).max(axis=1) < head.facts["threshold"]
+    right = np.where(outside, refused, (predicted == true) & ~refused)
+    columns = (refused & outside, refused, outside, ~refused & ~outside, ~outside, right, np.ones_like(right))
+    return joined(inside, Additive(np.stack(columns, axis=1).astype(np.float64), _outside))
+
+
+def _outside(sums: Floats) -> dict[str, Floats]:
+    both, refused, outside, kept, inside, right, rows = np.moveaxis(sums, -1, 0)
+    return {
+        "outside_precision": ratio(both, refused),
+        "outside_recall": ratio(both, outside),
+        "outside_f1": ratio(2 * both, refused + outside),
+        "inside_kept": ratio(kept, inside),
+        "accuracy_with_refusals": ratio(right, rows),
+    }
 
 
 def more_of_classes(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
-    """One-vs-rest AUC, where a class has rows and others have too, and the expected calibration error."""
+    """One-vs-rest AUC, where a class has rows and others have too, and the expected calibration error; the AUC of
+    telling the rows outside of all classes by the best class's chance."""
     chances, true = tables.chances_of(outcomes, head), _whole(targets.values)
-    area, _ = classification.auc(true, chances)
-    return {**({} if area is None else {"auc": area}), "ece": tables.ece(chances, true)}
+    outside = true == OUTSIDE
+    found = {"ece": tables.ece(chances[~outside], true[~outside])}
+    area, _ = classification.auc(true[~outside], chances[~outside])
+    told, _ = classification.auc(outside.astype(np.int64), chances.max(axis=1)[:, None] * np.array([1.0, -1.0]))
+    return {**({} if area is None else {"auc": area}), **found, **({} if told is None else {"outside_auc": told})}
 
 
 # -------------------------------------------------------------------------------------------------------------- labels

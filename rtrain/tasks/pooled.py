@@ -22,6 +22,8 @@ class PooledTask:
     fields = ("text", "text_pair")
     needs_pair = False
     never_cuts = False
+    varies: base.Variation = "text"
+    finds_outside = False
 
     def encode(
         self,

@@ -3,6 +3,7 @@
 classes   per_class: [{class, precision, recall, f1, auc, support, predicted}, ...], worst F1 first, at most
           `MOST_CLASSES`, with `classes` saying how many there are; confusion: {labels, counts [true][predicted],
           without_class: how often each was predicted of a row that has no class} up to `MOST_CONFUSED` classes;
+          with `data.outside` that label is a class too, and threshold the chance below which it is given;
           confused: the `MOST_PAIRS` most frequent mistakes [{true, predicted, rows}, ...]; calibration: {ece, bins:
           [{low, high, rows, confidence, accuracy}, ...]}
 labels    per_class (auc is left out), classes, calibration of each label's yes or no, threshold
@@ -20,7 +21,7 @@ import numpy as np
 from rtrain.metrics import calibration, classification, entities, regression
 from rtrain.metrics.additive import Bools, Floats, Ints
 from rtrain.tasks.base import Head
-from rtrain.tasks.batch import IGNORED, Ragged
+from rtrain.tasks.batch import IGNORED, OUTSIDE, Ragged
 from rtrain.tasks.pooled import softmax
 
 MOST_CLASSES = 500
@@ -32,7 +33,18 @@ BINS = 30
 
 def classes(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
     chances, true = chances_of(outcomes, head), targets.values.astype(np.int64)
-    return _of_classes(chances, true, head.labels)
+    if "outside" not in head.facts:
+        return _of_classes(chances, true, head.labels)
+    # One class more: the rows that are refused, by what the best class leaves over.
+    sure, place = chances.max(axis=1), len(head.labels)
+    refused = sure < head.facts.get("threshold", 0.0)
+    outside, wide = true == OUTSIDE, np.concatenate([chances, 1 - sure[:, None]], axis=1)
+    given = np.where(refused, place, chances.argmax(axis=1))
+    return {
+        **_of_classes(wide, np.where(outside, place, true), (*head.labels, head.facts["outside"]), given),
+        "threshold": head.facts.get("threshold"),
+        "calibration": _calibration(sure[~outside], (chances.argmax(axis=1) == true)[~outside]),
+    }
 
 
 def labels(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
@@ -128,8 +140,9 @@ def names_of(rows: Sequence[Any], head: Head) -> list[list[str]]:
 # -------------------------------------------------------------------------------------------------------------- shared
 
 
-def _of_classes(chances: Floats, true: Ints, names: Sequence[str]) -> dict[str, Any]:
-    counts = classification.confusion(true, chances.argmax(axis=1), len(names))
+def _of_classes(chances: Floats, true: Ints, names: Sequence[str], given: Ints | None = None) -> dict[str, Any]:
+    """`given`: the predicted class of each row, by default the most probable."""
+    counts = classification.confusion(true, chances.argmax(axis=1) if given is None else given, len(names))
     _, areas = classification.auc(true, chances)
     each = zip(names, classification.per_class(counts), areas, strict=True)
     return {

@@ -37,6 +37,8 @@ class TokenTags:
     fields = ("text", "text_pair")
     needs_pair = False
     never_cuts = True
+    varies: base.Variation = "words"
+    finds_outside = False
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         """The text's words are separated by single blanks, as `records` joins a list of tokens."""

@@ -47,7 +47,7 @@ class Prepared:
 
 def check(config: Config) -> tuple[records.Source, Path]:
     """Everything that can be refused before Ray starts, all at once: files, columns, model, precision."""
-    problems: list[Any] = []
+    problems: list[Any] = list(tokens.problems(config.recipe))
     source, folder = None, None
     try:
         source = records.inspect(config.recipe.data)
@@ -106,6 +106,8 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
         "tokenised" if made else "tokens_reused",
         rows=store.manifest.rows,
         quarantined=store.manifest.quarantined,
+        copies=store.manifest.copies,
+        left_out=store.manifest.left_out,
         store=str(store.folder),
     )
     return Prepared(run, frozen, store, weights)
