@@ -78,9 +78,9 @@ def number(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
     tables: dict[str, Any] = {"residuals": {"edges": edges.tolist(), "rows": counts.tolist()}}
     if step := head.facts.get("step"):
         low, high = head.facts["lowest"], head.facts["highest"]
-        sides = [regression.ratings(side, low, high, step) for side in (true, found)]
+        graded, answered = (regression.ratings(side, low, high, step) for side in (true, found))
         names = [f"{low + place * step:g}" for place in range(round((high - low) / step) + 1)]
-        tables["scale"] = _confusion(classification.confusion(*sides, len(names)), names)
+        tables["scale"] = _confusion(classification.confusion(graded, answered, len(names)), names)
     return tables
 
 
