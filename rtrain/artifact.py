@@ -19,6 +19,8 @@ from rtrain.errors import UserError
 
 NAME = "artifact.json"
 SCHEMA_VERSION = 1
+COLUMNS = ("text", "text_pair", "label", "separator", "slices", "split_by", "max_row_bytes", "max_bad_rows")
+"""Settings of `data` that say how a file of rows is read, and so how `rtrain evaluate` reads another one."""
 
 GOLDEN_INPUTS = (
     "Hello",
@@ -48,6 +50,8 @@ class Artifact:
     """`torch` (float) or `openvino` (int8)."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the task needs to answer, beside the labels: how windows are pooled, the mean of the targets, ..."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """How the rows were read that it was trained on: `COLUMNS`. Empty in artefacts that were made without."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     lineage: Mapping[str, Any] = field(default_factory=dict)
     gate: Mapping[str, Any] | None = None

@@ -11,23 +11,13 @@ import typer
 from rtrain import __version__, env
 from rtrain.cluster import session as sessions
 from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.options import Address, DataOption, Json, ModelOption, New, Out, Resume, Set, TestOption, Workers, reuse_of
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 recipes_app = typer.Typer(no_args_is_help=True, help="List the recipes, or print one.")
 app.add_typer(recipes_app, name="recipes")
 
 INTERRUPTED = 130
-
-Set = Annotated[list[str] | None, typer.Option("--set", help="Change a setting: section.name=value. Repeatable.")]
-Out = Annotated[str | None, typer.Option("--out", help="Run folder (default: runs/<recipe>-<time>).")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-DataOption = Annotated[str | None, typer.Option("--data", help="Training rows: file, folder, glob or `datasets` name.")]
-TestOption = Annotated[str | None, typer.Option("--test", help="Test rows; without it 10 % are split off.")]
-ModelOption = Annotated[str | None, typer.Option("--model", help="minilm, a Transformers folder, or a hub name.")]
-Workers = Annotated[int | None, typer.Option("--workers", help="DDP workers.")]
-Address = Annotated[str | None, typer.Option("--address", help="Ray cluster; default RAY_ADDRESS, else a local one.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")]
-New = Annotated[bool, typer.Option("--new", help="If --out is in use, take the next free number.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -120,7 +110,7 @@ def train(
 
     config = _config(recipe, assignments, data=data, test=test, model=model, workers=workers, address=address)
     folder = runs.folder_for(config.recipe.name, out)
-    config, reuse = runs.absolute(config), _reuse(resume, new)
+    config, reuse = runs.absolute(config), reuse_of(resume, new)
     if supervise.wanted():
         run, _ = runs.choose(folder, config, reuse)
         raise typer.Exit(supervise.supervise([*sys.argv[1:], "--out", str(run)], run))
@@ -129,14 +119,6 @@ def train(
         prepared = driver.prepare(config, folder, reuse)
         summary = driver.fit(prepared, on_event=line)
     _print(summary, as_json, summary_text(summary, prepared.run))
-
-
-def _reuse(resume: bool, new: bool) -> Any:
-    if resume and new:
-        raise ConfigError(
-            [Problem("--new", None, "--resume and --new exclude each other", "continue, or start another")]
-        )
-    return "resume" if resume else "new" if new else "refuse"
 
 
 @app.command()
@@ -163,7 +145,7 @@ def tune(
     config = runs.absolute(config)
     driver.check(config)
     with session(config, folder.parent), Line() as line:
-        found = search.run(config, folder, _reuse(False, new), on_event=line)
+        found = search.run(config, folder, reuse_of(False, new), on_event=line)
         winner = search.continue_best(found, on_event=line)
     _print({**found.to_document(), "winner": winner}, as_json, search_text(found, winner))
 
@@ -274,7 +256,7 @@ def distill(
     teacher = run.absolute()
     folder = Path(out).absolute() if out else teacher.with_name(f"{teacher.name}-student")
     with session(config, folder.parent), Line() as line:
-        student, summary = distillation.run(config, teacher, folder, _reuse(False, new), on_event=line)
+        student, summary = distillation.run(config, teacher, folder, reuse_of(False, new), on_event=line)
     _print(summary, as_json, summary_text(summary, student))
 
 
@@ -302,12 +284,16 @@ def evaluate(
     assignments: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Score an artefact on a file of rows, through the path that answers requests."""
+    """Score an artefact on a file of rows, through the path that answers requests; the columns are those of its own
+    training rows, but for what --set data.label=... and so on say."""
+    from rtrain import artifact as artifacts, config, scores
     from rtrain.compress import score
 
-    config = _config("intent", assignments, data=data)
-    report = score.run(artifact.absolute(), config.recipe.data)
-    _print(report, as_json, "\n".join(f"{name:>16}  {value}" for name, value in report.items()))
+    overrides = {"data.path": data, **dict(config.parse_assignment(text) for text in assignments or ())}
+    folder = artifact.absolute()
+    report = score.run(folder, score.settings(artifacts.read(folder), overrides))
+    rate = f"{report['bad_rows']} bad rows, {report['rows_per_second']} rows/s"
+    _print(report, as_json, f"{scores.text(report)}\n\n{rate}")
 
 
 @app.command()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain import artifact
+from rtrain import artifact, scores
 from rtrain.compress import distill, quantize, score
 from rtrain.config import with_overrides
 from rtrain.data.store import Store
@@ -130,7 +130,11 @@ def test_failed_quantization_leaves_nothing(student: Path, tmp_path: Path) -> No
 
 
 def test_evaluate_scores_a_file_through_the_serving_path(teacher: Path) -> None:
-    data = settings(teacher.parent).recipe.data
-    scored = score.run(teacher / "artifact", data.model_copy(update={"path": data.test, "test": None}))
-    assert scored["accuracy"] == artifact.read(teacher / "artifact").metrics["test"]["accuracy"]
+    data, made = settings(teacher.parent).recipe.data, artifact.read(teacher / "artifact")
+    scored = score.run(teacher / "artifact", score.settings(made, {"data.path": data.test}))
+    assert scored["scores"]["accuracy"] == made.metrics["test"]["accuracy"]
     assert (scored["rows"], scored["bad_rows"]) == (20, 0)
+    kept = scores.read(teacher, "test")
+    assert kept is not None
+    same = ("scores", "intervals", "slices", "tables", "headline", "rows")
+    assert {name: scored[name] for name in same} == {name: kept[name] for name in same}

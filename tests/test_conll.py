@@ -3,8 +3,7 @@
 import io
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rtrain.data import conll
 from rtrain.data.conll import Sentence

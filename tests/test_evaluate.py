@@ -12,7 +12,7 @@ from rtrain import config
 from rtrain.data.store import Store
 from rtrain.tasks import base
 from rtrain.tasks.batch import Ragged
-from rtrain.tasks.metrics import metric_for
+from rtrain.tasks.metrics import METRICS
 from rtrain.training import evaluate, step
 from rtrain.training.exchange import Exchange
 from tests.conftest import labelled_rows, write_rows
@@ -48,7 +48,7 @@ def store(tmp_path_factory: pytest.TempPathFactory, encoder: Path) -> Store:
 
 
 def by_hand(network: torch.nn.Module, store: Store, split: str) -> dict[str, float]:
-    """Accuracy and macro F1 from one forward pass per row."""
+    """Accuracy and macro precision, recall and F1 from one forward pass per row."""
     network.eval()
     pairs: Counter[tuple[int, int]] = Counter()
     for row in range(store.rows(split)):
@@ -62,10 +62,11 @@ def by_hand(network: torch.nn.Module, store: Store, split: str) -> dict[str, flo
         found = sum(count for (_, predicted), count in pairs.items() if predicted == label)
         there = sum(count for (target, _), count in pairs.items() if target == label)
         if found + there:
-            scores.append(2 * right / (found + there))
+            scores.append([right / max(1, found), right / max(1, there), 2 * right / (found + there)])
     rows = sum(pairs.values())
     accuracy = sum(count for (target, predicted), count in pairs.items() if target == predicted) / rows
-    return {"accuracy": accuracy, "macro_f1": float(np.mean(scores)), "rows": rows}
+    macro = zip(("macro_precision", "macro_recall", "macro_f1"), np.mean(scores, axis=0).tolist(), strict=True)
+    return {"accuracy": accuracy, **dict(macro), "rows": rows}
 
 
 def test_scores_are_those_of_single_rows(store: Store, encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +126,8 @@ def test_rows_of_many_windows_are_evaluated_in_smaller_groups(store: Store, monk
 
 def test_an_empty_split_scores_nothing() -> None:
     nothing = Ragged(np.empty(0), np.empty(0, dtype=np.int32))
-    assert metric_for("classes").scores(nothing, nothing, base.Head(("a", "b"))) == {
-        "accuracy": 0.0,
-        "macro_f1": 0.0,
-        "rows": 0,
-    }
+    head = base.Head(("a", "b"), {"heads": [["first", 2]], "step": 1.0, "lowest": 0.0, "highest": 3.0})
+    for output, metric in METRICS.items():
+        found = metric.scores(nothing, nothing, head)
+        assert metric.headline in found, output
+        assert set(found.values()) == {0}, output

@@ -99,7 +99,8 @@ def test_each_label_can_be_explained_and_its_value_is_its_logit(classes: Explain
         [found] = classes([CORPUS[1]], label)
         [explained] = found.answers
         complete(explained)
-        assert (explained.label, explained.value) == (label, pytest.approx(logit, abs=1e-4))
+        assert explained.label == label
+        assert explained.value == pytest.approx(logit, abs=1e-4)
 
 
 def test_a_number_is_explained_in_its_unit_and_by_sentences(made: Callable[..., Explainer]) -> None:
@@ -227,7 +228,8 @@ class Linear(torch.nn.Module):
         self.layers = layers
 
     def get_input_embeddings(self) -> torch.nn.Module:
-        return self.table
+        table: torch.nn.Module = self.table
+        return table
 
     def forward(self, inputs_embeds: torch.Tensor) -> SimpleNamespace:
         weight = self.weight

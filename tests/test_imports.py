@@ -20,23 +20,32 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.errors": frozenset(),
     "rtrain.env": frozenset(),
     "rtrain.manifest": frozenset(),
-    "rtrain.config": frozenset(),
+    "rtrain.config": frozenset({"rtrain.sections"}),
+    "rtrain.sections": frozenset(),
+    "rtrain.options": frozenset(),
     "rtrain.artifact": frozenset({"rtrain.manifest"}),
     "rtrain.predict": frozenset({"rtrain.artifact", "rtrain.tasks."}),
     "rtrain.explain.": frozenset({"rtrain.explain.", "rtrain.predict", "rtrain.tasks."}),
+    "rtrain.scores": frozenset({"rtrain.metrics.", "rtrain.tasks."}),
     "rtrain.tasks.batch": frozenset(),
     "rtrain.tasks.base": frozenset({"rtrain.config", "rtrain.tasks.batch"}),
     "rtrain.tasks.": frozenset(
-        {f"rtrain.tasks.{name}" for name in ("base", "batch", "pooled", "classification")} | {"rtrain.metrics."}
+        {f"rtrain.tasks.{name}" for name in ("base", "batch", "pooled", "classification", "tables")}
+        | {"rtrain.metrics."}
     ),
     "rtrain.data.synthetic": frozenset(),
     "rtrain.data.records": frozenset({"rtrain.config", "rtrain.data.formats"}),
     "rtrain.data.packing": frozenset({"rtrain.data.records"}),
+    "rtrain.data.quarantine": frozenset({"rtrain.config", "rtrain.data.records"}),
     "rtrain.data.formats": frozenset({"rtrain.data.conll", "rtrain.data.squad"}),
     "rtrain.data.squad": frozenset(),
     "rtrain.data.conll": frozenset(),
     "rtrain.data.augment": frozenset(),
     "rtrain.data.paraphrase": frozenset(),
+    "rtrain.data.rewriting": frozenset({"rtrain.config", "rtrain.data.paraphrase", "rtrain.data.store"}),
+    "rtrain.data.variants": frozenset(
+        {"rtrain.config", "rtrain.data.augment", "rtrain.data.records", "rtrain.tasks.base"}
+    ),
     "rtrain.metrics.": frozenset({"rtrain.metrics."}),
     "rtrain.data.order": frozenset({"rtrain.tasks.batch"}),
     "rtrain.data.drafts": frozenset(),
@@ -45,7 +54,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "rtrain.data.tokens": frozenset(
         {"rtrain.config", "rtrain.tasks."}
-        | {f"rtrain.data.{name}" for name in ("drafts", "packing", "records", "store")}
+        | {f"rtrain.data.{name}" for name in ("drafts", "packing", "paraphrase", "quarantine", "records", "rewriting")}
+        | {"rtrain.data.store", "rtrain.data.variants"}
     ),
     "rtrain.data.ingest": frozenset({"rtrain.data.order", "rtrain.data.store", "rtrain.tasks.batch"}),
     "rtrain.report.": frozenset({"rtrain.report."}),
@@ -83,7 +93,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             "rtrain.training.step",
         }
     ),
-    "rtrain.training.predictions": frozenset({"rtrain.data.store", "rtrain.tasks."}),
+    "rtrain.training.predictions": frozenset({"rtrain.data.store", "rtrain.scores", "rtrain.tasks."}),
     "rtrain.training.runs": frozenset({"rtrain.config"}),
     "rtrain.proof.planted": frozenset({"rtrain.tasks.batch", "rtrain.training.step", "rtrain.training.exchange"}),
     "rtrain.proof.cases": frozenset(
@@ -112,7 +122,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             f"rtrain.training.{name}"
             for name in ("evaluate", "exchange", "loop", "losses", "model", "notice", "precision", "replica")
         }
-        | {"rtrain.training.predictions"}
+        | {"rtrain.training.predictions", "rtrain.scores"}
     ),
     "rtrain.training.driver": frozenset(
         {
@@ -140,7 +150,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "rtrain.compress.": frozenset(
         {"rtrain.artifact", "rtrain.predict", "rtrain.config", "rtrain.compress.", "rtrain.training."}
-        | {"rtrain.data.", "rtrain.report.events", "rtrain.tasks."}
+        | {"rtrain.data.", "rtrain.report.events", "rtrain.scores", "rtrain.tasks."}
     ),
     "serve.": frozenset(
         {"serve.", "rtrain.explain.", "rtrain.predict", "rtrain.artifact", "rtrain.config", "rtrain.tasks."}
@@ -152,7 +162,13 @@ ALLOWED: dict[str, frozenset[str]] = {
 }
 
 RAY_ALLOWED = (
-    *("rtrain.data.tokens", "rtrain.data.ingest", "rtrain.training.worker", "rtrain.training.driver"),
+    *(
+        "rtrain.data.tokens",
+        "rtrain.data.rewriting",
+        "rtrain.data.ingest",
+        "rtrain.training.worker",
+        "rtrain.training.driver",
+    ),
     *("rtrain.compress.distill", "rtrain.cluster.", "rtrain.report.memory", "rtrain.proof.cases", "rtrain.demo"),
     *("rtrain.plan.preflight", "rtrain.proof.faults", "rtrain.training.notice", "rtrain.training.placement"),
     *("serve.deployment", "tune."),

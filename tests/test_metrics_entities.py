@@ -3,8 +3,7 @@
 import warnings
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from seqeval.metrics.sequence_labeling import get_entities, precision_recall_fscore_support
 
 from rtrain.errors import UserError

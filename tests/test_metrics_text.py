@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import sacrebleu
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rtrain.errors import UserError
 from rtrain.metrics import bootstrap, text

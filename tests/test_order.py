@@ -7,8 +7,7 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rtrain.data import order
 from rtrain.data.order import Order, chain, deal, permute, rows_digest

@@ -9,8 +9,11 @@ import tokenizers
 import torch
 import transformers
 
-from rtrain.data import paraphrase
+from rtrain import config
+from rtrain.data import paraphrase, records, rewriting, tokens
 from rtrain.errors import UserError
+from tests.conftest import labelled_rows, write_rows
+from tests.tiny import make_tokenizer
 
 ENGLISH = [
     "the parcel is late",
@@ -137,3 +140,35 @@ def test_a_model_of_another_kind_or_none_is_refused(tmp_path: Path) -> None:
     tiny_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UserError, match="cannot be loaded as a model that rewrites texts"):
         paraphrase.load(str(tmp_path))
+
+
+@pytest.mark.ray
+def test_paraphrases_of_training_rows_become_rows(trained: Maker, ray_session: Path, tmp_path: Path) -> None:
+    rows = [*labelled_rows(60), *((text, "refund") for text in ENGLISH)]
+    overrides = {"data.path": str(write_rows(tmp_path / "rows.csv", rows))}
+    recipe = config.load("intent", {**overrides, "augment.paraphrase": trained(ENGLISH, BACK)}).recipe
+    encoder = make_tokenizer(tmp_path / "encoder")
+    made, _ = tokens.ensure(recipe, records.inspect(recipe.data), encoder, tmp_path)
+
+    def key(text: str) -> int:
+        return tokens.content_hashes(records.Record(0, text, None, "refund", None))[1]
+
+    def trains(text: str) -> bool:
+        kept, _ = tokens.content_hashes(records.Record(0, text, None, "refund", None))
+        return tokens.split_of("train", kept, False) == "train"
+
+    written = rewriting.read(made.folder, 0)
+    pairs = [(text, back) for text, back in zip(ENGLISH, BACK, strict=True) if trains(text)]
+    assert len(pairs) >= 2
+    assert [written[key(text)] for text, _ in pairs] == [[back] if back != text else [] for text, back in pairs]
+    assert len(written) == made.rows("train") - made.manifest.copies
+    new = sum(trains(back) for text, back in pairs if back != text)
+    assert made.manifest.copies >= new >= 1
+
+
+def test_a_model_that_cannot_write_is_refused_before_a_job(tmp_path: Path) -> None:
+    transformers.BertConfig().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="a bert model has no decoder"):
+        paraphrase.check(str(tmp_path))
+    with pytest.raises(UserError, match="missing cannot be loaded as a model that rewrites texts"):
+        paraphrase.check(str(tmp_path / "missing"))

@@ -9,10 +9,9 @@ import pyarrow.parquet
 import pytest
 import sklearn.metrics
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from rtrain import config
+from rtrain import config, scores
 from rtrain.compress import score
 from rtrain.data.store import Store
 from rtrain.errors import UserError
@@ -182,13 +181,21 @@ def test_a_finished_run_s_rows_are_written_with_their_slices(made: tuple[Store, 
         assert (row["target"], row["kind"], row["prompt"]) == (float(given), kind, prompt)
         assert row["loss"] == pytest.approx(((row["prediction"] - row["target"]) / head.facts["std"]) ** 2)
         assert row["score"] is None
-    sliced = predictions.sliced(store, "test", TASK, store.manifest.head, outcomes)
-    assert set(sliced) == {"kind", "prompt"}
-    for name, values in sliced.items():
-        assert sum(scores["rows"] for scores in values.values()) == store.rows("test")
-        for value, scores in values.items():
-            errors = [row["prediction"] - row["target"] for row in table.to_pylist() if row[name] == value]
-            assert scores["mae"] == pytest.approx(np.abs(errors).mean())
+    document = predictions.measured(store, "test", TASK, store.manifest.head, outcomes)
+    assert list(document["slices"]) == ["kind", "prompt", "length"]
+    assert scores.read(tmp_path, "test") is None
+    assert scores.write(tmp_path, document) == tmp_path / "scores-test.json"
+    assert scores.read(tmp_path, "test") == document
+    for name, every in document["slices"].items():
+        assert sum(one["rows"] for one in every) == store.rows("test")
+        worst = [one["scores"]["neg_rmse"] for one in every]
+        assert worst == sorted(worst)
+        for one in every if name != "length" else ():
+            if "merged" in one:
+                continue
+            errors = [row["prediction"] - row["target"] for row in table.to_pylist() if row[name] == one["value"]]
+            assert len(errors) == one["rows"]
+            assert one["scores"]["mae"] == pytest.approx(np.abs(errors).mean())
 
 
 def test_an_artefact_answers_with_numbers_over_http_and_in_a_file(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from rtrain.config import Serve
 from rtrain.explain.explainer import Explainer, Explanation
 from rtrain.predict import Predictor
-from rtrain.tasks.base import Head
+from rtrain.tasks.base import Head, Input
 from serve import explanations
 from serve.app import build_app
 from tests import serving
@@ -35,11 +35,11 @@ class Held:
         self._explain, self._open, self.rows = Explainer.explain, threading.Event(), 0
         self.threads = set[str]()
 
-    def __call__(self, explainer: Explainer, *arguments: Any, stop: Any) -> Explanation:
+    def __call__(self, explainer: Explainer, /, *arguments: Any, **named: Any) -> Explanation:
         self.rows += 1
         self.threads.add(threading.current_thread().name)
         assert self._open.wait(10)
-        return self._explain(explainer, *arguments, stop=stop)
+        return self._explain(explainer, *arguments, **named)
 
     def open(self) -> None:
         self._open.set()
@@ -58,7 +58,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 
 def test_an_explanation_stands_beside_the_ordinary_answer(app: FastAPI, predictor: Predictor) -> None:
-    texts = [TEXT, {"text": CORPUS[1], "text_pair": CORPUS[2]}]
+    texts: list[Input] = [TEXT, {"text": CORPUS[1], "text_pair": CORPUS[2]}]
     response = call(app, "POST", "/predict", json={"inputs": texts, "parameters": {"explain": True, "top_k": 1}})
     assert response.status_code == 200, response.text
     ordinary = call(app, "POST", "/predict", json={"inputs": texts, "parameters": {"top_k": 1}}).json()

@@ -197,7 +197,7 @@ def test_from_a_squad_file_to_answers(encoder: Path, tmp_path: Path) -> None:
     )
     scored = score.run(folder, recipe.data)
     assert (scored["rows"], scored["bad_rows"]) == (60, 1)
-    assert 0 <= scored["squad_exact_match"] <= scored["squad_f1"] <= 100
+    assert 0 <= scored["scores"]["squad_exact_match"] <= scored["scores"]["squad_f1"] <= 100
 
 
 def test_questions_over_http(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_pickled_answers_of_a_teacher_are_not_read(made: Store) -> None:
 def test_a_table_is_written_as_one_batch(tmp_path: Path) -> None:
     chunked = pa.concat_tables([pa.table({"n": [1, 2]}), pa.table({"n": [3]})])
     store.write_table(tmp_path / "a.arrow", chunked)
-    read = store._map(tmp_path / "a.arrow")
+    read = store.map_table(tmp_path / "a.arrow")
     assert read["n"].num_chunks == 1
     assert read["n"].to_pylist() == [1, 2, 3]
 

@@ -9,8 +9,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import tokenizers
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rtrain import config
 from rtrain.config import Recipe
@@ -220,7 +219,7 @@ def test_ids_do_not_depend_on_how_rows_lie_in_files_and_shards(
 def encode(rows: list[Record], encoder: Path, max_tokens: int = 16, text_pair: str | None = None) -> Any:
     recipe = recipe_of(Path("rows.csv"), max_tokens=max_tokens, text_pair=text_pair)
     job = tokens.Job(recipe, encoder, Path("nowhere"), has_test=False)
-    return tokens._encode(rows, "train", job, base.get("classification"), base.load_tokenizer(encoder, max_tokens))
+    return tokens._encode(rows, "train", job, base.get("classification"), base.load_tokenizer(encoder, max_tokens), {})
 
 
 def test_rows_become_tokens_and_bad_rows_none(encoder: Path) -> None:

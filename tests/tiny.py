@@ -2,9 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import rtrain.artifact
 import rtrain.predict
@@ -45,7 +45,7 @@ def make_encoder(folder: Path, seed: int = 0) -> Path:
     import transformers
 
     folder.mkdir(parents=True, exist_ok=True)
-    _tokenizer(folder)
+    make_tokenizer(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         transformers.BertModel(_config()).save_pretrained(folder)
@@ -58,7 +58,7 @@ def make_artifact(folder: Path, labels: Sequence[str] = ("a", "b", "c"), seed: i
     import transformers
 
     folder.mkdir(parents=True, exist_ok=True)
-    _tokenizer(folder)
+    make_tokenizer(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.BertForSequenceClassification(_config(num_labels=len(labels)))
@@ -70,21 +70,28 @@ def make_artifact(folder: Path, labels: Sequence[str] = ("a", "b", "c"), seed: i
     return folder
 
 
-def make_task_artifact(folder: Path, task: str, head: "Head", seed: int = 0, max_tokens: int = MAX_TOKENS) -> Path:
-    """A complete artefact of any task."""
+def make_task_artifact(
+    folder: Path,
+    task: str,
+    head: "Head",
+    seed: int = 0,
+    max_tokens: int = MAX_TOKENS,
+    data: Mapping[str, Any] | None = None,
+) -> Path:
+    """A complete artefact of any task; `data` says how its training rows were read."""
     import torch
     import transformers
 
     from rtrain.tasks import base
 
     folder.mkdir(parents=True, exist_ok=True)
-    _tokenizer(folder)
+    make_tokenizer(folder)
     found = base.get(task)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         auto = getattr(transformers, found.auto_model)
         auto.from_config(_config(num_labels=max(1, len(head.labels)))).save_pretrained(folder)
-    made = Artifact(NAME, task, head.labels, max_tokens, "torch", facts=head.facts)
+    made = Artifact(NAME, task, head.labels, max_tokens, "torch", facts=head.facts, data=data or {})
     rtrain.artifact.write(folder, made, rtrain.predict.golden_logits, rtrain.predict.golden_inputs(found, head))
     return folder
 
@@ -118,7 +125,9 @@ def _config(num_labels: int = 2) -> "transformers.BertConfig":
     return config
 
 
-def _tokenizer(folder: Path) -> None:
+def make_tokenizer(folder: Path) -> Path:
+    """tokenizer.json alone: what a token store needs of a model."""
+    folder.mkdir(parents=True, exist_ok=True)
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
@@ -136,3 +145,4 @@ def _tokenizer(folder: Path) -> None:
     sep, cls = (("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
     tokenizer.post_processor = processors.BertProcessing(sep, cls)
     tokenizer.save(str(folder / "tokenizer.json"))
+    return folder

@@ -18,8 +18,7 @@ from rtrain.report import events, summary
 from rtrain.tasks import base
 from rtrain.tasks.metrics import metric_for
 from rtrain.training import driver, placement, runs
-from tune import space
-from tune import trial as trials
+from tune import space, trial as trials
 
 # No CPU of its own, since its workers have theirs; Tune refuses an empty bundle, so a sliver of the head's mark.
 TRIAL_RESOURCES = {"CPU": 0, "node:__internal_head__": 0.001}

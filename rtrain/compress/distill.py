@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rtrain import artifact
-from rtrain import config as configuration
+from rtrain import artifact, config as configuration
 from rtrain.config import Config
 from rtrain.data.store import Store, open_store
 from rtrain.errors import ConfigError, Problem, UserError

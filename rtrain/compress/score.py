@@ -1,18 +1,20 @@
 """Scores of an artefact through the path that answers requests, on a token store's split or on a file."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rtrain.config import Data
+from rtrain.artifact import Artifact
+from rtrain.config import Data, parse
 from rtrain.data import records
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem
 from rtrain.predict import BATCH_ROWS, MOST_TOKENS, Predictor
+from rtrain.scores import measure
 from rtrain.tasks.base import Input
 from rtrain.tasks.batch import Floats, Int32s, Ints, Ragged, Tokens, batches, pack
 from rtrain.tasks.metrics import metric_for
@@ -51,8 +53,15 @@ def _answered(predictor: Predictor, lengths: Int32s, read: Callable[[Ints], Toke
     return Answered([outputs[row] for row in rows], Ragged.of([outcomes[row] for row in rows], np.float64))
 
 
+def settings(made: Artifact, overrides: Mapping[str, Any]) -> Data:
+    """How a file is read for an artefact: as its own training rows were, but for what `overrides` name."""
+    document = {"name": made.name, "task": made.task, "data": dict(made.data)}
+    return parse(document, overrides).recipe.data
+
+
 def run(folder: Path, data: Data) -> dict[str, Any]:
-    """Scores of an artefact on the rows of a file; rows that cannot be read are counted, a strange label is wrong."""
+    """The scores of an artefact on the rows of a file, as `rtrain.scores` has them of a run's splits; `bad_rows`, which
+    could not be read; and `rows_per_second`. A strange label is wrong."""
     source = records.inspect(data)
     predictor = Predictor.load(folder)
     task = predictor.task
@@ -70,9 +79,11 @@ def run(folder: Path, data: Data) -> dict[str, Any]:
     marks = [task.marks(row.text, row.pair, row.label, one) for row, one in zip(good, encoded, strict=True)]
     targets = task.targets([row.label for row in good], Ragged.of(marks, np.int32), predictor.head).values
     tokens = replace(pack(encoded), targets=targets.values, counts=targets.counts)
-    answered = _answered(predictor, tokens.lengths_of_rows, tokens.pick, BATCH_ROWS)
+    lengths = tokens.lengths_of_rows
+    answered = _answered(predictor, lengths, tokens.pick, BATCH_ROWS)
     seconds = time.perf_counter() - start
-    found = metric_for(task.output).scores(answered.outcomes, targets, predictor.head)
+    columns = {name: [row.slices[place] for row in good] for place, name in enumerate(data.slices)}
+    found = measure(task, predictor.head, "file", answered.outcomes, targets, lengths, columns)
     answers = task.decode(answered.outputs, asked, encoded, predictor.head, {})
-    found |= task.judge(answers, [row.label for row in good])
+    found["scores"] |= task.judge(answers, [row.label for row in good])
     return {**found, "bad_rows": len(rows) - len(good), "rows_per_second": round(len(good) / seconds, 1)}

@@ -66,6 +66,25 @@ class Rewriter:
         return set(end) if isinstance(end, list) else {end}
 
 
+def check(name: str) -> None:
+    """Refuse, without its weights being read, what `load` could not load."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, ImportError) as error:
+        raise _refused(name, str(error).strip() or type(error).__name__) from None
+    if not config.is_encoder_decoder:
+        raise _refused(name, f"a {config.model_type} model has no decoder")
+
+
+def _refused(name: str, reason: str) -> UserError:
+    return UserError(
+        f"{name} cannot be loaded as a model that rewrites texts: {reason.splitlines()[0]}. Name an encoder-decoder "
+        "model of transformers with safetensors weights (a hub name or a folder), such as a T5 or Marian model."
+    )
+
+
 def load(name: str, **settings: Any) -> Rewriter:
     """The model of that hub name or folder, on the CPU, from safetensors; `settings` are `Rewriter`'s."""
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -74,11 +93,7 @@ def load(name: str, **settings: Any) -> Rewriter:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForSeq2SeqLM.from_pretrained(name, use_safetensors=True)
     except (OSError, ValueError, ImportError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"{name} cannot be loaded as a model that rewrites texts: {first}. Name an encoder-decoder model of "
-            "transformers with safetensors weights (a hub name or a folder), such as a T5 or Marian model."
-        ) from None
+        raise _refused(name, str(error).strip() or type(error).__name__) from None
     return Rewriter(model.eval(), tokenizer, **settings)
 
 

@@ -50,6 +50,10 @@ class Manifest:
     """SHA-256 of the files that it was made from: role, name, digest."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """With the labels, the `Head` of a model for these rows."""
+    copies: int = 0
+    """Training rows that augmentation made."""
+    left_out: int = 0
+    """Rows of the label `data.outside` that would have been trained on."""
 
     @property
     def head(self) -> Head:
@@ -87,7 +91,7 @@ class Store:
         if name not in self._sound:
             self._check(name)
             self._sound.add(name)
-        return _map(self.folder / name)
+        return map_table(self.folder / name)
 
     def _index(self, split: str) -> pa.Table:
         if split not in self._indexes:
@@ -205,7 +209,7 @@ def _damaged(folder: Path, name: str, wrong: str) -> UserError:
     )
 
 
-def _map(path: Path) -> pa.Table:
+def map_table(path: Path) -> pa.Table:
     with pa.memory_map(str(path)) as source:
         return pyarrow.ipc.open_file(source).read_all()
 

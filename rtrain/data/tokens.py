@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +16,16 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from rtrain.config import Recipe
-from rtrain.data import drafts, packing, records, store
-from rtrain.errors import UserError
+from rtrain.data import drafts, packing, paraphrase, quarantine, records, rewriting, store, variants
+from rtrain.errors import Problem, UserError
 from rtrain.tasks import base
 from rtrain.tasks.batch import Encoded, Ints, Ragged
 
 SHARD_ROWS = 8192
 _SPLIT = {name: code for code, name in enumerate(store.SPLITS)}
 _BAD = 255
+_LEFT_OUT = 254
+"""Training rows of the label `data.outside`: sound, and not trained on."""
 SLICE = "slice:"
 """Before the name of a column of `data.slices`, in the shards."""
 
@@ -41,9 +43,30 @@ class Job:
 def digest(recipe: Recipe, source: records.Source, model: Path) -> str:
     """Address of the store: the rows, the tokenizer and the settings that shape it, and nothing else."""
     data = recipe.data.model_dump(mode="json", exclude={"path", "test", "max_bad_rows"})
+    if recipe.data.outside is None:
+        del data["outside"]
     settings = {"schema": store.SCHEMA_VERSION, "task": recipe.task, **data}
+    if recipe.augment.active:
+        models = [_model_digest(name) for name in (recipe.augment.paraphrase, recipe.augment.pivot) if name]
+        settings["augment"] = {**recipe.augment.model_dump(mode="json"), "paraphrase": models, "pivot": None}
     parts = (source.digest(), records.file_digest(str(model / "tokenizer.json")), json.dumps(settings, sort_keys=True))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _model_digest(name: str) -> str:
+    """Of a folder's files, wherever it lies; a hub name stands for itself."""
+    files = sorted(path for path in Path(name).glob("*") if path.suffix in (".json", ".safetensors", ".model"))
+    return " ".join(records.file_digest(str(path)) for path in files) or name
+
+
+def problems(recipe: Recipe) -> list[Problem]:
+    """What of the settings that shape the rows the recipe's task cannot do."""
+    task = base.get(recipe.task)
+    found = variants.problems(recipe, task)
+    if recipe.data.outside is not None and not task.finds_outside:
+        reason = f"{task.name} does not tell rows that belong to none of its labels"
+        found.append(Problem("data.outside", recipe.data.outside, reason, "remove it"))
+    return found
 
 
 def origin(recipe: Recipe, source: records.Source, model: Path) -> dict[str, dict[str, str]]:
@@ -75,7 +98,11 @@ def ensure(recipe: Recipe, source: records.Source, model: Path, root: Path) -> t
         found.check(size_only=True)
         drafts.sweep(final)
         return found, False
-    _tokenizer(recipe, model)  # a folder without tokenizer is refused here, not inside a task
+    # Refused here, not inside a task: a folder without tokenizer, a model that cannot write.
+    variants.noise_of(recipe.augment, _tokenizer(recipe, model))
+    for name in (recipe.augment.paraphrase, recipe.augment.pivot):
+        if name:
+            paraphrase.check(name)
     writer = store.Writer(final)
     try:
         job = Job(recipe, model, writer.folder, source.has_test)
@@ -90,6 +117,8 @@ def _run(job: Job, source: records.Source) -> list[dict[str, Any]]:
     import ray.data
 
     pieces = [{"number": number, "piece": list(piece)} for number, piece in enumerate(source.pieces)]
+    if job.recipe.augment.paraphrase is not None:
+        rewriting.run(pieces, partial(texts_to_rewrite, job=job), job.recipe.augment, job.folder)
     dataset = ray.data.from_items(pieces, override_num_blocks=len(pieces)).flat_map(partial(_write_piece, job=job))
     return sorted(dataset.take_all(), key=lambda row: str(row["shard"]))
 
@@ -103,12 +132,15 @@ def _write_piece(row: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
     if task.packs:
         where = partial(_split_of, role=piece.role, has_test=job.has_test)
         rows = packing.packed(rows, tokenizer, job.recipe.data.window_tokens, where)
+    rewritten = rewriting.read(job.folder, row["number"])
     for part in itertools.count():
         batch = list(itertools.islice(rows, SHARD_ROWS))
         if not batch:
             return
         name = f"{row['number']:06d}-{part:06d}.arrow"
-        entry = store.write_table(job.folder / "shards" / name, _encode(batch, piece.role, job, task, tokenizer))
+        entry = store.write_table(
+            job.folder / "shards" / name, _encode(batch, piece.role, job, task, tokenizer, rewritten)
+        )
         yield {"shard": name, "entry": entry}
 
 
@@ -120,10 +152,64 @@ def _tokenizer(recipe: Recipe, model: Path) -> Any:
 NOTHING = Encoded([], [], False, [])
 
 
-def _encode(batch: list[records.Record], role: str, job: Job, task: base.Task, tokenizer: Any) -> pa.Table:
+class _Row(NamedTuple):
+    record: records.Record
+    content: int
+    """Hash of texts and label; of a copy, of its row's and its number."""
+    split: int
+    copy: bool = False
+
+
+def texts_to_rewrite(row: dict[str, Any], job: Job) -> Iterator[tuple[int, str]]:
+    """(hash of the content, text) of the training rows of a piece."""
+    piece, task = records.Piece(*row["piece"]), base.get(job.recipe.task)
+    for record in records.read(piece, job.recipe.data):
+        placed = _placed(_judged(record, task), piece.role, job)
+        if placed.split == _SPLIT["train"]:
+            yield placed.content, record.text
+
+
+def _placed(record: records.Record, role: str, job: Job) -> _Row:
+    kept, whole = content_hashes(record)
+    if record.reason is not None:
+        return _Row(record, whole, _BAD)
+    split = _SPLIT[split_of(role, kept, job.has_test)]
+    left_out = split == _SPLIT["train"] and record.label == job.recipe.data.outside
+    return _Row(record, whole, _LEFT_OUT if left_out else split)
+
+
+def _augmented(
+    rows: list[_Row], role: str, job: Job, task: base.Task, tokenizer: Any, rewritten: dict[int, list[str]]
+) -> list[_Row]:
+    """With the copies of training rows, behind all rows of the batch."""
+    settings = job.recipe.augment
+    if not settings.active:
+        return rows
+    noise = variants.noise_of(settings, tokenizer)
+
+    def allowed(copy: records.Record) -> bool:
+        return (
+            split_of(role, content_hashes(copy)[0], job.has_test) == "train"
+            and task.flaw(copy.text, copy.pair, copy.label) is None
+        )
+
+    found = list(rows)
+    for row in rows:
+        if row.split == _SPLIT["train"]:
+            texts = rewritten.get(row.content, [])
+            made = variants.copies(row.record, row.content, settings, noise, task.varies, texts, allowed)
+            found += [_Row(record, content, row.split, True) for record, content in made]
+    return found
+
+
+def _encode(
+    read: list[records.Record], role: str, job: Job, task: base.Task, tokenizer: Any, rewritten: dict[int, list[str]]
+) -> pa.Table:
     """Bad rows stay in the table, without tokens: the commit counts them and moves them into quarantine."""
     data = job.recipe.data
-    batch = [_judged(record, task) for record in batch]
+    rows = [_placed(_judged(record, task), role, job) for record in read]
+    rows = _augmented(rows, role, job, task, tokenizer, rewritten)
+    batch = [row.record for row in rows]
     good = [record for record in batch if record.reason is None]
     pairs = None if data.text_pair is None else [record.pair or "" for record in good]
     most = base.reading(task, data).max_windows
@@ -133,7 +219,6 @@ def _encode(batch: list[records.Record], role: str, job: Job, task: base.Task, t
         task.marks(record.text, record.pair, record.label, row) if record.reason is None else []
         for record, row in zip(batch, encoded, strict=True)
     ]
-    keys = [content_hashes(record) for record in batch]
     slices = {
         SLICE + name: pa.array([_printable(record.slices[place]) if record.slices else "" for record in batch])
         for place, name in enumerate(data.slices)
@@ -145,14 +230,9 @@ def _encode(batch: list[records.Record], role: str, job: Job, task: base.Task, t
             "marks": _lists(marks),
             "length": pa.array([len(row.ids) for row in encoded], pa.int32()),
             "truncated": pa.array([row.truncated for row in encoded]),
-            "content": pa.array([whole for _, whole in keys], pa.uint64()),
-            "split": pa.array(
-                [
-                    _BAD if record.reason else _SPLIT[split_of(role, text, job.has_test)]
-                    for record, (text, _) in zip(batch, keys, strict=True)
-                ],
-                pa.uint8(),
-            ),
+            "content": pa.array([row.content for row in rows], pa.uint64()),
+            "split": pa.array([row.split for row in rows], pa.uint8()),
+            "copy": pa.array([row.copy for row in rows]),
             "label": pa.array([_printable(record.label) for record in batch]),
             "line": pa.array([record.line for record in batch], pa.int64()),
             "reason": pa.array([record.reason for record in batch], pa.string()),
@@ -204,31 +284,36 @@ def split_of(role: str, text_hash: int, has_test: bool) -> str:
 def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list[dict[str, Any]]) -> store.Store:
     """Number the labels, give each row its id, write the index of each split, and the manifest last."""
     recipe, names_of_shards = job.recipe, [row["shard"] for row in shards]
-    tables = [store._map(writer.folder / "shards" / name).drop_columns(["ids", "windows"]) for name in names_of_shards]
+    tables = [
+        store.map_table(writer.folder / "shards" / name).drop_columns(["ids", "windows"]) for name in names_of_shards
+    ]
     table = pa.concat_tables(tables) if tables else None
     if table is None or table.num_rows == 0:
         raise UserError(f"data.path: {recipe.data.path} has a header and no rows; add rows, one text and label each")
     shard = np.repeat(np.arange(len(tables), dtype=np.uint32), [part.num_rows for part in tables])
     offset = np.concatenate([np.arange(part.num_rows, dtype=np.uint32) for part in tables])
     split = table["split"].to_numpy()
+    copy = table["copy"].to_numpy(zero_copy_only=False)
+    originals = table.num_rows - int(copy.sum())
 
     reasons = {int(row): table["reason"][int(row)].as_py() for row in np.flatnonzero(split == _BAD)}
-    where = _locator(source, names_of_shards, shard, table["line"].to_numpy())
+    where = quarantine.locator(source, names_of_shards, shard, table["line"].to_numpy())
     # Before the labels: a file of which no row can be read has none, and that is not what is wrong with it.
-    _refuse_if_too_bad(recipe, reasons, table.num_rows, where)
+    quarantine.refuse_if_too_bad(recipe, reasons, originals, where)
 
     task = base.get(recipe.task)
     texts = table["label"].to_pylist()
-    head = _head(job, task, Counter(texts[row] for row in np.flatnonzero(split == _SPLIT["train"])))
-    good = np.flatnonzero(split != _BAD)
+    # Of the rows as they were given: some have more copies than others.
+    head = _head(job, task, Counter(texts[row] for row in np.flatnonzero((split == _SPLIT["train"]) & ~copy)))
+    good = np.flatnonzero(split < _LEFT_OUT)
     targets = task.targets([texts[row] for row in good], _marks(table, good), head)
 
     unseen = good[targets.unknown]
-    reasons |= _unseen(recipe, source, unseen, texts, where)
+    reasons |= quarantine.unseen(recipe, source, unseen, texts, where)
     split = split.copy()
     split[unseen] = _BAD
-    _refuse_if_too_bad(recipe, reasons, table.num_rows, where)
-    _quarantine(writer.folder, reasons, where)
+    quarantine.refuse_if_too_bad(recipe, reasons, originals, where)
+    quarantine.write(writer.folder, reasons, where)
 
     row_ids = identify(table["content"].to_numpy())
     lengths = table["length"].to_numpy()
@@ -253,17 +338,20 @@ def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list
         raise UserError(
             f"data.path: {rows['train']} training rows leave no validation row; give more rows (30 are a sane least)"
         )
+    _refuse_without_outside(recipe, [texts[row] for row in np.flatnonzero(split == _SPLIT["valid"])])
     manifest = store.Manifest(
         schema_version=store.SCHEMA_VERSION,
         digest=writer.final.name,
         rows=rows,
         labels=head.labels,
         tokens=tokens,
-        truncated=int(table["truncated"].to_numpy(zero_copy_only=False)[split != _BAD].sum()),
+        truncated=int(table["truncated"].to_numpy(zero_copy_only=False)[split < _LEFT_OUT].sum()),
         quarantined=len(reasons),
         files=files | {f"shards/{row['shard']}": row["entry"] for row in shards},
         sources=origin(recipe, source, job.model),
         facts=dict(head.facts),
+        copies=int(copy.sum()),
+        left_out=int((split == _LEFT_OUT).sum()),
     )
     return writer.commit(manifest)
 
@@ -271,6 +359,8 @@ def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list
 def _head(job: Job, task: base.Task, counts: Counter[str]) -> base.Head:
     """The task's own, with how texts are read where that is in windows: who answers must read them alike."""
     head = task.head(counts, _tokenizer(job.recipe, job.model))
+    if job.recipe.data.outside is not None:
+        head = base.Head(head.labels, {**head.facts, "outside": job.recipe.data.outside})
     reading = base.reading(task, job.recipe.data)
     if reading.max_windows == 1:
         return head
@@ -278,46 +368,20 @@ def _head(job: Job, task: base.Task, counts: Counter[str]) -> base.Head:
     return base.Head(head.labels, {**head.facts, **windows})
 
 
+def _refuse_without_outside(recipe: Recipe, labels: list[str]) -> None:
+    """What tells the rows outside of the classes from others is chosen on the validation rows."""
+    outside = recipe.data.outside
+    if outside is not None and len({label == outside for label in labels}) < 2:
+        raise UserError(
+            f"data.outside: of {len(labels)} validation rows {labels.count(outside)} have the label {outside!r}, and "
+            "the threshold is chosen on rows with it and without; add rows of the other kind, or set data.outside=null"
+        )
+
+
 def _marks(table: pa.Table, rows: Ints) -> Ragged:
     marks = table["marks"].combine_chunks()
     ends = marks.offsets.to_numpy()
     return Ragged(marks.values.to_numpy(), np.diff(ends)).take(rows)
-
-
-def _refuse_if_too_bad(recipe: Recipe, reasons: dict[int, str], total: int, where: Any) -> None:
-    examples = [f"{where(row)}: {reason}" for row, reason in sorted(reasons.items())[:5]]
-    records.refuse_if_too_bad(len(reasons), total, examples, recipe.data)
-
-
-def _unseen(
-    recipe: Recipe, source: records.Source, rows: npt.NDArray[np.int64], labels: list[str], where: Any
-) -> dict[int, str]:
-    """A test file with a label that training lacks is the user's mistake; our own split of a rare label is not."""
-    if source.has_test and len(rows):
-        listed = "\n  ".join(f"{where(row)}: label {labels[row]!r}" for row in rows[:5])
-        raise UserError(
-            f"data.label: {len(rows)} rows have a label that no training row has:\n  {listed}\n"
-            "Add training rows of it, or correct these labels."
-        )
-    return {int(row): f"label {labels[row]!r} occurs in no training row; add rows of it" for row in rows}
-
-
-def _locator(source: records.Source, shards: list[str], shard: npt.NDArray[np.uint32], lines: Any) -> Any:
-    pieces = [source.pieces[int(name.split("-")[0])].uri.removeprefix("file://") for name in shards]
-    return lambda row: f"{pieces[shard[row]]}:{lines[row]}"
-
-
-def _quarantine(folder: Path, reasons: dict[int, str], where: Any) -> None:
-    rows = sorted(reasons)
-    places = [where(row).rsplit(":", 1) for row in rows]
-    table = pa.table(
-        {
-            "source": pa.array([place for place, _ in places], pa.string()),
-            "line": pa.array([int(line) for _, line in places], pa.int64()),
-            "reason": pa.array([reasons[row] for row in rows], pa.string()),
-        }
-    )
-    pyarrow.parquet.write_table(table, folder / "quarantine.parquet")
 
 
 def identify(content: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

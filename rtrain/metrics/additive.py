@@ -38,6 +38,25 @@ class Additive:
         return {name: float(value) for name, value in self.score(np.asarray(sums, dtype=np.float64)).items()}
 
 
+def joined(*parts: Additive) -> Additive:
+    """The scores of all parts over the same rows; sparse where one of them is."""
+    widths = np.cumsum([part.rows.shape[1] for part in parts])[:-1]
+    if all(isinstance(part.rows, np.ndarray) for part in parts):
+        rows: Any = np.concatenate([part.rows for part in parts], axis=1)
+    else:
+        from scipy.sparse import hstack
+
+        rows = hstack([part.rows for part in parts], format="csr")
+
+    def score(sums: Floats) -> dict[str, Floats]:
+        found: dict[str, Floats] = {}
+        for part, own in zip(parts, np.split(sums, widths, axis=-1), strict=True):
+            found |= part.score(own)
+        return found
+
+    return Additive(rows, score)
+
+
 def ratio(part: npt.ArrayLike, whole: npt.ArrayLike) -> Floats:
     """`part / whole`, 0 where `whole` is 0: every score stays a finite number, which JSON can hold."""
     top, bottom = np.broadcast_arrays(np.asarray(part, dtype=np.float64), np.asarray(whole, dtype=np.float64))

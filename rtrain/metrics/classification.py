@@ -62,17 +62,21 @@ def scores(true: Ints, predicted: Ints, classes: int) -> dict[str, float]:
 
 
 def auc(true: Ints, class_scores: Floats) -> tuple[float | None, list[float | None]]:
-    """One-vs-rest area under the ROC curve: the mean over classes, and each class; by scikit-learn.
+    """One-vs-rest area under the ROC curve: the mean over classes, and each class.
 
     `class_scores` (rows, classes) may be logits or probabilities; only their order within a column matters. A class
-    that no row has, or that every row has, has no curve: None, and left out of the mean.
+    that no row has, or that every row has, has no curve: None, and left out of the mean. The area is the share of pairs
+    (row of the class, other row) in order, ties as half (Mann and Whitney 1947). By ranks for all classes at once:
+    scikit-learn's curve for each of a hundred classes would take seconds over all slices of a split.
     """
-    from sklearn.metrics import roc_auc_score
+    from scipy.stats import rankdata
 
-    each: list[float | None] = []
-    for column in range(class_scores.shape[1]):
-        own = true == column
-        each.append(float(roc_auc_score(own, class_scores[:, column])) if 0 < own.sum() < len(own) else None)
+    rows, classes = class_scores.shape
+    own = true[:, None] == np.arange(classes)
+    count = own.sum(axis=0)
+    ranks = np.where(own, rankdata(class_scores, axis=0), 0.0).sum(axis=0) if rows else np.zeros(classes)
+    areas = ratio(ranks - count * (count + 1) / 2, count * (rows - count))
+    each = [float(area) if 0 < own < rows else None for area, own in zip(areas, count.tolist(), strict=True)]
     defined = [value for value in each if value is not None]
     return (float(np.mean(defined)) if defined else None), each
 

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +61,10 @@ class Described(NamedTuple):
     """The row's own mean loss per target."""
 
 
+Variation = Literal["text", "words", "nothing"]
+"""Anything; the words, but neither their number nor their order (a label is about their places); nothing."""
+
+
 class Task(Protocol):
     """What the loop, the compressors and the endpoint need to know of a task, and all that they know.
 
@@ -80,6 +84,10 @@ class Task(Protocol):
     needs_pair: bool
     never_cuts: bool
     """Reads a text in windows whatever the settings: an answer may lie anywhere in it."""
+    varies: Variation
+    """What augmentation may change of a training text, its label staying true."""
+    finds_outside: bool
+    """Tells rows that belong to none of its labels: those of the head's fact `outside`, which are never trained on."""
 
     packs: bool
     """Its rows are blocks of text that fill the model's window (`rtrain.data.packing`), not the file's rows."""

@@ -20,6 +20,9 @@ Outputs = Sequence[Floats] | Floats
 IGNORED = -100
 """A target that no loss and no metric counts; PyTorch's own `ignore_index`."""
 
+OUTSIDE = -2
+"""A target: the row belongs to none of the classes. Never trained on. (-1 is a class that the head has not.)"""
+
 
 class Window(NamedTuple):
     """A stretch of a row's tokens that the model reads at once."""

@@ -1,4 +1,8 @@
-"""One label per text: intents, sentiments, topics, clauses."""
+"""One label per text: intents, sentiments, topics, clauses.
+
+With `data.outside` texts that belong to none of the classes are told too: those of which the model is less sure than a
+threshold, which is chosen on the validation rows (Hendrycks and Gimpel 2017, arXiv:1610.02136).
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -6,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rtrain.errors import UserError
+from rtrain.metrics.classification import choose_threshold
 from rtrain.tasks.base import Described, Head, Input, Targets
-from rtrain.tasks.batch import Encoded, Floats, Outputs, Ragged, Tokens
+from rtrain.tasks.batch import OUTSIDE, Encoded, Floats, Outputs, Ragged, Tokens
 from rtrain.tasks.pooled import PooledTask, pooled, softmax
 
 if TYPE_CHECKING:
@@ -18,6 +23,7 @@ if TYPE_CHECKING:
 class Classification(PooledTask):
     name = "classification"
     output = "classes"
+    finds_outside = True
 
     def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
         if len(counts) < 2:
@@ -29,10 +35,12 @@ class Classification(PooledTask):
         return Head(tuple(sorted(counts)))
 
     def targets(self, labels: Sequence[str], marks: Ragged | None, head: Head) -> Targets:
-        """The place of each label; -1, wrong for every class, where the head has not got it."""
+        """The place of each label; -1, wrong for every class, where the head has not got it; `OUTSIDE`."""
         index = {name: position for position, name in enumerate(head.labels)}
+        if "outside" in head.facts:
+            index[head.facts["outside"]] = OUTSIDE
         found = np.fromiter((index.get(label, -1) for label in labels), dtype=np.float32, count=len(labels))
-        return Targets(Ragged.even(found), found < 0)
+        return Targets(Ragged.even(found), found == -1)
 
     def loss(self, logits: "torch.Tensor", tokens: Tokens, head: Head) -> dict[str, "torch.Tensor"]:
         import torch
@@ -47,15 +55,27 @@ class Classification(PooledTask):
         loss on true labels, whatever the temperature."""
         return {"loss": divergence(pooled(logits, tokens, head), tokens.teacher, temperature)}
 
+    def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
+        """The chance below which a text is outside of the classes: the one that finds such rows with the best F1."""
+        outside = targets.values == OUTSIDE
+        if "outside" not in head.facts or outside.all() or not outside.any():
+            return {}
+        sure = softmax(outcomes.matrix(len(head.labels))).max(axis=1)
+        return {"threshold": choose_threshold(sure, outside)}
+
     def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
         chances, places = softmax(outcomes.matrix(len(head.labels))), targets.values.astype(np.int64)
         best, rows = chances.argmax(axis=1), np.arange(len(outcomes))
+        sure = chances[rows, best]
+        names = [*head.labels, head.facts.get("outside"), None]  # OUTSIDE and -1, from the end
+        refused = sure < refusal(head)
+        right = np.where(places == OUTSIDE, 1 - sure, np.where(places >= 0, chances[rows, places], 0.0))
         with np.errstate(divide="ignore"):  # a target without a class has chance 0 and an endless loss
-            loss = -np.log(np.where(places >= 0, chances[rows, places], 0.0))
+            loss = -np.log(right)
         return Described(
-            target=[head.labels[place] if place >= 0 else None for place in places],
-            prediction=[head.labels[place] for place in best],
-            score=chances[rows, best],
+            target=[names[place] for place in places],
+            prediction=[names[place] for place in np.where(refused, OUTSIDE, best)],
+            score=np.where(refused, 1 - sure, sure),
             loss=loss,
         )
 
@@ -67,8 +87,22 @@ class Classification(PooledTask):
         head: Head,
         parameters: Mapping[str, Any],
     ) -> list[Any]:
-        """`[{"label", "score"}, ...]` per row, best first; `top_k` limits the list (default: all labels)."""
-        return ranked(softmax(np.asarray(outputs)), head.labels, parameters)
+        """`[{"label", "score"}, ...]` per row, best first; `top_k` limits the list (default: all labels).
+
+        A text outside of the classes has that label first, with what is left of the best class's score.
+        """
+        chances = softmax(np.asarray(outputs))
+        answers = ranked(chances, head.labels, parameters)
+        for answer, sure in zip(answers, chances.max(axis=1, initial=0.0), strict=True):
+            if sure < refusal(head):
+                length = len(answer) if parameters.get("top_k") else len(answer) + 1
+                answer[:] = [{"label": head.facts["outside"], "score": float(1 - sure)}, *answer][:length]
+        return answers
+
+
+def refusal(head: Head) -> float:
+    """Chance of the best class below which a text is outside of all; 0, refusing none, where there is no such thing."""
+    return float(head.facts.get("threshold", 0.0)) if "outside" in head.facts else 0.0
 
 
 def divergence(student: "torch.Tensor", teacher: Floats, temperature: float) -> "torch.Tensor":

@@ -38,6 +38,8 @@ class MaskedLM:
     needs_pair = False
     never_cuts = False
     packs = True
+    varies: base.Variation = "nothing"
+    finds_outside = False
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         return None

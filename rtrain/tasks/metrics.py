@@ -1,7 +1,8 @@
 """Metrics over the whole of a split, in float64; chosen by the kind of output, not by the task.
 
 Pure functions of every row's outcome and targets, in the same order on every worker: what is not a sum over rows (an
-area under a curve, a correlation) needs no other care than what is.
+area under a curve, a correlation) needs no other care than what is. The arithmetic is that of `rtrain.metrics`; here
+it is chosen for a kind of output, and named.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,38 +10,92 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rtrain.metrics import entities
-from rtrain.metrics.additive import ratio
+from rtrain.metrics import classification, entities, regression
+from rtrain.metrics.additive import Additive, Floats, Ints, joined, ratio
+from rtrain.tasks import tables
 from rtrain.tasks.base import Head
-from rtrain.tasks.batch import IGNORED, Ragged
+from rtrain.tasks.batch import IGNORED, OUTSIDE, Ragged
 
 Scores = dict[str, float]
+Measured = Callable[[Ragged, Ragged, Head], Scores]
+"""(outcomes, targets, head) -> scores by name."""
 
 
 class Metric(NamedTuple):
     headline: str
     """Name of the score by which models are compared; larger is better."""
-    scores: Callable[[Ragged, Ragged, Head], Scores]
-    """(outcomes, targets, head) -> scores, `rows` among them."""
+    scores: Measured
+    """The headline and the field's main figures, few enough for a line of the log; `rows` among them."""
+    additive: Callable[[Ragged, Ragged, Head], Additive] | None = None
+    """Those of `scores` that are functions of sums over rows, the headline among them: what is resampled."""
+    more: Measured | None = None
+    """Figures that are measured of a finished model only."""
+    tables: Callable[[Ragged, Ragged, Head], dict[str, Any]] | None = None
+    """What is no single figure, as JSON of bounded size (`rtrain.tasks.tables`)."""
+
+    def all(self, outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
+        """Every figure."""
+        found = self.scores(outcomes, targets, head)
+        return found if self.more is None else {**found, **self.more(outcomes, targets, head)}
 
 
 def metric_for(output: str) -> Metric:
     return METRICS[output]
 
 
+# ------------------------------------------------------------------------------------------------------------- classes
+
+MACRO = ("macro_precision", "macro_recall", "macro_f1")
+
+
 def classes(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
-    """Accuracy and macro F1. A target of -1 (a label without a class) is counted as wrong for every class."""
-    counts = confusion(outcomes.matrix(len(head.labels)), targets.values.astype(np.int64))
-    right, rows = np.diag(counts[:-1]), int(counts.sum())
-    # F1 = 2 TP / (true + predicted); a class that neither occurs nor is predicted is left out of the mean.
-    support, predicted = counts[:-1].sum(axis=1), counts.sum(axis=0)
-    present = (support + predicted) > 0
-    f1 = 2 * right[present] / (support + predicted)[present]
+    """Accuracy and macro precision, recall and F1. A target of -1 (a label without a class) is wrong for every class.
+
+    Where rows may be outside of all classes, these are of the rows inside, none of them refused; then, once there is a
+    threshold, how well the others are told from them, and the accuracy of all rows with those refused.
+    """
+    return {**additive_classes(outcomes, targets, head).scores(), "rows": len(outcomes)}
+
+
+def additive_classes(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
+    logits, true = outcomes.matrix(len(head.labels)), _whole(targets.values)
+    predicted = logits.argmax(axis=1)
+    found = _named(classification.additive(true, predicted, len(head.labels)), ("accuracy", *MACRO))
+    if "outside" not in head.facts:
+        return found
+    outside = true == OUTSIDE
+    inside = Additive(found.rows.multiply((~outside).astype(np.float64)[:, None]).tocsr(), found.score)
+    if "threshold" not in head.facts:
+        return inside
+    refused = tables.chances_of(outcomes, head).max(axis=1) < head.facts["threshold"]
+    right = np.where(outside, refused, (predicted == true) & ~refused)
+    columns = (refused & outside, refused, outside, ~refused & ~outside, ~outside, right, np.ones_like(right))
+    return joined(inside, Additive(np.stack(columns, axis=1).astype(np.float64), _outside))
+
+
+def _outside(sums: Floats) -> dict[str, Floats]:
+    both, refused, outside, kept, inside, right, rows = np.moveaxis(sums, -1, 0)
     return {
-        "accuracy": float(right.sum() / rows) if rows else 0.0,
-        "macro_f1": float(f1.mean()) if present.any() else 0.0,
-        "rows": rows,
+        "outside_precision": ratio(both, refused),
+        "outside_recall": ratio(both, outside),
+        "outside_f1": ratio(2 * both, refused + outside),
+        "inside_kept": ratio(kept, inside),
+        "accuracy_with_refusals": ratio(right, rows),
     }
+
+
+def more_of_classes(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
+    """One-vs-rest AUC, where a class has rows and others have too, and the expected calibration error; the AUC of
+    telling the rows outside of all classes by the best class's chance."""
+    chances, true = tables.chances_of(outcomes, head), _whole(targets.values)
+    outside = true == OUTSIDE
+    found = {"ece": tables.ece(chances[~outside], true[~outside])}
+    area, _ = classification.auc(true[~outside], chances[~outside])
+    told, _ = classification.auc(outside.astype(np.int64), chances.max(axis=1)[:, None] * np.array([1.0, -1.0]))
+    return {**({} if area is None else {"auc": area}), **found, **({} if told is None else {"outside_auc": told})}
+
+
+# -------------------------------------------------------------------------------------------------------------- labels
 
 
 def labels(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
@@ -48,44 +103,48 @@ def labels(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
 
     A chance of the head's threshold or more gives a label (0.5 where none was chosen).
     """
-    size, rows = len(head.labels), len(outcomes)
-    true = targets.matrix(size) > 0
-    chance = float(head.facts.get("threshold", 0.5))
-    given = outcomes.matrix(size) >= np.log(chance / (1 - chance))
-    right, support, found = ((part.sum(axis=0)) for part in (true & given, true, given))
-    present = (support + found) > 0
-    each = ratio(2 * right, support + found)
-    return {
-        "micro_f1": float(ratio(2 * right.sum(), (support + found).sum())),
-        "macro_f1": float(each[present].mean()) if present.any() else 0.0,
-        "precision": float(ratio(right.sum(), found.sum())),
-        "recall": float(ratio(right.sum(), support.sum())),
-        "subset_accuracy": float((true == given).all(axis=1).mean()) if rows else 0.0,
-        "rows": rows,
-    }
+    return {**additive_labels(outcomes, targets, head).scores(), "rows": len(outcomes)}
+
+
+def additive_labels(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
+    true, given = tables.labels_given(outcomes, targets, head)
+    found = classification.additive_multilabel(true, given)
+    names = ("micro_f1", "micro_precision", "micro_recall", "macro_f1", "macro_precision", "macro_recall")
+    return _named(found, (*names, "subset_accuracy"))
+
+
+def more_of_labels(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
+    """Mean average precision, where a label has rows; it needs no threshold."""
+    size = len(head.labels)
+    found = classification.mean_average_precision(targets.matrix(size) > 0, outcomes.matrix(size))
+    return {} if found is None else {"mean_average_precision": found}
+
+
+# --------------------------------------------------------------------------------------------------------------- heads
 
 
 def heads(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
     """Accuracy and macro F1 of each head, over the rows that have its label, and the mean of the accuracies."""
-    logits, true = outcomes.matrix(len(head.labels)), targets.matrix(len(head.facts["heads"])).astype(np.int64)
-    scores: Scores = {}
-    start = 0
-    for place, (name, size) in enumerate(head.facts["heads"]):
-        rows = true[:, place] != IGNORED
-        own = Head(head.labels[start : start + size])
-        found = classes(Ragged.even(logits[rows, start : start + size]), Ragged.even(true[rows, place]), own)
-        scores |= {f"{name}_accuracy": found["accuracy"], f"{name}_macro_f1": found["macro_f1"]}
-        start += size
-    mean = float(np.mean([scores[f"{name}_accuracy"] for name, _ in head.facts["heads"]]))
-    return {"mean_accuracy": mean, **scores, "rows": len(outcomes)}
+    return {**additive_heads(outcomes, targets, head).scores(), "rows": len(outcomes)}
 
 
-def confusion(logits: Any, targets: Any) -> Any:
-    """Counts [true, predicted]; the last line is of rows without a class (-1)."""
-    counts = np.zeros((logits.shape[1] + 1, logits.shape[1]), dtype=np.int64)
-    if len(logits):
-        np.add.at(counts, (targets, logits.argmax(axis=1)), 1)
-    return counts
+def additive_heads(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
+    parts, names = [], []
+    for name, own, logits, true in tables.of_heads(outcomes, targets, head):
+        part = classification.additive(np.maximum(true, -1), logits.argmax(axis=1), len(own))
+        present = part.rows.multiply((true != IGNORED).astype(np.float64)[:, None]).tocsr()
+        parts.append(_named(Additive(present, part.score), ("accuracy", "macro_f1"), f"{name}_"))
+        names.append(f"{name}_accuracy")
+    every = joined(*parts)
+
+    def score(sums: Floats) -> dict[str, Floats]:
+        found = every.score(sums)
+        return {"mean_accuracy": np.mean([found[name] for name in names], axis=0), **found}
+
+    return Additive(every.rows, score)
+
+
+# -------------------------------------------------------------------------------------------------------------- number
 
 
 def number(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
@@ -95,44 +154,65 @@ def number(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
     The headline is the negative RMSE: it is defined for any targets and predictions, also for the constant ones of a
     model that has learned nothing yet, and sees a wrong scale or offset, to which a correlation is blind.
     """
-    found, true = outcomes.values.astype(np.float64), targets.values.astype(np.float64)
-    if not len(found):
+    if not len(outcomes):
         return {"neg_rmse": 0.0, "rmse": 0.0, "mae": 0.0, "r2": 0.0, "pearson": 0.0, "rows": 0}
-    error, spread = found - true, true - true.mean()
-    rmse = float(np.sqrt((error**2).mean()))
-    scores = {"neg_rmse": -rmse, "rmse": rmse, "mae": float(np.abs(error).mean())}
-    variance = float((spread**2).sum())
-    scores["r2"] = 1 - float((error**2).sum()) / variance if variance else 0.0
-    moved = found - found.mean()
-    scale = float(np.sqrt((moved**2).sum() * variance))
-    scores["pearson"] = float((moved * spread).sum()) / scale if scale else 0.0
+    return {**additive_number(outcomes, targets, head).scores(), "rows": len(outcomes)}
+
+
+def additive_number(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
+    found, true = outcomes.values.astype(np.float64), targets.values.astype(np.float64)
+    parts = [regression.additive(true, found)]
     if step := head.facts.get("step"):
         low, high = head.facts["lowest"], head.facts["highest"]
-        right, answered = (np.rint((np.clip(part, low, high) - low) / step).astype(np.int64) for part in (true, found))
-        scores["qwk"] = kappa(right, answered, round((high - low) / step) + 1)
-    return {**scores, "rows": len(found)}
+        # A score beyond or between the steps of the training scores is judged as the nearest of them.
+        rated = low + step * regression.ratings(true, low, high, step)
+        parts.append(_named(regression.additive_kappa(rated, found, low, high, step), ("qwk",)))
+    every = joined(*parts)
+
+    def score(sums: Floats) -> dict[str, Floats]:
+        scores = every.score(sums)
+        return {"neg_rmse": -scores["rmse"], **scores}
+
+    return Additive(every.rows, score)
 
 
-def kappa(true: Any, found: Any, size: int) -> float:
-    """Cohen's kappa with quadratic weights, of places on a scale of `size` steps; 0 where nothing can disagree."""
-    counts = np.zeros((size, size))
-    np.add.at(counts, (true, found), 1)
-    weights = np.subtract.outer(np.arange(size), np.arange(size)) ** 2
-    chance = np.outer(counts.sum(axis=1), counts.sum(axis=0)) / counts.sum()
-    expected = float((weights * chance).sum())
-    return 1 - float((weights * counts).sum()) / expected if expected else 0.0
+def more_of_number(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
+    """Spearman's rank correlation."""
+    return {"spearman": regression.spearman(targets.values.astype(np.float64), outcomes.values.astype(np.float64))}
+
+
+# ---------------------------------------------------------------------------------------------------------------- tags
 
 
 def tags(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
     """Precision, recall and F1 of whole entities (type, start and end right), and the share of words that are."""
-    true = [row[row != IGNORED] for row in targets]
-    found = [row.reshape(-1, 3)[:, 0] for row in outcomes]
-    named = [
-        [[head.labels[int(place)] if place >= 0 else "O" for place in row] for row in side] for side in (true, found)
-    ]
-    right = sum(int((one == other).sum()) for one, other in zip(true, found, strict=True))
-    words = sum(map(len, true))
-    return {**entities.scores(*named), "word_accuracy": right / words if words else 0.0, "rows": len(true)}
+    return {**additive_tags(outcomes, targets, head).scores(), "rows": len(outcomes)}
+
+
+def additive_tags(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
+    true, found = tables.tags_of(outcomes, targets)
+    named = [tables.names_of(side, head) for side in (true, found)]
+    right = [(one == other).sum() for one, other in zip(true, found, strict=True)]
+    sums = np.stack([np.asarray(right, dtype=np.float64), np.array([float(len(row)) for row in true])], axis=1)
+    words = Additive(sums, lambda total: {"word_accuracy": ratio(total[..., 0], total[..., 1])})
+    return joined(entities.additive(*named), words)
+
+
+# -------------------------------------------------------------------------------------------------------------- shared
+
+
+def _whole(values: Any) -> Ints:
+    return np.asarray(values, dtype=np.int64)
+
+
+def _named(additive: Additive, names: tuple[str, ...], prefix: str = "") -> Additive:
+    """Those scores only, with a prefix before their names."""
+
+    def score(sums: Floats) -> dict[str, Floats]:
+        found = additive.score(sums)
+        return {prefix + name: found[name] for name in names}
+
+    return Additive(additive.rows, score)
 
 
 def spans(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
@@ -156,16 +236,20 @@ def tokens(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
     """Perplexity and accuracy of masked tokens, over all of them: rows weigh by their tokens."""
     guessed, right, losses = outcomes.matrix(3).sum(axis=0)
     mean = float(ratio(losses, guessed))
-    scores = {"neg_loss": -mean, "perplexity": float(np.exp(mean)), "masked_accuracy": float(ratio(right, guessed))}
+    scores = {
+        "neg_loss": -mean,
+        "perplexity": float(np.exp(mean)) if guessed else 0.0,
+        "masked_accuracy": float(ratio(right, guessed)),
+    }
     return {**scores, "rows": len(outcomes)}
 
 
 METRICS: Mapping[str, Metric] = {
-    "classes": Metric("accuracy", classes),
-    "labels": Metric("micro_f1", labels),
-    "heads": Metric("mean_accuracy", heads),
-    "number": Metric("neg_rmse", number),
-    "tags": Metric("f1", tags),
+    "classes": Metric("accuracy", classes, additive_classes, more_of_classes, tables.classes),
+    "labels": Metric("micro_f1", labels, additive_labels, more_of_labels, tables.labels),
+    "heads": Metric("mean_accuracy", heads, additive_heads, None, tables.heads),
+    "number": Metric("neg_rmse", number, additive_number, more_of_number, tables.number),
+    "tags": Metric("f1", tags, additive_tags, None, tables.tags),
     "spans": Metric("f1", spans),
     "tokens": Metric("neg_loss", tokens),
 }

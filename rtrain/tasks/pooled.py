@@ -23,6 +23,8 @@ class PooledTask:
     needs_pair = False
     never_cuts = False
     packs = False
+    varies: base.Variation = "text"
+    finds_outside = False
 
     def encode(
         self,

@@ -41,6 +41,8 @@ class SpanQA:
     needs_pair = True
     never_cuts = True
     packs = False
+    varies: base.Variation = "nothing"
+    finds_outside = False
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         if pair is None:

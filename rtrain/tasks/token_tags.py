@@ -38,6 +38,8 @@ class TokenTags:
     needs_pair = False
     never_cuts = True
     packs = False
+    varies: base.Variation = "words"
+    finds_outside = False
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         """The text's words are separated by single blanks, as `records` joins a list of tokens."""

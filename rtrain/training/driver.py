@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rtrain import config as configuration
-from rtrain import env
+from rtrain import config as configuration, env
 from rtrain.cluster.session import DATA_CPUS
 from rtrain.config import Config
 from rtrain.data import records, tokens
@@ -49,7 +48,7 @@ class Prepared:
 
 def check(config: Config) -> tuple[records.Source, Path]:
     """Everything that can be refused before Ray starts, all at once: files, columns, model, precision."""
-    problems: list[Any] = []
+    problems: list[Any] = list(tokens.problems(config.recipe))
     source, folder = None, None
     try:
         source = records.inspect(config.recipe.data)
@@ -110,6 +109,8 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
         "tokenised" if made else "tokens_reused",
         rows=store.manifest.rows,
         quarantined=store.manifest.quarantined,
+        copies=store.manifest.copies,
+        left_out=store.manifest.left_out,
         store=str(store.folder),
     )
     return Prepared(run, frozen, store, weights)

@@ -1,4 +1,4 @@
-"""What a finished run leaves of its rows: predictions-<split>.parquet, and the scores of each slice.
+"""What a finished run leaves of its rows: predictions-<split>.parquet, and what scores-<split>.json is made from.
 
 The parquet file has a line per row of the split, in index order: position (int64), row_id (uint64), source (string),
 line (int64), tokens (int32), text (decoded from the tokens), target, prediction (string, float or list of strings, by
@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
+from rtrain import scores
 from rtrain.data.store import Store
 from rtrain.tasks.base import Head, Task
-from rtrain.tasks.batch import Ints, Ragged
-from rtrain.tasks.metrics import Scores, metric_for
+from rtrain.tasks.batch import Ragged
 
 if TYPE_CHECKING:
     import tokenizers
@@ -25,8 +25,6 @@ TEXT_CHARACTERS = 2000
 """Of a row's text; the rest is left out."""
 TEXT_ROWS = 1024
 """Rows whose text is decoded at a time."""
-MOST_VALUES = 50
-"""Values of a column that are scored apart, the most frequent ones: each is in the log and in the summary."""
 
 
 def path_of(run: Path, split: str) -> Path:
@@ -64,20 +62,12 @@ def slices(store: Store, split: str) -> list[str]:
     return [name for name in store.origins(split).column_names if name not in ("source", "line")]
 
 
-def sliced(store: Store, split: str, task: Task, head: Head, outcomes: Ragged) -> dict[str, dict[str, Scores]]:
-    """Column -> value -> scores of the rows that have it; the most frequent values first."""
-    targets, metric = store.targets(split), metric_for(task.output)
-    found: dict[str, dict[str, Scores]] = {}
-    for name in slices(store, split):
-        values, codes, counts = np.unique(
-            store.origins(split)[name].to_numpy(), return_inverse=True, return_counts=True
-        )
-        found[name] = {}
-        for code in np.argsort(-counts, kind="stable")[:MOST_VALUES]:
-            rows: Ints = np.flatnonzero(codes == code)
-            scores = metric.scores(outcomes.take(rows), targets.take(rows), head)
-            found[name][str(values[code])] = scores
-    return found
+def measured(store: Store, split: str, task: Task, head: Head, outcomes: Ragged) -> dict[str, Any]:
+    """The scores of the split, of its slices, and its tables (`rtrain.scores`)."""
+    origins = store.origins(split)
+    columns = {name: origins[name].to_pylist() for name in slices(store, split)}
+    lengths = store.column(split, "length")
+    return scores.measure(task, head, split, outcomes, store.targets(split), lengths, columns)
 
 
 def _texts(store: Store, split: str, tokenizer: "tokenizers.Tokenizer") -> list[str]:

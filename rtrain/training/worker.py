@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from rtrain import artifact, predict
+from rtrain import artifact, predict, scores
 from rtrain.config import parse
 from rtrain.data import ingest
 from rtrain.data.order import Order
@@ -139,20 +139,21 @@ def _calibrated(job: loop.Job, outcome: loop.Outcome, valid: Ragged) -> tuple[lo
     if not chosen:
         return job, outcome
     head = base.Head(job.head.labels, {**job.head.facts, **chosen})
-    metric, update, scores = metric_for(job.task.output), outcome.best_update, {}
+    metric, update, measured = metric_for(job.task.output), outcome.best_update, {}
     for split, found in (("valid", valid), ("test", outcome.outcomes["test"])):
-        scores[split] = metric.scores(found, job.store.targets(split), head)
-        events.append(job.run, "evaluated", split=split, update=update, scores=scores[split], chosen=chosen)
-    return replace(job, chosen=head), replace(outcome, scores=scores)
+        measured[split] = metric.scores(found, job.store.targets(split), head)
+        events.append(job.run, "evaluated", split=split, update=update, scores=measured[split], chosen=chosen)
+    return replace(job, chosen=head), replace(outcome, scores=measured)
 
 
 def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged]) -> None:
-    """Every row's prediction, for people; and the scores of each slice."""
+    """Every row's prediction, for people; and the scores in full, of which the log keeps the slices' headlines."""
     tokenizer = base.load_tokenizer(source, job.recipe.data.max_tokens)
     for split, found in outcomes.items():
         predictions.write(job.run, split, job.store, job.task, job.head, found, tokenizer)
-        if slices := predictions.sliced(job.store, split, job.task, job.head, found):
-            events.append(job.run, "sliced", split=split, slices=slices)
+        document = predictions.measured(job.store, split, job.task, job.head, found)
+        scores.write(job.run, document)
+        events.append(job.run, "sliced", split=split, slices=scores.headlines(document))
 
 
 def export(
@@ -171,6 +172,7 @@ def export(
         max_tokens=base.reading(job.task, job.recipe.data).max_tokens,
         engine="torch",
         facts=job.head.facts,
+        data=job.recipe.data.model_dump(mode="json", include=set(artifact.COLUMNS)),
         metrics=outcome.scores,
         lineage={
             "run": run.name,

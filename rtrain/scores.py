@@ -1,0 +1,155 @@
+"""All that is measured of a split: `scores-<split>.json` of a finished run, and what `rtrain evaluate` prints.
+
+{
+  "schema_version": 1, "split": "test", "task": "classification", "output": "classes", "rows": 300,
+  "headline": "accuracy",            the score by which models are compared; larger is better
+  "scores": {"accuracy": 0.93, ...}, every figure of all rows
+  "intervals": {"confidence": 0.95, "replicates": 1000, "scores": {"accuracy": [0.90, 0.95], ...}},
+  "slices": {"language": [...], "length": [...]},
+  "tables": {...}                    what is no single figure, by the kind of output: see rtrain.tasks.tables
+}
+
+A slice is {"value", "rows", "scores", "merged": how many values are in it, "examples": some of them}. The worst
+headline is first; values with few rows are one slice (`rtrain.metrics.slices`), and so are all but the `MOST_SLICES`
+most frequent. `length` has the quarters of the rows by tokens, where no column has that name. The intervals are
+bootstrap percentiles of the figures that are sums over rows; rows are taken to be independent. The file is bounded: by
+the number of classes and columns, never by the number of rows. Numbers are finite.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rtrain.metrics import bootstrap, slices
+from rtrain.tasks.base import Head, Task
+from rtrain.tasks.batch import Int32s, Ragged
+from rtrain.tasks.metrics import Metric, metric_for
+
+SCHEMA_VERSION = 1
+MOST_SLICES = 50
+"""Values of a column that are scored apart."""
+EXAMPLES = 10
+"""Values of a merged slice that are named."""
+LENGTH = "length"
+CONFIDENCE = 0.95
+MOST_DRAWS = 50_000_000
+"""Rows times resamples: 1000 resamples of up to 50,000 rows, fewer of more."""
+
+
+def path_of(run: Path, split: str) -> Path:
+    return run / f"scores-{split}.json"
+
+
+def measure(
+    task: Task,
+    head: Head,
+    split: str,
+    outcomes: Ragged,
+    targets: Ragged,
+    lengths: npt.NDArray[Any] | Int32s,
+    columns: Mapping[str, Sequence[str]],
+) -> dict[str, Any]:
+    """The document above. All rows in one order: outcomes, targets, `lengths` (tokens) and `columns` (a value each)."""
+    metric, rows = metric_for(task.output), len(outcomes)
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "split": split,
+        "task": task.name,
+        "output": task.output,
+        "rows": rows,
+        "headline": metric.headline,
+    }
+    if not rows:
+        return {**document, "scores": metric.scores(outcomes, targets, head), "slices": {}, "tables": {}}
+    sliced = {name: _slices(metric, values, outcomes, targets, head) for name, values in columns.items()}
+    if LENGTH not in columns:
+        sliced[LENGTH] = _slices(metric, slices.quantiles(lengths), outcomes, targets, head, least=1)
+    return {
+        **document,
+        "scores": _finite(metric.all(outcomes, targets, head)),
+        "intervals": _intervals(metric, outcomes, targets, head),
+        "slices": sliced,
+        "tables": {} if metric.tables is None else metric.tables(outcomes, targets, head),
+    }
+
+
+def write(run: Path, document: dict[str, Any]) -> Path:
+    """Beside the run's other files; there whole or not at all."""
+    final = path_of(run, document["split"])
+    draft = final.with_name(f".{final.name}")
+    draft.write_text(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    draft.rename(final)
+    return final
+
+
+def read(run: Path, split: str) -> dict[str, Any] | None:
+    """None where the run has none: it is not finished, or was made before there were any."""
+    path = path_of(run, split)
+    if not path.is_file():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def headlines(document: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
+    """Column -> value -> headline and rows: short enough for the log. The worst first."""
+    name = document["headline"]
+    return {
+        column: {one["value"]: {name: one["scores"][name], "rows": one["rows"]} for one in every}
+        for column, every in document["slices"].items()
+    }
+
+
+def text(document: Mapping[str, Any]) -> str:
+    """For a terminal: the figures with their intervals, then the slices, the worst first."""
+    spread = document.get("intervals", {}).get("scores", {})
+    lines = []
+    for name, value in document["scores"].items():
+        interval = "  [{:.4f}, {:.4f}]".format(*spread[name]) if name in spread else ""
+        lines.append(f"{name:>24}  {value:.4f}{interval}" if isinstance(value, float) else f"{name:>24}  {value}")
+    headline = document["headline"]
+    for column, every in document["slices"].items():
+        lines.append(f"\n{column}: {headline} (rows), the worst first")
+        lines += [f"{one['value']:>24}  {one['scores'][headline]:.4f}  ({one['rows']})" for one in every]
+    return "\n".join(lines)
+
+
+def _intervals(metric: Metric, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
+    if metric.additive is None:
+        return {}
+    replicates = max(100, min(bootstrap.REPLICATES, MOST_DRAWS // len(outcomes)))
+    additive = metric.additive(outcomes, targets, head)
+    found = bootstrap.intervals(additive, replicates=replicates, confidence=CONFIDENCE)
+    ends = {name: [one.low, one.high] for name, one in found.items()}
+    return {"confidence": CONFIDENCE, "replicates": replicates, "scores": ends}
+
+
+def _slices(
+    metric: Metric, values: Sequence[str], outcomes: Ragged, targets: Ragged, head: Head, least: int = slices.LEAST
+) -> list[dict[str, Any]]:
+    counts = sorted(Counter(values).values(), reverse=True)
+    if len(counts) > MOST_SLICES:  # one more than the first value has that is one too many: it and rarer ones merge
+        least = max(least, counts[MOST_SLICES] + 1)
+
+    def scores(rows: npt.NDArray[np.int64]) -> dict[str, float]:
+        return _finite(metric.all(outcomes.take(rows), targets.take(rows), head))
+
+    return [
+        {
+            "value": one.value,
+            "rows": one.rows,
+            "scores": one.scores,
+            **({"merged": len(one.merged), "examples": list(one.merged[:EXAMPLES])} if one.merged else {}),
+        }
+        for one in slices.by_column(values, scores, metric.headline, least=least)
+    ]
+
+
+def _finite(scores: Mapping[str, float]) -> dict[str, float]:
+    """Without what JSON cannot hold, such as the perplexity of a model that has learned nothing."""
+    return {name: value for name, value in scores.items() if np.isfinite(value)}

@@ -1,0 +1,190 @@
+"""What of a split is no single figure: scores of each class, the confusion matrix, calibration. Plain JSON, bounded.
+
+classes   per_class: [{class, precision, recall, f1, auc, support, predicted}, ...], worst F1 first, at most
+          `MOST_CLASSES`, with `classes` saying how many there are; confusion: {labels, counts [true][predicted],
+          without_class: how often each was predicted of a row that has no class} up to `MOST_CONFUSED` classes;
+          with `data.outside` that label is a class too, and threshold the chance below which it is given;
+          confused: the `MOST_PAIRS` most frequent mistakes [{true, predicted, rows}, ...]; calibration: {ece, bins:
+          [{low, high, rows, confidence, accuracy}, ...]}
+labels    per_class (auc is left out), classes, calibration of each label's yes or no, threshold
+heads     heads: {head: what `classes` has, over the rows with a label of that head}
+number    residuals: {edges, rows}, a histogram of predicted - true in `BINS` bins; scale: confusion on the scale of
+          the training scores where there is one
+tags      per_class by type of entity, classes, calibration of the words' tags
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from rtrain.metrics import calibration, classification, entities, regression
+from rtrain.metrics.additive import Bools, Floats, Ints
+from rtrain.tasks.base import Head
+from rtrain.tasks.batch import IGNORED, OUTSIDE, Ragged
+from rtrain.tasks.pooled import softmax
+
+MOST_CLASSES = 500
+MOST_CONFUSED = 200
+"""Classes up to which the whole confusion matrix is kept: 200 x 200 numbers."""
+MOST_PAIRS = 50
+BINS = 30
+
+
+def classes(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
+    chances, true = chances_of(outcomes, head), targets.values.astype(np.int64)
+    if "outside" not in head.facts:
+        return _of_classes(chances, true, head.labels)
+    # One class more: the rows that are refused, by what the best class leaves over.
+    sure, place = chances.max(axis=1), len(head.labels)
+    refused = sure < head.facts.get("threshold", 0.0)
+    outside, wide = true == OUTSIDE, np.concatenate([chances, 1 - sure[:, None]], axis=1)
+    given = np.where(refused, place, chances.argmax(axis=1))
+    return {
+        **_of_classes(wide, np.where(outside, place, true), (*head.labels, head.facts["outside"]), given),
+        "threshold": head.facts.get("threshold"),
+        "calibration": _calibration(sure[~outside], (chances.argmax(axis=1) == true)[~outside]),
+    }
+
+
+def labels(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
+    true, given = labels_given(outcomes, targets, head)
+    chances = _sigmoid(outcomes.matrix(len(head.labels)))
+    found = []
+    for name, own, have in zip(head.labels, true.T, given.T, strict=True):
+        one = classification.per_class(classification.confusion(own.astype(np.int64), have.astype(np.int64), 2))[1]
+        found.append({"class": name, **one._asdict()})
+    sure = np.maximum(chances, 1 - chances).ravel()
+    return {
+        **_listed(found),
+        "threshold": threshold_of(head),
+        "calibration": _calibration(sure, ((chances >= 0.5) == true).ravel()),
+    }
+
+
+def heads(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
+    found = {}
+    for name, own, logits, true in of_heads(outcomes, targets, head):
+        rows = np.flatnonzero(true != IGNORED)
+        found[name] = {"rows": len(rows), **_of_classes(softmax(logits[rows]), true[rows], own)}
+    return {"heads": found}
+
+
+def number(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
+    found, true = outcomes.values.astype(np.float64), targets.values.astype(np.float64)
+    if not len(found):
+        return {}
+    counts, edges = np.histogram(found - true, bins=BINS)
+    tables: dict[str, Any] = {"residuals": {"edges": edges.tolist(), "rows": counts.tolist()}}
+    if step := head.facts.get("step"):
+        low, high = head.facts["lowest"], head.facts["highest"]
+        graded, answered = (regression.ratings(side, low, high, step) for side in (true, found))
+        names = [f"{low + place * step:g}" for place in range(round((high - low) / step) + 1)]
+        tables["scale"] = _confusion(classification.confusion(graded, answered, len(names)), names)
+    return tables
+
+
+def tags(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
+    true, found = tags_of(outcomes, targets)
+    each = entities.per_type(names_of(true, head), names_of(found, head))
+    rows = [{"class": name, **scores._asdict()} for name, scores in each.items()]
+    sure = outcomes.values.reshape(-1, 3)[:, 1]
+    right = np.concatenate([one == other for one, other in zip(true, found, strict=True)] or [np.empty(0, np.bool_)])
+    return {**_listed(rows), "calibration": _calibration(sure, right)}
+
+
+# -------------------------------------------------------------------------------------- what outcomes and targets say
+
+
+def chances_of(outcomes: Ragged, head: Head) -> Floats:
+    """Of single-label rows: [rows, classes]."""
+    found: Floats = softmax(outcomes.matrix(len(head.labels)))
+    return found
+
+
+def ece(chances: Floats, true: Ints) -> float:
+    return calibration.expected_calibration_error(chances.max(axis=1), chances.argmax(axis=1) == true)
+
+
+def threshold_of(head: Head) -> float:
+    """Chance from which one of several labels is given."""
+    return float(head.facts.get("threshold", 0.5))
+
+
+def labels_given(outcomes: Ragged, targets: Ragged, head: Head) -> tuple[Bools, Bools]:
+    """Of multi-label rows: which labels are true, and which are given; [rows, labels] each."""
+    size, chance = len(head.labels), threshold_of(head)
+    return targets.matrix(size) > 0, outcomes.matrix(size) >= np.log(chance / (1 - chance))
+
+
+def of_heads(outcomes: Ragged, targets: Ragged, head: Head) -> Iterator[tuple[str, tuple[str, ...], Floats, Ints]]:
+    """(name, own labels, logits [rows, own labels], targets; IGNORED where a row lacks the label) of each head."""
+    logits, true = outcomes.matrix(len(head.labels)), targets.matrix(len(head.facts["heads"])).astype(np.int64)
+    start = 0
+    for place, (name, size) in enumerate(head.facts["heads"]):
+        own = tuple(label.removeprefix(f"{name}=") for label in head.labels[start : start + size])
+        yield name, own, logits[:, start : start + size], true[:, place]
+        start += size
+
+
+def tags_of(outcomes: Ragged, targets: Ragged) -> tuple[list[Any], list[Any]]:
+    """Of tagged rows: the numbers of the true and of the found tag of each word."""
+    return [row[row != IGNORED] for row in targets], [row.reshape(-1, 3)[:, 0] for row in outcomes]
+
+
+def names_of(rows: Sequence[Any], head: Head) -> list[list[str]]:
+    """Tags by their numbers; one that the head has not is outside: no answer can be right."""
+    return [[head.labels[int(place)] if place >= 0 else "O" for place in row] for row in rows]
+
+
+# -------------------------------------------------------------------------------------------------------------- shared
+
+
+def _of_classes(chances: Floats, true: Ints, names: Sequence[str], given: Ints | None = None) -> dict[str, Any]:
+    """`given`: the predicted class of each row, by default the most probable."""
+    counts = classification.confusion(true, chances.argmax(axis=1) if given is None else given, len(names))
+    _, areas = classification.auc(true, chances)
+    each = zip(names, classification.per_class(counts), areas, strict=True)
+    return {
+        **_listed([{"class": name, **scores._asdict(), "auc": area} for name, scores, area in each]),
+        **_confusion(counts, names),
+        "calibration": _calibration(chances.max(axis=1), chances.argmax(axis=1) == true),
+    }
+
+
+def _listed(each: list[dict[str, Any]]) -> dict[str, Any]:
+    """Worst F1 first, of equals the more frequent one; classes that neither occur nor are predicted come last."""
+    each.sort(key=lambda one: (not one["support"] + one["predicted"], one["f1"], -one["support"]))
+    return {"classes": len(each), "per_class": each[:MOST_CLASSES]}
+
+
+def _confusion(counts: Ints, names: Sequence[str]) -> dict[str, Any]:
+    wrong = counts[:-1] - np.diag(np.diag(counts[:-1]))
+    order = np.argsort(-wrong, axis=None, kind="stable")[:MOST_PAIRS]
+    pairs = [(int(place) // len(names), int(place) % len(names)) for place in order]
+    found: dict[str, Any] = {
+        "confused": [
+            {"true": names[row], "predicted": names[column], "rows": int(wrong[row, column])}
+            for row, column in pairs
+            if wrong[row, column]
+        ]
+    }
+    if len(names) <= MOST_CONFUSED:
+        found["confusion"] = {
+            "labels": list(names),
+            "counts": counts[:-1].tolist(),
+            "without_class": counts[-1].tolist(),
+        }
+    return found
+
+
+def _calibration(confidence: Floats, right: Bools) -> dict[str, Any]:
+    return {
+        "ece": calibration.expected_calibration_error(confidence, right),
+        "bins": [one._asdict() for one in calibration.reliability(confidence, right)],
+    }
+
+
+def _sigmoid(logits: Floats) -> Floats:
+    found: Floats = 1 / (1 + np.exp(-logits.clip(-700, 700)))
+    return found

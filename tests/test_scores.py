@@ -1,0 +1,175 @@
+"""Scores in full: tables by hand, slices worst first and bounded, intervals, and any artefact on any file."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rtrain import artifact, cli, scores
+from rtrain.compress import score
+from rtrain.errors import ConfigError
+from rtrain.predict import Predictor
+from rtrain.tasks import base
+from rtrain.tasks.batch import IGNORED, Ragged
+from tests.tiny import make_artifact, make_task_artifact
+
+INTENTS = base.get("classification")
+ABC = base.Head(("a", "b", "c"))
+
+
+def of_intents(predicted: list[int], true: list[int], head: base.Head = ABC, **columns: list[str]) -> dict[str, Any]:
+    """A chance of one half for the predicted class, the rest in equal shares."""
+    logits = np.where(np.eye(len(head.labels))[predicted] > 0, math.log(len(head.labels) - 1), 0.0)
+    lengths = np.arange(len(true))
+    return scores.measure(INTENTS, head, "test", Ragged.even(logits), Ragged.even(np.array(true)), lengths, columns)
+
+
+def test_tables_of_classes_by_hand() -> None:
+    found = of_intents([0, 0, 1, 1, 0, 2], [0, 1, 1, 1, 1, -1])
+    tables = found["tables"]
+    assert tables["confusion"] == {
+        "labels": ["a", "b", "c"],
+        "counts": [[1, 0, 0], [2, 2, 0], [0, 0, 0]],
+        "without_class": [0, 0, 1],
+    }
+    assert tables["confused"] == [{"true": "b", "predicted": "a", "rows": 2}]
+    assert [(one["class"], one["support"], one["predicted"]) for one in tables["per_class"]] == [
+        ("c", 0, 1),
+        ("a", 1, 3),
+        ("b", 4, 2),
+    ]
+    assert [one["f1"] for one in tables["per_class"]] == pytest.approx([0, 2 / 4, 4 / 6])
+    # Class a: its one row is above 3 of the 5 others, level with 2. Class b: 2 of 4 above, 2 level, with the 2 others.
+    assert [one["auc"] for one in tables["per_class"]] == [None, pytest.approx(4 / 5), pytest.approx(6 / 8)]
+    # Every row is half sure, and 3 of 6 are right.
+    assert found["scores"]["ece"] == tables["calibration"]["ece"] == pytest.approx(0)
+    assert found["scores"]["auc"] == pytest.approx((4 / 5 + 6 / 8) / 2)
+    assert sum(one["rows"] for one in tables["calibration"]["bins"]) == found["rows"] == 6
+
+
+def test_slices_are_the_worst_first_and_small_ones_together() -> None:
+    languages = ["en"] * 40 + ["de"] * 20 + ["fr"] * 5 + ["it"] * 4
+    predicted = [0] * 40 + [0] * 10 + [1] * 10 + [1] * 9
+    found = of_intents(predicted, [0] * 69, language=languages)["slices"]
+    assert [(one["value"], one["rows"], one["scores"]["accuracy"]) for one in found["language"]] == [
+        ("(2 values with fewer than 20 rows)", 9, 0.0),
+        ("de", 20, 0.5),
+        ("en", 40, 1.0),
+    ]
+    assert (found["language"][0]["merged"], found["language"][0]["examples"]) == (2, ["fr", "it"])
+    # Rows are in the order of their lengths, so the last quarter has the mistakes.
+    assert (found["length"][0]["value"], found["length"][0]["rows"]) == ("52 to 68", 17)
+    assert sum(one["rows"] for one in found["length"]) == 69
+
+
+def test_the_document_is_bounded_whatever_the_columns_and_classes() -> None:
+    random = np.random.default_rng(0)
+    names = tuple(f"class {number}" for number in range(700))
+    true, rows = random.integers(0, 700, 3000).tolist(), [f"value {number // 25}" for number in range(3000)]
+    found = of_intents(random.integers(0, 700, 3000).tolist(), true, base.Head(names), of=rows)
+    assert len(found["slices"]["of"]) <= scores.MOST_SLICES + 1
+    assert sum(one["rows"] for one in found["slices"]["of"]) == 3000
+    assert (found["tables"]["classes"], len(found["tables"]["per_class"])) == (700, 500)
+    assert "confusion" not in found["tables"]
+    assert len(json.dumps(found)) < 300_000
+
+
+def test_intervals_are_about_the_score_and_the_same_again() -> None:
+    random = np.random.default_rng(1)
+    true = random.integers(0, 3, 400)
+    predicted = np.where(random.random(400) < 0.8, true, (true + 1) % 3)
+    found = of_intents(predicted.tolist(), true.tolist())
+    low, high = found["intervals"]["scores"]["accuracy"]
+    value = found["scores"]["accuracy"]
+    # The normal approximation of a share: 1.96 x sqrt(p (1 - p) / n) on either side.
+    half = 1.96 * math.sqrt(value * (1 - value) / 400)
+    assert (value - low, high - value) == (pytest.approx(half, rel=0.2), pytest.approx(half, rel=0.2))
+    assert of_intents(predicted.tolist(), true.tolist())["intervals"] == found["intervals"]
+
+
+def test_an_empty_split_has_its_scores_and_nothing_more(tmp_path: Path) -> None:
+    found = of_intents([], [])
+    assert (found["rows"], found["scores"]["accuracy"], found["slices"], found["tables"]) == (0, 0, {}, {})
+    scores.write(tmp_path, found)
+    assert scores.read(tmp_path, "test") == found
+
+
+HEADS = {
+    "labels": (base.get("multi_label"), base.Head(("x", "y"), {"threshold": 0.5})),
+    "heads": (base.get("multi_head"), base.Head(("m=a", "m=b", "n=c", "n=d"), {"heads": [["m", 2], ["n", 2]]})),
+    "number": (
+        base.get("regression"),
+        base.Head(("score",), {"mean": 2.0, "std": 1.0, "lowest": 1.0, "highest": 3.0, "step": 1.0}),
+    ),
+    "tags": (base.get("token_tags"), base.Head(("O", "B-x", "I-x"))),
+}
+OUTCOMES: dict[str, tuple[list[Any], list[Any]]] = {
+    "labels": ([[2, -2], [1, 1]], [[1, 0], [0, 1]]),
+    "heads": ([[2, 0, 0, 1], [0, 1, 5, 0]], [[0, IGNORED], [0, 0]]),
+    "number": ([[1.2], [2.9]], [[1], [2]]),
+    "tags": ([[0, 0.9, 0.1, 1, 0.8, 0.2], [1, 0.5, 0.7]], [[0, 1], [0]]),
+}
+
+
+@pytest.mark.parametrize("output", HEADS)
+def test_every_kind_of_output_has_intervals_of_its_headline_and_tables(output: str, tmp_path: Path) -> None:
+    task, head = HEADS[output]
+    found, true = OUTCOMES[output]
+    outcomes, targets = Ragged.of(found, np.float64), Ragged.of(true, np.float32)
+    document = scores.measure(task, head, "valid", outcomes, targets, np.array([3, 9]), {"of": ["one", "two"]})
+    assert document["headline"] in document["intervals"]["scores"]
+    assert document["tables"]
+    assert sorted(one["value"] for one in document["slices"]["length"]) == ["3", "9"]
+    assert scores.read(scores.write(tmp_path, document).parent, "valid") == document
+    assert document["headline"] in scores.text(document)
+
+
+def test_tables_of_the_other_kinds_by_hand() -> None:
+    tables = {}
+    for output, (task, head) in HEADS.items():
+        found, true = (Ragged.of(rows, kind) for rows, kind in zip(OUTCOMES[output], (float, np.float32), strict=True))
+        tables[output] = scores.measure(task, head, "valid", found, true, np.array([3, 9]), {})["tables"]
+    # Labels: x is given twice and true once; y once and rightly.
+    assert {one["class"]: one["f1"] for one in tables["labels"]["per_class"]} == pytest.approx({"x": 2 / 3, "y": 1})
+    assert {name: own["rows"] for name, own in tables["heads"]["heads"].items()} == {"m": 2, "n": 1}
+    # 2.9 is nearest to 3, and its grade was 2.
+    assert tables["number"]["scale"]["confusion"]["counts"] == [[1, 0, 0], [0, 0, 1], [0, 0, 0]]
+    assert sum(tables["number"]["residuals"]["rows"]) == 2
+    [entity] = tables["tags"]["per_class"]
+    assert (entity["class"], entity["precision"], entity["recall"]) == ("x", 0.5, 1.0)
+
+
+# ------------------------------------------------------------------------------------------------------- any artefact
+
+
+def test_a_file_is_read_as_the_artefact_s_own_rows_were(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head = base.Head(("score",), {"mean": 2.0, "std": 1.0})
+    folder = make_task_artifact(
+        tmp_path / "artifact", "regression", head, data={"text": "essay", "label": "grade", "slices": ["school"]}
+    )
+    essays = [f"where is my parcel number {number}" for number in range(50)]
+    lines = [f"{essay},{number % 4},{'north' if number < 22 else 'south'}" for number, essay in enumerate(essays)]
+    path = tmp_path / "essays.csv"
+    path.write_text("\n".join(["essay,grade,school", *lines, "late,none,south"]) + "\n")
+    found = Predictor.load(folder)(essays)
+    errors = [answer - number % 4 for number, answer in enumerate(found)]
+    cli.main(["evaluate", str(folder), "--data", str(path), "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["scores"]["rmse"] == pytest.approx(math.sqrt(np.mean(np.square(errors))), rel=1e-5)
+    assert (report["rows"], report["bad_rows"]) == (50, 1)
+    assert {one["value"]: one["rows"] for one in report["slices"]["school"]} == {"north": 22, "south": 28}
+    cli.main(["evaluate", str(folder), "--data", str(path), "--set", "data.slices=[]"])
+    shown = capsys.readouterr().out
+    assert "neg_rmse" in shown
+    assert "school" not in shown
+
+
+def test_an_artefact_without_columns_takes_the_usual_ones(tmp_path: Path) -> None:
+    made = artifact.read(make_artifact(tmp_path / "artifact"))
+    with pytest.raises(ConfigError, match="unknown"):
+        score.settings(made, {"data.lable": "x"})
+    found = score.settings(made, {"data.path": "rows.csv", "data.label": "intent"})
+    assert (found.path, found.text, found.label) == ("rows.csv", "text", "intent")
