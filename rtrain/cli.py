@@ -11,7 +11,21 @@ import typer
 from rtrain import __version__, env
 from rtrain.cluster import session as sessions
 from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.options import Address, DataOption, Json, ModelOption, New, Out, Resume, Set, TestOption, Workers, reuse_of
+from rtrain.options import (
+    Address,
+    DataOption,
+    Json,
+    ModelOption,
+    New,
+    Out,
+    Resume,
+    Set,
+    TestOption,
+    ValidOption,
+    Workers,
+    configured,
+    reuse_of,
+)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 recipes_app = typer.Typer(no_args_is_help=True, help="List the recipes, or print one.")
@@ -37,24 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("rtrain: interrupted", file=sys.stderr)
     if code:
         sys.exit(code)
-
-
-def _config(recipe: str, assignments: list[str] | None, **short: Any) -> Any:
-    """The configuration of a verb: recipe, then the short options, then `--set`."""
-    from rtrain import config
-
-    names = {
-        "data": "data.path",
-        "test": "data.test",
-        "model": "model.name",
-        "workers": "train.workers",
-        "address": "cluster.address",
-        "host": "serve.host",
-        "port": "serve.port",
-    }
-    overrides = {names[name]: value for name, value in short.items() if value is not None}
-    overrides |= dict(config.parse_assignment(text) for text in assignments or ())
-    return config.load(recipe, overrides)
 
 
 def _print(document: Any, as_json: bool, text: str) -> None:
@@ -92,6 +88,7 @@ def recipes_show(name: str) -> None:
 def train(
     recipe: Annotated[str, typer.Argument(help="A recipe's name or a YAML file, e.g. a run's config.yaml.")],
     data: DataOption = None,
+    valid: ValidOption = None,
     test: TestOption = None,
     model: ModelOption = None,
     workers: Workers = None,
@@ -108,7 +105,8 @@ def train(
     from rtrain.report.progress import Line, summary_text
     from rtrain.training import driver, runs
 
-    config = _config(recipe, assignments, data=data, test=test, model=model, workers=workers, address=address)
+    short = {"data": data, "valid": valid, "test": test, "model": model, "workers": workers, "address": address}
+    config = configured(recipe, assignments, **short)
     folder = runs.folder_for(config.recipe.name, out)
     config, reuse = runs.absolute(config), reuse_of(resume, new)
     if supervise.wanted():
@@ -125,6 +123,7 @@ def train(
 def tune(
     recipe: Annotated[str, typer.Argument(help="A recipe's name or a YAML file.")],
     data: DataOption = None,
+    valid: ValidOption = None,
     test: TestOption = None,
     model: ModelOption = None,
     workers: Workers = None,
@@ -140,7 +139,8 @@ def tune(
     from rtrain.training import driver, runs
     from tune import search
 
-    config = _config(recipe, assignments, data=data, test=test, model=model, workers=workers, address=address)
+    short = {"data": data, "valid": valid, "test": test, "model": model, "workers": workers, "address": address}
+    config = configured(recipe, assignments, **short)
     folder = runs.folder_for(f"{config.recipe.name}-search", out)
     config = runs.absolute(config)
     driver.check(config)
@@ -196,7 +196,7 @@ def _layouts(
     from rtrain.training import driver, runs
 
     assert recipe is not None
-    config = runs.absolute(_config(recipe, assignments, **short))
+    config = runs.absolute(configured(recipe, assignments, **short))
     folder = runs.folder_for(f"{config.recipe.name}-verify", out)
     driver.check(config)
     with session(proof.session_config(config, full), folder.parent), Line() as line:
@@ -220,7 +220,7 @@ def drill(
     from rtrain.report.progress import Line
     from rtrain.training import driver, runs
 
-    config = runs.absolute(_config(recipe, assignments, data=data, test=test, model=model, workers=workers))
+    config = runs.absolute(configured(recipe, assignments, data=data, test=test, model=model, workers=workers))
     folder = runs.folder_for(f"{config.recipe.name}-drill", out)
     driver.check(config)
     with session(config, folder.parent), Line() as line:
@@ -252,7 +252,7 @@ def distill(
     from rtrain.compress import distill as distillation
     from rtrain.report.progress import Line, summary_text
 
-    config = _config(str(run / "config.yaml"), assignments, address=address)
+    config = configured(str(run / "config.yaml"), assignments, address=address)
     teacher = run.absolute()
     folder = Path(out).absolute() if out else teacher.with_name(f"{teacher.name}-student")
     with session(config, folder.parent), Line() as line:
@@ -270,7 +270,7 @@ def quantize(
     """Make an int8 artefact with static scales, calibrated on training rows, and score it on the test rows."""
     from rtrain.compress import quantize as quantization
 
-    config = _config(str(run / "config.yaml"), assignments)
+    config = configured(str(run / "config.yaml"), assignments)
     report = quantization.run(
         config.recipe, quantization.store_of(run.absolute()), run.absolute(), (out or run / "artifact-int8").absolute()
     )
@@ -366,7 +366,7 @@ def serve(
     from rtrain.report.progress import say
     from serve import deployment
 
-    config = _config("intent", assignments, host=host, port=port, address=address)
+    config = configured("intent", assignments, host=host, port=port, address=address)
     folder = artifact.absolute()
     artifacts.read(folder)
     with session(config, folder.parent), deployment.start(folder, config.deploy.serve) as endpoint:
@@ -391,7 +391,7 @@ def demo(
     """The whole path on the embedded data: ingest, search, train, distill, quantize, serve, ask."""
     from rtrain import demo as whole
 
-    config = _config("demo", assignments, model=model, address=address)
+    config = configured("demo", assignments, model=model, address=address)
     document = whole.run(config, out, keep=keep)
     if as_json:
         print(json.dumps(document, ensure_ascii=False))

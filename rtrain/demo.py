@@ -13,6 +13,7 @@ from typing import Any
 from rtrain import config as configuration
 from rtrain.config import Config
 from rtrain.data import records, synthetic, tokens
+from rtrain.data.splits import Splits
 from rtrain.errors import UserError
 from rtrain.report.memory import PeakMemory
 from rtrain.report.progress import Line, say
@@ -152,9 +153,11 @@ def _baseline(recipe: configuration.Recipe) -> float:
     from rtrain.report import baseline
 
     parts: dict[str, tuple[list[str], list[str]]] = {name: ([], []) for name in ("train", "valid", "test")}
-    for piece in records.inspect(recipe.data).pieces:
+    source = records.inspect(recipe.data)
+    splits = Splits.of(recipe.data, source)
+    for piece in source.pieces:
         for record in records.read(piece, recipe.data):
-            texts, labels = parts[tokens.split_of(piece.role, tokens.content_hashes(record)[0], has_test=True)]
+            texts, labels = parts[splits.split(record, piece.role)]
             texts.append(record.text)
             labels.append(record.label)
     return baseline.accuracy(parts["train"], parts["valid"], parts["test"])

@@ -1,6 +1,6 @@
 """Options that several verbs of the command line take."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -10,6 +10,7 @@ Set = Annotated[list[str] | None, typer.Option("--set", help="Change a setting: 
 Out = Annotated[str | None, typer.Option("--out", help="Run folder (default: runs/<recipe>-<time>).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 DataOption = Annotated[str | None, typer.Option("--data", help="Training rows: file, folder, glob or `datasets` name.")]
+ValidOption = Annotated[str | None, typer.Option("--valid", help="Validation rows; without it 10 % are split off.")]
 TestOption = Annotated[str | None, typer.Option("--test", help="Test rows; without it 10 % are split off.")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="minilm, a Transformers folder, or a hub name.")]
 Workers = Annotated[int | None, typer.Option("--workers", help="DDP workers.")]
@@ -25,3 +26,25 @@ def reuse_of(resume: bool, new: bool) -> Literal["refuse", "resume", "new"]:
             [Problem("--new", None, "--resume and --new exclude each other", "continue, or start another")]
         )
     return "resume" if resume else "new" if new else "refuse"
+
+
+SHORT = {
+    "data": "data.path",
+    "valid": "data.valid",
+    "test": "data.test",
+    "model": "model.name",
+    "workers": "train.workers",
+    "address": "cluster.address",
+    "host": "serve.host",
+    "port": "serve.port",
+}
+"""Setting by the name of its own option."""
+
+
+def configured(recipe: str, assignments: list[str] | None, **short: Any) -> Any:
+    """The configuration of a verb: recipe, then the short options, then `--set`."""
+    from rtrain import config
+
+    overrides = {SHORT[name]: value for name, value in short.items() if value is not None}
+    overrides |= dict(config.parse_assignment(text) for text in assignments or ())
+    return config.load(recipe, overrides)

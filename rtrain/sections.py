@@ -24,6 +24,18 @@ class Data(Section):
     """File, folder, glob or URL of the training rows: csv, tsv, jsonl, parquet, a `datasets` folder or name."""
     test: str | None = None
     """The same for the test rows. Without it, 10 % of the rows, chosen by a hash of their content, are the test."""
+    valid: str | None = None
+    """The same for the validation rows. Without it, `valid_share` of the training rows."""
+    split: str | None = None
+    """Column that names each row's split: train, valid (or validation, val, dev) or test."""
+    valid_share: Annotated[float, Field(ge=0.0, le=0.5)] | None = None
+    """Share of the rows that choose the best weights and are not trained on; by default 0.1, and 0 where `valid` or
+    `split` names them. With 0 and no other validation rows the last weights are kept: to train the chosen settings on
+    all rows."""
+    folds: Annotated[int, Field(ge=2, le=100)] | None = None
+    """Cut the rows into so many equal parts, by a hash of their content; part `fold` is the test."""
+    fold: Annotated[int, Field(ge=0)] = 0
+    """Which of the `folds`, from 0."""
     format: Literal["csv", "tsv", "jsonl", "parquet", "datasets", "conll", "squad"] | None = None
     """Format of both; by default read from the file name."""
     text: str = "text"
@@ -328,8 +340,27 @@ def _augment_contradictions(augment: Augment) -> list[Problem]:
     return problems
 
 
-def _data_contradictions(data: Data) -> list[Problem]:
+def _split_contradictions(data: Data) -> list[Problem]:
     problems = []
+    if data.split is not None and (data.valid or data.test):
+        fix = "give a column or files of their own, and set the others to null"
+        problems.append(Problem("data.split", data.split, "data.valid or data.test names splits too", fix))
+    if data.folds is not None and (data.valid or data.test or data.split):
+        fix = "leave out data.valid, data.test and data.split, or set data.folds=null"
+        problems.append(Problem("data.folds", data.folds, "the splits are given already", fix))
+    if data.valid and data.valid_share:
+        fix = "leave out one of the two"
+        problems.append(Problem("data.valid_share", data.valid_share, "data.valid has the validation rows", fix))
+    if data.fold and data.fold >= (data.folds or 1):
+        problems.append(Problem("data.fold", data.fold, f"there are {data.folds} folds", "folds count from 0"))
+    if data.valid_share == 0 and not (data.valid or data.split) and data.outside is not None:
+        reason = "the threshold of data.outside is chosen on validation rows, and there are none"
+        problems.append(Problem("data.valid_share", 0, reason, "give a share, or set data.outside=null"))
+    return problems
+
+
+def _data_contradictions(data: Data) -> list[Problem]:
+    problems = _split_contradictions(data)
     if data.text_pair == data.text:
         problems.append(Problem("data.text_pair", data.text_pair, "the same column as data.text", "remove it"))
     if {data.text, data.text_pair} & set(data.labels):

@@ -22,7 +22,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.manifest": frozenset(),
     "rtrain.config": frozenset({"rtrain.sections"}),
     "rtrain.sections": frozenset(),
-    "rtrain.options": frozenset(),
+    "rtrain.options": frozenset({"rtrain.config"}),
     "rtrain.artifact": frozenset({"rtrain.manifest"}),
     "rtrain.predict": frozenset({"rtrain.artifact", "rtrain.tasks."}),
     "rtrain.explain.": frozenset({"rtrain.explain.", "rtrain.predict", "rtrain.tasks."}),
@@ -36,6 +36,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.data.synthetic": frozenset(),
     "rtrain.data.records": frozenset({"rtrain.config", "rtrain.data.formats"}),
     "rtrain.data.packing": frozenset({"rtrain.data.records"}),
+    "rtrain.data.splits": frozenset({"rtrain.config", "rtrain.data.records"}),
     "rtrain.data.quarantine": frozenset({"rtrain.config", "rtrain.data.records"}),
     "rtrain.data.formats": frozenset({"rtrain.data.conll", "rtrain.data.squad"}),
     "rtrain.data.squad": frozenset(),
@@ -55,7 +56,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.data.tokens": frozenset(
         {"rtrain.config", "rtrain.tasks."}
         | {f"rtrain.data.{name}" for name in ("drafts", "packing", "paraphrase", "quarantine", "records", "rewriting")}
-        | {"rtrain.data.store", "rtrain.data.variants"}
+        | {"rtrain.data.splits", "rtrain.data.store", "rtrain.data.variants"}
     ),
     "rtrain.data.ingest": frozenset({"rtrain.data.order", "rtrain.data.store", "rtrain.tasks.batch"}),
     "rtrain.report.": frozenset({"rtrain.report."}),

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from rtrain import config
-from rtrain.data import paraphrase, records, rewriting, tokens
+from rtrain.data import paraphrase, records, rewriting, splits, tokens
 from rtrain.errors import UserError
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_tokenizer
@@ -151,11 +151,11 @@ def test_paraphrases_of_training_rows_become_rows(trained: Maker, ray_session: P
     made, _ = tokens.ensure(recipe, records.inspect(recipe.data), encoder, tmp_path)
 
     def key(text: str) -> int:
-        return tokens.content_hashes(records.Record(0, text, None, "refund", None))[1]
+        return splits.content_hashes(records.Record(0, text, None, "refund", None))[1]
 
     def trains(text: str) -> bool:
-        kept, _ = tokens.content_hashes(records.Record(0, text, None, "refund", None))
-        return tokens.split_of("train", kept, False) == "train"
+        kept, _ = splits.content_hashes(records.Record(0, text, None, "refund", None))
+        return splits.Splits(False, 0.1).at("train", kept) == "train"
 
     written = rewriting.read(made.folder, 0)
     pairs = [(text, back) for text, back in zip(ENGLISH, BACK, strict=True) if trains(text)]

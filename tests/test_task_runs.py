@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from rtrain import config
 from rtrain.compress import distill, quantize
@@ -14,7 +16,7 @@ from rtrain.data.store import Store
 from rtrain.predict import Predictor
 from rtrain.report import events, summary
 from rtrain.tasks import base
-from rtrain.training import driver
+from rtrain.training import checkpoint, driver
 from tests import test_several_labels, test_span_qa, test_token_tags
 from tests.conftest import labelled_rows
 from tests.tiny import make_encoder
@@ -90,3 +92,29 @@ def _version(run: Path) -> str:
     from rtrain import artifact
 
     return artifact.read(run / "artifact").version
+
+
+def test_a_run_on_all_rows_keeps_its_last_weights(ray_session: Path) -> None:
+    folder = ray_session / "tasks-refit"
+    folder.mkdir()
+    overrides = {"task": "classification", "data.label": "kind", "data.valid_share": 0}
+    chosen = config.with_overrides(settings("regression", folder), overrides)
+    run = folder / "run"
+    prepared = driver.prepare(chosen, run)
+    found = driver.fit(prepared)
+    assert (found["status"], prepared.store.rows("valid")) == ("finished", 0)
+    assert {event["split"] for event in events.read(run) if event["kind"] == "evaluated"} == {"test"}
+    assert found["best_update"] == found["updates"]
+    assert found["metrics"]["valid"] is None
+    assert not (run / "predictions-valid.parquet").exists()
+    assert "test" in (run / "report.html").read_text()
+
+    kept = load_file(run / "artifact" / "model.safetensors")
+    last = load_file(checkpoint.path_of(run / "checkpoints", found["updates"]) / "model.safetensors")
+    assert kept.keys() == last.keys()
+    assert all(torch.equal(kept[name], last[name]) for name in kept)
+
+    student, report = distill.run(chosen, run, folder / "student")
+    assert report["status"] == "finished"
+    made = quantize.run(chosen.recipe, quantize.store_of(student), student, student / "artifact-int8")
+    assert made["test"]["rows"] == prepared.store.rows("test")

@@ -15,11 +15,14 @@ from rtrain import config
 from rtrain.config import Recipe
 from rtrain.data import records, tokens
 from rtrain.data.records import Record
+from rtrain.data.splits import Splits, content_hashes
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, UserError
 from rtrain.tasks import base
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.tiny import make_encoder, make_store
+
+ALONE = Splits(has_test=False, valid_share=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -115,34 +118,6 @@ def test_a_folder_without_tokenizer_is_refused_before_a_job(tmp_path: Path, enco
 # ------------------------------------------------------------------------------------------------------------- splits
 
 
-@pytest.mark.parametrize(
-    ("share", "alone", "beside_test"),
-    [
-        (0.0, "train", "train"),
-        (0.799, "train", "train"),
-        (0.801, "valid", "train"),
-        (0.899, "valid", "train"),
-        (0.901, "test", "valid"),
-        (0.9999, "test", "valid"),
-    ],
-)
-def test_the_hash_of_the_text_chooses_the_split(share: float, alone: str, beside_test: str) -> None:
-    value = int(share * 2**64)
-    assert tokens.split_of("train", value, has_test=False) == alone
-    assert tokens.split_of("train", value, has_test=True) == beside_test
-    assert tokens.split_of("test", value, has_test=True) == "test"
-
-
-def test_shares_are_near_80_10_10_and_90_10() -> None:
-    hashes = [tokens.content_hashes(Record(1, f"text {n}", None, "a", None))[0] for n in range(20_000)]
-    for has_test, shares in ((False, {"train": 0.8, "valid": 0.1, "test": 0.1}), (True, {"train": 0.9, "valid": 0.1})):
-        found = [tokens.split_of("train", value, has_test) for value in hashes]
-        assert set(found) == set(shares)
-        for name, share in shares.items():
-            # A share of 0.1 (or 0.8) of 20,000 has a deviation of 0.0021 (or 0.0028).
-            assert found.count(name) / 20_000 == pytest.approx(share, abs=0.012)
-
-
 def test_equal_texts_fall_into_one_split_whatever_their_label(tmp_path: Path, encoder: Path) -> None:
     rows = [(f"the same words {number % 40}", label) for number in range(240) for label in ("x", "y")]
     found = texts_by_split(store_of(tmp_path, rows, encoder), encoder)
@@ -157,17 +132,6 @@ def test_a_row_keeps_its_split_when_others_come_and_go(tmp_path: Path, encoder: 
     half = texts_by_split(store_of(tmp_path / "half", rows[::-2], encoder), encoder)
     for split, texts in half.items():
         assert set(texts) < set(all_rows[split])
-
-
-def test_the_hash_is_over_all_texts_and_pinned() -> None:
-    """A store made by a later version must split alike."""
-    first = tokens.content_hashes(Record(1, "a", "b", "c", None))
-    assert first == (11797832347080049151, 944102295022078880)
-    assert tokens.content_hashes(Record(9, "a", "b", "c", None)) == first  # the line is no content
-    assert tokens.content_hashes(Record(1, "a", "b", "d", None))[0] == first[0]
-    others = [("a", "b", "d"), ("a", "bc", ""), ("ab", None, "c"), ("a", None, "c"), ("b", "a", "c")]
-    keys = {tokens.content_hashes(Record(1, text, pair, label, None))[1] for text, pair, label in others}
-    assert len(keys | {first[1]}) == 6
 
 
 # ------------------------------------------------------------------------------------------------------------ row ids
@@ -218,7 +182,7 @@ def test_ids_do_not_depend_on_how_rows_lie_in_files_and_shards(
 
 def encode(rows: list[Record], encoder: Path, max_tokens: int = 16, text_pair: str | None = None) -> Any:
     recipe = recipe_of(Path("rows.csv"), max_tokens=max_tokens, text_pair=text_pair)
-    job = tokens.Job(recipe, encoder, Path("nowhere"), has_test=False)
+    job = tokens.Job(recipe, encoder, Path("nowhere"), ALONE)
     return tokens._encode(rows, "train", job, base.get("classification"), base.load_tokenizer(encoder, max_tokens), {})
 
 
@@ -346,18 +310,18 @@ def test_one_label_alone_is_refused(tmp_path: Path, encoder: Path) -> None:
 
 
 def test_rows_without_a_validation_row_are_refused(tmp_path: Path, encoder: Path) -> None:
-    rows = [row for row in labelled_rows(40) if tokens.split_of("train", hash_of(row), has_test=False) == "train"]
+    rows = [row for row in labelled_rows(40) if ALONE.at("train", hash_of(row)) == "train"]
     with pytest.raises(UserError, match=f"{len(rows)} training rows leave no validation row; give more rows"):
         store_of(tmp_path, rows, encoder)
 
 
 def hash_of(row: Row) -> int:
-    return tokens.content_hashes(Record(1, row[0], None, row[1], None))[0]
+    return content_hashes(Record(1, row[0], None, row[1], None))[0]
 
 
 def test_a_label_that_only_other_splits_have_is_set_aside(tmp_path: Path, encoder: Path) -> None:
     rows = labelled_rows(100)
-    rare = next(n for n, row in enumerate(rows) if tokens.split_of("train", hash_of(row), has_test=False) == "valid")
+    rare = next(n for n, row in enumerate(rows) if ALONE.at("train", hash_of(row)) == "valid")
     rows[rare] = (rows[rare][0], "rare")
     made = store_of(tmp_path, rows, encoder)
     assert made.manifest.labels == ("login", "parcel", "refund")

@@ -15,6 +15,7 @@ from rtrain.config import Augment, Recipe
 from rtrain.data import records, rewriting, tokens, variants
 from rtrain.data.augment import Noise
 from rtrain.data.records import Record
+from rtrain.data.splits import Splits
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError
 from tests.conftest import labelled_rows, write_rows
@@ -179,7 +180,7 @@ def test_texts_are_rewritten_in_chunks_and_read_back(tmp_path: Path, monkeypatch
 def test_only_training_texts_are_rewritten(path: Path, encoder: Path, plain: Store, tmp_path: Path) -> None:
     recipe = recipe_of(path, paraphrase="some/model")
     source = records.inspect(recipe.data)
-    job = tokens.Job(recipe, encoder, tmp_path, source.has_test)
+    job = tokens.Job(recipe, encoder, tmp_path, Splits.of(recipe.data, source))
     found = list(tokens.texts_to_rewrite({"number": 0, "piece": list(source.pieces[0])}, job))
     assert len(found) == plain.rows("train")
     assert {key for key, _ in found} == set(plain.column("train", "row_id").tolist())  # each row occurs once

@@ -99,10 +99,11 @@ def make_task_artifact(
 def make_store(recipe: Recipe, encoder: Path, root: Path) -> "Store":
     """The token store that `tokens.ensure` makes, by the same functions one after another, without Ray."""
     from rtrain.data import records, store, tokens
+    from rtrain.data.splits import Splits
 
     source = records.inspect(recipe.data)
     writer = store.Writer(root / ".tokens" / tokens.digest(recipe, source, encoder))
-    job = tokens.Job(recipe, encoder, writer.folder, source.has_test)
+    job = tokens.Job(recipe, encoder, writer.folder, Splits.of(recipe.data, source))
     pieces = [{"number": number, "piece": list(piece)} for number, piece in enumerate(source.pieces)]
     shards = [row for piece in pieces for row in tokens._write_piece(piece, job)]
     return tokens._commit(job, source, writer, shards)

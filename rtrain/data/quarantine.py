@@ -23,13 +23,15 @@ def refuse_if_too_bad(recipe: Recipe, reasons: dict[int, str], total: int, where
 
 
 def unseen(
-    recipe: Recipe, source: records.Source, rows: npt.NDArray[np.int64], labels: list[str], where: Where
+    rows: npt.NDArray[np.int64], given: npt.NDArray[np.bool_], labels: list[str], where: Where
 ) -> dict[int, str]:
-    """A test file with a label that training lacks is the user's mistake; our own split of a rare label is not."""
-    if source.has_test and len(rows):
-        listed = "\n  ".join(f"{where(row)}: label {labels[row]!r}" for row in rows[:5])
+    """Reasons of the rows with a label that training lacks. In a validation or test file (`given`, of every row of the
+    store) that is the user's mistake; in our own split of a rare label it is not."""
+    wrong = rows[given[rows]]
+    if len(wrong):
+        listed = "\n  ".join(f"{where(row)}: label {labels[row]!r}" for row in wrong[:5])
         raise UserError(
-            f"data.label: {len(rows)} rows have a label that no training row has:\n  {listed}\n"
+            f"data.label: {len(wrong)} rows have a label that no training row has:\n  {listed}\n"
             "Add training rows of it, or correct these labels."
         )
     return {int(row): f"label {labels[row]!r} occurs in no training row; add rows of it" for row in rows}

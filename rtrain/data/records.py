@@ -29,6 +29,12 @@ SUFFIXES = {
     ".parquet": "parquet",
     ".conll": "conll",
 }
+ROLES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("valid", "validation", "val", "dev", "devel", "development"), "valid"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+"""Split by what a column or a data set may call it, in any case."""
 
 
 class Record(NamedTuple):
@@ -44,10 +50,12 @@ class Record(NamedTuple):
     """Values of the columns `data.slices`."""
     group: str | None = None
     """Value of the column `data.split_by`; None where none is named."""
+    split: str | None = None
+    """`train`, `valid` or `test` where the column `data.split` says so."""
 
 
 class Piece(NamedTuple):
-    """A file that one task reads: `role` is `train` or `test`, `format` how to read it."""
+    """A file that one task reads: `role` is `train`, `valid` or `test`, `format` how to read it."""
 
     uri: str
     format: str
@@ -56,11 +64,18 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """All the pieces of `data.path` and `data.test`, in a fixed order, and the columns of the first."""
+    """All the pieces of `data.path`, `data.valid` and `data.test`, in a fixed order, and the columns of the first."""
 
     pieces: tuple[Piece, ...]
     columns: tuple[str, ...]
-    has_test: bool
+
+    @property
+    def has_valid(self) -> bool:
+        return any(piece.role == "valid" for piece in self.pieces)
+
+    @property
+    def has_test(self) -> bool:
+        return any(piece.role == "test" for piece in self.pieces)
 
     @cached_property
     def sha256s(self) -> tuple[str, ...]:
@@ -85,7 +100,8 @@ def inspect(data: Data) -> Source:
     problems: list[Problem] = []
     pieces: list[Piece] = []
     columns: tuple[str, ...] = ()
-    for role, field, uri in (("train", "data.path", data.path), ("test", "data.test", data.test)):
+    for role, field in (("train", "path"), ("valid", "valid"), ("test", "test")):
+        field, uri = f"data.{field}", getattr(data, field)
         if uri is None:
             continue
         try:
@@ -99,7 +115,7 @@ def inspect(data: Data) -> Source:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return Source(tuple(pieces), columns, any(piece.role == "test" for piece in pieces))
+    return Source(tuple(pieces), columns)
 
 
 def _pieces(field: str, uri: str, format: str | None, role: str) -> list[Piece]:
@@ -150,23 +166,26 @@ def _is_datasets(filesystem: Any, path: str) -> bool:
 
 
 def _datasets_pieces(field: str, filesystem: Any, path: str, role: str) -> list[Piece]:
-    """The arrow files of a `save_to_disk` folder; of several splits, `train` (and `test` where data.path has one)."""
-    splits = {role: path}
+    """The arrow files of a `save_to_disk` folder; of one with several splits see `_roles`."""
+    folders = {path: role}
     if filesystem.isfile(f"{path}/dataset_dict.json"):
         names = json.loads(filesystem.cat_file(f"{path}/dataset_dict.json"))["splits"]
-        if role not in names:
-            raise ConfigError(
-                [Problem(field, path, f"no split {role!r}", f"it has {', '.join(names)}; name the folder of one")]
-            )
-        splits = {
-            name: f"{path}/{name}" for name in (("train", "test") if role == "train" else ("test",)) if name in names
-        }
+        folders = {f"{path}/{name}": found for name, found in _roles(field, path, names, role).items()}
     pieces = []
-    for name, folder in splits.items():
+    for folder, found in folders.items():
         state = json.loads(filesystem.cat_file(f"{folder}/state.json"))
         files = [f"{folder}/{entry['filename']}" for entry in state["_data_files"]]
-        pieces += [Piece(filesystem.unstrip_protocol(file), "datasets", name) for file in files]
+        pieces += [Piece(filesystem.unstrip_protocol(file), "datasets", found) for file in files]
     return pieces
+
+
+def _roles(field: str, source: str, names: Iterable[str], role: str) -> dict[str, str]:
+    """Role by the name of a data set's split: all that are known where data.path names the set, else `role` alone."""
+    found = {name: ROLES[name.lower()] for name in names if name.lower() in ROLES}
+    if role not in found.values():
+        fix = f"it has {', '.join(names)}; name the folder of one"
+        raise ConfigError([Problem(field, source, f"no split {role!r}", fix)])
+    return {name: known for name, known in found.items() if role in ("train", known)}
 
 
 def _hub_pieces(field: str, name: str, role: str) -> list[Piece]:
@@ -181,10 +200,9 @@ def _hub_pieces(field: str, name: str, role: str) -> list[Piece]:
         raise ConfigError(
             [Problem(field, name, f"could not be loaded ({error})", "write a folder or file instead")]
         ) from None
-    names = [split for split in ("train", "test") if split in loaded] if role == "train" else ["test"]
     return [
-        Piece(f"file://{entry['filename']}", "datasets", split)
-        for split in names
+        Piece(f"file://{entry['filename']}", "datasets", found)
+        for split, found in _roles(field, name, loaded, role).items()
         for entry in loaded[split].cache_files
     ]
 
@@ -238,6 +256,7 @@ def wanted_columns(data: Data) -> list[tuple[str, str]]:
     """(setting, column) of every column that the settings name."""
     found = [("text", data.text), *([("text_pair", data.text_pair)] if data.text_pair else [])]
     found += [("split_by", data.split_by)] if data.split_by else []
+    found += [("split", data.split)] if data.split else []
     return found + [("label", name) for name in data.labels] + [("slices", name) for name in data.slices]
 
 
@@ -293,7 +312,11 @@ def _checked(rows: Iterable[tuple[int, dict[str, Any] | str]], data: Data) -> It
         pair = None if data.text_pair is None else _text(row.get(data.text_pair))
         slices = tuple(_string(row.get(name)) for name in data.slices)
         group = None if data.split_by is None else _string(row.get(data.split_by))
-        yield Record(line, text, pair, label, _reason(data, text, pair, label), slices, group)
+        split = None if data.split is None else _string(row.get(data.split)).strip()
+        reason = _reason(data, text, pair, label)
+        if split is not None and split.lower() not in ROLES:
+            reason = reason or f"column {data.split!r} names no split ({split!r}); write train, valid or test"
+        yield Record(line, text, pair, label, reason, slices, group, ROLES.get((split or "").lower()))
 
 
 def _label(row: dict[str, Any], data: Data) -> str:

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import pyarrow.parquet
 
 from rtrain.config import Recipe
 from rtrain.data import drafts, packing, paraphrase, quarantine, records, rewriting, store, variants
+from rtrain.data.splits import Splits, content_hashes
 from rtrain.errors import Problem, UserError
 from rtrain.tasks import base
 from rtrain.tasks.batch import Encoded, Ints, Ragged
@@ -37,12 +38,12 @@ class Job:
     recipe: Recipe
     model: Path
     folder: Path
-    has_test: bool
+    splits: Splits
 
 
 def digest(recipe: Recipe, source: records.Source, model: Path) -> str:
     """Address of the store: the rows, the tokenizer and the settings that shape it, and nothing else."""
-    data = recipe.data.model_dump(mode="json", exclude={"path", "test", "max_bad_rows"})
+    data = recipe.data.model_dump(mode="json", exclude={"path", "valid", "test", "max_bad_rows"})
     if recipe.data.outside is None:
         del data["outside"]
     settings = {"schema": store.SCHEMA_VERSION, "task": recipe.task, **data}
@@ -105,7 +106,7 @@ def ensure(recipe: Recipe, source: records.Source, model: Path, root: Path) -> t
             paraphrase.check(name)
     writer = store.Writer(final)
     try:
-        job = Job(recipe, model, writer.folder, source.has_test)
+        job = Job(recipe, model, writer.folder, Splits.of(recipe.data, source))
         return _commit(job, source, writer, _run(job, source)), True
     except BaseException:
         writer.abandon()
@@ -130,7 +131,7 @@ def _write_piece(row: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
     tokenizer = _tokenizer(job.recipe, job.model)
     rows = records.read(piece, job.recipe.data)
     if task.packs:
-        where = partial(_split_of, role=piece.role, has_test=job.has_test)
+        where = partial(job.splits.split, role=piece.role)
         rows = packing.packed(rows, tokenizer, job.recipe.data.window_tokens, where)
     rewritten = rewriting.read(job.folder, row["number"])
     for part in itertools.count():
@@ -170,10 +171,10 @@ def texts_to_rewrite(row: dict[str, Any], job: Job) -> Iterator[tuple[int, str]]
 
 
 def _placed(record: records.Record, role: str, job: Job) -> _Row:
-    kept, whole = content_hashes(record)
+    _, whole = content_hashes(record)
     if record.reason is not None:
         return _Row(record, whole, _BAD)
-    split = _SPLIT[split_of(role, kept, job.has_test)]
+    split = _SPLIT[job.splits.split(record, role)]
     left_out = split == _SPLIT["train"] and record.label == job.recipe.data.outside
     return _Row(record, whole, _LEFT_OUT if left_out else split)
 
@@ -188,10 +189,7 @@ def _augmented(
     noise = variants.noise_of(settings, tokenizer)
 
     def allowed(copy: records.Record) -> bool:
-        return (
-            split_of(role, content_hashes(copy)[0], job.has_test) == "train"
-            and task.flaw(copy.text, copy.pair, copy.label) is None
-        )
+        return job.splits.split(copy, role) == "train" and task.flaw(copy.text, copy.pair, copy.label) is None
 
     found = list(rows)
     for row in rows:
@@ -241,10 +239,6 @@ def _encode(
     )
 
 
-def _split_of(record: records.Record, role: str, has_test: bool) -> str:
-    return split_of(role, content_hashes(record)[0], has_test)
-
-
 def _judged(record: records.Record, task: base.Task) -> records.Record:
     """With the reason why the task cannot use it, where there is one."""
     if record.reason is not None or (flaw := task.flaw(record.text, record.pair, record.label)) is None:
@@ -258,24 +252,6 @@ def _printable(text: str) -> str:
 
 def _lists(rows: list[list[int]]) -> pa.ListArray:
     return store.lists(Ragged.of(rows, np.int32))
-
-
-def content_hashes(record: records.Record) -> tuple[int, int]:
-    """(hash of what keeps rows in one split, by default the texts; hash of texts and label), 64 bits each."""
-    text = "\x00".join((record.text, record.pair or "")).encode("utf-8", "surrogateescape")
-    whole = text + b"\x00" + record.label.encode("utf-8", "surrogateescape")
-    kept = text if record.group is None else record.group.encode("utf-8", "surrogateescape")
-    return tuple(int.from_bytes(hashlib.blake2b(part, digest_size=8).digest(), "little") for part in (kept, whole))  # type: ignore[return-value]
-
-
-def split_of(role: str, text_hash: int, has_test: bool) -> str:
-    """80/10/10 by the hash of the text; 90/10 where there is a test file. Equal texts never straddle two splits."""
-    if role == "test":
-        return "test"
-    share = text_hash / 2**64
-    if has_test:
-        return "train" if share < 0.9 else "valid"
-    return "train" if share < 0.8 else "valid" if share < 0.9 else "test"
 
 
 # ------------------------------------------------------------------------------------------------------- the commit
@@ -301,6 +277,8 @@ def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list
     # Before the labels: a file of which no row can be read has none, and that is not what is wrong with it.
     quarantine.refuse_if_too_bad(recipe, reasons, originals, where)
 
+    _refuse_empty(recipe, {name: int((split == code).sum()) for name, code in _SPLIT.items()})
+
     task = base.get(recipe.task)
     texts = table["label"].to_pylist()
     # Of the rows as they were given: some have more copies than others.
@@ -309,7 +287,8 @@ def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list
     targets = task.targets([texts[row] for row in good], _marks(table, good), head)
 
     unseen = good[targets.unknown]
-    reasons |= quarantine.unseen(recipe, source, unseen, texts, where)
+    given = np.array([source.pieces[int(name.split("-")[0])].role != "train" for name in names_of_shards])[shard]
+    reasons |= quarantine.unseen(unseen, given, texts, where)
     split = split.copy()
     split[unseen] = _BAD
     quarantine.refuse_if_too_bad(recipe, reasons, originals, where)
@@ -334,10 +313,7 @@ def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list
         origins |= {"line": table["line"].take(chosen)}
         origins |= {slice: table[SLICE + slice].take(chosen) for slice in recipe.data.slices}
         files[f"rows-{name}.arrow"] = store.write_table(writer.folder / f"rows-{name}.arrow", pa.table(origins))
-    if not rows["valid"]:
-        raise UserError(
-            f"data.path: {rows['train']} training rows leave no validation row; give more rows (30 are a sane least)"
-        )
+    _refuse_empty(recipe, rows)  # again: rows with an unknown label are none
     _refuse_without_outside(recipe, [texts[row] for row in np.flatnonzero(split == _SPLIT["valid"])])
     manifest = store.Manifest(
         schema_version=store.SCHEMA_VERSION,
@@ -366,6 +342,25 @@ def _head(job: Job, task: base.Task, counts: Counter[str]) -> base.Head:
         return head
     windows = {"stride": reading.stride, "max_windows": reading.max_windows, "pooling": job.recipe.data.pooling}
     return base.Head(head.labels, {**head.facts, **windows})
+
+
+def _refuse_empty(recipe: Recipe, rows: Mapping[str, int]) -> None:
+    """A split without rows that was not asked to be empty."""
+    if not rows["train"]:
+        where = f"column {recipe.data.split!r}" if recipe.data.split else "data.path"
+        raise UserError(f"{where}: no row to train on; {rows['valid']} are for validation, {rows['test']} for the test")
+    if recipe.data.split is not None and not rows["test"]:
+        raise UserError(f"data.split: no row of column {recipe.data.split!r} is for the test; name some `test`")
+    if rows["valid"] or recipe.data.valid_share == 0:
+        return
+    if recipe.data.split is not None:
+        raise UserError(
+            f"data.split: no row of column {recipe.data.split!r} is for validation; set data.valid_share=0.1 to take "
+            "a tenth of the training rows, or 0 to train on all rows and keep the last weights"
+        )
+    raise UserError(
+        f"data.path: {rows['train']} training rows leave no validation row; give more rows (30 are a sane least)"
+    )
 
 
 def _refuse_without_outside(recipe: Recipe, labels: list[str]) -> None:

@@ -100,6 +100,11 @@ class Job:
     def head(self) -> base.Head:
         return self.chosen or self.store.manifest.head
 
+    @property
+    def validates(self) -> bool:
+        """There are validation rows; without, the last weights are the run's."""
+        return self.store.rows("valid") > 0
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -108,7 +113,7 @@ class Outcome:
     best_update: int
     ledger: str
     scores: dict[str, dict[str, float]]
-    """Of the best checkpoint: `valid` (its headline score), and `test` where the run is finished."""
+    """Of the best checkpoint: `valid` (its headline score) where it validates, `test` where the run is finished."""
     outcomes: dict[str, Ragged] = field(default_factory=dict, compare=False)
     """Of the test rows, where the run is finished."""
 
@@ -168,7 +173,7 @@ def _train(
             seen = {"rows": rows, "real_tokens": real}
             reporter.event("progress", update=finished, of=job.order.updates, loss=loss, ledger=state.ledger, **seen)
         due = cadence.due(finished) | ({"save"} if done.notice else set())
-        if "evaluate" in due:
+        if "evaluate" in due and job.validates:
             state = _evaluate(job, exchange, state, reporter, clock)
         if "save" in due:
             _save(saver, exchange, optimizer, state, clock)
@@ -364,13 +369,14 @@ def _end(
     if best not in (NONE, state.update):
         checkpoint.load(checkpoint.path_of(saver.folder, best), exchange.module)
     score = state.best_score if best != NONE else None
-    if finished and score is None:  # the best weights are lost: the last ones are the run's, with their own score
+    if finished and best == NONE:
         best = state.update
+    if finished and score is None and job.validates:  # the best weights are lost: the last ones have their own score
         with clock.section("evaluate"):
             found = evaluate(exchange, job.task, job.store, "valid", pad_id=job.pad_id, precision=job.precision)
         reporter.event("evaluated", split="valid", update=best, scores=found)
         score = found[headline]
-    scores, kept = {"valid": {headline: score or 0.0}}, dict[str, Ragged]()
+    scores, kept = {"valid": {headline: score or 0.0}} if job.validates else {}, dict[str, Ragged]()
     if finished:
         with clock.section("evaluate"):
             scores["test"] = evaluate(

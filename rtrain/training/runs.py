@@ -50,7 +50,7 @@ def absolute(config: Config) -> Config:
     recipe = config.recipe
     paths = {
         f"data.{name}": _absolute(value)
-        for name, value in (("path", recipe.data.path), ("test", recipe.data.test))
+        for name, value in (("path", recipe.data.path), ("valid", recipe.data.valid), ("test", recipe.data.test))
         if value is not None and (Path(value).expanduser().exists() or any(sign in value for sign in "/*?["))
     }
     if config.deploy.report.tensorboard_dir is not None:

@@ -96,12 +96,14 @@ def run(settings: dict[str, Any]) -> None:
     reporter = _TrainReporter(folder, rank)
     outcome = loop.train(job, exchange, lambda start, stop: ingest.stream(share, start, stop), reporter, clock)
     if outcome.finished:
-        valid = evaluate.gathered(
-            exchange, task, store, "valid", pad_id=job.pad_id, precision=job.precision
-        )  # by the best weights, which the test rows were answered by
+        answers = dict(outcome.outcomes)
+        if job.validates:  # by the best weights, which the test rows were answered by
+            answers["valid"] = evaluate.gathered(
+                exchange, task, store, "valid", pad_id=job.pad_id, precision=job.precision
+            )
         if rank == 0:
-            job, outcome = _calibrated(job, outcome, valid)
-            _keep_answers(job, source, {"valid": valid, **outcome.outcomes})
+            job, outcome = _calibrated(job, outcome, answers)
+            _keep_answers(job, source, answers)
             export(network, source, folder, job, outcome)
     faulthandler.cancel_dump_traceback_later()
     exchange.barrier()  # no rank leaves, and so ends the run, before the artefact is written
@@ -133,14 +135,14 @@ def _precision(exchange: Exchange, run: Path, wanted: str) -> str:
     return chosen
 
 
-def _calibrated(job: loop.Job, outcome: loop.Outcome, valid: Ragged) -> tuple[loop.Job, loop.Outcome]:
-    """With what the task chooses on the validation rows, and the scores of both splits by it."""
-    chosen = job.task.calibrate(valid, job.store.targets("valid"), job.head)
+def _calibrated(job: loop.Job, outcome: loop.Outcome, answers: dict[str, Ragged]) -> tuple[loop.Job, loop.Outcome]:
+    """With what the task chooses on the validation rows, where there are any, and the scores of both splits by it."""
+    chosen = job.task.calibrate(answers["valid"], job.store.targets("valid"), job.head) if job.validates else {}
     if not chosen:
         return job, outcome
     head = base.Head(job.head.labels, {**job.head.facts, **chosen})
     metric, update, measured = metric_for(job.task.output), outcome.best_update, {}
-    for split, found in (("valid", valid), ("test", outcome.outcomes["test"])):
+    for split, found in answers.items():
         measured[split] = metric.scores(found, job.store.targets(split), head)
         events.append(job.run, "evaluated", split=split, update=update, scores=measured[split], chosen=chosen)
     return replace(job, chosen=head), replace(outcome, scores=measured)

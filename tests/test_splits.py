@@ -1,0 +1,184 @@
+"""Which rows are trained on, choose the weights, and are the test."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain import config
+from rtrain.config import Recipe
+from rtrain.data import records
+from rtrain.data.records import Record
+from rtrain.data.splits import Splits, content_hashes
+from rtrain.data.store import Store
+from rtrain.errors import ConfigError, UserError
+from tests.conftest import labelled_rows, write_rows
+from tests.tiny import make_encoder, make_store
+
+ALONE = Splits(has_test=False, valid_share=0.1)
+BESIDE_TEST = Splits(has_test=True, valid_share=0.1)
+HASHES = [content_hashes(Record(1, f"text {number}", None, "a", None))[0] for number in range(20_000)]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.mark.parametrize(
+    ("share", "alone", "beside_test"),
+    [
+        (0.0, "train", "train"),
+        (0.799, "train", "train"),
+        (0.801, "valid", "train"),
+        (0.899, "valid", "train"),
+        (0.901, "test", "valid"),
+        (0.9999, "test", "valid"),
+    ],
+)
+def test_the_hash_of_the_text_chooses_the_split(share: float, alone: str, beside_test: str) -> None:
+    value = int(share * 2**64)
+    assert ALONE.at("train", value) == alone
+    assert BESIDE_TEST.at("train", value) == beside_test
+    assert BESIDE_TEST.at("test", value) == "test"
+    assert ALONE.at("valid", value) == "valid"
+
+
+def test_shares_are_near_80_10_10_and_90_10() -> None:
+    for splits, shares in (
+        (ALONE, {"train": 0.8, "valid": 0.1, "test": 0.1}),
+        (BESIDE_TEST, {"train": 0.9, "valid": 0.1}),
+    ):
+        found = [splits.at("train", value) for value in HASHES]
+        assert set(found) == set(shares)
+        for name, share in shares.items():
+            # A share of 0.1 (or 0.8) of 20,000 has a deviation of 0.0021 (or 0.0028).
+            assert found.count(name) / 20_000 == pytest.approx(share, abs=0.012)
+
+
+def test_no_share_is_no_validation_row() -> None:
+    assert {Splits(True, 0.0).at("train", value) for value in HASHES} == {"train"}
+    assert {Splits(False, 0.0).at("train", value) for value in HASHES} == {"train", "test"}
+
+
+def test_folds_are_disjoint_and_cover_all_rows_once() -> None:
+    tests: list[set[int]] = []
+    for fold in range(5):
+        splits = Splits(False, 0.1, folds=5, fold=fold)
+        found = {value: splits.at("train", value) for value in HASHES}
+        tests.append({value for value, split in found.items() if split == "test"})
+        valid = sum(split == "valid" for split in found.values())
+        assert len(tests[-1]) / 20_000 == pytest.approx(0.2, abs=0.014)
+        assert valid / (20_000 - len(tests[-1])) == pytest.approx(0.1, abs=0.012)
+    assert set.union(*tests) == set(HASHES)
+    assert sum(map(len, tests)) == len(set(HASHES))
+
+
+def test_the_hash_is_over_all_texts_and_pinned() -> None:
+    """A store made by a later version must split alike."""
+    first = content_hashes(Record(1, "a", "b", "c", None))
+    assert first == (11797832347080049151, 944102295022078880)
+    assert content_hashes(Record(9, "a", "b", "c", None)) == first  # the line is no content
+    assert content_hashes(Record(1, "a", "b", "d", None))[0] == first[0]
+    others = [("a", "b", "d"), ("a", "bc", ""), ("ab", None, "c"), ("a", None, "c"), ("b", "a", "c")]
+    keys = {content_hashes(Record(1, text, pair, label, None))[1] for text, pair, label in others}
+    assert len(keys | {first[1]}) == 6
+
+
+# --------------------------------------------------------------------------------------------------- files and columns
+
+
+def recipe_of(path: Path, **overrides: Any) -> Recipe:
+    dotted = {f"data.{name}": str(value) if isinstance(value, Path) else value for name, value in overrides.items()}
+    return config.load("intent", {"data.path": str(path), **dotted}).recipe
+
+
+def rows_of(made: Store) -> dict[str, int]:
+    return {name: made.rows(name) for name in ("train", "valid", "test")}
+
+
+def write_splits(path: Path, names: list[str]) -> Path:
+    lines = [f"{text},{label},{name}" for (text, label), name in zip(labelled_rows(len(names)), names, strict=True)]
+    path.write_text("\n".join(["text,label,part", *lines, ""]))
+    return path
+
+
+def test_a_validation_file_takes_no_training_row(tmp_path: Path, encoder: Path) -> None:
+    rows = labelled_rows(60)
+    paths = [
+        write_rows(tmp_path / f"{name}.csv", part)
+        for name, part in (("a", rows[:40]), ("b", rows[40:52]), ("c", rows[52:]))
+    ]
+    made = make_store(recipe_of(paths[0], valid=paths[1], test=paths[2]), encoder, tmp_path)
+    assert rows_of(made) == {"train": 40, "valid": 12, "test": 8}
+
+
+def test_a_validation_file_alone_leaves_the_test_to_the_hash(tmp_path: Path, encoder: Path) -> None:
+    rows = labelled_rows(300)
+    paths = [write_rows(tmp_path / f"{name}.csv", part) for name, part in (("a", rows[:280]), ("b", rows[280:]))]
+    found = rows_of(make_store(recipe_of(paths[0], valid=paths[1]), encoder, tmp_path))
+    assert found["valid"] == 20
+    assert found["train"] + found["test"] == 280
+    assert 0 < found["test"] < 60
+
+
+def test_a_column_names_the_splits_by_any_of_their_names(tmp_path: Path, encoder: Path) -> None:
+    names = ["train", "Training", "TRAIN", "dev", "VALIDATION", "val", "test"] * 10
+    made = make_store(recipe_of(write_splits(tmp_path / "rows.csv", names), split="part"), encoder, tmp_path)
+    assert rows_of(made) == {"train": 30, "valid": 30, "test": 10}
+
+
+def test_a_column_without_validation_rows_asks_what_to_do(tmp_path: Path, encoder: Path) -> None:
+    path = write_splits(tmp_path / "rows.csv", ["train", "train", "train", "test"] * 20)
+    with pytest.raises(UserError, match=r"no row of column 'part' is for validation; set data.valid_share=0.1"):
+        make_store(recipe_of(path, split="part"), encoder, tmp_path)
+    assert rows_of(make_store(recipe_of(path, split="part", valid_share=0), encoder, tmp_path)) == {
+        "train": 60,
+        "valid": 0,
+        "test": 20,
+    }
+    found = rows_of(make_store(recipe_of(path, split="part", valid_share=0.2), encoder, tmp_path))
+    assert (found["train"] + found["valid"], found["test"]) == (60, 20)
+    assert 0 < found["valid"] < 30
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"), [(["train", "valid"], "test"), (["valid", "test"], "no row to train on")]
+)
+def test_a_column_without_training_or_test_rows_is_refused(
+    tmp_path: Path, encoder: Path, names: list[str], missing: str
+) -> None:
+    with pytest.raises(UserError, match=missing):
+        make_store(recipe_of(write_splits(tmp_path / "rows.csv", names * 20), split="part"), encoder, tmp_path)
+
+
+def test_another_word_in_the_column_is_a_bad_row(tmp_path: Path) -> None:
+    path = write_splits(tmp_path / "rows.csv", ["train", "holdout", ""])
+    recipe = recipe_of(path, split="part")
+    [piece] = records.inspect(recipe.data).pieces
+    found = list(records.read(piece, recipe.data))
+    assert [record.split for record in found] == ["train", None, None]
+    assert found[1].reason == "column 'part' names no split ('holdout'); write train, valid or test"
+    assert found[2].reason == "column 'part' names no split (''); write train, valid or test"
+
+
+def test_a_label_that_only_a_validation_file_has_is_refused(tmp_path: Path, encoder: Path) -> None:
+    rows = labelled_rows(40)
+    paths = [write_rows(tmp_path / f"{name}.csv", part) for name, part in (("a", rows), ("b", [("what", "unheard")]))]
+    with pytest.raises(UserError, match=r"1 rows have a label that no training row has:\n.*b.csv:2: label 'unheard'"):
+        make_store(recipe_of(paths[0], valid=paths[1]), encoder, tmp_path)
+
+
+def test_settings_that_contradict_each_other_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    for overrides, field in (
+        ({"split": "part", "test": "t.csv"}, "data.split"),
+        ({"folds": 5, "test": "t.csv"}, "data.folds"),
+        ({"valid": "v.csv", "valid_share": 0.1}, "data.valid_share"),
+        ({"folds": 5, "fold": 5}, "data.fold"),
+        ({"fold": 1}, "data.fold"),
+        ({"valid_share": 0, "outside": "oos"}, "data.valid_share"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            recipe_of(path, **overrides)
+        assert [problem.field for problem in raised.value.problems] == [field]
