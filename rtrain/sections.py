@@ -148,6 +148,8 @@ class Train(Section):
     """Rows of one optimizer step. Default: workers x micro_batch x aggregation_frequency."""
     precision: Literal["fp32", "bf16", "auto"] = "fp32"
     """`auto` takes bf16 where the processor computes it natively; it is decided once and kept in the run."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of each label's weight that is spread evenly over all labels: for classes, heads and tags."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     evaluate_every: Positive | None = None
     """Updates between two evaluations on the validation rows. Default: one epoch."""

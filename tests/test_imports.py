@@ -138,6 +138,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             f"rtrain.training.{name}"
             for name in (
                 "checkpoint",
+                "losses",
                 "model",
                 "notice",
                 "placement",

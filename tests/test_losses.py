@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from rtrain import config
 from rtrain.config import Distill
 from rtrain.tasks import base
 from rtrain.tasks.batch import Tokens, single
@@ -88,3 +89,25 @@ def test_the_soft_gradient_has_the_scale_of_the_hard_one() -> None:
 def test_a_loss_is_computed_in_fp32_or_better(teacher: str | None, dtype: torch.dtype, expected: torch.dtype) -> None:
     loss = losses.for_run(TASK, Distill(teacher=teacher))
     assert loss(torch.tensor(LOGITS, dtype=dtype), rows([2, 1], TEACHER)).dtype == expected
+
+
+@pytest.mark.parametrize("smoothing", [0.1, 0.5])
+def test_smoothing_is_torch_s_but_for_a_constant(smoothing: float) -> None:
+    logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
+    found = losses.for_run(TASK, Distill(), smoothing=smoothing)(logits, rows([2, 1]))
+    targets = torch.tensor([2, 1])
+    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
+    assert found.item() == pytest.approx(expected.item() - 2 * smoothing * math.log(3), rel=1e-12)
+    [ours], [theirs] = torch.autograd.grad(found, [logits]), torch.autograd.grad(expected, [logits])
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_smoothing_of_what_is_no_choice_is_refused() -> None:
+    smoothed = {"train.label_smoothing": 0.1}
+    assert losses.problems(config.load("intent", smoothed).recipe) == []
+    assert losses.problems(config.load("entities", smoothed).recipe) == []
+    [problem] = losses.problems(config.load("essay", smoothed).recipe)
+    assert (problem.field, problem.reason) == (
+        "train.label_smoothing",
+        "regression does not choose one label out of several",
+    )

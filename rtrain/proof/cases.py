@@ -98,7 +98,7 @@ class _Group:
             run=Path(settings["scratch"]),
             store=store,
             task=task,
-            loss=losses.for_run(task, recipe.distill, store.manifest.head),
+            loss=losses.for_run(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing),
             order=order,
             pad_id=model.pad_id(folder),
             precision="fp64",

@@ -16,7 +16,7 @@ from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.plan import preflight
 from rtrain.report import events, html, summary, trackers, versions
-from rtrain.training import checkpoint, model, notice, placement, precision, replica, runs, worker
+from rtrain.training import checkpoint, losses, model, notice, placement, precision, replica, runs, worker
 from rtrain.training.recovery import Kind, Recovery
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Prepared:
 
 def check(config: Config) -> tuple[records.Source, Path]:
     """Everything that can be refused before Ray starts, all at once: files, columns, model, precision."""
-    problems: list[Any] = list(tokens.problems(config.recipe))
+    problems: list[Any] = [*tokens.problems(config.recipe), *losses.problems(config.recipe)]
     source, folder = None, None
     try:
         source = records.inspect(config.recipe.data)

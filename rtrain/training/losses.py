@@ -1,20 +1,28 @@
 """The loss of a run, as sums over a pass's targets: the task's own, or mixed with a teacher's answers."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rtrain.config import Distill
-from rtrain.tasks.base import Head, Task
+import numpy as np
+
+from rtrain.config import Distill, Recipe
+from rtrain.errors import Problem
+from rtrain.tasks.base import Head, Task, get
 from rtrain.tasks.batch import Tokens
 
 if TYPE_CHECKING:
     import torch
 
 
-class RunLoss:
-    """The task's loss for a run; see `step.Loss`. Distillation changes it and nothing else of a run."""
+SMOOTHED = ("classes", "heads", "tags")
+"""Kinds of output whose labels can be smoothed: one label out of several."""
 
-    def __init__(self, task: Task, distill: Distill, head: Head):
-        self._task, self._distill, self._head = task, distill, head
+
+class RunLoss:
+    """The task's loss for a run; see `step.Loss`. Distillation and smoothing change it and nothing else of a run."""
+
+    def __init__(self, task: Task, distill: Distill, head: Head, smoothing: float = 0.0):
+        self._task, self._distill, self._head, self._smoothing = task, distill, head, smoothing
         self._parts = task.parts(head)
         self.parts = len(self._parts)
 
@@ -29,12 +37,33 @@ class RunLoss:
 
         hard = self._task.loss(logits, tokens, self._head)
         sums = torch.stack([hard[name] for name in self._parts])
+        if self._smoothing:
+            sums = (1 - self._smoothing) * sums + self._smoothing * self._spread(logits, tokens)
         if self._distill.teacher is None:
             return sums
         soft = self._task.imitation(logits, tokens, self._head, self._distill.temperature)
         alpha = self._distill.alpha
         return alpha * torch.stack([soft[name] for name in self._parts]) + (1 - alpha) * sums
 
+    def _spread(self, logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
+        """Distance to a teacher that finds all labels equally likely: what smoothing mixes in (Szegedy et al. 2016,
+        arXiv:1512.00567), but for the constant log(labels), which has no gradient."""
+        import torch
 
-def for_run(task: Task, distill: Distill, head: Head | None = None) -> RunLoss:
-    return RunLoss(task, distill, head or Head())
+        lines = len(tokens.ids) if self._task.by_token else len(tokens)
+        even = replace(tokens, teacher=np.zeros((lines, logits.shape[1]), dtype=np.float32))
+        soft = self._task.imitation(logits, even, self._head, 1.0)
+        return torch.stack([soft[name] for name in self._parts])
+
+
+def problems(recipe: Recipe) -> list[Problem]:
+    """Settings of the loss that the recipe's task cannot use."""
+    smoothing, task = recipe.train.label_smoothing, get(recipe.task)
+    if not smoothing or task.output in SMOOTHED:
+        return []
+    reason = f"{task.name} does not choose one label out of several"
+    return [Problem("train.label_smoothing", smoothing, reason, "set it to 0")]
+
+
+def for_run(task: Task, distill: Distill, head: Head | None = None, smoothing: float = 0.0) -> RunLoss:
+    return RunLoss(task, distill, head or Head(), smoothing)

@@ -84,7 +84,7 @@ def run(settings: dict[str, Any]) -> None:
             run=folder,
             store=store,
             task=task,
-            loss=losses.for_run(task, recipe.distill, store.manifest.head),
+            loss=losses.for_run(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing),
             order=order,
             pad_id=model.pad_id(source),
             precision=_precision(exchange, folder, recipe.train.precision),

@@ -1,0 +1,157 @@
+"""Published data sets, as their authors give them -> files that a recipe reads. Nothing here is trained or scored.
+
+Each function takes the folder of a set and an empty folder to write into, and returns arguments of `rtrain train`.
+"""
+
+import csv
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+
+Arguments = list[str]
+Row = Mapping[str, Any]
+
+CLAUSES_LEFT_OUT = ("Document Name", "Parties", "Agreement Date", "Effective Date")
+"""Categories of CUAD whose text is a title, a name or a date: the published floor is without them."""
+ASAP_RANGES = {1: (2, 12), 2: (1, 6), 3: (0, 3), 4: (0, 3), 5: (0, 4), 6: (0, 4), 7: (0, 30), 8: (0, 60)}
+"""Lowest and highest score by prompt."""
+
+
+def write(path: Path, rows: Iterable[Row]) -> Path:
+    """One JSON object a line."""
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return path
+
+
+def parquet(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+    return rows
+
+
+def setting(**values: object) -> Arguments:
+    """`--set data.<name>=<value>` of each; lists as YAML takes them."""
+    shown = {name: f"[{', '.join(value)}]" if isinstance(value, list) else value for name, value in values.items()}
+    return [part for name, value in shown.items() for part in ("--set", f"data.{name}={value}")]
+
+
+# ---------------------------------------------------------------------------------------------- intents and sentiment
+
+
+def banking77(source: Path, work: Path) -> Arguments:
+    return ["--data", f"{source}/train.csv", "--test", f"{source}/test.csv", *setting(label="category")]
+
+
+def labelled_sentences(source: Path, work: Path) -> Arguments:
+    """Reviews of three shops; lines end at newline alone, other separators of Unicode are text."""
+    rows = []
+    for path in sorted(source.glob("*_labelled.txt")):
+        for line in path.read_text(encoding="utf-8").split("\n"):
+            text, tab, label = line.rpartition("\t")
+            if tab:
+                rows.append({"text": text, "label": label.strip(), "shop": path.name.split("_")[0]})
+    return ["--data", str(write(work / "rows.jsonl", rows)), *setting(slices=["shop"])]
+
+
+def umsab(source: Path, work: Path) -> Arguments:
+    names = ("negative", "neutral", "positive")
+    rows = ({**row, "label": names[row["label"]]} for row in parquet(source / "umsab.parquet"))
+    columns = setting(split="split", slices=["lang"])
+    return ["--data", str(write(work / "rows.jsonl", rows)), *columns]
+
+
+def nusax(source: Path, work: Path) -> Arguments:
+    rows = []
+    for path in sorted(source.glob("*.csv")):
+        language, split, _ = path.name.split(".")
+        with path.open(encoding="utf-8", newline="") as file:
+            found = csv.DictReader(file)
+            rows += [{"text": r["text"], "label": r["label"], "lang": language, "split": split} for r in found]
+    return ["--data", str(write(work / "rows.jsonl", rows)), *setting(split="split", slices=["lang"])]
+
+
+def xsid(source: Path, work: Path) -> Arguments:
+    """Trained on English alone; every language is tested."""
+    rows = [
+        {"text": row["text"], "intent": row["intent"], "lang": row["lang"], "split": split}
+        for split in ("train", "valid", "test")
+        for row in parquet(source / f"{split}.parquet")
+        if split == "test" or row["lang"] == "en"
+    ]
+    columns = setting(label="intent", split="split", slices=["lang"])
+    return ["--data", str(write(work / "rows.jsonl", rows)), *columns]
+
+
+# ------------------------------------------------------------------------------------------------------------- essays
+
+
+def asap(source: Path, work: Path, fold: int = 0) -> Arguments:
+    """Scores of each prompt on a scale from 0 to 1; the number of the prompt stands before the essay."""
+    rows = []
+    for row in parquet(source / "asap_aes.parquet"):
+        low, high = ASAP_RANGES[row["essay_set"]]
+        rows.append(
+            {
+                "prompt": f"prompt {row['essay_set']}",
+                "essay": row["essay"],
+                "score": (row["domain1_score"] - low) / (high - low),
+                "set": str(row["essay_set"]),
+                "split": "test" if row["test_fold"] == fold else "valid" if row["dev_fold"] == fold else "train",
+            }
+        )
+    return ["--data", str(write(work / "rows.jsonl", rows)), *setting(split="split", slices=["set"])]
+
+
+def ielts(source: Path, work: Path) -> Arguments:
+    """As it is: rows without a score are set aside by the recipe, and equal essays stay in one fold."""
+    columns = setting(text="Question", text_pair="Essay", label="Overall", split_by="Essay", slices=["Task_Type"])
+    return ["--data", f"{source}/ielts_writing_dataset.csv", *columns]
+
+
+# ------------------------------------------------------------------------------------------------------------ contracts
+
+
+def clauses(source: Path, work: Path) -> Arguments:
+    """Clause -> category; of a clause that is in several categories the first is taken, and contracts are not split."""
+    found: dict[str, dict[str, str]] = {}
+    for row in parquet(source / "clauses.parquet"):
+        if row["category"] not in CLAUSES_LEFT_OUT:
+            found.setdefault(row["clause"], {name: row[name] for name in ("clause", "category", "contract", "split")})
+    columns = setting(split="split", valid_share=0.1)
+    return ["--data", str(write(work / "rows.jsonl", found.values())), *columns]
+
+
+# --------------------------------------------------------------------------------------------------------- tags, spans
+
+
+def ncbi(source: Path, work: Path) -> Arguments:
+    files = ["--data", f"{source}/train.tsv", "--valid", f"{source}/devel.tsv", "--test", f"{source}/test.tsv"]
+    return [*files, *setting(format="conll")]
+
+
+def fin(source: Path, work: Path) -> Arguments:
+    files = ["--data", f"{source}/train_FIN5.txt", "--test", f"{source}/test_FIN3.txt"]
+    return [*files, *setting(format="conll")]
+
+
+def twitter(source: Path, work: Path) -> Arguments:
+    """Section f is the test and the second half of h chooses, as is usual for this set."""
+    lines = (source / "h.conll").read_text(encoding="utf-8").rstrip("\n").split("\n\n")
+    half = len(lines) // 2
+    train = [
+        part for name in "abeg" for part in (source / f"{name}.conll").read_text("utf-8").strip("\n").split("\n\n")
+    ]
+    parts = {"train": train + lines[:half], "valid": lines[half:]}
+    for name, sentences in parts.items():
+        (work / f"{name}.conll").write_text("\n\n".join(sentences) + "\n", encoding="utf-8")
+    files = ["--data", f"{work}/train.conll", "--valid", f"{work}/valid.conll", "--test", f"{source}/f.conll"]
+    return [*files, *setting(format="conll")]
+
+
+def squad(source: Path, work: Path) -> Arguments:
+    """Trained on questions over Wikipedia and reviews that share no article with the test."""
+    return ["--data", f"{source}/*.json.gz", "--test", f"{source.parent}/squad_v1_dev/dev-v1.1.json.gz"]

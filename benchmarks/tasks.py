@@ -1,0 +1,296 @@
+"""Every task on published data sets: `python -m benchmarks.tasks DATA --out DIR [--only banking77 ...]`.
+
+Each line of the table is one or more runs of `rtrain train` in processes of their own, by the commands that are
+printed; a run that is finished already is not repeated. `results.json` in DIR holds what was measured, and when.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+
+from benchmarks import sets
+from rtrain.metrics import regression
+
+Figures = dict[str, float]
+
+
+def headline(run: Path) -> Figures:
+    """The scores of the test rows by which models are compared, and those of each slice."""
+    document = json.loads((run / "scores-test.json").read_text(encoding="utf-8"))
+    name = document["headline"]
+    found = dict(document["scores"])
+    for column, every in document["slices"].items():
+        if column != "length":
+            found |= {f"{column}={one['value']}": one["scores"][name] for one in every}
+    return found
+
+
+def macro_f1(run: Path) -> Figures:
+    """As `headline`, with macro F1 by slice, and their mean."""
+    document = json.loads((run / "scores-test.json").read_text(encoding="utf-8"))
+    sliced = {
+        f"{column}={one['value']}": one["scores"]["macro_f1"]
+        for column, every in document["slices"].items()
+        if column != "length"
+        for one in every
+    }
+    return {**document["scores"], **sliced, "mean_macro_f1": statistics.fmean(sliced.values())}
+
+
+def kappa_by_prompt(run: Path) -> Figures:
+    """Quadratic weighted kappa of each prompt, on its own scale, and their mean, as the papers on ASAP give it."""
+    table = pyarrow.parquet.read_table(run / "predictions-test.parquet")
+    prompt = np.array([int(value) for value in table["set"].to_pylist()])
+    found = {}
+    for number, (low, high) in sets.ASAP_RANGES.items():
+        rows = prompt == number
+        true, predicted = (low + (high - low) * table[name].to_numpy()[rows] for name in ("target", "prediction"))
+        found[f"prompt {number}"] = regression.quadratic_weighted_kappa(true, predicted, low, high)
+    return {**headline(run), **found, "mean_qwk": statistics.fmean(found.values())}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A line of the table: one run for each of `variants`, whose figures are averaged."""
+
+    name: str
+    recipe: str
+    folder: str
+    """Of the set."""
+    prepare: Callable[[Path, Path], sets.Arguments]
+    figure: str
+    """The score that the line is about."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    variants: tuple[Mapping[str, object], ...] = ({},)
+    measure: Callable[[Path], Figures] = headline
+    floor: float | None = None
+    """Of a TF-IDF model on the same test rows."""
+    target: float | None = None
+    published: str = ""
+
+
+def seeds(*numbers: int) -> tuple[Mapping[str, object], ...]:
+    return tuple({"train.seed": number} for number in numbers)
+
+
+REFIT = {"data.valid_share": 0}
+
+JOBS = (
+    Job(
+        "banking77",
+        "intent",
+        "banking77",
+        sets.banking77,
+        "accuracy",
+        {"train.epochs": 8, "optim.lr": 4e-4, **REFIT},
+        seeds(0, 1, 2),
+        floor=0.894,
+        target=0.93,
+        published="BERT-large 0.937",
+    ),
+    Job(
+        "sentiment_labelled_sentences",
+        "intent",
+        "sentiment_labelled_sentences",
+        sets.labelled_sentences,
+        "accuracy",
+        {"train.epochs": 4},
+    ),
+    Job(
+        "umsab",
+        "intent",
+        "umsab",
+        sets.umsab,
+        "mean_macro_f1",
+        {"train.epochs": 3, "train.aggregation_frequency": 8},
+        measure=macro_f1,
+        floor=0.545,
+        published="XLM-R 0.648 to 0.668",
+    ),
+    Job(
+        "nusax_senti",
+        "intent",
+        "nusax_senti",
+        sets.nusax,
+        "mean_macro_f1",
+        {"train.epochs": 6, "train.aggregation_frequency": 8},
+        measure=macro_f1,
+        floor=0.756,
+        published="0.65 to 0.80",
+    ),
+    Job(
+        "xsid",
+        "intent",
+        "xsid",
+        sets.xsid,
+        "accuracy",
+        {"train.epochs": 1, "train.aggregation_frequency": 8, "train.evaluate_every": 200},
+        floor=None,
+    ),
+    Job(
+        "squadshifts",
+        "squad",
+        "squadshifts",
+        sets.squad,
+        "f1",
+        {"train.epochs": 2},
+        target=0.65,
+        published="BERT-base on all of SQuAD 0.885",
+    ),
+    Job(
+        "asap_aes fold 0",
+        "essay",
+        "asap_aes",
+        sets.asap,
+        "mean_qwk",
+        {"train.epochs": 4, "optim.lr": 2e-4, "train.aggregation_frequency": 2},
+        measure=kappa_by_prompt,
+        floor=0.644,
+        target=0.74,
+        published="NEA 0.761, R2BERT 0.794 (5 folds)",
+    ),
+    Job(
+        "ielts_essays, 5 folds",
+        "essay",
+        "ielts_essays",
+        sets.ielts,
+        "rmse",
+        {"train.epochs": 4, "optim.lr": 2e-4, "data.folds": 5},
+        tuple({"data.fold": number} for number in range(5)),
+        floor=0.888,
+        published="0.85 or 0.71 in its paper",
+    ),
+    Job(
+        "cuad clauses",
+        "contract-clauses",
+        "cuad",
+        sets.clauses,
+        "accuracy",
+        {"train.epochs": 5, "optim.lr": 3e-4},
+        floor=0.766,
+        target=0.80,
+    ),
+    Job(
+        "ncbi_disease",
+        "entities",
+        "ncbi_disease",
+        sets.ncbi,
+        "f1",
+        {"train.epochs": 5, "optim.lr": 3e-4},
+        seeds(0, 1),
+        floor=0.476,
+        target=0.79,
+        published="BERT-base 0.856",
+    ),
+    Job(
+        "fin_ner",
+        "entities",
+        "fin_ner",
+        sets.fin,
+        "f1",
+        {"train.epochs": 10, "optim.lr": 3e-4},
+        floor=0.744,
+        published="CRF 0.83",
+    ),
+    Job("broad_twitter_ner", "entities", "broad_twitter_ner", sets.twitter, "f1", floor=0.436),
+)
+
+
+def commands(job: Job, data: Path, out: Path) -> list[tuple[Path, list[str]]]:
+    """(run folder, command) of each of the job's runs; the files that they read are written."""
+    folder = out / job.name.replace(" ", "-").replace(",", "")
+    work = folder / "data"
+    work.mkdir(parents=True, exist_ok=True)
+    rows = job.prepare(data / job.folder, work)
+    found = []
+    for number, variant in enumerate(job.variants):
+        run = folder / f"run-{number}"
+        settings = [
+            part for name, value in {**job.settings, **variant}.items() for part in ("--set", f"{name}={value}")
+        ]
+        found.append((run, ["train", job.recipe, *rows, *settings, "--out", str(run)]))
+    return found
+
+
+def finished(run: Path) -> bool:
+    path = run / "summary.json"
+    return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["status"] == "finished"
+
+
+def run(job: Job, data: Path, out: Path) -> dict[str, Any]:
+    """Train what is not finished, and the line of the table."""
+    figures: list[Figures] = []
+    shown, seconds = [], 0.0
+    for folder, arguments in commands(job, data, out):
+        shown.append(shlex.join(["rtrain", *arguments]))
+        print(f"$ {shown[-1]}", flush=True)
+        if not finished(folder):
+            resume = ["--resume"] if (folder / "config.yaml").is_file() else []
+            subprocess.run([sys.executable, "-m", "rtrain", *arguments, *resume], check=True)
+        seconds += json.loads((folder / "summary.json").read_text(encoding="utf-8"))["seconds"]["total"]
+        figures.append(job.measure(folder))
+    common = [name for name in figures[0] if all(name in one for one in figures)]
+    values = [one[job.figure] for one in figures]
+    return {
+        "job": job.name,
+        "figure": job.figure,
+        "ours": statistics.fmean(values),
+        "values": values,
+        "floor": job.floor,
+        "target": job.target,
+        "published": job.published,
+        "seconds": round(seconds, 1),
+        "commands": shown,
+        "figures": {name: statistics.fmean(one[name] for one in figures) for name in common},
+        "measured": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def table(lines: Iterable[Mapping[str, Any]]) -> str:
+    """For a terminal and for Markdown."""
+    found = [
+        "| set | score | floor | ours | runs | target | published | seconds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for line in lines:
+        spread = " ".join(f"{value:.4g}" for value in line["values"]) if len(line["values"]) > 1 else ""
+        numbers = (line["floor"], line["ours"], spread, line["target"], line["published"], round(line["seconds"]))
+        shown = " | ".join(
+            "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value) for value in numbers
+        )
+        found.append(f"| {line['job']} | {line['figure']} | {shown} |")
+    return "\n".join(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tasks", description=__doc__)
+    parser.add_argument("data", type=Path, help="folder that holds the sets, each in a folder of its name")
+    parser.add_argument("--out", type=Path, default=Path("runs/tasks"))
+    parser.add_argument("--only", nargs="*", help=f"of {', '.join(job.name for job in JOBS)}")
+    chosen = parser.parse_args()
+    if unknown := set(chosen.only or ()) - {job.name for job in JOBS}:
+        parser.error(f"--only: no such line: {', '.join(sorted(unknown))}")
+    data, out = chosen.data.absolute(), chosen.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    results = out / "results.json"
+    lines = json.loads(results.read_text(encoding="utf-8")) if results.is_file() else {}
+    for job in JOBS:
+        if chosen.only is None or job.name in chosen.only:
+            lines[job.name] = run(job, data, out)
+            results.write_text(json.dumps(lines, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(table(lines[job.name] for job in JOBS if job.name in lines))
+
+
+if __name__ == "__main__":
+    main()
