@@ -1,0 +1,55 @@
+"""What a model is built with."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from rtrain.errors import ConfigError
+from rtrain.tasks import base
+from rtrain.training import model
+from tests.tiny import make_encoder
+
+TASK = base.get("classification")
+IDS = torch.tensor([[1, 5, 6, 7, 2, 0], [1, 5, 2, 0, 0, 0]])
+MASK = (IDS != 0).long()
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.mark.parametrize(("wanted", "found"), [(None, 0.1), (0.0, 0.0), (0.25, 0.25)])
+def test_attention_dropout_is_the_recipe_s_or_the_model_s(encoder: Path, wanted: float | None, found: float) -> None:
+    network = model.build(encoder, TASK, ("a", "b"), 0, wanted)
+    own = transformers.AutoConfig.from_pretrained(encoder).attention_probs_dropout_prob
+    assert network.config.attention_probs_dropout_prob == (own if wanted is None else found)
+    assert {module.p for name, module in network.named_modules() if name.endswith("attention.self.dropout")} == {
+        own if wanted is None else found
+    }
+
+
+def test_a_model_without_attention_dropout_refuses_a_setting(tmp_path: Path) -> None:
+    transformers.FNetConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        model.build(tmp_path, TASK, ("a", "b"), 0, 0.0)
+    [problem] = raised.value.problems
+    assert problem.field == "model.attention_dropout"
+    assert "FNetConfig has no dropout of attention weights" in problem.reason
+
+
+def test_attention_by_plain_products_answers_as_the_fused_one_does(encoder: Path) -> None:
+    plain: Any = model.build(encoder, TASK, ("a", "b"), 0).eval()
+    assert torch.cuda.is_available() or plain.config._attn_implementation == "eager"
+    fused: Any = transformers.AutoModelForSequenceClassification.from_pretrained(encoder, attn_implementation="sdpa")
+    fused.load_state_dict(plain.state_dict())
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            plain(input_ids=IDS, attention_mask=MASK).logits,
+            fused.eval()(input_ids=IDS, attention_mask=MASK).logits,
+            rtol=1e-5,
+            atol=1e-6,
+        )
