@@ -44,6 +44,11 @@ SETTINGS = {
 }
 
 
+def cores() -> int:
+    """Processor cores that this process may use: fewer than the machine's where a container or taskset says so."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def set_limits(answer_s: float, placement_s: float | None) -> None:
     """How long Ray Train waits for a worker process that does not answer (its default is ten minutes), and for CPUs."""
     os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(answer_s)

@@ -98,7 +98,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.training.runs": frozenset({"rtrain.config"}),
     "rtrain.proof.planted": frozenset({"rtrain.tasks.batch", "rtrain.training.step", "rtrain.training.exchange"}),
     "rtrain.proof.cases": frozenset(
-        {"rtrain.config", "rtrain.data.", "rtrain.proof.planted", "rtrain.report.events", "rtrain.tasks."}
+        {"rtrain.config", "rtrain.env", "rtrain.data.", "rtrain.proof.planted", "rtrain.report.events", "rtrain.tasks."}
         | {f"rtrain.training.{name}" for name in ("checkpoint", "exchange", "loop", "losses", "model", "optim", "step")}
     ),
     "rtrain.proof.verify": frozenset(
@@ -123,7 +123,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             f"rtrain.training.{name}"
             for name in ("evaluate", "exchange", "loop", "losses", "model", "notice", "precision", "replica")
         }
-        | {"rtrain.training.predictions", "rtrain.scores"}
+        | {"rtrain.training.predictions", "rtrain.scores", "rtrain.env"}
     ),
     "rtrain.training.driver": frozenset(
         {
@@ -151,7 +151,7 @@ ALLOWED: dict[str, frozenset[str]] = {
         }
     ),
     "rtrain.compress.": frozenset(
-        {"rtrain.artifact", "rtrain.predict", "rtrain.config", "rtrain.compress.", "rtrain.training."}
+        {"rtrain.artifact", "rtrain.predict", "rtrain.config", "rtrain.env", "rtrain.compress.", "rtrain.training."}
         | {"rtrain.data.", "rtrain.report.events", "rtrain.scores", "rtrain.tasks."}
     ),
     "serve.": frozenset(

@@ -119,7 +119,7 @@ def _start_local(workers: int) -> None:
     store = min(OBJECT_STORE_BYTES, shutil.disk_usage("/dev/shm").free // 2)
     ray.init(
         address="local",
-        num_cpus=max(os.cpu_count() or 1, workers + DATA_CPUS),
+        num_cpus=max(env.cores(), workers + DATA_CPUS),
         include_dashboard=False,
         object_store_memory=store,
         log_to_driver=False,

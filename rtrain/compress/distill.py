@@ -1,7 +1,6 @@
 """Teacher -> student with fewer layers: the same loop on the same rows, with the teacher's answers in the loss."""
 
 import math
-import os
 import re
 import shutil
 import uuid
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rtrain import artifact, config as configuration
+from rtrain import artifact, config as configuration, env
 from rtrain.config import Config
 from rtrain.data.store import Store, open_store
 from rtrain.errors import ConfigError, Problem, UserError
@@ -135,8 +134,8 @@ def ensure_answers(store: Store, folder: Path, teacher: artifact.Artifact, decid
     store.check(size_only=False)  # every row is about to be read; out of a data task the refusal comes as a traceback
     rows = store.rows("train")
     # A local Ray counts more logical CPUs than the machine has; a teacher uses a real one.
-    logical_per_real = ray.cluster_resources()["CPU"] / ((os.cpu_count() or 1) * len(ray.nodes()))
-    blocks = max(os.cpu_count() or 1, math.ceil(rows / BLOCK_ROWS))
+    logical_per_real = ray.cluster_resources()["CPU"] / (env.cores() * len(ray.nodes()))
+    blocks = max(env.cores(), math.ceil(rows / BLOCK_ROWS))
     dataset = ray.data.range(rows, override_num_blocks=blocks).map_batches(
         partial(_answer, store=store.folder, folder=folder, precision=decided),
         batch_size=TEACHER_ROWS,

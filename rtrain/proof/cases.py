@@ -6,13 +6,13 @@ gradient is zero. What is trained with is the run's own stream, loop and step.
 
 import copy
 import hashlib
-import os
 import shutil
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from rtrain import env
 from rtrain.config import parse
 from rtrain.data import ingest
 from rtrain.data.order import Order, chain
@@ -72,7 +72,7 @@ def run_group(settings: dict[str, Any]) -> None:
     import ray.train
     import torch
 
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ray.train.get_context().get_local_world_size()))
+    torch.set_num_threads(max(1, env.cores() // ray.train.get_context().get_local_world_size()))
     group = _Group(settings)
     for values in settings["cases"]:
         group.run(Case(**values))

@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from rtrain import artifact, predict, scores
+from rtrain import artifact, env, predict, scores
 from rtrain.config import parse
 from rtrain.data import ingest
 from rtrain.data.order import Order
@@ -62,7 +62,7 @@ def run(settings: dict[str, Any]) -> None:
     with clock.section("setup"):
         context = ray.train.get_context()
         rank, world = context.get_world_rank(), context.get_world_size()
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // context.get_local_world_size()))
+        torch.set_num_threads(max(1, env.cores() // context.get_local_world_size()))
         config = parse(settings["config"], {})
         recipe, folder, source = config.recipe, Path(settings["run"]), Path(settings["model"])
         stall_s = config.deploy.cluster.stall_s
