@@ -31,7 +31,10 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.tasks.sentences": frozenset(),
     "rtrain.tasks.base": frozenset({"rtrain.config", "rtrain.tasks.batch"}),
     "rtrain.tasks.": frozenset(
-        {f"rtrain.tasks.{name}" for name in ("base", "batch", "pooled", "classification", "tables", "sentences")}
+        {
+            f"rtrain.tasks.{name}"
+            for name in ("base", "batch", "pooled", "classification", "tables", "sentences", "summary_rows")
+        }
         | {"rtrain.metrics."}
     ),
     "rtrain.data.synthetic": frozenset(),
