@@ -198,7 +198,16 @@ class Quantize(Section):
 
 class Recipe(Section):
     name: str
-    task: Literal["classification", "multi_label", "multi_head", "regression", "token_tags", "span_qa", "masked_lm"]
+    task: Literal[
+        "classification",
+        "multi_label",
+        "multi_head",
+        "regression",
+        "token_tags",
+        "span_qa",
+        "extractive_summary",
+        "masked_lm",
+    ]
     data: Data = Data()
     augment: Augment = Augment()
     model: Model = Model()

@@ -54,6 +54,8 @@ class QuestionContext(_Closed):
 class Parameters(_Closed):
     top_k: Annotated[int, Field(ge=1)] | None = None
     """Most labels per text, best first; all of them by default."""
+    max_words: Annotated[int, Field(ge=1)] | None = None
+    """Most words of a summary; by default the mean length of those that the model was trained with."""
     explain: bool = False
     """Say which words each answer rests on, by integrated gradients; float artefacts only."""
     label: str | None = None
@@ -129,6 +131,21 @@ class SpanAnswer(_Closed):
     end: int
 
 
+class SummarySentence(_Closed):
+    text: str
+    score: Annotated[float, Field(ge=0, le=1)]
+    start: int
+    """Characters of the document, `end` not included."""
+    end: int
+
+
+class Summary(_Closed):
+    summary: str
+    """The sentences, joined by blanks."""
+    sentences: list[SummarySentence]
+    """In the document's order."""
+
+
 class PredictReply(
     pydantic.RootModel[
         list[list[LabelScore]]
@@ -137,10 +154,11 @@ class PredictReply(
         | list[dict[str, list[LabelScore]]]
         | list[SpanAnswer]
         | SpanAnswer
+        | list[Summary]
     ]
 ):
     """For each text in order, what the model is for: its labels, best first; entities; a number; labels by head; the
-    answer to a question. A single text too is answered by a list of one, but a single question by its answer."""
+    answer to a question; a summary. A single text too is answered by a list of one, a single question by its answer."""
 
 
 class _Part(_Closed):

@@ -9,7 +9,17 @@ from rtrain import config
 from rtrain.config import Config, Recipe
 from rtrain.errors import ConfigError, Problem, UserError
 
-RECIPES = ["contract-clauses", "demo", "domain-adapt", "entities", "essay", "essay-published", "intent", "squad"]
+RECIPES = [
+    "contract-clauses",
+    "demo",
+    "domain-adapt",
+    "entities",
+    "essay",
+    "essay-published",
+    "intent",
+    "squad",
+    "summary",
+]
 INTENT: dict[str, Any] = {"name": "intent", "task": "classification"}
 
 

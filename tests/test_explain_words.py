@@ -42,22 +42,6 @@ def test_words_are_every_character_that_is_no_blank_once(text: str) -> None:
     assert "".join(cut(text, words.word_spans(text))) == "".join(text.split())
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("One. Two!  Three?", ["One.", "Two!", "Three?"]),
-        ('He said "no." Then he left.', ['He said "no."', "Then he left."]),
-        ("Dr. Who paid 3.5 e.g. for J. Smith. End", ["Dr. Who paid 3.5 e.g. for J. Smith.", "End"]),
-        ("A title\n\nand a line\nanother", ["A title", "and a line", "another"]),
-        ("我在哪里\uff1f还没到。好", ["我在哪里\uff1f", "还没到。", "好"]),
-        ("no end", ["no end"]),
-        (" \n ", []),
-    ],
-)
-def test_sentences(text: str, expected: list[str]) -> None:
-    assert cut(text, words.sentence_spans(text)) == expected
-
-
 def test_pieces_of_a_word_are_added_up() -> None:
     parts = words.add_up("unpaid bill", [(0, 2), (2, 6), (7, 11)], [0.5, -0.125, 2.0])
     assert parts == [Part(0, 6, 0.375), Part(7, 11, 2.0)]

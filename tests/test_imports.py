@@ -28,9 +28,13 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.explain.": frozenset({"rtrain.explain.", "rtrain.predict", "rtrain.tasks."}),
     "rtrain.scores": frozenset({"rtrain.metrics.", "rtrain.tasks."}),
     "rtrain.tasks.batch": frozenset(),
+    "rtrain.tasks.sentences": frozenset(),
     "rtrain.tasks.base": frozenset({"rtrain.config", "rtrain.tasks.batch"}),
     "rtrain.tasks.": frozenset(
-        {f"rtrain.tasks.{name}" for name in ("base", "batch", "pooled", "classification", "tables")}
+        {
+            f"rtrain.tasks.{name}"
+            for name in ("base", "batch", "pooled", "classification", "tables", "sentences", "summary_rows")
+        }
         | {"rtrain.metrics."}
     ),
     "rtrain.data.synthetic": frozenset(),

@@ -66,7 +66,7 @@ def test_lead_takes_the_first_sentences_that_the_budget_allows() -> None:
 
 
 def test_pick_takes_the_best_first_and_keeps_the_texts_order() -> None:
-    assert text.pick([3, 1, 0], SENTENCES, Budget(sentences=2)) == [1, 3]
+    assert text.pick([3, 1, 0], text.lengths(SENTENCES), Budget(sentences=2)) == [1, 3]
 
 
 def test_oracle_chooses_what_the_reference_says() -> None:

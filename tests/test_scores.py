@@ -12,7 +12,7 @@ from rtrain import artifact, cli, scores
 from rtrain.compress import score
 from rtrain.errors import ConfigError
 from rtrain.predict import Predictor
-from rtrain.tasks import base
+from rtrain.tasks import base, summary_rows
 from rtrain.tasks.batch import IGNORED, Ragged
 from tests.tiny import make_artifact, make_task_artifact
 
@@ -105,12 +105,17 @@ HEADS = {
         base.Head(("score",), {"mean": 2.0, "std": 1.0, "lowest": 1.0, "highest": 3.0, "step": 1.0}),
     ),
     "tags": (base.get("token_tags"), base.Head(("O", "B-x", "I-x"))),
+    "summary": (base.get("extractive_summary"), base.Head(("left out", "taken"), {"max_words": 5})),
 }
 OUTCOMES: dict[str, tuple[list[Any], list[Any]]] = {
     "labels": ([[2, -2], [1, 1]], [[1, 0], [0, 1]]),
     "heads": ([[2, 0, 0, 1], [0, 1, 5, 0]], [[0, IGNORED], [0, 0]]),
     "number": ([[1.2], [2.9]], [[1], [2]]),
     "tags": ([[0, 0.9, 0.1, 1, 0.8, 0.2], [1, 0.5, 0.7]], [[0, 1], [0]]),
+    "summary": (
+        [[*[0.5] * summary_rows.FIGURES, 0.75, 1, 0.25, 0], [*[0.0] * summary_rows.FIGURES, 0.5, 1]],
+        [summary_rows.write(["a b", "c"], [(1, 3), (3, 4)], [0], "b"), summary_rows.write(["d"], [(1, 2)], [], "e")],
+    ),
 }
 
 
@@ -138,6 +143,11 @@ def test_tables_of_the_other_kinds_by_hand() -> None:
     # 2.9 is nearest to 3, and its grade was 2.
     assert tables["number"]["scale"]["confusion"]["counts"] == [[1, 0, 0], [0, 0, 1], [0, 0, 0]]
     assert sum(tables["number"]["residuals"]["rows"]) == 2
+    assert tables["summary"]["positions"] == {
+        "tenths": 10,
+        "oracle": [1, *[0] * 9],
+        "picked": [2, *[0] * 9],
+    }
     [entity] = tables["tags"]["per_class"]
     assert (entity["class"], entity["precision"], entity["recall"]) == ("x", 0.5, 1.0)
 

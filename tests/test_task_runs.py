@@ -17,13 +17,13 @@ from rtrain.predict import Predictor
 from rtrain.report import events, summary
 from rtrain.tasks import base
 from rtrain.training import checkpoint, driver
-from tests import test_several_labels, test_span_qa, test_token_tags
+from tests import test_extractive_summary, test_several_labels, test_span_qa, test_token_tags
 from tests.conftest import labelled_rows
 from tests.tiny import make_encoder
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
-TASKS = ("regression", "multi_label", "multi_head", "token_tags", "span_qa")
+TASKS = ("regression", "multi_label", "multi_head", "token_tags", "span_qa", "extractive_summary")
 ASKED: dict[str, Any] = {"span_qa": {"question": "when was it due?", "context": test_span_qa.CONTEXT}}
 
 
@@ -34,6 +34,9 @@ def rows_of(task: str, folder: Path) -> dict[str, Any]:
     if task == "span_qa":
         path = test_span_qa.write(folder / "squad.json.gz")
         return {"data.path": str(path), "data.window": 48, "data.stride": 12, "train.epochs": 1}
+    if task == "extractive_summary":
+        path = test_extractive_summary.write(folder / "rows.jsonl")
+        return {"data.path": str(path), "data.window": 32, "data.stride": 8, "data.max_bad_rows": 0.1}
     if task == "regression":
         lines = [f"{text},{1 + len(text.split()) // 3},{label}" for text, label in labelled_rows(160)]
         path = folder / "essays.csv"
@@ -45,7 +48,12 @@ def rows_of(task: str, folder: Path) -> dict[str, Any]:
 
 
 def settings(task: str, folder: Path) -> Config:
-    recipes = {"regression": "essay", "token_tags": "entities", "span_qa": "squad"}
+    recipes = {
+        "regression": "essay",
+        "token_tags": "entities",
+        "span_qa": "squad",
+        "extractive_summary": "summary",
+    }
     train = {"workers": 2, "epochs": 2, "precision": "fp32", "rows_per_update": 16, "aggregation_frequency": None}
     overrides = {f"train.{name}": value for name, value in train.items()} | {"optim.lr": 3e-3, "task": task}
     overrides |= {"model.name": str(make_encoder(folder / "encoder")), **rows_of(task, folder)}

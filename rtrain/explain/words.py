@@ -1,23 +1,16 @@
 """Attributions of tokens added up to words and sentences of the text, by the characters that they cover."""
 
 import bisect
-import re
 import unicodedata
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from rtrain.tasks.batch import Encoded
-
-Span = tuple[int, int]
+from rtrain.tasks.sentences import Span, sentence_spans
 
 _JOINS = "'\u2019-"
 """Inside a word, as in don't and well-known."""
 _JOINS_DIGITS = ".,:"
-# Then what closes a quotation; the full-width marks of Chinese and Japanese need no blank behind them.
-_END = re.compile(
-    r"""[.!?\u2026]+["'\u2019\u201d\xbb)\]]*(?=\s)|[\u3002\uff01\uff1f]+[\u300d\u300f\u2019\u201d\uff09]*|\n\s*"""
-)
-_TITLES = frozenset({"mr", "mrs", "ms", "dr", "prof", "st", "vs"})
 
 
 class Part(NamedTuple):
@@ -62,32 +55,6 @@ def _kind(character: str) -> str:
     # Marks and joiners belong to the letter before them (Devanagari, composed accents, emoji families).
     inside = unicodedata.category(character)[0] in "LMN" or character in "_\u200c\u200d"
     return "w" if inside else "."
-
-
-def sentence_spans(text: str) -> list[Span]:
-    """Sentences without the blanks around them. A full stop before a small letter, or after a title, ends none."""
-    found: list[Span] = []
-    start = 0
-    for match in _END.finditer(text):
-        if _ends(text, match):
-            found += _trimmed(text, start, match.end())
-            start = match.end()
-    return found + _trimmed(text, start, len(text))
-
-
-def _ends(text: str, match: re.Match[str]) -> bool:
-    if not match[0].startswith("."):
-        return True
-    before = re.search(r"\w*$", text[max(0, match.start() - 20) : match.start()])
-    word = before[0] if before else ""
-    initial = len(word) == 1 and word.isupper()
-    return not (text[match.end() :].lstrip()[:1].islower() or word.lower() in _TITLES or initial)
-
-
-def _trimmed(text: str, start: int, end: int) -> list[Span]:
-    inner = text[start:end]
-    first, last = start + len(inner) - len(inner.lstrip()), start + len(inner.rstrip())
-    return [(first, last)] if first < last else []
 
 
 def sides(encoded: Encoded, special: Sequence[bool], paired: bool) -> list[int]:

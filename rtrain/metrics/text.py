@@ -6,6 +6,7 @@ summary is a choice of a text's sentences, joined in their order; how a text is 
 business.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,10 @@ import numpy as np
 from rtrain.errors import UserError
 from rtrain.metrics.additive import Additive, Floats, means
 
+ROUGES = ("rouge1", "rouge2", "rougeL")
 _ORDERS = 4
+BLEU_COUNTS = 2 * _ORDERS + 2
+"""N-grams that match, and all, of 1 to 4 words; words of the predicted texts and of the references."""
 
 
 @dataclass(frozen=True)
@@ -32,43 +36,25 @@ class Budget:
                 "give one of the two, at least 1"
             )
 
-    def allows(self, chosen: Sequence[str], more: str) -> bool:
-        """Whether `more` may be added to the chosen sentences."""
+    def allows(self, chosen: Sequence[int], more: int) -> bool:
+        """Whether a sentence of `more` words may be added to chosen ones of so many words each."""
         if self.sentences is not None:
             return len(chosen) < self.sentences
-        return not chosen or len(" ".join([*chosen, more]).split()) <= (self.words or 0)
+        return not chosen or sum(chosen) + more <= (self.words or 0)
 
 
 def additive_rouge(predicted: Sequence[str], references: Sequence[str]) -> Additive:
     """rouge1, rouge2, rougeL: the mean over rows of ROUGE's F1, 0 to 1. rougeL takes the text as one sequence."""
-    scorer = _scorer("rouge1", "rouge2", "rougeL")
-    pairs = zip(references, predicted, strict=True)
-    rows = [scorer.score(reference, text) for reference, text in pairs]
-    return means({name: [row[name].fmeasure for row in rows] for name in ("rouge1", "rouge2", "rougeL")})
+    rows = [rouge(rouge_words(text), rouge_words(one)) for text, one in zip(predicted, references, strict=True)]
+    columns = np.array(rows, dtype=np.float64).reshape(-1, len(ROUGES))
+    return means(dict(zip(ROUGES, columns.T, strict=True)))
 
 
-def additive_bleu(predicted: Sequence[str], references: Sequence[str], lowercase: bool = False) -> Additive:
+def additive_bleu(predicted: Sequence[str], references: Sequence[str]) -> Additive:
     """bleu: 0 to 100, exponential smoothing; of the corpus: a function of summed counts, no mean over rows."""
-    from sacrebleu.metrics.bleu import BLEU
-
-    # effective_order False, as for a corpus; per row only the counts are taken, not the score.
-    metric = BLEU(lowercase=lowercase)
-    rows = np.zeros((len(predicted), 2 * _ORDERS + 2))
-    for row, (text, reference) in enumerate(zip(predicted, references, strict=True)):
-        counts = metric.corpus_score([text], [[reference]])
-        rows[row] = [*counts.counts, *counts.totals, counts.sys_len, counts.ref_len]
-
-    def one(sums: Floats) -> float:
-        numbers = [int(value) for value in np.rint(sums)]
-        counts, totals = numbers[:_ORDERS], numbers[_ORDERS : 2 * _ORDERS]
-        found = BLEU.compute_bleu(counts, totals, sys_len=numbers[-2], ref_len=numbers[-1], smooth_method="exp")
-        return float(found.score)
-
-    def score(sums: Floats) -> dict[str, Floats]:
-        flat = sums.reshape(-1, sums.shape[-1])
-        return {"bleu": np.array([one(row) for row in flat]).reshape(sums.shape[:-1])}
-
-    return Additive(rows, score)
+    pairs = zip(predicted, references, strict=True)
+    rows = [bleu_counts(bleu_words(text), bleu_words(reference)) for text, reference in pairs]
+    return Additive(np.array(rows, dtype=np.float64).reshape(-1, BLEU_COUNTS), lambda sums: {"bleu": bleu(sums)})
 
 
 def scores(predicted: Sequence[str], references: Sequence[str]) -> dict[str, float]:
@@ -78,17 +64,23 @@ def scores(predicted: Sequence[str], references: Sequence[str]) -> dict[str, flo
 
 def lead(sentences: Sequence[str], budget: Budget) -> list[int]:
     """The first sentences that the budget allows: the baseline that an extractive system must beat."""
-    return pick(range(len(sentences)), sentences, budget)
+    return pick(range(len(sentences)), lengths(sentences), budget)
 
 
-def pick(order: Sequence[int], sentences: Sequence[str], budget: Budget) -> list[int]:
-    """Positions taken in `order` (the best first) until one does not fit, in the text's order."""
+def pick(order: Sequence[int], words: Sequence[int], budget: Budget) -> list[int]:
+    """Positions of sentences of so many `words`, taken in `order` (the best first) until one does not fit; in the
+    text's order."""
     chosen: list[int] = []
     for position in order:
-        if not budget.allows([sentences[index] for index in chosen], sentences[position]):
+        if not budget.allows([words[index] for index in chosen], words[position]):
             break
         chosen.append(position)
     return sorted(chosen)
+
+
+def lengths(texts: Sequence[str]) -> list[int]:
+    """Words of each, by blanks: what a budget counts."""
+    return [len(text.split()) for text in texts]
 
 
 def oracle(sentences: Sequence[str], reference: str, budget: Budget) -> list[int]:
@@ -97,17 +89,17 @@ def oracle(sentences: Sequence[str], reference: str, budget: Budget) -> list[int
     As in Nallapati, Zhai and Zhou 2017: add the sentence that raises the mean of the F1 of ROUGE-1 and ROUGE-2 most
     (of equals the first), while one does and the budget allows it. Greedy, so not always the best choice of all.
     """
-    scorer = _scorer("rouge1", "rouge2")
+    # Each sentence is cut into words and stemmed once: the words of joined sentences are the joined words.
+    words, wanted, sizes = [rouge_words(sentence) for sentence in sentences], rouge_words(reference), lengths(sentences)
 
     def value(positions: Sequence[int]) -> float:
-        found = scorer.score(reference, " ".join(sentences[position] for position in sorted(positions)))
-        return float(found["rouge1"].fmeasure + found["rouge2"].fmeasure)
+        return sum(rouge([word for position in sorted(positions) for word in words[position]], wanted, ROUGES[:2]))
 
     chosen: list[int] = []
     best = 0.0
     while True:
-        texts = [sentences[position] for position in chosen]
-        open_ = [p for p in range(len(sentences)) if p not in chosen and budget.allows(texts, sentences[p])]
+        used = [sizes[position] for position in chosen]
+        open_ = [p for p in range(len(sentences)) if p not in chosen and budget.allows(used, sizes[p])]
         if not open_:
             break
         values = [value([*chosen, position]) for position in open_]
@@ -119,7 +111,64 @@ def oracle(sentences: Sequence[str], reference: str, budget: Budget) -> list[int
     return sorted(chosen)
 
 
-def _scorer(*names: str) -> Any:
+# -------------------------------------------------------------------------------- by words, one text at a time
+# Any words that are equal where the texts' are, such as their numbers: scores can be had without keeping the texts.
+
+
+def rouge_words(text: str) -> list[str]:
+    found: list[str] = _stemmed().tokenize(text)
+    return found
+
+
+def rouge(predicted: Sequence[str], reference: Sequence[str], names: Sequence[str] = ROUGES) -> tuple[float, ...]:
+    """F1 by each of `names`; words without blanks inside."""
     from rouge_score.rouge_scorer import RougeScorer
 
-    return RougeScorer(list(names), use_stemmer=True)
+    found = RougeScorer(list(names), tokenizer=_Blanks()).score(" ".join(reference), " ".join(predicted))
+    return tuple(float(found[name].fmeasure) for name in names)
+
+
+def bleu_words(text: str) -> list[str]:
+    return str(_13a()(text.rstrip())).split()
+
+
+def bleu_counts(predicted: Sequence[str], reference: Sequence[str]) -> list[float]:
+    """`BLEU_COUNTS` numbers that are added up over rows; words without blanks inside."""
+    from sacrebleu.metrics.bleu import BLEU
+
+    # effective_order False, as for a corpus; per row only the counts are taken, not the score.
+    found = BLEU(tokenize="none", force=True).corpus_score([" ".join(predicted)], [[" ".join(reference)]])
+    return [*found.counts, *found.totals, found.sys_len, found.ref_len]
+
+
+def bleu(sums: Floats) -> Floats:
+    """Of the sums (..., BLEU_COUNTS) of `bleu_counts`: (...)."""
+    from sacrebleu.metrics.bleu import BLEU
+
+    def one(row: Floats) -> float:
+        numbers = [int(value) for value in np.rint(row)]
+        counts, totals = numbers[:_ORDERS], numbers[_ORDERS : 2 * _ORDERS]
+        found = BLEU.compute_bleu(counts, totals, sys_len=numbers[-2], ref_len=numbers[-1], smooth_method="exp")
+        return float(found.score)
+
+    flat = sums.reshape(-1, sums.shape[-1])
+    return np.array([one(row) for row in flat], dtype=np.float64).reshape(sums.shape[:-1])
+
+
+class _Blanks:
+    def tokenize(self, text: str) -> list[str]:
+        return text.split()
+
+
+@functools.cache
+def _stemmed() -> Any:
+    from rouge_score.tokenizers import DefaultTokenizer
+
+    return DefaultTokenizer(use_stemmer=True)
+
+
+@functools.cache
+def _13a() -> Any:
+    from sacrebleu.metrics.bleu import BLEU
+
+    return BLEU().tokenizer  # sacrebleu's own default, 13a

@@ -17,7 +17,9 @@ LETTER = 6.7
 """Width of a letter of the charts' text in a wide font, on average."""
 SERIES = 7
 """Colours that the style sheet has."""
-ACRONYMS = frozenset({"auc", "bleu", "ece", "em", "f1", "mae", "qwk", "r2", "rmse"})
+ACRONYMS = frozenset(
+    {"auc", "bleu", "ece", "em", "f1", "mae", "qwk", "r2", "rmse", "rouge", "rouge1", "rouge2", "rougeL"}
+)
 _JOINERS = "\u200c\u200d"
 """Format characters that scripts and emoji are spelt with; the others of their kind can turn a line of text round."""
 

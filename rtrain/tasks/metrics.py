@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rtrain.metrics import classification, entities, regression
-from rtrain.metrics.additive import Additive, Floats, Ints, joined, ratio
-from rtrain.tasks import tables
+from rtrain.metrics import classification, entities, regression, text
+from rtrain.metrics.additive import Additive, Floats, Ints, joined, means, ratio
+from rtrain.tasks import summary_rows, tables
 from rtrain.tasks.base import Head
 from rtrain.tasks.batch import IGNORED, OUTSIDE, Ragged
 
@@ -198,6 +198,40 @@ def additive_tags(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
     return joined(entities.additive(*named), words)
 
 
+# ------------------------------------------------------------------------------------------------------------- summary
+
+
+def summary(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
+    """ROUGE-1, 2 and L (mean F1, 0 to 1), their mean, and BLEU (of the corpus, 0 to 100) of the summaries under the
+    head's budget; and of the first sentences under the same one, which a model must beat."""
+    return {**additive_summary(outcomes, targets, head).scores(), "rows": len(outcomes)}
+
+
+def additive_summary(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
+    rows = np.array([row[: summary_rows.FIGURES] for row in outcomes]).reshape(-1, summary_rows.FIGURES)
+    size, parts = len(text.ROUGES) + text.BLEU_COUNTS, []
+    for number, prefix in enumerate(("", "lead_")):
+        rouges, counts = np.split(rows[:, number * size : (number + 1) * size], [len(text.ROUGES)], axis=1)
+        columns = dict(zip(text.ROUGES, rouges.T, strict=True))
+        parts.append(_named(means({"rouge": rouges.mean(axis=1), **columns}), ("rouge", *text.ROUGES), prefix))
+        parts.append(_named(Additive(counts, lambda sums: {"bleu": text.bleu(sums)}), ("bleu",), prefix))
+    return joined(*parts)
+
+
+def more_of_summary(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
+    """ROUGE of the oracle's sentences, which are learned, however long they are; and the AUC of telling them from the
+    others by their chance, over all sentences that were read."""
+    start = 2 * (len(text.ROUGES) + text.BLEU_COUNTS)
+    found = {
+        f"oracle_{name}": float(np.mean([row[start + place] for row in outcomes]))
+        for place, name in enumerate(text.ROUGES)
+    }
+    taken, _, chances, _ = tables.sentences_of(outcomes, targets)
+    taken, chances = taken[chances >= 0], chances[chances >= 0]
+    area, _ = classification.auc(taken.astype(np.int64), chances[:, None] * np.array([-1.0, 1.0]))
+    return {**found, **({} if area is None else {"auc": area})}
+
+
 # -------------------------------------------------------------------------------------------------------------- shared
 
 
@@ -252,4 +286,5 @@ METRICS: Mapping[str, Metric] = {
     "tags": Metric("f1", tags, additive_tags, None, tables.tags),
     "spans": Metric("f1", spans),
     "tokens": Metric("neg_loss", tokens),
+    "summary": Metric("rouge", summary, additive_summary, more_of_summary, tables.summary),
 }

@@ -11,6 +11,8 @@ heads     heads: {head: what `classes` has, over the rows with a label of that h
 number    residuals: {edges, rows}, a histogram of predicted - true in `BINS` bins; scale: confusion on the scale of
           the training scores where there is one
 tags      per_class by type of entity, classes, calibration of the words' tags
+summary   positions: {tenths: 10, oracle, picked}, how many sentences of each tenth of their documents the oracle takes
+          and the model; calibration of the sentences' yes or no
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,6 +22,7 @@ import numpy as np
 
 from rtrain.metrics import calibration, classification, entities, regression
 from rtrain.metrics.additive import Bools, Floats, Ints
+from rtrain.tasks import summary_rows
 from rtrain.tasks.base import Head
 from rtrain.tasks.batch import IGNORED, OUTSIDE, Ragged
 from rtrain.tasks.pooled import softmax
@@ -29,6 +32,8 @@ MOST_CONFUSED = 200
 """Classes up to which the whole confusion matrix is kept: 200 x 200 numbers."""
 MOST_PAIRS = 50
 BINS = 30
+TENTHS = 10
+"""Of a document, by its sentences."""
 
 
 def classes(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
@@ -93,6 +98,20 @@ def tags(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
     return {**_listed(rows), "calibration": _calibration(sure, right)}
 
 
+def summary(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
+    taken, picked, chances, tenths = sentences_of(outcomes, targets)
+    rows = {"oracle": tenths[taken], "picked": tenths[picked]}
+    right = (chances >= 0.5) == taken
+    read = chances >= 0
+    return {
+        "positions": {
+            "tenths": TENTHS,
+            **{name: np.bincount(places, minlength=TENTHS).tolist() for name, places in rows.items()},
+        },
+        "calibration": _calibration(np.maximum(chances, 1 - chances)[read], right[read]),
+    }
+
+
 # -------------------------------------------------------------------------------------- what outcomes and targets say
 
 
@@ -135,6 +154,21 @@ def tags_of(outcomes: Ragged, targets: Ragged) -> tuple[list[Any], list[Any]]:
 def names_of(rows: Sequence[Any], head: Head) -> list[list[str]]:
     """Tags by their numbers; one that the head has not is outside: no answer can be right."""
     return [[head.labels[int(place)] if place >= 0 else "O" for place in row] for row in rows]
+
+
+def sentences_of(outcomes: Ragged, targets: Ragged) -> tuple[Bools, Bools, Floats, Ints]:
+    """Of all sentences of summarised rows: taken by the oracle, in the summary, chance, tenth of the document."""
+    rows = [
+        (summary_rows.sentences_of(wanted).taken, *summary_rows.answered(row))
+        for row, wanted in zip(outcomes, targets, strict=True)
+    ]
+    tenths = [np.arange(len(taken)) * TENTHS // max(1, len(taken)) for taken, _, _ in rows]
+    return (
+        np.concatenate([taken for taken, _, _ in rows] or [np.empty(0, np.bool_)]),
+        np.concatenate([given for _, _, given in rows] or [np.empty(0, np.bool_)]),
+        np.concatenate([chances for _, chances, _ in rows] or [np.empty(0)]),
+        np.concatenate(tenths or [np.empty(0, np.int64)]),
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- shared
