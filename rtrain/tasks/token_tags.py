@@ -17,6 +17,7 @@ from rtrain.tasks import base
 from rtrain.tasks.base import Described, Head, Input, Targets
 from rtrain.tasks.batch import IGNORED, Encoded, Floats, Ints, Outputs, Ragged, Tokens
 from rtrain.tasks.classification import divergence
+from rtrain.tasks.defaults import Defaults
 from rtrain.tasks.pooled import softmax
 
 if TYPE_CHECKING:
@@ -29,17 +30,14 @@ _TAG = re.compile(r"O|[BI]-.+")
 _WORD = re.compile(r"\w(?:\S*\w)?|[^\w\s]")
 
 
-class TokenTags:
+class TokenTags(Defaults):
     name = "token_tags"
     output = "tags"
     auto_model = "AutoModelForTokenClassification"
     by_token = True
-    fields = ("text", "text_pair")
-    needs_pair = False
+    reads_pair = False
     never_cuts = True
-    packs = False
     varies: base.Variation = "words"
-    finds_outside = False
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         """The text's words are separated by single blanks, as `records` joins a list of tokens."""
@@ -59,15 +57,6 @@ class TokenTags:
             )
         return Head((OUTSIDE, *sorted(found)))
 
-    def encode(
-        self,
-        tokenizer: "tokenizers.Tokenizer",
-        texts: Sequence[str],
-        pairs: Sequence[str] | None = None,
-        max_windows: int = 1,
-    ) -> list[Encoded]:
-        return base.encode(tokenizer, texts, None, max_windows)
-
     def marks(self, text: str, pair: str | None, label: str, encoded: Encoded) -> list[int]:
         """For each token the number of the word that is answered there, or -1."""
         lengths = np.array([len(word) for word in text.split(" ")])
@@ -85,12 +74,6 @@ class TokenTags:
             answered = np.flatnonzero(words >= 0)
             values[start + answered] = places[words[answered]]
         return Targets(Ragged(values, marks.counts), unknown)
-
-    def prepare(self, tokens: Tokens, head: Head, seed: int, epoch: int) -> Tokens:
-        return tokens
-
-    def parts(self, head: Head) -> tuple[str, ...]:
-        return ("loss",)
 
     def counts(self, tokens: Tokens, head: Head) -> dict[str, int]:
         return {"loss": int((tokens.targets != IGNORED).sum())}
@@ -128,12 +111,6 @@ class TokenTags:
                 loss = -np.log(np.where(true >= 0, chances[place, true], 0.0))
             rows.append(np.stack([found, chances[place, found], loss], axis=1))
         return Ragged.of(rows, np.float64)
-
-    def judge(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
-        return {}
-
-    def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
-        return {}
 
     def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
         words = [row.reshape(-1, 3) for row in outcomes]
