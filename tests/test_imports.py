@@ -30,7 +30,10 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.tasks.batch": frozenset(),
     "rtrain.tasks.base": frozenset({"rtrain.config", "rtrain.tasks.batch"}),
     "rtrain.tasks.": frozenset(
-        {f"rtrain.tasks.{name}" for name in ("base", "batch", "defaults", "pooled", "classification", "tables")}
+        {
+            f"rtrain.tasks.{name}"
+            for name in ("base", "batch", "defaults", "pooled", "classification", "tables", "words")
+        }
         | {"rtrain.metrics."}
     ),
     "rtrain.data.synthetic": frozenset(),

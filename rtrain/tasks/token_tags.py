@@ -19,6 +19,7 @@ from rtrain.tasks.batch import IGNORED, Encoded, Floats, Ints, Outputs, Ragged, 
 from rtrain.tasks.classification import divergence
 from rtrain.tasks.defaults import Defaults
 from rtrain.tasks.pooled import softmax
+from rtrain.tasks.words import word_spans
 
 if TYPE_CHECKING:
     import tokenizers
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 OUTSIDE = "O"
 _TAG = re.compile(r"O|[BI]-.+")
-# Words of running text, as annotators cut it: punctuation inside a word stays, before and after it is its own word.
-_WORD = re.compile(r"\w(?:\S*\w)?|[^\w\s]")
 
 
 class TokenTags(Defaults):
@@ -147,7 +146,7 @@ def located(
 ) -> list[tuple[dict[str, Any], list[int], list[int]]]:
     """Each entity as in the HTTP answer, the token at which each of its words is answered, and the tag found there."""
     text = asked if isinstance(asked, str) else asked["text"]
-    words = [match.span() for match in _WORD.finditer(text)]
+    words = word_spans(text)
     answered = _answered(encoded, np.array([start for start, _ in words], dtype=np.int64))
     tokens = np.flatnonzero(answered >= 0)
     spans, chances = [words[word] for word in answered[tokens]], softmax(output[tokens])
