@@ -1,6 +1,7 @@
 """Attributions of tokens to words and sentences: every character once, and nothing of the sum lost."""
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from rtrain.explain import words
 from rtrain.explain.words import Part
@@ -27,7 +28,10 @@ def cut(text: str, spans: list[tuple[int, int]]) -> list[str]:
         (TEXTS[0], ["Don't", "pay", "1,250.50", "for", "a", "well-known", "(", "bad", ")", "card", "!"]),
         (TEXTS[1], ["हिन्दी", "में", "लिखा", "है"]),
         (TEXTS[2], [*"我的包裹在哪里\uff1f还没有到。"]),
+        ("ที่นี่ดี ครับ", ["ที่นี่ดี", "ครับ"]),
+        ("ذَهَبَ مُحَمَّدٌ.", ["ذَهَبَ", "مُحَمَّدٌ", "."]),
         ("cafe\u0301 - 'quoted'", ["cafe\u0301", "-", "'", "quoted", "'"]),
+        ("hi\u2764\ufe0fok 👩\u200d👩\u200d👧👍🏽🇩🇪", ["hi", "\u2764\ufe0f", "ok", "👩\u200d👩\u200d👧", "👍🏽", "🇩🇪"]),
         (TEXTS[4], ["tabs", "and", "lines"]),
         ("", []),
         (" \n", []),
@@ -37,7 +41,8 @@ def test_words(text: str, expected: list[str]) -> None:
     assert cut(text, words.word_spans(text)) == expected
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@given(st.text() | st.text("aé\u0301ी3.,'-हक漢字\u200d\u200c\ufe0f👩🏽🇩\u0600 \x1c\n"))
+@settings(deadline=None)
 def test_words_are_every_character_that_is_no_blank_once(text: str) -> None:
     assert "".join(cut(text, words.word_spans(text))) == "".join(text.split())
 

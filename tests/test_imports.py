@@ -33,7 +33,19 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.tasks.": frozenset(
         {
             f"rtrain.tasks.{name}"
-            for name in ("base", "batch", "pooled", "classification", "tables", "sentences", "summary_rows")
+            for name in (
+                *(
+                    "base",
+                    "batch",
+                    "defaults",
+                    "pooled",
+                    "classification",
+                    "tables",
+                    "sentences",
+                    "summary_rows",
+                    "words",
+                ),
+            )
         }
         | {"rtrain.metrics."}
     ),

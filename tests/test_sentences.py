@@ -17,6 +17,8 @@ from rtrain.tasks.sentences import sentence_spans
             "small letters only. so what? e.g. nothing. dr. who",
             ["small letters only.", "so what?", "e.g. nothing.", "dr. who"],
         ),
+        ("वह आया। वह गया॥ अंत", ["वह आया।", "वह गया॥", "अंत"]),
+        ("هل جاء؟ نعم.", ["هل جاء؟", "نعم."]),
         ("no end", ["no end"]),
         (" \n ", []),
     ],

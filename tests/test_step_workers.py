@@ -66,11 +66,11 @@ def _in_world(rank: int, world: int, folder: Path) -> None:
         )
     try:
         results = {"updates": _updates(world, rank, folder), "exchanges": _exchanges(world, rank, folder)}
-        from tests import test_evaluate, test_loop, test_loop_resume
+        from tests import test_evaluate, test_loop, test_loop_faults
 
         results["scores"] = test_evaluate.scores_of(Exchange(make_network(folder / "encoder")), folder / "store")
         results["loop"] = test_loop.straight_and_resumed(folder / "loop", world, rank)
-        results["faults"] = test_loop_resume.faults_on_workers(folder / "loop", world, rank)
+        results["faults"] = test_loop_faults.faults_on_workers(folder / "loop", world, rank)
         (folder / f"{world}-{rank}.json").write_text(json.dumps(results))
     finally:
         if world > 1:

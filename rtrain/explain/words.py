@@ -1,16 +1,18 @@
 """Attributions of tokens added up to words and sentences of the text, by the characters that they cover."""
 
 import bisect
-import unicodedata
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import regex
+
 from rtrain.tasks.batch import Encoded
 from rtrain.tasks.sentences import Span, sentence_spans
+from rtrain.tasks.words import LETTER, PIECE
 
-_JOINS = "'\u2019-"
-"""Inside a word, as in don't and well-known."""
-_JOINS_DIGITS = ".,:"
+# Ideographs have no blanks between words.
+_LETTER = rf"(?:(?![\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]){LETTER})"
+_WORD = regex.compile(rf"{_LETTER}(?:{_LETTER}|['\u2019-](?={_LETTER})|(?<=\d)[.,:](?=\d))*|{PIECE}")
 
 
 class Part(NamedTuple):
@@ -22,39 +24,11 @@ class Part(NamedTuple):
 
 
 def word_spans(text: str) -> list[Span]:
-    """Words, numbers, and each punctuation mark and ideograph by itself: every character that is no blank, once."""
-    found: list[Span] = []
-    place = 0
-    while place < len(text):
-        start, kind = place, _kind(text[place])
-        place += 1
-        if kind == " ":
-            continue
-        while kind == "w" and place < len(text) and _continues(text, place):
-            place += 1
-        found.append((start, place))
-    return found
+    """Words, numbers, and each punctuation mark, ideograph and emoji by itself: every character that is no blank, once.
 
-
-def _continues(text: str, place: int) -> bool:
-    if _kind(text[place]) == "w":
-        return True
-    before, after = text[place - 1], text[place + 1 : place + 2]
-    if not after or _kind(before) != "w" or _kind(after) != "w":
-        return False
-    return text[place] in _JOINS or (text[place] in _JOINS_DIGITS and before.isdigit() and after.isdigit())
-
-
-def _kind(character: str) -> str:
-    """` ` blank, `w` part of a word, `.` by itself."""
-    if character.isspace():
-        return " "
-    code = ord(character)
-    if 0x3400 <= code <= 0x9FFF or 0xF900 <= code <= 0xFAFF or 0x20000 <= code <= 0x3FFFF:
-        return "."  # ideographs have no blanks between words
-    # Marks and joiners belong to the letter before them (Devanagari, composed accents, emoji families).
-    inside = unicodedata.category(character)[0] in "LMN" or character in "_\u200c\u200d"
-    return "w" if inside else "."
+    Words have their inner apostrophes and hyphens, numbers their inner points.
+    """
+    return [match.span() for match in _WORD.finditer(text)]
 
 
 def sides(encoded: Encoded, special: Sequence[bool], paired: bool) -> list[int]:

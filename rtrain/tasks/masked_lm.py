@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rtrain.errors import UserError
-from rtrain.tasks import base
 from rtrain.tasks.base import Described, Head, Input, Targets
 from rtrain.tasks.batch import IGNORED, Encoded, Floats, Outputs, Ragged, Tokens
+from rtrain.tasks.defaults import Defaults
 from rtrain.tasks.pooled import softmax
 
 if TYPE_CHECKING:
@@ -29,20 +29,13 @@ DEFAULT_TOP = 5
 Words = npt.NDArray[np.uint64]
 
 
-class MaskedLM:
+class MaskedLM(Defaults):
     name = "masked_lm"
     output = "tokens"
     auto_model = "AutoModelForMaskedLM"
     by_token = True
-    fields = ("text", "text_pair")
-    needs_pair = False
-    never_cuts = False
+    reads_pair = False
     packs = True
-    varies: base.Variation = "nothing"
-    finds_outside = False
-
-    def flaw(self, text: str, pair: str | None, label: str) -> str | None:
-        return None
 
     def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer") -> Head:
         mask = next((token for token in MASKS if tokenizer.token_to_id(token) is not None), None)
@@ -51,18 +44,6 @@ class MaskedLM:
         special = sorted(number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         facts = {"mask": mask, "mask_id": tokenizer.token_to_id(mask), "special": special}
         return Head((), {**facts, "vocabulary": tokenizer.get_vocab_size()})
-
-    def encode(
-        self,
-        tokenizer: "tokenizers.Tokenizer",
-        texts: Sequence[str],
-        pairs: Sequence[str] | None = None,
-        max_windows: int = 1,
-    ) -> list[Encoded]:
-        return base.encode(tokenizer, texts, None, max_windows)
-
-    def marks(self, text: str, pair: str | None, label: str, encoded: Encoded) -> list[int]:
-        return []
 
     def targets(self, labels: Sequence[str], marks: Ragged, head: Head) -> Targets:
         """None are stored: see `prepare`."""
@@ -84,9 +65,6 @@ class MaskedLM:
         ids = np.where(guessed & (kind >= MASKED) & (kind < MASKED + REPLACED), drawn, ids)
         targets = np.where(guessed, tokens.ids, IGNORED).astype(np.float32)
         return replace(tokens, ids=ids.astype(np.int32), targets=targets, counts=lengths)
-
-    def parts(self, head: Head) -> tuple[str, ...]:
-        return ("loss",)
 
     def counts(self, tokens: Tokens, head: Head) -> dict[str, int]:
         return {"loss": int((tokens.targets != IGNORED).sum())}
@@ -123,12 +101,6 @@ class MaskedLM:
             losses = total - wide[np.arange(len(wanted)), wanted]
             found.append((len(wanted), (output.argmax(axis=1) == wanted).sum() if len(wanted) else 0, losses.sum()))
         return Ragged.of(found, np.float64)
-
-    def judge(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
-        return {}
-
-    def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
-        return {}
 
     def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
         guessed, right, losses = outcomes.matrix(3).T

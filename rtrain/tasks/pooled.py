@@ -1,51 +1,25 @@
 """What the tasks share that answer once per row: windows of a long text are pooled into one output."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rtrain.tasks import base
 from rtrain.tasks.base import Head
-from rtrain.tasks.batch import Encoded, Floats, Outputs, Ragged, Tokens
+from rtrain.tasks.batch import Floats, Outputs, Ragged, Tokens
+from rtrain.tasks.defaults import Defaults
 
 if TYPE_CHECKING:
-    import tokenizers
     import torch
 
 
-class PooledTask:
+class PooledTask(Defaults):
     """The part of `base.Task` that is the same for all of them."""
 
     auto_model = "AutoModelForSequenceClassification"
     by_token = False
-    fields = ("text", "text_pair")
-    needs_pair = False
-    never_cuts = False
-    packs = False
     varies: base.Variation = "text"
-    finds_outside = False
-
-    def encode(
-        self,
-        tokenizer: "tokenizers.Tokenizer",
-        texts: Sequence[str],
-        pairs: Sequence[str] | None = None,
-        max_windows: int = 1,
-    ) -> list[Encoded]:
-        return base.encode(tokenizer, texts, pairs, max_windows)
-
-    def flaw(self, text: str, pair: str | None, label: str) -> str | None:
-        return None
-
-    def marks(self, text: str, pair: str | None, label: str, encoded: Encoded) -> list[int]:
-        return []
-
-    def prepare(self, tokens: Tokens, head: Head, seed: int, epoch: int) -> Tokens:
-        return tokens
-
-    def parts(self, head: Head) -> tuple[str, ...]:
-        return ("loss",)
 
     def counts(self, tokens: Tokens, head: Head) -> dict[str, int]:
         return {"loss": len(tokens.targets)}
@@ -63,12 +37,6 @@ class PooledTask:
             case _:
                 found = (np.add.reduceat(logits, starts, axis=0) / tokens.windows[:, None]).astype(logits.dtype)
         return found
-
-    def judge(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
-        return {}
-
-    def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
-        return {}
 
     def outcomes(self, outputs: Outputs, tokens: Tokens, head: Head) -> Ragged:
         return Ragged.even(np.asarray(outputs, dtype=np.float64))

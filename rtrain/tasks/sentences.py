@@ -5,9 +5,10 @@ import re
 Span = tuple[int, int]
 """Characters [start, end)."""
 
-# Then what closes a quotation; the full-width marks of Chinese and Japanese need no blank behind them.
+# Of Latin script, Hindi (dandas), Arabic and Urdu, then what closes a quotation; the full-width marks of Chinese and
+# Japanese need no blank behind them.
 _END = re.compile(
-    r"""[.!?\u2026]+["'\u2019\u201d\xbb)\]]*(?=\s)|[\u3002\uff01\uff1f]+[\u300d\u300f\u2019\u201d\uff09]*|\n\s*"""
+    r"""[.!?\u2026\u0964\u0965\u061f\u06d4]+["'\u2019\u201d\xbb)\]]*(?=\s)|[\u3002\uff01\uff1f]+[\u300d\u300f\u2019\u201d\uff09]*|\n\s*"""
 )
 _TITLES = frozenset({"mr", "mrs", "ms", "dr", "prof", "st", "vs"})
 

@@ -17,6 +17,7 @@ from rtrain.metrics import spans
 from rtrain.tasks import base
 from rtrain.tasks.base import Described, Head, Input, Targets
 from rtrain.tasks.batch import Encoded, Floats, Outputs, Ragged, Tokens, Window
+from rtrain.tasks.defaults import Defaults
 from rtrain.tasks.pooled import softmax
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ HIDDEN = -1e4
 """In place of the logit of padding: its chance is 0, and 0 x HIDDEN is still 0."""
 
 
-class SpanQA:
+class SpanQA(Defaults):
     name = "span_qa"
     output = "spans"
     auto_model = "AutoModelForQuestionAnswering"
@@ -40,9 +41,6 @@ class SpanQA:
     fields = ("question", "context")
     needs_pair = True
     never_cuts = True
-    packs = False
-    varies: base.Variation = "nothing"
-    finds_outside = False
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         if pair is None:
@@ -89,12 +87,6 @@ class SpanQA:
 
     def targets(self, labels: Sequence[str], marks: Ragged, head: Head) -> Targets:
         return Targets(Ragged(marks.values.astype(np.float32), marks.counts), np.zeros(len(labels), dtype=np.bool_))
-
-    def prepare(self, tokens: Tokens, head: Head, seed: int, epoch: int) -> Tokens:
-        return tokens
-
-    def parts(self, head: Head) -> tuple[str, ...]:
-        return ("loss",)
 
     def counts(self, tokens: Tokens, head: Head) -> dict[str, int]:
         """A start and an end for each window."""

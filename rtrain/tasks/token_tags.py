@@ -17,7 +17,9 @@ from rtrain.tasks import base
 from rtrain.tasks.base import Described, Head, Input, Targets
 from rtrain.tasks.batch import IGNORED, Encoded, Floats, Ints, Outputs, Ragged, Tokens
 from rtrain.tasks.classification import divergence
+from rtrain.tasks.defaults import Defaults
 from rtrain.tasks.pooled import softmax
+from rtrain.tasks.words import word_spans
 
 if TYPE_CHECKING:
     import tokenizers
@@ -25,21 +27,16 @@ if TYPE_CHECKING:
 
 OUTSIDE = "O"
 _TAG = re.compile(r"O|[BI]-.+")
-# Words of running text, as annotators cut it: punctuation inside a word stays, before and after it is its own word.
-_WORD = re.compile(r"\w(?:\S*\w)?|[^\w\s]")
 
 
-class TokenTags:
+class TokenTags(Defaults):
     name = "token_tags"
     output = "tags"
     auto_model = "AutoModelForTokenClassification"
     by_token = True
-    fields = ("text", "text_pair")
-    needs_pair = False
+    reads_pair = False
     never_cuts = True
-    packs = False
     varies: base.Variation = "words"
-    finds_outside = False
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         """The text's words are separated by single blanks, as `records` joins a list of tokens."""
@@ -59,15 +56,6 @@ class TokenTags:
             )
         return Head((OUTSIDE, *sorted(found)))
 
-    def encode(
-        self,
-        tokenizer: "tokenizers.Tokenizer",
-        texts: Sequence[str],
-        pairs: Sequence[str] | None = None,
-        max_windows: int = 1,
-    ) -> list[Encoded]:
-        return base.encode(tokenizer, texts, None, max_windows)
-
     def marks(self, text: str, pair: str | None, label: str, encoded: Encoded) -> list[int]:
         """For each token the number of the word that is answered there, or -1."""
         lengths = np.array([len(word) for word in text.split(" ")])
@@ -85,12 +73,6 @@ class TokenTags:
             answered = np.flatnonzero(words >= 0)
             values[start + answered] = places[words[answered]]
         return Targets(Ragged(values, marks.counts), unknown)
-
-    def prepare(self, tokens: Tokens, head: Head, seed: int, epoch: int) -> Tokens:
-        return tokens
-
-    def parts(self, head: Head) -> tuple[str, ...]:
-        return ("loss",)
 
     def counts(self, tokens: Tokens, head: Head) -> dict[str, int]:
         return {"loss": int((tokens.targets != IGNORED).sum())}
@@ -129,12 +111,6 @@ class TokenTags:
             rows.append(np.stack([found, chances[place, found], loss], axis=1))
         return Ragged.of(rows, np.float64)
 
-    def judge(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
-        return {}
-
-    def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
-        return {}
-
     def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
         words = [row.reshape(-1, 3) for row in outcomes]
         return Described(
@@ -170,7 +146,7 @@ def located(
 ) -> list[tuple[dict[str, Any], list[int], list[int]]]:
     """Each entity as in the HTTP answer, the token at which each of its words is answered, and the tag found there."""
     text = asked if isinstance(asked, str) else asked["text"]
-    words = [match.span() for match in _WORD.finditer(text)]
+    words = word_spans(text)
     answered = _answered(encoded, np.array([start for start, _ in words], dtype=np.int64))
     tokens = np.flatnonzero(answered >= 0)
     spans, chances = [words[word] for word in answered[tokens]], softmax(output[tokens])

@@ -1,0 +1,51 @@
+"""What of the Task protocol most tasks leave as it is: one text or two, one part of the loss, nothing to calibrate."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rtrain.tasks import base
+from rtrain.tasks.base import Head
+from rtrain.tasks.batch import Encoded, Ragged, Tokens
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+class Defaults:
+    """A task overrides what is otherwise in it, and adds its names, its model, its loss and its answers."""
+
+    fields = ("text", "text_pair")
+    needs_pair = False
+    reads_pair = True
+    """Without it a second text is left out."""
+    never_cuts = False
+    packs = False
+    varies: base.Variation = "nothing"
+    finds_outside = False
+
+    def flaw(self, text: str, pair: str | None, label: str) -> str | None:
+        return None
+
+    def encode(
+        self,
+        tokenizer: "tokenizers.Tokenizer",
+        texts: Sequence[str],
+        pairs: Sequence[str] | None = None,
+        max_windows: int = 1,
+    ) -> list[Encoded]:
+        return base.encode(tokenizer, texts, pairs if self.reads_pair else None, max_windows)
+
+    def marks(self, text: str, pair: str | None, label: str, encoded: Encoded) -> list[int]:
+        return []
+
+    def prepare(self, tokens: Tokens, head: Head, seed: int, epoch: int) -> Tokens:
+        return tokens
+
+    def parts(self, head: Head) -> tuple[str, ...]:
+        return ("loss",)
+
+    def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
+        return {}
+
+    def judge(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
+        return {}

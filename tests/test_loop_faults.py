@@ -1,0 +1,214 @@
+"""Damaged checkpoints and failed saves: what a run says, keeps and does next, on one worker and on more."""
+
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from rtrain.data.store import Store
+from rtrain.training import checkpoint, loop
+from rtrain.training.exchange import Exchange
+from rtrain.training.saver import Saver, Unwritten
+from tests import test_loop
+from tests.test_loop import (
+    UPDATES,
+    Recorder,
+    fingerprint,
+    names,
+    scripted,
+    start,
+    update_name,
+    weights_digest,
+)
+from tests.test_loop_resume import weights_of
+from tests.test_saver import full
+from tests.test_step_workers import WORLDS, on_workers
+
+ground = test_loop.ground  # fixture
+
+
+# ------------------------------------------------------------------------------------------------- damaged checkpoints
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    scripted(monkeypatch, 0.6, 0.5, 0.4)
+    undisturbed = start(ground, whole, evaluate_every=2)
+    scripted(monkeypatch, 0.6, 0.5)
+    start(ground, broken, evaluate_every=2, kill=4)
+    assert names(broken) == [update_name(2), update_name(4)]
+    weights = broken / "checkpoints" / update_name(4) / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    scripted(monkeypatch, 0.5, 0.4)
+    resumed = start(ground, broken, evaluate_every=2)
+    assert resumed.recorder.of("started")[0]["update"] == 2
+    assert resumed.outcome == undisturbed.outcome
+    assert fingerprint(broken, UPDATES) == fingerprint(whole, UPDATES)
+    [aside] = (broken / "checkpoints" / "damaged").iterdir()
+    assert aside.name.startswith(update_name(4) + "-")
+    assert (aside / "model.safetensors").read_bytes() == bytes(content)
+
+
+def test_a_damaged_best_checkpoint_is_never_loaded_and_the_best_sought_anew(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, 0.9, 0.1)
+    start(ground, tmp_path, evaluate_every=2, kill=4)
+    assert names(tmp_path) == [update_name(2), update_name(4)]
+    weights = tmp_path / "checkpoints" / update_name(2) / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    scripted(monkeypatch, 0.3)
+    resumed = start(ground, tmp_path, evaluate_every=2)
+    assert resumed.recorder.of("started")[0]["update"] == 4
+    assert resumed.outcome is not None
+    assert (resumed.outcome.best_update, resumed.outcome.scores["valid"]) == (6, {"accuracy": 0.3})
+    assert resumed.recorder.of("best_lost") == [{"update": 2}]
+    assert names(tmp_path) == ["damaged", update_name(4), update_name(6)]
+    assert weights_digest(resumed.network) == weights_of(ground, tmp_path, 6)
+
+
+def damaging(run: Path, *accuracies: float, after: int) -> Any:
+    """An `evaluate` that gives these accuracies, and damages the checkpoint after update 2 when `after` are given."""
+    given: list[float] = []
+
+    def evaluate(exchange: Exchange, task: Any, store: Store, split: str, **_: Any) -> dict[str, float]:
+        if split == "test":
+            return {"accuracy": 0.25}
+        given.append(accuracies[len(given)])
+        if len(given) == after and exchange.rank == 0:
+            flip(run / "checkpoints" / update_name(2) / "model.safetensors")
+        return {"accuracy": given[-1]}
+
+    return evaluate
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_best_checkpoint_that_is_damaged_in_mid_run_is_never_loaded(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "evaluate", damaging(tmp_path, 0.9, 0.1, 0.2, 0.3, after=3))
+    ran = start(ground, tmp_path, evaluate_every=2)
+    assert ran.outcome is not None
+    assert ran.recorder.of("best_lost") == [{"update": 2}]
+    # The weights as they stand, with their own score.
+    assert weights_digest(ran.network) == weights_of(ground, tmp_path, 6)
+    assert (ran.outcome.best_update, ran.outcome.scores["valid"]) == (6, {"accuracy": 0.3})
+    assert ran.recorder.of("trained")[0]["best_update"] == 6
+    assert [(found["split"], found["update"]) for found in ran.recorder.of("evaluated")][-2:] == [
+        ("valid", 6),
+        ("test", 6),
+    ]
+    assert names(tmp_path) == ["damaged", update_name(4), update_name(6)]
+
+
+def test_a_pause_without_its_best_checkpoint_goes_on_and_seeks_it_anew(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "evaluate", damaging(tmp_path, 0.9, 0.1, after=2))
+    paused = start(ground, tmp_path, evaluate_every=2, until=4)
+    assert paused.outcome is not None
+    assert (paused.outcome.best_update, paused.recorder.of("best_lost")) == (-1, [{"update": 2}])
+    monkeypatch.setattr(loop, "evaluate", damaging(tmp_path, 0.4, after=9))
+    resumed = start(ground, tmp_path, evaluate_every=2)
+    assert resumed.recorder.of("best_lost") == [{"update": 2}]
+    assert resumed.outcome is not None
+    assert (resumed.outcome.best_update, resumed.outcome.scores["valid"]) == (6, {"accuracy": 0.4})
+
+
+# ------------------------------------------------------------------------------------------------------ the background
+
+
+def failing(saver: Saver, *_: Any) -> None:
+    raise Unwritten(f"saving {saver.folder} failed: disk full")
+
+
+def test_a_failed_save_ends_the_run_with_its_own_error(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(ground, tmp_path, save_every=1, until=2)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(Unwritten, match=r"saving .*update-00000003 failed: .*No space left"):
+        start(ground, tmp_path, save_every=1)
+    monkeypatch.undo()
+    resumed = start(ground, tmp_path, save_every=1)
+    assert resumed.recorder.of("started")[0]["update"] == 2
+
+
+def test_a_failed_last_save_ends_the_run_too(ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(Unwritten, match="update-00000006 failed"):
+        start(ground, tmp_path, evaluate_every=100)
+
+
+def test_a_run_has_ended_only_when_its_last_checkpoint_is_on_the_disk(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, save, event = [], checkpoint._save_tensors, Recorder.event
+
+    def slow(*rest: Any) -> None:
+        time.sleep(0.2)
+        save(*rest)
+
+    def seen(recorder: Recorder, kind: str, **fields: Any) -> None:
+        if kind == "trained":
+            found.append(names(tmp_path))
+        event(recorder, kind, **fields)
+
+    monkeypatch.setattr(checkpoint, "_save_tensors", slow)
+    monkeypatch.setattr(Recorder, "event", seen)
+    start(ground, tmp_path, evaluate_every=100)
+    assert found == [[update_name(6)]]
+
+
+# -------------------------------------------------------------------------------------------------------- more workers
+
+
+def faults_on_workers(ground: Path, world: int, rank: int) -> dict[str, Any]:
+    """For worker processes: a run that loses its best checkpoint, one whose save fails, one that is refused."""
+    run = ground / f"{world}-lost"
+    with mock.patch.object(loop, "evaluate", damaging(run, 0.9, 0.1, 0.2, 0.3, after=3)):
+        lost = start(ground, run, evaluate_every=2, world=world, rank=rank)
+    assert lost.outcome is not None
+    errors = []
+    for target, run in ((Saver, ground / f"{world}-full"), (checkpoint, ground / f"{world}-lost")):
+        name, fault = ("save", failing) if target is Saver else ("select", refusing)
+        with mock.patch.object(target, name, fault):
+            try:
+                start(ground, run, world=world, rank=rank)
+            except Exception as error:
+                errors.append(type(error).__name__)
+    return {
+        "best": lost.outcome.best_update,
+        "score": lost.outcome.scores["valid"],
+        "events": lost.recorder.of("best_lost"),
+        "weights": weights_digest(lost.network),
+        "errors": errors,
+    }
+
+
+def refusing(*_: Any) -> int:
+    raise checkpoint.OtherVersion("of another version")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_workers_agree_that_the_best_is_lost_and_none_waits_for_a_failed_save(world: int) -> None:
+    results, _ = on_workers()
+    reports = [results[world, rank]["faults"] for rank in range(world)]
+    assert {(report["best"], report["score"]["accuracy"]) for report in reports} == {(6, 0.3)}
+    assert [report["events"] for report in reports] == [[{"update": 2}]] * world
+    assert len({report["weights"] for report in reports}) == 1
+    assert reports[0]["errors"] == ["Unwritten", "OtherVersion"]
+    assert [report["errors"] for report in reports[1:]] == [["RuntimeError", "RuntimeError"]] * (world - 1)
