@@ -208,6 +208,11 @@ def test_all_problems_are_reported_at_once() -> None:
         ({"data.text_pair": "text"}, "data.text_pair", "the same column as data.text"),
         ({"data.label": "text"}, "data.label", "the same column as the text"),
         ({"data.text_pair": "label"}, "data.label", "the same column as the text"),
+        (
+            {"model.freeze": "encoder", "distill.teacher": "v1"},
+            "model.freeze",
+            "a student of fewer layers learns its teacher's answers in those layers",
+        ),
     ],
 )
 def test_contradictions_are_refused(overrides: dict[str, Any], field: str, reason: str) -> None:
@@ -267,6 +272,7 @@ def test_what_changes_the_weights_changes_the_identity() -> None:
         {"train.aggregation_frequency": 2},
         {"data.max_tokens": 32},
         {"model.name": "elsewhere"},
+        {"model.freeze": "encoder"},
         {"distill.teacher": "v1"},
         {"distill.teacher": "v1", "distill.alpha": 0.1},
     ]

@@ -89,6 +89,7 @@ def start(
     world: int = 1,
     rank: int = 0,
     replica: Replica | None = None,
+    freeze: str = "none",
     **train: Any,
 ) -> Ran:
     """One start of the run at `run`; `kill` ends it when update number `kill` is asked for."""
@@ -96,7 +97,7 @@ def start(
     store = Store(next((ground / ".tokens").iterdir()))
     order = Order(store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, 3)
     assert (order.updates, order.rows % order.rows_per_update > 0) == (UPDATES, True)
-    network = model.build(ground / "encoder", TASK, store.manifest.labels, recipe.train.seed)
+    network = model.build(ground / "encoder", TASK, store.manifest.labels, recipe.train.seed, freeze)
     job = loop.Job(
         recipe=recipe,
         run=run,

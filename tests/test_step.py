@@ -58,9 +58,9 @@ def make_still_encoder(folder: Path) -> Path:
     return folder
 
 
-def make_network(encoder: Path) -> torch.nn.Module:
+def make_network(encoder: Path, freeze: str = "none") -> torch.nn.Module:
     """The encoder with a head of three labels, in float64."""
-    network: torch.nn.Module = model.build(encoder, TASK, LABELS, seed=0)
+    network: torch.nn.Module = model.build(encoder, TASK, LABELS, seed=0, freeze=freeze)
     return network.double().train()
 
 

@@ -111,6 +111,11 @@ BUGS: dict[str, RunUpdate] = {
 }
 
 
+def possible(freeze: str) -> list[str]:
+    """Bugs that a recipe can have, given its `model.freeze`: a frozen embedding has no gradient to be stale."""
+    return [name for name, bug in BUGS.items() if bug is not stale_embedding_row or freeze == "none"]
+
+
 class _Altered(Exchange):
     """An exchange with something wrong after a pass; it shares the model and the buckets of the sound one."""
 

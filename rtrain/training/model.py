@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rtrain.errors import ConfigError, Problem
 from rtrain.tasks import base
+from rtrain.training import frozen
 
 if TYPE_CHECKING:
     import torch
@@ -84,10 +85,13 @@ def _from_hub(name: str) -> Path:
     return folder
 
 
-def build(folder: Path, task: base.Task, labels: tuple[str, ...], seed: int) -> "transformers.PreTrainedModel":
+def build(
+    folder: Path, task: base.Task, labels: tuple[str, ...], seed: int, freeze: str = "none"
+) -> "transformers.PreTrainedModel":
     """The encoder of `folder` with a new head for `labels`, or its own head where it already has these labels.
 
     The head's random weights are a function of `seed` alone, so every rank and every resume starts from the same.
+    `freeze` is `model.freeze`: what is to stay as it is asks for no gradient.
     """
     import torch
     import transformers
@@ -96,14 +100,18 @@ def build(folder: Path, task: base.Task, labels: tuple[str, ...], seed: int) -> 
     torch.manual_seed(seed)
     auto: Any = getattr(transformers, task.auto_model)
     names = {"id2label": dict(enumerate(labels)), "label2id": {label: number for number, label in enumerate(labels)}}
-    model: transformers.PreTrainedModel = auto.from_pretrained(
+    model: transformers.PreTrainedModel
+    model, read = auto.from_pretrained(
         folder,
         local_files_only=True,
         use_safetensors=True,
         dtype=torch.float32,
         ignore_mismatched_sizes=True,
+        output_loading_info=True,
         **(names if labels else {}),
     )
+    if freeze == "encoder":
+        frozen.freeze_encoder(model, read["missing_keys"])
     return model
 
 
