@@ -9,7 +9,17 @@ from rtrain import config
 from rtrain.config import Config, Recipe
 from rtrain.errors import ConfigError, Problem, UserError
 
-RECIPES = ["contract-clauses", "demo", "domain-adapt", "entities", "essay", "essay-published", "intent", "squad"]
+RECIPES = [
+    "contract-clauses",
+    "demo",
+    "domain-adapt",
+    "domain-adapt-head",
+    "entities",
+    "essay",
+    "essay-published",
+    "intent",
+    "squad",
+]
 INTENT: dict[str, Any] = {"name": "intent", "task": "classification"}
 
 
@@ -37,6 +47,14 @@ def test_every_recipe_loads_and_is_described() -> None:
         assert all(line.startswith("#") for line in head)
         assert f"rtrain {'demo' if name == 'demo' else f'train {name}'}" in config.recipe_text(name)
         assert yaml.safe_load(config.to_yaml(made)) == config.to_document(made)
+
+
+def test_the_control_of_an_adaptation_differs_in_its_frozen_encoder_alone() -> None:
+    adapted, control = config.flat(config.load("domain-adapt")), config.flat(config.load("domain-adapt-head"))
+    assert {name: control[name] for name in control if control[name] != adapted[name]} == {
+        "name": "domain-adapt-head",
+        "model.freeze": "encoder",
+    }
 
 
 def test_an_unknown_recipe_names_those_there_are() -> None:

@@ -19,7 +19,7 @@ from rtrain.training.exchange import Exchange
 from tests import test_loop
 from tests.test_loop import UPDATES, Ran, fingerprint, recipe_of, start, update_name
 from tests.test_step import LABELS, TASK, cut, make_network, make_rows, make_still_encoder, norm, trained
-from tests.tiny import _config, make_encoder, make_tokenizer
+from tests.tiny import _config, make_encoder, make_masked, make_tokenizer
 
 ground = test_loop.ground  # fixture
 
@@ -105,24 +105,6 @@ def test_a_tied_output_embedding_stays_with_the_encoder(tmp_path: Path, kind: st
     assert changed >= names
     assert not any(name.endswith((".decoder.weight", "projector.weight")) for name in changed)
     assert not any(name.startswith(f"{network.base_model_prefix}.") for name in changed)
-
-
-def make_masked(folder: Path, kind: str) -> None:
-    """A masked language model of another family, with its head."""
-    small: dict[str, dict[str, Any]] = {
-        "bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
-        "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
-        "roberta": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
-    }
-    # Without dropout in the encoder; RoBERTa counts positions from pad_token_id + 1.
-    settings = {**small[kind], "vocab_size": 300, "max_position_embeddings": 130, "pad_token_id": 0}
-    still = {"dropout": 0.0, "attention_dropout": 0.0} if kind == "distilbert" else {}
-    still |= {} if still else {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    made = transformers.AutoConfig.for_model(kind, **settings, **still)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        transformers.AutoModelForMaskedLM.from_config(made).save_pretrained(folder)
-    make_tokenizer(folder)
 
 
 def test_a_model_without_a_head_of_its_own_is_refused() -> None:

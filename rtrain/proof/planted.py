@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rtrain.tasks.batch import Tokens
+from rtrain.tasks.batch import Ints, Tokens
 from rtrain.training import step
 from rtrain.training.exchange import Exchange
 
@@ -92,6 +92,9 @@ class _Means:
 
     def counts(self, tokens: Tokens) -> Sequence[int]:
         return self._loss.counts(tokens)
+
+    def wanted(self, tokens: Tokens) -> Ints | None:
+        return self._loss.wanted(tokens)
 
     def __call__(self, logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
         factors = [

@@ -93,6 +93,9 @@ class SpanQA:
     def prepare(self, tokens: Tokens, head: Head, seed: int, epoch: int) -> Tokens:
         return tokens
 
+    def wanted(self, tokens: Tokens, head: Head) -> None:
+        return None
+
     def parts(self, head: Head) -> tuple[str, ...]:
         return ("loss",)
 

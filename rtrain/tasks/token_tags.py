@@ -89,6 +89,9 @@ class TokenTags:
     def prepare(self, tokens: Tokens, head: Head, seed: int, epoch: int) -> Tokens:
         return tokens
 
+    def wanted(self, tokens: Tokens, head: Head) -> None:
+        return None
+
     def parts(self, head: Head) -> tuple[str, ...]:
         return ("loss",)
 
