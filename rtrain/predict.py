@@ -81,10 +81,14 @@ class Predictor:
         return self.task.outputs(self.run_tokens(tokens), tokens, self.head)
 
     def run_tokens(self, tokens: Tokens) -> Floats:
-        """Logits of rows that are tokens already, as a token store gives them: [windows or tokens, outputs]."""
+        """Logits of rows that are tokens already, as a token store gives them: [windows or wanted tokens, outputs]."""
         inputs = padded(tokens, self.pad_id)
         logits = self._engine.logits(inputs)
-        return logits[inputs["attention_mask"].astype(bool)] if logits.ndim == 3 else logits
+        if logits.ndim == 2:
+            return logits
+        places = np.flatnonzero(inputs["attention_mask"])
+        wanted = self.task.wanted(tokens, self.head)
+        return logits.reshape(-1, logits.shape[2])[places if wanted is None else places[wanted]]
 
     def outputs(self, encoded: Sequence[Encoded], batch_rows: int = BATCH_ROWS) -> list[Floats]:
         """The output for each of any number of rows, in batches of neighbours in length."""

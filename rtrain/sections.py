@@ -122,6 +122,9 @@ class Model(Section):
     attention_dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Dropout of attention weights; null is what the model's own configuration says, 0.1 for most. With 0, texts of
     some hundred tokens train up to twice as fast on a CPU: the masks of an attention are as large as its square."""
+    freeze: Literal["none", "encoder"] = "none"
+    """What stays as it is: `encoder` trains the head alone, some times faster. A masked language model's output
+    embedding is its encoder's word embedding, and stays too."""
 
 
 class Optim(Section):
@@ -235,6 +238,8 @@ class Recipe(Section):
             del document["data"]["outside"]
         if not self.augment.active:  # then it changes no row
             del document["augment"]
+        if self.model.freeze == "none":
+            del document["model"]["freeze"]
         document["train"]["rows_per_update"] = self.rows_per_update
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -335,6 +340,9 @@ def contradictions(recipe: Recipe, deploy: Deploy) -> list[Problem]:
         problems.append(
             Problem("tune.first_rung", tune.first_rung, f"above tune.budget={tune.budget}", "write a smaller share")
         )
+    if recipe.distill.teacher and recipe.model.freeze != "none":
+        reason = "a student of fewer layers learns its teacher's answers in those layers"
+        problems.append(Problem("model.freeze", recipe.model.freeze, reason, "add --set model.freeze=none"))
     return problems + _data_contradictions(recipe.data) + _augment_contradictions(recipe.augment)
 
 

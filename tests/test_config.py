@@ -13,6 +13,7 @@ RECIPES = [
     "contract-clauses",
     "demo",
     "domain-adapt",
+    "domain-adapt-head",
     "entities",
     "essay",
     "essay-published",
@@ -47,6 +48,14 @@ def test_every_recipe_loads_and_is_described() -> None:
         assert all(line.startswith("#") for line in head)
         assert f"rtrain {'demo' if name == 'demo' else f'train {name}'}" in config.recipe_text(name)
         assert yaml.safe_load(config.to_yaml(made)) == config.to_document(made)
+
+
+def test_the_control_of_an_adaptation_differs_in_its_frozen_encoder_alone() -> None:
+    adapted, control = config.flat(config.load("domain-adapt")), config.flat(config.load("domain-adapt-head"))
+    assert {name: control[name] for name in control if control[name] != adapted[name]} == {
+        "name": "domain-adapt-head",
+        "model.freeze": "encoder",
+    }
 
 
 def test_an_unknown_recipe_names_those_there_are() -> None:
@@ -218,6 +227,11 @@ def test_all_problems_are_reported_at_once() -> None:
         ({"data.text_pair": "text"}, "data.text_pair", "the same column as data.text"),
         ({"data.label": "text"}, "data.label", "the same column as the text"),
         ({"data.text_pair": "label"}, "data.label", "the same column as the text"),
+        (
+            {"model.freeze": "encoder", "distill.teacher": "v1"},
+            "model.freeze",
+            "a student of fewer layers learns its teacher's answers in those layers",
+        ),
     ],
 )
 def test_contradictions_are_refused(overrides: dict[str, Any], field: str, reason: str) -> None:
@@ -277,6 +291,7 @@ def test_what_changes_the_weights_changes_the_identity() -> None:
         {"train.aggregation_frequency": 2},
         {"data.max_tokens": 32},
         {"model.name": "elsewhere"},
+        {"model.freeze": "encoder"},
         {"distill.teacher": "v1"},
         {"distill.teacher": "v1", "distill.alpha": 0.1},
     ]

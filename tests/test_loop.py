@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 
 from rtrain import config
-from rtrain.config import Distill
+from rtrain.config import Distill, Model
 from rtrain.data.ingest import Share, Update, plan_update
 from rtrain.data.order import Order, chain, rows_digest
 from rtrain.data.store import Store
@@ -89,6 +89,7 @@ def start(
     world: int = 1,
     rank: int = 0,
     replica: Replica | None = None,
+    freeze: Literal["none", "encoder"] = "none",
     **train: Any,
 ) -> Ran:
     """One start of the run at `run`; `kill` ends it when update number `kill` is asked for."""
@@ -96,7 +97,7 @@ def start(
     store = Store(next((ground / ".tokens").iterdir()))
     order = Order(store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, 3)
     assert (order.updates, order.rows % order.rows_per_update > 0) == (UPDATES, True)
-    network = model.build(ground / "encoder", TASK, store.manifest.labels, recipe.train.seed)
+    network = model.build(ground / "encoder", TASK, store.manifest.labels, recipe.train.seed, Model(freeze=freeze))
     job = loop.Job(
         recipe=recipe,
         run=run,

@@ -2,12 +2,14 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import tokenizers
 import torch
+import transformers
 
 from rtrain import config
 from rtrain.config import Distill
@@ -23,7 +25,7 @@ from rtrain.training.exchange import Exchange
 from serve.app import build_app
 from tests.serving import call
 from tests.test_step import make_still_encoder
-from tests.tiny import CORPUS, VOCABULARY, make_encoder, make_store, make_task_artifact
+from tests.tiny import CORPUS, VOCABULARY, make_encoder, make_masked, make_store, make_task_artifact
 
 TASK = MaskedLM()
 HEAD = base.Head((), {"mask": "[MASK]", "mask_id": 4, "special": [0, 1, 2, 3, 4], "vocabulary": VOCABULARY})
@@ -102,7 +104,7 @@ def test_an_update_is_divided_by_its_masked_tokens(encoder: Path) -> None:
     ]
     assert found[0][0] == pytest.approx(np.mean(by_hand), rel=1e-12)
     assert TASK.counts(tokens, HEAD) == {"loss": len(by_hand)}
-    outputs = TASK.outputs(logits.numpy(), tokens, HEAD)
+    outputs = TASK.outputs(logits.numpy()[TASK.wanted(tokens, HEAD)], tokens, HEAD)
     scores = metrics.tokens(TASK.outcomes(outputs, tokens, HEAD), tokens.labelled, HEAD)
     assert scores["perplexity"] == pytest.approx(math.exp(np.mean(by_hand)))
     assert scores["neg_loss"] == pytest.approx(-np.mean(by_hand))
@@ -112,6 +114,67 @@ def test_an_update_is_divided_by_its_masked_tokens(encoder: Path) -> None:
 def test_the_head_is_tied_to_the_embeddings(encoder: Path) -> None:
     network: Any = model.build(encoder, TASK, (), seed=0)
     assert network.get_output_embeddings().weight is network.get_input_embeddings().weight
+
+
+# ------------------------------------------------------------------------------------------ the head on guessed tokens
+
+
+def ragged() -> Tokens:
+    """Prepared rows of several lengths, the last one without anything to guess."""
+    parts = [rows(2, length=length, first=length) for length in (30, 7, 19)]
+    whole = single(
+        np.concatenate([part.ids for part in parts]),
+        np.concatenate([part.lengths for part in parts]),
+        np.concatenate([part.second for part in parts]),
+        np.zeros(6),
+        np.concatenate([part.row_ids for part in parts]),
+    )
+    tokens = TASK.prepare(whole, HEAD, 0, 0)
+    tokens.targets[-19:] = IGNORED
+    return tokens
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "roberta"])
+def test_the_head_on_guessed_tokens_gives_the_loss_and_gradient_of_all(tmp_path: Path, kind: str) -> None:
+    make_masked(tmp_path, kind)
+    network: Any = model.build(tmp_path, TASK, (), seed=0)
+    network, tokens = network.double().train(), ragged()
+    guessed = np.flatnonzero(tokens.targets != IGNORED)
+    every = step.forward(network, tokens, 0, "fp64")
+    assert len(every) == int(tokens.lengths.sum()) > 3 * len(guessed) > 0
+    words = torch.from_numpy(tokens.targets[guessed].astype(np.int64))
+    expected = torch.nn.functional.cross_entropy(every[guessed], words)
+    expected.backward()
+    gradients = {name: value.grad.clone() for name, value in network.named_parameters()}
+    widths: list[tuple[int, ...]] = []
+    hook = network.get_output_embeddings().register_forward_hook(
+        lambda module, inputs, output: widths.append(tuple(output.shape))
+    )
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+    # In two passes, one of them without anything to guess.
+    passes = [tokens.pick(part) for part in ([0, 1, 2, 3, 4], [5])]
+    done = step.run_update(Exchange(network), optimizer, losses.for_run(TASK, Distill(), HEAD), passes, pad_id=0)
+    hook.remove()
+    assert widths == [(1, len(guessed), VOCABULARY), (1, 0, VOCABULARY)]
+    assert done.loss == pytest.approx(expected.item(), rel=1e-12)
+    apart = max(float((value.grad - gradients[name]).abs().max()) for name, value in network.named_parameters())
+    assert apart < 1e-12 < max(float(value.abs().max()) for value in gradients.values())
+    chosen = step.forward(network.eval(), tokens, 0, "fp64", TASK.wanted(tokens, HEAD))
+    assert (chosen - every[guessed]).abs().max() < 1e-12
+    assert not network.base_model._forward_hooks
+
+
+def test_a_head_that_reads_more_than_the_last_answers_is_refused(encoder: Path) -> None:
+    class Other(transformers.BertForMaskedLM):
+        def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+            layers = self.bert(input_ids, attention_mask, output_hidden_states=True).hidden_states
+            return SimpleNamespace(logits=self.cls(layers[0] + layers[-1]))
+
+    network: Any = Other.from_pretrained(encoder)
+    tokens = ragged()
+    with pytest.raises(UserError, match="Other has a language-model head that reads more than its encoder's last"):
+        step.forward(network, tokens, 0, "fp32", TASK.wanted(tokens, HEAD))
+    assert not network.base_model._forward_hooks
 
 
 # -------------------------------------------------------------------------------------------------------------- blocks

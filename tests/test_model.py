@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from rtrain.config import Model
 from rtrain.errors import ConfigError
 from rtrain.tasks import base
 from rtrain.training import model
@@ -24,7 +25,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("wanted", "found"), [(None, 0.1), (0.0, 0.0), (0.25, 0.25)])
 def test_attention_dropout_is_the_recipe_s_or_the_model_s(encoder: Path, wanted: float | None, found: float) -> None:
-    network = model.build(encoder, TASK, ("a", "b"), 0, wanted)
+    network = model.build(encoder, TASK, ("a", "b"), 0, Model(attention_dropout=wanted))
     own = transformers.AutoConfig.from_pretrained(encoder).attention_probs_dropout_prob
     assert network.config.attention_probs_dropout_prob == (own if wanted is None else found)
     assert {module.p for name, module in network.named_modules() if name.endswith("attention.self.dropout")} == {
@@ -35,7 +36,7 @@ def test_attention_dropout_is_the_recipe_s_or_the_model_s(encoder: Path, wanted:
 def test_a_model_without_attention_dropout_refuses_a_setting(tmp_path: Path) -> None:
     transformers.FNetConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ConfigError) as raised:
-        model.build(tmp_path, TASK, ("a", "b"), 0, 0.0)
+        model.build(tmp_path, TASK, ("a", "b"), 0, Model(attention_dropout=0.0))
     [problem] = raised.value.problems
     assert problem.field == "model.attention_dropout"
     assert "FNetConfig has no dropout of attention weights" in problem.reason

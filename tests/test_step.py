@@ -4,13 +4,13 @@ import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 
-from rtrain.config import Distill
+from rtrain.config import Distill, Model
 from rtrain.tasks import base
 from rtrain.tasks.batch import Tokens, single
 from rtrain.training import losses, model, step
@@ -58,9 +58,9 @@ def make_still_encoder(folder: Path) -> Path:
     return folder
 
 
-def make_network(encoder: Path) -> torch.nn.Module:
+def make_network(encoder: Path, freeze: Literal["none", "encoder"] = "none") -> torch.nn.Module:
     """The encoder with a head of three labels, in float64."""
-    network: torch.nn.Module = model.build(encoder, TASK, LABELS, seed=0)
+    network: torch.nn.Module = model.build(encoder, TASK, LABELS, seed=0, chosen=Model(freeze=freeze))
     return network.double().train()
 
 

@@ -65,6 +65,7 @@ def _in_world(rank: int, world: int, folder: Path) -> None:
             timeout=timedelta(seconds=60),
         )
     try:
+        _updates(world, rank, folder, freeze="encoder")
         results = {"updates": _updates(world, rank, folder), "exchanges": _exchanges(world, rank, folder)}
         from tests import test_evaluate, test_loop, test_loop_faults
 
@@ -77,9 +78,11 @@ def _in_world(rank: int, world: int, folder: Path) -> None:
             dist.destroy_process_group()
 
 
-def _updates(world: int, rank: int, folder: Path) -> list[dict[str, Any]]:
-    """Three updates by AdamW; every rank keeps its weights."""
-    network = make_network(folder / "encoder")
+def _updates(world: int, rank: int, folder: Path, freeze: str = "none") -> list[dict[str, Any]]:
+    """Four updates by AdamW; every rank keeps its gradients and its weights."""
+    network = make_network(folder / "encoder", freeze)
+    kept = folder / freeze
+    kept.mkdir(exist_ok=True)
     optimizer = optim.build(network, Optim(lr=1e-3))
     exchange = Exchange(network)
     found = []
@@ -89,8 +92,8 @@ def _updates(world: int, rank: int, folder: Path) -> list[dict[str, Any]]:
             step.run_update(exchange, optimizer, LOSS, share, pad_id=0, rows=rows + 1)
         done = step.run_update(exchange, optimizer, LOSS, share, pad_id=0, clip_norm=1.0, rows=rows)
         found.append({"loss": done.loss, "norm": done.gradient_norm, "rows": done.rows, "passes": done.passes})
-        torch.save(gradients(network), folder / f"gradients-{world}-{rank}-{number}.pt")
-    torch.save(network.state_dict(), folder / f"weights-{world}-{rank}.pt")
+        torch.save(gradients(network), kept / f"gradients-{world}-{rank}-{number}.pt")
+    torch.save(network.state_dict(), kept / f"weights-{world}-{rank}.pt")
     return found
 
 
@@ -184,23 +187,30 @@ def test_the_cases_leave_workers_idle() -> None:
     assert passes == [[5], [3, 2], [2, 2, 2]]
 
 
+@pytest.mark.parametrize("freeze", ["none", "encoder"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_workers_together_take_the_gradient_of_one_worker(world: int) -> None:
-    _, folder = on_workers()
+def test_workers_together_take_the_gradient_of_one_worker(world: int, freeze: str) -> None:
+    folder = on_workers()[1] / freeze
     for number in range(len(UPDATES)):
         alone = loaded(folder / f"gradients-1-0-{number}.pt")
+        assert set(alone) >= {"classifier.weight", "classifier.bias"}
+        assert (len(alone) == 2) == (freeze == "encoder")
         for rank in range(world):
             # From the second update on the weights differ by rounding already.
             assert distance(loaded(folder / f"gradients-{world}-{rank}-{number}.pt"), alone) < 1e-10
 
 
+@pytest.mark.parametrize("freeze", ["none", "encoder"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_workers_together_end_with_the_weights_of_one_worker(world: int, encoder: Path) -> None:
-    _, folder = on_workers()
+def test_workers_together_end_with_the_weights_of_one_worker(world: int, freeze: str, encoder: Path) -> None:
+    folder = on_workers()[1] / freeze
     start = {name: value.clone() for name, value in make_network(encoder).state_dict().items()}
     alone = loaded(folder / "weights-1-0.pt")
     moved = {name: alone[name] - start[name] for name in start}
     assert norm(moved) > 0.01
+    assert (norm({name: value for name, value in moved.items() if name.startswith("bert.")}) == 0) == (
+        freeze == "encoder"
+    )
     first = loaded(folder / f"weights-{world}-0.pt")
     # Of the distance moved, not of the weights: AdamW's four steps are short.
     assert norm({name: first[name] - alone[name] for name in alone}) < 1e-10 * norm(alone)

@@ -113,6 +113,12 @@ def test_default_plan(settings: Config) -> None:
     assert names == [["1 x 8", "1 x 3"], ["2 x 8", "2 x 3", "2 x 3, resized from 1"]]
 
 
+def test_a_frozen_embedding_has_no_gradient_to_be_stale(settings: Config) -> None:
+    frozen = config.with_overrides(settings, {"model.freeze": "encoder"})
+    todo = verify.plan(frozen, 10_000, 20.0, bugs=True)
+    assert [case.bug for group in todo.groups for case in group if case.bug] == BUGS[:-1]
+
+
 def test_full_plan_is_three_by_three_on_1003_rows(settings: Config) -> None:
     todo = verify.plan(with_train(settings, rows_per_update=64), 10_000, 20.0, full=True)
     assert (todo.rows, todo.rows_per_update, todo.updates, todo.workers) == (1003, 64, 16, 3)

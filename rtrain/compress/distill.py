@@ -165,10 +165,10 @@ def _answer(batch: dict[str, Any], store: Path, folder: Path, precision: str) ->
 
     opened, order, made, network = _teacher(store, folder)
     positions, task, pad_id = order[batch["id"]], base.get(made.task), model.pad_id(folder)
-    tokens = opened.read("train", positions)
+    tokens, head = opened.read("train", positions), base.Head(made.labels, made.facts)
     with torch.inference_mode():
-        logits = forward(network, tokens, pad_id, precision).float().numpy()
-    outputs = task.outputs(logits, tokens, base.Head(made.labels, made.facts))
+        logits = forward(network, tokens, pad_id, precision, task.wanted(tokens, head)).float().numpy()
+    outputs = task.outputs(logits, tokens, head)
     # As an array of arrays: rows of several tokens have several answers.
     answers = np.empty(len(positions), dtype=object)
     answers[:] = [np.ascontiguousarray(row).ravel() for row in outputs]

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rtrain.tasks.batch import Tokens
+from rtrain.tasks.batch import Ints, Tokens
 from rtrain.training import step
 from rtrain.training.exchange import Exchange
 
@@ -93,6 +93,9 @@ class _Means:
     def counts(self, tokens: Tokens) -> Sequence[int]:
         return self._loss.counts(tokens)
 
+    def wanted(self, tokens: Tokens) -> Ints | None:
+        return self._loss.wanted(tokens)
+
     def __call__(self, logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
         factors = [
             total / (self._passes * max(1, count))
@@ -109,6 +112,11 @@ BUGS: dict[str, RunUpdate] = {
     "k ignored": k_ignored,
     "stale embedding row": stale_embedding_row,
 }
+
+
+def possible(freeze: str) -> list[str]:
+    """Bugs that a recipe can have, given its `model.freeze`: a frozen embedding has no gradient to be stale."""
+    return [name for name, bug in BUGS.items() if bug is not stale_embedding_row or freeze == "none"]
 
 
 class _Altered(Exchange):

@@ -59,7 +59,8 @@ def plan(config: Config, train_rows: int, mean_tokens: float, *, full: bool = Fa
     train = config.recipe.train
     groups = _full() if full else _default(train.workers, train.micro_batch)
     if bugs:
-        groups = (*groups[:-1], (*groups[-1], *(Case(groups[-1][0].workers, 3, bug=bug) for bug in planted.BUGS)))
+        named = planted.possible(config.recipe.model.freeze)
+        groups = (*groups[:-1], (*groups[-1], *(Case(groups[-1][0].workers, 3, bug=bug) for bug in named)))
     most = max(group[0].workers for group in groups)
     budget = int((FULL_TOKENS if full else TOKENS) / max(1.0, mean_tokens))
     rows_per_update = min(config.recipe.rows_per_update, FULL_ROWS_PER_UPDATE if full else ROWS_PER_UPDATE)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rtrain.config import Data
 from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.tasks.batch import Encoded, Floats, Outputs, Ragged, Tokens, Window
+from rtrain.tasks.batch import Encoded, Floats, Ints, Outputs, Ragged, Tokens, Window
 
 if TYPE_CHECKING:
     import tokenizers
@@ -69,7 +69,7 @@ class Task(Protocol):
     """What the loop, the compressors and the endpoint need to know of a task, and all that they know.
 
     A model gives outputs for each window [windows, outputs], or for each token [tokens, outputs], tokens one after
-    another as in `Tokens.ids`; which of them is the task's own business.
+    another as in `Tokens.ids`; which of them is the task's own business. Of the tokens it gives those `wanted`.
     """
 
     name: str
@@ -124,6 +124,11 @@ class Task(Protocol):
 
     def prepare(self, tokens: Tokens, head: Head, seed: int, epoch: int) -> Tokens:
         """The rows as they are trained on in that epoch; a pure function of its arguments, row by row."""
+        ...
+
+    def wanted(self, tokens: Tokens, head: Head) -> Ints | None:
+        """Places in `tokens.ids`, ascending, of the tokens whose logits `loss` and `outputs` get; None for all. A head
+        as wide as a vocabulary is computed for these alone."""
         ...
 
     def parts(self, head: Head) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from rtrain.tasks import base
 from rtrain.tasks.base import Head
-from rtrain.tasks.batch import Encoded, Ragged, Tokens
+from rtrain.tasks.batch import Encoded, Ints, Ragged, Tokens
 
 if TYPE_CHECKING:
     import tokenizers
@@ -40,6 +40,9 @@ class Defaults:
 
     def prepare(self, tokens: Tokens, head: Head, seed: int, epoch: int) -> Tokens:
         return tokens
+
+    def wanted(self, tokens: Tokens, head: Head) -> Ints | None:
+        return None
 
     def parts(self, head: Head) -> tuple[str, ...]:
         return ("loss",)

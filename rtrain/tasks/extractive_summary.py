@@ -21,6 +21,7 @@ from rtrain.tasks import base, summary_rows
 from rtrain.tasks.base import Described, Head, Input, Targets
 from rtrain.tasks.batch import Encoded, Floats, Outputs, Ragged, Tokens
 from rtrain.tasks.classification import divergence
+from rtrain.tasks.defaults import Defaults
 from rtrain.tasks.sentences import sentence_spans
 
 if TYPE_CHECKING:
@@ -28,17 +29,14 @@ if TYPE_CHECKING:
     import torch
 
 
-class ExtractiveSummary:
+class ExtractiveSummary(Defaults):
     name = "extractive_summary"
     output = "summary"
     auto_model = "AutoModelForTokenClassification"
     by_token = True
-    fields = ("text", "text_pair")
-    needs_pair = False
+    reads_pair = False
     never_cuts = True
-    packs = False
     varies: base.Variation = "text"
-    finds_outside = False
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         if not any(character.isalnum() for character in text):
@@ -54,15 +52,6 @@ class ExtractiveSummary:
         words = sum(len(label.split()) * count for label, count in counts.items())
         return Head(("left out", "taken"), {"max_words": max(1, round(words / sum(counts.values())))})
 
-    def encode(
-        self,
-        tokenizer: "tokenizers.Tokenizer",
-        texts: Sequence[str],
-        pairs: Sequence[str] | None = None,
-        max_windows: int = 1,
-    ) -> list[Encoded]:
-        return base.encode(tokenizer, texts, None, max_windows)
-
     def marks(self, text: str, pair: str | None, label: str, encoded: Encoded) -> list[int]:
         """What `summary_rows` describes."""
         spans = sentence_spans(text)
@@ -72,12 +61,6 @@ class ExtractiveSummary:
 
     def targets(self, labels: Sequence[str], marks: Ragged, head: Head) -> Targets:
         return Targets(Ragged(marks.values.astype(np.float32), marks.counts), np.zeros(len(labels), dtype=np.bool_))
-
-    def prepare(self, tokens: Tokens, head: Head, seed: int, epoch: int) -> Tokens:
-        return tokens
-
-    def parts(self, head: Head) -> tuple[str, ...]:
-        return ("loss",)
 
     def counts(self, tokens: Tokens, head: Head) -> dict[str, int]:
         """Sentences that were read."""
@@ -125,13 +108,6 @@ class ExtractiveSummary:
             given = np.isin(np.arange(len(words)), picked)
             rows.append([*figures, *np.stack([chances, given], axis=1).ravel()])
         return Ragged.of(rows, np.float64)
-
-    def judge(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
-        """None: the outcomes have them."""
-        return {}
-
-    def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
-        return {}
 
     def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
         """The oracle's sentences and those of the summary, by their numbers from 1."""

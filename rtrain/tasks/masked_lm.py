@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from rtrain.errors import UserError
 from rtrain.tasks.base import Described, Head, Input, Targets
-from rtrain.tasks.batch import IGNORED, Encoded, Floats, Outputs, Ragged, Tokens
+from rtrain.tasks.batch import IGNORED, Encoded, Floats, Ints, Outputs, Ragged, Tokens
 from rtrain.tasks.defaults import Defaults
 from rtrain.tasks.pooled import softmax
 
@@ -66,18 +66,21 @@ class MaskedLM(Defaults):
         targets = np.where(guessed, tokens.ids, IGNORED).astype(np.float32)
         return replace(tokens, ids=ids.astype(np.int32), targets=targets, counts=lengths)
 
+    def wanted(self, tokens: Tokens, head: Head) -> Ints:
+        """Those with a target, or the masks of a text that is asked."""
+        if len(tokens.targets):
+            return np.flatnonzero(tokens.targets != IGNORED)
+        return np.flatnonzero(tokens.ids == head.facts["mask_id"])
+
     def counts(self, tokens: Tokens, head: Head) -> dict[str, int]:
         return {"loss": int((tokens.targets != IGNORED).sum())}
 
     def loss(self, logits: "torch.Tensor", tokens: Tokens, head: Head) -> dict[str, "torch.Tensor"]:
         import torch
 
-        guessed = np.flatnonzero(tokens.targets != IGNORED)
-        wanted = torch.from_numpy(tokens.targets[guessed].astype(np.int64)).to(logits.device)
-        # Only what is guessed: a float32 copy of all tokens' logits over a whole vocabulary would be half a gigabyte.
-        chosen = logits[torch.from_numpy(guessed).to(logits.device)]
-        chosen = chosen.to(torch.promote_types(logits.dtype, torch.float32))
-        return {"loss": torch.nn.functional.cross_entropy(chosen, wanted, reduction="sum")}
+        words = torch.from_numpy(tokens.targets[self.wanted(tokens, head)].astype(np.int64)).to(logits.device)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return {"loss": torch.nn.functional.cross_entropy(wide, words, reduction="sum")}
 
     def imitation(
         self, logits: "torch.Tensor", tokens: Tokens, head: Head, temperature: float
@@ -85,10 +88,9 @@ class MaskedLM(Defaults):
         raise UserError("task=masked_lm: a masked language model is not distilled; distil the model tuned from it")
 
     def outputs(self, logits: Floats, tokens: Tokens, head: Head) -> Outputs:
-        """[tokens to guess, vocabulary] of each row: those with a target, or the masks of a text that is asked."""
-        rows = np.repeat(np.arange(len(tokens)), tokens.lengths_of_rows)
-        asked = tokens.targets != IGNORED if len(tokens.targets) else tokens.ids == head.facts["mask_id"]
-        return np.split(logits[asked], np.cumsum(np.bincount(rows[asked], minlength=len(tokens)))[:-1])
+        """[tokens to guess, vocabulary] of each row."""
+        rows = np.repeat(np.arange(len(tokens)), tokens.lengths_of_rows)[self.wanted(tokens, head)]
+        return np.split(logits, np.cumsum(np.bincount(rows, minlength=len(tokens)))[:-1])
 
     def outcomes(self, outputs: Outputs, tokens: Tokens, head: Head) -> Ragged:
         """For each row: tokens guessed, how many of them rightly, the sum of their losses."""

@@ -53,7 +53,8 @@ def gathered(exchange: "Exchange", task: Task, store: Store, split: str, *, pad_
 
     def answer(tokens: Tokens) -> Floats:
         exchange.alive()
-        found: Floats = forward(model, tokens, pad_id, precision).float().cpu().numpy()
+        wanted = task.wanted(tokens, store.manifest.head)
+        found: Floats = forward(model, tokens, pad_id, precision, wanted).float().cpu().numpy()
         return found
 
     with torch.inference_mode():

@@ -8,7 +8,7 @@ import numpy as np
 from rtrain.config import Distill, Recipe
 from rtrain.errors import Problem
 from rtrain.tasks.base import Head, Task, get
-from rtrain.tasks.batch import Tokens
+from rtrain.tasks.batch import Ints, Tokens
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +30,10 @@ class RunLoss:
         """Targets of each part."""
         found = self._task.counts(tokens, self._head)
         return [found[name] for name in self._parts]
+
+    def wanted(self, tokens: Tokens) -> Ints | None:
+        """Tokens whose logits are needed; see `Task.wanted`."""
+        return self._task.wanted(tokens, self._head)
 
     def __call__(self, logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
         """Sums over the targets [parts]: (1 - alpha) x the task's loss + alpha x the distance to the teacher."""

@@ -8,8 +8,10 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rtrain.config import Model
 from rtrain.errors import ConfigError, Problem
 from rtrain.tasks import base
+from rtrain.training import frozen
 
 if TYPE_CHECKING:
     import torch
@@ -85,11 +87,12 @@ def _from_hub(name: str) -> Path:
 
 
 def build(
-    folder: Path, task: base.Task, labels: tuple[str, ...], seed: int, attention_dropout: float | None = None
+    folder: Path, task: base.Task, labels: tuple[str, ...], seed: int, chosen: Model | None = None
 ) -> "transformers.PreTrainedModel":
     """The encoder of `folder` with a new head for `labels`, or its own head where it already has these labels.
 
     The head's random weights are a function of `seed` alone, so every rank and every resume starts from the same.
+    Of `chosen`, what is to stay as it is asks for no gradient.
     """
     import torch
     import transformers
@@ -97,21 +100,26 @@ def build(
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
     auto: Any = getattr(transformers, task.auto_model)
-    settings = {} if attention_dropout is None else _dropout(folder, attention_dropout)
+    chosen = chosen or Model()
+    settings = {} if chosen.attention_dropout is None else _dropout(folder, chosen.attention_dropout)
     if not torch.cuda.is_available():
         # torch's fused attention has no faster kernel for a CPU with dropout, and none that trains faster without:
         # plain matrix products gave 1.0 to 1.3 times as many tokens per second at 20 to 512 tokens.
         settings["attn_implementation"] = "eager"
     names = {"id2label": dict(enumerate(labels)), "label2id": {label: number for number, label in enumerate(labels)}}
-    model: transformers.PreTrainedModel = auto.from_pretrained(
+    model: transformers.PreTrainedModel
+    model, read = auto.from_pretrained(
         folder,
         local_files_only=True,
         use_safetensors=True,
         dtype=torch.float32,
         ignore_mismatched_sizes=True,
+        output_loading_info=True,
         **(names if labels else {}),
         **settings,
     )
+    if chosen.freeze == "encoder":
+        frozen.freeze_encoder(model, read["missing_keys"])
     return model
 
 

@@ -1,16 +1,17 @@
 """ONE update: passes, global-count loss, exchange, clip, finite check, optimizer. Needs torch alone."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from rtrain.errors import UserError
-from rtrain.tasks.batch import Tokens, padded, single
+from rtrain.tasks.batch import Ints, Tokens, padded, single
 from rtrain.training.model import accepted_inputs
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
     import torch
 
@@ -24,6 +25,10 @@ class Loss(Protocol):
 
     def counts(self, tokens: Tokens) -> Sequence[int]:
         """Number of targets of each part."""
+        ...
+
+    def wanted(self, tokens: Tokens) -> Ints | None:
+        """Places of the tokens whose logits it is called with; None for all, or where windows are answered."""
         ...
 
     def __call__(self, logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
@@ -58,20 +63,48 @@ def row_sum(row_ids: "npt.NDArray[np.uint64]") -> int:
     return int(row_ids.sum(dtype="uint64").astype("int64"))
 
 
-def forward(model: "torch.nn.Module", tokens: Tokens, pad_id: int, precision: str) -> "torch.Tensor":
-    """Logits [windows, outputs] of rows without padding, or [tokens, outputs] where the model answers each token."""
+def forward(
+    model: "torch.nn.Module", tokens: Tokens, pad_id: int, precision: str, wanted: Ints | None = None
+) -> "torch.Tensor":
+    """Logits [windows, outputs] of rows without padding, or [tokens, outputs] where the model answers each token: all
+    of them, or those at the places `wanted` in `tokens.ids`."""
     import torch
 
     device = next(model.parameters()).device
-    accepted = accepted_inputs(getattr(model, "module", model))
-    arrays = {name: value for name, value in padded(tokens, pad_id).items() if name in accepted}
-    inputs = {name: torch.from_numpy(value).to(device) for name, value in arrays.items()}
+    network: Any = getattr(model, "module", model)
+    arrays, accepted = padded(tokens, pad_id), accepted_inputs(network)
+    inputs = {name: torch.from_numpy(value).to(device) for name, value in arrays.items() if name in accepted}
+    chosen = np.flatnonzero(arrays["attention_mask"])
+    places = torch.from_numpy(chosen if wanted is None else chosen[wanted]).to(device)
     half: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if precision == "bf16":
         half = torch.autocast(device.type, dtype=torch.bfloat16)
-    with half:
+    with half, contextlib.nullcontext() if wanted is None else _only(network.base_model, places):
         logits = logits_of(model(**inputs))
-    return logits[inputs["attention_mask"].bool()] if logits.dim() == 3 else logits
+    if logits.dim() == 2:
+        return logits
+    if wanted is None:
+        return logits.flatten(0, 1)[places]
+    if logits.shape[:2] != (1, len(places)):
+        kind = type(network).__name__
+        raise UserError(f"model.name: {kind} has a language-model head that reads more than its encoder's last answers")
+    return logits[0]
+
+
+@contextlib.contextmanager
+def _only(encoder: "torch.nn.Module", places: "torch.Tensor") -> Iterator[None]:
+    """Inside, the encoder's last answers [windows, longest window, hidden] are those at `places` of all of its tokens
+    [1, places, hidden]: whatever head comes after it takes these for the tokens of one window."""
+
+    def choose(module: "torch.nn.Module", inputs: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state.flatten(0, 1)[places][None]
+        return output
+
+    hook = encoder.register_forward_hook(choose)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def logits_of(output: Any) -> "torch.Tensor":
@@ -123,7 +156,7 @@ def run_update(
     for number, tokens in enumerate(passes):
         exchange.alive()
         with exchange.during(last=number == len(passes) - 1):
-            logits = forward(exchange.model, tokens, pad_id, precision)
+            logits = forward(exchange.model, tokens, pad_id, precision, loss.wanted(tokens))
             value = loss(logits, tokens)
             (value * (exchange.world * share).to(value.dtype)).sum().backward()
         loss_sum += value.detach().double()
@@ -158,8 +191,6 @@ def _wrapped(value: int) -> int:
 
 def idle_pass(exchange: "Exchange", pad_id: int, precision: str) -> None:
     """A pass over one padding token with loss 0 x logits: takes part in the exchange and adds exact zeros."""
-    import numpy as np
-
     nothing = np.zeros(1, dtype=np.int32)
     tokens = single(nothing + pad_id, nothing + 1, nothing + 1, nothing, nothing.astype(np.uint64))
     (forward(exchange.model, tokens, pad_id, precision).float().sum() * 0.0).backward()
