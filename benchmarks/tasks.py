@@ -227,9 +227,9 @@ def commands(job: Job, data: Path, out: Path, assignments: list[str]) -> list[tu
     found = []
     for number, variant in enumerate(job.variants):
         run = folder / f"run-{number}"
-        settings = [
-            part for name, value in {**job.settings, **variant}.items() for part in ("--set", f"{name}={value}")
-        ]
+        chosen = [f"{name}={value}" for name, value in {**job.settings, **variant}.items()]
+        chosen += ["train.aggregation_frequency=null", *assignments]
+        settings = [part for one in chosen for part in ("--set", one)]
         found.append((run, ["train", job.recipe, *rows, *settings, "--out", str(run)]))
     return found
 
@@ -290,7 +290,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/tasks"))
     parser.add_argument("--only", nargs="*", help=f"of {', '.join(job.name for job in JOBS)}")
     parser.add_argument("--set", action="append", default=[], dest="assignments", help="for all runs: train.workers=1")
-    parser.add_argument("--seeds", nargs="*", type=int, help="train only these of a line's runs, counted from 0")
     chosen = parser.parse_args()
     if unknown := set(chosen.only or ()) - {job.name for job in JOBS}:
         parser.error(f"--only: no such line: {', '.join(sorted(unknown))}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rtrain import artifact
+from rtrain import artifact, pooling
 from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
 from rtrain.errors import UserError
 from rtrain.tasks import base
@@ -204,6 +204,8 @@ class _Torch:
         transformers.utils.logging.disable_progress_bar()
         self._torch = torch
         network = auto.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=torch.float32)
+        if artifact.facts.get(pooling.FACT) == "mean":
+            pooling.pool_by_mean(network)
         # Never trained: gradients are asked of inputs only, and what the weights' would need is not kept.
         self.network: transformers.PreTrainedModel = network.eval().requires_grad_(False)
         # DistilBERT, for one, has no token types.

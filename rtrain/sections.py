@@ -122,6 +122,9 @@ class Model(Section):
     attention_dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Dropout of attention weights; null is what the model's own configuration says, 0.1 for most. With 0, texts of
     some hundred tokens train up to twice as fast on a CPU: the masks of an attention are as large as its square."""
+    pooling: Literal["own", "mean"] = "own"
+    """How a text's tokens become one vector: as the model's own head has it (its first token, for most), or their
+    `mean`, for which sentence encoders are trained. rtrain answers with such an artefact, transformers alone cannot."""
     freeze: Literal["none", "encoder"] = "none"
     """What stays as it is: `encoder` trains the head alone, some times faster. A masked language model's output
     embedding is its encoder's word embedding, and stays too."""
@@ -238,8 +241,8 @@ class Recipe(Section):
             del document["data"]["outside"]
         if not self.augment.active:  # then it changes no row
             del document["augment"]
-        if self.model.freeze == "none":
-            del document["model"]["freeze"]
+        # What is as it was before there were settings for it has the identity of then.
+        document["model"] = {"name": self.model.name, **self.model.model_dump(mode="json", exclude_defaults=True)}
         document["train"]["rows_per_update"] = self.rows_per_update
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -24,7 +24,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.sections": frozenset(),
     "rtrain.options": frozenset({"rtrain.config"}),
     "rtrain.artifact": frozenset({"rtrain.manifest"}),
-    "rtrain.predict": frozenset({"rtrain.artifact", "rtrain.tasks."}),
+    "rtrain.pooling": frozenset(),
+    "rtrain.predict": frozenset({"rtrain.artifact", "rtrain.pooling", "rtrain.tasks."}),
     "rtrain.explain.": frozenset({"rtrain.explain.", "rtrain.predict", "rtrain.tasks."}),
     "rtrain.scores": frozenset({"rtrain.metrics.", "rtrain.tasks."}),
     "rtrain.tasks.batch": frozenset(),
@@ -83,7 +84,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.cluster.session": frozenset({"rtrain.config", "rtrain.env"}),
     "rtrain.cluster.supervise": frozenset({"rtrain.cluster.session"}),
     "rtrain.training.frozen": frozenset(),
-    "rtrain.training.model": frozenset({"rtrain.tasks.base", "rtrain.training.frozen"}),
+    "rtrain.training.model": frozenset(
+        {"rtrain.config", "rtrain.pooling", "rtrain.tasks.base", "rtrain.training.frozen"}
+    ),
     "rtrain.training.optim": frozenset({"rtrain.config"}),
     "rtrain.training.precision": frozenset(),
     "rtrain.training.exchange": frozenset(),
@@ -140,7 +143,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             f"rtrain.training.{name}"
             for name in ("evaluate", "exchange", "loop", "losses", "model", "notice", "precision", "replica")
         }
-        | {"rtrain.training.predictions", "rtrain.scores", "rtrain.env"}
+        | {"rtrain.training.predictions", "rtrain.scores", "rtrain.env", "rtrain.pooling"}
     ),
     "rtrain.training.driver": frozenset(
         {
@@ -169,6 +172,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "rtrain.compress.": frozenset(
         {"rtrain.artifact", "rtrain.predict", "rtrain.config", "rtrain.env", "rtrain.compress.", "rtrain.training."}
+        | {"rtrain.pooling"}
         | {"rtrain.data.", "rtrain.report.events", "rtrain.scores", "rtrain.tasks."}
     ),
     "serve.": frozenset(

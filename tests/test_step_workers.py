@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ def _in_world(rank: int, world: int, folder: Path) -> None:
             dist.destroy_process_group()
 
 
-def _updates(world: int, rank: int, folder: Path, freeze: str = "none") -> list[dict[str, Any]]:
+def _updates(world: int, rank: int, folder: Path, freeze: Literal["none", "encoder"] = "none") -> list[dict[str, Any]]:
     """Four updates by AdamW; every rank keeps its gradients and its weights."""
     network = make_network(folder / "encoder", freeze)
     kept = folder / freeze

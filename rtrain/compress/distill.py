@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rtrain import artifact, config as configuration, env
-from rtrain.config import Config
+from rtrain import artifact, config as configuration, env, pooling
+from rtrain.config import Config, Model
 from rtrain.data.store import Store, open_store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.tasks import base
@@ -184,5 +184,6 @@ def _teacher(store: Path, folder: Path) -> tuple[Store, Ints, artifact.Artifact,
     opened, made = open_store(store), artifact.read(folder, verify=False)
     # Neighbours in length share a pass; the data set counts places in this order.
     order = np.argsort(opened.column("train", "length"), kind="stable")
-    network = model.build(folder, base.get(made.task), made.labels, seed=0)
+    chosen = Model(pooling=made.facts.get(pooling.FACT, "own"))
+    network = model.build(folder, base.get(made.task), made.labels, seed=0, chosen=chosen)
     return opened, order, made, cast("torch.nn.Module", network).eval()

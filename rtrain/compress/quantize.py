@@ -19,14 +19,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rtrain import artifact, predict
+from rtrain import artifact, pooling, predict
 from rtrain.compress import score
 from rtrain.config import Recipe
 from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.report import events
 from rtrain.tasks import base
-from rtrain.tasks.base import Task
 from rtrain.tasks.batch import Floats, padded
 from rtrain.training import model
 from rtrain.training.worker import TOKENIZER_FILES
@@ -48,7 +47,7 @@ def run(recipe: Recipe, store_folder: Path, parent_run: Path, out: Path) -> dict
     draft = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
     draft.mkdir(parents=True)
     try:
-        _write_graph(parent_folder, base.get(parent.task), store, recipe.quantize.calibration_rows, draft)
+        _write_graph(parent_folder, parent, store, recipe.quantize.calibration_rows, draft)
         for name in (*TOKENIZER_FILES, "config.json"):
             if (parent_folder / name).is_file():
                 shutil.copyfile(parent_folder / name, draft / name)
@@ -69,15 +68,17 @@ def run(recipe: Recipe, store_folder: Path, parent_run: Path, out: Path) -> dict
     return {**report, "seconds": round(time.perf_counter() - started, 2), "artifact": str(out)}
 
 
-def _write_graph(parent: Path, task: Task, store: Store, calibration_rows: int, draft: Path) -> None:
+def _write_graph(folder: Path, parent: artifact.Artifact, store: Store, calibration_rows: int, draft: Path) -> None:
     import openvino
     import torch
     import transformers
 
-    auto = getattr(transformers, task.auto_model)
-    network = auto.from_pretrained(parent, local_files_only=True, use_safetensors=True, dtype=torch.float32).eval()
+    auto = getattr(transformers, base.get(parent.task).auto_model)
+    network = auto.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=torch.float32).eval()
+    if parent.facts.get(pooling.FACT) == "mean":
+        pooling.pool_by_mean(network)
     accepted = model.accepted_inputs(network)
-    samples = list(_samples(store, calibration_rows, model.pad_id(parent), accepted))
+    samples = list(_samples(store, calibration_rows, model.pad_id(folder), accepted))
     example = {name: torch.from_numpy(value) for name, value in samples[0].items()}
     shapes = {name: openvino.PartialShape([-1, -1]) for name in example}
     with torch.inference_mode(), warnings.catch_warnings():

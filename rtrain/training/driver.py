@@ -48,7 +48,11 @@ class Prepared:
 
 def check(config: Config) -> tuple[records.Source, Path]:
     """Everything that can be refused before Ray starts, all at once: files, columns, model, precision."""
-    problems: list[Any] = [*tokens.problems(config.recipe), *losses.problems(config.recipe)]
+    problems: list[Any] = [
+        *tokens.problems(config.recipe),
+        *losses.problems(config.recipe),
+        *model.problems(config.recipe),
+    ]
     source, folder = None, None
     try:
         source = records.inspect(config.recipe.data)

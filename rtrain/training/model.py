@@ -8,7 +8,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rtrain.config import Model
+from rtrain import pooling
+from rtrain.config import Model, Recipe
 from rtrain.errors import ConfigError, Problem
 from rtrain.tasks import base
 from rtrain.training import frozen
@@ -118,6 +119,8 @@ def build(
         **(names if labels else {}),
         **settings,
     )
+    if chosen.pooling == "mean":
+        pooling.pool_by_mean(model)
     if chosen.freeze == "encoder":
         frozen.freeze_encoder(model, read["missing_keys"])
     return model
@@ -162,6 +165,13 @@ def check_architecture(folder: Path, max_tokens: int) -> list[Problem]:
             )
         )
     return problems
+
+
+def problems(recipe: Recipe) -> list[Problem]:
+    """Settings of the model that the recipe's task cannot use."""
+    if recipe.model.pooling == "own" or not base.get(recipe.task).by_token:
+        return []
+    return [Problem("model.pooling", recipe.model.pooling, f"{recipe.task} answers each token", "write own")]
 
 
 def accepted_inputs(network: "torch.nn.Module") -> frozenset[str]:

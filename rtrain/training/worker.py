@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from rtrain import artifact, env, predict, scores
+from rtrain import artifact, env, pooling, predict, scores
 from rtrain.config import parse
 from rtrain.data import ingest
 from rtrain.data.order import Order
@@ -173,7 +173,7 @@ def export(
         labels=job.store.manifest.labels,
         max_tokens=base.reading(job.task, job.recipe.data).max_tokens,
         engine="torch",
-        facts=job.head.facts,
+        facts={**job.head.facts, **({pooling.FACT: "mean"} if job.recipe.model.pooling == "mean" else {})},
         data=job.recipe.data.model_dump(mode="json", include=set(artifact.COLUMNS)),
         metrics=outcome.scores,
         lineage={

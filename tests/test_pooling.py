@@ -1,0 +1,110 @@
+"""The mean of a text's tokens in place of its first one's vector, for every way in which heads read an encoder."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from rtrain import artifact, config, pooling, predict
+from rtrain.config import Model
+from rtrain.errors import UserError
+from rtrain.tasks import base
+from rtrain.training import model
+from tests.tiny import make_encoder, make_tokenizer
+
+TASK = base.get("classification")
+IDS = torch.tensor([[1, 5, 6, 7, 2, 0], [1, 5, 2, 0, 0, 0]])
+MASK = (IDS != 0).long()
+SMALL: dict[str, Any] = {"vocab_size": 300, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+def mean_of(network: Any) -> torch.Tensor:
+    """The mean of the last layer over the tokens that are there, computed apart."""
+    hidden: list[torch.Tensor] = []
+    layers = network.base_model.transformer if network.config.model_type == "distilbert" else network.base_model.encoder
+    handle = layers.register_forward_hook(lambda module, inputs, output: hidden.append(output[0]))
+    network(input_ids=IDS, attention_mask=MASK)
+    handle.remove()
+    return torch.stack([rows[: int(mask.sum())].mean(0) for rows, mask in zip(hidden[0], MASK, strict=True)])
+
+
+def test_a_bert_s_head_reads_the_mean(encoder: Path) -> None:
+    network: Any = model.build(encoder, TASK, ("a", "b"), 0, Model(pooling="mean")).eval()
+    assert not [name for name in network.state_dict() if "pooler" in name]
+    with torch.inference_mode():
+        found = network(input_ids=IDS, attention_mask=MASK).logits
+        torch.testing.assert_close(found, network.classifier(mean_of(network)))
+        own = model.build(encoder, TASK, ("a", "b"), 0).eval()(input_ids=IDS, attention_mask=MASK).logits
+    assert (found - own).abs().max() > 1e-3
+
+
+def roberta() -> transformers.PreTrainedModel:
+    chosen = transformers.RobertaConfig(hidden_size=16, intermediate_size=16, pad_token_id=0, **SMALL)
+    return transformers.RobertaForSequenceClassification(chosen)
+
+
+def distilbert() -> transformers.PreTrainedModel:
+    chosen = transformers.DistilBertConfig(vocab_size=300, dim=16, hidden_dim=16, n_layers=2, n_heads=2)
+    return transformers.DistilBertForSequenceClassification(chosen)
+
+
+@pytest.mark.parametrize("make", [roberta, distilbert])
+def test_heads_that_read_the_first_place_get_the_mean_there(make: Any) -> None:
+    torch.manual_seed(0)
+    network: Any = make().eval()
+    read: list[torch.Tensor] = []
+    pooling.pool_by_mean(network)
+    first = network.classifier if hasattr(network.classifier, "out_proj") else network.pre_classifier
+    first.register_forward_pre_hook(lambda module, inputs: read.append(inputs[0]))
+    with torch.inference_mode():
+        network(input_ids=IDS, attention_mask=MASK)
+        mean = mean_of(network)
+    seen = read[0][:, 0] if read[0].ndim == 3 else read[0]
+    torch.testing.assert_close(seen, mean)
+
+
+def test_padding_changes_no_answer(encoder: Path) -> None:
+    network: Any = model.build(encoder, TASK, ("a", "b"), 0, Model(pooling="mean")).double().eval()
+    with torch.inference_mode():
+        both = network(input_ids=IDS, attention_mask=MASK).logits[1]
+        alone = network(input_ids=IDS[1:, :3], attention_mask=MASK[1:, :3]).logits[0]
+    torch.testing.assert_close(both, alone, rtol=1e-9, atol=1e-12)
+
+
+def test_every_weight_of_it_gets_a_gradient(encoder: Path) -> None:
+    """The exchange waits for each: one that no head reads would hang a group."""
+    network: Any = model.build(encoder, TASK, ("a", "b"), 0, Model(pooling="mean"))
+    network(input_ids=IDS, attention_mask=MASK).logits.sum().backward()
+    assert [name for name, weight in network.named_parameters() if weight.grad is None] == []
+
+
+def test_an_artefact_answers_as_it_was_trained(encoder: Path, tmp_path: Path) -> None:
+    network: Any = model.build(encoder, TASK, ("a", "b"), 0, Model(pooling="mean"))
+    draft, head = tmp_path / "draft", base.Head(("a", "b"), {pooling.FACT: "mean"})
+    network.save_pretrained(draft)
+    make_tokenizer(draft)
+    made = artifact.Artifact(
+        name="x", task="classification", labels=("a", "b"), max_tokens=16, engine="torch", facts=head.facts
+    )
+    artifact.write(draft, made, predict.golden_logits, predict.golden_inputs(TASK, head))
+    [found] = predict.Predictor.load(draft).logits(["where is my parcel"])
+    ids = torch.tensor([base.load_tokenizer(draft, 16).encode("where is my parcel").ids])
+    with torch.inference_mode():
+        expected = network.eval()(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
+    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_pool_is_refused(tmp_path: Path) -> None:
+    network = transformers.BertModel(transformers.BertConfig(hidden_size=16, intermediate_size=16, **SMALL))
+    with pytest.raises(UserError, match=r"BertModel does not tell its encoder from its head; write model\.pooling=own"):
+        pooling.pool_by_mean(network)
+    [problem] = model.problems(config.load("entities", {"model.pooling": "mean"}).recipe)
+    assert (problem.field, problem.reason) == ("model.pooling", "token_tags answers each token")
+    assert model.problems(config.load("intent", {"model.pooling": "mean"}).recipe) == []
