@@ -1,0 +1,63 @@
+"""What a linear model reaches by language: `python -m benchmarks.floors DATA`. An encoder must beat it.
+
+TF-IDF of two to four characters with logarithmic counts, and a linear support vector machine, both with scikit-learn's
+defaults. Of `umsab` and `nusax_senti` each language has a model of its own, as those who published them report it; of
+`xsid` the one that was trained on English answers all.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import sets
+
+SETS = {"umsab": (sets.umsab, "label", True), "nusax_senti": (sets.nusax, "label", True)}
+SETS |= {"xsid": (sets.xsid, "intent", False)}
+
+
+def floors(rows: list[dict[str, Any]], label: str, apart: bool) -> dict[str, tuple[float, float]]:
+    """(accuracy, macro F1) of the test rows by language."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.metrics import accuracy_score, f1_score
+    from sklearn.pipeline import make_pipeline
+    from sklearn.svm import LinearSVC
+
+    parts: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        parts[row["lang"] if apart or row["split"] == "test" else "all", row["split"]].append(row)
+    models: dict[str, Any] = {}
+    for (language, split), found in parts.items():
+        if split == "train":
+            features = TfidfVectorizer(analyzer="char", ngram_range=(2, 4), sublinear_tf=True)
+            model = make_pipeline(features, LinearSVC(random_state=0))
+            models[language] = model.fit([row["text"] for row in found], [row[label] for row in found])
+    scores = {}
+    for (language, split), found in sorted(parts.items()):
+        if split == "test":
+            predicted = models[language if apart else "all"].predict([row["text"] for row in found])
+            true = [row[label] for row in found]
+            scores[language] = (accuracy_score(true, predicted), f1_score(true, predicted, average="macro"))
+    return scores
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.floors", description=__doc__)
+    parser.add_argument("data", type=Path, help="folder that holds the sets, each in a folder of its name")
+    chosen = parser.parse_args()
+    for name, (prepare, label, apart) in SETS.items():
+        with tempfile.TemporaryDirectory() as work:
+            prepare(chosen.data / name, Path(work))
+            lines = (Path(work) / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+        found = floors([json.loads(line) for line in lines], label, apart)
+        mean = [statistics.fmean(values) for values in zip(*found.values(), strict=True)]
+        print(f"\n{name:>16}  accuracy  macro F1")
+        for language, values in {**found, "mean": mean}.items():
+            print(f"{language:>16}  {values[0]:8.4f}  {values[1]:8.4f}")
+
+
+if __name__ == "__main__":
+    main()
