@@ -155,3 +155,35 @@ def twitter(source: Path, work: Path) -> Arguments:
 def squad(source: Path, work: Path) -> Arguments:
     """Trained on questions over Wikipedia and reviews that share no article with the test."""
     return ["--data", f"{source}/*.json.gz", "--test", f"{source.parent}/squad_v1_dev/dev-v1.1.json.gz"]
+
+
+# ------------------------------------------------------------------------------------------------- text of a domain
+
+
+def notes(source: Path, work: Path) -> Arguments:
+    """Distinct clinical notes; those that the set holds out are the test."""
+    found = {
+        row["transcription"]: row["split"] for row in parquet(source / "mtsamples.parquet") if row["transcription"]
+    }
+    rows = ({"text": text, "split": "train" if split == "train" else "test"} for text, split in found.items())
+    return ["--data", str(write(work / "notes.jsonl", rows)), *setting(split="split", valid_share=0.03)]
+
+
+def specialties(source: Path, work: Path) -> Arguments:
+    """Note -> medical specialty; of a note that is filed under several, the first. The test has none of its own."""
+    found: dict[str, dict[str, str]] = {}
+    for row in parquet(source / "mtsamples.parquet"):
+        label = (row["medical_specialty"] or "").strip()
+        if row["transcription"] and label:
+            split = "train" if row["split"] == "train" else "test"
+            found.setdefault(row["transcription"], {"text": row["transcription"], "label": label, "split": split})
+    trained = {row["label"] for row in found.values() if row["split"] == "train"}
+    rows = [row for row in found.values() if row["label"] in trained]
+    return ["--data", str(write(work / "specialties.jsonl", rows)), *setting(split="split", valid_share=0.1)]
+
+
+def contracts(source: Path, work: Path) -> Arguments:
+    """Whole contracts; the clauses of the test are of none that is trained on."""
+    rows = parquet(source / "contracts.parquet")
+    found = ({"text": row["text"], "split": row["split"]} for row in rows)
+    return ["--data", str(write(work / "contracts.jsonl", found)), *setting(split="split", valid_share=0.03)]

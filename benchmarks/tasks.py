@@ -239,17 +239,23 @@ def finished(run: Path) -> bool:
     return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["status"] == "finished"
 
 
+def train(run: Path, arguments: list[str]) -> float:
+    """Seconds of a run: it is made, or continued where it was stopped; a finished one is left as it is."""
+    print(f"$ {shlex.join(['rtrain', *arguments])}", flush=True)
+    if not finished(run):
+        resume = ["--resume"] if (run / "config.yaml").is_file() else []
+        subprocess.run([sys.executable, "-m", "rtrain", *arguments, *resume], check=True)
+    seconds: float = json.loads((run / "summary.json").read_text(encoding="utf-8"))["seconds"]["total"]
+    return seconds
+
+
 def run(job: Job, data: Path, out: Path, assignments: list[str]) -> dict[str, Any]:
     """Train what is not finished, and the line of the table."""
     figures: list[Figures] = []
     shown, seconds = [], 0.0
     for folder, arguments in commands(job, data, out, assignments):
         shown.append(shlex.join(["rtrain", *arguments]))
-        print(f"$ {shown[-1]}", flush=True)
-        if not finished(folder):
-            resume = ["--resume"] if (folder / "config.yaml").is_file() else []
-            subprocess.run([sys.executable, "-m", "rtrain", *arguments, *resume], check=True)
-        seconds += json.loads((folder / "summary.json").read_text(encoding="utf-8"))["seconds"]["total"]
+        seconds += train(folder, arguments)
         figures.append(job.measure(folder))
     common = [name for name in figures[0] if all(name in one for one in figures)]
     values = [one[job.figure] for one in figures]
