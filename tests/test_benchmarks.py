@@ -1,0 +1,127 @@
+"""The parts of the benchmarks that need no training: how sets are read, which commands are run, what is measured."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from benchmarks import floors, sets, tasks
+from rtrain import config
+from rtrain.data import records
+from rtrain.options import SHORT
+
+
+def rows_of(arguments: list[str]) -> list[dict[str, Any]]:
+    path = Path(arguments[arguments.index("--data") + 1])
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
+
+
+def test_lines_of_reviews_end_at_newlines_alone(tmp_path: Path) -> None:
+    (tmp_path / "shop_labelled.txt").write_text("good\x85 and cheap\t1\nbad\tworse\t0\n", encoding="utf-8")
+    found = rows_of(sets.labelled_sentences(tmp_path, tmp_path))
+    assert [(row["text"], row["label"], row["shop"]) for row in found] == [
+        ("good\x85 and cheap", "1", "shop"),
+        ("bad\tworse", "0", "shop"),
+    ]
+
+
+def test_only_the_test_has_other_languages_than_english(tmp_path: Path) -> None:
+    for split in ("train", "valid", "test"):
+        rows = [{"lang": lang, "text": f"{split} {lang}", "intent": "a", "tokens": []} for lang in ("en", "de")]
+        write_parquet(tmp_path / f"{split}.parquet", rows)
+    found = rows_of(sets.xsid(tmp_path, tmp_path))
+    assert [row["text"] for row in found] == ["train en", "valid en", "test en", "test de"]
+
+
+def test_scores_of_all_prompts_are_on_one_scale_and_measured_on_their_own(tmp_path: Path) -> None:
+    essays = [
+        {"essay_set": number, "essay": f"{number} {score}", "domain1_score": score, "test_fold": fold, "dev_fold": 1}
+        for number, (low, high) in sets.ASAP_RANGES.items()
+        for score, fold in ((low, 0), (high, 0), (low, 2), (high, 2))
+    ]
+    write_parquet(tmp_path / "asap_aes.parquet", essays)
+    found = rows_of(sets.asap(tmp_path, tmp_path))
+    assert {row["score"] for row in found} == {0.0, 1.0}
+    assert [row["split"] for row in found[:4]] == ["test", "test", "train", "train"]
+
+    # One prompt is answered the wrong way round: its kappa is -1, the others' 1.
+    told = [(row["set"], row["score"], row["score"] if row["set"] != "8" else 1 - row["score"]) for row in found]
+    columns = zip(*told, strict=True)
+    table = dict(zip(("set", "target", "prediction"), (pa.array(list(column)) for column in columns), strict=True))
+    pyarrow.parquet.write_table(pa.table(table), tmp_path / "predictions-test.parquet")
+    document = {"headline": "pearson", "scores": {"pearson": 0.5}, "slices": {}}
+    (tmp_path / "scores-test.json").write_text(json.dumps(document))
+    figures = tasks.kappa_by_prompt(tmp_path)
+    assert (figures["prompt 1"], figures["prompt 8"]) == (1.0, -1.0)
+    assert figures["mean_qwk"] == pytest.approx(6 / 8)
+
+
+def test_a_clause_has_one_category_and_titles_have_none(tmp_path: Path) -> None:
+    rows = [
+        {"clause": "x", "category": "Audit Rights", "contract": "c", "split": "train"},
+        {"clause": "x", "category": "Cap On Liability", "contract": "c", "split": "train"},
+        {"clause": "y", "category": "Parties", "contract": "c", "split": "test"},
+    ]
+    write_parquet(tmp_path / "clauses.parquet", rows)
+    assert [(row["clause"], row["category"]) for row in rows_of(sets.clauses(tmp_path, tmp_path))] == [
+        ("x", "Audit Rights")
+    ]
+
+
+def test_the_last_tweets_choose_and_none_is_lost(tmp_path: Path) -> None:
+    for name in "abefgh":
+        (tmp_path / f"{name}.conll").write_text("".join(f"{name}{number}\tO\n\n" for number in range(4)))
+    (tmp_path / "work").mkdir()
+    sets.twitter(tmp_path, tmp_path / "work")
+    found = {}
+    for split in ("train", "valid"):
+        piece = records.Piece(str(tmp_path / "work" / f"{split}.conll"), "conll", split)
+        recipe = config.load("entities", {"data.path": piece.uri}).recipe
+        found[split] = [record.text for record in records.read(piece, recipe.data)]
+    assert found["valid"] == ["h2", "h3"]
+    assert len(found["train"]) == 4 * 4 + 2
+    assert {text[0] for text in found["train"]} == set("abegh")
+
+
+@pytest.mark.parametrize(
+    "job", [job for job in tasks.JOBS if job.folder in ("banking77", "ielts_essays", "ncbi_disease")]
+)
+def test_commands_are_of_settings_that_there_are(job: tasks.Job, tmp_path: Path) -> None:
+    for run, arguments in tasks.commands(job, tmp_path, tmp_path / "out", ["train.workers=1"]):
+        verb, recipe, *rest = arguments
+        options = dict(zip(rest[::2], rest[1::2], strict=True))
+        assignments = [value for name, value in zip(rest[::2], rest[1::2], strict=True) if name == "--set"]
+        overrides = dict(config.parse_assignment(text) for text in assignments)
+        overrides |= {SHORT[name[2:]]: value for name, value in options.items() if name[2:] in SHORT}
+        chosen = config.load(recipe, overrides).recipe
+        assert (verb, options["--out"], chosen.train.workers) == ("train", str(run), 1)
+        assert chosen.rows_per_update == job.settings["train.rows_per_update"]
+
+
+def test_every_line_of_the_table_has_a_name_of_its_own() -> None:
+    assert len({job.name for job in tasks.JOBS}) == len(tasks.JOBS)
+    lines = [{"job": "a", "figure": "f1", "floor": 0.5, "ours": 0.75, "values": [0.7, 0.8], "target": None}]
+    shown = tasks.table([{**line, "published": "", "seconds": 12.3} for line in lines]).split("\n")
+    assert shown[2] == "| a | f1 | 0.5 | 0.75 | 0.7 0.8 |  |  | 12 |"
+
+
+def test_a_floor_is_of_each_language_s_own_rows() -> None:
+    words = {"a": ("good thing", "bad thing"), "b": ("thing guter", "thing schlechter")}
+    rows = [
+        {"text": f"{text} {number}", "label": str(place), "lang": lang, "split": split}
+        for lang, texts in words.items()
+        for place, text in enumerate(texts)
+        for number, split in enumerate(["train"] * 4 + ["test"] * 2)
+    ]
+    assert floors.floors(rows, "label", apart=True) == {"a": (1.0, 1.0), "b": (1.0, 1.0)}
+    english = [row for row in rows if row["split"] == "test" or row["lang"] == "a"]
+    found = floors.floors(english, "label", apart=False)
+    assert found["a"] == (1.0, 1.0)
+    assert found["b"][0] < 1.0
