@@ -166,7 +166,7 @@ def test_the_head_on_guessed_tokens_gives_the_loss_and_gradient_of_all(tmp_path:
 
 def test_a_head_that_reads_more_than_the_last_answers_is_refused(encoder: Path) -> None:
     class Other(transformers.BertForMaskedLM):
-        def forward(self, input_ids: Any, attention_mask: Any) -> Any:  # type: ignore[override]
+        def forward(self, input_ids: Any, attention_mask: Any) -> Any:
             layers = self.bert(input_ids, attention_mask, output_hidden_states=True).hidden_states
             return SimpleNamespace(logits=self.cls(layers[0] + layers[-1]))
 
