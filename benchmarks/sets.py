@@ -125,6 +125,16 @@ def clauses(source: Path, work: Path) -> Arguments:
     return ["--data", str(write(work / "rows.jsonl", found.values())), *columns]
 
 
+def legal(source: Path, work: Path) -> Arguments:
+    """Sections of contracts, and what someone made of them in plain words."""
+    rows = json.loads((source / "all_v1.json").read_text(encoding="utf-8")).values()
+    found = (
+        {"text": row["original_text"], "summary": row["reference_summary"], "part": row["uid"].rstrip("0123456789")}
+        for row in rows
+    )
+    return ["--data", str(write(work / "rows.jsonl", found)), *setting(slices=["part"])]
+
+
 # --------------------------------------------------------------------------------------------------------- tags, spans
 
 
