@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 
 from rtrain import config
+from rtrain.config import Serve
 from rtrain.data import tokens
 from rtrain.data.store import Store
 from rtrain.errors import UserError
+from rtrain.predict import Predictor
 from rtrain.tasks import base, metrics, tables
 from rtrain.tasks.batch import OUTSIDE, Ragged
+from serve.app import build_app
 from tests.conftest import labelled_rows, write_rows
-from tests.tiny import make_store, make_tokenizer
+from tests.serving import INFER, call, predict, tensor
+from tests.tiny import CORPUS, make_store, make_task_artifact, make_tokenizer
 
 TASK = base.get("classification")
 HEAD = base.Head(("a", "b"), {"outside": "none"})
@@ -114,3 +118,36 @@ def test_answers_begin_with_it_below_the_threshold() -> None:
         ["none"],
     ]
     assert [one["label"] for one in TASK.decode(outputs, [], [], HEAD, {})[1]] == ["b", "a"]  # no threshold yet
+
+
+# ---------------------------------------------------------------------------------------------------------- over HTTP
+
+
+def test_the_endpoint_answers_outside_where_the_threshold_says_so(tmp_path: Path) -> None:
+    inside = make_task_artifact(tmp_path / "inside", "classification", base.Head(("a", "b", "c")), seed=5)
+    known = Predictor.load(inside, threads=1)(CORPUS)  # the same weights without a threshold
+    sure = [answer[0]["score"] for answer in known]
+    order = np.argsort(sure)
+    least, next_to_least, most = (sure[order[place]] for place in (1, 2, -1))
+    assert next_to_least - least > 1e-5 < most - next_to_least  # of which rounding in another batch is far below
+    head = base.Head(("a", "b", "c"), {"outside": "none", "threshold": (least + next_to_least) / 2})
+    folder = make_task_artifact(tmp_path / "outside", "classification", head, seed=5)
+    app = build_app(Predictor.load(folder, threads=1), Serve())
+
+    answers = predict(app, list(CORPUS))
+    refused = set(order[:2].tolist())
+    for place, (answer, plain) in enumerate(zip(answers, known, strict=True)):
+        classes = answer[1:] if place in refused else answer
+        assert [one["label"] for one in classes] == [one["label"] for one in plain]
+        assert [one["score"] for one in classes] == pytest.approx([one["score"] for one in plain], abs=1e-6)
+        if place in refused:  # first, with what is left of the best class's score
+            assert answer[0] == {"label": "none", "score": pytest.approx(1 - sure[place], abs=1e-6)}
+    first = [answer[0] for answer in answers]
+    assert predict(app, list(CORPUS), top_k=1) == [[one] for one in first]
+    assert [len(answer) for answer in predict(app, list(CORPUS), top_k=2)] == [2] * len(CORPUS)
+
+    response = call(app, "POST", INFER, json={"inputs": [tensor(list(CORPUS), [len(CORPUS)])]})
+    labels, scores = response.json()["outputs"]
+    assert labels["data"] == [one["label"] for one in first]
+    assert labels["data"].count("none") == 2
+    assert scores["data"] == pytest.approx([one["score"] for one in first], abs=1e-6)
