@@ -61,6 +61,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.report.": frozenset({"rtrain.report."}),
     "rtrain.report.trackers": frozenset({"rtrain.report.events", "rtrain.config"}),
     "rtrain.report.collect": frozenset({"rtrain.report.", "rtrain.config", "rtrain.data.store", "rtrain.tasks."}),
+    "rtrain.report.attributions": frozenset(
+        {"rtrain.report.", "rtrain.config", "rtrain.data.store", "rtrain.explain.", "rtrain.predict", "rtrain.tasks."}
+    ),
     "rtrain.report.sections.": frozenset({"rtrain.report.", "rtrain.config", "rtrain.data.store"}),
     "rtrain.plan.preflight": frozenset({"rtrain.config"}),
     "rtrain.cluster.session": frozenset({"rtrain.config", "rtrain.env"}),

@@ -281,8 +281,8 @@ def test_a_report_that_fails_is_said_and_does_not_fail_the_run(tmp_path: Path) -
     driver._report(run, lambda event: said.append(event["text"]))
     (kept,) = run.glob("report-*.txt")
     assert "Traceback" in kept.read_text()
-    assert said[0].startswith(f"no report.html: {run}/predictions-test.parquet cannot be read")
-    assert str(kept) in said[0]
+    assert said[-1].startswith(f"no report.html: {run}/predictions-test.parquet cannot be read")
+    assert str(kept) in said[-1]
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

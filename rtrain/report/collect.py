@@ -11,7 +11,7 @@ from rtrain import config as configuration
 from rtrain.config import Config
 from rtrain.data.store import Store
 from rtrain.errors import UserError
-from rtrain.report import events, predictions, summary
+from rtrain.report import attributions, events, predictions, summary
 from rtrain.tasks import base
 from rtrain.tasks.batch import Ints
 
@@ -32,6 +32,8 @@ class Run:
     artifact: dict[str, Any] | None
     """artifact.json of a finished run."""
     predictions: predictions.Predictions | None
+    attributions: dict[str, Any] | None
+    """attributions-<split>.json of the rows that `predictions` is about."""
 
     def of(self, *kinds: str) -> list[Event]:
         return [event for event in self.log if event["kind"] in kinds]
@@ -62,6 +64,8 @@ def read(folder: Path) -> Run:
     if not path.is_file():
         raise UserError(f"{folder} holds no run (no config.yaml); name the folder that --out named")
     config, log = configuration.load(str(path)), events.read(folder)
+    made, answers = _artifact(folder), predictions.newest(folder)
+    explained = attributions.read(folder, answers.split, made["version"]) if made and answers is not None else None
     return Run(
         folder=folder,
         config=config,
@@ -69,8 +73,9 @@ def read(folder: Path) -> Run:
         summary=summary.summarise(folder),
         store=_store(log),
         tokenizer=_tokenizer(folder, config),
-        artifact=_artifact(folder),
-        predictions=predictions.newest(folder),
+        artifact=made,
+        predictions=answers,
+        attributions=explained,
     )
 
 

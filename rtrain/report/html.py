@@ -12,12 +12,24 @@ from typing import Any
 
 from markupsafe import Markup
 
-from rtrain.report import collect
+from rtrain.errors import UserError
+from rtrain.report import attributions, collect
+from rtrain.report.progress import say
 from rtrain.report.sections import answers, certificate, curves, data, hardest, overview, slices, timing
 from rtrain.report.svg import visible
 
 NAME = "report.html"
 _PIECE = re.compile(r"\s+|[^\s_/.:-]{1,22}[_/.:-]*|[_/.:-]+")
+
+
+def make(folder: Path) -> Path:
+    """`write`, with the attributions of the hardest rows where they can be had. Raises as `write` does."""
+    run = collect.read(folder)
+    try:
+        attributions.ensure(run.folder)
+    except UserError as error:
+        say(f"no attributions: {error}")
+    return write(folder)
 
 
 def write(folder: Path) -> Path:
