@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rtrain import config as configuration
+from rtrain import config as configuration, scores
 from rtrain.config import Config
 from rtrain.data.store import Store
 from rtrain.errors import UserError
@@ -32,6 +32,8 @@ class Run:
     artifact: dict[str, Any] | None
     """artifact.json of a finished run."""
     predictions: predictions.Predictions | None
+    scores: dict[str, Any] | None
+    """scores-<split>.json of the rows that `predictions` is about (`rtrain.scores`)."""
     attributions: dict[str, Any] | None
     """attributions-<split>.json of the rows that `predictions` is about."""
 
@@ -46,9 +48,14 @@ class Run:
     def starts(self) -> list[Event]:
         return self.of("started")
 
+    @property
+    def output(self) -> str:
+        """Kind of output: chooses what can be drawn of the rows and of the answers."""
+        return base.get(self.config.recipe.task).output
+
     def classes(self) -> Ints | None:
         """The place of its label for each training row, where the task gives a text one label."""
-        if self.store is None or base.get(self.config.recipe.task).output != "classes":
+        if self.store is None or self.output != "classes":
             return None
         return self.store.targets("train").values.astype(np.int64)
 
@@ -75,6 +82,7 @@ def read(folder: Path) -> Run:
         tokenizer=_tokenizer(folder, config),
         artifact=made,
         predictions=answers,
+        scores=scores.read(folder, answers.split) if answers is not None else None,
         attributions=explained,
     )
 

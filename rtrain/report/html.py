@@ -43,12 +43,11 @@ def write(folder: Path) -> Path:
 
 def page(run: collect.Run, now: float | None = None) -> str:
     """The whole page."""
-    intervals = answers.intervals(run.predictions) if run.predictions else {}
     sections = [
         overview.section(run),
         data.section(run),
         curves.section(run),
-        answers.section(run, intervals),
+        answers.section(run),
         slices.section(run),
         hardest.section(run),
         timing.section(run),
@@ -59,7 +58,7 @@ def page(run: collect.Run, now: float | None = None) -> str:
             name=run.summary["run"],
             recipe=run.config.recipe.name,
             made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now)),
-            tiles=overview.tiles(run, intervals),
+            tiles=overview.tiles(run, answers.intervals(run)),
             sections=[section for section in sections if section],
         )
     )

@@ -22,7 +22,11 @@ def section(run: Run) -> Section | None:
         return None
     rows = [int(row) for row in answers.hardest(SHOWN)]
     explained = {row["row"]: row for row in run.attributions["rows"]} if run.attributions else {}
-    cards = [_card(answers, row, text, explained.get(row)) for row, text in zip(rows, answers.texts(rows), strict=True)]
+    known = run.output != "tokens"
+    cards = [
+        _card(answers, row, text, explained.get(row), known)
+        for row, text in zip(rows, answers.texts(rows), strict=True)
+    ]
     right = int(answers.right[rows].sum())
     title = f"The {len(cards)} hardest rows" + (f"; {right} of them are right nevertheless" if right else "")
     note = (
@@ -49,9 +53,11 @@ def _method(found: Mapping[str, Any], numbers: bool) -> str:
     return text
 
 
-def _card(answers: Predictions, row: int, text: str, explained: Mapping[str, Any] | None) -> Card:
-    facts = [("true", _said(answers.target[row])), ("answered", _said(answers.prediction[row]))]
-    if answers.kind != "numbers" and np.isfinite(answers.score[row]):
+def _card(answers: Predictions, row: int, text: str, explained: Mapping[str, Any] | None, known: bool) -> Card:
+    """`known`: there is a true answer beside the model's (of masked text there is only how much was guessed)."""
+    facts = [("true", _said(answers.target[row]))] if known else []
+    facts.append(("answered", _said(answers.prediction[row])))
+    if known and answers.kind != "numbers" and np.isfinite(answers.score[row]):
         facts.append(("confidence", f"{answers.score[row]:.2f}"))
     facts += [("loss", number(float(answers.loss[row]))), ("tokens", str(answers.tokens[row]))]
     facts += [(short(name), short(values[row], 40)) for name, values in answers.slices.items()]
@@ -64,5 +70,7 @@ def _said(value: Any) -> str:
     if isinstance(value, float):
         return number(value)
     return (
-        short(value, 80) if isinstance(value, str) else short(", ".join(str(part) for part in value) or "nothing", 160)
+        short(value, 80) or "nothing"
+        if isinstance(value, str)
+        else short(", ".join(str(part) for part in value) or "nothing", 160)
     )
