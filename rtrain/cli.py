@@ -235,7 +235,7 @@ def report(run: Annotated[Path, typer.Argument(help="Run folder, also of a run t
     """Write RUN/report.html: the rows, the curves, the answers, where the time went; one page, offline."""
     from rtrain.report import html
 
-    print(html.write(run.absolute()))
+    print(html.make(run.absolute()))
 
 
 @app.command()

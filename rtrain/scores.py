@@ -9,11 +9,11 @@
   "tables": {...}                    what is no single figure, by the kind of output: see rtrain.tasks.tables
 }
 
-A slice is {"value", "rows", "scores", "merged": how many values are in it, "examples": some of them}. The worst
-headline is first; values with few rows are one slice (`rtrain.metrics.slices`), and so are all but the `MOST_SLICES`
-most frequent. `length` has the quarters of the rows by tokens, where no column has that name. The intervals are
-bootstrap percentiles of the figures that are sums over rows; rows are taken to be independent. The file is bounded: by
-the number of classes and columns, never by the number of rows. Numbers are finite.
+A slice is {"value", "rows", "scores", "interval": of its headline, "merged": how many values are in it, "examples":
+some of them}. The worst headline is first; values with few rows are one slice (`rtrain.metrics.slices`), and so are all
+but the `MOST_SLICES` most frequent. `length` has the quarters of the rows by tokens, where no column has that name. The
+intervals are bootstrap percentiles of the figures that are sums over rows; rows are taken to be independent. The file
+is bounded: by the number of classes and columns, never by the number of rows. Numbers are finite.
 """
 
 import json
@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rtrain.metrics import bootstrap, slices
+from rtrain.metrics.additive import Additive
 from rtrain.tasks.base import Head, Task
 from rtrain.tasks.batch import Int32s, Ragged
 from rtrain.tasks.metrics import Metric, metric_for
@@ -39,6 +40,8 @@ LENGTH = "length"
 CONFIDENCE = 0.95
 MOST_DRAWS = 50_000_000
 """Rows times resamples: 1000 resamples of up to 50,000 rows, fewer of more."""
+SLICE_REPLICATES = 400
+"""Resamples of a slice: there are many."""
 
 
 def path_of(run: Path, split: str) -> Path:
@@ -66,13 +69,14 @@ def measure(
     }
     if not rows:
         return {**document, "scores": metric.scores(outcomes, targets, head), "slices": {}, "tables": {}}
-    sliced = {name: _slices(metric, values, outcomes, targets, head) for name, values in columns.items()}
+    additive = None if metric.additive is None else metric.additive(outcomes, targets, head)
+    sliced = {name: _slices(metric, values, outcomes, targets, head, additive) for name, values in columns.items()}
     if LENGTH not in columns:
-        sliced[LENGTH] = _slices(metric, slices.quantiles(lengths), outcomes, targets, head, least=1)
+        sliced[LENGTH] = _slices(metric, slices.quantiles(lengths), outcomes, targets, head, additive, least=1)
     return {
         **document,
         "scores": _finite(metric.all(outcomes, targets, head)),
-        "intervals": _intervals(metric, outcomes, targets, head),
+        "intervals": {} if additive is None else _intervals(additive),
         "slices": sliced,
         "tables": {} if metric.tables is None else metric.tables(outcomes, targets, head),
     }
@@ -119,18 +123,21 @@ def text(document: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _intervals(metric: Metric, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
-    if metric.additive is None:
-        return {}
-    replicates = max(100, min(bootstrap.REPLICATES, MOST_DRAWS // len(outcomes)))
-    additive = metric.additive(outcomes, targets, head)
+def _intervals(additive: Additive) -> dict[str, Any]:
+    replicates = max(100, min(bootstrap.REPLICATES, MOST_DRAWS // len(additive)))
     found = bootstrap.intervals(additive, replicates=replicates, confidence=CONFIDENCE)
-    ends = {name: [one.low, one.high] for name, one in found.items()}
+    ends = {name: [one.low, one.high] for name, one in found.items() if np.isfinite([one.low, one.high]).all()}
     return {"confidence": CONFIDENCE, "replicates": replicates, "scores": ends}
 
 
 def _slices(
-    metric: Metric, values: Sequence[str], outcomes: Ragged, targets: Ragged, head: Head, least: int = slices.LEAST
+    metric: Metric,
+    values: Sequence[str],
+    outcomes: Ragged,
+    targets: Ragged,
+    head: Head,
+    additive: Additive | None,
+    least: int = slices.LEAST,
 ) -> list[dict[str, Any]]:
     counts = sorted(Counter(values).values(), reverse=True)
     if len(counts) > MOST_SLICES:  # one more than the first value has that is one too many: it and rarer ones merge
@@ -139,15 +146,24 @@ def _slices(
     def scores(rows: npt.NDArray[np.int64]) -> dict[str, float]:
         return _finite(metric.all(outcomes.take(rows), targets.take(rows), head))
 
-    return [
-        {
-            "value": one.value,
-            "rows": one.rows,
-            "scores": one.scores,
-            **({"merged": len(one.merged), "examples": list(one.merged[:EXAMPLES])} if one.merged else {}),
-        }
-        for one in slices.by_column(values, scores, metric.headline, least=least)
-    ]
+    names = np.array(values, dtype=object)
+    found = []
+    for one in slices.by_column(values, scores, metric.headline, least=least):
+        document = {"value": one.value, "rows": one.rows, "scores": one.scores}
+        if additive is not None:
+            inside = np.flatnonzero(np.isin(names, list(one.merged) or [one.value]))
+            document["interval"] = _interval(additive, inside, metric.headline)
+        if one.merged:
+            document |= {"merged": len(one.merged), "examples": list(one.merged[:EXAMPLES])}
+        found.append(document)
+    return found
+
+
+def _interval(additive: Additive, rows: npt.NDArray[np.int64], headline: str) -> list[float]:
+    """Of a slice's headline."""
+    replicates = max(100, min(SLICE_REPLICATES, MOST_DRAWS // len(additive)))
+    one = bootstrap.intervals(Additive(additive.rows[rows], additive.score), 0, replicates, CONFIDENCE)[headline]
+    return [one.low, one.high]
 
 
 def _finite(scores: Mapping[str, float]) -> dict[str, float]:

@@ -297,6 +297,8 @@ class Serve(Section):
 
 
 class Report(Section):
+    attributions: Annotated[int, Field(ge=0, le=20)] = 20
+    """Hardest rows whose answers are explained in the report, once, when the run has finished; 0 for none."""
     trackers: tuple[Literal["tensorboard", "mlflow"], ...] = ()
     """Trackers that are told what the run logs, e.g. [tensorboard, mlflow]; each needs the extra of its name."""
     tensorboard_dir: str | None = None

@@ -8,13 +8,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from rtrain import config
+from rtrain import config, scores
+from rtrain.compress import score
 from rtrain.config import Config
+from rtrain.data.store import open_store
+from rtrain.predict import Predictor
 from rtrain.report import events
 from rtrain.report.predictions import path_of
-from rtrain.training import runs
+from rtrain.tasks import base
+from rtrain.tasks.batch import Ragged
+from rtrain.training import predictions as answered, runs
+from tests import test_task_runs
 from tests.conftest import Row, labelled_rows, write_rows
-from tests.tiny import make_encoder, make_store
+from tests.tiny import CORPUS, make_encoder, make_store, make_task_artifact
 
 UPDATES_PER_EPOCH = 10
 SECONDS = {"setup": 2.0, "first_batch": 1.0, "train": 20.0, "evaluate": 3.0, "checkpoint": 0.5, "input_wait": 0.25}
@@ -30,14 +36,20 @@ def settings(folder: Path, rows: Sequence[Row], **overrides: Any) -> Config:
 
 def make_run(folder: Path, rows: Sequence[Row] | None = None, *, trained: bool = True, **overrides: Any) -> Path:
     """A run that is created or, by default, trained to its end, with no answers yet."""
-    chosen = settings(folder, labelled_rows(300) if rows is None else rows, **overrides)
+    return begin(folder, settings(folder, labelled_rows(300) if rows is None else rows, **overrides), trained=trained)
+
+
+def begin(folder: Path, chosen: Config, *, trained: bool = True) -> Path:
+    """The run of any configuration whose model is `<folder>/encoder`."""
     store = make_store(chosen.recipe, folder / "encoder", folder)
     chosen = config.with_overrides(
-        chosen, {"train.rows_per_update": -(-store.rows("train") // UPDATES_PER_EPOCH), "train.save_every": 5}
+        chosen,
+        {"train.rows_per_update": -(-store.rows("train") // UPDATES_PER_EPOCH), "train.aggregation_frequency": None}
+        | {"train.save_every": 5},
     )
     run = folder / "run"
     frozen = runs.freeze(run, chosen)
-    created = {"recipe": "intent", "task": "classification", "data_digest": store.manifest.digest}
+    created = {"recipe": chosen.recipe.name, "task": chosen.recipe.task, "data_digest": store.manifest.digest}
     origin = store.manifest.sources
     events.append(
         run, "created", run="run", **created, store=str(store.folder), origin=origin, versions={"ray": "2.60"}
@@ -80,9 +92,13 @@ def write_predictions(
     split: str = "test",
     source: str = "rows.csv",
     seed: int = 0,
+    measured: bool = True,
     **slices: Sequence[str],
 ) -> Path:
-    """predictions-<split>.parquet as an evaluation leaves it; a loss that is larger where the answer is wrong."""
+    """predictions-<split>.parquet as an evaluation of labels leaves it, and scores-<split>.json where they are
+    `measured`; a loss that is larger where the answer is wrong."""
+    if measured:
+        write_scores(run, target, prediction, split=split, **slices)
     rows, random = len(target), np.random.default_rng(seed)
     wrong = np.array([a != b for a, b in zip(target, prediction, strict=True)], dtype=np.float64)
     columns = {
@@ -100,6 +116,56 @@ def write_predictions(
     path = path_of(run, split)
     pyarrow.parquet.write_table(pa.table({**columns, **{name: list(values) for name, values in slices.items()}}), path)
     return path
+
+
+def write_scores(
+    run: Path, target: Sequence[str], prediction: Sequence[str], *, split: str = "test", **slices: Sequence[str]
+) -> Path:
+    """scores-<split>.json of answers that are nine tenths sure."""
+    names = sorted({*target, *prediction})
+    true, said = (np.array([names.index(label) for label in labels]) for labels in (target, prediction))
+    logits = np.where(np.eye(len(names))[said] > 0, np.log(9 * max(1, len(names) - 1)), 0.0)
+    task, lengths = base.get("classification"), np.arange(len(true))
+    head, found = base.Head(tuple(names)), Ragged.even(logits)
+    return scores.write(run, scores.measure(task, head, split, found, Ragged.even(true), lengths, slices))
+
+
+def make_answered(folder: Path, task: str, seed: int = 3, **overrides: Any) -> Path:
+    """A run of any task with all that training leaves: its artefact is of random weights, its answers are its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = config.with_overrides(settings_of(task, folder), overrides)
+    run = begin(folder, chosen)
+    store = open_store(Path(next(event["store"] for event in events.read(run) if "store" in event)))
+    found, head = base.get(task), store.manifest.head
+    most = base.reading(found, chosen.recipe.data).max_tokens
+    predictor = Predictor.load(make_task_artifact(run / "artifact", task, head, seed, most), threads=1)
+    outcomes = {
+        split: score.on_split(predictor, store, split, np.arange(store.rows(split))).outcomes
+        for split in ("valid", "test")
+    }
+    chosen_there = found.calibrate(outcomes["valid"], store.targets("valid"), head)
+    head = base.Head(head.labels, {**head.facts, **chosen_there})
+    for split, rows in outcomes.items():
+        answered.write(run, split, store, found, head, rows, predictor.tokenizer)
+        document = answered.measured(store, split, found, head, rows)
+        scores.write(run, document)
+        own = {name: value for name, value in document["scores"].items() if np.isfinite(value)}
+        events.append(run, "evaluated", split=split, update=20, scores=own)
+    return run
+
+
+def settings_of(task: str, folder: Path) -> Config:
+    """A recipe for the task and rows for it."""
+    if task == "masked_lm":
+        path = write_rows(folder / "rows.csv", [(" ".join(CORPUS[n % 9 :]) + f" {n}", "x") for n in range(120)])
+        own = {"data.path": str(path), "data.max_tokens": 48, "data.window": None}
+        model = {"model.name": str(make_encoder(folder / "encoder"))}
+        return config.load("domain-adapt", {**own, **model, "data.label": None})
+    found = test_task_runs.settings(task, folder)
+    if task == "regression":  # enough rows for slices
+        lines = [f"{text},{1 + len(text.split()) // 3},{label}" for text, label in labelled_rows(900)]
+        (folder / "essays.csv").write_text("essay,score,kind\n" + "\n".join(lines) + "\n")
+    return found
 
 
 def answers_of(labels: Sequence[str], rows: int, right: float, seed: int = 0) -> tuple[list[str], list[str]]:

@@ -34,7 +34,9 @@ def test_lines_of_reviews_end_at_newlines_alone(tmp_path: Path) -> None:
 
 def test_only_the_test_has_other_languages_than_english(tmp_path: Path) -> None:
     for split in ("train", "valid", "test"):
-        rows = [{"lang": lang, "text": f"{split} {lang}", "intent": "a", "tokens": []} for lang in ("en", "de")]
+        rows: list[dict[str, Any]] = [
+            {"lang": lang, "text": f"{split} {lang}", "intent": "a", "tokens": []} for lang in ("en", "de")
+        ]
         write_parquet(tmp_path / f"{split}.parquet", rows)
     found = rows_of(sets.xsid(tmp_path, tmp_path))
     assert [row["text"] for row in found] == ["train en", "valid en", "test en", "test de"]

@@ -78,8 +78,13 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.data.ingest": frozenset({"rtrain.data.order", "rtrain.data.store", "rtrain.tasks.batch"}),
     "rtrain.report.": frozenset({"rtrain.report."}),
     "rtrain.report.trackers": frozenset({"rtrain.report.events", "rtrain.config"}),
-    "rtrain.report.collect": frozenset({"rtrain.report.", "rtrain.config", "rtrain.data.store", "rtrain.tasks."}),
-    "rtrain.report.sections.": frozenset({"rtrain.report.", "rtrain.config", "rtrain.data.store"}),
+    "rtrain.report.collect": frozenset(
+        {"rtrain.report.", "rtrain.config", "rtrain.data.store", "rtrain.scores", "rtrain.tasks."}
+    ),
+    "rtrain.report.attributions": frozenset(
+        {"rtrain.report.", "rtrain.config", "rtrain.data.store", "rtrain.explain.", "rtrain.predict", "rtrain.tasks."}
+    ),
+    "rtrain.report.sections.": frozenset({"rtrain.report.", "rtrain.config", "rtrain.data.store", "rtrain.metrics."}),
     "rtrain.plan.preflight": frozenset({"rtrain.config"}),
     "rtrain.cluster.session": frozenset({"rtrain.config", "rtrain.env"}),
     "rtrain.cluster.supervise": frozenset({"rtrain.cluster.session"}),

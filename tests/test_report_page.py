@@ -16,7 +16,7 @@ from rtrain.report.blocks import Cards, Figure, Section, Table
 from rtrain.report.sections import answers, certificate, curves, data, hardest, overview, slices, timing
 from rtrain.training import driver
 from tests.conftest import labelled_rows
-from tests.reports import answers_of, make_run, write_predictions
+from tests.reports import answers_of, make_run, write_predictions, write_scores
 
 LABELS = ("login", "parcel", "refund")
 LIMIT = 3_000_000
@@ -82,7 +82,7 @@ def test_every_section_of_a_finished_run_is_there(finished: Path) -> None:
 
 
 def test_every_chart_has_a_title_a_sentence_and_named_axes(known: collect.Run) -> None:
-    sections = [data.section(known), curves.section(known), answers.section(known, {}), slices.section(known)]
+    sections = [data.section(known), curves.section(known), answers.section(known), slices.section(known)]
     figures = [block for section in sections if section for block in section.blocks if isinstance(block, Figure)]
     assert len(figures) >= 10
     for figure in figures:
@@ -146,30 +146,29 @@ def test_a_restart_without_a_crash_is_marked_as_such(tmp_path: Path) -> None:
 
 def test_scores_have_intervals_that_hold_them(known: collect.Run) -> None:
     assert known.predictions is not None
-    found = answers.intervals(known.predictions)
-    assert found["accuracy"].value == pytest.approx(known.predictions.right.mean())
-    assert found["accuracy"].low < found["accuracy"].value < found["accuracy"].high
-    rows = table(answers.section(known, found), "Scores").rows
-    assert [row[0] for row in rows] == ["accuracy", "macro F1"]
-    assert [row[3] for row in rows] == ["0.5000", "0.4000"]  # what the run logged on the same split
+    value, (low, high) = known.predictions.right.mean(), answers.intervals(known)["accuracy"]
+    assert low < value < high
+    rows = {row[0]: row[1:] for row in table(answers.section(known), "Scores").rows}
+    assert rows["accuracy"] == (f"{value:.4f}", f"{low:.4f} to {high:.4f}")
+    assert rows["AUC"][1] == "-"  # no sum over rows
+    assert f"95 % interval {low:.3f} to {high:.3f}" in page_of(known.folder).text
 
 
 def test_most_confused_pair_is_named(known: collect.Run) -> None:
     assert known.predictions is not None
     pairs = list(zip(known.predictions.target, known.predictions.prediction, strict=True))
-    rows = table(answers.section(known, {}), "Most confused").rows
-    for true, said, count, _ in rows:
+    rows = table(answers.section(known), "Most confused").rows
+    for true, said, count in rows:
         assert pairs.count((true, said)) == count
     assert sum(int(row[2]) for row in rows) == (~known.predictions.right).sum()
 
 
 def test_worst_slice_is_the_planted_one(known: collect.Run) -> None:
-    """English rows were all answered `login`; a column of serial numbers makes no slices."""
+    """English rows were all answered `login`; serial numbers make no slices: all of them together are all rows."""
     section = slices.section(known)
     assert table(section, "The same in figures").rows[0][0] == "language: en"
     assert table(section, "The same in figures").rows[0][4] == "worse"
-    assert section is not None
-    assert any("No slices by serial" in getattr(block, "text", "") for block in section.blocks)
+    assert not any("serial" in str(row[0]) for row in table(section, "The same in figures").rows)
 
 
 def test_hardest_rows_are_those_of_the_largest_loss(known: collect.Run) -> None:
@@ -217,47 +216,21 @@ def test_a_run_whose_store_is_gone(tmp_path: Path) -> None:
     assert "token store is no longer where the run left it" in page_of(run).text
 
 
-def test_numbers_have_scatter_and_errors(tmp_path: Path) -> None:
-    run, random = make_run(tmp_path), np.random.default_rng(0)
-    targets = random.uniform(1, 9, 150).round(1)
-    write_predictions(run, targets.tolist(), (targets + 1.0).tolist(), prompt=["a", "b", "c"] * 50)
-    known = collect.read(run)
-    assert known.predictions is not None
-    assert known.predictions.kind == "numbers"
-    found = answers.intervals(known.predictions)
-    assert (found["rmse"].value, found["mae"].value) == pytest.approx((1.0, 1.0))
-    titles = [block.title for block in answers.section(known, found).blocks if isinstance(block, Figure)]
-    assert titles[0] == "Predicted against true: correlation 1.00"
-    assert titles[1] == "Half of the predictions are off by 1.00 or less"
-    text = page_of(run).text
-    assert "On average the predictions are 1 too high." in text
-    assert "True score by prompt" in text
-    assert "Confusion" not in text
-
-
-def test_lists_are_compared_as_a_whole(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    write_predictions(run, [["a", "b"], ["c"], []] * 20, [["a", "b"], ["d"], []] * 20)
-    known = collect.read(run)
-    assert known.predictions is not None
-    assert answers.intervals(known.predictions)["rows_exactly_right"].value == pytest.approx(2 / 3)
-    text = page_of(run).text
-    assert "Worst slice" in text
-    assert "rows exactly right" in text
-
-
 def test_validation_answers_do_where_there_is_no_test(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     write_predictions(run, *answers_of(LABELS, 30, 0.5), split="valid")
     assert "answered on the 30 validation rows" in page_of(run).text
 
 
-def test_answers_without_confidence_or_loss(tmp_path: Path) -> None:
+def test_answers_without_confidence_or_scores(tmp_path: Path) -> None:
+    """As versions left them that measured no scores in full."""
     run, nothing = make_run(tmp_path), [float("nan")] * 30
-    write_predictions(run, *answers_of(LABELS, 30, 0.5), score=nothing)
+    write_predictions(run, *answers_of(LABELS, 30, 0.5), score=nothing, measured=False)
     text = page_of(run).text
+    assert "The run has left no scores-test.json" in text
     assert "calibration" not in text
     assert "confidence" not in text
+    assert "Worst slice" not in text
 
 
 def test_a_file_of_other_columns_is_refused_by_name(tmp_path: Path) -> None:
@@ -281,8 +254,8 @@ def test_a_report_that_fails_is_said_and_does_not_fail_the_run(tmp_path: Path) -
     driver._report(run, lambda event: said.append(event["text"]))
     (kept,) = run.glob("report-*.txt")
     assert "Traceback" in kept.read_text()
-    assert said[0].startswith(f"no report.html: {run}/predictions-test.parquet cannot be read")
-    assert str(kept) in said[0]
+    assert said[-1].startswith(f"no report.html: {run}/predictions-test.parquet cannot be read")
+    assert str(kept) in said[-1]
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
@@ -370,6 +343,9 @@ def test_a_huge_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
     labels = [f"{code} " + "long label " * 18 for code in range(300)]
     columns: dict[str, Any] = {f"c{n}": [f"{row % 30} " + "v" * 300 for row in range(20_000)] for n in range(10)}
-    write_predictions(run, *answers_of(labels, 20_000, 0.3), text=["<&> word " * 222] * 20_000, **columns)
+    write_predictions(
+        run, *answers_of(labels, 20_000, 0.3), text=["<&> word " * 222] * 20_000, measured=False, **columns
+    )
+    write_scores(run, *answers_of(labels, 20_000, 0.3), c0=columns["c0"])
     page = html.write(run)
     assert 100_000 < page.stat().st_size < LIMIT

@@ -106,6 +106,8 @@ HEADS = {
     ),
     "tags": (base.get("token_tags"), base.Head(("O", "B-x", "I-x"))),
     "summary": (base.get("extractive_summary"), base.Head(("left out", "taken"), {"max_words": 5})),
+    "spans": (base.get("span_qa"), base.Head(("start", "end"), {"no_answer": True, "threshold": 0.5})),
+    "tokens": (base.get("masked_lm"), base.Head((), {"mask": "[MASK]"})),
 }
 OUTCOMES: dict[str, tuple[list[Any], list[Any]]] = {
     "labels": ([[2, -2], [1, 1]], [[1, 0], [0, 1]]),
@@ -116,6 +118,9 @@ OUTCOMES: dict[str, tuple[list[Any], list[Any]]] = {
         [[*[0.5] * summary_rows.FIGURES, 0.75, 1, 0.25, 0], [*[0.0] * summary_rows.FIGURES, 0.5, 1]],
         [summary_rows.write(["a b", "c"], [(1, 3), (3, 4)], [0], "b"), summary_rows.write(["d"], [(1, 2)], [], "e")],
     ),
+    # F1, exact match, margin, whether there is an answer, loss, first and last token; targets are places in windows.
+    "spans": ([[0.8, 0, 3.0, 1, 0.4, 5, 9], [0, 0, -1.0, 0, 0.1, 4, 4]], [[0, 0, 6, 9], [0, 0]]),
+    "tokens": ([[10, 5, 20.0], [6, 3, 12.0]], [[], []]),
 }
 
 
@@ -126,7 +131,9 @@ def test_every_kind_of_output_has_intervals_of_its_headline_and_tables(output: s
     outcomes, targets = Ragged.of(found, np.float64), Ragged.of(true, np.float32)
     document = scores.measure(task, head, "valid", outcomes, targets, np.array([3, 9]), {"of": ["one", "two"]})
     assert document["headline"] in document["intervals"]["scores"]
-    assert document["tables"]
+    assert bool(document["tables"]) == (output != "tokens")
+    for one in document["slices"]["length"]:  # of a single row each, whose resamples are all the same
+        assert one["interval"] == [one["scores"][document["headline"]]] * 2
     assert sorted(one["value"] for one in document["slices"]["length"]) == ["3", "9"]
     assert scores.read(scores.write(tmp_path, document).parent, "valid") == document
     assert document["headline"] in scores.text(document)
@@ -150,6 +157,60 @@ def test_tables_of_the_other_kinds_by_hand() -> None:
     }
     [entity] = tables["tags"]["per_class"]
     assert (entity["class"], entity["precision"], entity["recall"]) == ("x", 0.5, 1.0)
+
+
+def of_questions(rows: list[list[float]], lengths: list[int], threshold: float, no_answer: bool = True) -> Any:
+    """Rows of F1, exact match, margin; an answer of that many tokens begins at token 5 of the second window."""
+    head = base.Head(("start", "end"), {"no_answer": no_answer, "threshold": threshold} if no_answer else {})
+    outcomes = [[*row, float(length > 0), 0.1, 0, 0] for row, length in zip(rows, lengths, strict=True)]
+    targets = [[0, 0, 5, 4 + length] if length else [0, 0, 0, 0] for length in lengths]
+    found, true = Ragged.of(outcomes, np.float64), Ragged.of(targets, np.float32)
+    return scores.measure(base.get("span_qa"), head, "valid", found, true, np.arange(len(rows)), {})
+
+
+def test_questions_by_the_length_of_their_answer() -> None:
+    """Of five answers of 1, 1, 2, 12 and 14 tokens one of length 1 is left unanswered."""
+    rows = [[1.0, 1, 9], [1.0, 1, -9], [0.5, 0, 9], [0.25, 0, 9], [0.75, 0, 9], [0.0, 0, -9]]
+    found = of_questions(rows, [1, 1, 2, 12, 14, 0], threshold=0.0)
+    assert found["tables"]["by_length"] == [
+        {"low": 1, "high": 1, "rows": 2, "f1": 0.5, "exact_match": 0.5},
+        {"low": 2, "high": 2, "rows": 1, "f1": 0.5, "exact_match": 0.0},
+        {"low": 12, "high": 14, "rows": 2, "f1": 0.5, "exact_match": 0.0},
+    ]
+    assert "no_answer" not in of_questions(rows[:5], [1, 1, 2, 12, 14], 0.0, no_answer=False)["tables"]
+
+
+def test_f1_at_each_threshold_is_that_of_answers_above_it() -> None:
+    random = np.random.default_rng(0)
+    lengths = random.integers(0, 3, 400).tolist()
+    margins = random.normal(size=400).round(1)  # many are equal
+    rows = [
+        [random.uniform() * bool(n), float(random.integers(2) * bool(n)), m]
+        for n, m in zip(lengths, margins, strict=True)
+    ]
+    tables = of_questions(rows, lengths, threshold=0.3)["tables"]["no_answer"]
+    curve = tables["curve"]
+    assert 2 < len(curve) <= 101
+    assert (curve[0]["answered"], curve[-1]["answered"]) == (0, 1)
+    for point in curve:
+        scored = of_questions(rows, lengths, point["threshold"])["scores"]
+        assert (scored["f1"], scored["exact_match"]) == pytest.approx((point["f1"], point["exact_match"]))
+        assert scored["answered"] == pytest.approx(point["answered"])
+    assert (tables["rows"], tables["threshold"]) == (lengths.count(0), 0.3)
+    none = margins[np.array(lengths) == 0]
+    assert tables["silent"] == pytest.approx((none <= 0.3).mean())
+
+
+def test_a_slice_has_the_interval_of_its_own_rows() -> None:
+    random = np.random.default_rng(2)
+    true = [0] * 400
+    predicted = np.where(random.random(400) < np.repeat([0.9, 0.5], 200), 0, 1).tolist()
+    found = of_intents(predicted, true, language=["en"] * 200 + ["de"] * 200)["slices"]["language"]
+    assert [one["value"] for one in found] == ["de", "en"]
+    for one in found:
+        value, (low, high) = one["scores"]["accuracy"], one["interval"]
+        half = 1.96 * math.sqrt(value * (1 - value) / 200)
+        assert (value - low, high - value) == (pytest.approx(half, rel=0.3), pytest.approx(half, rel=0.3))
 
 
 # ------------------------------------------------------------------------------------------------------- any artefact

@@ -52,12 +52,12 @@ def choose(
     A class by its logit, each label that was given (or else the likeliest), each head's class, each entity by the mean
     logit of its words' tags, a number in the unit of the training scores.
     """
-    return _KINDS[task.output](head, asked, encoded, output, label)[:MOST_TARGETS]
+    return KINDS[task.output](head, asked, encoded, output, label)[:MOST_TARGETS]
 
 
 def check(task: Task) -> None:
-    if task.output not in _KINDS:
-        known = ", ".join(_KINDS)
+    if task.output not in KINDS:
+        known = ", ".join(KINDS)
         raise UserError(f"answers of kind {task.output!r} (task {task.name}) are not explained, only {known}")
 
 
@@ -139,7 +139,7 @@ def _place(label: str, known: Sequence[str]) -> int:
     raise LabelError(f"the model has no label {label!r}; {fix}")
 
 
-_KINDS: Mapping[str, Callable[[Head, Input, Encoded, Floats, str | None], list[Target]]] = {
+KINDS: Mapping[str, Callable[[Head, Input, Encoded, Floats, str | None], list[Target]]] = {
     "classes": _classes,
     "labels": _labels,
     "heads": _heads,

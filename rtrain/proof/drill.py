@@ -132,7 +132,7 @@ def run(
     config = configuration.with_overrides(
         config,
         {"train.save_every": save_every, "train.keep": KEEP, "train.log_every": 1, "cluster.stall_s": STALL_S}
-        | {"cluster.storage": None},
+        | {"cluster.storage": None, "report.attributions": 0},
     )
     updates = 3 * save_every * (len(faults) + 1)
     config = _long_enough(config, folder.parent, updates)

@@ -51,12 +51,32 @@ class Code:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A stretch of a text; `css` marks what it adds to the answer (`for l3`, `against l1`, ...), `hint` its figure."""
+
+    text: str
+    css: str = ""
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A row's texts with their parts marked for one answer."""
+
+    head: str
+    note: str
+    texts: Sequence[Sequence[Piece]]
+    named: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
 class Card:
-    """One row of the data with what became of it."""
+    """One row of the data with what became of it. The text is shown marked where its answer was explained."""
 
     text: str
     facts: Sequence[tuple[str, str]]
     where: str
+    marked: Sequence[Marked] = ()
 
 
 @dataclass(frozen=True)
@@ -64,6 +84,8 @@ class Cards:
     title: str
     cards: Sequence[Card]
     note: str
+    legend: bool = False
+    """Whether the marks are explained above the cards."""
     wide: bool = True
     kind: str = field(default="cards", init=False)
 

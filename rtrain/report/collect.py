@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from rtrain import config as configuration
+from rtrain import config as configuration, scores
 from rtrain.config import Config
 from rtrain.data.store import Store
 from rtrain.errors import UserError
-from rtrain.report import events, predictions, summary
+from rtrain.report import attributions, events, predictions, summary
 from rtrain.tasks import base
 from rtrain.tasks.batch import Ints
 
@@ -32,6 +32,10 @@ class Run:
     artifact: dict[str, Any] | None
     """artifact.json of a finished run."""
     predictions: predictions.Predictions | None
+    scores: dict[str, Any] | None
+    """scores-<split>.json of the rows that `predictions` is about (`rtrain.scores`)."""
+    attributions: dict[str, Any] | None
+    """attributions-<split>.json of the rows that `predictions` is about."""
 
     def of(self, *kinds: str) -> list[Event]:
         return [event for event in self.log if event["kind"] in kinds]
@@ -44,9 +48,14 @@ class Run:
     def starts(self) -> list[Event]:
         return self.of("started")
 
+    @property
+    def output(self) -> str:
+        """Kind of output: chooses what can be drawn of the rows and of the answers."""
+        return base.get(self.config.recipe.task).output
+
     def classes(self) -> Ints | None:
         """The place of its label for each training row, where the task gives a text one label."""
-        if self.store is None or base.get(self.config.recipe.task).output != "classes":
+        if self.store is None or self.output != "classes":
             return None
         return self.store.targets("train").values.astype(np.int64)
 
@@ -62,6 +71,8 @@ def read(folder: Path) -> Run:
     if not path.is_file():
         raise UserError(f"{folder} holds no run (no config.yaml); name the folder that --out named")
     config, log = configuration.load(str(path)), events.read(folder)
+    made, answers = _artifact(folder), predictions.newest(folder)
+    explained = attributions.read(folder, answers.split, made["version"]) if made and answers is not None else None
     return Run(
         folder=folder,
         config=config,
@@ -69,8 +80,10 @@ def read(folder: Path) -> Run:
         summary=summary.summarise(folder),
         store=_store(log),
         tokenizer=_tokenizer(folder, config),
-        artifact=_artifact(folder),
-        predictions=predictions.newest(folder),
+        artifact=made,
+        predictions=answers,
+        scores=scores.read(folder, answers.split) if answers is not None else None,
+        attributions=explained,
     )
 
 

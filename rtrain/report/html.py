@@ -12,12 +12,24 @@ from typing import Any
 
 from markupsafe import Markup
 
-from rtrain.report import collect
+from rtrain.errors import UserError
+from rtrain.report import attributions, collect
+from rtrain.report.progress import say
 from rtrain.report.sections import answers, certificate, curves, data, hardest, overview, slices, timing
 from rtrain.report.svg import visible
 
 NAME = "report.html"
 _PIECE = re.compile(r"\s+|[^\s_/.:-]{1,22}[_/.:-]*|[_/.:-]+")
+
+
+def make(folder: Path) -> Path:
+    """`write`, with the attributions of the hardest rows where they can be had. Raises as `write` does."""
+    run = collect.read(folder)
+    try:
+        attributions.ensure(run.folder)
+    except UserError as error:
+        say(f"no attributions: {error}")
+    return write(folder)
 
 
 def write(folder: Path) -> Path:
@@ -31,12 +43,11 @@ def write(folder: Path) -> Path:
 
 def page(run: collect.Run, now: float | None = None) -> str:
     """The whole page."""
-    intervals = answers.intervals(run.predictions) if run.predictions else {}
     sections = [
         overview.section(run),
         data.section(run),
         curves.section(run),
-        answers.section(run, intervals),
+        answers.section(run),
         slices.section(run),
         hardest.section(run),
         timing.section(run),
@@ -47,7 +58,7 @@ def page(run: collect.Run, now: float | None = None) -> str:
             name=run.summary["run"],
             recipe=run.config.recipe.name,
             made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now)),
-            tiles=overview.tiles(run, intervals),
+            tiles=overview.tiles(run, answers.intervals(run)),
             sections=[section for section in sections if section],
         )
     )

@@ -51,6 +51,11 @@ class Predictions:
         pairs = zip(self.target, self.prediction, strict=True)
         return np.fromiter((bool(a == b) for a, b in pairs), dtype=np.bool_, count=len(self))
 
+    def hardest(self, most: int) -> Ints:
+        """Positions of the rows with the largest loss, the largest first."""
+        loss = np.where(np.isfinite(self.loss), self.loss, -np.inf)
+        return np.argsort(-loss, kind="stable")[:most]
+
     def texts(self, rows: Sequence[int]) -> list[str]:
         """The texts of some rows; only the parts of the file that hold them are read."""
         found: dict[int, str] = {}

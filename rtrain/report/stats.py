@@ -1,6 +1,6 @@
 """Figures behind the report's charts: pure functions of arrays, no files."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +11,6 @@ Ints = npt.NDArray[np.int64]
 
 MOST_POINTS = 400
 """Points of one curve."""
-RESAMPLES, LARGE_RESAMPLES, LARGE = 1000, 200, 20_000
-"""Bootstrap resamples; of more than `LARGE` rows fewer do, and their interval is narrow anyway."""
 
 
 def thin(xs: Sequence[float], ys: Sequence[float], most: int = MOST_POINTS) -> tuple[list[float], list[float]]:
@@ -85,37 +83,14 @@ def wilson(right: int, rows: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, float(middle - half)), min(1.0, float(middle + half))
 
 
-# -------------------------------------------------------------------------------------------------------------- classes
-
-
-def codes(values: Iterable[str], names: Sequence[str]) -> Ints:
-    """Position of each value in `names`, which holds them all."""
-    index = {name: place for place, name in enumerate(names)}
-    return np.fromiter((index[value] for value in values), dtype=np.int64)
-
-
-def confusion(targets: Ints, predictions: Ints, classes: int) -> Ints:
-    """Counts [true, predicted]."""
-    return np.bincount(targets * classes + predictions, minlength=classes * classes).reshape(classes, classes)
-
-
-def class_scores(counts: Ints) -> dict[str, Floats]:
-    """Precision, recall and F1 of each class; 0 where the denominator is."""
-    right, true, predicted = np.diag(counts).astype(np.float64), counts.sum(axis=1), counts.sum(axis=0)
-    return {
-        "precision": right / np.maximum(1, predicted),
-        "recall": right / np.maximum(1, true),
-        "f1": 2 * right / np.maximum(1, true + predicted),
+def quartiles(tokens: Ints) -> list[str]:
+    """The quarter, by length, that each row is in; named by its range of tokens."""
+    cuts = np.unique(np.percentile(tokens, (25, 50, 75)).astype(np.int64))
+    place = np.searchsorted(cuts, tokens, side="left")
+    limits = {
+        int(code): (int(tokens[place == code].min()), int(tokens[place == code].max())) for code in np.unique(place)
     }
-
-
-def overall(counts: Ints) -> dict[str, float]:
-    """Accuracy and macro F1; a class that neither occurs nor is predicted is left out of the mean."""
-    present = (counts.sum(axis=0) + counts.sum(axis=1)) > 0
-    return {
-        "accuracy": float(np.diag(counts).sum() / max(1, counts.sum())),
-        "macro_f1": float(class_scores(counts)["f1"][present].mean()),
-    }
+    return [f"{limits[code][0]} to {limits[code][1]} tokens" for code in place.tolist()]
 
 
 def chain(counts: Ints) -> Ints:
@@ -135,66 +110,6 @@ def chain(counts: Ints) -> Ints:
         order.append(best)
         left.discard(best)
     return np.array(order, dtype=np.int64)
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Bins of equal width over the confidence; only those with rows."""
-
-    confidence: Floats
-    accuracy: Floats
-    rows: Ints
-    error: float
-    """Expected calibration error: mean distance of the two, weighted by rows (Naeini et al. 2015)."""
-
-
-def calibration(score: Floats, right: npt.NDArray[np.bool_], bins: int = 10) -> Calibration:
-    place = np.clip((score * bins).astype(np.int64), 0, bins - 1)
-    rows = np.bincount(place, minlength=bins)
-    full = rows > 0
-    said = np.bincount(place, weights=score, minlength=bins)[full] / rows[full]
-    true = np.bincount(place, weights=right.astype(np.float64), minlength=bins)[full] / rows[full]
-    return Calibration(said, true, rows[full], float((np.abs(said - true) * rows[full]).sum() / len(score)))
-
-
-# -------------------------------------------------------------------------------------------------------------- numbers
-
-
-def errors(targets: Floats, predictions: Floats) -> dict[str, float]:
-    """RMSE, MAE, R2 and Pearson's correlation; the last two only where the targets vary."""
-    off = predictions - targets
-    found = {"rmse": float(np.sqrt((off**2).mean())), "mae": float(np.abs(off).mean())}
-    spread = float(((targets - targets.mean()) ** 2).mean())
-    if spread > 0:
-        found["r2"] = 1 - float((off**2).mean()) / spread
-    if (correlation := pearson(targets, predictions)) is not None:
-        found["pearson"] = correlation
-    return found
-
-
-# ------------------------------------------------------------------------------------------------------------ bootstrap
-
-
-@dataclass(frozen=True)
-class Interval:
-    value: float
-    low: float
-    high: float
-
-
-def bootstrap(rows: int, score: Callable[[Ints], Mapping[str, float]], seed: int = 0) -> dict[str, Interval]:
-    """95 % percentile intervals (Efron 1979): `score` of row positions drawn with replacement, again and again."""
-    draws, random = RESAMPLES if rows <= LARGE else LARGE_RESAMPLES, np.random.default_rng(seed)
-    found: dict[str, list[float]] = {}
-    for _ in range(draws):
-        for name, value in score(random.integers(0, rows, rows)).items():
-            found.setdefault(name, []).append(value)
-    middle = score(np.arange(rows))
-    limits = {name: np.percentile(found[name], (2.5, 97.5)) for name in middle if name in found}
-    return {name: Interval(middle[name], float(low), float(high)) for name, (low, high) in limits.items()}
-
-
-# ---------------------------------------------------------------------------------------------------------------- terms
 
 
 def distinctive(counts: Ints, most: int = 5) -> list[list[int]]:

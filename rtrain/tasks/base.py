@@ -49,12 +49,22 @@ class Targets(NamedTuple):
     """Rows with a label that the head has not."""
 
 
+class Place(NamedTuple):
+    """A stretch of tokens of one of a row's windows."""
+
+    window: int
+    first: int
+    last: int
+    """Included."""
+
+
 class Described(NamedTuple):
     """Rows' answers beside what they should be, for people. One entry per row each."""
 
     target: list[Any]
+    """A string, a float or a list of strings; or a `Place` of the row's tokens."""
     prediction: list[Any]
-    """A string, a float or a list of strings, as the target is; or a slice of the row's tokens."""
+    """As the target is; or a slice of the row's tokens."""
     score: npt.NDArray[np.float64]
     """How sure the model is, 0 to 1; NaN where the task has no such thing."""
     loss: npt.NDArray[np.float64]

@@ -232,6 +232,40 @@ def more_of_summary(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
     return {**found, **({} if area is None else {"auc": area})}
 
 
+# --------------------------------------------------------------------------------------------------- spans and tokens
+
+
+def spans(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
+    """Exact match and F1 of the answers' tokens, 0 to 1: an answer is given where its margin over none is above the
+    head's threshold. (`rtrain evaluate` gives SQuAD's own scores, which are of the texts.)"""
+    if not len(outcomes):
+        return {"f1": 0.0, "exact_match": 0.0, "answered": 0.0, "rows": 0}
+    return {**additive_spans(outcomes, targets, head).scores(), "rows": len(outcomes)}
+
+
+def additive_spans(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
+    f1, exact, given, _ = tables.answers_of(outcomes, head)
+    return means({"f1": f1, "exact_match": exact, "answered": given})
+
+
+def tokens(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
+    """Perplexity and accuracy of masked tokens, over all of them: rows weigh by their tokens."""
+    if not len(outcomes):
+        return {"neg_loss": 0.0, "perplexity": 0.0, "masked_accuracy": 0.0, "rows": 0}
+    return {**additive_tokens(outcomes, targets, head).scores(), "rows": len(outcomes)}
+
+
+def additive_tokens(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
+    def score(sums: Floats) -> dict[str, Floats]:
+        guessed, right, losses = np.moveaxis(sums, -1, 0)
+        mean = ratio(losses, guessed)
+        with np.errstate(over="ignore"):  # of a model that has learned nothing
+            perplexity = np.where(guessed > 0, np.exp(mean), 0.0)
+        return {"neg_loss": -mean, "perplexity": perplexity, "masked_accuracy": ratio(right, guessed)}
+
+    return Additive(outcomes.matrix(3).astype(np.float64), score)
+
+
 # -------------------------------------------------------------------------------------------------------------- shared
 
 
@@ -249,42 +283,13 @@ def _named(additive: Additive, names: tuple[str, ...], prefix: str = "") -> Addi
     return Additive(additive.rows, score)
 
 
-def spans(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
-    """Exact match and F1 of the answers' tokens, 0 to 1: an answer is given where its margin over none is above the
-    head's threshold. (`rtrain evaluate` gives SQuAD's own scores, which are of the texts.)"""
-    rows = outcomes.matrix(7)
-    if not len(rows):
-        return {"f1": 0.0, "exact_match": 0.0, "answered": 0.0, "rows": 0}
-    least = float(head.facts.get("threshold", 0.0 if head.facts.get("no_answer") else -np.inf))
-    given, there = rows[:, 2] > least, rows[:, 3] > 0
-    silent = ~given & ~there
-    scores = {
-        "f1": float(np.where(given & there, rows[:, 0], silent).mean()),
-        "exact_match": float(np.where(given & there, rows[:, 1], silent).mean()),
-        "answered": float(given.mean()),
-    }
-    return {**scores, "rows": len(rows)}
-
-
-def tokens(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
-    """Perplexity and accuracy of masked tokens, over all of them: rows weigh by their tokens."""
-    guessed, right, losses = outcomes.matrix(3).sum(axis=0)
-    mean = float(ratio(losses, guessed))
-    scores = {
-        "neg_loss": -mean,
-        "perplexity": float(np.exp(mean)) if guessed else 0.0,
-        "masked_accuracy": float(ratio(right, guessed)),
-    }
-    return {**scores, "rows": len(outcomes)}
-
-
 METRICS: Mapping[str, Metric] = {
     "classes": Metric("accuracy", classes, additive_classes, more_of_classes, tables.classes),
     "labels": Metric("micro_f1", labels, additive_labels, more_of_labels, tables.labels),
     "heads": Metric("mean_accuracy", heads, additive_heads, None, tables.heads),
     "number": Metric("neg_rmse", number, additive_number, more_of_number, tables.number),
     "tags": Metric("f1", tags, additive_tags, None, tables.tags),
-    "spans": Metric("f1", spans),
-    "tokens": Metric("neg_loss", tokens),
+    "spans": Metric("f1", spans, additive_spans, None, tables.spans),
+    "tokens": Metric("neg_loss", tokens, additive_tokens),
     "summary": Metric("rouge", summary, additive_summary, more_of_summary, tables.summary),
 }

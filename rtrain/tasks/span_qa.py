@@ -152,14 +152,15 @@ class SpanQA(Defaults):
         return {"threshold": float(edges[answered] + edges[answered + 1]) / 2}
 
     def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
-        """Spans as slices of the row's tokens."""
+        """Spans as places and slices of the row's tokens."""
         rows, least = outcomes.matrix(7), threshold(head)
         wanted = []
         for windows in targets:
-            places = windows.reshape(-1, 2).astype(np.int64)
-            wanted.append(next((tuple(place) for place in places.tolist() if place[1] > 0), None))
+            places = windows.reshape(-1, 2).astype(np.int64).tolist()
+            held = (base.Place(number, *place) for number, place in enumerate(places) if place[1] > 0)
+            wanted.append(next(held, ""))
         return Described(
-            target=["" if place is None else f"tokens {place[0]} to {place[1]} of a window" for place in wanted],
+            target=wanted,
             prediction=[slice(int(row[5]), int(row[6]) + 1) if row[2] > least else "" for row in rows],
             score=1 / (1 + np.exp(-np.clip(rows[:, 2], -700, 700))),
             loss=rows[:, 4],

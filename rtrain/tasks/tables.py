@@ -13,6 +13,9 @@ number    residuals: {edges, rows}, a histogram of predicted - true in `BINS` bi
 tags      per_class by type of entity, classes, calibration of the words' tags
 summary   positions: {tenths: 10, oracle, picked}, how many sentences of each tenth of their documents the oracle takes
           and the model; calibration of the sentences' yes or no
+spans     by_length: [{low, high, rows, f1, exact_match}, ...], over the questions with an answer, by its tokens;
+          where some have none: no_answer: {rows, silent: the share of them left unanswered, threshold, curve:
+          [{threshold, f1, exact_match, answered}, ...] of at most `MOST_POINTS` + 1 points, falling thresholds}
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,6 +37,9 @@ MOST_PAIRS = 50
 BINS = 30
 TENTHS = 10
 """Of a document, by its sentences."""
+MOST_POINTS = 100
+ANSWER_TOKENS = (1, 2, 3, 4, 5, 7, 10, 15, 25)
+"""Lengths at which a group of answers begins."""
 
 
 def classes(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
@@ -112,6 +118,53 @@ def summary(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
     }
 
 
+def spans(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
+    rows = outcomes.matrix(7)
+    f1, exact, given, there = answers_of(outcomes, head)
+    # Its tokens in the first window that holds it; 0 where none does as a whole.
+    lengths = np.zeros(len(rows), dtype=np.int64)
+    for row, windows in enumerate(targets):
+        places = windows.reshape(-1, 2).astype(np.int64)
+        lengths[row] = next((last - first + 1 for first, last in places.tolist() if last > 0), 0)
+    found: dict[str, Any] = {"by_length": []}
+    group = np.searchsorted(ANSWER_TOKENS, lengths, side="right")
+    for number in np.unique(group[there & (lengths > 0)]).tolist():
+        inside = there & (group == number)
+        own = lengths[inside]
+        means = {"f1": float(f1[inside].mean()), "exact_match": float(exact[inside].mean())}
+        found["by_length"].append({"low": int(own.min()), "high": int(own.max()), "rows": int(inside.sum()), **means})
+    if head.facts.get("no_answer") and len(rows):
+        silent = float(np.mean(~given[~there])) if (~there).any() else None
+        curve = _no_answer(rows[:, 0], rows[:, 1], rows[:, 2], there)
+        found["no_answer"] = {"rows": int((~there).sum()), "silent": silent, "threshold": least_margin(head), **curve}
+    return found
+
+
+def _no_answer(f1: Floats, exact: Floats, margin: Floats, there: Bools) -> dict[str, Any]:
+    """Scores at thresholds from above all margins, where nothing is answered, to below all, where everything is."""
+    order = np.argsort(-margin, kind="stable")
+    sums = [
+        np.concatenate([[0.0], np.cumsum((np.where(there, part, 0.0) - ~there)[order])]) + (~there).sum()
+        for part in (f1, exact)
+    ]
+    falling = margin[order]
+    # Rows of one margin are answered together: a threshold lies only where the margin falls.
+    ends = np.concatenate([[0], np.flatnonzero(np.diff(falling) < 0) + 1, [len(margin)]])
+    if len(ends) > MOST_POINTS:
+        ends = ends[np.unique(np.linspace(0, len(ends) - 1, MOST_POINTS).round().astype(np.int64))]
+    edges = np.concatenate([[falling[0] + 1], falling, [falling[-1] - 1]])
+    points = [
+        {
+            "threshold": float(edges[end] + edges[end + 1]) / 2,
+            "f1": float(sums[0][end]) / len(margin),
+            "exact_match": float(sums[1][end]) / len(margin),
+            "answered": float(end) / len(margin),
+        }
+        for end in ends.tolist()
+    ]
+    return {"curve": points}
+
+
 # -------------------------------------------------------------------------------------- what outcomes and targets say
 
 
@@ -144,6 +197,20 @@ def of_heads(outcomes: Ragged, targets: Ragged, head: Head) -> Iterator[tuple[st
         own = tuple(label.removeprefix(f"{name}=") for label in head.labels[start : start + size])
         yield name, own, logits[:, start : start + size], true[:, place]
         start += size
+
+
+def least_margin(head: Head) -> float | None:
+    """Margin over no answer above which an answer is given; None where each question has one."""
+    return float(head.facts.get("threshold", 0.0)) if head.facts.get("no_answer") else None
+
+
+def answers_of(outcomes: Ragged, head: Head) -> tuple[Floats, Floats, Bools, Bools]:
+    """Of questions: F1, exact match, whether an answer is given, whether there is one; silence is right where not."""
+    rows, least = outcomes.matrix(7), least_margin(head)
+    given = rows[:, 2] > (-np.inf if least is None else least)
+    there = rows[:, 3] > 0
+    f1, exact = (np.where(given & there, rows[:, column], ~given & ~there) for column in (0, 1))
+    return f1.astype(np.float64), exact.astype(np.float64), given, there
 
 
 def tags_of(outcomes: Ragged, targets: Ragged) -> tuple[list[Any], list[Any]]:

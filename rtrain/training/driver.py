@@ -15,7 +15,7 @@ from rtrain.data.order import Order
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.plan import preflight
-from rtrain.report import events, html, summary, trackers, versions
+from rtrain.report import attributions, events, html, summary, trackers, versions
 from rtrain.training import checkpoint, losses, model, notice, placement, precision, replica, runs, worker
 from rtrain.training.recovery import Kind, Recovery
 
@@ -185,11 +185,12 @@ def fit(
 
 def _report(run: Path, say: OnEvent) -> None:
     """Write the page about the run. What goes wrong in it is said and kept in a file, and costs no one the run."""
-    try:
-        html.write(run)
-    except Exception as error:
-        text = f"no {html.NAME}: {_first_line([error])} (traceback in {_traceback(run, 'report', error)})"
-        say({"kind": "stage", "text": text})
+    for name, make in (("attributions", attributions.ensure), (html.NAME, html.write)):
+        try:
+            make(run)
+        except Exception as error:
+            text = f"no {name}: {_first_line([error])} (traceback in {_traceback(run, Path(name).stem, error)})"
+            say({"kind": "stage", "text": text})
 
 
 def _copy_out(prepared: Prepared) -> None:

@@ -15,7 +15,7 @@ import pyarrow.parquet
 
 from rtrain import scores
 from rtrain.data.store import Store
-from rtrain.tasks.base import Head, Task
+from rtrain.tasks.base import Head, Place, Task
 from rtrain.tasks.batch import Ragged
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def write(
         "line": origins["line"],
         "tokens": pa.array(lengths, pa.int32()),
         "text": pa.array(_texts(store, split, tokenizer), pa.string()),
-        "target": _column(described.target),
+        "target": _column(_in_words(described.target, store, split, tokenizer)),
         "prediction": _column(_in_words(described.prediction, store, split, tokenizer)),
         "score": pa.array(described.score, pa.float64(), from_pandas=True),
         "loss": pa.array(described.loss, pa.float64(), from_pandas=True),
@@ -83,11 +83,16 @@ def _texts(store: Store, split: str, tokenizer: "tokenizers.Tokenizer") -> list[
 
 
 def _in_words(values: Sequence[Any], store: Store, split: str, tokenizer: "tokenizers.Tokenizer") -> list[Any]:
-    """Slices of a row's tokens as their text."""
+    """Slices of a row's tokens, and places in its windows, as their text."""
     found = list(values)
     for row, value in enumerate(found):
-        if isinstance(value, slice):
-            found[row] = tokenizer.decode(store.read(split, np.array([row])).ids[value].tolist())
+        if not isinstance(value, slice | Place):
+            continue
+        tokens = store.read(split, np.array([row]))
+        if isinstance(value, Place):
+            begin = int(tokens.lengths[: value.window].sum())
+            value = slice(begin + value.first, begin + value.last + 1)
+        found[row] = tokenizer.decode(tokens.ids[value].tolist())
     return found
 
 

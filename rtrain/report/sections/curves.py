@@ -74,7 +74,8 @@ def series(events: Sequence[Event]) -> dict[str, list[tuple[float, float]]]:
     found: dict[str, list[tuple[float, float]]] = {}
     for event in events:
         for name, value in event["scores"].items():
-            if name != "rows" and isinstance(value, int | float) and not isinstance(value, bool):
+            plain = isinstance(value, int | float) and not isinstance(value, bool)
+            if plain and name != "rows" and not name.startswith("neg_"):  # the error itself is beside its negative
                 found.setdefault(name, []).append((event["update"], float(value)))
     return found
 

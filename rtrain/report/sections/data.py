@@ -1,6 +1,5 @@
 """The rows: how many, of which labels, how long, which were set aside."""
 
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -9,15 +8,10 @@ import pyarrow.parquet
 from rtrain.data.store import Store
 from rtrain.report import charts, stats
 from rtrain.report.blocks import Block, Figure, Note, Section, Table
-from rtrain.report.charts import Bar
 from rtrain.report.collect import Run
-from rtrain.report.sections import terms
-from rtrain.report.svg import number, short
+from rtrain.report.sections import labels, terms
+from rtrain.report.svg import number
 
-MOST_ROWS = 200_000
-"""Rows whose lengths are drawn; more would not change the picture."""
-MOST_LABELS, ENDS = 30, 12
-MOST_BOXES = 20
 MOST_BAD = 50
 NAMES = {"train": "training", "valid": "validation", "test": "test"}
 
@@ -27,7 +21,7 @@ def section(run: Run) -> Section:
     if store is None:
         note = Note("The token store is no longer where the run left it; what it says of the rows cannot be shown.")
         return Section("data", "Data", "", [note])
-    blocks: list[Block] = [_splits(store), *_labels(run, store), _lengths(run, store), *_length_by_label(run, store)]
+    blocks: list[Block] = [_splits(store), _lengths(run, store), *labels.blocks(run, store)]
     blocks += [*terms.blocks(run, store), _quarantine(store)]
     total = sum(store.manifest.rows.values())
     intro = (
@@ -40,7 +34,7 @@ def section(run: Run) -> Section:
 def lengths(store: Store, split: str) -> stats.Floats:
     """Tokens of the rows of a split, or of a sample of them."""
     column = store.column(split, "length")
-    return column[stats.sample(len(column), MOST_ROWS)].astype(np.float64)
+    return column[stats.sample(len(column), labels.MOST_ROWS)].astype(np.float64)
 
 
 def _splits(store: Store) -> Table:
@@ -60,30 +54,6 @@ def _splits(store: Store) -> Table:
     )
 
 
-def _labels(run: Run, store: Store) -> list[Block]:
-    answers = run.predictions
-    if answers is not None and answers.kind == "numbers":
-        edges = stats.edges(answers.target)
-        counts = np.histogram(answers.target, edges)[0]
-        chart = charts.histogram(edges.tolist(), {"true score": counts.tolist()}, "true score", "rows")
-        note = f"Mean {answers.target.mean():.3g}, standard deviation {answers.target.std():.3g}."
-        return [Figure(f"The true scores of the {NAMES[answers.split]} rows", chart, note)]
-    if (codes := run.classes()) is None:
-        return []
-    names = store.manifest.labels
-    counts = np.bincount(codes, minlength=len(names))
-    order = np.argsort(-counts, kind="stable")
-    most, least = int(order[0]), int(order[-1])
-    shown = order if len(order) <= MOST_LABELS else np.concatenate([order[:ENDS], order[-ENDS:]])
-    items = [Bar(names[code], float(counts[code]), f"{names[code]}: {counts[code]:,} rows") for code in shown]
-    ratio = f", {counts[most] / counts[least]:.1f} times the rarest" if counts[least] else ""
-    note = f"Training rows per label; the rarest is {short(names[least])} with {counts[least]:,}."
-    if len(order) > len(shown):
-        note += f" Of {len(order)} labels, the {ENDS} most frequent and the {ENDS} rarest are drawn."
-    title = f"{len(names)} labels: {short(names[most])} has {counts[most]:,} rows{ratio}"
-    return [Figure(title, charts.bars(items, "training rows"), note)]
-
-
 def _lengths(run: Run, store: Store) -> Figure:
     found = {split: lengths(store, split) for split in store.manifest.rows if store.rows(split)}
     edges = stats.edges(np.concatenate(list(found.values())))
@@ -99,37 +69,6 @@ def _lengths(run: Run, store: Store) -> Figure:
     train = found["train"]
     title = f"Half of the training rows have {np.median(train):.0f} tokens or fewer; the longest {train.max():.0f}"
     return Figure(title, chart, "Filled: training rows; outlines: the other splits, which should look alike.")
-
-
-def _length_by_label(run: Run, store: Store) -> list[Block]:
-    answers = run.predictions
-    if answers is not None and answers.kind == "numbers":
-        chosen = stats.sample(len(answers), 1500)
-        tokens, target = answers.tokens[chosen].astype(np.float64), answers.target[chosen]
-        correlation = stats.pearson(answers.tokens.astype(np.float64), answers.target)
-        said = "does not vary" if correlation is None else f"{correlation:.2f}"
-        note = (
-            f"A point per {NAMES[answers.split]} row. A model that merely counts words would do well where it is high."
-        )
-        chart = charts.scatter(tokens, target, "length (tokens)", "true score")
-        return [Figure(f"Length and true score: correlation {said}", chart, note)]
-    if (codes := run.classes()) is None:
-        return []
-    chosen = stats.sample(store.rows("train"), MOST_ROWS)
-    codes = codes[chosen]
-    tokens = store.column("train", "length")[chosen].astype(np.float64)
-    explained = stats.eta_squared(tokens, codes)
-    frequent = [code for code, _ in Counter(codes.tolist()).most_common(MOST_BOXES)]
-    items = [(store.manifest.labels[code], stats.box(tokens[codes == code])) for code in frequent]
-    items.sort(key=lambda item: item[1].median)
-    title = f"The label explains {100 * explained:.0f} % of the variance of the length"
-    note = (
-        "Box: the middle half of the rows of a label; line in it: the median; whiskers: 5th to 95th percentile. "
-        f"Correlation ratio η = {explained**0.5:.2f}. Where it is near 1, the length alone would give the label away."
-    )
-    if len(store.manifest.labels) > len(items):
-        note += f" The {len(items)} most frequent labels are drawn."
-    return [Figure(title, charts.boxes(items, "length (tokens)"), note)]
 
 
 def _quarantine(store: Store) -> Block:

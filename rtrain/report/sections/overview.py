@@ -1,29 +1,31 @@
 """What was run, with what, on what, and how to run it again."""
 
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 from rtrain import config as configuration
 from rtrain.config import Config, Deploy, Recipe
 from rtrain.report.blocks import Block, Code, Section, Table, Tile
 from rtrain.report.collect import Run
-from rtrain.report.stats import Interval
 from rtrain.report.svg import number, score_name, short
 from rtrain.report.trackers import hide
 
 LONGEST = 120
 
 
-def tiles(run: Run, intervals: dict[str, Interval]) -> list[Tile]:
+def tiles(run: Run, intervals: Mapping[str, tuple[float, float]]) -> list[Tile]:
     """The figures that a reader looks for first."""
     found = run.summary
     scores = found["metrics"]["test"] or found["metrics"]["valid"] or {}
     split = "test" if found["metrics"]["test"] else "validation"
     shown = [Tile("status", found["status"], f"{len(run.starts)} start{'' if len(run.starts) == 1 else 's'}")]
-    name = next((name for name, value in scores.items() if name != "rows" and isinstance(value, int | float)), None)
+    # Of an error and its negative, by which models are compared, the error.
+    plain = [name for name, value in scores.items() if isinstance(value, int | float) and not name.startswith("neg_")]
+    name = next((name for name in plain if name != "rows"), None)
     if name:
         within = intervals.get(name)
-        note = f"95 % interval {within.low:.3f} to {within.high:.3f}" if within else f"{scores.get('rows', 0):,} rows"
+        note = "95 % interval {:.3f} to {:.3f}".format(*within) if within else f"{scores.get('rows', 0):,} rows"
         shown.append(Tile(f"{split} {score_name(name)}", f"{scores[name]:.4f}", note))
     shown += [
         Tile(

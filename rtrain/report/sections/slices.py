@@ -1,22 +1,21 @@
-"""Where the model is worse than on the whole: scores by length and by every further column of the predictions."""
+"""Where the model is worse than on the whole: scores by length and by every further column of the rows."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from rtrain.report import charts, stats
-from rtrain.report.blocks import Block, Figure, Note, Section, Table
+from rtrain.report.blocks import Block, Figure, Section, Table
 from rtrain.report.charts import Bar
 from rtrain.report.collect import Run
 from rtrain.report.predictions import Predictions
-from rtrain.report.svg import short
+from rtrain.report.svg import score_name, short, three
 
 FEWEST = 10
 """Rows below which a slice's score is noise."""
-MOST_VALUES = 40
-"""Values of a column that makes slices; a column of more is an identifier."""
 SHOWN = 15
 MOST_COLUMNS, MOST_BOXES = 6, 12
 
@@ -26,112 +25,129 @@ class Slice:
     name: str
     rows: int
     value: float
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Measure:
+    """The headline as a reader knows it: of the negative of an error, the error."""
+
+    name: str
+    sign: int
+    whole: float
+    """Its value over all rows."""
+    bounded: bool
+    """0 to 1."""
+
+    @property
+    def larger_is_better(self) -> bool:
+        return self.sign > 0
 
 
 def section(run: Run) -> Section | None:
     answers = run.predictions
     if answers is None or len(answers) < 2 * FEWEST:
         return None
-    columns = {"length": quartiles(answers.tokens), **answers.slices}
-    kept = {name: values for name, values in columns.items() if 1 < len(set(values)) <= MOST_VALUES}
-    blocks: list[Block] = [*_worst(answers, kept), *_boxes(answers, kept)]
-    if left := [name for name in answers.slices if name not in kept]:
-        listed = ", ".join(short(name) for name in left)
-        blocks.append(Note(f"No slices by {listed}: one value only, or more than {MOST_VALUES}."))
+    blocks: list[Block] = []
+    if run.scores is not None:
+        blocks += _worst(slices(run.scores), measure(run.scores))
+    blocks += _boxes(answers)
+    if not blocks:
+        return None
     intro = (
-        "A score over all rows can hide a group of rows that the model fails on. Slices are quarters by length and "
-        "every further column of the rows."
+        "A score over all rows can hide a group of rows that the model fails on. Slices are quarters by length "
+        "(in tokens) and the values of every further column that the recipe names (data.slices)."
     )
     return Section("slices", "Slices", intro, blocks)
 
 
-def quartiles(tokens: stats.Ints) -> list[str]:
-    """The quarter, by length, that each row is in; named by its range of tokens."""
-    cuts = np.unique(np.percentile(tokens, (25, 50, 75)).astype(np.int64))
-    place = np.searchsorted(cuts, tokens, side="left")
-    limits = {
-        int(code): (int(tokens[place == code].min()), int(tokens[place == code].max())) for code in np.unique(place)
-    }
-    return [f"{limits[code][0]} to {limits[code][1]} tokens" for code in place.tolist()]
+def measure(scores: dict[str, Any]) -> Measure:
+    name = scores["headline"]
+    sign = -1 if name.startswith("neg_") else 1
+    return Measure(score_name(name.removeprefix("neg_")), sign, sign * scores["scores"][name], sign > 0)
 
 
-def measure(answers: Predictions) -> tuple[str, stats.Floats, bool]:
-    """(name, a value per row whose mean is a slice's score, whether larger is better)."""
-    if answers.kind == "classes":
-        return "accuracy", answers.right.astype(np.float64), True
-    if answers.kind == "numbers":
-        return "mean absolute error", np.abs(answers.prediction - answers.target), False
-    return "mean loss", answers.loss, False
-
-
-def slices(columns: dict[str, list[str]], values: stats.Floats, shares: bool) -> list[Slice]:
-    """The mean of each slice of enough rows, with its 95 % interval."""
+def slices(scores: dict[str, Any]) -> list[Slice]:
+    """Those of enough rows, the worst first."""
+    name, chosen = scores["headline"], measure(scores)
     found = []
-    for column, of_row in columns.items():
-        keys = np.array(of_row, dtype=object)
-        for key in sorted(set(of_row)):
-            inside = values[keys == key]
-            inside = inside[np.isfinite(inside)]
-            if len(inside) < FEWEST:
+    for column, every in scores["slices"].items():
+        if len(every) < 2:  # all rows have one value, or so many that all are rare: nothing to compare
+            continue
+        for one in every:
+            if one["rows"] < FEWEST or name not in one["scores"]:
                 continue
-            mean, half = float(inside.mean()), 1.96 * float(inside.std()) / len(inside) ** 0.5
-            interval = stats.wilson(int(inside.sum()), len(inside)) if shares else (max(0.0, mean - half), mean + half)
-            found.append(Slice(f"{column}: {key or '(empty)'}", len(inside), mean, interval))
-    return found
+            value = chosen.sign * one["scores"][name]
+            ends = None
+            if name == "accuracy":  # a share: resampled rows that are all right would seem to be sure of it
+                ends = stats.wilson(round(value * one["rows"]), one["rows"])
+            elif "interval" in one:
+                low, high = sorted(chosen.sign * end for end in one["interval"])
+                ends = (low, high)
+            found.append(Slice(f"{column}: {one['value'] or '(empty)'}", one["rows"], value, ends))
+    return sorted(found, key=lambda one: chosen.sign * one.value)
 
 
-def _worst(answers: Predictions, columns: dict[str, list[str]]) -> list[Block]:
-    name, values, better = measure(answers)
-    values_known = values[np.isfinite(values)]
-    if not len(values_known):
-        return []
-    overall = float(values_known.mean())
-    found = sorted(slices(columns, values, shares=better), key=lambda one: one.value if better else -one.value)
-    if not found:
-        return []
+def _worst(found: Sequence[Slice], whole: Measure) -> list[Block]:
     worst = found[:SHOWN]
-    items = [Bar(one.name, one.value, f"{one.name}: {one.value:.3f}, {one.rows:,} rows", one.interval) for one in worst]
-    chart = charts.bars(items, name, (overall, f"all rows {overall:.3f}"), high=1.0 if better else None)
+    if len(found) < 2:
+        return []
+    items = [
+        Bar(one.name, one.value, f"{one.name}: {three(one.value)}, {one.rows:,} rows", one.interval) for one in worst
+    ]
+    chart = charts.bars(
+        items, whole.name, (whole.whole, f"all rows {three(whole.whole)}"), high=1.0 if whole.bounded else None
+    )
     note = (
         "Whiskers: 95 % intervals. A slice whose whisker does not reach the line differs, or is the one in twenty "
-        f"that does so by chance. Slices of {FEWEST} rows or more."
+        f"that does so by chance. Slices of {FEWEST} rows or more, the worst first."
     )
-    title = f"Worst slice: {short(worst[0].name, 40)}, {name} {worst[0].value:.2f} against {overall:.2f}"
+    title = (
+        f"Worst slice: {short(worst[0].name, 40)}, {whole.name} {three(worst[0].value)} against {three(whole.whole)}"
+    )
     rows = [
         (
             short(one.name, 60),
             one.rows,
             f"{one.value:.3f}",
-            f"{one.interval[0]:.3f} to {one.interval[1]:.3f}",
-            _verdict(one, overall, better),
+            "{:.3f} to {:.3f}".format(*one.interval) if one.interval else "-",
+            _verdict(one, whole),
         )
         for one in worst
     ]
-    table = Table("The same in figures", ("slice", "rows", name, "95 % interval", "against all"), rows)
+    table = Table("The same in figures", ("slice", "rows", whole.name, "95 % interval", "against all"), rows)
     return [Figure(title, chart, note), table]
 
 
-def _verdict(one: Slice, overall: float, better: bool) -> str:
+def _verdict(one: Slice, whole: Measure) -> str:
+    if one.interval is None:
+        return "-"
     low, high = one.interval
-    if low <= overall <= high:
+    if low <= whole.whole <= high:
         return "alike"
-    return "worse" if (high < overall) == better else "better"
+    return "worse" if (high < whole.whole) == whole.larger_is_better else "better"
 
 
-def _boxes(answers: Predictions, columns: dict[str, list[str]]) -> list[Block]:
+def _boxes(answers: Predictions) -> list[Block]:
     """Box plots by each column: of the true score for numbers, of the loss for other answers, and of the length."""
     values, label = (answers.target, "true score") if answers.kind == "numbers" else (answers.loss, "loss of the row")
+    tokens = answers.tokens.astype(np.float64)
     found: list[Block] = []
-    for column, of_row in list(columns.items())[:MOST_COLUMNS]:
-        items = _grouped(of_row, values)
-        if len(items) > 1:
-            low, high = items[0][1].median, items[-1][1].median
-            spread = f"{short(items[-1][0], 30)} has the highest median" if high > low else "the medians are equal"
-            note = "Box: the middle half of the rows; line in it: the median; whiskers: 5th to 95th percentile."
-            title = f"{label[0].upper()}{label[1:]} by {short(column)}: {spread}"
-            found.append(Figure(title, charts.boxes(items, label), note))
-    return found
+    for column, of_row in list(answers.slices.items())[:MOST_COLUMNS]:
+        found += _box(column, of_row, values, label) + _box(column, of_row, tokens, "length (tokens)")
+    lengths = stats.quartiles(answers.tokens)
+    return [*_box("length", lengths, values, label), *found]
+
+
+def _box(column: str, of_row: Sequence[str], values: stats.Floats, label: str) -> list[Block]:
+    items = _grouped(of_row, values)
+    if len(items) < 2:
+        return []
+    low, high = items[0][1].median, items[-1][1].median
+    spread = f"{short(items[-1][0], 30)} has the highest median" if high > low else "the medians are equal"
+    note = "Box: the middle half of the rows; line in it: the median; whiskers: 5th to 95th percentile."
+    title = f"{label[0].upper()}{label[1:]} by {short(column)}: {spread}"
+    return [Figure(title, charts.boxes(items, label), note)]
 
 
 def _grouped(of_row: Sequence[str], values: stats.Floats) -> list[tuple[str, stats.Box]]:

@@ -1,0 +1,74 @@
+"""`attributions-<split>.json` of a run: what the answers to its hardest rows rest on; made once, by the float artefact.
+
+{"schema_version": 1, "split", "artifact": version, "steps", "rows": [{"row": position in the split, "texts",
+"answers"}, ...]}, hardest first; see `rtrain.explain.rows`. Kept, so that a page is made again without torch.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rtrain import config as configuration
+from rtrain.data.store import open_store
+from rtrain.report import events, predictions
+
+SCHEMA_VERSION = 1
+
+
+def path_of(run: Path, split: str) -> Path:
+    return run / f"attributions-{split}.json"
+
+
+def read(run: Path, split: str, version: str | None) -> dict[str, Any] | None:
+    """Those of this version of the artefact, or None."""
+    path = path_of(run, split)
+    if not path.is_file():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    current = found["schema_version"] == SCHEMA_VERSION and found["artifact"] == version
+    return found if current else None
+
+
+def ensure(run: Path) -> Path | None:
+    """Make the file where the run has an artefact, a kind of answer that is explained, and its rows, and has none yet.
+
+    Returns the file, or None where there is nothing to explain. Seconds, a minute for long texts; imports torch only
+    where there is work. Raises `UserError` where the model's architecture cannot be explained.
+    """
+    config = configuration.load(str(run / "config.yaml"))
+    most, answers = config.deploy.report.attributions, predictions.newest(run)
+    path = run / "artifact" / "artifact.json"
+    if not most or answers is None or not path.is_file():
+        return None
+    from rtrain.explain import targets
+    from rtrain.tasks import base
+
+    made = json.loads(path.read_text(encoding="utf-8"))
+    if made["engine"] != "torch" or base.get(made["task"]).output not in targets.KINDS:
+        return None
+    wanted = answers.hardest(most)
+    kept = read(run, answers.split, made["version"])
+    if kept is not None and kept["asked"] >= len(wanted):
+        return path_of(run, answers.split)
+    store = next((event["store"] for event in reversed(events.read(run)) if "store" in event), None)
+    if store is None or not (Path(store) / "manifest.json").is_file():
+        return None
+    from rtrain.explain import rows
+    from rtrain.predict import Predictor
+
+    tokens = open_store(Path(store)).read(answers.split, wanted)
+    found = rows.explain(Predictor.load(path.parent), tokens, config.recipe.data.text_pair is not None)
+    explained = [
+        {"row": position, **row} for position, row in zip(wanted.tolist(), found["rows"], strict=False)
+    ]  # of a budget that was too small, the first ones
+    head = {"schema_version": SCHEMA_VERSION, "split": answers.split, "artifact": made["version"]}
+    return _write(
+        path_of(run, answers.split), {**head, "asked": len(wanted), "steps": found["steps"], "rows": explained}
+    )
+
+
+def _write(final: Path, document: dict[str, Any]) -> Path:
+    draft = final.with_name(f".{final.name}")
+    draft.write_text(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    draft.rename(final)
+    return final

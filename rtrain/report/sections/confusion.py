@@ -1,0 +1,98 @@
+"""What was taken for what: the confusion matrix, its pairs, and the labels that are answered worst."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rtrain.report import charts, stats
+from rtrain.report.blocks import Block, Cell, Figure, Table
+from rtrain.report.charts import Bar
+from rtrain.report.svg import short
+
+MOST_CLASSES = 100
+"""Labels of the heat map; of more, those with the most mistakes."""
+MOST_PAIRS = 15
+MOST_BARS = 30
+RARE = 5
+"""Rows below which the scores of a label say nothing."""
+
+
+def blocks(tables: Mapping[str, Any], head: str = "", unit: str = "label") -> list[Block]:
+    """Of `rtrain.tasks.tables`' classes; `head` goes before the titles."""
+    found: list[Block] = []
+    if tables["confused"]:
+        found.append(_pairs(tables, head))
+    if "per_class" in tables:
+        found.append(worst(tables, head))
+    if "confusion" in tables:
+        found.append(_matrix(tables["confusion"], head, unit))
+    return found
+
+
+def bars(tables: Mapping[str, Any], note: str = "", unit: str = "label") -> Figure:
+    """F1 of each label, the lowest first."""
+    each = [one for one in tables["per_class"] if one["support"]]
+    shown = each[:MOST_BARS]
+    items = [
+        Bar(
+            one["class"],
+            one["f1"],
+            f"{one['class']}: precision {one['precision']:.2f}, recall {one['recall']:.2f}, {one['support']:,} true, "
+            f"{one['predicted']:,} given",
+        )
+        for one in shown
+    ]
+    title = f"No {unit} has a true row here"
+    if shown:
+        title = f"F1 from {shown[0]['f1']:.2f} ({short(shown[0]['class'], 30)}) to {each[-1]['f1']:.2f}"
+    if len(each) > len(shown):
+        note += f" The {len(shown)} worst of {len(each)}."
+    return Figure(title, charts.bars(items, "F1", high=1.0), note.strip())
+
+
+def worst(tables: Mapping[str, Any], head: str = "", unit: str = "label") -> Table:
+    enough = [one for one in tables["per_class"] if one["support"] >= RARE][:MOST_PAIRS]
+    rows: list[list[Cell]] = [
+        [short(one["class"], 40), one["support"], *(f"{one[name]:.2f}" for name in ("precision", "recall", "f1"))]
+        for one in enough
+    ]
+    note = (
+        f"Precision: share of the answers with this {unit} that are right; recall: share of the true ones that were "
+        f"found; F1: their harmonic mean. Of {unit}s that occur {RARE} times or more."
+    )
+    title = f"{head}The {unit}s with the lowest F1"
+    return Table(title, (unit, "true", "precision", "recall", "F1"), rows, note)
+
+
+def _pairs(tables: Mapping[str, Any], head: str) -> Table:
+    pairs = tables["confused"][:MOST_PAIRS]
+    rows = [(short(one["true"], 40), short(one["predicted"], 40), one["rows"]) for one in pairs]
+    note = f"The {len(rows)} pairs with the most rows."
+    if "confusion" in tables:
+        counts = np.array(tables["confusion"]["counts"])
+        share = sum(one["rows"] for one in pairs) / (counts.sum() - np.trace(counts))
+        note = f"These {len(rows)} pairs hold {100 * share:.0f} % of all wrong answers."
+    title = f"{head}Most confused: {rows[0][0]} taken for {rows[0][1]}"
+    return Table(title, ("true", "answered", "rows"), rows, note)
+
+
+def _matrix(found: Mapping[str, Any], head: str, unit: str) -> Figure:
+    names, counts = found["labels"], np.array(found["counts"], dtype=np.int64)
+    wrong = counts - np.diag(np.diag(counts))
+    if unit == "label":
+        mistakes = wrong.sum(axis=0) + wrong.sum(axis=1)
+        kept = np.sort(np.argsort(-mistakes, kind="stable")[:MOST_CLASSES])
+        order = kept[stats.chain(counts[np.ix_(kept, kept)])]
+        near = "both in the same order: labels that are confused are neighbours"
+    else:
+        order, near = np.arange(len(names))[:MOST_CLASSES], f"both by {unit}"
+    chart = charts.heat(counts[np.ix_(order, order)], [names[code] for code in order])
+    note = (
+        f"A row per true {unit}, a column per predicted one, {near}. Blue, on the diagonal: right; orange: wrong; the "
+        "darker, the larger the share of the row. Point at a cell for its rows; scroll sideways where it is cut."
+    )
+    if len(order) < len(names):
+        note += f" Drawn are {len(order)} of {len(names)}, those with the most mistakes."
+    title = f"{head}{int(wrong.sum()):,} of {int(counts.sum()):,} answers are wrong; here is what was taken for what"
+    return Figure(title, chart, note, wide=True)

@@ -1,0 +1,78 @@
+"""A row's text with its words, or the sentences of a long one, marked by what they add to the answer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rtrain.report.blocks import Marked, Piece
+from rtrain.report.svg import number, short, three
+
+LEVELS = 4
+"""Strengths of a mark; the strongest is the row's largest share."""
+FAINT = 0.06
+"""Of the largest share, below which nothing is marked."""
+MANY_WORDS = 60
+"""Above which sentences are marked; a single sentence goes by its words whatever its length."""
+MOST_ANSWERS = 3
+NAMED = 3
+"""Parts for the answer, and against it, that are named below the text."""
+LONGEST = 6000
+"""Characters that are drawn."""
+
+
+def answers(row: Mapping[str, Any], numbers: bool) -> list[Marked]:
+    """The row's text once for each of its first answers; `numbers`: they are in the unit of the scores."""
+    texts = [text for _, text in row["texts"]]
+    return [_answer(texts, answer, numbers) for answer in row["answers"][:MOST_ANSWERS]]
+
+
+def _answer(texts: Sequence[str], answer: Mapping[str, Any], numbers: bool) -> Marked:
+    several = len(answer["sentences"]) > len(texts)
+    by_sentence = several and (numbers or len(answer["words"]) > MANY_WORDS)
+    parts = answer["sentences" if by_sentence else "words"]
+    largest = max((abs(part[3]) for part in parts), default=0.0)
+    pieces = [_pieces(text, [part for part in parts if part[0] == place], largest) for place, text in enumerate(texts)]
+    error = answer["completeness_error"]
+    accuracy = "the words change nothing" if error is None else f"completeness error {100 * error:.2g} %"
+    moved = answer["value"] - answer["baseline"]
+    head = f"{short(answer['label'], 60)} {three(answer['value'])}"
+    note = (
+        f"{three(answer['baseline'])} without words, {moved:+.3g} from these"
+        f"{' sentences' if by_sentence else ''}; {accuracy}"
+    )
+    return Marked(head, note, pieces, _named(texts, parts))
+
+
+def _pieces(text: str, parts: Sequence[Sequence[Any]], largest: float) -> list[Piece]:
+    found, done = [], 0
+    for _, start, end, share in parts:
+        if start >= LONGEST:
+            break
+        if start > done:
+            found.append(Piece(text[done:start]))
+        level = _level(share, largest)
+        side = "for" if share > 0 else "against"
+        found.append(Piece(text[start:end], f"{side} l{level}" if level else "", f"{share:+.3g}"))
+        done = end
+    rest = text[done:]
+    return [*found, Piece(rest if len(rest) + done <= LONGEST else " …")] if rest else found
+
+
+def _level(share: float, largest: float) -> int:
+    """0 (not marked) to LEVELS."""
+    relative = abs(share) / largest if largest else 0.0
+    return 0 if relative < FAINT else min(LEVELS, 1 + int(relative * LEVELS))
+
+
+def _named(texts: Sequence[str], parts: Sequence[Sequence[Any]]) -> list[tuple[str, str]]:
+    """(for or against, the parts with the largest shares), for who sees no colours or cannot point at a word."""
+    found = []
+    for name, sign in (("for it", 1), ("against it", -1)):
+        best = sorted((part for part in parts if sign * part[3] > 0), key=lambda part: -abs(part[3]))[:NAMED]
+        if best:
+            words = ", ".join(f"{short(texts[part[0]][part[1] : part[2]], 28)} {_signed(part[3])}" for part in best)
+            found.append((name, words))
+    return found
+
+
+def _signed(value: float) -> str:
+    return f"{'+' if value > 0 else '-'}{number(float(f'{abs(value):.2g}'))}"

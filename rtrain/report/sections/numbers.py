@@ -1,0 +1,71 @@
+"""Predicted numbers against the true ones; and, of masked text, the loss of each block."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rtrain.report import charts, stats
+from rtrain.report.blocks import Block, Figure
+from rtrain.report.collect import Run
+from rtrain.report.sections import confusion
+from rtrain.report.svg import three
+
+MOST_POINTS = 1500
+
+
+def blocks(run: Run, tables: Mapping[str, Any]) -> list[Block]:
+    answers = run.predictions
+    assert answers is not None  # section
+    chosen = stats.sample(len(answers), MOST_POINTS)
+    target, found = answers.target, answers.prediction
+    off, tokens = found - target, answers.tokens.astype(np.float64)
+    drawn = f"{len(chosen):,} of {len(answers):,} rows are drawn." if len(chosen) < len(answers) else "A point per row."
+    lean = "too high" if off.mean() > 0 else "too low"
+    by_length, true_by_length = stats.pearson(tokens, found), stats.pearson(tokens, target)
+    residuals = tables["residuals"]
+    figures: list[Block] = [
+        Figure(
+            f"Predicted against true: correlation {_figure(stats.pearson(target, found))}",
+            charts.scatter(target[chosen], found[chosen], "true score", "predicted score", diagonal=True),
+            f"On the dashed line the prediction is right. {drawn}",
+        ),
+        Figure(
+            f"Half of the predictions are off by {three(float(np.median(np.abs(off))))} or less",
+            charts.histogram(
+                residuals["edges"], {"error": residuals["rows"]}, "predicted minus true score", "rows", (0.0, "right")
+            ),
+            f"On average the predictions are {abs(float(off.mean())):.3g} {lean}.",
+        ),
+        Figure(
+            f"Length and predicted score: correlation {_figure(by_length)}",
+            charts.scatter(tokens[chosen], found[chosen], "length (tokens)", "predicted score"),
+            f"For the true scores it is {_figure(true_by_length)}; a much stronger one means that length was learned "
+            "instead.",
+        ),
+    ]
+    if "scale" in tables:
+        figures += confusion.blocks(tables["scale"], "On the scale of the scores: ", "score")
+    return figures
+
+
+def losses(run: Run, tables: Mapping[str, Any]) -> list[Block]:
+    """Of masked tokens there is no answer to look at but how hard they were."""
+    answers = run.predictions
+    assert answers is not None  # section
+    known = answers.loss[np.isfinite(answers.loss)]
+    if not len(known):
+        return []
+    edges = stats.edges(known)
+    counts = np.histogram(known, edges)[0].tolist()
+    middle, high = np.percentile(known, (50, 95))
+    title = f"Half of the blocks have a perplexity of {three(float(np.exp(middle)))} or less"
+    note = (
+        f"Mean loss of a block's masked tokens; perplexity is its exponential. One block in twenty has more than "
+        f"{three(float(np.exp(high)))}: read some of them below, they are often lists, tables or another language."
+    )
+    return [Figure(title, charts.histogram(edges.tolist(), {"blocks": counts}, "loss of a block", "blocks"), note)]
+
+
+def _figure(value: float | None) -> str:
+    return "undefined" if value is None else f"{value:.2f}"

@@ -1,0 +1,63 @@
+"""Questions: scores by the length of the answer, and at each threshold of giving none."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rtrain.report import charts
+from rtrain.report.blocks import Block, Figure, Table
+from rtrain.report.charts import Line, Mark
+from rtrain.report.collect import Run
+
+
+def blocks(run: Run, tables: Mapping[str, Any]) -> list[Block]:
+    found: list[Block] = []
+    if tables["by_length"]:
+        found += _by_length(tables["by_length"])
+    if "no_answer" in tables:
+        assert run.scores is not None  # section
+        found.append(_no_answer(tables["no_answer"], run.scores["scores"]["f1"]))
+    return found
+
+
+def _by_length(groups: list[dict[str, Any]]) -> list[Block]:
+    names = [str(one["low"]) if one["low"] == one["high"] else f"{one['low']} to {one['high']}" for one in groups]
+    note = "Questions with an answer, by its tokens; a dot is the middle of a group, whose rows are in the table."
+    table = Table(
+        "Scores by the length of the answer",
+        ("tokens", "questions", "F1", "exact match"),
+        [
+            (name, one["rows"], f"{one['f1']:.3f}", f"{one['exact_match']:.3f}")
+            for name, one in zip(names, groups, strict=True)
+        ],
+        "Of tokens, 0 to 1: an answer that is found in part has an F1, but no exact match.",
+    )
+    if len(groups) < 2:
+        return [table]
+    xs = [(one["low"] + one["high"]) / 2 for one in groups]
+    series = [
+        Line(name, xs, [one[key] for one in groups], dots=True)
+        for name, key in (("F1", "f1"), ("exact match", "exact_match"))
+    ]
+    fewest, most = groups[0]["f1"], groups[-1]["f1"]
+    title = f"F1 is {fewest:.2f} for answers of {names[0]} and {most:.2f} for those of {names[-1]} tokens"
+    return [Figure(title, charts.lines(series, "length of the answer (tokens)", "score"), note), table]
+
+
+def _no_answer(found: Mapping[str, Any], f1: float) -> Figure:
+    curve = found["curve"]
+    xs = [point["threshold"] for point in curve]
+    series = [
+        Line(name, xs, [point[key] for point in curve])
+        for name, key in (("F1", "f1"), ("exact match", "exact_match"), ("answered", "answered"))
+    ]
+    best = max(curve, key=lambda point: float(point["f1"]))
+    # A threshold that was chosen on other rows may lie beyond all margins of these.
+    place = min(max(found["threshold"], min(xs)), max(xs))
+    chart = charts.lines(series, "threshold", "share", [Mark(place, "chosen", "best")])
+    silent = "" if found["silent"] is None else f" {100 * found['silent']:.0f} % of them were left unanswered."
+    note = (
+        "An answer is given where it beats the score of none by more than the threshold, which was chosen on the "
+        f"validation rows (green line: {found['threshold']:.2f}). {found['rows']:,} questions have no answer.{silent} "
+        f"The best F1 of any threshold here is {best['f1']:.3f}, at {best['threshold']:.2f}."
+    )
+    return Figure(f"F1 {f1:.3f} at the chosen threshold for no answer", chart, note)

@@ -1,0 +1,243 @@
+"""Attributions of a run's hardest rows: made once by its artefact, kept, and drawn; and what stands in their way."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain import cli
+from rtrain.data.store import open_store
+from rtrain.errors import UserError
+from rtrain.explain import rows
+from rtrain.explain.explainer import Explainer
+from rtrain.predict import Predictor
+from rtrain.report import attributions, events, html, predictions
+from rtrain.report.sections import marked
+from rtrain.tasks.base import Head
+from rtrain.tasks.batch import Tokens, Window, pack
+from rtrain.training import driver
+from tests.reports import answers_of, make_run, write_predictions
+from tests.tiny import CORPUS, make_artifact, make_task_artifact
+
+LABELS = ("login", "parcel", "refund")
+ESSAY = "First, the card was declined! Then nobody came to the door! Who can explain the fee? Thank you!"
+
+
+def stored(predictor: Predictor, asked: Any) -> Tokens:
+    """The row's tokens as a store has them: without the characters that they are of."""
+    [encoded] = predictor.encode([asked])
+    return pack([encoded._replace(spans=[(0, 0)] * len(encoded.ids))])
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
+    return Predictor.load(make_artifact(tmp_path_factory.mktemp("classes"), LABELS), threads=1)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A finished classifier with its artefact, and answers to all rows of its test split."""
+    made = make_run(tmp_path)
+    make_artifact(made / "artifact", LABELS)
+    store = open_store(Path(next(event["store"] for event in events.read(made) if "store" in event)))
+    write_predictions(made, *answers_of(LABELS, store.rows("test"), 0.5))
+    return made
+
+
+# ------------------------------------------------------------------------------------------------- tokens to their text
+
+
+@pytest.mark.parametrize("text", [*CORPUS, "it's not done , is it ?", "[UNK] 東京 and 5.50 eur"])
+def test_tokens_spell_a_text_that_gives_the_same_tokens(classes: Predictor, text: str) -> None:
+    [encoded] = classes.encode([text])
+    asked, found = rows.read(classes, stored(classes, text), paired=False)
+    assert isinstance(asked, str)
+    assert found.ids == encoded.ids
+    assert found.spans[0] == found.spans[-1] == (0, 0)
+    inner = found.spans[1:-1]
+    assert [start for start, _ in inner] == sorted(start for start, _ in inner)
+    assert "".join(asked[start:end] for start, end in inner) == "".join(asked.split())
+
+
+def test_words_of_both_texts_of_a_pair_are_told_apart(classes: Predictor) -> None:
+    pair = {"text": "where is my parcel", "text_pair": "my invoice shows a fee"}
+    asked, found = rows.read(classes, stored(classes, pair), paired=True)
+    assert asked == pair
+    second = found.windows[0].second
+    assert found.spans[second - 1] == (0, 0)  # the separator between them
+    assert pair["text"][slice(*found.spans[second - 2])] == "parcel"
+    assert pair["text_pair"][slice(*found.spans[second])] == "my"
+
+
+def test_windows_that_overlap_spell_their_text_once(tmp_path: Path) -> None:
+    text = " ".join(CORPUS[:4])
+    facts = {"pooling": "mean", "stride": 6, "max_windows": 9}
+    made = make_task_artifact(tmp_path, "classification", Head(LABELS, facts), max_tokens=16)
+    predictor = Predictor.load(made, threads=1)
+    [encoded] = predictor.encode([text])
+    assert len(encoded.windows) > 3
+    asked, found = rows.read(predictor, stored(predictor, text), paired=False)
+    assert str(asked).replace(" ", "") == text.replace(" ", "")
+    words = [str(asked)[start:end] for start, end in found.spans]
+    assert words == [text[start:end] for start, end in encoded.spans]
+
+
+def test_a_stored_row_is_explained_like_its_text(classes: Predictor) -> None:
+    """The artefact, asked with the text itself, gives the same shares to the same words."""
+    text = CORPUS[5]
+    document = rows.explain(classes, stored(classes, text), paired=False)
+    [[answer]] = [row["answers"] for row in document["rows"]]
+    [explained] = Explainer(classes)([text], steps=document["steps"])
+    expected = explained.answers[0].to_document()
+    assert answer["label"] == expected["label"]
+    [[_, spelt]] = document["rows"][0]["texts"]
+    assert [spelt[start:end] for _, start, end, _ in answer["words"]] == [part["word"] for part in expected["words"]]
+    shares = [part["attribution"] for part in expected["words"]]
+    assert [part[3] for part in answer["words"]] == pytest.approx(shares, rel=1e-3, abs=1e-6)
+
+
+def test_the_work_is_bounded_by_tokens() -> None:
+    assert rows.plan([10] * 20, budget=33 * 200) == (20, 32)
+    assert rows.plan([10] * 20, budget=33 * 200 - 1) == (20, 16)
+    assert rows.plan([10] * 20, budget=9 * 200) == (20, 8)
+    assert rows.plan([10] * 20, budget=9 * 200 - 1) == (19, 8)
+    assert rows.plan([10_000], budget=100) == (0, 8)
+    assert rows.plan([]) == (0, 32)
+
+
+def test_a_shared_stretch_is_as_long_as_the_stride() -> None:
+    """Windows 1 2 3 4 | 3 4 5: two tokens are shared; the places of both are of one token."""
+    ids = [1, 2, 3, 4, 3, 4, 5]
+    merged, owners = rows._merged(ids, [0] * 7, [Window(4, 4), Window(3, 3)], 0, 2)
+    assert merged == [1, 2, 3, 4, 5]
+    assert owners == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 2), (5, 3), (6, 4)]
+
+
+# ----------------------------------------------------------------------------------------------------- of a whole run
+
+
+def test_the_hardest_rows_are_explained_once_and_kept(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = attributions.ensure(run)
+    assert path == run / "attributions-test.json"
+    found = json.loads(path.read_text())
+    answers = predictions.read(run, "test")
+    assert answers is not None
+    assert [row["row"] for row in found["rows"]] == answers.hardest(20).tolist()
+    for row in found["rows"]:
+        [answer] = row["answers"]
+        moved = answer["value"] - answer["baseline"]
+        assert sum(part[3] for part in answer["words"]) == pytest.approx(
+            moved, abs=answer["completeness_error"] * abs(moved) + 2e-3
+        )
+    monkeypatch.setattr(Predictor, "load", lambda *_: pytest.fail("loaded a model although the file is there"))
+    assert attributions.ensure(run) == path
+    page = html.make(run).read_text(encoding="utf-8")
+    assert page.count('<article class="card">') == 20
+    assert page.count("completeness error ") >= 20
+    assert re.search(r'<mark class="(for|against) l4" title="[+-]', page)
+
+
+def test_the_verb_makes_them_where_they_lack(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["report", str(run)])
+    assert attributions.path_of(run, "test").is_file()
+    assert capsys.readouterr().err == ""
+
+
+def test_those_of_other_weights_are_made_anew(run: Path) -> None:
+    attributions.ensure(run)
+    before = json.loads(attributions.path_of(run, "test").read_text())
+    for path in (run / "artifact").iterdir():
+        path.unlink()
+    make_artifact(run / "artifact", LABELS, seed=1)
+    assert "speaks" not in html.write(run).read_text(encoding="utf-8")  # not those of the other weights
+    attributions.ensure(run)
+    after = json.loads(attributions.path_of(run, "test").read_text())
+    assert after["artifact"] != before["artifact"]
+    assert after["rows"] != before["rows"]
+
+
+def test_none_are_wanted_or_possible(run: Path, tmp_path: Path) -> None:
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("attributions: 20", "attributions: 0"))
+    assert attributions.ensure(run) is None
+    (run / "config.yaml").write_text(text)
+    (run / "artifact" / "artifact.json").unlink()
+    assert attributions.ensure(run) is None
+    make_task_artifact(run / "artifact", "masked_lm", Head((), {"mask": "[MASK]", "mask_id": 4}))
+    assert attributions.ensure(run) is None
+    assert not attributions.path_of(run, "test").exists()
+
+
+def test_a_failure_is_said_and_costs_neither_run_nor_page(run: Path) -> None:
+    (run / "artifact" / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(UserError, match="damaged"):
+        attributions.ensure(run)
+    said: list[str] = []
+    driver._report(run, lambda event: said.append(event["text"]))
+    assert len(said) == 1
+    assert said[0].startswith("no attributions: ")
+    assert len(list(run.glob("attributions-*.txt"))) == 1
+    assert (run / "report.html").is_file()
+
+
+# -------------------------------------------------------------------------------------------------------------- drawing
+
+WORDS = [[0, 0, 4, 0.5], [0, 5, 9, -1.0], [0, 10, 14, 0.01]]
+ANSWER = {"label": "login", "span": None, "value": 2.0, "baseline": 2.5, "completeness_error": 0.02, "words": WORDS}
+
+
+def test_strength_and_sign_of_marks() -> None:
+    row = {"texts": [["text", "open door here!"]], "answers": [{**ANSWER, "sentences": [[0, 0, 15, -0.49]]}]}
+    [drawn] = marked.answers(row, numbers=False)
+    [pieces] = drawn.texts
+    assert "".join(piece.text for piece in pieces) == "open door here!"
+    assert [(piece.text, piece.css, piece.hint) for piece in pieces if piece.css] == [
+        ("open", "for l3", "+0.5"),
+        ("door", "against l4", "-1"),
+    ]
+    assert drawn.named == [("for it", "open +0.5, here +0.01"), ("against it", "door -1")]
+    assert "2.50 without words, -0.5 from these; completeness error 2 %" in drawn.note
+
+
+def test_sentences_of_an_essay_are_marked(tmp_path: Path) -> None:
+    facts = {"mean": 6.0, "std": 1.5}
+    predictor = Predictor.load(make_task_artifact(tmp_path, "regression", Head(("score",), facts)), threads=1)
+    document = rows.explain(predictor, stored(predictor, ESSAY), paired=False)
+    [drawn] = marked.answers(document["rows"][0], numbers=True)
+    [pieces] = drawn.texts
+    assert len([piece for piece in pieces if piece.text.strip()]) == 4
+    assert "sentences" in drawn.note
+
+
+def test_nothing_is_marked_where_words_change_nothing() -> None:
+    still = {**ANSWER, "completeness_error": None, "words": [[0, 0, 4, 0.0]], "sentences": [[0, 0, 4, 0.0]]}
+    [drawn] = marked.answers({"texts": [["text", "open"]], "answers": [still]}, numbers=False)
+    assert [[piece.css for piece in text] for text in drawn.texts] == [[""]]
+    assert drawn.named == []
+    assert "the words change nothing" in drawn.note
+
+
+def test_a_very_long_text_ends_with_an_ellipsis() -> None:
+    text = "word " * 4000
+    parts = [[0, start, start + 4, 1.0] for start in range(0, len(text), 5)]
+    long = {**ANSWER, "words": parts, "sentences": [[0, 0, len(text) - 1, 1.0]]}
+    [drawn] = marked.answers({"texts": [["text", text]], "answers": [long]}, numbers=False)
+    assert sum(len(piece.text) for piece in drawn.texts[0]) <= marked.LONGEST + 10
+    assert drawn.texts[0][-1].text == " …"
+
+
+def test_hostile_words_stay_text(run: Path) -> None:
+    attributions.ensure(run)
+    path = attributions.path_of(run, "test")
+    document = json.loads(path.read_text())
+    hostile = "<img src=x onerror=alert(1)>\u202e"
+    for row in document["rows"]:
+        row["texts"] = [["text", hostile]]
+        row["answers"] = [{**ANSWER, "label": hostile, "words": [[0, 0, 28, 1.0]], "sentences": [[0, 0, 28, 1.0]]}]
+    path.write_text(json.dumps(document))
+    page = html.write(run).read_text(encoding="utf-8")
+    assert "<img" not in page
+    assert "\u202e" not in page
+    assert page.count("&lt;img src=x onerror") >= 20

@@ -1,0 +1,210 @@
+"""The page of each kind of task, from real runs of tiny models: each section says something, and says it right."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from rtrain.report import collect, html
+from rtrain.report.blocks import Block, Cards, Figure, Section, Table
+from rtrain.report.sections import answers, curves, data, entities, hardest, overview, questions, slices
+from tests.reports import make_answered
+from tests.test_report_page import Page, table
+
+TASKS = ("regression", "multi_label", "multi_head", "token_tags", "span_qa", "masked_lm")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, collect.Run]:
+    found = {}
+    for task in TASKS:
+        folder = make_answered(tmp_path_factory.mktemp("kinds") / task, task)
+        html.make(folder)
+        found[task] = collect.read(folder)
+    return found
+
+
+def titles(section: Section | None) -> list[str]:
+    assert section is not None
+    return [block.title for block in section.blocks if isinstance(block, Figure | Table)]
+
+
+def words(section: Section | None) -> str:
+    assert section is not None
+    return " ".join(str(block) for block in section.blocks)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_kind_has_a_page_whose_sections_say_something(task: str, runs: dict[str, collect.Run]) -> None:
+    run = runs[task]
+    page = Page((run.folder / html.NAME).read_text(encoding="utf-8"))
+    for heading in ("What was run", "Data", "Training", "Answers", "Hardest rows", "Time"):
+        assert heading in page.words
+    assert run.scores is not None
+    assert len(answers.section(run).blocks) >= 2
+    assert not any("neg " in title for title in titles(curves.section(run)))
+    assert "neg" not in overview.tiles(run, answers.intervals(run))[1].name
+    # Nothing that is not a number, and no name of a Python thing, has got into the text.
+    for wrong in ("nan", "None", "inf", "array(", "{}"):
+        assert wrong not in page.words, wrong
+
+
+@pytest.mark.parametrize("task", ["regression", "multi_label", "multi_head", "token_tags"])
+def test_answers_that_can_be_explained_are(task: str, runs: dict[str, collect.Run]) -> None:
+    run = runs[task]
+    (cards,) = (block for block in hardest.section(run).blocks if isinstance(block, Cards))  # type: ignore[union-attr]
+    drawn = [card for card in cards.cards if card.marked]
+    assert drawn
+    assert cards.legend
+    for card in drawn:
+        for one in card.marked:
+            assert "completeness error" in one.note or "change nothing" in one.note
+    if task == "multi_head":
+        assert all(len(card.marked) == 2 for card in cards.cards)
+
+
+def test_tasks_that_are_not_explained_have_plain_texts(runs: dict[str, collect.Run]) -> None:
+    for task in ("span_qa", "masked_lm"):
+        (cards,) = (block for block in hardest.section(runs[task]).blocks if isinstance(block, Cards))  # type: ignore[union-attr]
+        assert not cards.legend
+        assert all(card.text and not card.marked for card in cards.cards)
+
+
+def test_numbers_have_scatter_errors_and_lengths(runs: dict[str, collect.Run]) -> None:
+    run = runs["regression"]
+    assert run.predictions is not None
+    assert run.predictions.kind == "numbers"
+    found = titles(answers.section(run))
+    assert any(title.startswith("Predicted against true: correlation") for title in found)
+    assert any(title.startswith("Half of the predictions are off by") for title in found)
+    assert any(title.startswith("Length and predicted score") for title in found)
+    assert any(title.startswith("On the scale of the scores") for title in found)
+    rows = {row[0]: row for row in table(answers.section(run), "Scores").rows}
+    assert str(rows["QWK"][2]).count(" to ") == 1  # it has an interval
+    assert "neg rmse" not in rows
+    in_data = titles(data.section(run))
+    assert any(title.startswith("The true scores of the training rows") for title in in_data)
+    assert any(title.startswith("Length and true score: correlation") for title in in_data)
+    by_column = titles(slices.section(run))
+    assert any(title.startswith("Worst slice: ") and "RMSE" in title for title in by_column)
+    assert any(title.startswith("True score by kind") for title in by_column)
+    assert any(title.startswith("Length (tokens) by kind") for title in by_column)
+
+
+def test_an_error_s_worst_slice_is_the_one_with_the_largest(runs: dict[str, collect.Run]) -> None:
+    scores = runs["regression"].scores
+    assert scores is not None
+    found, whole = slices.slices(scores), slices.measure(scores)
+    assert (whole.name, whole.larger_is_better) == ("RMSE", False)
+    assert whole.whole == scores["scores"]["rmse"]
+    values = [one.value for one in found]
+    assert values == sorted(values, reverse=True)
+    for one in found:
+        assert one.interval is not None
+        assert one.interval[0] <= one.value <= one.interval[1]
+        verdict = slices._verdict(one, whole)
+        if one.interval[0] > whole.whole:
+            assert verdict == "worse"
+
+
+def test_several_labels_have_scores_of_each(runs: dict[str, collect.Run]) -> None:
+    run = runs["multi_label"]
+    assert run.store is not None
+    assert run.scores is not None
+    found = answers.section(run)
+    assert any(title.startswith("F1 from ") for title in titles(found))
+    each = {row[0]: row[1] for row in table(found, "The labels with the lowest F1").rows}
+    true = run.store.targets("test").matrix(4).sum(axis=0)
+    named = dict(zip(run.store.manifest.labels, true.tolist(), strict=True))
+    assert each == {name: count for name, count in named.items() if count >= 5}
+    assert "A label is given from a chance of" in words(found)
+    assert any("labels per training row" in title for title in titles(data.section(run)))
+
+
+def test_each_head_has_its_confusion(runs: dict[str, collect.Run]) -> None:
+    run = runs["multi_head"]
+    for head in ("intent: ", "mood: "):
+        assert any(title.startswith(head) and "answers are wrong" in title for title in titles(answers.section(run)))
+        assert any(title.startswith(head) and "labels: " in title for title in titles(data.section(run)))
+
+
+def test_mistakes_of_entities_by_kind() -> None:
+    true = ["B-a", "I-a", "O", "B-b", "O", "B-a", "O", "B-b", "I-b", "O"]
+    said = ["B-a", "O", "O", "B-a", "O", "B-a", "O", "O", "B-a", "I-a"]
+    found = entities.mistakes(true, said)
+    kinds = [(kind, true and (true.type, true.start, true.end), said and said.start) for kind, true, said in found]
+    assert kinds == [
+        (entities.EDGES, ("a", 0, 2), 0),
+        (entities.TYPE, ("b", 3, 4), 3),
+        (entities.BOTH, ("b", 7, 9), 8),
+    ]
+    assert [kind for kind, _, _ in entities.mistakes(["O", "B-a"], ["B-a", "O"])] == [
+        entities.MISSED,
+        entities.INVENTED,
+    ]
+    assert entities.mistakes(true, true) == []
+
+
+def test_examples_of_mistakes_are_in_the_file_s_own_words(runs: dict[str, collect.Run]) -> None:
+    run = runs["token_tags"]
+    assert run.predictions is not None
+    found = answers.section(run)
+    (rows,) = (block.rows for block in found.blocks if isinstance(block, Table) and "mistakes are" in block.title)
+    every = [entities.mistakes(*pair) for pair in zip(run.predictions.target, run.predictions.prediction, strict=True)]
+    assert sum(int(row[2]) for row in rows) == sum(map(len, every))
+    shown = [str(row[3]) for row in rows if row[3] != "-"]
+    assert shown
+    assert all("[" in text and "]" in text for text in shown)
+    source = (run.folder.parent / "rows.conll").read_text().lower()
+    inside = [text.split("[", 1)[1].split("]", 1)[0].split()[0] for text in shown]
+    assert all(word in source for word in inside)
+
+
+def test_questions_by_length_and_threshold(runs: dict[str, collect.Run]) -> None:
+    run = runs["span_qa"]
+    assert run.scores is not None
+    found = answers.section(run)
+    (figure,) = (block for block in found.blocks if isinstance(block, Figure) and "threshold" in block.title)
+    assert f"F1 {run.scores['scores']['f1']:.3f} at the chosen threshold" in figure.title
+    assert "chosen</text>" in figure.chart
+    rows = table(found, "Scores by the length of the answer").rows
+    assert sum(int(row[1]) for row in rows) == sum(one["rows"] for one in run.scores["tables"]["by_length"])
+    assert any("answers have" in title for title in titles(data.section(run)))
+    many = [{"low": low, "high": low, "rows": 5, "f1": 0.9 / low, "exact_match": 0.5 / low} for low in (1, 2, 3)]
+    drawn: list[Block] = questions.blocks(run, {"by_length": many})
+    assert [type(block) for block in drawn] == [Figure, Table]
+    assert isinstance(drawn[0], Figure)
+    assert drawn[0].title == "F1 is 0.90 for answers of 1 and 0.30 for those of 3 tokens"
+
+
+def test_true_answers_of_questions_are_words(runs: dict[str, collect.Run]) -> None:
+    run = runs["span_qa"]
+    assert run.predictions is not None
+    assert set(Counter(run.predictions.target.tolist())) <= {"monday", ""}
+    assert "monday" in run.predictions.target.tolist()
+
+
+def test_masked_text_has_perplexities_and_no_confusion(runs: dict[str, collect.Run]) -> None:
+    run = runs["masked_lm"]
+    assert run.predictions is not None
+    found = titles(answers.section(run))
+    assert any("have a perplexity of" in title for title in found)
+    assert not any("Confused" in title or "labels" in title for title in found)
+    rows: dict[Any, Any] = {row[0]: row for row in table(answers.section(run), "Scores").rows}
+    assert set(rows) == {"perplexity", "masked accuracy"}
+    low, high = (float(end) for end in str(rows["perplexity"][2]).split(" to "))
+    assert low <= float(rows["perplexity"][1]) <= high
+    (cards,) = (block for block in hardest.section(run).blocks if isinstance(block, Cards))  # type: ignore[union-attr]
+    assert all(dict(card.facts).keys() == {"answered", "loss", "tokens"} for card in cards.cards)
+
+
+def test_answers_are_those_of_the_artefact(runs: dict[str, collect.Run]) -> None:
+    """The helper's runs are real: what the page is about is what the files say."""
+    for run in runs.values():
+        assert run.predictions is not None
+        assert run.scores is not None
+        kept = pyarrow.parquet.read_table(run.folder / "predictions-test.parquet")
+        assert kept.num_rows == run.scores["rows"] == len(run.predictions)
+        assert np.isfinite(run.predictions.loss).all()
