@@ -38,7 +38,8 @@ SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     # glibc gives blocks over 128 KB back to the kernel at once; a training step then pays for page faults on every
     # activation. Keeping them costs memory that the next step uses anyway (measured elsewhere at 5 to 13 % of a step).
-    "MALLOC_MMAP_THRESHOLD_": "268435456",
+    # Blocks above the threshold go back all the same: of changing sizes, they would leave holes of gigabytes.
+    "MALLOC_MMAP_THRESHOLD_": "67108864",
     "MALLOC_TRIM_THRESHOLD_": "536870912",
     "MALLOC_ARENA_MAX": "4",
 }

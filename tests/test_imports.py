@@ -98,7 +98,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.training.step": frozenset({"rtrain.tasks.batch", "rtrain.training.model", "rtrain.training.exchange"}),
     "rtrain.training.losses": frozenset({"rtrain.config", "rtrain.tasks."}),
     "rtrain.training.evaluate": frozenset(
-        {"rtrain.data.store", "rtrain.tasks.", "rtrain.training.step", "rtrain.training.exchange"}
+        {"rtrain.data.store", "rtrain.tasks."} | {f"rtrain.training.{name}" for name in ("exchange", "model", "step")}
     ),
     "rtrain.training.checkpoint": frozenset({"rtrain.manifest"}),
     "rtrain.training.replica": frozenset({"rtrain.config", "rtrain.manifest"}),

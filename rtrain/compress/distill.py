@@ -186,4 +186,5 @@ def _teacher(store: Path, folder: Path) -> tuple[Store, Ints, artifact.Artifact,
     order = np.argsort(opened.column("train", "length"), kind="stable")
     chosen = Model(pooling=made.facts.get(pooling.FACT, "own"))
     network = model.build(folder, base.get(made.task), made.labels, seed=0, chosen=chosen)
+    model.attend(network, training=False)
     return opened, order, made, cast("torch.nn.Module", network).eval()

@@ -13,13 +13,14 @@ from rtrain.data.store import Store
 from rtrain.tasks.base import Task
 from rtrain.tasks.batch import Floats, Ints, Ragged, Tokens, batches
 from rtrain.tasks.metrics import metric_for
+from rtrain.training import model
 from rtrain.training.step import forward
 
 if TYPE_CHECKING:
     from rtrain.training.exchange import Exchange
 
 ROWS_PER_PASS = 64
-TOKENS_PER_PASS = 1 << 15
+TOKENS_PER_PASS = 1 << 13
 """Tokens of a pass: rows of many windows go in smaller groups."""
 SEED = 0
 """Of what a task draws for an evaluation: the same draw for every model that is compared."""
@@ -46,20 +47,22 @@ def gathered(exchange: "Exchange", task: Task, store: Store, split: str, *, pad_
     """Outcomes of all rows of `split`, in index order, on every worker."""
     import torch
 
-    model = exchange.module
-    model.eval()
+    network = exchange.module
+    network.eval()
+    model.attend(network, training=False)
     # Neighbours in length share a pass, and the workers take turns, so that they end together.
     order = np.argsort(store.column(split, "length"), kind="stable")[exchange.rank :: exchange.world]
 
     def answer(tokens: Tokens) -> Floats:
         exchange.alive()
         wanted = task.wanted(tokens, store.manifest.head)
-        found: Floats = forward(model, tokens, pad_id, precision, wanted).float().cpu().numpy()
+        found: Floats = forward(network, tokens, pad_id, precision, wanted).float().cpu().numpy()
         return found
 
     with torch.inference_mode():
         own = outcomes_of(task, store, split, order, answer)
-    model.train()
+    network.train()
+    model.attend(network, training=True)
     positions = np.concatenate(exchange.gather(order))
     counts = np.concatenate(exchange.gather(own.counts.astype(np.int64)))
     values = np.concatenate(exchange.gather(own.values))
