@@ -184,7 +184,7 @@ def test_a_failure_is_said_and_costs_neither_run_nor_page(run: Path) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- drawing
 
-WORDS = [[0, 0, 4, 0.5], [0, 5, 9, -1.0], [0, 10, 14, 0.01]]
+WORDS = [[0, 0, 4, 0.5], [0, 5, 9, -1.0], [0, 10, 14, 0.01], [0, 14, 15, 0.04]]
 ANSWER = {"label": "login", "span": None, "value": 2.0, "baseline": 2.5, "completeness_error": 0.02, "words": WORDS}
 
 
@@ -197,8 +197,8 @@ def test_strength_and_sign_of_marks() -> None:
         ("open", "for l3", "+0.5"),
         ("door", "against l4", "-1"),
     ]
-    assert drawn.named == [("for it", "open +0.5, here +0.01"), ("against it", "door -1")]
-    assert "2.50 without words, -0.5 from these; completeness error 2 %" in drawn.note
+    assert drawn.named == [("for it", "open +0.5, here +0.01"), ("against it", "door -1")]  # the mark is not named
+    assert drawn.note == "logit 2.00 = 2.50 without words, -0.5 from these words; completeness error 2 %"
 
 
 def test_sentences_of_an_essay_are_marked(tmp_path: Path) -> None:
@@ -209,6 +209,13 @@ def test_sentences_of_an_essay_are_marked(tmp_path: Path) -> None:
     [pieces] = drawn.texts
     assert len([piece for piece in pieces if piece.text.strip()]) == 4
     assert "sentences" in drawn.note
+
+
+def test_the_entity_that_is_explained_is_named() -> None:
+    entity = {**ANSWER, "label": "PLACE", "span": [5, 9], "completeness_error": 2e-5, "sentences": []}
+    [drawn] = marked.answers({"texts": [["text", "open door here!"]], "answers": [entity]}, numbers=False)
+    assert drawn.head == "PLACE “door”"
+    assert "completeness error under 0.01 %" in drawn.note
 
 
 def test_nothing_is_marked_where_words_change_nothing() -> None:

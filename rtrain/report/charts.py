@@ -238,7 +238,7 @@ def reliability(confidence: Floats, accuracy: Floats, rows: Sequence[int]) -> Ma
     return svg(*parts, label="share of right answers over their confidence")
 
 
-def heat(counts: npt.NDArray[np.int64], names: Sequence[str]) -> Markup:
+def heat(counts: npt.NDArray[np.int64], names: Sequence[str], unit: str = "label") -> Markup:
     """Counts [true, predicted] as cells, each row relative to its sum. Rows and columns have the same order."""
     size = 22.0 if len(names) <= 20 else 11.0
     left, top = _names_width(names) * (1.0 if size > 20 else 0.85), 18.0
@@ -261,6 +261,6 @@ def heat(counts: npt.NDArray[np.int64], names: Sequence[str]) -> Markup:
         )
     edge = size * len(names)
     parts.append(rect(left - 1, top - 1, edge + 1, edge + 1, "outline"))
-    parts.append(text(left, 11, "predicted label, in the order of the rows →", css="label"))
+    parts.append(text(left, 11, f"predicted {unit}, in the order of the rows →", css="label"))
     width, height = max(WIDTH, left + edge + 4), top + edge + 6
     return svg(*parts, label=f"confusion matrix of {len(names)} labels", width=width, height=height, wide=width > WIDTH)

@@ -42,7 +42,7 @@ def section(run: Run) -> Section:
 def _scores(run: Run, found: Mapping[str, Any]) -> Table:
     ends = intervals(run)
     rows = [
-        (score_name(name), f"{value:.4f}", "{:.4f} to {:.4f}".format(*ends[name]) if name in ends else "-")
+        (score_name(name), _figure(value), " to ".join(map(_figure, ends[name])) if name in ends else "-")
         for name, value in found["scores"].items()
         # The negative of an error is there for comparisons only: the error itself is beside it.
         if name != "rows" and not name.startswith("neg_")
@@ -55,7 +55,11 @@ def _scores(run: Run, found: Mapping[str, Any]) -> Table:
     return Table("Scores and how sure they are", ("score", "value", "95 % interval"), rows, note)
 
 
-def _calibration(found: Mapping[str, Any], unit: str) -> list[Block]:
+def _figure(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:,.1f}"  # shares, errors; perplexities
+
+
+def _calibration(found: Mapping[str, Any], unit: str, head: str = "") -> list[Block]:
     bins = [one for one in found["bins"] if one["rows"]]
     rows = np.array([one["rows"] for one in bins])
     if not rows.sum():
@@ -74,7 +78,7 @@ def _calibration(found: Mapping[str, Any], unit: str) -> list[Block]:
         ", their area is how many there are. Mean distance from the line (expected calibration error): "
         f"{found['ece']:.3f}."
     )
-    title = f"The model is {mood}: {100 * sure:.0f} % sure, {100 * right:.0f} % right"
+    title = f"{head}The model is {mood}: {100 * sure:.0f} % sure, {100 * right:.0f} % right"
     return [Figure(title, charts.reliability(confidence, accuracy, rows.tolist()), note)]
 
 
@@ -90,7 +94,7 @@ def _labels(run: Run, tables: Mapping[str, Any]) -> list[Block]:
 def _heads(run: Run, tables: Mapping[str, Any]) -> list[Block]:
     found: list[Block] = []
     for name, own in tables["heads"].items():
-        found += _calibration(own["calibration"], f"answers to {name}")
+        found += _calibration(own["calibration"], "answers", f"{name}: ")
         found += confusion.blocks(own, f"{name}: ")
     return found
 

@@ -12,6 +12,8 @@ from rtrain.report.svg import short
 
 MOST_CLASSES = 100
 """Labels of the heat map; of more, those with the most mistakes."""
+FEW = 14
+"""Labels up to which the heat map is no wider than other charts."""
 MOST_PAIRS = 15
 MOST_BARS = 30
 RARE = 5
@@ -72,7 +74,8 @@ def _pairs(tables: Mapping[str, Any], head: str) -> Table:
     if "confusion" in tables:
         counts = np.array(tables["confusion"]["counts"])
         share = sum(one["rows"] for one in pairs) / (counts.sum() - np.trace(counts))
-        note = f"These {len(rows)} pairs hold {100 * share:.0f} % of all wrong answers."
+        these = f"These {len(rows)} pairs hold" if len(rows) > 1 else "This pair holds"
+        note = f"{these} {100 * share:.0f} % of all wrong answers."
     title = f"{head}Most confused: {rows[0][0]} taken for {rows[0][1]}"
     return Table(title, ("true", "answered", "rows"), rows, note)
 
@@ -87,7 +90,7 @@ def _matrix(found: Mapping[str, Any], head: str, unit: str) -> Figure:
         near = "both in the same order: labels that are confused are neighbours"
     else:
         order, near = np.arange(len(names))[:MOST_CLASSES], f"both by {unit}"
-    chart = charts.heat(counts[np.ix_(order, order)], [names[code] for code in order])
+    chart = charts.heat(counts[np.ix_(order, order)], [names[code] for code in order], unit)
     note = (
         f"A row per true {unit}, a column per predicted one, {near}. Blue, on the diagonal: right; orange: wrong; the "
         "darker, the larger the share of the row. Point at a cell for its rows; scroll sideways where it is cut."
@@ -95,4 +98,4 @@ def _matrix(found: Mapping[str, Any], head: str, unit: str) -> Figure:
     if len(order) < len(names):
         note += f" Drawn are {len(order)} of {len(names)}, those with the most mistakes."
     title = f"{head}{int(wrong.sum()):,} of {int(counts.sum()):,} answers are wrong; here is what was taken for what"
-    return Figure(title, chart, note, wide=True)
+    return Figure(title, chart, note, wide=len(order) > FEW)

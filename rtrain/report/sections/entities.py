@@ -49,7 +49,8 @@ def blocks(run: Run, tables: Mapping[str, Any]) -> list[Block]:
     title = f"{100 * number / total:.0f} % of the {total:,} mistakes are entities that are {_said(worst)}"
     meaning = ", ".join(f"{kind}: {MEANING[kind]}" for kind in MEANING if kind in kinds)
     note = (
-        f"{meaning[0].upper()}{meaning[1:]}. Examples are from the hardest rows, [the words in question] in brackets."
+        f"{meaning[0].upper()}{meaning[1:]}. Examples are from the hardest rows, [the words in question] in "
+        "brackets; an arrow leads to what was tagged instead."
     )
     return [*found, Table(title, ("mistake", "type", "entities", "examples"), rows[:40], note, wide=True)]
 

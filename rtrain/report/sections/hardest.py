@@ -72,5 +72,5 @@ def _said(value: Any) -> str:
     return (
         short(value, 80) or "nothing"
         if isinstance(value, str)
-        else short(", ".join(str(part) for part in value) or "nothing", 160)
+        else short(", ".join(str(part) or "-" for part in value) or "nothing", 160)
     )

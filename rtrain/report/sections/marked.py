@@ -32,13 +32,15 @@ def _answer(texts: Sequence[str], answer: Mapping[str, Any], numbers: bool) -> M
     largest = max((abs(part[3]) for part in parts), default=0.0)
     pieces = [_pieces(text, [part for part in parts if part[0] == place], largest) for place, text in enumerate(texts)]
     error = answer["completeness_error"]
-    accuracy = "the words change nothing" if error is None else f"completeness error {100 * error:.2g} %"
+    accuracy = "the words change nothing" if error is None else f"completeness error {_percent(error)}"
     moved = answer["value"] - answer["baseline"]
-    head = f"{short(answer['label'], 60)} {three(answer['value'])}"
     note = (
-        f"{three(answer['baseline'])} without words, {moved:+.3g} from these"
-        f"{' sentences' if by_sentence else ''}; {accuracy}"
+        f"{'' if numbers else 'logit '}{three(answer['value'])} = {three(answer['baseline'])} without words, "
+        f"{moved:+.3g} from these {'sentences' if by_sentence else 'words'}; {accuracy}"
     )
+    head = short(answer["label"], 60)
+    if answer["span"]:
+        head += f" “{short(texts[0][slice(*answer['span'])], 40)}”"
     return Marked(head, note, pieces, _named(texts, parts))
 
 
@@ -67,11 +69,21 @@ def _named(texts: Sequence[str], parts: Sequence[Sequence[Any]]) -> list[tuple[s
     """(for or against, the parts with the largest shares), for who sees no colours or cannot point at a word."""
     found = []
     for name, sign in (("for it", 1), ("against it", -1)):
-        best = sorted((part for part in parts if sign * part[3] > 0), key=lambda part: -abs(part[3]))[:NAMED]
+        own = [part for part in parts if sign * part[3] > 0 and _says_something(texts[part[0]][part[1] : part[2]])]
+        best = sorted(own, key=lambda part: -abs(part[3]))[:NAMED]
         if best:
             words = ", ".join(f"{short(texts[part[0]][part[1] : part[2]], 28)} {_signed(part[3])}" for part in best)
             found.append((name, words))
     return found
+
+
+def _percent(share: float) -> str:
+    return "under 0.01 %" if share < 1e-4 else f"{100 * share:.2g} %"
+
+
+def _says_something(text: str) -> bool:
+    """A comma's share is marked in the text; by itself it tells a reader nothing."""
+    return any(letter.isalnum() for letter in text)
 
 
 def _signed(value: float) -> str:

@@ -9,7 +9,7 @@ from rtrain.report import charts, stats
 from rtrain.report.blocks import Block, Figure
 from rtrain.report.collect import Run
 from rtrain.report.sections import confusion
-from rtrain.report.svg import three
+from rtrain.report.svg import number, three
 
 MOST_POINTS = 1500
 
@@ -59,10 +59,11 @@ def losses(run: Run, tables: Mapping[str, Any]) -> list[Block]:
     edges = stats.edges(known)
     counts = np.histogram(known, edges)[0].tolist()
     middle, high = np.percentile(known, (50, 95))
-    title = f"Half of the blocks have a perplexity of {three(float(np.exp(middle)))} or less"
+    title = f"Half of the blocks have a perplexity of {number(round(float(np.exp(middle)), 1))} or less"
+    hard = number(round(float(np.exp(high)), 1))
     note = (
-        f"Mean loss of a block's masked tokens; perplexity is its exponential. One block in twenty has more than "
-        f"{three(float(np.exp(high)))}: read some of them below, they are often lists, tables or another language."
+        f"Mean loss of a block's masked tokens; perplexity is its exponential. One block in twenty has more than {hard}"
+        ": read some of them below, they are often lists, tables or another language."
     )
     return [Figure(title, charts.histogram(edges.tolist(), {"blocks": counts}, "loss of a block", "blocks"), note)]
 

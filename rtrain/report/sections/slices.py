@@ -115,7 +115,7 @@ def _worst(found: Sequence[Slice], whole: Measure) -> list[Block]:
         )
         for one in worst
     ]
-    table = Table("The same in figures", ("slice", "rows", whole.name, "95 % interval", "against all"), rows)
+    table = Table("The same in figures", ("slice", "rows", whole.name, "95 % interval", "vs. all"), rows)
     return [Figure(title, chart, note), table]
 
 
