@@ -140,7 +140,9 @@ def test_progress_reaches_the_caller_in_order(trained: Trained) -> None:
 
 def test_run_folder_holds_best_and_last_checkpoint_and_no_draft(trained: Trained) -> None:
     kept = checkpoint.updates(trained.run / "checkpoints")
-    assert set(kept) == {trained.summary["best_update"], trained.summary["updates"]}
+    saved = [event["update"] for event in events.read(trained.run) if event["kind"] == "evaluated"]
+    newest = sorted(set(saved))[-trained.config.recipe.train.keep :]
+    assert set(kept) == {trained.summary["best_update"], *newest}
     assert all(manifest.damage(checkpoint.path_of(trained.run / "checkpoints", update)) is None for update in kept)
     drafts = [path.name for path in trained.run.iterdir() if path.name.startswith(".")]
     assert drafts == []
