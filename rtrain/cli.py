@@ -143,6 +143,7 @@ def tune(
     config = configured(recipe, assignments, **short)
     folder = runs.folder_for(f"{config.recipe.name}-search", out)
     config = runs.absolute(config)
+    search.check(config)
     driver.check(config)
     with session(config, folder.parent), Line() as line:
         found = search.run(config, folder, reuse_of(False, new), on_event=line)

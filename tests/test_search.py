@@ -7,7 +7,7 @@ import pytest
 
 from rtrain import config
 from rtrain.config import with_overrides
-from rtrain.errors import UserError
+from rtrain.errors import ConfigError, UserError
 from rtrain.report import events
 from rtrain.report.progress import search_text
 from tests.test_driver import settings
@@ -81,6 +81,18 @@ def test_winner_is_continued_to_its_full_budget(found: search.Found) -> None:
     started = [event for event in events.read(Path(challenger.run))[before:] if event["kind"] == "started"]
     assert [event["update"] for event in started] == ([challenger.updates] if challenger.status == "paused" else [])
     assert "<- best" in search_text(chosen, ended)
+
+
+@pytest.mark.parametrize(
+    ("rows", "refused"), [({}, True), ({"data.valid": "v.csv"}, False), ({"data.split": "s"}, False)]
+)
+def test_a_search_without_validation_rows_is_refused(rows: dict[str, str], refused: bool, tmp_path: Path) -> None:
+    chosen = config.load("intent", {"data.path": "rows.csv", "data.valid_share": 0, **rows})
+    if not refused:
+        search.check(chosen)
+        return
+    with pytest.raises(ConfigError, match="trials are compared on validation rows, and there are none"):
+        search.check(chosen)
 
 
 def test_search_folder_in_use_is_refused(found: search.Found, ray_session: Path) -> None:

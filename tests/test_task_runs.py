@@ -102,10 +102,10 @@ def _version(run: Path) -> str:
     return artifact.read(run / "artifact").version
 
 
-def test_a_run_on_all_rows_keeps_its_last_weights(ray_session: Path) -> None:
+def test_a_run_on_all_rows_keeps_its_last_weights_and_its_pooling(ray_session: Path) -> None:
     folder = ray_session / "tasks-refit"
     folder.mkdir()
-    overrides = {"task": "classification", "data.label": "kind", "data.valid_share": 0}
+    overrides = {"task": "classification", "data.label": "kind", "data.valid_share": 0, "model.pooling": "mean"}
     chosen = config.with_overrides(settings("regression", folder), overrides)
     run = folder / "run"
     prepared = driver.prepare(chosen, run)
@@ -126,3 +126,9 @@ def test_a_run_on_all_rows_keeps_its_last_weights(ray_session: Path) -> None:
     assert report["status"] == "finished"
     made = quantize.run(chosen.recipe, quantize.store_of(student), student, student / "artifact-int8")
     assert made["test"]["rows"] == prepared.store.rows("test")
+    texts = [f"{text} {number}" for number, (text, _) in enumerate(labelled_rows(24))]
+    float_logits, int8_logits = (
+        np.stack(Predictor.load(student / name).logits(texts)) for name in ("artifact", "artifact-int8")
+    )
+    # An int8 graph that read the first token would not follow the float model: see how far they are apart at most.
+    assert np.abs(int8_logits - float_logits).max() < 0.2 * np.ptp(float_logits)

@@ -13,7 +13,7 @@ from ray.tune.schedulers import AsyncHyperBandScheduler
 
 from rtrain import config as configuration
 from rtrain.config import Config
-from rtrain.errors import UserError
+from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.report import events, summary
 from rtrain.tasks import base
 from rtrain.tasks.metrics import metric_for
@@ -80,6 +80,15 @@ def release(run: Path) -> None:
     if summary.status(events.read(run)) == "running":
         events.append(run, "stopped")  # before its workers die, so that their end is not logged as a failure
     placement.release(run)
+
+
+def check(config: Config) -> None:
+    """Refuse a search without the rows that choose among its trials: each would be trained, and none have a score."""
+    data = config.recipe.data
+    if data.valid_share == 0 and not (data.valid or data.split):
+        reason = "trials are compared on validation rows, and there are none"
+        fix = "give a share, e.g. 0.1; train the winner's settings on all rows afterwards"
+        raise ConfigError([Problem("data.valid_share", 0, reason, fix)])
 
 
 def run(
