@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rtrain.errors import UserError
+from rtrain.inputs import LAYOUT
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,8 @@ def _mean(module: "torch.nn.Module", inputs: Any, named: Mapping[str, Any], outp
     """Heads read the pooled output (BERT) or the first place of the last layer (RoBERTa, DistilBERT): both are set."""
     import torch
 
+    if LAYOUT in named:  # its windows are pooled already
+        return output
     hidden = output.last_hidden_state
     mask = named["attention_mask"].to(torch.promote_types(hidden.dtype, torch.float32))[..., None]
     mean = ((hidden * mask).sum(1) / mask.sum(1).clamp(min=1.0)).to(hidden.dtype)

@@ -1,6 +1,5 @@
 """Artefact + texts -> typed answers, with the engine that artifact.json names. No torch for an int8 artefact."""
 
-import inspect
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ import numpy as np
 from rtrain import artifact, pooling
 from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
 from rtrain.errors import UserError
+from rtrain.inputs import accepted
 from rtrain.tasks import base
 from rtrain.tasks.base import Head, Input, Task
 from rtrain.tasks.batch import Encoded, Floats, Ints, Outputs, Tokens, batches, pack, padded
@@ -208,8 +208,7 @@ class _Torch:
             pooling.pool_by_mean(network)
         # Never trained: gradients are asked of inputs only, and what the weights' would need is not kept.
         self.network: transformers.PreTrainedModel = network.eval().requires_grad_(False)
-        # DistilBERT, for one, has no token types.
-        self.accepted = frozenset(inspect.signature(self.network.forward).parameters)
+        self.accepted = accepted(self.network)
 
     def logits(self, inputs: Mapping[str, Any]) -> Floats:
         with self._torch.inference_mode():

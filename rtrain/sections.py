@@ -151,8 +151,11 @@ class Train(Section):
     """Go on with fewer workers, down to this many, while nodes are missing, and with more when they come back."""
     micro_batch: Positive = 8
     """Most rows of one forward and backward pass of a worker."""
+    tokens_per_pass: Positive = 2048
+    """Most tokens of a pass; a longer row is alone. For BERT and its kin, which are trained without padding, a worker's
+    rows between two exchanges are regrouped into as few passes as this allows, and micro_batch sets rows_per_update."""
     aggregation_frequency: Positive | None = None
-    """Passes of a worker between two gradient exchanges; sets rows_per_update. Default 4."""
+    """Passes of micro_batch rows of a worker between two gradient exchanges; sets rows_per_update. Default 4."""
     rows_per_update: Positive | None = None
     """Rows of one optimizer step. Default: workers x micro_batch x aggregation_frequency."""
     precision: Literal["fp32", "bf16", "auto"] = "fp32"
@@ -171,14 +174,8 @@ class Train(Section):
 
 
 SPEED = (
-    "workers",
-    "min_workers",
-    "micro_batch",
-    "aggregation_frequency",
-    "evaluate_every",
-    "save_every",
-    "keep",
-    "log_every",
+    *("workers", "min_workers", "micro_batch", "tokens_per_pass", "aggregation_frequency"),
+    *("evaluate_every", "save_every", "keep", "log_every"),
 )
 """Settings of `train` that change speed or what is kept, never the weights, once rows_per_update is resolved."""
 

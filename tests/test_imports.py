@@ -24,8 +24,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.sections": frozenset(),
     "rtrain.options": frozenset({"rtrain.config"}),
     "rtrain.artifact": frozenset({"rtrain.manifest"}),
-    "rtrain.pooling": frozenset(),
-    "rtrain.predict": frozenset({"rtrain.artifact", "rtrain.pooling", "rtrain.tasks."}),
+    "rtrain.inputs": frozenset(),
+    "rtrain.pooling": frozenset({"rtrain.inputs"}),
+    "rtrain.predict": frozenset({"rtrain.artifact", "rtrain.inputs", "rtrain.pooling", "rtrain.tasks."}),
     "rtrain.explain.": frozenset({"rtrain.explain.", "rtrain.predict", "rtrain.tasks."}),
     "rtrain.scores": frozenset({"rtrain.metrics.", "rtrain.tasks."}),
     "rtrain.tasks.batch": frozenset(),
@@ -90,12 +91,19 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.cluster.supervise": frozenset({"rtrain.cluster.session"}),
     "rtrain.training.frozen": frozenset(),
     "rtrain.training.model": frozenset(
-        {"rtrain.config", "rtrain.pooling", "rtrain.tasks.base", "rtrain.training.frozen"}
+        {"rtrain.config", "rtrain.pooling", "rtrain.tasks.base", "rtrain.training.frozen", "rtrain.training.packed"}
+    ),
+    "rtrain.training.dropout": frozenset(),
+    "rtrain.training.attention": frozenset({"rtrain.tasks.batch", "rtrain.training.dropout"}),
+    "rtrain.training.packed": frozenset(
+        {"rtrain.inputs", "rtrain.tasks.batch", "rtrain.training.attention", "rtrain.training.dropout"}
     ),
     "rtrain.training.optim": frozenset({"rtrain.config"}),
     "rtrain.training.precision": frozenset(),
     "rtrain.training.exchange": frozenset(),
-    "rtrain.training.step": frozenset({"rtrain.tasks.batch", "rtrain.training.model", "rtrain.training.exchange"}),
+    "rtrain.training.step": frozenset(
+        {"rtrain.tasks.batch", "rtrain.inputs"} | {f"rtrain.training.{name}" for name in ("exchange", "packed")}
+    ),
     "rtrain.training.losses": frozenset({"rtrain.config", "rtrain.tasks."}),
     "rtrain.training.evaluate": frozenset(
         {"rtrain.data.store", "rtrain.tasks."} | {f"rtrain.training.{name}" for name in ("exchange", "model", "step")}
@@ -146,7 +154,7 @@ ALLOWED: dict[str, frozenset[str]] = {
         {"rtrain.artifact", "rtrain.predict", "rtrain.config", "rtrain.data.", "rtrain.report.events", "rtrain.tasks."}
         | {
             f"rtrain.training.{name}"
-            for name in ("evaluate", "exchange", "loop", "losses", "model", "notice", "precision", "replica")
+            for name in ("evaluate", "exchange", "loop", "losses", "model", "notice", "packed", "precision", "replica")
         }
         | {"rtrain.training.predictions", "rtrain.scores", "rtrain.env", "rtrain.pooling"}
     ),
@@ -177,7 +185,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "rtrain.compress.": frozenset(
         {"rtrain.artifact", "rtrain.predict", "rtrain.config", "rtrain.env", "rtrain.compress.", "rtrain.training."}
-        | {"rtrain.pooling"}
+        | {"rtrain.inputs", "rtrain.pooling"}
         | {"rtrain.data.", "rtrain.report.events", "rtrain.scores", "rtrain.tasks."}
     ),
     "serve.": frozenset(

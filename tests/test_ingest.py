@@ -141,7 +141,7 @@ def test_updates_pass_through_a_stream_unchanged(
     order = Order(store.manifest.digest, store.rows("train"), rows_per_update, epochs=1, seed=1)
     monkeypatch.setattr(ingest, "_dataset", lambda share, start, stop: through_arrow(share, start, stop, blocks=2))
     for rank in range(workers):
-        share = Share(store.folder, order, workers, rank, 4, teacher)
+        share = Share(store.folder, order, workers, rank, 4, teacher=teacher)
         found = list(ingest.stream(share, 1, order.updates))
         expected = [plan_update(store, share, number) for number in range(1, order.updates)]
         assert len(found) == len(expected) == order.updates - 1

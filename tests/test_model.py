@@ -43,7 +43,8 @@ def test_a_model_without_attention_dropout_refuses_a_setting(tmp_path: Path) -> 
 
 
 def test_attention_by_plain_products_answers_as_the_fused_one_does(encoder: Path) -> None:
-    plain: Any = model.build(encoder, TASK, ("a", "b"), 0).eval()
+    plain: Any = transformers.AutoModelForSequenceClassification.from_pretrained(encoder).eval()
+    model.attend(plain, training=True)
     assert torch.cuda.is_available() or plain.config._attn_implementation == "eager"
     fused: Any = transformers.AutoModelForSequenceClassification.from_pretrained(encoder, attn_implementation="sdpa")
     fused.load_state_dict(plain.state_dict())

@@ -157,17 +157,17 @@ def test_rows_are_dealt_forth_and_back_by_length() -> None:
     # Sorted by length: rows 1, 3, 0, 4, 2 (9, 7, 5, 3, 1 tokens). Dealt 0 1 | 1 0 | 0: worker 0 gets 9 + 3 + 1 tokens,
     # worker 1 gets 7 + 5.
     lengths = np.array([5, 9, 1, 7, 3], dtype=np.int32)
-    shares = deal(lengths, workers=2, micro_batch=2)
+    shares = deal(lengths, workers=2, most_rows=2)
     assert [[rows.tolist() for rows in passes] for passes in shares] == [[[1, 4], [2]], [[3, 0]]]
 
 
 def test_rows_of_equal_length_keep_their_order() -> None:
-    shares = deal(np.full(6, 4, dtype=np.int32), workers=1, micro_batch=4)
+    shares = deal(np.full(6, 4, dtype=np.int32), workers=1, most_rows=4)
     assert [rows.tolist() for rows in shares[0]] == [[0, 1, 2, 3], [4, 5]]
 
 
 def test_workers_beyond_the_rows_get_no_pass() -> None:
-    shares = deal(np.array([3, 8], dtype=np.int32), workers=5, micro_batch=4)
+    shares = deal(np.array([3, 8], dtype=np.int32), workers=5, most_rows=4)
     assert [[rows.tolist() for rows in passes] for passes in shares] == [[[1]], [[0]], [], [], []]
 
 
@@ -193,6 +193,13 @@ def test_dealing_loses_no_row_and_balances_tokens(lengths: list[int], workers: i
         assert all(1 <= size <= micro_batch for size in sizes)
         longest = [lengths[row] for rows in passes for row in rows]
         assert longest == sorted(longest, reverse=True)  # neighbours in length share a pass
+
+
+def test_tokens_bound_a_pass_and_a_longer_row_is_alone() -> None:
+    lengths = np.array([5, 40, 1, 7, 3, 6], dtype=np.int32)
+    shares = deal(lengths, workers=1, most_rows=None, most_tokens=14)
+    assert [rows.tolist() for rows in shares[0]] == [[1], [3, 5], [0, 4, 2]]
+    assert [rows.tolist() for rows in deal(lengths, 1, most_rows=2, most_tokens=14)[0]] == [[1], [3, 5], [0, 4], [2]]
 
 
 # ------------------------------------------------------------------------------------------------------------- ledger

@@ -99,7 +99,7 @@ def _updates(world: int, rank: int, folder: Path, freeze: Literal["none", "encod
 
 def _share(number: int, count: int, world: int, rank: int) -> list[Tokens]:
     rows = make_rows(count, seed=number)
-    return [pick(rows, chosen.tolist()) for chosen in deal(rows.lengths, world, micro_batch=3)[rank]]
+    return [pick(rows, chosen.tolist()) for chosen in deal(rows.lengths, world, most_rows=3)[rank]]
 
 
 def _exchanges(world: int, rank: int, folder: Path) -> list[int]:

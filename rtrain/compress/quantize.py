@@ -24,6 +24,7 @@ from rtrain.compress import score
 from rtrain.config import Recipe
 from rtrain.data.store import Store
 from rtrain.errors import UserError
+from rtrain.inputs import accepted
 from rtrain.report import events
 from rtrain.tasks import base
 from rtrain.tasks.batch import Floats, padded
@@ -77,8 +78,7 @@ def _write_graph(folder: Path, parent: artifact.Artifact, store: Store, calibrat
     network = auto.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=torch.float32).eval()
     if parent.facts.get(pooling.FACT) == "mean":
         pooling.pool_by_mean(network)
-    accepted = model.accepted_inputs(network)
-    samples = list(_samples(store, calibration_rows, model.pad_id(folder), accepted))
+    samples = list(_samples(store, calibration_rows, model.pad_id(folder), accepted(network)))
     example = {name: torch.from_numpy(value) for name, value in samples[0].items()}
     shapes = {name: openvino.PartialShape([-1, -1]) for name in example}
     with torch.inference_mode(), warnings.catch_warnings():
@@ -100,15 +100,13 @@ def _quantized(graph: Any, samples: list[dict[str, npt.NDArray[np.int64]]], draf
     openvino.save_model(int8, draft / GRAPH, compress_to_fp16=False)
 
 
-def _samples(
-    store: Store, rows: int, pad_id: int, accepted: frozenset[str]
-) -> Iterator[dict[str, npt.NDArray[np.int64]]]:
+def _samples(store: Store, rows: int, pad_id: int, names: frozenset[str]) -> Iterator[dict[str, npt.NDArray[np.int64]]]:
     """Single training rows, evenly spread over the index; one row at a time, so that padding sets no scale."""
     total = store.rows("train")
     positions = np.unique(np.linspace(0, total - 1, min(rows, total)).astype(np.int64))
     for position in positions:
         arrays = padded(store.read("train", np.array([position])), pad_id)
-        yield {name: value for name, value in arrays.items() if name in accepted}
+        yield {name: value for name, value in arrays.items() if name in names}
 
 
 def _measure(

@@ -64,7 +64,9 @@ class Share:
     order: Order
     workers: int
     rank: int
-    micro_batch: int
+    micro_batch: int | None
+    """Most rows of a pass; None where tokens alone decide."""
+    tokens_per_pass: int | None = None
     teacher: str | None = None
     """Version of the teacher whose logits go with each row."""
 
@@ -74,7 +76,7 @@ def plan_update(store: Store, share: Share, number: int) -> Update:
     positions = share.order.positions(number)
     row_ids = store.column("train", "row_id")[positions]
     lengths = store.column("train", "length")[positions]
-    passes = deal(lengths, share.workers, share.micro_batch)[share.rank]
+    passes = deal(lengths, share.workers, share.micro_batch, share.tokens_per_pass)[share.rank]
     return Update(
         number=number,
         first_row=int(row_ids[0]),

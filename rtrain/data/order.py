@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.tasks.batch import Ints
+from rtrain.tasks.batch import Ints, batches
 
 WINDOW_ROWS = 1 << 18
 """Rows that are shuffled with each other; a store with fewer rows is shuffled as a whole."""
@@ -95,8 +95,11 @@ def _mix(value: Words) -> Words:
     return value ^ (value >> np.uint64(31))
 
 
-def deal(lengths: npt.NDArray[np.int32], workers: int, micro_batch: int) -> list[list[Ints]]:
-    """Share the rows of an update: for each worker its passes, each the indices of at most `micro_batch` rows.
+def deal(
+    lengths: npt.NDArray[np.int32], workers: int, most_rows: int | None, most_tokens: int | None = None
+) -> list[list[Ints]]:
+    """Share the rows of an update: for each worker its passes, each the indices of at most `most_rows` rows and of rows
+    with at most `most_tokens` tokens; a longer row is alone.
 
     Rows are sorted by length and dealt forth and back, so that workers get equal tokens; a worker's rows are cut into
     passes in that order, so that a pass pads little. Where an update has fewer rows than workers, some get no pass.
@@ -104,8 +107,8 @@ def deal(lengths: npt.NDArray[np.int32], workers: int, micro_batch: int) -> list
     order = np.argsort(-lengths.astype(np.int64), kind="stable")
     turn = np.arange(len(order)) % (2 * workers)
     owner = np.where(turn < workers, turn, 2 * workers - 1 - turn)
-    shares = [order[owner == worker] for worker in range(workers)]
-    return [[share[at : at + micro_batch] for at in range(0, len(share), micro_batch)] for share in shares]
+    rows, tokens = most_rows or len(order), most_tokens or int(lengths.sum(dtype=np.int64))
+    return [list(batches(lengths, order[owner == worker], rows, tokens)) for worker in range(workers)]
 
 
 def rows_digest(update: int, row_ids: Words) -> bytes:

@@ -125,7 +125,9 @@ class _Group:
             begin, link = state.update, bytes.fromhex(state.ledger)
         loop.settle(job, exchange)
         teacher = job.recipe.distill.teacher
-        share = ingest.Share(job.store.folder, job.order, case.workers, exchange.rank, case.micro_batch, teacher)
+        share = ingest.Share(
+            job.store.folder, job.order, case.workers, exchange.rank, case.micro_batch, teacher=teacher
+        )
         for update in ingest.stream(share, begin, job.order.updates):
             done = loop.one_update(
                 job,

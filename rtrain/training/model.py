@@ -1,7 +1,6 @@
 """Encoder and head: from the packaged MiniLM, a Transformers folder, or a model hub name."""
 
 import hashlib
-import inspect
 import json
 from functools import lru_cache
 from importlib import resources
@@ -12,10 +11,9 @@ from rtrain import pooling
 from rtrain.config import Model, Recipe
 from rtrain.errors import ConfigError, Problem
 from rtrain.tasks import base
-from rtrain.training import frozen
+from rtrain.training import frozen, packed
 
 if TYPE_CHECKING:
-    import torch
     import transformers
 
 PACKAGED = "minilm"
@@ -115,6 +113,8 @@ def build(
         **(names if labels else {}),
         **settings,
     )
+    if packed.supports(model):
+        packed.enable(model, "tokens" if task.by_token else "mean" if chosen.pooling == "mean" else "first")
     attend(model, training=True)
     if chosen.pooling == "mean":
         pooling.pool_by_mean(model)
@@ -131,7 +131,7 @@ def attend(network: Any, *, training: bool) -> None:
     """
     import torch
 
-    if getattr(network, "_supports_sdpa", False) and not torch.cuda.is_available():
+    if getattr(network, "_supports_sdpa", False) and not packed.enabled(network) and not torch.cuda.is_available():
         network.set_attn_implementation("eager" if training else "sdpa")
 
 
@@ -181,17 +181,6 @@ def problems(recipe: Recipe) -> list[Problem]:
     if recipe.model.pooling == "own" or not base.get(recipe.task).by_token:
         return []
     return [Problem("model.pooling", recipe.model.pooling, f"{recipe.task} answers each token", "write own")]
-
-
-def accepted_inputs(network: "torch.nn.Module") -> frozenset[str]:
-    """Names that a model's forward takes: DistilBERT, for one, has no token types."""
-    kind: Any = type(network)
-    return _parameters(kind)
-
-
-@lru_cache(maxsize=8)
-def _parameters(kind: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(kind.forward).parameters)
 
 
 def pad_id(folder: Path) -> int:

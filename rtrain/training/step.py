@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from rtrain.errors import UserError
+from rtrain.inputs import LAYOUT, accepted
 from rtrain.tasks.batch import Ints, Tokens, padded, single
-from rtrain.training.model import accepted_inputs
+from rtrain.training import packed
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -67,14 +68,21 @@ def forward(
     model: "torch.nn.Module", tokens: Tokens, pad_id: int, precision: str, wanted: Ints | None = None
 ) -> "torch.Tensor":
     """Logits [windows, outputs] of rows without padding, or [tokens, outputs] where the model answers each token: all
-    of them, or those at the places `wanted` in `tokens.ids`."""
+    of them, or those at the places `wanted` in `tokens.ids`. A model for which `packed` is enabled computes no padding.
+    """
     import torch
 
     device = next(model.parameters()).device
     network: Any = getattr(model, "module", model)
-    arrays, accepted = padded(tokens, pad_id), accepted_inputs(network)
-    inputs = {name: torch.from_numpy(value).to(device) for name, value in arrays.items() if name in accepted}
-    chosen = np.flatnonzero(arrays["attention_mask"])
+    inputs: dict[str, Any]
+    if packed.enabled(network):
+        inputs, chosen = packed.inputs_of(network, tokens, device)
+    else:
+        arrays = padded(tokens, pad_id)
+        inputs = {name: torch.from_numpy(value).to(device) for name, value in arrays.items()}
+        chosen = np.flatnonzero(arrays["attention_mask"])
+    takes = accepted(network) | {LAYOUT}
+    inputs = {name: value for name, value in inputs.items() if name in takes}
     places = torch.from_numpy(chosen if wanted is None else chosen[wanted]).to(device)
     half: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if precision == "bf16":
@@ -160,7 +168,7 @@ def run_update(
             value = loss(logits, tokens)
             (value * (exchange.world * share).to(value.dtype)).sum().backward()
         loss_sum += value.detach().double()
-        padded_tokens += len(tokens.lengths) * int(tokens.lengths.max())
+        padded_tokens += packed.computed(exchange.module, tokens.lengths)
     if not passes:
         exchange.alive()
         with exchange.during(last=True):

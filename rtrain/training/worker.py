@@ -20,7 +20,7 @@ from rtrain.report import events
 from rtrain.tasks import base
 from rtrain.tasks.batch import Ragged
 from rtrain.tasks.metrics import metric_for
-from rtrain.training import evaluate, loop, losses, model, notice, precision, predictions, replica
+from rtrain.training import evaluate, loop, losses, model, notice, packed, precision, predictions, replica
 from rtrain.training.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -92,7 +92,11 @@ def run(settings: dict[str, Any]) -> None:
             evaluate_at=frozenset(settings["evaluate_at"]),
             replica=replica.of(config.deploy.cluster, folder, settings["owner"]),
         )
-    share = ingest.Share(store.folder, order, world, rank, recipe.train.micro_batch, recipe.distill.teacher)
+    # Where padding costs nothing, the rows of a worker are regrouped: tokens alone say how many fit into a pass.
+    most_rows = None if packed.enabled(network) else recipe.train.micro_batch
+    share = ingest.Share(
+        store.folder, order, world, rank, most_rows, recipe.train.tokens_per_pass, recipe.distill.teacher
+    )
     reporter = _TrainReporter(folder, rank)
     outcome = loop.train(job, exchange, lambda start, stop: ingest.stream(share, start, stop), reporter, clock)
     if outcome.finished:

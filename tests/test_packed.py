@@ -1,0 +1,212 @@
+"""Encoders without padding: answers and gradients are those with it, for every architecture and head that is packed."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings, strategies as st
+
+from rtrain.config import Model
+from rtrain.tasks import base
+from rtrain.tasks.batch import Tokens
+from rtrain.training import attention, dropout, model, packed, step
+from tests.tiny import make_encoder
+
+WORDS = 300
+SMALL: dict[str, Any] = {
+    **{"vocab_size": WORDS, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2},
+    **{"num_attention_heads": 3, "max_position_embeddings": 80},
+}
+DISTILBERT: dict[str, Any] = {
+    **{"vocab_size": WORDS, "dim": 24, "hidden_dim": 32, "n_layers": 2, "n_heads": 3, "max_position_embeddings": 80},
+}
+ARCHITECTURES: dict[str, Any] = {
+    "Bert": lambda: transformers.BertConfig(**SMALL),
+    "Roberta": lambda: transformers.RobertaConfig(**SMALL, type_vocab_size=2, pad_token_id=1),
+    "XLMRoberta": lambda: transformers.XLMRobertaConfig(**SMALL, type_vocab_size=1, pad_token_id=1),
+    "Camembert": lambda: transformers.CamembertConfig(**SMALL, type_vocab_size=2, pad_token_id=1),
+    "Electra": lambda: transformers.ElectraConfig(**SMALL, embedding_size=24),
+    "DistilBert": lambda: transformers.DistilBertConfig(**DISTILBERT),
+}
+HEADS = {
+    "ForSequenceClassification": "first",
+    "ForTokenClassification": "tokens",
+    "ForQuestionAnswering": "tokens",
+    "ForMaskedLM": "tokens",
+}
+
+
+def rows(lengths: list[int], seed: int = 0) -> Tokens:
+    """Rows of one or two windows with these lengths; no word is a padding token."""
+    random = np.random.default_rng(seed)
+    sizes = np.array(lengths, dtype=np.int32)
+    windows = np.array([2] * (len(lengths) // 3) + [1] * (len(lengths) - 2 * (len(lengths) // 3)), dtype=np.int32)
+    return Tokens(
+        ids=random.integers(5, WORDS, sizes.sum(), dtype=np.int32),
+        lengths=sizes,
+        second=random.integers(1, sizes + 1).astype(np.int32),
+        windows=windows,
+        targets=np.zeros(len(windows), dtype=np.float32),
+        counts=np.ones(len(windows), dtype=np.int32),
+        row_ids=np.arange(len(windows), dtype=np.uint64),
+        teacher=np.empty((len(windows), 0), dtype=np.float32),
+    )
+
+
+def pair(architecture: str, head: str) -> tuple[Any, Any]:
+    """A network and its packed twin, in float64, trained without dropout."""
+    made = []
+    for packs in (False, True):
+        torch.manual_seed(1)
+        chosen = ARCHITECTURES[architecture]()
+        chosen.num_labels = 2 if head == "ForQuestionAnswering" else 4
+        network: Any = getattr(transformers, f"{architecture}{head}")(chosen).double().eval()
+        network.set_attn_implementation("eager")
+        if packs:
+            assert packed.supports(network)
+            packed.enable(network, HEADS[head])
+        made.append(network)
+    return made[0], made[1]
+
+
+def difference(found: Any, expected: Any) -> float:
+    """Over all gradients jointly, as a share of their norm."""
+    pairs = [(a.grad, b.grad) for a, b in zip(found.parameters(), expected.parameters(), strict=True)]
+    assert all((a is None) == (b is None) for a, b in pairs)
+    there = [(a, b) for a, b in pairs if a is not None]
+    wrong = sum(float((a - b).square().sum()) for a, b in there)
+    return float((wrong / sum(float(b.square().sum()) for _, b in there)) ** 0.5)
+
+
+LENGTHS = [9, 2, 31, 31, 17, 5, 64, 3, 2, 12, 31, 1]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("head", HEADS)
+def test_answers_and_gradients_are_those_with_padding(
+    architecture: str, head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "GROUP_WASTE", 500)  # several groups in so small a pass
+    plain, packs = pair(architecture, head)
+    tokens = rows(LENGTHS)
+    wanted = np.array([0, 3, 40, 41, 150]) if head == "ForMaskedLM" else None
+    answers = [
+        step.forward(network, tokens, plain.config.pad_token_id or 0, "fp32", wanted) for network in (plain, packs)
+    ]
+    assert answers[1].shape == answers[0].shape
+    torch.testing.assert_close(answers[1], answers[0], rtol=1e-10, atol=1e-12)
+    weights = torch.randn(answers[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    for answer in answers:
+        (answer * weights).sum().backward()
+    assert difference(packs, plain) < 1e-12
+    with torch.inference_mode():  # by another kernel
+        alone = step.forward(packs, tokens, 0, "fp32", wanted)
+    torch.testing.assert_close(alone, answers[0].detach(), rtol=1e-10, atol=1e-12)
+
+
+def test_the_mean_is_that_with_padding(tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path / "encoder")
+    network: Any = model.build(folder, base.get("classification"), ("a", "b"), 0, Model(pooling="mean"))
+    assert packed.enabled(network)
+    tokens = rows(LENGTHS)
+    found = step.forward(network.double().eval(), tokens, 0, "fp32")
+    network.config._attn_implementation = "eager"
+    assert not packed.enabled(network)
+    torch.testing.assert_close(found, step.forward(network, tokens, 0, "fp32"), rtol=1e-10, atol=1e-12)
+
+
+@given(st.lists(st.integers(1, 512), min_size=1, max_size=80))
+@settings(deadline=None)
+def test_groups_are_neighbours_and_waste_little(lengths: list[int]) -> None:
+    longest_first = np.array(sorted(lengths, reverse=True), dtype=np.int32)
+    groups = packed.groups_of(longest_first)
+    assert [place for begin, end in groups for place in range(begin, end)] == list(range(len(lengths)))
+    for begin, end in groups:
+        squares = longest_first[begin:end].astype(int) ** 2
+        assert sum(squares[0] - squares) <= packed.GROUP_WASTE
+
+
+def test_a_layout_finds_every_token_again() -> None:
+    tokens = rows(LENGTHS)
+    layout = packed.layout_of(tokens, 3, torch.device("cpu"))
+    assert sorted(layout.order.tolist()) == list(range(sum(LENGTHS)))
+    for group in layout.groups:
+        vectors = torch.arange((group.stop - group.start) * 3)
+        assert torch.equal(vectors[group.gather][group.scatter], vectors)
+
+
+def test_the_gradient_of_attention_with_dropout_is_the_one_of_its_answer() -> None:
+    layout = packed.layout_of(rows([5, 3, 3, 1]), 2, torch.device("cpu"))
+    module = torch.nn.Module()
+
+    def answer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seed: int = 0) -> torch.Tensor:
+        torch.manual_seed(seed)  # the same masks for every call
+        return attention.packed(module, query, key, value, None, dropout=0.3, layout=layout)[0]
+
+    query, key, value = (torch.randn(1, 2, 12, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    assert torch.autograd.gradcheck(answer, (query, key, value))
+    assert not torch.equal(answer(query, key, value, seed=1), answer(query, key, value))
+    module.eval()
+    assert torch.equal(answer(query, key, value, seed=1), answer(query, key, value))
+
+
+def test_an_artefact_of_a_packed_network_is_one_that_transformers_loads(tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path / "encoder")
+    network = model.build(folder, base.get("classification"), ("a", "b"), 0)
+    assert packed.enabled(network)
+    network.save_pretrained(tmp_path / "saved")
+    assert packed.NAME not in (tmp_path / "saved" / "config.json").read_text()
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    ids = torch.tensor([[1, 5, 9, 2]])
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded.eval()(ids).logits, network.eval()(ids).logits)
+
+
+def test_other_architectures_are_padded() -> None:
+    chosen = transformers.MPNetConfig(**SMALL)
+    network = transformers.MPNetForSequenceClassification(chosen)
+    assert not packed.supports(network)
+    tokens = rows([3, 7])
+    assert packed.computed(network, tokens.lengths) == 14
+    assert step.forward(network, tokens, 1, "fp32").shape == (2, 2)
+
+
+# ------------------------------------------------------------------------------------------------------------ dropout
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_mask_is_zero_or_the_inverse_of_what_is_kept(kind: torch.dtype) -> None:
+    torch.manual_seed(0)
+    found = dropout.mask((700, 301), 0.1, kind)
+    assert found.dtype == kind
+    assert found.shape == (700, 301)
+    assert set(found.unique().tolist()) == {0.0, torch.tensor(1 / 0.9, dtype=kind).item()}
+    share = float((found == 0).double().mean())
+    assert abs(share - 0.1) < 5 * (0.1 * 0.9 / found.numel()) ** 0.5
+    columns = (found == 0).double().mean(0)
+    assert float(columns.std()) < 1.5 * (0.1 * 0.9 / 700) ** 0.5  # no column is kept more often than others
+
+
+def test_masks_are_a_function_of_torch_s_generator() -> None:
+    torch.manual_seed(7)
+    first, second = (dropout.mask((50,), 0.5, torch.float32) for _ in range(2))
+    assert not torch.equal(first, second)
+    torch.manual_seed(7)
+    assert torch.equal(dropout.mask((50,), 0.5, torch.float32), first)
+
+
+def test_a_network_s_dropout_layers_take_these_masks_and_their_gradients_pass_through_them() -> None:
+    network = torch.nn.Sequential(torch.nn.Dropout(0.25), torch.nn.Dropout(0.0))
+    dropout.replace(network)
+    values = torch.ones(4000, requires_grad=True)
+    torch.manual_seed(5)
+    found = network(values)
+    torch.manual_seed(5)
+    assert torch.equal(found, dropout.mask((4000,), 0.25, torch.float32))
+    found.sum().backward()
+    assert values.grad is not None
+    assert torch.equal(values.grad, found.detach())
+    assert torch.equal(network.eval()(values), values)
