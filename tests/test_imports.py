@@ -100,7 +100,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "rtrain.training.optim": frozenset({"rtrain.config"}),
     "rtrain.training.precision": frozenset(),
-    "rtrain.training.exchange": frozenset(),
+    "rtrain.training.exchange": frozenset({"rtrain.training.rows"}),
+    "rtrain.training.rows": frozenset({"rtrain.training.exchange"}),
     "rtrain.training.step": frozenset(
         {"rtrain.tasks.batch", "rtrain.inputs"} | {f"rtrain.training.{name}" for name in ("exchange", "packed")}
     ),

@@ -67,6 +67,7 @@ def _in_world(rank: int, world: int, folder: Path) -> None:
     try:
         _updates(world, rank, folder, freeze="encoder")
         results = {"updates": _updates(world, rank, folder), "exchanges": _exchanges(world, rank, folder)}
+        results["rows"] = _touched_rows(world, rank, folder)
         from tests import test_evaluate, test_loop, test_loop_faults
 
         results["scores"] = test_evaluate.scores_of(Exchange(make_network(folder / "encoder")), folder / "store")
@@ -125,6 +126,29 @@ def _exchanges(world: int, rank: int, folder: Path) -> list[int]:
         optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
         step.run_update(exchange, optimizer, LOSS, _share(number, count, world, rank), pad_id=0)
         found.append(calls - before)
+    return found
+
+
+def _touched_rows(world: int, rank: int, folder: Path) -> dict[str, Any]:
+    """The word embedding's gradient as touched rows beside the stock exchange's, for one pass a worker and for more."""
+    found: dict[str, Any] = {"one pass": [], "more": [], "touched": []}
+    for number, count in enumerate(UPDATES):
+        for name, most_rows in (("one pass", 100), ("more", 3)):
+            rows = make_rows(count, seed=number)
+            passes = [pick(rows, chosen.tolist()) for chosen in deal(rows.lengths, world, most_rows)[rank]]
+            both = []
+            for touched in (True, False):
+                network = make_network(folder / "encoder")
+                exchange = Exchange(network, touched_rows=touched)
+                assert (exchange.rows is not None) == touched
+                optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+                for _ in range(2):  # the second finds the first one's rows
+                    step.run_update(exchange, optimizer, LOSS, passes, pad_id=0)
+                both.append(gradients(network))
+            table = "bert.embeddings.word_embeddings.weight"
+            same = all(torch.equal(both[0][one], both[1][one]) for one in both[1])
+            found[name].append(same if name == "one pass" else distance(both[0], both[1]))
+        found["touched"].append(int((both[0][table] != 0).any(dim=1).sum()))
     return found
 
 
@@ -239,3 +263,14 @@ def test_gradients_are_exchanged_once_an_update_also_by_the_idle(world: int) -> 
     results, _ = on_workers()
     # One bucket: the tiny model's 0.4 MB fit into DDP's first one.
     assert [results[world, rank]["exchanges"] for rank in range(world)] == [[1, 1, 1, 1]] * world
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_touched_rows_are_the_stock_exchange_s_gradient(world: int) -> None:
+    results, _ = on_workers()
+    for rank in range(world):
+        rows = results[world, rank]["rows"]
+        # Of two workers' terms there is one order of summation; three are added in another order than DDP's.
+        assert rows["one pass"] == [True] * len(UPDATES) or world > 2
+        assert max(rows["more"]) < 1e-14
+        assert all(1 < touched < 200 for touched in rows["touched"])

@@ -54,6 +54,7 @@ def k_ignored(
     """Passes before the last are forgotten, as where each pass clears the gradient."""
 
     def forget() -> None:
+        exchange.begin()
         for parameter in exchange.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()
@@ -64,20 +65,15 @@ def k_ignored(
 def stale_embedding_row(
     exchange: Exchange, optimizer: Any, loss: step.Loss, passes: Sequence[Tokens], **settings: Any
 ) -> step.Done:
-    """The row of the first token (`[CLS]`) keeps the gradient that this worker alone found: it was not exchanged."""
+    """The row of the first token (`[CLS]`) stays as it was, as where it is left out of the rows that are exchanged."""
     table = exchange.module.get_input_embeddings().weight  # type: ignore[operator]
     row = int(passes[0].ids[0]) if passes else None
-    own: list[torch.Tensor] = []
 
-    def keep() -> None:
-        own[:] = [table.grad[row].clone()]
-
-    def restore() -> None:
+    def lose() -> None:
         if row is not None:
-            table.grad[row] = own[0] if own else 0.0
+            table.grad[row] = 0.0
 
-    altered = _Altered(exchange, after_others=keep, after_last=restore)
-    return step.run_update(altered, optimizer, loss, passes, **settings)
+    return step.run_update(_Altered(exchange, after_last=lose), optimizer, loss, passes, **settings)
 
 
 class _Means:
@@ -131,11 +127,8 @@ class _Altered(Exchange):
         self.__dict__ |= vars(sound)
         self._after = {False: after_others, True: after_last}
 
-    def during(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        return self._during(last)
-
     @contextlib.contextmanager
-    def _during(self, last: bool) -> Iterator[None]:
+    def during(self, last: bool) -> Iterator[None]:
         with super().during(last):
             yield
         self._after[last]()

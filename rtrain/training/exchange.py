@@ -1,8 +1,10 @@
 """Gradient exchange: DistributedDataParallel over the stock transport, or nothing for one worker."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+
+from rtrain.training import rows
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -12,8 +14,11 @@ if TYPE_CHECKING:
 class Exchange:
     """One model and its exchange. `model` is what passes call; it averages gradients over workers once per update."""
 
-    def __init__(self, module: "torch.nn.Module", alive: Callable[[], None] = lambda: None):
-        """`alive` is called before every pass: whoever watches over this worker sees that it goes on."""
+    def __init__(
+        self, module: "torch.nn.Module", alive: Callable[[], None] = lambda: None, *, touched_rows: bool = True
+    ):
+        """`alive` is called before every pass: whoever watches over this worker sees that it goes on. `touched_rows`:
+        of the word embedding's gradient, exchange the rows that the update touched."""
         import torch.distributed as dist
 
         self.module = module
@@ -22,20 +27,37 @@ class Exchange:
         self.world = dist.get_world_size() if self.distributed else 1
         self.rank = dist.get_rank() if self.distributed else 0
         self.model: torch.nn.Module = module
+        table = rows.table_of(module) if touched_rows else None
+        self.rows = rows.TouchedRows(table[1]) if table else None
         if self.distributed:
             from torch.nn.parallel import DistributedDataParallel
 
+            if table:
+                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [table[0]])
             # gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them all per update.
             self.model = DistributedDataParallel(module, gradient_as_bucket_view=True)
 
-    def during(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+    def begin(self) -> None:
+        """Before the first pass of an update."""
+        if self.rows is not None:
+            self.rows.begin()
+
+    @contextlib.contextmanager
+    def during(self, last: bool) -> Iterator[None]:
         """Around a pass: only the last pass of an update exchanges."""
-        if last or not self.distributed:
-            return contextlib.nullcontext()
         from torch.nn.parallel import DistributedDataParallel
 
-        assert isinstance(self.model, DistributedDataParallel)
-        return self.model.no_sync()
+        alone = self.model.no_sync if not last and isinstance(self.model, DistributedDataParallel) else None
+        if self.rows is not None:
+            self.rows.gathers = True
+        try:
+            with alone() if alone else contextlib.nullcontext():
+                yield
+        finally:
+            if self.rows is not None:
+                self.rows.gathers = False
+        if self.rows is not None and last:
+            self.rows.complete(self)
 
     def sum(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """`tensor` summed over the workers, in place."""

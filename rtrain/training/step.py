@@ -160,6 +160,7 @@ def run_update(
     share = torch.tensor([1.0 / total if total else 0.0 for total in totals], dtype=torch.float64, device=device)
     loss_sum = torch.zeros(loss.parts, dtype=torch.float64, device=device)
     padded_tokens = 0
+    exchange.begin()
     optimizer.zero_grad(set_to_none=not exchange.distributed)
     for number, tokens in enumerate(passes):
         exchange.alive()
