@@ -4,6 +4,7 @@ Each function takes the folder of a set and an empty folder to write into, and r
 """
 
 import csv
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +19,17 @@ CLAUSES_LEFT_OUT = ("Document Name", "Parties", "Agreement Date", "Effective Dat
 """Categories of CUAD whose text is a title, a name or a date: the published floor is without them."""
 ASAP_RANGES = {1: (2, 12), 2: (1, 6), 3: (0, 3), 4: (0, 3), 5: (0, 4), 6: (0, 4), 7: (0, 30), 8: (0, 60)}
 """Lowest and highest score by prompt."""
+
+
+FEW = 10
+"""Rows of each intent."""
+PASSAGE = 1500
+"""Characters of a contract that a question is asked about."""
+
+
+def number(text: str) -> int:
+    """The same for the same text, everywhere: to draw by."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def write(path: Path, rows: Iterable[Row]) -> Path:
@@ -44,6 +56,16 @@ def setting(**values: object) -> Arguments:
 
 def banking77(source: Path, work: Path) -> Arguments:
     return ["--data", f"{source}/train.csv", "--test", f"{source}/test.csv", *setting(label="category")]
+
+
+def few_of_banking77(source: Path, work: Path) -> Arguments:
+    """Ten rows of each intent, those of the lowest hashes; the whole test."""
+    found: dict[str, list[dict[str, str]]] = {}
+    with (source / "train.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            found.setdefault(row["category"], []).append(row)
+    rows = [row for every in found.values() for row in sorted(every, key=lambda row: number(row["text"]))[:FEW]]
+    return ["--data", str(write(work / "rows.jsonl", rows)), "--test", f"{source}/test.csv", *setting(label="category")]
 
 
 def labelled_sentences(source: Path, work: Path) -> Arguments:
@@ -123,6 +145,46 @@ def clauses(source: Path, work: Path) -> Arguments:
             found.setdefault(row["clause"], {name: row[name] for name in ("clause", "category", "contract", "split")})
     columns = setting(split="split", valid_share=0.1)
     return ["--data", str(write(work / "rows.jsonl", found.values())), *columns]
+
+
+def spans(source: Path, work: Path) -> Arguments:
+    """Questions on contracts as SQuAD 2.0 files: a passage in which a category's clause is, or one of the same contract
+    in which none is. Whole contracts, of 12,000 tokens each, would take days on a CPU; so is a part of them taken.
+    """
+    texts = {row["contract"]: row["text"] for row in parquet(source / "contracts.parquet")}
+    with (source / "category_descriptions.csv").open(encoding="utf-8-sig", newline="") as file:
+        described = [(category, description) for category, description, *_ in list(csv.reader(file))[1:]]
+    asked = {category.partition(": ")[2].lower(): text.partition(": ")[2] for category, text in described}
+    clauses = [row for row in parquet(source / "clauses.parquet") if 0 <= row["end"] - row["start"] <= PASSAGE // 2]
+    clauses = [row for row in clauses if row["start"] >= 0]
+    of_contract: dict[str, list[Row]] = {}
+    for row in clauses:
+        of_contract.setdefault(row["contract"], []).append(row)
+    for split, most in (("train", 4000), ("test", 1000)):
+        drawn = sorted((row for row in clauses if row["split"] == split), key=lambda row: number(repr(row)))[:most]
+        data = [_question(row, texts[row["contract"]], of_contract[row["contract"]], asked) for row in drawn]
+        (work / f"{split}.json").write_text(json.dumps({"version": "v2.0", "data": data}), encoding="utf-8")
+    return ["--data", f"{work}/train.json", "--test", f"{work}/test.json"]
+
+
+def _question(row: Row, text: str, others: list[Row], asked: Mapping[str, str]) -> Row:
+    """One article of one passage and one question: of the clause's category, or, for one in three, of a category that
+    the contract has elsewhere and the passage has not."""
+    draw = number(repr(row))
+    room = PASSAGE - (row["end"] - row["start"])
+    begin = max(0, row["start"] - draw % room)
+    passage = text[begin : begin + PASSAGE]
+    inside = {one["category"] for one in others if begin < one["end"] and one["start"] < begin + PASSAGE}
+    outside = sorted({one["category"] for one in others} - inside)
+    absent = draw % 3 == 0 and bool(outside)
+    category = outside[draw % len(outside)] if absent else row["category"]
+    answers = [
+        {"text": text[one["start"] : one["end"]], "answer_start": one["start"] - begin}
+        for one in others
+        if one["category"] == category and begin <= one["start"] and one["end"] <= begin + PASSAGE
+    ]
+    question = {"id": f"{draw:016x}", "question": asked[category.lower()], "is_impossible": absent, "answers": answers}
+    return {"title": row["contract"], "paragraphs": [{"context": passage, "qas": [question]}]}
 
 
 def legal(source: Path, work: Path) -> Arguments:

@@ -94,6 +94,13 @@ SENTENCE = {"model.pooling": "mean"}
 """What the packaged encoder was trained for."""
 LONG = {"model.attention_dropout": 0}
 
+FEW_ROWS = {
+    **{"train.epochs": 20, "optim.lr": 3e-4, "train.label_smoothing": 0.1, "train.rows_per_update": 32},
+    **{"train.evaluate_every": 1000, **SENTENCE, **REFIT},
+}
+NOISE = {"augment.copies": 1, "augment.typo": 0.1, "augment.drop": 0.05, "augment.swap": 0.05}
+"""A copy of each row: as many updates in half as many epochs."""
+
 JOBS = (
     Job(
         "banking77",
@@ -113,6 +120,24 @@ JOBS = (
         floor=0.894,
         target=0.93,
         published="BERT-large 0.937",
+    ),
+    Job(
+        "banking77, 10 rows a class",
+        "intent",
+        "banking77",
+        sets.few_of_banking77,
+        "accuracy",
+        FEW_ROWS,
+        seeds(0, 1, 2),
+    ),
+    Job(
+        "banking77, 10 rows a class and noisy copies",
+        "intent",
+        "banking77",
+        sets.few_of_banking77,
+        "accuracy",
+        {**FEW_ROWS, "train.epochs": 10, **NOISE},
+        seeds(0, 1, 2),
     ),
     Job(
         "sentiment_labelled_sentences",
@@ -159,7 +184,7 @@ JOBS = (
         "squadshifts",
         sets.squad,
         "f1",
-        {"train.epochs": 1, "train.rows_per_update": 32, **LONG},
+        {"train.epochs": 2, "train.rows_per_update": 32, **LONG},
         target=0.65,
         published="BERT-base on all of SQuAD 0.885",
     ),
@@ -169,7 +194,7 @@ JOBS = (
         "asap_aes",
         sets.asap,
         "mean_qwk",
-        {"train.epochs": 3, "optim.lr": 2e-4, "train.rows_per_update": 32, **LONG, **SENTENCE},
+        {"train.epochs": 2, "optim.lr": 2e-4, "train.rows_per_update": 32, **LONG, **SENTENCE},
         measure=kappa_by_prompt,
         floor=0.644,
         target=0.74,
@@ -202,9 +227,17 @@ JOBS = (
         "cuad",
         sets.clauses,
         "accuracy",
-        {"train.epochs": 4, "optim.lr": 3e-4, "train.rows_per_update": 32, **LONG, **SENTENCE},
+        {"train.epochs": 3, "optim.lr": 3e-4, "train.rows_per_update": 32, **LONG, **SENTENCE},
         floor=0.766,
         target=0.80,
+    ),
+    Job(
+        "cuad spans",
+        "squad",
+        "cuad",
+        sets.spans,
+        "f1",
+        {"train.epochs": 2, "train.rows_per_update": 32, **LONG},
     ),
     Job(
         "legal_summarization, 5 folds",

@@ -96,6 +96,8 @@ def test_the_last_tweets_choose_and_none_is_lost(tmp_path: Path) -> None:
     "job", [job for job in tasks.JOBS if job.folder in ("banking77", "ielts_essays", "ncbi_disease")]
 )
 def test_commands_are_of_settings_that_there_are(job: tasks.Job, tmp_path: Path) -> None:
+    (tmp_path / "banking77").mkdir()
+    (tmp_path / "banking77" / "train.csv").write_text("text,category\na text,a\n", encoding="utf-8")
     for run, arguments in tasks.commands(job, tmp_path, tmp_path / "out", ["train.workers=1"]):
         verb, recipe, *rest = arguments
         options = dict(zip(rest[::2], rest[1::2], strict=True))
@@ -127,3 +129,53 @@ def test_a_floor_is_of_each_language_s_own_rows() -> None:
     found = floors.floors(english, "label", apart=False)
     assert found["a"] == (1.0, 1.0)
     assert found["b"][0] < 1.0
+
+
+def test_few_rows_of_each_intent_are_the_same_in_any_order(tmp_path: Path) -> None:
+    rows = [(f"text {number} of {name}", name) for name in ("a", "b") for number in range(30)]
+    found = []
+    for turn, order in enumerate((rows, rows[::-1])):
+        source = tmp_path / str(turn)
+        source.mkdir()
+        (source / "train.csv").write_text("text,category\n" + "".join(f"{text},{name}\n" for text, name in order))
+        found.append({(row["text"], row["category"]) for row in rows_of(sets.few_of_banking77(source, source))})
+    assert found[0] == found[1]
+    assert sorted(name for _, name in found[0]) == ["a"] * sets.FEW + ["b"] * sets.FEW
+
+
+def test_passages_hold_the_clause_that_is_asked_for_or_none(tmp_path: Path) -> None:
+    kinds = {"Cap": "How much at most?", "Term": "Until when?"}
+    (tmp_path / "category_descriptions.csv").write_text(
+        "Category,Description\n" + "".join(f"Category: {kind},Description: {ask}\n" for kind, ask in kinds.items())
+    )
+    contracts, clauses = [], []
+    for number in range(40):
+        text = f"{'x ' * 700}the cap of {number} euros {'y ' * 900}the term of {number} years {'z ' * 300}"
+        name, split = f"contract {number}", "test" if number % 4 == 0 else "train"
+        contracts.append({"contract": name, "text": text, "split": split})
+        for kind, clause in (("Cap", f"the cap of {number} euros"), ("Term", f"the term of {number} years")):
+            start = text.index(clause)
+            clauses.append(
+                {"contract": name, "category": kind, "start": start, "end": start + len(clause), "split": split}
+            )
+        clauses.append({"contract": name, "category": "Cap", "start": -1, "end": -1, "split": split})
+    write_parquet(tmp_path / "contracts.parquet", contracts)
+    write_parquet(tmp_path / "clauses.parquet", clauses)
+    arguments = sets.spans(tmp_path, tmp_path)
+    told: dict[str, list[Any]] = {}
+    for split in ("train", "test"):
+        data = json.loads(Path(arguments[arguments.index("--data" if split == "train" else "--test") + 1]).read_text())
+        told[split] = [
+            (one["title"], one["paragraphs"][0]["context"], one["paragraphs"][0]["qas"][0]) for one in data["data"]
+        ]
+    assert (len(told["train"]), len(told["test"])) == (60, 20)
+    assert {title for title, *_ in told["train"]}.isdisjoint(title for title, *_ in told["test"])
+    every = told["train"] + told["test"]
+    assert 5 < sum(question["is_impossible"] for *_, question in every) < 60
+    for _, context, question in every:
+        kind = "cap" if question["question"] == kinds["Cap"] else "term"
+        assert (f"the {kind} of" in context) != question["is_impossible"]
+        for answer in question["answers"]:
+            assert context[answer["answer_start"] :].startswith(answer["text"])
+            assert answer["text"].startswith(f"the {kind} of")
+        assert bool(question["answers"]) != question["is_impossible"]
