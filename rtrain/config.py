@@ -19,9 +19,7 @@ from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.sections import (
     DEFAULT_FREQUENCY as DEFAULT_FREQUENCY,
     SPEED as SPEED,
-    Augment as Augment,
     Cluster as Cluster,
-    Data as Data,
     Deploy as Deploy,
     Distill as Distill,
     Model as Model,
@@ -29,12 +27,12 @@ from rtrain.sections import (
     Quantize as Quantize,
     Recipe as Recipe,
     Report as Report,
-    Section as Section,
     Serve as Serve,
     Train as Train,
     Tune as Tune,
     contradictions,
 )
+from rtrain.sections_data import Augment as Augment, Data as Data, Section as Section
 
 
 class Config(NamedTuple):

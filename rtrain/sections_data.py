@@ -1,0 +1,160 @@
+"""The sections of a configuration that say which rows there are, and what of them is impossible together."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rtrain.errors import Problem
+
+Positive = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Data(Section):
+    path: str | None = None
+    """File, folder, glob or URL of the training rows: csv, tsv, jsonl, parquet, a `datasets` folder or name."""
+    test: str | None = None
+    """The same for the test rows. Without it, 10 % of the rows, chosen by a hash of their content, are the test."""
+    valid: str | None = None
+    """The same for the validation rows. Without it, `valid_share` of the training rows."""
+    split: str | None = None
+    """Column that names each row's split: train, valid (or validation, val, dev) or test."""
+    valid_share: Annotated[float, Field(ge=0.0, le=0.5)] | None = None
+    """Share of the rows that choose the best weights and are not trained on; by default 0.1, and 0 where `valid` or
+    `split` names them. With 0 and no other validation rows the last weights are kept: to train the chosen settings on
+    all rows."""
+    folds: Annotated[int, Field(ge=2, le=100)] | None = None
+    """Cut the rows into so many equal parts, by a hash of their content; part `fold` is the test."""
+    fold: Annotated[int, Field(ge=0)] = 0
+    """Which of the `folds`, from 0."""
+    format: Literal["csv", "tsv", "jsonl", "parquet", "datasets", "conll", "squad"] | None = None
+    """Format of both; by default read from the file name."""
+    text: str = "text"
+    """Column with the text."""
+    text_pair: str | None = None
+    """Column with a second text, or none."""
+    label: str | tuple[str, ...] | None = "label"
+    """Column with the label; for a task of several heads a list, one column each; null where nothing is labelled."""
+    separator: Annotated[str, Field(min_length=1)] | None = None
+    """Between the labels of a row that has several, e.g. "|", where they are one text; lists need none."""
+    outside: Annotated[str, Field(min_length=1)] | None = None
+    """Label of rows that belong to none of the classes: not trained on, and told from the others by a threshold that is
+    chosen on the validation rows."""
+    slices: tuple[str, ...] = ()
+    """Columns, e.g. a language, by whose values the scores are given apart as well."""
+    split_by: str | None = None
+    """Column, e.g. an essay or a contract, whose equal values are all in one of the splits; by default equal texts."""
+    max_tokens: Annotated[int, Field(ge=8, le=8192)] = 64
+    """Longer texts are cut here, in training and in serving alike. Tokens."""
+    window: Annotated[int, Field(ge=8, le=8192)] | None = None
+    """Longer texts are read in windows of this many tokens, instead of being cut at max_tokens."""
+    stride: Annotated[int, Field(ge=0)] = 0
+    """Tokens that two neighbouring windows share."""
+    max_windows: Positive = 64
+    """Windows of a row; what is beyond them is cut, and counted as truncated."""
+    pooling: Literal["mean", "max", "first"] = "mean"
+    """How the outputs of a text's windows become one."""
+    max_row_bytes: Positive = 200_000
+    """A row with more text than this (bytes of UTF-8) is set aside as bad."""
+    max_bad_rows: Share = 0.02
+    """Share of bad rows above which the file is refused rather than its bad rows set aside."""
+
+    @property
+    def window_tokens(self) -> int:
+        """Most tokens that the model reads at once."""
+        return self.window or self.max_tokens
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Columns with labels."""
+        return (self.label,) if isinstance(self.label, str) else self.label or ()
+
+
+class Augment(Section):
+    """More training rows, made from those that there are. Validation and test rows stay as they are, and no copy of a
+    training row has a text that would be in one of them."""
+
+    copies: Annotated[int, Field(ge=0, le=100)] = 0
+    """Noisy copies of each training row; fewer of a text with little to change."""
+    typo: Share = 0.0
+    """Share of a copy's words that get a typo."""
+    swap: Share = 0.0
+    """Share of the words that change places with the next."""
+    drop: Share = 0.0
+    """Share of the words that are left out."""
+    mask: Share = 0.0
+    """Share of the words that the model's mask token takes the place of."""
+    paraphrase: str | None = None
+    """Encoder-decoder model (a Transformers folder or a hub name) that writes each training text (data.text) anew; what
+    it writes is a copy more."""
+    pivot: str | None = None
+    """Model that translates the texts into another language first; `paraphrase` is then the one that translates them
+    back."""
+    prefix: str = ""
+    """Written before each text, for models that are told their job."""
+    variants: Annotated[int, Field(ge=1, le=16)] = 1
+    """Texts that `paraphrase` writes for each text, by as many beams."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of the noise; apart from train.seed, so that runs of several seeds share their rows."""
+
+    @property
+    def noise(self) -> dict[str, float]:
+        """Share of the words by what is done to them."""
+        return {"typo": self.typo, "swap": self.swap, "drop": self.drop, "mask": self.mask}
+
+    @property
+    def active(self) -> bool:
+        return self.copies > 0 or self.paraphrase is not None
+
+
+def _split_contradictions(data: Data) -> list[Problem]:
+    problems = []
+    if data.split is not None and (data.valid or data.test):
+        fix = "give a column or files of their own, and set the others to null"
+        problems.append(Problem("data.split", data.split, "data.valid or data.test names splits too", fix))
+    if data.folds is not None and (data.valid or data.test or data.split):
+        fix = "leave out data.valid, data.test and data.split, or set data.folds=null"
+        problems.append(Problem("data.folds", data.folds, "the splits are given already", fix))
+    if data.valid and data.valid_share:
+        fix = "leave out one of the two"
+        problems.append(Problem("data.valid_share", data.valid_share, "data.valid has the validation rows", fix))
+    if data.fold and data.fold >= (data.folds or 1):
+        problems.append(Problem("data.fold", data.fold, f"there are {data.folds} folds", "folds count from 0"))
+    if data.valid_share == 0 and not (data.valid or data.split) and data.outside is not None:
+        reason = "the threshold of data.outside is chosen on validation rows, and there are none"
+        problems.append(Problem("data.valid_share", 0, reason, "give a share, or set data.outside=null"))
+    return problems
+
+
+def data_contradictions(data: Data) -> list[Problem]:
+    problems = _split_contradictions(data)
+    if data.text_pair == data.text:
+        problems.append(Problem("data.text_pair", data.text_pair, "the same column as data.text", "remove it"))
+    if {data.text, data.text_pair} & set(data.labels):
+        problems.append(
+            Problem("data.label", data.label, "the same column as the text", "name the column of the labels")
+        )
+    if 2 * data.stride >= data.window_tokens:
+        fix = "write less than half of data.window (or of data.max_tokens where it is not set)"
+        problems.append(Problem("data.stride", data.stride, "windows would share half of their tokens or more", fix))
+    return problems
+
+
+def augment_contradictions(augment: Augment) -> list[Problem]:
+    problems, total = [], sum(augment.noise.values())
+    if total > 1:
+        reason = "the shares of typo, swap, drop and mask are more than all words"
+        problems.append(Problem("augment", round(total, 6), reason, "lower one: their sum is at most 1"))
+    if augment.copies and not total:
+        fix = "give a share of words, e.g. augment.typo=0.1, or copies=0"
+        problems.append(Problem("augment.copies", augment.copies, "copies without noise repeat their rows", fix))
+    if total and not augment.copies:
+        problems.append(Problem("augment.copies", 0, "noise is for copies, and there are none", "write 1 or more"))
+    if augment.pivot and not augment.paraphrase:
+        fix = "name the model that translates back as augment.paraphrase"
+        problems.append(Problem("augment.pivot", augment.pivot, "the way back is missing", fix))
+    return problems
