@@ -50,9 +50,12 @@ class Train(Section):
     """Go on with fewer workers, down to this many, while nodes are missing, and with more when they come back."""
     micro_batch: Positive = 8
     """Most rows of one forward and backward pass of a worker."""
-    tokens_per_pass: Positive = 2048
-    """Most tokens of a pass; a longer row is alone. For BERT and its kin, which are trained without padding, a worker's
-    rows between two exchanges are regrouped into as few passes as this allows, and micro_batch sets rows_per_update."""
+    tokens_per_pass: Positive | None = None
+    """Most tokens of a pass; a longer row is alone. Default 2,048 on a CPU and 16,384 on a GPU; halved after a start
+    that ran out of memory. BERT and its kin are trained without padding: a worker's rows between two exchanges are
+    regrouped into as few passes as this allows, and micro_batch sets rows_per_update alone."""
+    gradient_checkpointing: bool = False
+    """Keep each layer's input alone, and compute the layer again in the backward pass: less memory, a third slower."""
     aggregation_frequency: Positive | None = None
     """Passes of micro_batch rows of a worker between two gradient exchanges; sets rows_per_update. Default 4."""
     rows_per_update: Positive | None = None
@@ -74,6 +77,7 @@ class Train(Section):
 
 SPEED = (
     *("workers", "min_workers", "micro_batch", "tokens_per_pass", "aggregation_frequency"),
+    "gradient_checkpointing",
     *("evaluate_every", "save_every", "keep", "log_every"),
 )
 """Settings of `train` that change speed or what is kept, never the weights, once rows_per_update is resolved."""

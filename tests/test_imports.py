@@ -156,7 +156,10 @@ ALLOWED: dict[str, frozenset[str]] = {
         {"rtrain.artifact", "rtrain.predict", "rtrain.config", "rtrain.data.", "rtrain.report.events", "rtrain.tasks."}
         | {
             f"rtrain.training.{name}"
-            for name in ("evaluate", "exchange", "loop", "losses", "model", "notice", "packed", "precision", "replica")
+            for name in (
+                *("evaluate", "exchange", "loop", "losses", "model", "notice", "packed", "precision", "recovery"),
+                "replica",
+            )
         }
         | {"rtrain.training.predictions", "rtrain.scores", "rtrain.env", "rtrain.pooling"}
     ),

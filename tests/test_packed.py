@@ -10,6 +10,7 @@ import transformers
 from hypothesis import given, settings, strategies as st
 
 from rtrain.config import Model
+from rtrain.errors import ConfigError
 from rtrain.tasks import base
 from rtrain.tasks.batch import Tokens
 from rtrain.training import attention, dropout, model, packed, step
@@ -210,3 +211,26 @@ def test_a_network_s_dropout_layers_take_these_masks_and_their_gradients_pass_th
     assert values.grad is not None
     assert torch.equal(values.grad, found.detach())
     assert torch.equal(network.eval()(values), values)
+
+
+def test_layers_that_are_computed_again_give_the_same_gradient_bit_for_bit(tmp_path: Path) -> None:
+    folder, tokens, found = make_encoder(tmp_path / "encoder"), rows(LENGTHS), []
+    for again in (False, True):
+        network: Any = model.build(folder, base.get("classification"), ("a", "b"), 0).train()
+        if again:
+            model.keep_inputs_alone(network)
+        computed: list[int] = []
+        layer = network.bert.encoder.layer[0].intermediate
+        layer.register_forward_hook(lambda *_, seen=computed: seen.append(1))
+        torch.manual_seed(4)
+        step.forward(network, tokens, 0, "bf16").float().square().sum().backward()
+        assert len(computed) == 1 + again
+        found.append({name: parameter.grad for name, parameter in network.named_parameters()})
+    assert network.bert.embeddings.dropout.p > 0
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_network_that_cannot_compute_its_layers_again_says_so() -> None:
+    network = transformers.MPNetForSequenceClassification(transformers.MPNetConfig(**SMALL))
+    with pytest.raises(ConfigError, match=r"MPNetForSequenceClassification cannot compute its layers again"):
+        model.keep_inputs_alone(network)

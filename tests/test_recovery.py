@@ -15,7 +15,7 @@ from rtrain.proof import drill
 from rtrain.proof.faults import FAULTS, Fault
 from rtrain.report import events
 from rtrain.training import checkpoint, driver, notice, runs, step
-from rtrain.training.recovery import Recovery, workers_for
+from rtrain.training.recovery import Recovery, halvings, out_of_memory, tokens_per_pass, workers_for
 from tests import test_loop
 from tests.conftest import labelled_rows, write_rows
 from tests.test_loop import Ran, start, weights_digest
@@ -47,6 +47,35 @@ def test_preemptions_cost_nothing_and_errors_of_the_user_end_the_run() -> None:
     assert all(recovery.retry("preemption", 0) for _ in range(50))
     assert not recovery.retry("refused", 0)
     assert not recovery.retry("crash", 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        ("MemoryError", True),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", True),
+        ("RuntimeError: [enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory", True),
+        ("Task was killed due to the node running low on memory.", True),
+        ("RuntimeError: mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_a_start_that_ran_out_of_memory_is_followed_by_one_with_smaller_passes(
+    error: str, found: bool, tmp_path: Path
+) -> None:
+    assert out_of_memory(["", f"Traceback ...\n{error}"]) == found
+    failure = RuntimeError("training failed")
+    failure.worker_failures = {0: RuntimeError(error)}  # type: ignore[attr-defined]
+    driver._recover(tmp_path, failure, Recovery(max_crashes=1))
+    [crashed] = events.read(tmp_path)
+    assert (crashed["cause"], crashed["error"]) == ("memory" if found else "crash", error)
+    assert halvings(events.read(tmp_path)) == found
+    with pytest.raises(UserError, match="training failed"):
+        driver._recover(tmp_path, failure, Recovery(max_crashes=0))
+
+
+def test_passes_are_halved_down_to_what_saves_memory_no_more() -> None:
+    assert [tokens_per_pass(2048, times) for times in range(8)] == [2048, 1024, 512, 256, 128, 64, 64, 64]
+    assert tokens_per_pass(50, 3) == 50
 
 
 @pytest.mark.parametrize(

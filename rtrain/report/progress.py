@@ -50,6 +50,8 @@ class Line:
         elif kind == "crashed":
             hung = f"; what it hung in: {', '.join(event['stalled'])}" if event["stalled"] else ""
             self._keep(f"{event['cause']}: {event['error']}{hung}; going on from update {event['resumes_from']}")
+        elif kind == "smaller_passes":
+            self._keep(f"passes of at most {event['tokens']:,} tokens, as a start ran out of memory")
         elif kind == "yielded":
             self._keep(
                 f"{event['reason']}: stopped at update {event['update']} with a checkpoint, and going on from it"

@@ -17,7 +17,7 @@ from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.plan import preflight
 from rtrain.report import attributions, events, html, summary, trackers, versions
 from rtrain.training import checkpoint, losses, model, notice, placement, precision, replica, runs, worker
-from rtrain.training.recovery import Kind, Recovery
+from rtrain.training.recovery import Kind, Recovery, halvings, out_of_memory
 
 if TYPE_CHECKING:
     import ray.train
@@ -210,7 +210,7 @@ def _attempts(
     run, train, cluster = prepared.run, prepared.config.recipe.train, prepared.config.deploy.cluster
     wanted = notice.wanted(train.workers, train.min_workers, DATA_CPUS)
     recovery = Recovery(cluster.max_crashes)
-    settings = {
+    settings: dict[str, Any] = {
         "config": configuration.to_document(prepared.config),
         "run": str(run),
         "store": str(prepared.store.folder),
@@ -222,6 +222,7 @@ def _attempts(
     while True:
         notice.take(run)  # one that was left by a driver that died is of no concern to the workers of this one
         workers = _workers(wanted, say)
+        settings["halvings"] = halvings(events.read(run))
         group = trainer(
             worker.run,
             settings,
@@ -274,7 +275,8 @@ def _recover(run: Path, error: Exception, recovery: Recovery) -> None:
     causes = _causes(error)
     user_error = next((found for cause in causes if (found := _user_error(cause))), None)
     preempted = notice.take(run) == "preemption" or any(getattr(cause, "preempted", False) for cause in causes)
-    kind: Kind = "refused" if user_error else "preemption" if preempted else "crash"
+    short = out_of_memory(map(str, causes))
+    kind: Kind = "refused" if user_error else "preemption" if preempted else "memory" if short else "crash"
     update = _newest(run)
     if recovery.retry(kind, update):
         events.append(run, "crashed", cause=kind, resumes_from=update, error=_first_line(causes), stalled=_stalled(run))

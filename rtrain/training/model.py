@@ -135,6 +135,15 @@ def attend(network: Any, *, training: bool) -> None:
         network.set_attn_implementation("eager" if training else "sdpa")
 
 
+def keep_inputs_alone(network: Any) -> None:
+    """Compute each encoder layer again in the backward pass, and keep its input alone until then (Chen et al. 2016,
+    arXiv:1604.06174). The masks of dropout are drawn again as they were: the gradient is the same, bit for bit."""
+    if not network.supports_gradient_checkpointing:
+        reason = f"{type(network).__name__} cannot compute its layers again"
+        raise ConfigError([Problem("train.gradient_checkpointing", True, reason, "set it to false")])
+    network.activation_checkpointing_enable({"use_reentrant": False})
+
+
 DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")
 """What configurations call the dropout of attention weights: BERT and its kin, DistilBERT and ModernBERT."""
 

@@ -1,10 +1,31 @@
 """What becomes of a run whose workers failed. Pure: what happened in, what to do out."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-Kind = Literal["crash", "preemption", "refused"]
-"""`refused`: an error of the user's, which would only come again."""
+Kind = Literal["crash", "memory", "preemption", "refused"]
+"""`memory`: a crash for want of it, after which passes are half as large. `refused`: an error of the user's, which
+would only come again."""
+
+OUT_OF_MEMORY = ("MemoryError", "out of memory", "can't allocate memory", "not enough memory", "low on memory")
+"""What Python, CUDA, torch's CPU allocator and Ray's memory monitor say."""
+FEWEST_TOKENS = 64
+"""Of a pass: smaller ones would not save memory, of which weights and optimizer have their part."""
+
+
+def out_of_memory(errors: Iterable[str]) -> bool:
+    return any(phrase in error for error in errors for phrase in OUT_OF_MEMORY)
+
+
+def halvings(events: Iterable[Mapping[str, Any]]) -> int:
+    """How often a run's starts ran out of memory: so often is its passes' size halved, also when it is resumed."""
+    return sum(event["kind"] == "crashed" and event["cause"] == "memory" for event in events)
+
+
+def tokens_per_pass(asked: int, halvings: int) -> int:
+    """An update's rows are the same, in more passes: its sum is too."""
+    return max(min(asked, FEWEST_TOKENS), asked >> halvings)
 
 
 @dataclass
