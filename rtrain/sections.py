@@ -154,6 +154,8 @@ class Train(Section):
     tokens_per_pass: Positive = 2048
     """Most tokens of a pass; a longer row is alone. For BERT and its kin, which are trained without padding, a worker's
     rows between two exchanges are regrouped into as few passes as this allows, and micro_batch sets rows_per_update."""
+    packed: bool = True
+    """Train BERT and its kin without padding; false pads each pass, as Transformers does, to compare the two."""
     aggregation_frequency: Positive | None = None
     """Passes of micro_batch rows of a worker between two gradient exchanges; sets rows_per_update. Default 4."""
     rows_per_update: Positive | None = None
@@ -174,7 +176,7 @@ class Train(Section):
 
 
 SPEED = (
-    *("workers", "min_workers", "micro_batch", "tokens_per_pass", "aggregation_frequency"),
+    *("workers", "min_workers", "micro_batch", "tokens_per_pass", "packed", "aggregation_frequency"),
     *("evaluate_every", "save_every", "keep", "log_every"),
 )
 """Settings of `train` that change speed or what is kept, never the weights, once rows_per_update is resolved."""

@@ -72,7 +72,7 @@ def run(settings: dict[str, Any]) -> None:
             )
         _alive(folder, rank, max(stall_s, SETUP_S))
         store, task = open_store(Path(settings["store"])), base.get(recipe.task)
-        network = model.build(source, task, store.manifest.labels, recipe.train.seed, recipe.model)
+        network = model.build(source, task, store.manifest.labels, recipe.train.seed, recipe.model, recipe.train.packed)
         if torch.cuda.is_available():
             cast("torch.nn.Module", network).to(ray.train.torch.get_device())
         exchange = Exchange(network, partial(_alive, folder, rank, stall_s))
