@@ -56,6 +56,10 @@ class Train(Section):
     regrouped into as few passes as this allows, and micro_batch sets rows_per_update alone."""
     gradient_checkpointing: bool = False
     """Keep each layer's input alone, and compute the layer again in the backward pass: less memory, a third slower."""
+    packed: bool = True
+    """Train BERT and its kin without padding; false pads each pass, as Transformers does, to compare the two."""
+    touched_rows: bool = True
+    """Exchange the rows of the word embedding's gradient that an update touched; false exchanges the whole table."""
     aggregation_frequency: Positive | None = None
     """Passes of micro_batch rows of a worker between two gradient exchanges; sets rows_per_update. Default 4."""
     rows_per_update: Positive | None = None
@@ -76,8 +80,8 @@ class Train(Section):
 
 
 SPEED = (
-    *("workers", "min_workers", "micro_batch", "tokens_per_pass", "aggregation_frequency"),
-    "gradient_checkpointing",
+    *("workers", "min_workers", "micro_batch", "tokens_per_pass", "packed", "touched_rows"),
+    *("aggregation_frequency", "gradient_checkpointing"),
     *("evaluate_every", "save_every", "keep", "log_every"),
 )
 """Settings of `train` that change speed or what is kept, never the weights, once rows_per_update is resolved."""

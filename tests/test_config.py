@@ -269,6 +269,7 @@ def test_rows_of_an_update(overrides: dict[str, Any], rows: int) -> None:
         {"train.rows_per_update": 64},
         {"train.rows_per_update": 64, "train.workers": 7, "train.micro_batch": 3},
         {"train.evaluate_every": 5, "train.save_every": 2, "train.keep": 5, "train.log_every": 1},
+        {"train.packed": False, "train.tokens_per_pass": 512, "train.touched_rows": False},
         {"serve.port": 1, "tune.trials": 9, "cluster.address": "auto"},
         {"quantize.calibration_rows": 3, "distill.layers": 2},
     ],

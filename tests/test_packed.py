@@ -166,6 +166,16 @@ def test_an_artefact_of_a_packed_network_is_one_that_transformers_loads(tmp_path
         torch.testing.assert_close(loaded.eval()(ids).logits, network.eval()(ids).logits)
 
 
+def test_packing_can_be_switched_off(tmp_path: Path) -> None:
+    folder, task = make_encoder(tmp_path / "encoder"), base.get("classification")
+    pads, packs = (model.build(folder, task, ("a", "b"), 0, pack=pack).double().eval() for pack in (False, True))
+    assert [packed.enabled(network) for network in (pads, packs)] == [False, True]
+    tokens = rows(LENGTHS)
+    assert packed.computed(pads, tokens.lengths) > packed.computed(packs, tokens.lengths)
+    answers = [step.forward(network, tokens, 0, "fp32") for network in (pads, packs)]
+    torch.testing.assert_close(answers[0], answers[1], rtol=1e-10, atol=1e-12)
+
+
 def test_other_architectures_are_padded() -> None:
     chosen = transformers.MPNetConfig(**SMALL)
     network = transformers.MPNetForSequenceClassification(chosen)

@@ -89,7 +89,7 @@ class _Group:
         recipe = parse(settings["config"], {}).recipe
         folder, store = Path(settings["model"]), open_store(Path(settings["store"]))
         task = base.get(recipe.task)
-        network = model.build(folder, task, store.manifest.labels, recipe.train.seed, recipe.model)
+        network = model.build(folder, task, store.manifest.labels, recipe.train.seed, recipe.model, recipe.train.packed)
         # Evaluation mode is dropout 0 for every architecture; encoders have no other layer that heeds it.
         self.start = cast("torch.nn.Module", network).double().eval()
         order = Order(store.manifest.digest, settings["rows"], recipe.rows_per_update, 1, recipe.train.seed)
@@ -108,7 +108,7 @@ class _Group:
     def run(self, case: Case) -> None:
         clock = loop.Clock()
         with clock.section("case"):
-            exchange = Exchange(copy.deepcopy(self.start))
+            exchange = Exchange(copy.deepcopy(self.start), touched_rows=self.job.recipe.train.touched_rows)
             reference = _Reference(self.job.run / REFERENCE, exchange.rank == 0, self.settings["updates"])
             measured = self._train(case, exchange, reference)
             measured.workers_differ = _differing(exchange)

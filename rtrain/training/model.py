@@ -86,12 +86,17 @@ def _from_hub(name: str) -> Path:
 
 
 def build(
-    folder: Path, task: base.Task, labels: tuple[str, ...], seed: int, chosen: Model | None = None
+    folder: Path,
+    task: base.Task,
+    labels: tuple[str, ...],
+    seed: int,
+    chosen: Model | None = None,
+    pack: bool = True,
 ) -> "transformers.PreTrainedModel":
     """The encoder of `folder` with a new head for `labels`, or its own head where it already has these labels.
 
     The head's random weights are a function of `seed` alone, so every rank and every resume starts from the same.
-    Of `chosen`, what is to stay as it is asks for no gradient.
+    Of `chosen`, what is to stay as it is asks for no gradient. `pack`: compute no padding, where the architecture can.
     """
     import torch
     import transformers
@@ -113,7 +118,7 @@ def build(
         **(names if labels else {}),
         **settings,
     )
-    if packed.supports(model):
+    if pack and packed.supports(model):
         packed.enable(model, "tokens" if task.by_token else "mean" if chosen.pooling == "mean" else "first")
     attend(model, training=True)
     if chosen.pooling == "mean":

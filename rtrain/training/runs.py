@@ -119,7 +119,9 @@ def _resumed(old: Config, new: Config) -> Config:
     ]
     if problems:
         raise ConfigError(problems)
-    asked = ("workers", "min_workers", "micro_batch", "tokens_per_pass", "gradient_checkpointing", "keep", "log_every")
+    asked = [
+        name for name in configuration.SPEED if name not in ("aggregation_frequency", "evaluate_every", "save_every")
+    ]
     changes: dict[str, object] = {f"train.{name}": getattr(new.recipe.train, name) for name in asked}
     # Where and how it runs is no part of what a run is: what is asked for now counts, the rest stays the run's own.
     changes |= {

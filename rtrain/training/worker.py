@@ -86,12 +86,12 @@ def run(settings: dict[str, Any]) -> None:
             )
         _alive(folder, rank, max(stall_s, SETUP_S))
         store, task = open_store(Path(settings["store"])), base.get(recipe.task)
-        network = model.build(source, task, store.manifest.labels, recipe.train.seed, recipe.model)
+        network = model.build(source, task, store.manifest.labels, recipe.train.seed, recipe.model, recipe.train.packed)
         if recipe.train.gradient_checkpointing:
             model.keep_inputs_alone(network)
         if torch.cuda.is_available():
             cast("torch.nn.Module", network).to(ray.train.torch.get_device())
-        exchange = Exchange(network, partial(_alive, folder, rank, stall_s))
+        exchange = Exchange(network, partial(_alive, folder, rank, stall_s), touched_rows=recipe.train.touched_rows)
         order = Order(
             store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, recipe.train.seed
         )
