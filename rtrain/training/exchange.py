@@ -59,6 +59,23 @@ class Exchange:
         if self.rows is not None and last:
             self.rows.complete(self)
 
+    def gradients(self) -> "list[torch.Tensor]":
+        """The complete gradient: a tensor of each parameter that has one, of the word embedding its touched rows."""
+        touched = [] if self.rows is None else [self.rows.gradient]
+        return touched + [one.grad for one in self._others() if one.grad is not None]
+
+    def clip(self, most: float, norm: "torch.Tensor") -> None:
+        """Scale the gradient, whose norm is `norm`, down to `most`; see `torch.nn.utils.clip_grads_with_norm_`."""
+        import torch
+
+        torch.nn.utils.clip_grads_with_norm_(self._others(), most, norm)
+        if self.rows is not None:
+            self.rows.gradient = self.rows.gradient * torch.clamp(most / (norm + 1e-6), max=1.0)
+
+    def _others(self) -> "list[torch.nn.Parameter]":
+        table = None if self.rows is None else self.rows.weight
+        return [parameter for parameter in self.module.parameters() if parameter is not table]
+
     def sum(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """`tensor` summed over the workers, in place."""
         if self.distributed:

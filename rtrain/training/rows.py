@@ -37,14 +37,16 @@ class TouchedRows:
     """Gathers what the passes of an update give an embedding's rows, and makes the gradient of it."""
 
     def __init__(self, embedding: "torch.nn.Embedding"):
+        import torch
+
         self.weight = embedding.weight
         self.gathers = False
         """Whether look-ups are part of an update's pass; else they are like any embedding's."""
         self._padding = embedding.padding_idx
         self._ids: list[torch.Tensor] = []
         self._gradients: list[torch.Tensor] = []
-        self._dense: torch.Tensor | None = None
-        self._filled: torch.Tensor | None = None
+        self._dense = torch.zeros_like(self.weight)
+        self._filled = torch.empty(0, dtype=torch.int64, device=self.weight.device)
         embedding.forward = partial(self._look_up, embedding)  # type: ignore[method-assign]
 
     def _look_up(self, embedding: "torch.nn.Embedding", ids: "torch.Tensor") -> "torch.Tensor":
@@ -84,10 +86,16 @@ class TouchedRows:
             shared = sums.new_zeros(len(union), sums.shape[1])
             shared[torch.searchsorted(union, rows)] = sums / exchange.world
             rows, sums = union, exchange.sum(shared)
-        if self._dense is None:
-            self._dense = torch.zeros_like(weight)
-        elif self._filled is not None:
-            self._dense.index_fill_(0, self._filled, 0.0)
+        self._dense.index_fill_(0, self._filled, 0.0)
         self._dense.index_copy_(0, rows, sums)
         self._filled, weight.grad = rows, self._dense
         self._ids, self._gradients = [], []
+
+    @property
+    def gradient(self) -> "torch.Tensor":
+        """The touched rows of the complete gradient, a copy [rows, dim]: the others are zero."""
+        return self._dense.index_select(0, self._filled)
+
+    @gradient.setter
+    def gradient(self, values: "torch.Tensor") -> None:
+        self._dense.index_copy_(0, self._filled, values)

@@ -176,11 +176,11 @@ def run_update(
             idle_pass(exchange, pad_id, precision)
     if on_gradient is not None:
         on_gradient(exchange.module)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in exchange.module.parameters() if p.grad is not None])
+    norm = torch.nn.utils.get_total_norm(exchange.gradients())
     if not torch.isfinite(norm):
         raise NonFinite("the gradient is not finite: lower optim.lr, set train.precision=fp32, or set optim.clip_norm")
     if clip_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(exchange.module.parameters(), clip_norm, norm)
+        exchange.clip(clip_norm, norm)
     optimizer.step()
     return Done(
         loss=float((exchange.sum(loss_sum) * share).sum()),
