@@ -5,6 +5,7 @@ Those that say which rows there are, `data` and `augment`, are in `sections_data
 
 import hashlib
 import json
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -30,14 +31,23 @@ class Model(Section):
 
 
 class Optim(Section):
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "radam"] = "adamw"
+    """`radam` (Liu et al. 2020) rectifies AdamW's first updates; both cost the same, and decay is decoupled in both."""
     lr: Annotated[float, Field(gt=0, lt=1)] = 2e-4
     """Peak learning rate."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How the peak follows rows_per_update: lr x (rows_per_update / lr_rows) with `linear` (Goyal et al. 2017), lr x
+    its root with `sqrt`, the rule for Adam and its kin (Malladi et al. 2022)."""
+    lr_rows: Positive | None = None
+    """The rows_per_update at which `lr` holds as it stands, for lr_scaling."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Factor of the learning rate from each encoder layer to the one below it: the head learns at `lr`, the last of L
+    layers at lr x layer_decay, the embeddings at lr x layer_decay^(L + 1), as in the fine-tuning of BEiT."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     warmup: Share = 0.1
     """Share of all updates over which the learning rate rises from 0."""
-    schedule: Literal["linear", "constant"] = "linear"
-    """After warm-up: `linear` falls to 0 at the last update, `constant` stays."""
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """After warm-up: `linear` and `cosine` fall to 0 at the last update, `constant` stays."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """The gradient is scaled down to this norm."""
 
@@ -87,6 +97,10 @@ SPEED = (
 """Settings of `train` that change speed or what is kept, never the weights, once rows_per_update is resolved."""
 
 
+ADDED = {"lr_scaling": "none", "lr_rows": None, "layer_decay": 1.0}
+"""Settings of `optim` that came later, with the values by which all is as it was before them."""
+
+
 class Distill(Section):
     layers: Positive = 3
     """Encoder layers of the student, copied from evenly spaced layers of the teacher."""
@@ -134,6 +148,15 @@ class Recipe(Section):
             train.aggregation_frequency or DEFAULT_FREQUENCY
         )
 
+    @property
+    def peak_lr(self) -> float:
+        """The highest learning rate: `optim.lr`, scaled to rows_per_update."""
+        optim = self.optim
+        if optim.lr_scaling == "none" or optim.lr_rows is None:
+            return optim.lr
+        ratio = self.rows_per_update / optim.lr_rows
+        return optim.lr * (ratio if optim.lr_scaling == "linear" else math.sqrt(ratio))
+
     def identity(self) -> str:
         """Digest of what changes the weights: rows_per_update is inside it; workers, micro-batch, cadences are not."""
         document = self.model_dump(
@@ -147,6 +170,11 @@ class Recipe(Section):
             del document["augment"]
         # What is as it was before there were settings for it has the identity of then.
         document["model"] = {"name": self.model.name, **self.model.model_dump(mode="json", exclude_defaults=True)}
+        if self.optim.lr_scaling == "none":
+            document["optim"]["lr_rows"] = None
+        for name, value in ADDED.items():
+            if document["optim"][name] == value:
+                del document["optim"][name]
         document["train"]["rows_per_update"] = self.rows_per_update
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -252,4 +280,20 @@ def contradictions(recipe: Recipe, deploy: Deploy) -> list[Problem]:
     if recipe.distill.teacher and recipe.model.freeze != "none":
         reason = "a student of fewer layers learns its teacher's answers in those layers"
         problems.append(Problem("model.freeze", recipe.model.freeze, reason, "add --set model.freeze=none"))
-    return problems + data_contradictions(recipe.data) + augment_contradictions(recipe.augment)
+    return (
+        problems
+        + _rate_contradictions(recipe)
+        + data_contradictions(recipe.data)
+        + augment_contradictions(recipe.augment)
+    )
+
+
+def _rate_contradictions(recipe: Recipe) -> list[Problem]:
+    optim, rows = recipe.optim, recipe.rows_per_update
+    if optim.lr_scaling != "none" and optim.lr_rows is None:
+        reason = f"optim.lr_scaling={optim.lr_scaling} asks at which rows_per_update optim.lr={optim.lr:g} holds"
+        return [Problem("optim.lr_rows", None, reason, f"write that number of rows ({rows} for this recipe as it is)")]
+    if recipe.peak_lr >= 1:
+        reason = f"scaled from {optim.lr_rows} to {rows} rows per update it is {recipe.peak_lr:g}, not less than 1"
+        return [Problem("optim.lr", optim.lr, reason, "write a lower one, or fewer rows per update")]
+    return []

@@ -192,7 +192,7 @@ def test_unknown_names_in_a_file_are_found_too() -> None:
 
 def test_all_problems_are_reported_at_once() -> None:
     found = problems(
-        {"task": "prophecy", "optim": {"lr": 2, "schedule": "cosine"}, "train": {"workers": 0}},
+        {"task": "prophecy", "optim": {"lr": 2, "schedule": "steps"}, "train": {"workers": 0}},
         {"serve.port": 70000, "no.such": 1, "data.max_tokens": "many"},
     )
     assert [(problem.field, problem.value) for problem in found] == [
@@ -201,7 +201,7 @@ def test_all_problems_are_reported_at_once() -> None:
         ("task", "prophecy"),
         ("data.max_tokens", "many"),
         ("optim.lr", 2),
-        ("optim.schedule", "cosine"),
+        ("optim.schedule", "steps"),
         ("train.workers", 0),
         ("serve.port", 70000),
     ]
@@ -232,6 +232,16 @@ def test_all_problems_are_reported_at_once() -> None:
             "model.freeze",
             "a student of fewer layers learns its teacher's answers in those layers",
         ),
+        (
+            {"optim.lr_scaling": "linear"},
+            "optim.lr_rows",
+            "optim.lr_scaling=linear asks at which rows_per_update optim.lr=0.0002 holds",
+        ),
+        (
+            {"optim.lr_scaling": "linear", "optim.lr_rows": 8, "optim.lr": 0.25, "train.rows_per_update": 32},
+            "optim.lr",
+            "scaled from 8 to 32 rows per update it is 1, not less than 1",
+        ),
     ],
 )
 def test_contradictions_are_refused(overrides: dict[str, Any], field: str, reason: str) -> None:
@@ -258,6 +268,30 @@ def test_several_contradictions_are_reported_together() -> None:
 )
 def test_rows_of_an_update(overrides: dict[str, Any], rows: int) -> None:
     assert config.parse(INTENT, overrides).recipe.rows_per_update == rows
+
+
+def test_the_cure_of_a_scaling_without_its_rows_is_the_recipe_as_it_is() -> None:
+    [problem] = problems(INTENT, {"optim.lr_scaling": "sqrt", "train.rows_per_update": 96})
+    assert "(96 for this recipe as it is)" in problem.fix
+    made = recipe(optim__lr_scaling="sqrt", optim__lr_rows=96, train__rows_per_update=96)
+    assert made.peak_lr == made.optim.lr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "factor"),
+    [
+        ({}, 1.0),
+        ({"optim.lr_rows": 1}, 1.0),  # switched off
+        ({"optim.lr_scaling": "linear"}, 4.0),  # 2 workers x 8 rows x 4 passes = 64 = 4 x 16
+        ({"optim.lr_scaling": "sqrt"}, 2.0),
+        ({"optim.lr_scaling": "linear", "train.rows_per_update": 4}, 0.25),
+        ({"optim.lr_scaling": "sqrt", "train.rows_per_update": 4}, 0.5),
+        ({"optim.lr_scaling": "linear", "train.workers": 4}, 8.0),
+        ({"optim.lr_scaling": "linear", "train.workers": 4, "train.rows_per_update": 64}, 4.0),
+    ],
+)
+def test_the_peak_of_the_learning_rate_follows_the_rows_of_an_update(overrides: dict[str, Any], factor: float) -> None:
+    assert config.parse(INTENT, {"optim.lr_rows": 16, **overrides}).recipe.peak_lr == 2e-4 * factor
 
 
 @pytest.mark.parametrize(
@@ -295,11 +329,24 @@ def test_what_changes_the_weights_changes_the_identity() -> None:
         {"model.freeze": "encoder"},
         {"distill.teacher": "v1"},
         {"distill.teacher": "v1", "distill.alpha": 0.1},
+        {"optim.name": "radam"},
+        {"optim.schedule": "cosine"},
+        {"optim.layer_decay": 0.9},
+        {"optim.lr_scaling": "linear", "optim.lr_rows": 32},
+        {"optim.lr_scaling": "sqrt", "optim.lr_rows": 32},
+        {"optim.lr_scaling": "sqrt", "optim.lr_rows": 16},
     ]
     identities = [config.parse(INTENT, change).recipe.identity() for change in changes]
     assert len(set(identities)) == len(changes) - 1
     assert identities[7] == identities[9]  # both are 32 rows an update
     assert all(len(identity) == 16 for identity in identities)
+
+
+def test_rules_that_are_switched_off_leave_the_identity_of_before_there_were_any() -> None:
+    """Computed by the version before these rules: artefacts and runs of then are still known by it."""
+    assert config.parse(INTENT, {}).recipe.identity() == "9f69ac1c99a7c697"
+    off = {"optim.lr_scaling": "none", "optim.lr_rows": 32, "optim.layer_decay": 1.0}
+    assert config.parse(INTENT, off).recipe.identity() == "9f69ac1c99a7c697"
 
 
 def test_a_configuration_is_a_pair() -> None:

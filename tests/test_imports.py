@@ -99,7 +99,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.training.packed": frozenset(
         {"rtrain.inputs", "rtrain.tasks.batch", "rtrain.training.attention", "rtrain.training.dropout"}
     ),
-    "rtrain.training.optim": frozenset({"rtrain.config"}),
+    "rtrain.training.optim": frozenset({"rtrain.config", "rtrain.training.layerwise", "rtrain.training.radam"}),
+    "rtrain.training.radam": frozenset(),
+    "rtrain.training.layerwise": frozenset(),
     "rtrain.training.precision": frozenset(),
     "rtrain.training.exchange": frozenset({"rtrain.training.rows"}),
     "rtrain.training.rows": frozenset({"rtrain.training.exchange"}),

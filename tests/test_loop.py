@@ -1,7 +1,7 @@
 """The loop: when it evaluates and saves, what it reports, and which rows, rates and seeds its updates have."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -73,9 +73,11 @@ def make_ground(folder: Path) -> None:
     make_store(recipe_of(folder), folder / "encoder", folder)
 
 
-def recipe_of(folder: Path, **train: Any) -> config.Recipe:
+def recipe_of(folder: Path, rules: Mapping[str, Any] | None = None, **train: Any) -> config.Recipe:
+    """`rules` of the optimizer, `train` settings."""
     settings = {"rows_per_update": 19, "epochs": 2, "micro_batch": 4, "seed": 3, **train}
     overrides = {f"train.{name}": value for name, value in settings.items()}
+    overrides |= {f"optim.{name}": value for name, value in (rules or {}).items()}
     return config.load("intent", {"data.path": str(folder / "rows.csv"), "optim.lr": 5e-3, **overrides}).recipe
 
 
@@ -90,10 +92,11 @@ def start(
     rank: int = 0,
     replica: Replica | None = None,
     freeze: Literal["none", "encoder"] = "none",
+    rules: Mapping[str, Any] | None = None,
     **train: Any,
 ) -> Ran:
     """One start of the run at `run`; `kill` ends it when update number `kill` is asked for."""
-    recipe = recipe_of(ground, **train)
+    recipe = recipe_of(ground, rules, **train)
     store = Store(next((ground / ".tokens").iterdir()))
     order = Order(store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, 3)
     assert (order.updates, order.rows % order.rows_per_update > 0) == (UPDATES, True)
@@ -243,7 +246,7 @@ def test_events_come_in_order(ground: Path, tmp_path: Path, monkeypatch: pytest.
         ("evaluated", "test", 6),
         ("trained", "", None),
     ]
-    assert ran.recorder.of("started") == [{"update": 0, "of": 6, "workers": 1, "precision": "fp32"}]
+    assert ran.recorder.of("started") == [{"update": 0, "of": 6, "workers": 1, "precision": "fp32", "lr": 5e-3}]
     assert ran.recorder.scores == [
         {"update": 3, "percent": 50.0, "score": 0.5},
         {"update": 6, "percent": 100.0, "score": 0.75},
@@ -309,8 +312,8 @@ def test_learning_rate_and_dropout_seed_are_functions_of_the_update(
     monkeypatch.setattr(step, "run_update", recorded)
     start(ground, tmp_path, kill=4, save_every=1)
     start(ground, tmp_path, save_every=1)
-    settings = recipe_of(ground).optim
-    assert rates == [[optim.learning_rate(settings, update, UPDATES)] * 2 for update in range(UPDATES)]
+    recipe = recipe_of(ground)
+    assert rates == [[optim.learning_rate(recipe, update, UPDATES)] * 2 for update in range(UPDATES)]
     assert seeds == [loop._seed(3, update, 0) for update in range(UPDATES)]
 
 

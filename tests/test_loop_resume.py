@@ -108,6 +108,32 @@ def test_a_killed_run_resumes_to_the_undisturbed_run_bit_for_bit(
     assert fingerprint(tmp_path, UPDATES) == fingerprint(run, UPDATES)
 
 
+RULES: dict[str, Any] = {
+    "name": "radam",
+    "schedule": "cosine",
+    "lr_scaling": "sqrt",
+    "lr_rows": 76,  # 4 x 19: the learning rate is half of what it would be
+    "layer_decay": 0.5,
+}
+
+
+def test_a_killed_run_by_other_rules_resumes_to_the_undisturbed_run_bit_for_bit(
+    ground: Path, straight: tuple[Ran, Path], tmp_path: Path
+) -> None:
+    undisturbed = start(ground, tmp_path / "straight", save_every=1, rules=RULES)
+    assert undisturbed.recorder.of("started")[0]["lr"] == 2.5e-3
+    for kill in (2, 5):  # the sixth update is the first one that RAdam adapts
+        assert start(ground, tmp_path / f"{kill}", save_every=1, kill=kill, rules=RULES).outcome is None
+        resumed = start(ground, tmp_path / f"{kill}", save_every=1, rules=RULES)
+        assert resumed.recorder.of("started")[0]["update"] == kill
+        assert fingerprint(tmp_path / f"{kill}", UPDATES) == fingerprint(tmp_path / "straight", UPDATES)
+    ends = {weights_digest(undisturbed.network), weights_digest(straight[0].network)}
+    for name in RULES.keys() - {"lr_rows"}:  # each one alone changes the weights
+        rule = {name: RULES[name], **({"lr_rows": 76} if name == "lr_scaling" else {})}
+        ends.add(weights_digest(start(ground, tmp_path / name, rules=rule).network))
+    assert len(ends) == 6
+
+
 def test_updates_after_the_last_checkpoint_are_trained_again(
     ground: Path, straight: tuple[Ran, Path], tmp_path: Path
 ) -> None:

@@ -1,10 +1,20 @@
 """The optimizer's groups, and the learning rate as a table."""
 
+from math import cos, pi, sqrt
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 
-from rtrain.config import Optim
-from rtrain.training import optim
+from rtrain.config import Optim, Recipe
+from rtrain.training import optim, radam
+
+
+def recipe(rows: int = 64, **chosen: Any) -> Recipe:
+    return Recipe.model_validate(
+        {"name": "x", "task": "classification", "optim": {"lr": 0.02, **chosen}, "train": {"rows_per_update": rows}}
+    )
 
 
 @pytest.mark.parametrize(
@@ -18,21 +28,63 @@ from rtrain.training import optim
         ({"warmup": 1.0}, 4, [1 / 4, 2 / 4, 3 / 4, 1]),
         ({"warmup": 0.01}, 10, [1, *((10 - u) / 9 for u in range(1, 10))]),  # a single update of warm-up
         ({"warmup": 0.1}, 1, [1]),
+        # Loshchilov and Hutter 2017 (arXiv:1608.03983), one half period over the updates after the warm-up.
+        (
+            {"warmup": 0.3, "schedule": "cosine"},
+            10,
+            [1 / 3, 2 / 3, 1, *((1 + cos(pi * (u - 3) / 7)) / 2 for u in range(3, 10))],
+        ),
+        ({"warmup": 0.0, "schedule": "cosine"}, 4, [1, (1 + sqrt(0.5)) / 2, 0.5, (1 - sqrt(0.5)) / 2]),
+        ({"warmup": 1.0, "schedule": "cosine"}, 4, [1 / 4, 2 / 4, 3 / 4, 1]),
+        ({"warmup": 0.1, "schedule": "cosine"}, 1, [1]),
     ],
 )
-def test_learning_rate_rises_and_falls(settings: dict[str, object], updates: int, expected: list[float]) -> None:
-    made = Optim.model_validate({"lr": 0.02, **settings})
+def test_learning_rate_rises_and_falls(settings: dict[str, Any], updates: int, expected: list[float]) -> None:
+    made = recipe(**settings)
     found = [optim.learning_rate(made, update, updates) / 0.02 for update in range(updates)]
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_learning_rate_is_never_zero_or_above_its_peak() -> None:
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+def test_the_learning_rate_is_never_zero_or_above_its_peak(schedule: str) -> None:
     for updates in (1, 2, 3, 10, 97):
         for warmup in (0.0, 0.1, 0.5, 1.0):
-            made = Optim(lr=0.02, warmup=warmup)
+            made = recipe(warmup=warmup, schedule=schedule)
             rates = [optim.learning_rate(made, update, updates) for update in range(updates)]
             assert min(rates) > 0
             assert max(rates) == pytest.approx(0.02)
+
+
+@given(
+    st.sampled_from(["linear", "cosine", "constant"]),
+    st.floats(0, 1),
+    st.sampled_from(["none", "linear", "sqrt"]),
+    st.integers(1, 4096),
+    st.integers(1, 300),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_schedule_rises_to_the_scaled_peak_and_never_again(
+    schedule: str, warmup: float, scaling: str, rows: int, updates: int
+) -> None:
+    made = recipe(rows, schedule=schedule, warmup=warmup, lr_scaling=scaling, lr_rows=32)
+    ratio = rows / 32
+    peak = 0.02 * {"none": 1.0, "linear": ratio, "sqrt": sqrt(ratio)}[scaling]
+    rates = [optim.learning_rate(made, update, updates) for update in range(updates)]
+    assert max(rates) == pytest.approx(peak, rel=1e-12)
+    top = rates.index(max(rates))
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+
+
+def test_scaling_multiplies_every_update_by_the_same() -> None:
+    """Four times the rows: four times the learning rate, or twice; the schedule is the same."""
+    for schedule in ("linear", "cosine", "constant"):
+        plain = [optim.learning_rate(recipe(schedule=schedule), update, 20) for update in range(20)]
+        for scaling, factor in (("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)):
+            made = recipe(64, schedule=schedule, lr_scaling=scaling, lr_rows=16)
+            assert [optim.learning_rate(made, update, 20) for update in range(20)] == [
+                pytest.approx(factor * rate, rel=1e-15, abs=0) for rate in plain
+            ]
 
 
 class Network(torch.nn.Module):
@@ -54,10 +106,22 @@ def test_only_matrices_are_decayed_and_frozen_weights_left_out() -> None:
     assert decayed["fused"]
 
 
-def test_a_step_without_gradient_only_decays() -> None:
+def test_the_optimizer_is_the_one_that_is_named() -> None:
+    made = [optim.build(Network(), Optim.model_validate({"name": name})) for name in ("adamw", "radam")]
+    assert [type(optimizer) for optimizer in made] == [torch.optim.AdamW, radam.optimizer_class()]
+    assert all(group["fused"] for optimizer in made for group in optimizer.param_groups)
+
+
+def test_without_decay_one_group_has_all() -> None:
+    [group] = optim.build(Network(), Optim(weight_decay=0.0)).param_groups
+    assert (len(group["params"]), group["weight_decay"]) == (4, 0.0)
+
+
+@pytest.mark.parametrize("name", ["adamw", "radam"])
+def test_a_step_without_gradient_only_decays(name: str) -> None:
     network = Network()
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    optimizer = optim.build(network, Optim(lr=0.5, weight_decay=0.25))
+    optimizer = optim.build(network, Optim.model_validate({"name": name, "lr": 0.5, "weight_decay": 0.25}))
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -55,6 +55,11 @@ def test_a_start_an_update_and_an_evaluation(capsys: pytest.CaptureFixture[str])
     ]
 
 
+def test_a_start_says_to_what_the_learning_rate_rises(capsys: pytest.CaptureFixture[str]) -> None:
+    start = {"kind": "started", "workers": 4, "precision": "bf16", "lr": 2e-4 * 2**0.5, "update": 0}
+    assert shown(capsys, start) == ["4 workers, bf16, learning rate 0.000283 at its peak, from update 0"]
+
+
 def test_time_left_is_by_the_updates_of_this_start(capsys: pytest.CaptureFixture[str]) -> None:
     start = {"kind": "started", "workers": 1, "precision": "fp32", "update": 0}
     lines = shown(capsys, start, update(10, 100.0), update(30, 110.0), start, update(90, 500.0), update(95, 520.0))

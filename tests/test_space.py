@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from rtrain import config
 from tune import space
 
@@ -68,3 +70,15 @@ def test_every_trial_is_a_valid_configuration_also_of_a_frozen_run() -> None:
     assert len(made) == 6
     assert {recipe.rows_per_update for recipe in made} == {32, 64}
     assert len({recipe.identity() for recipe in made}) == 6
+
+
+def test_a_trial_s_learning_rate_is_scaled_to_the_rows_of_its_own_updates() -> None:
+    base = config.load(
+        "intent", {**GRID, "tune.trials": 100, "optim.lr_scaling": "sqrt", "optim.lr_rows": 16, "optim.lr": 1e-4}
+    )
+    made = [config.with_overrides(base, overrides).recipe for overrides in space.trials(base)]
+    # k = 2 is 32 rows (root of 2), k = 4 is 64 rows (twice).
+    assert len(made) == 6
+    assert {(recipe.optim.lr, recipe.rows_per_update): recipe.peak_lr / recipe.optim.lr for recipe in made} == {
+        (lr, rows): pytest.approx((rows / 16) ** 0.5, rel=1e-12) for lr in (1e-4, 2e-4, 3e-4) for rows in (32, 64)
+    }

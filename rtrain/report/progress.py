@@ -39,7 +39,8 @@ class Line:
         if kind == "started":
             self._first = None
             self._starts += 1
-            self._now(f"{event['workers']} workers, {event['precision']}, from update {event['update']}")
+            rate = f", learning rate {event['lr']:.3g} at its peak" if "lr" in event else ""
+            self._now(f"{event['workers']} workers, {event['precision']}{rate}, from update {event['update']}")
         elif kind in ("tokenised", "tokens_reused"):
             self._keep(_rows_text(event))
         elif kind == "progress":

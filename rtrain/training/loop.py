@@ -155,9 +155,8 @@ def _train(
         save_every=job.recipe.train.save_every,
         evaluate_at=job.evaluate_at,
     )
-    reporter.event(
-        "started", update=state.update, of=job.order.updates, workers=exchange.world, precision=job.precision
-    )
+    known = {"workers": exchange.world, "precision": job.precision, "lr": job.recipe.peak_lr}
+    reporter.event("started", update=state.update, of=job.order.updates, **known)
     exchange.module.train()
     settle(job, exchange)
     totals = _Totals()
@@ -271,9 +270,7 @@ def one_update(
     passes = [job.task.prepare(tokens, head, seed, epoch) for tokens in update.passes]
     expected = step.row_sum(job.store.column("train", "row_id")[job.order.positions(update.number)])
     with clock.section("train"):
-        rate = optim.learning_rate(job.recipe.optim, update.number, job.order.updates)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        optim.set_rate(optimizer, optim.learning_rate(job.recipe, update.number, job.order.updates))
         # Dropout is a function of (seed, update, rank): a resumed run draws the same masks without stored state.
         torch.manual_seed(_seed(job.recipe.train.seed, update.number, exchange.rank))
         try:

@@ -1,29 +1,59 @@
-"""AdamW on the fused kernel, and the learning rate as a pure function of the update number."""
+"""AdamW and RAdam on the fused kernel, and the learning rate as a pure function of the update number."""
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rtrain.config import Optim
+from rtrain.config import Optim, Recipe
+from rtrain.training import layerwise, radam
 
 if TYPE_CHECKING:
     import torch
 
+FACTOR = "lr_factor"
+"""Key of a group's factor of the learning rate, by `optim.layer_decay`."""
+
 
 def build(model: "torch.nn.Module", optim: Optim) -> "torch.optim.Optimizer":
-    """AdamW (Loshchilov and Hutter 2019). One-dimensional parameters, biases and normalisations, are not decayed."""
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) or RAdam, of all parameters that ask for a gradient.
+
+    Decay is decoupled; one-dimensional parameters, biases and normalisations, have none. A group holds the parameters
+    of one factor of the learning rate and one decay. Checkpoints hold no groups: these are a function of the model and
+    the settings.
+    """
     import torch
 
-    decayed = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.dim() > 1]
-    plain = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=optim.lr, fused=True)
+    found: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+    for parameter, factor in layerwise.factors(model, optim.layer_decay).items():
+        if parameter.requires_grad:
+            decay = optim.weight_decay if parameter.dim() > 1 else 0.0
+            found.setdefault((factor, decay), []).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": found[factor, decay], "weight_decay": decay, "lr": optim.lr * factor, FACTOR: factor}
+        for factor, decay in sorted(found, reverse=True)
+    ]
+    kind = radam.optimizer_class() if optim.name == "radam" else torch.optim.AdamW
+    return kind(groups, lr=optim.lr, fused=True)
 
 
-def learning_rate(optim: Optim, update: int, updates: int) -> float:
-    """Learning rate of `update` (from 0) of `updates`: a linear rise over the warm-up, then the schedule."""
+def set_rate(optimizer: "torch.optim.Optimizer", rate: float) -> None:
+    """Give each group the learning rate `rate`, times its factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group[FACTOR]
+
+
+def learning_rate(recipe: Recipe, update: int, updates: int) -> float:
+    """Learning rate of `update` (from 0) of `updates`: a linear rise to the peak over the warm-up, then the schedule.
+
+    The peak is `recipe.peak_lr`: what `optim.lr` comes to at the run's rows_per_update.
+    """
+    optim, peak = recipe.optim, recipe.peak_lr
     warmup = math.ceil(optim.warmup * updates)
     if update < warmup:
-        return optim.lr * (update + 1) / warmup
+        return peak * (update + 1) / warmup
     if optim.schedule == "constant":
-        return optim.lr
-    return optim.lr * (updates - update) / max(1, updates - warmup)
+        return peak
+    left, of = updates - update, max(1, updates - warmup)
+    if optim.schedule == "cosine":
+        # (1 + cos(pi (1 - share left))) / 2, without the difference of two numbers that are nearly the same at the end
+        return peak * math.sin(math.pi / 2 * left / of) ** 2
+    return peak * left / of
