@@ -56,7 +56,8 @@ def kappa_by_prompt(run: Path) -> Figures:
     for number, (low, high) in sets.ASAP_RANGES.items():
         rows = prompt == number
         true, predicted = (low + (high - low) * table[name].to_numpy()[rows] for name in ("target", "prediction"))
-        found[f"prompt {number}"] = regression.quadratic_weighted_kappa(true, predicted, low, high)
+        # Scores came through float32, in which 0.6 of 60 is not 36.
+        found[f"prompt {number}"] = regression.quadratic_weighted_kappa(np.rint(true), predicted, low, high)
     return {**headline(run), **found, "mean_qwk": statistics.fmean(found.values())}
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -55,6 +56,7 @@ def test_scores_of_all_prompts_are_on_one_scale_and_measured_on_their_own(tmp_pa
 
     # One prompt is answered the wrong way round: its kappa is -1, the others' 1.
     told = [(row["set"], row["score"], row["score"] if row["set"] != "8" else 1 - row["score"]) for row in found]
+    told += [("7", float(np.float32(0.6)), float(np.float32(0.6)))] * 2  # as a store of 32 bits gives them back
     columns = zip(*told, strict=True)
     table = dict(zip(("set", "target", "prediction"), (pa.array(list(column)) for column in columns), strict=True))
     pyarrow.parquet.write_table(pa.table(table), tmp_path / "predictions-test.parquet")
