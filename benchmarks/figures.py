@@ -1,0 +1,136 @@
+"""What `benchmarks.train` reports: figures of one round, their medians and spreads, the table. Pure."""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Side = Mapping[str, float]
+Round = Mapping[str, Side]
+"""What each side measured in one round, by the side's name."""
+TIME_TO = "time_to_090_vs_hf_grouped"
+
+
+@dataclass(frozen=True)
+class Figure:
+    key: str
+    sides: tuple[str, ...]
+    """Those that must run for it."""
+    value: Callable[[Round], float]
+    floor: float | None = None
+    goal: float | None = None
+    lower: bool = False
+    """Less is better."""
+
+
+def rate(side: Side) -> float:
+    """Rows per second."""
+    return side["rows"] / side["seconds"]
+
+
+def ratio(key: str, ours: str, theirs: str, floor: float | None = None, goal: float | None = None) -> Figure:
+    """How many times as fast as `theirs` side `ours` is."""
+    return Figure(key, (ours, theirs), lambda found: rate(found[ours]) / rate(found[theirs]), floor, goal)
+
+
+def own(key: str, side: str, floor: float | None = None, goal: float | None = None, lower: bool = True) -> Figure:
+    """Something that a side says of itself under this name."""
+    return Figure(key, (side,), lambda found: found[side][key], floor, goal, lower)
+
+
+def linear_flops(probe: Side, tokens: float, rows: float) -> float:
+    """Of training: a multiplication and an addition for each weight that a token, or a row, meets, three times: for the
+    answers, for the gradients of the inputs and for those of the weights."""
+    return 6 * (probe["weights_per_token"] * tokens + probe["weights_per_row"] * rows)
+
+
+def peak_share(found: Round) -> float:
+    """Linear layers' operations per second over those of the best matrix product, both of one core."""
+    ours, probe = found["ours"], found["probe"]
+    flops = linear_flops(probe, ours["real_tokens"], ours["rows"]) / ours["seconds"] / probe["processes"]
+    return flops / probe["gemm_flops"]
+
+
+def figures(techniques: Iterable[str]) -> tuple[Figure, ...]:
+    """All of them. Each of the `techniques` has its gain: the full loop over the loop without it."""
+    names = tuple(techniques)
+    # Where there is one technique, the loop without it is the plain one.
+    without = {name: "harness" if len(names) == 1 else f"without_{name}" for name in names}
+    return (
+        ratio("vs_hf_default", "ours", "hf_default", 2.0, 2.8),
+        ratio("vs_hf_grouped", "ours", "hf_grouped", 1.15, 1.5),
+        ratio("vs_hf_grouped_k4", "ours_k4", "hf_grouped_k4", 1.15, 1.4),
+        ratio("vs_ray_documented", "ours", "ray_documented", 2.5, 3.5),
+        ratio("vs_accelerate", "ours", "accelerate"),
+        ratio("harness_vs_ddp", "harness", "ddp", 0.97, 1.0),
+        ratio("vs_ddp", "ours", "ddp", 1.1, 1.25),
+        ratio("scaling_2_over_1_k1", "ours", "apart", 0.80, 0.90),
+        ratio("scaling_2_over_1_k4", "ours_k4", "apart_k4", 0.90, 0.97),
+        own("input_wait_share", "ours", 0.01, 0.003),
+        own("first_batch_s", "ours", 4.0, 2.0),
+        own("pad_ratio", "ours", 1.15, 1.02),
+        own("exchange_ms", "probe"),
+        own("exchange_ms_gloo", "probe"),
+        Figure("peak_share", ("ours", "probe"), peak_share),
+        ratio("equal_length_vs_hf", "ours_equal", "hf_equal", 1.0, 1.15),
+        *(ratio(f"gain_{name}", "ours", side) for name, side in without.items()),
+    )
+
+
+def sides(chosen: Iterable[Figure]) -> list[str]:
+    """Those that `chosen` need, each once."""
+    return list(dict.fromkeys(side for figure in chosen for side in figure.sides))
+
+
+def turn(sides: Sequence[str], number: int) -> list[str]:
+    """Their order in round `number`: forth and back, so that a drift of the machine's speed hits both of a pair."""
+    return list(sides if number % 2 == 0 else reversed(sides))
+
+
+def summary(values: Sequence[float]) -> dict[str, Any]:
+    """Of one figure over the rounds."""
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "rounds": len(values),
+        "values": list(values),
+    }
+
+
+def verdict(figure: Figure, found: Mapping[str, Any]) -> dict[str, Any]:
+    """A summary beside its floor and its goal. A floor is met by the worst round, a goal by the median."""
+    worst, median = found["max" if figure.lower else "min"], found["median"]
+
+    def met(value: float, bound: float | None) -> bool | None:
+        return None if bound is None else value <= bound if figure.lower else value >= bound
+
+    bounds = {"floor": figure.floor, "goal": figure.goal}
+    return {**found, **bounds, "floor_met": met(worst, figure.floor), "goal_met": met(median, figure.goal)}
+
+
+def evaluate(chosen: Iterable[Figure], rounds: Sequence[Round]) -> dict[str, dict[str, Any]]:
+    """Every figure by its key."""
+    return {figure.key: verdict(figure, summary([figure.value(one) for one in rounds])) for figure in chosen}
+
+
+def table(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """For a terminal and for Markdown."""
+    lines = ["| key | median | min .. max | rounds | floor | goal |", "|---|---|---|---|---|---|"]
+    for key, one in found.items():
+        spread = f"{one['min']:.4g} .. {one['max']:.4g}"
+        bounds = " | ".join("" if one[name] is None else f"{one[name]:.4g}" for name in ("floor", "goal"))
+        lines.append(f"| {key} | {one['median']:.4g} | {spread} | {one['rounds']} | {bounds} |")
+    return "\n".join(lines)
+
+
+def side_table(found: Mapping[str, Sequence[Side]]) -> str:
+    """What each side reached: medians over the rounds."""
+    lines = ["| side | rows/s | loss of the last quarter | rows |", "|---|---|---|---|"]
+    for name, rounds in found.items():
+        if "rows" in rounds[0]:
+            speed, loss = (
+                statistics.median(values) for values in ([rate(s) for s in rounds], [s["loss"] for s in rounds])
+            )
+            lines.append(f"| {name} | {speed:.1f} | {loss:.3f} | {rounds[0]['rows']:.0f} |")
+    return "\n".join(lines)

@@ -1,0 +1,101 @@
+"""rtrain's own side of a comparison: the command of a run, and what the run's events say."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers import common
+
+TECHNIQUES: dict[str, dict[str, Any]] = {"packing": {"train.packed": False}}
+"""Settings that switch each technique off alone."""
+PLAIN: dict[str, Any] = {name: value for settings in TECHNIQUES.values() for name, value in settings.items()}
+"""All of them off: rtrain's harness round what PyTorch and Transformers do."""
+
+Events = Sequence[Mapping[str, Any]]
+
+
+def settings(workers: int, passes: int, seed: int) -> dict[str, Any]:
+    """Of a run that trains what the peers train, with no evaluation between its first update and its last."""
+    return {
+        "data.valid_share": 0,
+        "data.max_tokens": common.MAX_TOKENS,
+        "optim.lr": common.LEARNING_RATE,
+        "optim.weight_decay": common.WEIGHT_DECAY,
+        "optim.clip_norm": common.CLIP_NORM,
+        "optim.warmup": common.WARMUP,
+        "train.epochs": 1,
+        "train.workers": workers,
+        "train.micro_batch": common.ROWS_PER_PASS,
+        "train.aggregation_frequency": passes,
+        "train.precision": "bf16",
+        "train.seed": seed,
+        "train.keep": 1,
+        "train.log_every": 1,
+        "report.attributions": 0,
+    }
+
+
+def command(python: str, rows: Path, test: Path, run: Path, settings: Mapping[str, Any]) -> list[str]:
+    shown = {name: str(value).lower() if isinstance(value, bool) else value for name, value in settings.items()}
+    chosen = [part for name, value in shown.items() for part in ("--set", f"{name}={value}")]
+    files = ["--data", str(rows), "--test", str(test), "--out", str(run)]
+    return [python, "-m", "rtrain", "train", "intent", *files, *chosen, "--json"]
+
+
+def measured(events: Events) -> dict[str, float]:
+    """Figures of a finished run that nothing interrupted."""
+    times, _ = progress(events)
+    (trained,) = (event for event in events if event["kind"] == "trained")
+    losses = [event["loss"] for event in events if event["kind"] == "progress"]
+    seconds = trained["seconds"]
+    busy = seconds["train"] + seconds.get("input_wait", 0.0)
+    return {
+        "rows": trained["rows_seen"],
+        "seconds": times[-1] - times[0],
+        "updates": trained["updates"],
+        "loss": common.last_quarter(losses),
+        "real_tokens": trained["real_tokens"],
+        "pad_ratio": trained["padded_tokens"] / trained["real_tokens"],
+        "input_wait_share": seconds.get("input_wait", 0.0) / busy,
+        "first_batch_s": seconds["first_batch"],
+        # The same without what the loop does beside its updates: events, ledger, cadence.
+        "seconds_in_updates": busy,
+    }
+
+
+def progress(events: Events) -> tuple[list[float], list[int]]:
+    """Time, and rows that were trained on until then, from the begin of the first update on, when its rows are there,
+    to the end of each."""
+    (started,) = (event for event in events if event["kind"] == "started")
+    (trained,) = (event for event in events if event["kind"] == "trained")
+    updates = [event for event in events if event["kind"] == "progress"]
+    begin = started["time"] + trained["seconds"]["first_batch"]
+    return [begin, *(event["time"] for event in updates)], [0, *(event["rows"] for event in updates)]
+
+
+def together(runs: Sequence[Events]) -> dict[str, float]:
+    """Figures of runs side by side: their rows over the time in which all of them train."""
+    found = [progress(events) for events in runs]
+    begin, end = max(times[0] for times, _ in found), min(times[-1] for times, _ in found)
+    if end <= begin:
+        raise ValueError("the runs did not train at the same time: give them more rows (--rows)")
+    rows = (np.interp(end, *of) - np.interp(begin, *of) for of in found)
+    losses = [measured(events)["loss"] for events in runs]
+    return {"rows": float(sum(rows)), "seconds": end - begin, "loss": statistics.fmean(losses)}
+
+
+def seconds_until(events: Events, score: str, wanted: float) -> float | None:
+    """Training time until an evaluation finds `score` to be `wanted`, evaluations and checkpoints left out; None where
+    it never is. An interval with an evaluation counts as much as the median one without."""
+    times, _ = progress(events)
+    found = [event for event in events if event["kind"] == "evaluated" and event["split"] == "valid"]
+    evaluated = {event["update"]: event["scores"][score] for event in found}
+    intervals = np.diff(times)
+    # An evaluation after update u lies between the ends of u and u + 1.
+    disturbed = [update for update in evaluated if update < len(intervals)]
+    intervals[disturbed] = np.median(np.delete(intervals, disturbed))
+    reached = [update for update, value in sorted(evaluated.items()) if value >= wanted]
+    return float(intervals[: reached[0]].sum()) if reached else None

@@ -1,0 +1,98 @@
+"""What the peers' programs have in common: the training's settings, their options, the rows, the file they leave."""
+
+import argparse
+import csv
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROWS_PER_PASS = 32
+"""Rows of one forward and backward pass of a process."""
+PROCESSES = 2
+LEARNING_RATE = 2e-4
+WEIGHT_DECAY = 0.01
+CLIP_NORM = 1.0
+WARMUP = 0.1
+"""Share of the updates over which the learning rate rises; it falls to 0 with the last."""
+MAX_TOKENS = 64
+
+
+def parser(program: str, about: str) -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog=f"python -m benchmarks.peers.{program}", description=about)
+    found.add_argument("--model", type=Path, required=True, help="a Transformers folder")
+    found.add_argument("--rows", type=Path, required=True, help="csv with the columns text and label")
+    found.add_argument("--out", type=Path, required=True, help="file for what was measured")
+    found.add_argument("--passes", type=int, default=1, help="passes of a process between two exchanges")
+    found.add_argument("--seed", type=int, default=0)
+    found.add_argument("--loader-workers", type=int, default=0, help="processes that prepare batches, per process")
+    found.add_argument("--attention", default="sdpa", help="Transformers' attention implementation")
+    return found
+
+
+def read(path: Path) -> tuple[list[str], list[str]]:
+    """Texts and labels."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [row["text"] for row in rows], [row["label"] for row in rows]
+
+
+def rank() -> int:
+    """As torchrun has it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def network(folder: Path, labels: int, attention: str) -> Any:
+    """The encoder with a new head, as Transformers makes it."""
+    import torch
+    import transformers
+
+    return transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=labels, attn_implementation=attention, dtype=torch.float32, local_files_only=True
+    )
+
+
+def optimizer(model: Any, updates: int) -> tuple[Any, Any]:
+    """Fused AdamW, which HF Trainer takes by itself, and the schedule."""
+    import torch
+    import transformers
+
+    made = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+    return made, transformers.get_linear_schedule_with_warmup(made, math.ceil(WARMUP * updates), updates)
+
+
+def last_quarter(losses: Sequence[float]) -> float:
+    """Mean loss of the last quarter of the updates (or of the passes), of one at least."""
+    return statistics.fmean(losses[-max(1, len(losses) // 4) :])
+
+
+class Watch:
+    """Seconds from the begin of the first update, when its rows are there, to the end of the last."""
+
+    def __init__(self) -> None:
+        self.begun: float | None = None
+        self.ended = 0.0
+
+    def begin(self) -> None:
+        """Before each update; the first one counts."""
+        if self.begun is None:
+            self.begun = time.perf_counter()
+
+    def end(self) -> None:
+        """After each update; the last one counts."""
+        self.ended = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        assert self.begun is not None, "no update was made"
+        return self.ended - self.begun
+
+
+def write(out: Path, *, rows: int, seconds: float, updates: int, loss: float, **more: Any) -> None:
+    """`rows`: of all processes; `loss`: see `last_quarter`."""
+    document = {"rows": rows, "seconds": seconds, "updates": updates, "loss": loss, **more}
+    out.write_text(json.dumps(document) + "\n", encoding="utf-8")

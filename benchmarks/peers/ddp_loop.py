@@ -1,0 +1,71 @@
+"""A plain DistributedDataParallel loop over the very batches that rtrain trains on, made before its clock starts:
+`torchrun --nproc-per-node 2 -m benchmarks.peers.ddp_loop --store STORE --model FOLDER --rows FILE --out FILE`.
+
+Padded, exchanged and stepped as PyTorch and Transformers do it. It waits for no input and knows no Ray: what a training
+loop costs at least that has these batches and these parts.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import common
+
+
+def batches(folder: Path, world: int, rank: int, seed: int) -> list[dict[str, Any]]:
+    """This process's batches of one epoch, as tensors: the same rows in the same order as those of rtrain's worker."""
+    import torch
+
+    from rtrain.data import ingest, order, store
+    from rtrain.tasks.batch import padded
+
+    opened = store.open_store(folder)
+    rows_per_update = common.ROWS_PER_PASS * world
+    epoch = order.Order(opened.manifest.digest, opened.rows("train"), rows_per_update, 1, seed)
+    share = ingest.Share(folder, epoch, world, rank, common.ROWS_PER_PASS)
+    found = []
+    for number in range(epoch.updates):
+        # Rows of a short text are at most ROWS_PER_PASS in an update, so there is one pass.
+        (tokens,) = ingest.plan_update(opened, share, number).passes
+        inputs = {name: torch.from_numpy(values) for name, values in padded(tokens, 0).items()}
+        found.append({**inputs, "labels": torch.from_numpy(tokens.targets).long()})
+    return found
+
+
+def main() -> None:
+    parser = common.parser("ddp_loop", __doc__)
+    parser.add_argument("--store", type=Path, required=True, help="token store of an rtrain run on these rows")
+    chosen = parser.parse_args()
+
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(chosen.seed)
+    prepared = batches(chosen.store, dist.get_world_size(), dist.get_rank(), chosen.seed)
+    texts, names = common.read(chosen.rows)
+    model = DistributedDataParallel(common.network(chosen.model, len(set(names)), chosen.attention))
+    optimizer, schedule = common.optimizer(model, len(prepared))
+    model.train()
+    watch, losses = common.Watch(), []
+    for batch in prepared:
+        watch.begin()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), common.CLIP_NORM)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        watch.end()
+    means = torch.stack(losses) / dist.get_world_size()
+    dist.all_reduce(means)
+    if dist.get_rank() == 0:
+        loss = common.last_quarter(means.tolist())
+        common.write(chosen.out, rows=len(texts), seconds=watch.seconds, updates=len(losses), loss=loss)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

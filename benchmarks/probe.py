@@ -1,0 +1,117 @@
+"""Parts of an update, alone: what rtrain's exchange adds to a pass, what gloo takes for the same bytes, and the best
+matrix product of a core. `torchrun --nproc-per-node 2 -m benchmarks.probe --model FOLDER --store STORE --out FILE`.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.peers import common
+
+if TYPE_CHECKING:
+    import torch
+
+REPEATS = 15
+SHAPES = ((2048, 2048, 2048), (1024, 384, 1536), (1024, 1536, 384), (4096, 1024, 1024))
+"""Of matrix products in bf16; the best one is the peak."""
+
+
+def median_seconds(work: Callable[[], Any], repeats: int = REPEATS) -> float:
+    """Of calls that all processes begin together, after one that is not counted."""
+    import torch.distributed as dist
+
+    found = []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[1:])
+
+
+def exchange_seconds(folder: Path, model_folder: Path) -> tuple[float, "torch.nn.Module"]:
+    """What an exchange adds to a pass: passes that exchange take turns with passes that do not, on the same rows."""
+    from rtrain.config import Distill
+    from rtrain.data import ingest, order, store
+    from rtrain.tasks import base
+    from rtrain.training import losses, model, step
+    from rtrain.training.exchange import Exchange
+
+    opened, task = store.open_store(folder), base.get("classification")
+    exchange = Exchange(model.build(model_folder, task, opened.manifest.labels, 0))
+    loss = losses.for_run(task, Distill(), opened.manifest.head)
+    rows_per_update = common.ROWS_PER_PASS * exchange.world
+    rows = order.Order(opened.manifest.digest, opened.rows("train"), rows_per_update, 1, 0)
+    share = ingest.Share(folder, rows, exchange.world, exchange.rank, None)
+    exchange.module.train()
+
+    def one(number: int, last: bool) -> float:
+        (tokens,) = ingest.plan_update(opened, share, number).passes
+        exchange.barrier()
+        start = time.perf_counter()
+        with exchange.during(last=last):
+            logits = step.forward(exchange.model, tokens, 0, "bf16", loss.wanted(tokens))
+            loss(logits, tokens).sum().backward()
+        return time.perf_counter() - start
+
+    one(0, last=True)
+    numbers = [number % max(1, rows.updates - 1) for number in range(REPEATS)]
+    added = [one(number, last=True) - one(number, last=False) for number in numbers]
+    return statistics.median(added), exchange.module
+
+
+def weights(network: Any) -> tuple[int, int]:
+    """Weights of linear layers that each token meets, and those that only a row's one vector does."""
+    import torch
+
+    linear = {name: part.weight.numel() for name, part in network.named_modules() if isinstance(part, torch.nn.Linear)}
+    by_token = sum(size for name, size in linear.items() if ".layer." in name)
+    return by_token, sum(linear.values()) - by_token
+
+
+def gemm_flops() -> float:
+    """Operations per second of one process's best product, while the others compute too."""
+    import torch
+
+    found = []
+    for rows, inner, columns in SHAPES:
+        left, right = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((rows, inner), (inner, columns)))
+        seconds = median_seconds(lambda left=left, right=right: left @ right)  # type: ignore[misc]
+        found.append(2 * rows * inner * columns / seconds)
+    return max(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.probe", description=__doc__)
+    for name in ("model", "store", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    chosen = parser.parse_args()
+
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    added, network = exchange_seconds(chosen.store, chosen.model)
+    gradients = torch.zeros(sum(part.numel() for part in network.parameters() if part.requires_grad))
+    gloo = median_seconds(lambda: dist.all_reduce(gradients))
+    per_token, per_row = weights(network)
+    document = {
+        "exchange_ms": 1e3 * added,
+        "exchange_ms_gloo": 1e3 * gloo,
+        "gradient_bytes": 4 * gradients.numel(),
+        "gemm_flops": gemm_flops(),
+        "weights_per_token": per_token,
+        "weights_per_row": per_row,
+        "processes": dist.get_world_size(),
+    }
+    if dist.get_rank() == 0:
+        chosen.out.write_text(json.dumps(document) + "\n", encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

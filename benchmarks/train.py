@@ -1,0 +1,207 @@
+"""rtrain's training side by side with others': `python -m benchmarks.train [--json] DATA`.
+
+The packaged MiniLM on rows of banking77 in bf16, 2 processes of 1 thread, 32 rows a pass. Rounds in which every side
+trains once, in processes of its own; a figure is the median, with its spread, of the rounds' ratios. Clocks run from
+the begin of a side's first update, when its rows are there, to the end of its last; starting, evaluating, checkpoints
+and exports are outside of them, everybody's. `k4` is four passes between two exchanges, 256 rows an update, on both
+sides.
+
+`--sweep` first finds each peer's fastest threads, allocator and loader processes, and keeps them beside the results for
+later calls. `--only time_to_090_vs_hf_grouped` takes an hour, and no default call includes it.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import budgets, figures, ours, rows, sides, time_to
+from benchmarks.budgets import Budget
+from benchmarks.figures import Figure, Round
+from benchmarks.peers import common
+from benchmarks.sides import Work
+
+ROWS = 1536
+"""A multiple of the 256 rows of an update at k = 4."""
+SWEEP_ROWS = 768
+ALIAS = {"time_to_090": figures.TIME_TO}
+PACKAGES = ("torch", "transformers", "accelerate", "ray", "datasets", "tokenizers", "numpy")
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__, formatter_class=form)
+    parser.add_argument("data", nargs="?", help="folder that holds `banking77`")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout; the tables go to stderr")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=ROWS, help="training rows of each side in each round")
+    parser.add_argument("--minutes", type=float, default=40, help="begin no round that would end after them")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/train.json"), help="file of the results")
+    keys = [*(figure.key for figure in figures.figures(ours.TECHNIQUES)), figures.TIME_TO, *ALIAS]
+    parser.add_argument("--only", nargs="+", metavar="KEY", help=f"of {', '.join(keys)}")
+    parser.add_argument("--sweep", action="store_true", help="find the peers' fastest settings first")
+    chosen = parser.parse_args(arguments)
+    if chosen.data is None and chosen.only and chosen.only[-1] not in keys:
+        chosen.data = chosen.only.pop()  # the folder that was written after the keys
+    if chosen.data is None:
+        parser.error("name the folder that holds `banking77`")
+    chosen.data = Path(chosen.data).absolute()
+    if unknown := [key for key in chosen.only or () if key not in keys]:
+        parser.error(f"--only: no such key: {', '.join(unknown)}; there are {', '.join(keys)}")
+    if chosen.rows < 2 * common.ROWS_PER_PASS * common.PROCESSES or chosen.rows % common.PROCESSES:
+        parser.error(
+            f"--rows {chosen.rows}: write an even number of {2 * common.ROWS_PER_PASS * common.PROCESSES} or more"
+        )
+    if chosen.rounds < 1:
+        parser.error(f"--rounds {chosen.rounds}: write 1 or more")
+    return chosen
+
+
+def wanted(only: Sequence[str] | None) -> tuple[list[Figure], bool]:
+    """Figures of the rounds, and whether the time to an accuracy is measured."""
+    keys = None if only is None else {ALIAS.get(key, key) for key in only}
+    known = figures.figures(ours.TECHNIQUES)
+    return [one for one in known if keys is None or one.key in keys], keys is not None and figures.TIME_TO in keys
+
+
+def prepare(data: Path, folder: Path, count: int) -> Work:
+    """Write the rows. On a machine with more cores, all that is measured stays on as many as there are processes."""
+    cores = sorted(os.sched_getaffinity(0))[: common.PROCESSES]
+    if len(cores) < common.PROCESSES:
+        raise SystemExit(f"{common.PROCESSES} processor cores are needed, one for each training process; here is one")
+    os.sched_setaffinity(0, cores)
+    from rtrain.training import model
+
+    folder.mkdir(parents=True, exist_ok=True)
+    source = model.resolve(model.PACKAGED)
+    files = rows.sample(data / "banking77" / "train.csv", folder, count)
+    return Work(folder, source, files, rows.equal(rows.whole_words(source), folder, count), tuple(cores))
+
+
+def sweep(names: Sequence[str], work: Work, path: Path) -> None:
+    """Measure the settings of each of the peers, and keep the best."""
+    for name in names:
+        say(f"sweep of {name}")
+
+        def measure(budget: Budget, name: str = name) -> float:
+            speed = figures.rate(sides.run(name, work, 0, budget))
+            say(f"  {speed:7.1f} rows/s: {budgets.label(budget)}")
+            return speed
+
+        budgets.save(path, {name: budgets.sweep(budgets.axes(name), measure)}, about())
+
+
+def measure(
+    names: Sequence[str], work: Work, chosen: Mapping[str, Budget], limit: argparse.Namespace, begun: float
+) -> list[Round]:
+    """Rounds, until there are enough or the next would end too late after `begun` (of time.monotonic)."""
+    found: list[Round] = []
+    longest = 0.0
+    for number in range(limit.rounds):
+        start = time.monotonic()
+        if found and start + longest - begun > 60 * limit.minutes:
+            say(f"after {number} rounds: another would end after {limit.minutes:g} minutes (--minutes)")
+            break
+        one = {}
+        for name in figures.turn(names, number):
+            one[name] = sides.run(name, work, number, chosen.get(name, Budget()))
+            say(
+                f"round {number}: {name} "
+                + (f"{figures.rate(one[name]):.1f} rows/s" if "rows" in one[name] else "done")
+            )
+        found.append(one)
+        longest = max(longest, time.monotonic() - start)
+    return found
+
+
+def budgets_of(names: Sequence[str], swept: Mapping[str, Budget]) -> dict[str, Budget]:
+    """Of each peer: what its sweep chose. Without a sweep, the allocator that rtrain gives itself."""
+    peers = [name for name in names if name in sides.PEERS]
+    return {name: swept.get(sides.SAME_BUDGET.get(name, name), Budget(allocator="kept")) for name in peers}
+
+
+def about() -> dict[str, Any]:
+    """Where and with what this was measured."""
+    found = {name: importlib.metadata.version(name) for name in PACKAGES}
+    processor = next(
+        (line.partition(":")[2].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")), ""
+    )
+    return {
+        "measured": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "python": platform.python_version(),
+        "versions": found,
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0)),
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+
+
+def document(
+    found: Mapping[str, Mapping[str, Any]],
+    rounds: Sequence[Round],
+    chosen: Mapping[str, Budget],
+    work: Work,
+    facts: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The result: every figure by its key, then what it was made from."""
+    names = list(rounds[0]) if rounds else []
+    shown = {}
+    for name in names:
+        of_rounds = [one[name] for one in rounds]
+        budget = chosen.get(name, Budget())
+        programs = [shlex.join(command) for command in sides.commands(name, work, 0, budget)]
+        given = dataclasses.asdict(budget) if name in chosen else {"threads": 1}
+        speed = figures.summary([figures.rate(one) for one in of_rounds]) if "rows" in of_rounds[0] else None
+        shown[name] = {"budget": given, "rows_per_second": speed, "rounds": of_rounds, "programs": programs}
+    return {**found, "about": dict(facts), "sides": shown}
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    chosen = parse()
+    out = chosen.out.absolute()
+    folder, swept = out.parent / f"{out.stem}-work", out.parent / f"{out.stem}-sweep.json"
+    facts = {**about(), "processes": common.PROCESSES, "rows": chosen.rows, "rows_per_pass": common.ROWS_PER_PASS}
+    wants, timed = wanted(chosen.only)
+    names = figures.sides(wants)
+    needed = [*names, *(["hf_grouped"] if timed else [])]
+    work = prepare(chosen.data, folder, chosen.rows)
+    if chosen.sweep:
+        peers = [name for name in dict.fromkeys(needed) if name in sides.PEERS and name not in sides.SAME_BUDGET]
+        few = prepare(chosen.data, folder / "sweep", min(chosen.rows, SWEEP_ROWS))
+        sweep(peers, sides.make_store(few) if "ddp" in peers else few, swept)
+    best = budgets_of(needed, budgets.load(swept))
+    facts["budgets"] = f"of the sweep in {swept.name}" if swept.is_file() else "not swept"
+    rounds: list[Round] = []
+    if names:
+        begun = time.monotonic()
+        work = sides.make_store(work)
+        rounds = measure(names, work, best, chosen, begun)
+    found = figures.evaluate(wants, rounds)
+    if timed:
+        found[figures.TIME_TO] = time_to.measure(chosen.data / "banking77", work, best["hf_grouped"])
+    result = document(found, rounds, best, work, facts)
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    told = figures.table(found) + "\n\n" + figures.side_table({name: [one[name] for one in rounds] for name in names})
+    print(told, file=sys.stderr if chosen.json else sys.stdout)
+    if chosen.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
