@@ -9,7 +9,10 @@ import numpy as np
 
 from benchmarks.peers import common
 
-TECHNIQUES: dict[str, dict[str, Any]] = {"packing": {"train.packed": False}}
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "packing": {"train.packed": False},
+    "touched_rows": {"train.touched_rows": False},
+}
 """Settings that switch each technique off alone."""
 PLAIN: dict[str, Any] = {name: value for settings in TECHNIQUES.values() for name, value in settings.items()}
 """All of them off: rtrain's harness round what PyTorch and Transformers do."""

@@ -51,6 +51,7 @@ def exchange_seconds(folder: Path, model_folder: Path) -> tuple[float, "torch.nn
 
     def one(number: int, last: bool) -> float:
         (tokens,) = ingest.plan_update(opened, share, number).passes
+        exchange.begin()
         exchange.barrier()
         start = time.perf_counter()
         with exchange.during(last=last):
