@@ -17,7 +17,7 @@ from rtrain.data.ingest import Share, Update, plan_update
 from rtrain.data.order import Order, chain, rows_digest
 from rtrain.data.store import Store
 from rtrain.tasks import base
-from rtrain.training import loop, losses, model, optim, step
+from rtrain.training import evaluate, loop, losses, model, optim, step
 from rtrain.training.exchange import Exchange
 from rtrain.training.replica import Replica
 from tests.conftest import labelled_rows, write_rows
@@ -370,3 +370,24 @@ def test_rows_are_trained_once_an_epoch_by_the_ledger_of_the_store(ground: Path)
         ]
         ids = np.concatenate([tokens.row_ids for passes in rows for tokens in passes])
         assert np.array_equal(np.sort(ids), np.sort(store.column("train", "row_id")))
+
+
+@pytest.mark.parametrize("kill", [None, 5])
+def test_outcomes_are_those_of_the_best_weights(kill: int | None, ground: Path, tmp_path: Path) -> None:
+    """Validation rows too, unless the best weights are an earlier start's."""
+    # At this rate the last weights are not the best ones.
+    rates: dict[str, Any] = {"evaluate_every": 1, "save_every": 1, "rules": {"lr": 0.2}}
+    if kill is not None:
+        start(ground, tmp_path, kill=kill, **rates)
+    ran = start(ground, tmp_path, **rates)
+    assert ran.outcome is not None
+    scores = {event["update"]: event["scores"]["accuracy"] for event in ran.recorder.of("evaluated")[:-1]}
+    best = ran.outcome.best_update
+    assert best < UPDATES
+    assert (best in scores) == (kill is None)
+    known = {"valid", "test"} if kill is None else {"test"}
+    assert set(ran.outcome.outcomes) == known
+    store = Store(next((ground / ".tokens").iterdir()))
+    for split in known:
+        again = evaluate.gathered(Exchange(ran.network), TASK, store, split, pad_id=0, precision="fp32")
+        assert np.array_equal(ran.outcome.outcomes[split].values, again.values)

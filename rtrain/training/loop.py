@@ -115,7 +115,7 @@ class Outcome:
     scores: dict[str, dict[str, float]]
     """Of the best checkpoint: `valid` (its headline score) where it validates, `test` where the run is finished."""
     outcomes: dict[str, Ragged] = field(default_factory=dict, compare=False)
-    """Of the test rows, where the run is finished."""
+    """Of a finished run's best weights: for the test rows, and for the validation rows if they are of this start."""
 
 
 @dataclass
@@ -159,7 +159,7 @@ def _train(
     reporter.event("started", update=state.update, of=job.order.updates, **known)
     exchange.module.train()
     settle(job, exchange)
-    totals = _Totals()
+    totals, best = _Totals(), dict[str, Ragged]()
     stream = updates(state.update, job.until)
     while state.update < job.until:
         update = _next(stream, clock)
@@ -173,12 +173,12 @@ def _train(
             reporter.event("progress", update=finished, of=job.order.updates, loss=loss, ledger=state.ledger, **seen)
         due = cadence.due(finished) | ({"save"} if done.notice else set())
         if "evaluate" in due and job.validates:
-            state = _evaluate(job, exchange, state, reporter, clock)
+            state = _evaluate(job, exchange, state, reporter, clock, best)
         if "save" in due:
             _save(saver, exchange, optimizer, state, clock)
         if done.notice:
             break
-    return _end(job, exchange, saver, state, totals, reporter, clock)
+    return _end(job, exchange, saver, state, totals, reporter, clock, best)
 
 
 def settle(job: Job, exchange: Exchange) -> None:
@@ -311,16 +311,23 @@ def _add(totals: _Totals, done: step.Done) -> None:
     totals.updates += 1
 
 
-def _evaluate(
-    job: Job, exchange: Exchange, state: checkpoint.State, reporter: Reporter, clock: Clock
-) -> checkpoint.State:
+def _scores(job: Job, exchange: Exchange, split: str, clock: Clock, keep: dict[str, Ragged]) -> dict[str, float]:
     with clock.section("evaluate"):
-        scores = evaluate(exchange, job.task, job.store, "valid", pad_id=job.pad_id, precision=job.precision)
+        return evaluate(exchange, job.task, job.store, split, pad_id=job.pad_id, precision=job.precision, keep=keep)
+
+
+def _evaluate(
+    job: Job, exchange: Exchange, state: checkpoint.State, reporter: Reporter, clock: Clock, best: dict[str, Ragged]
+) -> checkpoint.State:
+    """The state with the best score so far; the outcomes that have it are in `best`."""
+    kept: dict[str, Ragged] = {}
+    scores = _scores(job, exchange, "valid", clock, kept)
     headline = metric_for(job.task.output).headline
     score = scores[headline]
     reporter.event("evaluated", split="valid", update=state.update, scores=scores)
     if state.best_score is None or score > state.best_score:
         state = replace(state, best_update=state.update, best_score=score)
+        best |= kept
     reporter.score({"update": state.update, "percent": 100 * state.update / job.order.updates, "score": score})
     return state
 
@@ -352,6 +359,7 @@ def _end(
     totals: _Totals,
     reporter: Reporter,
     clock: Clock,
+    outcomes: dict[str, Ragged],
 ) -> Outcome:
     """Restore the best weights, score them on the test rows (a finished run only), and report the run's sums."""
     finished, headline = state.update == job.order.updates, metric_for(job.task.output).headline
@@ -369,16 +377,12 @@ def _end(
     if finished and best == NONE:
         best = state.update
     if finished and score is None and job.validates:  # the best weights are lost: the last ones have their own score
-        with clock.section("evaluate"):
-            found = evaluate(exchange, job.task, job.store, "valid", pad_id=job.pad_id, precision=job.precision)
+        found = _scores(job, exchange, "valid", clock, outcomes)
         reporter.event("evaluated", split="valid", update=best, scores=found)
         score = found[headline]
-    scores, kept = {"valid": {headline: score or 0.0}} if job.validates else {}, dict[str, Ragged]()
+    scores = {"valid": {headline: score or 0.0}} if job.validates else {}
     if finished:
-        with clock.section("evaluate"):
-            scores["test"] = evaluate(
-                exchange, job.task, job.store, "test", pad_id=job.pad_id, precision=job.precision, keep=kept
-            )
+        scores["test"] = _scores(job, exchange, "test", clock, outcomes)
         reporter.event("evaluated", split="test", update=best, scores=scores["test"])
     rows, real, padded, passes = _sums(exchange, totals)
     reporter.event(
@@ -393,4 +397,4 @@ def _end(
         seconds={name: round(value, 3) for name, value in clock.seconds.items()},
         finished=finished,
     )
-    return Outcome(finished, best, state.ledger, scores, kept)
+    return Outcome(finished, best, state.ledger, scores, outcomes)

@@ -119,7 +119,7 @@ def run(settings: dict[str, Any]) -> None:
     outcome = loop.train(job, exchange, lambda start, stop: ingest.stream(share, start, stop), reporter, clock)
     if outcome.finished:
         answers = dict(outcome.outcomes)
-        if job.validates:  # by the best weights, which the test rows were answered by
+        if job.validates and "valid" not in answers:  # the best weights are an earlier start's
             answers["valid"] = evaluate.gathered(
                 exchange, task, store, "valid", pad_id=job.pad_id, precision=job.precision
             )
