@@ -65,7 +65,8 @@ class Train(Section):
     that ran out of memory. BERT and its kin are trained without padding: a worker's rows between two exchanges are
     regrouped into as few passes as this allows, and micro_batch sets rows_per_update alone."""
     gradient_checkpointing: bool = False
-    """Keep each layer's input alone, and compute the layer again in the backward pass: less memory, a third slower."""
+    """Keep each layer's input alone, and compute the layer again in the backward pass. Of MiniLM and 16 texts of 512
+    tokens a pass took 1.1 GB in place of 2.6, and 1.0 to 1.25 times as long."""
     packed: bool = True
     """Train BERT and its kin without padding; false pads each pass, as Transformers does, to compare the two."""
     touched_rows: bool = True

@@ -1,6 +1,7 @@
 """What a run does about faults: when it starts again, with how many workers, and that it ends as if undisturbed."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,12 +65,14 @@ def test_a_start_that_ran_out_of_memory_is_followed_by_one_with_smaller_passes(
 ) -> None:
     assert out_of_memory(["", f"Traceback ...\n{error}"]) == found
     failure = RuntimeError("training failed")
-    failure.worker_failures = {0: RuntimeError(error)}  # type: ignore[attr-defined]
+    cause = MemoryError() if error == "MemoryError" else RuntimeError(error)  # Python's own says nothing more
+    failure.worker_failures = {0: cause}  # type: ignore[attr-defined]
+    failure.args = (f"a worker failed: {error}",)
     driver._recover(tmp_path, failure, Recovery(max_crashes=1))
     [crashed] = events.read(tmp_path)
     assert (crashed["cause"], crashed["error"]) == ("memory" if found else "crash", error)
     assert halvings(events.read(tmp_path)) == found
-    with pytest.raises(UserError, match="training failed"):
+    with pytest.raises(UserError, match=f"training failed: {re.escape(error)}"):
         driver._recover(tmp_path, failure, Recovery(max_crashes=0))
 
 

@@ -389,7 +389,7 @@ def _first_line(causes: list[Exception]) -> str:
     """The last line of a traceback says what happened; where a process died, the first sentence does."""
     lines = [line for line in str(causes[-1]).splitlines() if line.strip()]
     died = next((line for line in lines if line.startswith("Worker exit type")), None)
-    text = died or (lines[-1] if lines else type(causes[0]).__name__)
+    text = died or (lines[-1] if lines else type(getattr(causes[-1], "_base_exc", causes[-1])).__name__)
     return text if len(text) <= 200 else text[:200] + " ..."
 
 

