@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from benchmarks import sets
 from benchmarks.tasks import Figures, headline, train
 
-BLOCKS = {"data.max_tokens": 256, "data.max_row_bytes": 2_000_000}
+BLOCKS = {"data.max_tokens": 256, "data.max_row_bytes": 2_000_000, "model.attention_dropout": 0}
 
 
 class Domain(NamedTuple):
@@ -32,23 +32,28 @@ DOMAINS = {
         sets.notes,
         "intent",
         sets.specialties,
-        {"data.max_tokens": 128, "train.epochs": 4, "model.attention_dropout": 0},
+        {"data.max_tokens": 128, "train.epochs": 4, "model.attention_dropout": 0, "model.pooling": "mean"},
     ),
     "contracts": Domain(
-        "cuad", sets.contracts, "contract-clauses", sets.clauses, {"train.epochs": 4, "model.attention_dropout": 0}
+        "cuad",
+        sets.contracts,
+        "contract-clauses",
+        sets.clauses,
+        {"train.epochs": 3, "optim.lr": 3e-4, "model.attention_dropout": 0, "model.pooling": "mean"},
     ),
 }
 
 
-def measure(name: str, data: Path, out: Path, epochs: int, assignments: list[str]) -> dict[str, Figures]:
-    """Figures of the four runs by their names."""
+def measure(
+    name: str, data: Path, out: Path, epochs: int, share: float, classify: bool, assignments: list[str]
+) -> dict[str, Figures]:
+    """Figures of the runs by their names: of two, or of four with the classifiers."""
     domain, folder = DOMAINS[name], out / f"adapt-{name}"
     work = folder / "data"
     work.mkdir(parents=True, exist_ok=True)
-    text, rows = domain.text(data / domain.folder, work), domain.rows(data / domain.folder, work)
+    text = domain.text(data / domain.folder, work, share)
     chosen = [part for one in assignments for part in ("--set", one)]
     blocks = [part for key, value in {**BLOCKS, "train.epochs": epochs}.items() for part in ("--set", f"{key}={value}")]
-    classify = [part for key, value in domain.settings.items() for part in ("--set", f"{key}={value}")]
     found: dict[str, Figures] = {}
 
     def add(run: str, arguments: list[str]) -> Path:
@@ -58,8 +63,11 @@ def measure(name: str, data: Path, out: Path, epochs: int, assignments: list[str
 
     add("control", ["domain-adapt-head", *text, *blocks])
     adapted = add("adapted", ["domain-adapt", *text, *blocks])
-    add("classifier", [domain.recipe, *rows, *classify])
-    add("classifier-adapted", [domain.recipe, *rows, *classify, "--model", str(adapted / "artifact")])
+    if classify:
+        settings = [part for key, value in domain.settings.items() for part in ("--set", f"{key}={value}")]
+        rows = [*domain.rows(data / domain.folder, work), *settings]
+        add("classifier", [domain.recipe, *rows])
+        add("classifier-adapted", [domain.recipe, *rows, "--model", str(adapted / "artifact")])
     return found
 
 
@@ -69,10 +77,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/tasks"))
     parser.add_argument("--only", nargs="*", choices=sorted(DOMAINS), default=sorted(DOMAINS))
     parser.add_argument("--epochs", type=int, default=2, help="over the domain's text")
+    parser.add_argument("--share", type=float, default=1.0, help="of the documents that are trained on")
+    parser.add_argument("--no-classifier", action="store_true", help="perplexities alone")
     parser.add_argument("--set", action="append", default=[], dest="assignments", help="for all runs")
     chosen = parser.parse_args()
     for name in chosen.only:
-        found = measure(name, chosen.data.absolute(), chosen.out.absolute(), chosen.epochs, chosen.assignments)
+        found = measure(
+            name,
+            chosen.data.absolute(),
+            chosen.out.absolute(),
+            chosen.epochs,
+            chosen.share,
+            not chosen.no_classifier,
+            chosen.assignments,
+        )
         (chosen.out / f"adapt-{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         print(f"\n| {name} | " + " | ".join(found) + " |\n|---|" + "---|" * len(found))
         for figure in sorted({figure for one in found.values() for figure in one}):
