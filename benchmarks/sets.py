@@ -160,7 +160,7 @@ def spans(source: Path, work: Path) -> Arguments:
     of_contract: dict[str, list[Row]] = {}
     for row in clauses:
         of_contract.setdefault(row["contract"], []).append(row)
-    for split, most in (("train", 4000), ("test", 1000)):
+    for split, most in (("train", 2000), ("test", 500)):
         drawn = sorted((row for row in clauses if row["split"] == split), key=lambda row: number(repr(row)))[:most]
         data = [_question(row, texts[row["contract"]], of_contract[row["contract"]], asked) for row in drawn]
         (work / f"{split}.json").write_text(json.dumps({"version": "v2.0", "data": data}), encoding="utf-8")

@@ -133,6 +133,18 @@ def test_a_floor_is_of_each_language_s_own_rows() -> None:
     assert found["b"][0] < 1.0
 
 
+def test_the_floor_of_essays_never_saw_their_equals() -> None:
+    """Each essay is there twice, and its score has nothing to do with its words: only a copy could tell it."""
+    scores = [str(3 + number * 7 % 5) for number in range(40)]
+    rows = [
+        {"Question": "why", "Essay": f"essay word{number} term{number}", "Overall": score}
+        for number, score in enumerate(scores)
+    ] * 2
+    found = floors.essays([*rows, {"Question": "why", "Essay": "no score", "Overall": " "}])
+    assert found["rmse"] >= found["mae"] > 0.5
+    assert found["r2"] < 0.1
+
+
 def test_few_rows_of_each_intent_are_the_same_in_any_order(tmp_path: Path) -> None:
     rows = [(f"text {number} of {name}", name) for name in ("a", "b") for number in range(30)]
     found = []
