@@ -3,10 +3,12 @@
 #   PYTHON       the Python that .venv is made from; the default is the first that will do (`make clean` before you change it)
 #   TORCH_INDEX  where to take torch from. The default wheel for Linux brings gigabytes of CUDA; without a GPU write
 #                make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#   JOBS         how many tests run at once; those that start Ray or the endpoint run one after another
 #   ARGS         more arguments for the command, for example make test ARGS="tests/test_order.py -x"
 
 PYTHON      ?=
 TORCH_INDEX ?=
+JOBS        ?= 2
 ARGS        ?=
 NEED_GB     ?= $(if $(findstring cpu,$(TORCH_INDEX))$(filter Darwin,$(shell uname -s)),4,10)
 RUN         := .venv/bin/python -m
@@ -25,7 +27,7 @@ demo: install  ## run the main job, from data to answers over HTTP
 	$(RUN) rtrain demo $(ARGS)
 
 test: install  ## run every test but the slow ones; a test that is skipped has failed
-	$(RUN) pytest -m "not slow" $(ARGS)
+	$(RUN) pytest -m "not slow" -n $(JOBS) --dist loadgroup $(ARGS)
 
 test-slow: install  ## run the slow tests
 	$(RUN) pytest -m slow $(ARGS)

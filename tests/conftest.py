@@ -14,6 +14,15 @@ env.prepare()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `--dist loadgroup`: tests of one file share its fixtures in one process, and all that start Ray or the
+    endpoint share one, in which they stand in nobody's way."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        alone = "ray_session" in fixtures or item.get_closest_marker("ray") or item.get_closest_marker("serve")
+        item.add_marker(pytest.mark.xdist_group("ray" if alone else item.path.name))
+
+
 @pytest.fixture(scope="session")
 def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One private Ray of 4 logical CPUs for the whole session: two workers and the data tasks of one training."""

@@ -50,7 +50,7 @@ def test_a_killed_driver_resumes_and_ends_its_run(tmp_path: Path) -> None:
     """A real driver with a Ray of its own, killed in the middle of its training."""
     data, model = write_rows(tmp_path / "rows.csv", labelled_rows(403)), make_encoder(tmp_path / "encoder")
     run = tmp_path / "run"
-    settings = ["train.precision=fp32", "train.epochs=60", "train.save_every=50", "train.log_every=1"]
+    settings = ["train.precision=fp32", "train.epochs=20", "train.save_every=20", "train.log_every=1"]
     command = ["train", "intent", "--data", str(data), "--model", str(model), "--workers", "1", "--json"]
     command += ["--out", str(run), *(part for setting in settings for part in ("--set", setting))]
     script = (
