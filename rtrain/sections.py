@@ -75,8 +75,10 @@ class Train(Section):
     """Passes of micro_batch rows of a worker between two gradient exchanges; sets rows_per_update. Default 4."""
     rows_per_update: Positive | None = None
     """Rows of one optimizer step. Default: workers x micro_batch x aggregation_frequency."""
-    precision: Literal["fp32", "bf16", "auto"] = "fp32"
-    """`auto` takes bf16 where the processor computes it natively; it is decided once and kept in the run."""
+    precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
+    """Of passes; weights and moments are fp32. `auto` takes bf16 where the device computes it natively, else fp16 on a
+    GPU and fp32 on a CPU; it is decided once and kept in the run. fp16 scales the loss (Micikevicius et al. 2018): an
+    update whose gradient is infinite is done again with half the scale."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of each label's weight that is spread evenly over all labels: for classes, heads and tags."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

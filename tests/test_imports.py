@@ -102,7 +102,11 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.training.optim": frozenset({"rtrain.config", "rtrain.training.layerwise", "rtrain.training.radam"}),
     "rtrain.training.radam": frozenset(),
     "rtrain.training.layerwise": frozenset(),
-    "rtrain.training.precision": frozenset(),
+    "rtrain.training.precision": frozenset({"rtrain.training.decisions"}),
+    "rtrain.training.decisions": frozenset(),
+    "rtrain.training.scaling": frozenset(),
+    "rtrain.training.cadence": frozenset(),
+    "rtrain.training.totals": frozenset({"rtrain.training.exchange", "rtrain.training.step"}),
     "rtrain.training.exchange": frozenset({"rtrain.training.rows"}),
     "rtrain.training.rows": frozenset({"rtrain.training.exchange"}),
     "rtrain.training.step": frozenset(
@@ -112,7 +116,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.training.evaluate": frozenset(
         {"rtrain.data.store", "rtrain.tasks."} | {f"rtrain.training.{name}" for name in ("exchange", "model", "step")}
     ),
-    "rtrain.training.checkpoint": frozenset({"rtrain.manifest"}),
+    "rtrain.training.checkpoint": frozenset({"rtrain.manifest", "rtrain.training.scaling"}),
     "rtrain.training.replica": frozenset({"rtrain.config", "rtrain.manifest"}),
     "rtrain.training.saver": frozenset({"rtrain.training.checkpoint", "rtrain.training.replica"}),
     "rtrain.training.loop": frozenset(
@@ -122,13 +126,16 @@ ALLOWED: dict[str, frozenset[str]] = {
             "rtrain.data.order",
             "rtrain.data.store",
             "rtrain.tasks.",
+            "rtrain.training.cadence",
             "rtrain.training.checkpoint",
             "rtrain.training.evaluate",
             "rtrain.training.exchange",
             "rtrain.training.optim",
             "rtrain.training.replica",
             "rtrain.training.saver",
+            "rtrain.training.scaling",
             "rtrain.training.step",
+            "rtrain.training.totals",
         }
     ),
     "rtrain.training.predictions": frozenset({"rtrain.data.store", "rtrain.scores", "rtrain.tasks."}),

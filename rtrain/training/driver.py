@@ -65,7 +65,7 @@ def check(config: Config) -> tuple[records.Source, Path]:
         problems += error.problems
     problems += trackers.missing(config)
     if config.deploy.cluster.address is None:
-        problems += precision.problems(config.recipe.train.precision, precision.has_native_bf16())
+        problems += precision.refused_here(config.recipe.train.precision)
     if problems or source is None or folder is None:
         raise ConfigError(problems)
     return source, folder

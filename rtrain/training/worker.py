@@ -146,8 +146,8 @@ def _stall_file(path: Path) -> TextIO:
 
 
 def _precision(exchange: Exchange, run: Path, wanted: str) -> str:
-    """Rank 0's machine decides, once; a bf16 that some other machine lacks is refused there by name."""
-    native = precision.has_native_bf16()
+    """Rank 0's device decides, once; a format that some other device lacks is refused there by name."""
+    native = precision.of(next(exchange.module.parameters()).device)
     if exchange.rank == 0:
         precision.decide(run, wanted, native)
     exchange.barrier()
