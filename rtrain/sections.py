@@ -61,9 +61,10 @@ class Train(Section):
     micro_batch: Positive = 8
     """Most rows of one forward and backward pass of a worker."""
     tokens_per_pass: Positive | None = None
-    """Most tokens of a pass; a longer row is alone. Default 2,048 on a CPU and 16,384 on a GPU; halved after a start
-    that ran out of memory. BERT and its kin are trained without padding: a worker's rows between two exchanges are
-    regrouped into as few passes as this allows, and micro_batch sets rows_per_update alone."""
+    """Most tokens of a pass; a longer row is alone. Default 2,048 on a CPU; on a GPU what its memory holds, up to
+    65,536, measured before the first update and kept in the run. Halved after a start that ran out of memory. BERT and
+    its kin are trained without padding: a worker's rows between two exchanges are regrouped into as few passes as this
+    allows, and micro_batch sets rows_per_update alone."""
     gradient_checkpointing: bool = False
     """Keep each layer's input alone, and compute the layer again in the backward pass. Of MiniLM and 16 texts of 512
     tokens a pass took 1.1 GB in place of 2.6, and 1.0 to 1.25 times as long."""

@@ -62,7 +62,7 @@ def _in_world(rank: int, world: int, folder: Path) -> None:
     if world > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group(
-            "gloo",
+            "cpu:gloo" if world == 2 else "gloo",  # by kind of device, as beside GPUs
             init_method=f"file://{folder}/rendezvous-{world}",
             rank=rank,
             world_size=world,

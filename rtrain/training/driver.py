@@ -16,7 +16,7 @@ from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.plan import preflight
 from rtrain.report import attributions, events, html, summary, trackers, versions
-from rtrain.training import checkpoint, losses, model, notice, placement, precision, replica, runs, worker
+from rtrain.training import checkpoint, device, losses, model, notice, placement, precision, replica, runs, worker
 from rtrain.training.recovery import Kind, Recovery, halvings, out_of_memory
 
 if TYPE_CHECKING:
@@ -350,9 +350,7 @@ def trainer(
     return Trainer(
         train_function,
         train_loop_config=settings,
-        torch_config=ray.train.torch.TorchConfig(
-            backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout_s=int(max(stall_s, JOIN_S))
-        ),
+        torch_config=ray.train.torch.TorchConfig(backend=device.backend(use_gpu), timeout_s=int(max(stall_s, JOIN_S))),
         scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu),
         # A new name per start: Ray would otherwise load its own snapshot of the last one, which rtrain does not use.
         run_config=ray.train.RunConfig(

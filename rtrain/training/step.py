@@ -11,6 +11,7 @@ from rtrain.errors import UserError
 from rtrain.inputs import LAYOUT, accepted
 from rtrain.tasks.batch import Ints, Tokens, padded, single
 from rtrain.training import packed
+from rtrain.training.device import moved
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -85,11 +86,11 @@ def forward(
         inputs, chosen = packed.inputs_of(network, tokens, device)
     else:
         arrays = padded(tokens, pad_id)
-        inputs = {name: torch.from_numpy(value).to(device) for name, value in arrays.items()}
+        inputs = {name: moved(value, device) for name, value in arrays.items()}
         chosen = np.flatnonzero(arrays["attention_mask"])
     takes = accepted(network) | {LAYOUT}
     inputs = {name: value for name, value in inputs.items() if name in takes}
-    places = torch.from_numpy(chosen if wanted is None else chosen[wanted]).to(device)
+    places = moved(chosen if wanted is None else chosen[wanted], device)
     half: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if precision in HALF:
         half = torch.autocast(device.type, dtype=getattr(torch, HALF[precision]))
