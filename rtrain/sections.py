@@ -61,9 +61,10 @@ class Train(Section):
     micro_batch: Positive = 8
     """Most rows of one forward and backward pass of a worker."""
     tokens_per_pass: Positive | None = None
-    """Most tokens of a pass; a longer row is alone. Default 2,048 on a CPU and 16,384 on a GPU; halved after a start
-    that ran out of memory. BERT and its kin are trained without padding: a worker's rows between two exchanges are
-    regrouped into as few passes as this allows, and micro_batch sets rows_per_update alone."""
+    """Most tokens of a pass; a longer row is alone. Default 2,048 on a CPU; on a GPU what its memory holds, up to
+    65,536, measured before the first update and kept in the run. Halved after a start that ran out of memory. BERT and
+    its kin are trained without padding: a worker's rows between two exchanges are regrouped into as few passes as this
+    allows, and micro_batch sets rows_per_update alone."""
     gradient_checkpointing: bool = False
     """Keep each layer's input alone, and compute the layer again in the backward pass. Of MiniLM and 16 texts of 512
     tokens a pass took 1.1 GB in place of 2.6, and 1.0 to 1.25 times as long."""
@@ -75,8 +76,10 @@ class Train(Section):
     """Passes of micro_batch rows of a worker between two gradient exchanges; sets rows_per_update. Default 4."""
     rows_per_update: Positive | None = None
     """Rows of one optimizer step. Default: workers x micro_batch x aggregation_frequency."""
-    precision: Literal["fp32", "bf16", "auto"] = "fp32"
-    """`auto` takes bf16 where the processor computes it natively; it is decided once and kept in the run."""
+    precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
+    """Of passes; weights and moments are fp32. `auto` takes bf16 where the device computes it natively, else fp16 on a
+    GPU and fp32 on a CPU; it is decided once and kept in the run. fp16 scales the loss (Micikevicius et al. 2018): an
+    update whose gradient is infinite is done again with half the scale."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of each label's weight that is spread evenly over all labels: for classes, heads and tags."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

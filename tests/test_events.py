@@ -157,6 +157,8 @@ def test_the_summary_of_a_run_of_two_starts(tmp_path: Path) -> None:
         "workers": 3,
         "precision": "fp32",
         "updates": 8,
+        "skipped": 0,
+        "loss_scale": None,
         "passes_per_update": 3.75,
         "rows_seen": 64 + 60,
         "real_tokens": 600 + 500,

@@ -95,24 +95,33 @@ ALLOWED: dict[str, frozenset[str]] = {
         {"rtrain.config", "rtrain.pooling", "rtrain.tasks.base", "rtrain.training.frozen", "rtrain.training.packed"}
     ),
     "rtrain.training.dropout": frozenset(),
-    "rtrain.training.attention": frozenset({"rtrain.tasks.batch", "rtrain.training.dropout"}),
+    "rtrain.training.device": frozenset(),
+    "rtrain.training.layout": frozenset({"rtrain.tasks.batch", "rtrain.training.device"}),
+    "rtrain.training.attention": frozenset(f"rtrain.training.{name}" for name in ("dropout", "layout", "precision")),
     "rtrain.training.packed": frozenset(
-        {"rtrain.inputs", "rtrain.tasks.batch", "rtrain.training.attention", "rtrain.training.dropout"}
+        {"rtrain.inputs", "rtrain.tasks.batch"}
+        | {f"rtrain.training.{name}" for name in ("attention", "device", "dropout", "layout")}
     ),
     "rtrain.training.optim": frozenset({"rtrain.config", "rtrain.training.layerwise", "rtrain.training.radam"}),
     "rtrain.training.radam": frozenset(),
     "rtrain.training.layerwise": frozenset(),
-    "rtrain.training.precision": frozenset(),
+    "rtrain.training.memory": frozenset({"rtrain.data.store", "rtrain.tasks.", "rtrain.training.step"}),
+    "rtrain.training.precision": frozenset({"rtrain.training.decisions"}),
+    "rtrain.training.decisions": frozenset(),
+    "rtrain.training.scaling": frozenset(),
+    "rtrain.training.cadence": frozenset(),
+    "rtrain.training.totals": frozenset({"rtrain.training.exchange", "rtrain.training.step"}),
     "rtrain.training.exchange": frozenset({"rtrain.training.rows"}),
     "rtrain.training.rows": frozenset({"rtrain.training.exchange"}),
     "rtrain.training.step": frozenset(
-        {"rtrain.tasks.batch", "rtrain.inputs"} | {f"rtrain.training.{name}" for name in ("exchange", "packed")}
+        {"rtrain.tasks.batch", "rtrain.inputs"}
+        | {f"rtrain.training.{name}" for name in ("device", "exchange", "packed")}
     ),
     "rtrain.training.losses": frozenset({"rtrain.config", "rtrain.tasks."}),
     "rtrain.training.evaluate": frozenset(
         {"rtrain.data.store", "rtrain.tasks."} | {f"rtrain.training.{name}" for name in ("exchange", "model", "step")}
     ),
-    "rtrain.training.checkpoint": frozenset({"rtrain.manifest"}),
+    "rtrain.training.checkpoint": frozenset({"rtrain.manifest", "rtrain.training.scaling"}),
     "rtrain.training.replica": frozenset({"rtrain.config", "rtrain.manifest"}),
     "rtrain.training.saver": frozenset({"rtrain.training.checkpoint", "rtrain.training.replica"}),
     "rtrain.training.loop": frozenset(
@@ -122,13 +131,16 @@ ALLOWED: dict[str, frozenset[str]] = {
             "rtrain.data.order",
             "rtrain.data.store",
             "rtrain.tasks.",
+            "rtrain.training.cadence",
             "rtrain.training.checkpoint",
             "rtrain.training.evaluate",
             "rtrain.training.exchange",
             "rtrain.training.optim",
             "rtrain.training.replica",
             "rtrain.training.saver",
+            "rtrain.training.scaling",
             "rtrain.training.step",
+            "rtrain.training.totals",
         }
     ),
     "rtrain.training.predictions": frozenset({"rtrain.data.store", "rtrain.scores", "rtrain.tasks."}),
@@ -160,7 +172,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             f"rtrain.training.{name}"
             for name in (
                 *("evaluate", "exchange", "loop", "losses", "model", "notice", "packed", "precision", "recovery"),
-                "replica",
+                *("decisions", "memory", "replica"),
             )
         }
         | {"rtrain.training.predictions", "rtrain.scores", "rtrain.env", "rtrain.pooling"}
@@ -178,6 +190,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             f"rtrain.training.{name}"
             for name in (
                 "checkpoint",
+                "device",
                 "losses",
                 "model",
                 "notice",

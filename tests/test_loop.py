@@ -17,7 +17,7 @@ from rtrain.data.ingest import Share, Update, plan_update
 from rtrain.data.order import Order, chain, rows_digest
 from rtrain.data.store import Store
 from rtrain.tasks import base
-from rtrain.training import evaluate, loop, losses, model, optim, step
+from rtrain.training import cadence, evaluate, loop, losses, model, optim, step
 from rtrain.training.exchange import Exchange
 from rtrain.training.replica import Replica
 from tests.conftest import labelled_rows, write_rows
@@ -93,6 +93,7 @@ def start(
     replica: Replica | None = None,
     freeze: Literal["none", "encoder"] = "none",
     rules: Mapping[str, Any] | None = None,
+    precision: str = "fp32",
     **train: Any,
 ) -> Ran:
     """One start of the run at `run`; `kill` ends it when update number `kill` is asked for."""
@@ -109,7 +110,7 @@ def start(
         loss=losses.for_run(TASK, Distill()),
         order=order,
         pad_id=0,
-        precision="fp32",
+        precision=precision,
         until=order.updates if until is None else until,
         evaluate_at=evaluate_at,
         replica=replica,
@@ -214,8 +215,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *accuracies: float) -> None:
 def test_when_to_evaluate_and_save(
     last: int, every: int, save_every: int | None, at: tuple[int, ...], evaluates: list[int], saves: list[int]
 ) -> None:
-    cadence = loop.Cadence(last, every, save_every, frozenset(at))
-    due = {done: cadence.due(done) for done in range(1, last + 1)}
+    chosen = cadence.Cadence(last, every, save_every, frozenset(at))
+    due = {done: chosen.due(done) for done in range(1, last + 1)}
     assert [done for done, found in due.items() if "evaluate" in found] == evaluates
     assert [done for done, found in due.items() if "save" in found] == saves
     assert frozenset().union(*due.values()) == {"evaluate", "save"}

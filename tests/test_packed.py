@@ -13,7 +13,7 @@ from rtrain.config import Model
 from rtrain.errors import ConfigError
 from rtrain.tasks import base
 from rtrain.tasks.batch import Tokens
-from rtrain.training import attention, dropout, model, packed, step
+from rtrain.training import attention, dropout, layout, model, packed, step
 from tests.tiny import make_encoder
 
 WORDS = 300
@@ -90,7 +90,7 @@ LENGTHS = [9, 2, 31, 31, 17, 5, 64, 3, 2, 12, 31, 1]
 def test_answers_and_gradients_are_those_with_padding(
     architecture: str, head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed, "GROUP_WASTE", 500)  # several groups in so small a pass
+    monkeypatch.setattr(layout, "GROUP_WASTE", {"cpu": 500})  # several groups in so small a pass
     plain, packs = pair(architecture, head)
     tokens = rows(LENGTHS)
     wanted = np.array([0, 3, 40, 41, 150]) if head == "ForMaskedLM" else None
@@ -123,29 +123,31 @@ def test_the_mean_is_that_with_padding(tmp_path: Path) -> None:
 @settings(deadline=None)
 def test_groups_are_neighbours_and_waste_little(lengths: list[int]) -> None:
     longest_first = np.array(sorted(lengths, reverse=True), dtype=np.int32)
-    groups = packed.groups_of(longest_first)
+    groups = layout.groups_of(longest_first, waste=900)
     assert [place for begin, end in groups for place in range(begin, end)] == list(range(len(lengths)))
     for begin, end in groups:
         squares = longest_first[begin:end].astype(int) ** 2
-        assert sum(squares[0] - squares) <= packed.GROUP_WASTE
+        assert sum(squares[0] - squares) <= 900
 
 
 def test_a_layout_finds_every_token_again() -> None:
     tokens = rows(LENGTHS)
-    layout = packed.layout_of(tokens, 3, torch.device("cpu"))
-    assert sorted(layout.order.tolist()) == list(range(sum(LENGTHS)))
-    for group in layout.groups:
+    found = layout.layout_of(tokens, 3, torch.device("cpu"))
+    assert sorted(found.order.tolist()) == list(range(sum(LENGTHS)))
+    assert np.diff(found.ends).tolist() == found.sizes.tolist() == sorted(LENGTHS, reverse=True)
+    assert (found.ends.dtype, int(found.ends[0]), found.longest) == (torch.int32, 0, max(LENGTHS))
+    for group in found.groups:
         vectors = torch.arange((group.stop - group.start) * 3)
         assert torch.equal(vectors[group.gather][group.scatter], vectors)
 
 
 def test_the_gradient_of_attention_with_dropout_is_the_one_of_its_answer() -> None:
-    layout = packed.layout_of(rows([5, 3, 3, 1]), 2, torch.device("cpu"))
+    chosen = layout.layout_of(rows([5, 3, 3, 1]), 2, torch.device("cpu"))
     module = torch.nn.Module()
 
     def answer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seed: int = 0) -> torch.Tensor:
         torch.manual_seed(seed)  # the same masks for every call
-        return attention.packed(module, query, key, value, None, dropout=0.3, layout=layout)[0]
+        return attention.packed(module, query, key, value, None, dropout=0.3, layout=chosen)[0]
 
     query, key, value = (torch.randn(1, 2, 12, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     assert torch.autograd.gradcheck(answer, (query, key, value))

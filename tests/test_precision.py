@@ -1,65 +1,117 @@
-"""Which number format a run computes in: by the processor's own word, decided once."""
+"""Which number format a run computes in: by the device's own word, decided once."""
 
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from rtrain.training import precision
+from rtrain.training import decisions, precision
+from rtrain.training.precision import Native
 
 INTEL = "processor\t: 0\nflags\t\t: fpu sse2 avx2 avx512f {}\nbugs\t\t: none\n\nprocessor\t: 1\nflags\t\t: fpu\n"
 ARM = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd {}\nCPU part\t: 0xd40\n"
 
 
+def processor(*formats: str) -> Native:
+    return Native("cpu", frozenset(formats))
+
+
 @pytest.mark.parametrize(
-    ("text", "native"),
+    ("text", "formats"),
     [
-        (INTEL.format("avx512_bf16"), True),
-        (INTEL.format("amx_bf16 amx_tile"), True),
-        (INTEL.format("avx512_vnni"), False),
-        (INTEL.format("noavx512_bf16"), False),  # a whole word, not a part of one
-        (ARM.format("bf16"), True),
-        (ARM.format("sve"), False),
-        ("", False),
-        ("model name\t: bf16 avx512_bf16\n", False),
+        (INTEL.format("avx512_bf16"), {"bf16"}),
+        (INTEL.format("amx_bf16 amx_tile"), {"bf16"}),
+        (INTEL.format("avx512_vnni"), set()),
+        (INTEL.format("noavx512_bf16"), set()),  # a whole word, not a part of one
+        (INTEL.format("avx512_fp16 amx_bf16"), {"bf16", "fp16"}),
+        (INTEL.format("amx_fp16"), {"fp16"}),
+        (ARM.format("bf16"), {"bf16"}),
+        (ARM.format("asimdhp bf16"), {"bf16", "fp16"}),
+        (ARM.format("sve"), set()),
+        ("", set()),
+        ("model name\t: bf16 avx512_bf16\n", set()),
     ],
 )
-def test_bf16_is_native_where_the_processor_says_so(tmp_path: Path, text: str, native: bool) -> None:
+def test_a_format_is_native_where_the_processor_says_so(tmp_path: Path, text: str, formats: set[str]) -> None:
     path = tmp_path / "cpuinfo"
     path.write_text(text)
-    assert precision.has_native_bf16(path) is native
+    assert precision.of_processor(path) == Native("cpu", frozenset(formats))
 
 
 def test_without_cpuinfo_nothing_is_native(tmp_path: Path) -> None:
-    assert precision.has_native_bf16(tmp_path / "none") is False
+    assert precision.of_processor(tmp_path / "none") == processor()
+
+
+@pytest.mark.parametrize(
+    ("capability", "formats"),
+    [((7, 0), {"fp16"}), ((7, 5), {"fp16"}), ((8, 0), {"fp16", "bf16"}), ((9, 0), {"fp16", "bf16"})],
+)
+def test_a_gpu_computes_what_its_generation_does(capability: tuple[int, int], formats: set[str]) -> None:
+    assert precision.of_gpu(capability) == Native("cuda", frozenset(formats))
+
+
+def test_a_worker_on_a_processor_asks_it() -> None:
+    assert precision.of(torch.device("cpu")) == precision.of_processor()
 
 
 @pytest.mark.parametrize(
     ("wanted", "native", "chosen"),
     [
-        ("auto", True, "bf16"),
-        ("auto", False, "fp32"),
-        ("fp32", True, "fp32"),
-        ("bf16", True, "bf16"),
-        ("bf16", False, "bf16"),
+        ("auto", processor("bf16"), "bf16"),
+        ("auto", processor(), "fp32"),
+        ("auto", processor("fp16"), "fp32"),
+        ("auto", precision.of_gpu((7, 5)), "fp16"),
+        ("auto", precision.of_gpu((8, 0)), "bf16"),
+        ("fp32", processor("bf16"), "fp32"),
+        ("bf16", processor("bf16"), "bf16"),
+        ("bf16", processor(), "bf16"),
+        ("fp16", precision.of_gpu((9, 0)), "fp16"),
     ],
 )
-def test_auto_is_resolved_by_the_processor(wanted: str, native: bool, chosen: str) -> None:
+def test_auto_is_resolved_by_the_device(wanted: str, native: Native, chosen: str) -> None:
     assert precision.resolve(wanted, native) == chosen
 
 
-def test_emulated_bf16_is_refused() -> None:
-    [problem] = precision.problems("bf16", native_bf16=False)
+@pytest.mark.parametrize("wanted", ["bf16", "fp16"])
+def test_formats_that_a_processor_emulates_are_refused(wanted: str) -> None:
+    [problem] = precision.problems(wanted, processor())
     assert str(problem) == (
-        "train.precision=bf16: this processor has no native bf16 (avx512_bf16 or amx_bf16); "
+        f"train.precision={wanted}: this processor has no native {wanted} (avx512_{wanted} or amx_{wanted}); "
         "write train.precision=fp32, or auto to choose by processor"
     )
-    assert precision.problems("bf16", native_bf16=True) == []
-    assert precision.problems("auto", native_bf16=False) == precision.problems("fp32", native_bf16=False) == []
+    assert precision.problems(wanted, processor(wanted)) == []
+    assert precision.problems("auto", processor()) == precision.problems("fp32", processor()) == []
+
+
+def test_bf16_is_refused_on_a_gpu_that_emulates_it() -> None:
+    [problem] = precision.problems("bf16", precision.of_gpu((7, 5)))
+    assert str(problem) == (
+        "train.precision=bf16: this GPU has no native bf16 (compute capability 8.0); "
+        "write train.precision=fp16, or auto to choose by GPU"
+    )
+    assert precision.problems("fp16", precision.of_gpu((7, 5))) == []
+    assert precision.problems("bf16", precision.of_gpu((8, 0))) == []
+
+
+def test_a_processor_is_not_asked_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "of_processor", processor)
+    for gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        assert len(precision.refused_here("fp16")) == (not gpu)
+        assert precision.refused_here("auto") == []
 
 
 def test_a_run_keeps_its_first_decision(tmp_path: Path) -> None:
-    assert precision.decide(tmp_path, "auto", native_bf16=True) == "bf16"
+    assert precision.decide(tmp_path, "auto", processor("bf16")) == "bf16"
     assert json.loads((tmp_path / "decisions.json").read_text()) == {"precision": "bf16"}
-    assert precision.decide(tmp_path, "auto", native_bf16=False) == "bf16"
-    assert precision.decide(tmp_path, "fp32", native_bf16=False) == "bf16"
+    assert precision.decide(tmp_path, "auto", processor()) == "bf16"
+    assert precision.decide(tmp_path, "fp32", processor()) == "bf16"
+
+
+def test_a_decision_leaves_the_others_alone(tmp_path: Path) -> None:
+    assert decisions.read(tmp_path) == {}
+    assert decisions.keep(tmp_path, "tokens_per_pass", 4096) == 4096
+    assert precision.decide(tmp_path, "auto", processor()) == "fp32"
+    assert decisions.keep(tmp_path, "tokens_per_pass", 1024) == 4096
+    assert decisions.read(tmp_path) == {"tokens_per_pass": 4096, "precision": "fp32"}

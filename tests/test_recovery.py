@@ -57,6 +57,7 @@ def test_preemptions_cost_nothing_and_errors_of_the_user_end_the_run() -> None:
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", True),
         ("RuntimeError: [enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory", True),
         ("Task was killed due to the node running low on memory.", True),
+        ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
         ("RuntimeError: mat1 and mat2 shapes cannot be multiplied", False),
     ],
 )

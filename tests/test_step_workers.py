@@ -7,6 +7,7 @@ import shutil
 import time
 from datetime import timedelta
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Literal
@@ -17,13 +18,16 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.multiprocessing.spawn import spawn
 
-from rtrain.config import Optim
+from rtrain.config import Distill, Optim
 from rtrain.data.order import deal
+from rtrain.tasks import base
 from rtrain.tasks.batch import Tokens
-from rtrain.training import optim, step
+from rtrain.training import losses, optim, step
 from rtrain.training.exchange import Exchange
+from rtrain.training.scaling import Scale
 from tests.test_step import (
     LOSS,
+    TASK,
     Gradients,
     distance,
     gradients,
@@ -58,7 +62,7 @@ def _in_world(rank: int, world: int, folder: Path) -> None:
     if world > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group(
-            "gloo",
+            "cpu:gloo" if world == 2 else "gloo",  # by kind of device, as beside GPUs
             init_method=f"file://{folder}/rendezvous-{world}",
             rank=rank,
             world_size=world,
@@ -68,6 +72,7 @@ def _in_world(rank: int, world: int, folder: Path) -> None:
         _updates(world, rank, folder, freeze="encoder")
         results = {"updates": _updates(world, rank, folder), "exchanges": _exchanges(world, rank, folder)}
         results["rows"] = _touched_rows(world, rank, folder)
+        results["infinite"] = _infinite(world, rank, folder)
         from tests import test_evaluate, test_loop, test_loop_faults
 
         results["scores"] = test_evaluate.scores_of(Exchange(make_network(folder / "encoder")), folder / "store")
@@ -150,6 +155,47 @@ def _touched_rows(world: int, rank: int, folder: Path) -> dict[str, Any]:
             found[name].append(same if name == "one pass" else distance(both[0], both[1]))
         found["touched"].append(int((both[0][table] != 0).any(dim=1).sum()))
     return found
+
+
+class _Overflowing(losses.RunLoss):
+    """Whose gradient is infinite in fp16."""
+
+    def __call__(self, logits: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        return super().__call__(logits, tokens) * 2.0**40
+
+
+def _infinite(world: int, rank: int, folder: Path) -> dict[str, Any]:
+    """Three updates in fp16; in the second one the gradient is infinite on the last worker alone."""
+    network = make_network(folder / "encoder").float()
+    optimizer, exchange = optim.build(network, Optim(lr=1e-3)), Exchange(network)
+    scale, overflowing = Scale(2.0**10), _Overflowing(TASK, Distill(), base.Head())
+    local = False
+    found: dict[str, Any] = {"skipped": [], "scales": [], "weights": []}
+
+    def look(gradient: torch.Tensor) -> None:  # before the workers' gradients are added
+        nonlocal local
+        local = local or not bool(torch.isfinite(gradient).all())
+
+    network.classifier.bias.register_hook(look)  # type: ignore[union-attr, operator]
+    for number in range(3):
+        loss = overflowing if (number, rank) == (1, world - 1) else LOSS
+        done = step.run_update(
+            exchange,
+            optimizer,
+            loss,
+            _share(0, 13, world, rank),
+            pad_id=0,
+            precision="fp16",
+            scale=scale.value,
+            clip_norm=1.0,
+        )
+        scale = scale.after(finite=not done.skipped)
+        found["skipped"].append(done.skipped)
+        found["scales"].append(scale.value)
+        found["weights"].append(
+            sha256(b"".join(p.detach().numpy().tobytes() for p in network.parameters())).hexdigest()
+        )
+    return {**found, "local": local}
 
 
 Results = tuple[dict[tuple[int, int], dict[str, Any]], Path]

@@ -62,7 +62,9 @@ def run(
         },
     )
     prepared = driver.prepare(student, folder, reuse)
-    decided = precision.resolve(config.recipe.train.precision, precision.has_native_bf16())
+    # The teacher answers on processors, wherever the student is trained.
+    wanted, native = config.recipe.train.precision, precision.of_processor()
+    decided = precision.resolve("auto" if precision.problems(wanted, native) else wanted, native)
     ensure_answers(prepared.store, teacher_run / "artifact", teacher, decided)
     return prepared.run, driver.fit(prepared, on_event=on_event)
 

@@ -51,6 +51,11 @@ class Line:
         elif kind == "crashed":
             hung = f"; what it hung in: {', '.join(event['stalled'])}" if event["stalled"] else ""
             self._keep(f"{event['cause']}: {event['error']}{hung}; going on from update {event['resumes_from']}")
+        elif kind == "skipped":
+            text = f"update {event['update']}: the gradient is infinite in fp16; once more with loss scale"
+            self._keep(f"{text} {event['scale']:g}")
+        elif kind == "pass_size":
+            self._keep(f"passes of at most {event['tokens']:,} tokens, which is what the GPU's memory holds")
         elif kind == "smaller_passes":
             self._keep(f"passes of at most {event['tokens']:,} tokens, as a start ran out of memory")
         elif kind == "yielded":

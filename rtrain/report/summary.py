@@ -48,6 +48,8 @@ def summarise(run: Path) -> dict[str, Any]:
         "workers": starts[-1]["workers"] if starts else None,
         "precision": starts[-1]["precision"] if starts else None,
         "updates": end.get("updates", last.get("update", 0)),
+        "skipped": sum(event["kind"] == "skipped" for event in log),
+        "loss_scale": end.get("loss_scale"),
         "passes_per_update": end.get("passes_per_update"),
         "rows_seen": rows,
         "real_tokens": real,

@@ -1,49 +1,47 @@
-"""Attention inside a pack: windows of about equal length are padded and multiplied together, and taken apart again."""
+"""Attention inside a pack: by a kernel for windows of any length where a GPU has one. Elsewhere windows of about equal
+length are padded and multiplied together, and taken apart again.
 
-from dataclasses import dataclass
+Dropout of attention weights is as the model's configuration says, on every path: where it is not 0, a GPU trains by
+torch's fused kernel over padded groups, since the other one knows none. `model.attention_dropout: 0` makes it the
+faster one; evaluation, which drops nothing, takes that in any case.
+"""
+
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from rtrain.tasks.batch import Ints
-from rtrain.training import dropout as masks
+from rtrain.training import dropout as masks, precision
+from rtrain.training.layout import Group, Layout
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class Group:
-    """Windows of about equal length, next to each other in the pack."""
-
-    start: int
-    stop: int
-    windows: int
-    width: int
-    """Tokens of the longest."""
-    gather: "torch.Tensor"
-    """[windows * heads * width]: for each place of the padded group, where its vector is among [tokens * heads]. Places
-    of padding repeat the window's first token, whose answer nobody reads: no zeros need to be written."""
-    scatter: "torch.Tensor"
-    """[tokens * heads]: for each token's vector, its place in the padded group."""
-    bias: "torch.Tensor | None"
-    """[windows, 1, 1, width]: minus infinity for padding; None where all windows are equally long."""
-    real: "torch.Tensor | None"
-    """[windows, 1, width, 1]: zero for padding, one else; None as well."""
+Kernel = Literal["varlen", "plain", "fused"]
+FLASH_DIM = 256
+"""Most numbers of a head's vector that flash attention takes; it wants a multiple of 8."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where the windows of a pass are in its pack, longest first."""
+def kernel_for(
+    device: str, capability: tuple[int, int], dtype: str, dim: int, *, dropout: float, trains: bool
+) -> Kernel:
+    """How attention inside a pack is computed. Pure.
 
-    order: Ints
-    """Of the pass's tokens: the pack's token i is the pass's token order[i]."""
-    groups: tuple[Group, ...]
-    lengths: "torch.Tensor"
-    """Of the windows, in the pack's order."""
-    starts: "torch.Tensor"
-    """Of the pass's windows, in the pass's order: where each begins in the pack."""
-    window: "torch.Tensor"
-    """[windows]: of each of the pass's windows, its place in the pack's order."""
+    `varlen`, a GPU's flash attention over the pack as it is (Dao 2023, arXiv:2307.08691), knows no dropout. `plain`
+    products train faster on a CPU than torch's fused kernel does. `fused` is that kernel, over padded groups; it holds
+    no square of a window, of which an evaluation's large passes would take gigabytes.
+    """
+    if device == "cpu":
+        return "plain" if trains else "fused"
+    flash = device == "cuda" and capability >= precision.AMPERE and dtype in ("bfloat16", "float16")
+    return "varlen" if flash and not dropout and dim % 8 == 0 and dim <= FLASH_DIM else "fused"
+
+
+@lru_cache(maxsize=8)
+def _capability(device: "torch.device") -> tuple[int, int]:
+    import torch
+
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def packed(
@@ -72,16 +70,39 @@ def packed(
     rate = dropout if module.training else 0.0
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     heads, count, dim = query.shape[1:]
+    name = kernel_for(
+        query.device.type,
+        _capability(query.device),
+        str(query.dtype).removeprefix("torch."),
+        dim,
+        dropout=rate,
+        trains=torch.is_grad_enabled() and query.requires_grad,
+    )
+    if name == "varlen":
+        from torch.nn.attention.varlen import varlen_attn
+
+        return by_window(query, key, value, layout, scale, varlen_attn), None
     flat = [part.transpose(1, 2).reshape(count * heads, dim) for part in (query, key, value)]
-    # On a CPU torch's fused kernel trains slower than plain products. It holds no square of a window, of which an
-    # evaluation's large passes would take gigabytes.
-    plain = torch.is_grad_enabled() and query.requires_grad and query.device.type == "cpu"
-    attend = _plain().apply if plain else _fused
+    attend = _plain().apply if name == "plain" else _fused
     found = []
     for group in layout.groups:
         parts = [part[group.start * heads : group.stop * heads] for part in flat]
         found.append(attend(parts[0], parts[1], parts[2], group, heads, scale, rate))
     return (found[0] if len(found) == 1 else torch.cat(found)).view(1, count, heads, dim), None
+
+
+def by_window(
+    query: "torch.Tensor",
+    key: "torch.Tensor",
+    value: "torch.Tensor",
+    layout: Layout,
+    scale: float,
+    kernel: Callable[..., Any],
+) -> "torch.Tensor":
+    """[1, heads, tokens, dim] -> [1, tokens, heads, dim] by a kernel that is called as torch's `varlen_attn`."""
+    parts = [part[0].transpose(0, 1) for part in (query, key, value)]
+    answer: torch.Tensor = kernel(*parts, layout.ends, layout.ends, layout.longest, layout.longest, scale=scale)
+    return answer[None]
 
 
 def _fused(

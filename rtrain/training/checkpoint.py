@@ -12,10 +12,11 @@ import shutil
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rtrain import manifest
 from rtrain.errors import UserError
+from rtrain.training.scaling import Scale
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,15 @@ class State:
     run: str = ""
     """Identity of the run that this is a state of: no other run takes it up."""
     schema_version: int = SCHEMA_VERSION
+    scale: Scale | None = None
+    """Loss scale of the coming update, where the loss is scaled."""
+
+    def document(self) -> dict[str, Any]:
+        """As it is written. What is not scaled says nothing of it: versions that know no scale read it too."""
+        found = asdict(self)
+        if self.scale is None:
+            del found["scale"]
+        return found
 
 
 @dataclass(frozen=True)
@@ -118,7 +128,7 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
         _save_tensors(
             draft / "optim.safetensors", snapshot.optimizer, {STATELESS: json.dumps(list(snapshot.stateless))}
         )
-        (draft / "state.json").write_text(json.dumps(asdict(state)))
+        (draft / "state.json").write_text(json.dumps(state.document()))
         manifest.write(draft)
         discard(final)  # only ever an incomplete one: see above
         draft.rename(final)
@@ -156,7 +166,8 @@ def read_state(path: Path) -> State:
             f"{path} was written by another version of rtrain (checkpoint format {version}; this one reads "
             f"{SCHEMA_VERSION}). Continue the run with that version, or start another run with --new."
         )
-    return State(**document)
+    scale = document.pop("scale", None)
+    return State(**document, scale=None if scale is None else Scale(**scale))
 
 
 def _restore_optimizer(path: Path, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer") -> None:

@@ -16,7 +16,7 @@ from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.plan import preflight
 from rtrain.report import attributions, events, html, summary, trackers, versions
-from rtrain.training import checkpoint, losses, model, notice, placement, precision, replica, runs, worker
+from rtrain.training import checkpoint, device, losses, model, notice, placement, precision, replica, runs, worker
 from rtrain.training.recovery import Kind, Recovery, halvings, out_of_memory
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def check(config: Config) -> tuple[records.Source, Path]:
         problems += error.problems
     problems += trackers.missing(config)
     if config.deploy.cluster.address is None:
-        problems += precision.problems(config.recipe.train.precision, precision.has_native_bf16())
+        problems += precision.refused_here(config.recipe.train.precision)
     if problems or source is None or folder is None:
         raise ConfigError(problems)
     return source, folder
@@ -350,9 +350,7 @@ def trainer(
     return Trainer(
         train_function,
         train_loop_config=settings,
-        torch_config=ray.train.torch.TorchConfig(
-            backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo", timeout_s=int(max(stall_s, JOIN_S))
-        ),
+        torch_config=ray.train.torch.TorchConfig(backend=device.backend(use_gpu), timeout_s=int(max(stall_s, JOIN_S))),
         scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu),
         # A new name per start: Ray would otherwise load its own snapshot of the last one, which rtrain does not use.
         run_config=ray.train.RunConfig(

@@ -64,6 +64,15 @@ class Exchange:
         touched = [] if self.rows is None else [self.rows.gradient]
         return touched + [one.grad for one in self._others() if one.grad is not None]
 
+    def multiply(self, factor: float) -> None:
+        """Multiply the complete gradient by `factor`."""
+        import torch
+
+        if found := [one.grad for one in self._others() if one.grad is not None]:
+            torch._foreach_mul_(found, factor)
+        if self.rows is not None:
+            self.rows.gradient = self.rows.gradient * factor
+
     def clip(self, most: float, norm: "torch.Tensor") -> None:
         """Scale the gradient, whose norm is `norm`, down to `most`; see `torch.nn.utils.clip_grads_with_norm_`."""
         import torch

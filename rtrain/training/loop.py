@@ -15,11 +15,13 @@ from rtrain.data.store import Store
 from rtrain.tasks import base
 from rtrain.tasks.batch import Ints, Ragged
 from rtrain.tasks.metrics import metric_for
-from rtrain.training import checkpoint, optim, step
+from rtrain.training import checkpoint, optim, scaling, step
+from rtrain.training.cadence import Cadence
 from rtrain.training.evaluate import evaluate
 from rtrain.training.exchange import Exchange
 from rtrain.training.replica import Replica
 from rtrain.training.saver import Saver
+from rtrain.training.totals import Totals
 
 if TYPE_CHECKING:
     import torch
@@ -44,22 +46,6 @@ class Reporter(Protocol):
     def notice(self) -> bool:
         """Whether this start is to end after the coming update, with a checkpoint. Asked on every rank."""
         ...
-
-
-@dataclass(frozen=True)
-class Cadence:
-    """When to evaluate and save. Pure: asked with the number of updates that are done."""
-
-    last: int
-    """Updates at which this start ends."""
-    evaluate_every: int
-    save_every: int | None
-    evaluate_at: frozenset[int] = frozenset()
-
-    def due(self, done: int) -> frozenset[str]:
-        evaluates = done == self.last or done % self.evaluate_every == 0 or done in self.evaluate_at
-        saves = evaluates or (self.save_every is not None and done % self.save_every == 0)
-        return frozenset(name for name, is_due in (("evaluate", evaluates), ("save", saves)) if is_due)
 
 
 @dataclass
@@ -118,15 +104,6 @@ class Outcome:
     """Of a finished run's best weights: for the test rows, and for the validation rows if they are of this start."""
 
 
-@dataclass
-class _Totals:
-    rows_seen: int = 0
-    real_tokens: int = 0
-    padded_tokens: int = 0
-    passes: int = 0
-    updates: int = 0
-
-
 def train(
     job: Job, exchange: Exchange, updates: Callable[[int, int], Iterator[Update]], reporter: Reporter, clock: Clock
 ) -> Outcome:
@@ -149,6 +126,7 @@ def _train(
 ) -> Outcome:
     optimizer = optim.build(exchange.module, job.recipe.optim)
     state = _restore(saver, identity(job.order), exchange, optimizer, reporter)
+    state = replace(state, scale=state.scale or scaling.first(job.precision))
     cadence = Cadence(
         last=job.until,
         evaluate_every=job.recipe.train.evaluate_every or job.order.updates_per_epoch,
@@ -159,17 +137,19 @@ def _train(
     reporter.event("started", update=state.update, of=job.order.updates, **known)
     exchange.module.train()
     settle(job, exchange)
-    totals, best = _Totals(), dict[str, Ragged]()
+    totals, best = Totals(), dict[str, Ragged]()
     stream = updates(state.update, job.until)
     while state.update < job.until:
         update = _next(stream, clock)
-        done = one_update(job, exchange, optimizer, update, clock, notice=reporter.notice())
-        _add(totals, done)
+        done, scale = _trained(job, exchange, optimizer, update, clock, state.scale, reporter)
+        totals.add(done)
         finished = update.number + 1
-        state = replace(state, update=finished, ledger=chain(bytes.fromhex(state.ledger), update.digest).hex())
+        state = replace(
+            state, scale=scale, update=finished, ledger=chain(bytes.fromhex(state.ledger), update.digest).hex()
+        )
         if finished % job.recipe.train.log_every == 0 or finished == job.until:
-            loss, (rows, real, _, _) = round(done.loss, 5), _sums(exchange, totals)
-            seen = {"rows": rows, "real_tokens": real}
+            loss, sums = round(done.loss, 5), totals.over_workers(exchange)
+            seen = {"rows": sums.rows_seen, "real_tokens": sums.real_tokens}
             reporter.event("progress", update=finished, of=job.order.updates, loss=loss, ledger=state.ledger, **seen)
         due = cadence.due(finished) | ({"save"} if done.notice else set())
         if "evaluate" in due and job.validates:
@@ -261,6 +241,7 @@ def one_update(
     run_update: Callable[..., step.Done] | None = None,
     notice: bool = False,
     on_gradient: "Callable[[torch.nn.Module], None] | None" = None,
+    scale: float | None = None,
 ) -> step.Done:
     """Train on one update at its place in the run: its learning rate, its dropout, its rows and no others."""
     import torch
@@ -281,14 +262,44 @@ def one_update(
                 passes,
                 pad_id=job.pad_id,
                 precision=job.precision,
+                scale=scale,
                 clip_norm=job.recipe.optim.clip_norm,
                 rows=expected,
                 notice=notice,
                 on_gradient=on_gradient,
             )
         except (step.NonFinite, step.WrongRows) as error:
-            rows = _places(job.store, job.order.positions(update.number))
-            raise type(error)(f"update {update.number} ({rows}): {error}") from None
+            raise type(error)(f"{_named(job, update.number)}: {error}") from None
+
+
+def _trained(
+    job: Job,
+    exchange: Exchange,
+    optimizer: "torch.optim.Optimizer",
+    update: Update,
+    clock: Clock,
+    scale: scaling.Scale | None,
+    reporter: Reporter,
+) -> tuple[step.Done, scaling.Scale | None]:
+    """Train on one update, with smaller and smaller loss scales where its gradient is infinite: each row counts once,
+    with the dropout that it would have had. Returns the scale for the next one too."""
+    notice = reporter.notice()
+    while True:
+        value = None if scale is None else scale.value
+        done = one_update(job, exchange, optimizer, update, clock, notice=notice, scale=value)
+        scale = None if scale is None else scale.after(finite=not done.skipped)
+        if scale is None or not done.skipped:
+            return done, scale
+        reporter.event("skipped", update=update.number, scale=scale.value)
+        if scale.hopeless:
+            raise step.NonFinite(
+                f"{_named(job, update.number)}: the gradient is not finite with any of {scale.infinite} loss scales "
+                f"down to {2 * scale.value:g}: lower optim.lr, set train.precision=fp32, or set optim.clip_norm"
+            )
+
+
+def _named(job: Job, number: int) -> str:
+    return f"update {number} ({_places(job.store, job.order.positions(number))})"
 
 
 def _places(store: Store, positions: Ints) -> str:
@@ -301,14 +312,6 @@ def _places(store: Store, positions: Ints) -> str:
 
 def _seed(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
-
-
-def _add(totals: _Totals, done: step.Done) -> None:
-    totals.rows_seen += done.rows
-    totals.real_tokens += done.real_tokens
-    totals.padded_tokens += done.padded_tokens
-    totals.passes += done.passes
-    totals.updates += 1
 
 
 def _scores(job: Job, exchange: Exchange, split: str, clock: Clock, keep: dict[str, Ragged]) -> dict[str, float]:
@@ -343,20 +346,12 @@ def _save(
         _decided(exchange, take)
 
 
-def _sums(exchange: Exchange, totals: _Totals) -> tuple[int, ...]:
-    """(rows, real tokens, padded tokens, passes) of this start, over all workers. Called on every rank."""
-    import torch
-
-    own = [totals.rows_seen, totals.real_tokens, totals.padded_tokens, totals.passes]
-    return tuple(int(value) for value in exchange.sum(torch.tensor(own, dtype=torch.int64)))
-
-
 def _end(
     job: Job,
     exchange: Exchange,
     saver: Saver,
     state: checkpoint.State,
-    totals: _Totals,
+    totals: Totals,
     reporter: Reporter,
     clock: Clock,
     outcomes: dict[str, Ragged],
@@ -384,17 +379,18 @@ def _end(
     if finished:
         scores["test"] = _scores(job, exchange, "test", clock, outcomes)
         reporter.event("evaluated", split="test", update=best, scores=scores["test"])
-    rows, real, padded, passes = _sums(exchange, totals)
+    sums = totals.over_workers(exchange)
     reporter.event(
         "trained",
         updates=state.update,
         best_update=best,
         order_digest=state.ledger,
-        rows_seen=rows,
-        real_tokens=real,
-        padded_tokens=padded,
-        passes_per_update=round(passes / exchange.world / max(1, totals.updates), 3),
+        rows_seen=sums.rows_seen,
+        real_tokens=sums.real_tokens,
+        padded_tokens=sums.padded_tokens,
+        passes_per_update=round(sums.passes / exchange.world / max(1, totals.updates), 3),
         seconds={name: round(value, 3) for name, value in clock.seconds.items()},
         finished=finished,
+        **({} if state.scale is None else {"loss_scale": state.scale.value}),
     )
     return Outcome(finished, best, state.ledger, scores, outcomes)

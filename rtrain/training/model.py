@@ -14,6 +14,7 @@ from rtrain.tasks import base
 from rtrain.training import frozen, packed
 
 if TYPE_CHECKING:
+    import torch
     import transformers
 
 PACKAGED = "minilm"
@@ -132,12 +133,17 @@ def attend(network: Any, *, training: bool) -> None:
     """How a CPU computes attention: by plain matrix products to train, by torch's fused kernel to answer.
 
     Fused, with dropout or a backward pass, it trained 1.0 to 1.3 times fewer tokens per second at 20 to 512 tokens. It
-    holds no square of the text, of which an evaluation's large passes would take gigabytes.
+    holds no square of the text, of which an evaluation's large passes would take gigabytes. A GPU's is always fused.
     """
-    import torch
+    if getattr(network, "_supports_sdpa", False) and not packed.enabled(network):
+        plain = training and network.device.type == "cpu"
+        network.set_attn_implementation("eager" if plain else "sdpa")
 
-    if getattr(network, "_supports_sdpa", False) and not packed.enabled(network) and not torch.cuda.is_available():
-        network.set_attn_implementation("eager" if training else "sdpa")
+
+def place(network: Any, device: "torch.device") -> None:
+    """Move a network to a device, to be trained there."""
+    network.to(device)
+    attend(network, training=True)
 
 
 def keep_inputs_alone(network: Any) -> None:

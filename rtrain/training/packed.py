@@ -7,7 +7,6 @@ Unpadded BERT Model"). Inside attention, windows of about equal length are padde
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +14,8 @@ import numpy as np
 from rtrain.inputs import LAYOUT
 from rtrain.tasks.batch import Int32s, Ints, Tokens
 from rtrain.training import attention, dropout as masks
+from rtrain.training.device import moved
+from rtrain.training.layout import Layout, layout_of
 
 if TYPE_CHECKING:
     import torch
@@ -31,62 +32,6 @@ FIRST_POSITION: Mapping[str, Callable[[Any], int]] = {
     "camembert": lambda config: config.pad_token_id + 1,
 }
 """Architectures whose encoders are known to give the same answers packed, and the position of a text's first token."""
-GROUP_WASTE = 1 << 13
-"""Squares of padding after which attention goes on in a group of its own: a group costs some twenty small calls, about
-as much as the softmax of so many scores."""
-
-
-def groups_of(lengths: Int32s) -> list[tuple[int, int]]:
-    """Cut windows, longest first, into runs [begin, end) that waste few squares of padding in attention."""
-    squares = lengths.astype(np.int64) ** 2
-    cuts, begin, waste = [0], 0, 0
-    for place, square in enumerate(squares.tolist()):
-        waste += int(squares[begin]) - square
-        if waste > GROUP_WASTE:
-            cuts.append(place)
-            begin, waste = place, 0
-    return list(pairwise([*cuts, len(lengths)]))
-
-
-def layout_of(tokens: Tokens, heads: int, device: "torch.device") -> attention.Layout:
-    """The pack of a pass for an encoder with `heads` attention heads."""
-    import torch
-
-    lengths = tokens.lengths.astype(np.int64)
-    longest_first = np.argsort(-lengths, kind="stable")
-    packed_lengths = lengths[longest_first]
-    ends = np.cumsum(packed_lengths)
-    starts = ends - packed_lengths
-    shift = (np.cumsum(lengths) - lengths)[longest_first] - starts
-    place = np.empty_like(longest_first)
-    place[longest_first] = np.arange(len(place))
-
-    def tensor(values: Any) -> "torch.Tensor":
-        return torch.from_numpy(values).to(device)
-
-    groups = []
-    for begin, end in groups_of(packed_lengths.astype(np.int32)):
-        width, first = int(packed_lengths[begin]), int(starts[begin])
-        columns = np.arange(width)
-        real = columns < packed_lengths[begin:end, None]
-        # [windows, width] -> tokens of the group, then with the heads between, as [windows, heads, width].
-        source = np.where(real, (starts[begin:end] - first)[:, None] + columns, (starts[begin:end] - first)[:, None])
-        gather = source[:, None, :] * heads + np.arange(heads)[None, :, None]
-        row, column = np.nonzero(real)
-        scatter = (row[:, None] * heads + np.arange(heads)) * width + column[:, None]
-        bias = flags = None
-        if not real.all():
-            bias = tensor(np.where(real, 0.0, -np.inf).astype(np.float32))[:, None, None, :]
-            flags = tensor(real.astype(np.float32))[:, None, :, None]
-        stop, places = int(ends[end - 1]), (tensor(gather.ravel()), tensor(scatter.ravel()))
-        groups.append(attention.Group(first, stop, end - begin, width, *places, bias, flags))
-    return attention.Layout(
-        order=np.repeat(shift, packed_lengths) + np.arange(len(tokens.ids)),
-        groups=tuple(groups),
-        lengths=tensor(packed_lengths),
-        starts=tensor(starts[place]),
-        window=tensor(place),
-    )
 
 
 def supports(network: Any) -> bool:
@@ -122,8 +67,6 @@ def computed(network: Any, lengths: Int32s) -> int:
 def inputs_of(network: Any, tokens: Tokens, device: "torch.device") -> tuple[dict[str, Any], Ints]:
     """What an enabled network is called with: tensors [1, tokens] and the layout; and where in the pack each of the
     pass's tokens is."""
-    import torch
-
     layout, config = layout_of(tokens, network.config.num_attention_heads, device), network.config
     inside = np.arange(len(tokens.ids)) - np.repeat(np.cumsum(tokens.lengths) - tokens.lengths, tokens.lengths)
     columns = {
@@ -131,7 +74,7 @@ def inputs_of(network: Any, tokens: Tokens, device: "torch.device") -> tuple[dic
         "position_ids": inside + FIRST_POSITION[config.model_type](config),
         "token_type_ids": (inside >= np.repeat(tokens.second, tokens.lengths)).astype(np.int64),
     }
-    inputs = {name: torch.from_numpy(values[layout.order])[None].to(device) for name, values in columns.items()}
+    inputs = {name: moved(values[layout.order], device)[None] for name, values in columns.items()}
     places = np.empty_like(layout.order)
     places[layout.order] = np.arange(len(places))
     return {**inputs, LAYOUT: layout}, places
@@ -148,7 +91,7 @@ def _by_window(head: str, encoder: Any, inputs: Any, named: Mapping[str, Any], o
     """The encoder's answers for a pack as those of windows of one token [windows, 1, hidden]: what a head reads."""
     import torch
 
-    layout: attention.Layout | None = named.get(LAYOUT)
+    layout: Layout | None = named.get(LAYOUT)
     if layout is None:
         return output
     hidden = output.last_hidden_state[0]

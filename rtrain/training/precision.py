@@ -1,46 +1,81 @@
 """Which number format a run computes in: decided once, kept in the run, read by every rank and every resume."""
 
-import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rtrain.errors import Problem
+from rtrain.training import decisions
 
-NAME = "decisions.json"
-_NATIVE = {"avx512_bf16", "amx_bf16", "bf16"}  # the last is Arm's name
+if TYPE_CHECKING:
+    import torch
+
+FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
+"""By which a processor says that it computes a format; the last is Arm's name."""
+AMPERE = (8, 0)
+"""Compute capability of the first GPUs that compute bf16."""
 
 
-def has_native_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this processor computes bf16. Where it only emulates it, bf16 was seen at a hundredth of fp32's speed."""
-    if not cpuinfo.is_file():
-        return False
+@dataclass(frozen=True)
+class Native:
+    """What a device computes by itself. What it emulates, it does at a fraction of fp32's speed: bf16 was seen at a
+    hundredth on a CPU."""
+
+    device: str
+    """`cpu` or `cuda`."""
+    formats: frozenset[str]
+
+
+def of_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Native:
     flags: set[str] = set()
-    for line in cpuinfo.read_text().splitlines():
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []:
         if line.lower().startswith(("flags", "features")):
             flags = set(line.partition(":")[2].split())
             break
-    return bool(flags & _NATIVE)
+    return Native("cpu", frozenset(name for name, names in FLAGS.items() if flags & names))
 
 
-def resolve(wanted: str, native_bf16: bool) -> str:
-    if wanted == "auto":
-        return "bf16" if native_bf16 else "fp32"
-    return wanted
+def of_gpu(capability: tuple[int, int]) -> Native:
+    """Of its compute capability; any that torch still runs on computes fp16."""
+    return Native("cuda", frozenset({"fp16", "bf16"} if capability >= AMPERE else {"fp16"}))
 
 
-def problems(wanted: str, native_bf16: bool) -> list[Problem]:
-    if wanted == "bf16" and not native_bf16:
-        fix = "write train.precision=fp32, or auto to choose by processor"
-        return [Problem("train.precision", wanted, "this processor has no native bf16 (avx512_bf16 or amx_bf16)", fix)]
-    return []
+def of(device: "torch.device") -> Native:
+    """What the device of a worker computes."""
+    import torch
+
+    return of_gpu(torch.cuda.get_device_capability(device)) if device.type == "cuda" else of_processor()
 
 
-def decide(run: Path, wanted: str, native_bf16: bool) -> str:
-    """The run's precision: what was decided before, else what fits this machine, which is then kept."""
-    path = run / NAME
-    if path.is_file():
-        return str(json.loads(path.read_text())["precision"])
-    chosen = resolve(wanted, native_bf16)
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps({"precision": chosen}))
-    draft.rename(path)  # at once: another rank may read it at any moment
-    return chosen
+def resolve(wanted: str, native: Native) -> str:
+    """`auto` is bf16 where the device computes it, which needs no loss scaling; else fp16 on a GPU, fp32 on a CPU."""
+    if wanted != "auto":
+        return wanted
+    return "bf16" if "bf16" in native.formats else "fp16" if native.device == "cuda" else "fp32"
+
+
+def problems(wanted: str, native: Native) -> list[Problem]:
+    if wanted not in FLAGS or wanted in native.formats:
+        return []
+    if native.device == "cuda":
+        reason = f"this GPU has no native {wanted} (compute capability {AMPERE[0]}.{AMPERE[1]})"
+        return [Problem("train.precision", wanted, reason, "write train.precision=fp16, or auto to choose by GPU")]
+    reason = f"this processor has no native {wanted} (avx512_{wanted} or amx_{wanted})"
+    fix = "write train.precision=fp32, or auto to choose by processor"
+    return [Problem("train.precision", wanted, reason, fix)]
+
+
+def refused_here(wanted: str) -> list[Problem]:
+    """What can be said before the workers start: this machine's processor is not asked where it has a GPU."""
+    found = problems(wanted, of_processor())
+    if found:
+        import torch
+
+        if torch.cuda.is_available():
+            return []
+    return found
+
+
+def decide(run: Path, wanted: str, native: Native) -> str:
+    """The run's precision: what was decided before, else what fits this device, which is then kept."""
+    return str(decisions.keep(run, "precision", resolve(wanted, native)))

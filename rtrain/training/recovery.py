@@ -8,8 +8,15 @@ Kind = Literal["crash", "memory", "preemption", "refused"]
 """`memory`: a crash for want of it, after which passes are half as large. `refused`: an error of the user's, which
 would only come again."""
 
-OUT_OF_MEMORY = ("MemoryError", "out of memory", "can't allocate memory", "not enough memory", "low on memory")
-"""What Python, CUDA, torch's CPU allocator and Ray's memory monitor say."""
+OUT_OF_MEMORY = (
+    "MemoryError",
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "low on memory",
+    "ALLOC_FAILED",
+)
+"""What Python, CUDA, torch's CPU allocator, Ray's memory monitor, and cuBLAS and cuDNN say."""
 FEWEST_TOKENS = 64
 """Of a pass: smaller ones would not save memory, of which weights and optimizer have their part."""
 

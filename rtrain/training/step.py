@@ -11,12 +11,17 @@ from rtrain.errors import UserError
 from rtrain.inputs import LAYOUT, accepted
 from rtrain.tasks.batch import Ints, Tokens, padded, single
 from rtrain.training import packed
+from rtrain.training.device import moved
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
     from rtrain.training.exchange import Exchange
+
+
+HALF = {"bf16": "bfloat16", "fp16": "float16"}
+"""Precisions in which passes compute by torch's autocast; weights, gradients and moments are fp32."""
 
 
 class Loss(Protocol):
@@ -57,6 +62,8 @@ class Done:
     padded_tokens: int
     notice: bool = False
     """Some worker gave notice: every worker knows it after the same update."""
+    skipped: bool = False
+    """The gradient was infinite at this loss scale, on every worker: the weights are as they were."""
 
 
 def row_sum(row_ids: "npt.NDArray[np.uint64]") -> int:
@@ -79,14 +86,14 @@ def forward(
         inputs, chosen = packed.inputs_of(network, tokens, device)
     else:
         arrays = padded(tokens, pad_id)
-        inputs = {name: torch.from_numpy(value).to(device) for name, value in arrays.items()}
+        inputs = {name: moved(value, device) for name, value in arrays.items()}
         chosen = np.flatnonzero(arrays["attention_mask"])
     takes = accepted(network) | {LAYOUT}
     inputs = {name: value for name, value in inputs.items() if name in takes}
-    places = torch.from_numpy(chosen if wanted is None else chosen[wanted]).to(device)
+    places = moved(chosen if wanted is None else chosen[wanted], device)
     half: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if precision == "bf16":
-        half = torch.autocast(device.type, dtype=torch.bfloat16)
+    if precision in HALF:
+        half = torch.autocast(device.type, dtype=getattr(torch, HALF[precision]))
     with half, contextlib.nullcontext() if wanted is None else _only(network.base_model, places):
         logits = logits_of(model(**inputs))
     if logits.dim() == 2:
@@ -133,6 +140,7 @@ def run_update(
     *,
     pad_id: int,
     precision: str = "fp32",
+    scale: float | None = None,
     clip_norm: float | None = None,
     rows: int | None = None,
     notice: bool = False,
@@ -146,7 +154,10 @@ def run_update(
 
     `rows` is the `row_sum` that the rows of all workers must come to. It travels with the counts and with `notice`, by
     which a worker tells all others that something is to be done after this update, in one exchange.
-    `on_gradient` sees the module when its gradient is complete, before clipping. Raises `WrongRows`, `NonFinite`.
+    With a `scale`, a power of two, the loss is multiplied by it and the gradient divided by it again; where that is
+    infinite, nothing is trained and `Done.skipped` says so. The workers have added their gradients before: what is
+    infinite on one is so on all. `on_gradient` sees the module when its gradient is complete, before clipping.
+    Raises `WrongRows`, and `NonFinite` without a scale.
     """
     import torch
 
@@ -167,21 +178,25 @@ def run_update(
         with exchange.during(last=number == len(passes) - 1):
             logits = forward(exchange.model, tokens, pad_id, precision, loss.wanted(tokens))
             value = loss(logits, tokens)
-            (value * (exchange.world * share).to(value.dtype)).sum().backward()
+            (value * (exchange.world * (scale or 1.0) * share).to(value.dtype)).sum().backward()
         loss_sum += value.detach().double()
         padded_tokens += packed.computed(exchange.module, tokens.lengths)
     if not passes:
         exchange.alive()
         with exchange.during(last=True):
             idle_pass(exchange, pad_id, precision)
+    if scale is not None:
+        exchange.multiply(1.0 / scale)
     if on_gradient is not None:
         on_gradient(exchange.module)
     norm = torch.nn.utils.get_total_norm(exchange.gradients())
-    if not torch.isfinite(norm):
+    finite = bool(torch.isfinite(norm))
+    if not finite and scale is None:
         raise NonFinite("the gradient is not finite: lower optim.lr, set train.precision=fp32, or set optim.clip_norm")
-    if clip_norm is not None:
-        exchange.clip(clip_norm, norm)
-    optimizer.step()
+    if finite:
+        if clip_norm is not None:
+            exchange.clip(clip_norm, norm)
+        optimizer.step()
     return Done(
         loss=float((exchange.sum(loss_sum) * share).sum()),
         gradient_norm=float(norm),
@@ -190,6 +205,7 @@ def run_update(
         real_tokens=sum(int(tokens.lengths.sum()) for tokens in passes),
         padded_tokens=padded_tokens,
         notice=notices > 0,
+        skipped=not finite,
     )
 
 

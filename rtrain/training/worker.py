@@ -8,22 +8,26 @@ import uuid
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
 
 from rtrain import artifact, env, pooling, predict, scores
-from rtrain.config import parse
+from rtrain.config import Recipe, parse
 from rtrain.data import ingest
 from rtrain.data.order import Order
-from rtrain.data.store import open_store
+from rtrain.data.store import Store, open_store
 from rtrain.errors import ConfigError, UserError
 from rtrain.report import events
 from rtrain.tasks import base
-from rtrain.tasks.batch import Ragged
+from rtrain.tasks.batch import Ragged, Tokens
 from rtrain.tasks.metrics import metric_for
 from rtrain.training import (
+    decisions,
     evaluate,
     loop,
     losses,
+    memory,
     model,
     notice,
     packed,
@@ -35,15 +39,18 @@ from rtrain.training import (
 from rtrain.training.exchange import Exchange
 
 if TYPE_CHECKING:
+    import torch
     import transformers
 
 SETUP_S = 120.0
 """Seconds from a worker's start to its first pass, at least: a model is read, the first batch is made."""
 STALLED = "stalled-{}.txt"
 """Traceback of a worker, by rank, that hung in the newest start; empty where it did not."""
-TOKENS_PER_PASS = {"cpu": 2048, "cuda": 16_384}
-"""Measured on a CPU (MiniLM, bf16, one thread): 500 tokens 1.55, 1,000 1.72, 2,000 1.83, 3,000 1.9, 6,000 1.73 thousand
-tokens a second."""
+TOKENS_PER_PASS = 2048
+"""On a CPU. Measured (MiniLM, bf16, one thread): 500 tokens 1.55, 1,000 1.72, 2,000 1.83, 3,000 1.9, 6,000 1.73
+thousand tokens a second."""
+PASS = "tokens_per_pass"
+"""The decision's name."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 
 
@@ -69,7 +76,6 @@ class _TrainReporter:
 def run(settings: dict[str, Any]) -> None:
     """The train function of `driver.fit`; `settings` is what `driver` put together, plain values only."""
     import ray.train
-    import ray.train.torch
     import torch
 
     clock = loop.Clock()
@@ -89,8 +95,9 @@ def run(settings: dict[str, Any]) -> None:
         network = model.build(source, task, store.manifest.labels, recipe.train.seed, recipe.model, recipe.train.packed)
         if recipe.train.gradient_checkpointing:
             model.keep_inputs_alone(network)
-        if torch.cuda.is_available():
-            cast("torch.nn.Module", network).to(ray.train.torch.get_device())
+        model.place(network, _device())
+        loss = losses.for_run(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing)
+        fits = _fitting(network, folder, source, recipe, store, loss)
         exchange = Exchange(network, partial(_alive, folder, rank, stall_s), touched_rows=recipe.train.touched_rows)
         order = Order(
             store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, recipe.train.seed
@@ -100,7 +107,7 @@ def run(settings: dict[str, Any]) -> None:
             run=folder,
             store=store,
             task=task,
-            loss=losses.for_run(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing),
+            loss=loss,
             order=order,
             pad_id=model.pad_id(source),
             precision=_precision(exchange, folder, recipe.train.precision),
@@ -110,7 +117,7 @@ def run(settings: dict[str, Any]) -> None:
         )
     # Where padding costs nothing, the rows of a worker are regrouped: tokens alone say how many fit into a pass.
     most_rows = None if packed.enabled(network) else recipe.train.micro_batch
-    asked = recipe.train.tokens_per_pass or TOKENS_PER_PASS["cuda" if torch.cuda.is_available() else "cpu"]
+    asked = recipe.train.tokens_per_pass or _smallest(exchange, folder, fits) or TOKENS_PER_PASS
     most_tokens = recovery.tokens_per_pass(asked, settings["halvings"])
     if rank == 0 and most_tokens < asked:
         events.append(folder, "smaller_passes", tokens=most_tokens)
@@ -145,9 +152,18 @@ def _stall_file(path: Path) -> TextIO:
     return path.open("w")
 
 
+def _device() -> "torch.device":
+    """The GPU that Ray gave this worker. One that is there but was given to nobody is left alone."""
+    import ray
+    import ray.train.torch
+    import torch
+
+    return ray.train.torch.get_device() if ray.get_gpu_ids() else torch.device("cpu")
+
+
 def _precision(exchange: Exchange, run: Path, wanted: str) -> str:
-    """Rank 0's machine decides, once; a bf16 that some other machine lacks is refused there by name."""
-    native = precision.has_native_bf16()
+    """Rank 0's device decides, once; a format that some other device lacks is refused there by name."""
+    native = precision.of(next(exchange.module.parameters()).device)
     if exchange.rank == 0:
         precision.decide(run, wanted, native)
     exchange.barrier()
@@ -155,6 +171,37 @@ def _precision(exchange: Exchange, run: Path, wanted: str) -> str:
     if problems := precision.problems(chosen, native):
         raise ConfigError(problems)
     return chosen
+
+
+def _fitting(network: Any, run: Path, source: Path, recipe: Recipe, store: Store, loss: losses.RunLoss) -> int | None:
+    """Tokens of a pass that fits on this worker's GPU; None on a CPU, or where the recipe says how many.
+
+    Before the exchange, whose hooks an update's passes alone should meet.
+    """
+    if network.device.type == "cpu" or recipe.train.tokens_per_pass:
+        return None
+    known = decisions.read(run)
+    if known.get(PASS):
+        return int(known[PASS])
+    chosen = known.get("precision") or precision.resolve(recipe.train.precision, precision.of(network.device))
+    task, teacher = base.get(recipe.task), recipe.distill.teacher
+
+    def made(tokens: int) -> Tokens:
+        return memory.longest_rows(store, task, tokens, teacher)
+
+    return memory.measured(network, loss, made, model.pad_id(source), chosen)
+
+
+def _smallest(exchange: Exchange, run: Path, fits: int | None) -> int | None:
+    """What fits on every worker's GPU: rank 0 decides, once."""
+    if fits is None:
+        return None
+    smallest = int(np.concatenate(exchange.gather(np.array([fits]))).min())
+    if exchange.rank == 0:
+        if PASS not in decisions.read(run):
+            events.append(run, "pass_size", tokens=smallest)
+        smallest = int(decisions.keep(run, PASS, smallest))
+    return exchange.from_rank_zero(smallest)
 
 
 def _calibrated(job: loop.Job, outcome: loop.Outcome, answers: dict[str, Ragged]) -> tuple[loop.Job, loop.Outcome]:

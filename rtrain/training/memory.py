@@ -1,0 +1,100 @@
+"""How many tokens a pass may have on a GPU: measured by two passes before the first update, and decided once.
+
+It changes speed alone: the rows of an update are the same in any number of passes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rtrain.data.store import Store
+from rtrain.tasks.base import Task
+from rtrain.tasks.batch import Tokens
+from rtrain.training import step
+
+if TYPE_CHECKING:
+    import torch
+
+TRIED = (2048, 8192)
+"""Tokens of the two passes, at least."""
+LEAST, MOST, MULTIPLE = 256, 65_536, 256
+"""More tokens than the most do not make a GPU's matrix products any faster."""
+SHARE = 0.8
+"""Of the free memory; rows of other lengths leave holes in the rest."""
+MOMENTS = 2
+"""Tensors of a parameter's size that the optimizer makes at the first update, after these passes."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a forward and backward pass took."""
+
+    tokens: int
+    bytes: int | None
+    """The most that was allocated, weights and gradients included; None where it was not to be had."""
+
+
+def fitting(small: Peak, large: Peak, usable: float) -> int:
+    """Tokens of the largest pass that fits into so many bytes, by the line through both peaks. Pure."""
+    if small.bytes is None:
+        return max(LEAST, small.tokens // 4 // MULTIPLE * MULTIPLE)
+    if large.bytes is None:
+        return min(MOST, max(LEAST, small.tokens // MULTIPLE * MULTIPLE))
+    if large.tokens > small.tokens and large.bytes > small.bytes:
+        slope = (large.bytes - small.bytes) / (large.tokens - small.tokens)
+        found = large.tokens + (usable - large.bytes) / slope
+    else:  # rows of which one alone is as long as both: as if all of it were the tokens'
+        found = large.tokens * usable / large.bytes
+    return int(min(MOST, max(LEAST, found // MULTIPLE * MULTIPLE)))
+
+
+def longest_rows(store: Store, task: Task, tokens: int, teacher: str | None = None) -> Tokens:
+    """The longest training rows that together have so many tokens, again and again where all have fewer: with padding
+    inside attention they take the most memory."""
+    lengths = store.column("train", "length")
+    order = np.argsort(-lengths, kind="stable")
+    sums = np.cumsum(lengths[order], dtype=np.int64)
+    rounds, rest = divmod(tokens, int(sums[-1]))
+    count = int(np.searchsorted(sums, rest)) + 1 if rest else 0
+    positions = np.tile(order, rounds + 1)[: rounds * len(order) + count]
+    rows = store.read("train", positions)
+    if teacher is not None:
+        rows = replace(rows, teacher=store.taught(teacher, positions))
+    return task.prepare(rows, store.manifest.head, 0, 0)
+
+
+def measured(
+    network: "torch.nn.Module", loss: step.Loss, made: Callable[[int], Tokens], pad_id: int, precision: str
+) -> int:
+    """Tokens of a pass that fits on the network's GPU, beside what is there and what the optimizer will take.
+
+    `made` gives the rows of a pass of so many tokens. The network's gradients are none before and after.
+    """
+    import torch
+
+    device = next(network.parameters()).device
+    usable = SHARE * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+    usable -= MOMENTS * sum(one.numel() * one.element_size() for one in network.parameters() if one.requires_grad)
+    network.train()
+
+    def peak(tokens: Tokens) -> Peak:
+        torch.cuda.reset_peak_memory_stats(device)
+        try:
+            one_pass(network, loss, tokens, pad_id, precision)
+        except torch.OutOfMemoryError:
+            return Peak(int(tokens.lengths.sum()), None)
+        return Peak(int(tokens.lengths.sum()), torch.cuda.max_memory_allocated(device))
+
+    small, large = (made(tokens) for tokens in TRIED)
+    peak(small)  # so that gradients and the libraries' own memory are there when it is measured
+    found = fitting(peak(small), peak(large), usable)
+    network.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache()
+    return found
+
+
+def one_pass(network: "torch.nn.Module", loss: step.Loss, tokens: Tokens, pad_id: int, precision: str) -> None:
+    """A forward and backward pass as an update's, for the memory that it takes."""
+    loss(step.forward(network, tokens, pad_id, precision, loss.wanted(tokens)), tokens).sum().backward()

@@ -1,0 +1,33 @@
+"""What the updates of a start come to, on one worker and over all of them."""
+
+from dataclasses import astuple, dataclass, fields
+from typing import TYPE_CHECKING
+
+from rtrain.training import step
+
+if TYPE_CHECKING:
+    from rtrain.training.exchange import Exchange
+
+
+@dataclass
+class Totals:
+    rows_seen: int = 0
+    real_tokens: int = 0
+    padded_tokens: int = 0
+    passes: int = 0
+    updates: int = 0
+
+    def add(self, done: step.Done) -> None:
+        self.rows_seen += done.rows
+        self.real_tokens += done.real_tokens
+        self.padded_tokens += done.padded_tokens
+        self.passes += done.passes
+        self.updates += 1
+
+    def over_workers(self, exchange: "Exchange") -> "Totals":
+        """Their sums, of `updates` too; called on every rank."""
+        import torch
+
+        # On the CPU, wherever the model is: the process group has a transport for both.
+        sums = exchange.sum(torch.tensor(astuple(self), dtype=torch.int64)).tolist()
+        return Totals(**{field.name: value for field, value in zip(fields(self), sums, strict=True)})

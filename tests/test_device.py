@@ -1,0 +1,146 @@
+"""What can be shown of other devices where there is none: tensors go where the model is, kernels get what they take.
+
+torch's `meta` device computes shapes alone, and refuses operations with tensors of another device as a GPU does.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention.varlen import varlen_attn
+
+from rtrain.tasks import base
+from rtrain.training import attention, device, layout, model, step
+from tests.test_packed import LENGTHS, rows
+from tests.tiny import make_encoder
+
+META = torch.device("meta")
+HEADS, DIM = 3, 8
+
+
+def test_transports_are_named_by_kind_of_device() -> None:
+    assert [device.backend(use_gpu) for use_gpu in (False, True)] == ["gloo", "cpu:gloo,cuda:nccl"]
+
+
+@pytest.mark.parametrize("task", ["classification", "token_tags"])
+def test_passes_put_their_tensors_where_the_model_is(tmp_path: Path, task: str) -> None:
+    """Of packed models: Transformers reads values of the mask that padding needs, of which `meta` has none."""
+    labels = ("O", "B-x", "I-x") if task == "token_tags" else ("a", "b")
+    network: Any = model.build(make_encoder(tmp_path / "encoder"), base.get(task), labels, 0)
+    model.place(network, META)
+    network.train()
+    logits = step.forward(network, rows(LENGTHS), 0, "fp32")
+    assert logits.shape == (sum(LENGTHS) if task == "token_tags" else len(LENGTHS), len(labels))
+    logits.sum().backward()
+    assert all(parameter.grad.device == META for parameter in network.parameters() if parameter.grad is not None)
+
+
+def test_a_model_that_pads_trains_by_plain_products_on_a_cpu_alone(tmp_path: Path) -> None:
+    network: Any = model.build(
+        make_encoder(tmp_path / "encoder"), base.get("classification"), ("a", "b"), 0, pack=False
+    )
+    assert network.config._attn_implementation == "eager"
+    model.attend(network, training=False)
+    assert network.config._attn_implementation == "sdpa"
+    model.place(network, torch.device("cpu"))
+    assert network.config._attn_implementation == "eager"
+    model.place(network, META)
+    assert network.config._attn_implementation == "sdpa"
+
+
+def test_arrays_become_tensors() -> None:
+    values = np.arange(3)
+    assert device.moved(values, torch.device("cpu")).tolist() == [0, 1, 2]
+    assert device.moved(values, META).device == META
+
+
+# ----------------------------------------------------------------------------------------------------------- attention
+
+HOPPER, TURING = (9, 0), (7, 5)
+
+
+@pytest.mark.parametrize(
+    ("where", "capability", "dtype", "dim", "dropout", "trains", "kernel"),
+    [
+        ("cuda", HOPPER, "bfloat16", 64, 0.0, True, "varlen"),
+        ("cuda", HOPPER, "float16", 32, 0.0, False, "varlen"),
+        ("cuda", (8, 0), "bfloat16", 256, 0.0, True, "varlen"),
+        ("cuda", HOPPER, "bfloat16", 64, 0.1, True, "fused"),  # the kernel has no dropout
+        ("cuda", HOPPER, "float32", 64, 0.0, True, "fused"),
+        ("cuda", TURING, "float16", 64, 0.0, True, "fused"),  # flash attention begins with Ampere
+        ("cuda", HOPPER, "bfloat16", 60, 0.0, True, "fused"),
+        ("cuda", HOPPER, "bfloat16", 264, 0.0, True, "fused"),
+        ("cpu", (0, 0), "bfloat16", 64, 0.0, True, "plain"),
+        ("cpu", (0, 0), "bfloat16", 64, 0.1, True, "plain"),
+        ("cpu", (0, 0), "bfloat16", 64, 0.0, False, "fused"),
+        ("meta", (0, 0), "bfloat16", 64, 0.0, True, "fused"),
+    ],
+)
+def test_attention_by_device_and_format(
+    where: str, capability: tuple[int, int], dtype: str, dim: int, dropout: float, trains: bool, kernel: str
+) -> None:
+    assert attention.kernel_for(where, capability, dtype, dim, dropout=dropout, trains=trains) == kernel
+
+
+def window_after_window(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends_of_queries: torch.Tensor,
+    ends_of_keys: torch.Tensor,
+    longest_query: int,
+    longest_key: int,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """What `varlen_attn` promises, one window after another: it runs on GPUs alone. [tokens, heads, dim]."""
+    assert torch.equal(ends_of_queries, ends_of_keys)
+    assert (ends_of_queries.dtype, int(ends_of_queries[-1])) == (torch.int32, len(query))
+    spans = list(zip(ends_of_queries[:-1].tolist(), ends_of_queries[1:].tolist(), strict=True))
+    assert longest_query == longest_key == max(end - begin for begin, end in spans)
+    found = []
+    for begin, end in spans:
+        scores = torch.einsum("qhd,khd->hqk", query[begin:end], key[begin:end]) * scale
+        found.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[begin:end]))
+    return torch.cat(found)
+
+
+def vectors(tokens: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As a layer of Transformers makes them: [1, heads, tokens, dim], views of [1, tokens, heads, dim]."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, tokens, HEADS, DIM, **options).transpose(1, 2) for _ in range(3))
+    return query, key, value
+
+
+def test_a_variable_length_kernel_answers_as_the_padded_groups_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "GROUP_WASTE", {"cpu": 500})
+    chosen = layout.layout_of(rows(LENGTHS), HEADS, torch.device("cpu"))
+    assert len(chosen.groups) > 2
+    answers, gradients = [], []
+    for kernel in (None, window_after_window):
+        query, key, value = parts = [
+            part.detach().requires_grad_() for part in vectors(sum(LENGTHS), dtype=torch.float64)
+        ]
+        if kernel is None:
+            answer, _ = attention.packed(torch.nn.Module(), query, key, value, None, scaling=0.3, layout=chosen)
+        else:
+            answer = attention.by_window(query, key, value, chosen, 0.3, kernel)
+        answer.square().sum().backward()
+        answers.append(answer)
+        gradients.append([part.grad for part in parts])
+    torch.testing.assert_close(answers[1], answers[0], rtol=1e-10, atol=1e-12)
+    for found, expected in zip(gradients[1], gradients[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_torch_s_variable_length_kernel_takes_what_it_is_given() -> None:
+    """Shapes alone, forward and backward: the kernel itself runs on a GPU."""
+    chosen = layout.layout_of(rows(LENGTHS), HEADS, META)
+    parts = [part.detach().requires_grad_() for part in vectors(sum(LENGTHS), dtype=torch.bfloat16, device=META)]
+    answer = attention.by_window(parts[0], parts[1], parts[2], chosen, 0.3, varlen_attn)
+    assert (answer.shape, answer.dtype) == ((1, sum(LENGTHS), HEADS, DIM), torch.bfloat16)
+    answer.float().sum().backward()
+    assert [part.grad.shape for part in parts if part.grad is not None] == [parts[0].shape] * 3
+    assert "groups" not in vars(chosen)  # nothing was made that this kernel does not read
