@@ -103,7 +103,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.training.radam": frozenset(),
     "rtrain.training.layerwise": frozenset(),
     "rtrain.training.precision": frozenset(),
-    "rtrain.training.exchange": frozenset({"rtrain.training.rows"}),
+    "rtrain.training.exchange": frozenset({f"rtrain.training.{name}" for name in ("compression", "rows", "transport")}),
+    "rtrain.training.transport": frozenset(),
+    "rtrain.training.compression": frozenset({"rtrain.training.transport"}),
     "rtrain.training.rows": frozenset({"rtrain.training.exchange"}),
     "rtrain.training.step": frozenset(
         {"rtrain.tasks.batch", "rtrain.inputs"} | {f"rtrain.training.{name}" for name in ("exchange", "packed")}
