@@ -76,6 +76,9 @@ class Train(Section):
     workers of one host, and the stock one, with a word of it, where they are on several or on GPUs."""
     gradient_compression: Literal["none", "bf16"] = "none"
     """`bf16` sends gradients in half of the bytes; it changes the weights, and the log says by how much a gradient."""
+    sharded_optimizer: bool = False
+    """Each worker keeps the optimizer's state of a share of the weights (ZeRO stage 1), for less memory and the same
+    weights, bit for bit; updated weights are then sent to the others, which takes time."""
     aggregation_frequency: Positive | None = None
     """Passes of micro_batch rows of a worker between two gradient exchanges; sets rows_per_update. Default 4."""
     rows_per_update: Positive | None = None
@@ -97,7 +100,7 @@ class Train(Section):
 
 SPEED = (
     *("workers", "min_workers", "micro_batch", "tokens_per_pass", "packed", "touched_rows"),
-    *("aggregation_frequency", "gradient_checkpointing", "transport"),
+    *("aggregation_frequency", "gradient_checkpointing", "transport", "sharded_optimizer"),
     *("evaluate_every", "save_every", "keep", "log_every"),
 )
 """Settings of `train` that change speed or what is kept, never the weights, once rows_per_update is resolved."""

@@ -105,6 +105,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.training.precision": frozenset(),
     "rtrain.training.exchange": frozenset({f"rtrain.training.{name}" for name in ("compression", "rows", "transport")}),
     "rtrain.training.transport": frozenset(),
+    "rtrain.training.sharded": frozenset({"rtrain.config", "rtrain.training.exchange", "rtrain.training.optim"}),
     "rtrain.training.compression": frozenset({"rtrain.training.transport"}),
     "rtrain.training.rows": frozenset({"rtrain.training.exchange"}),
     "rtrain.training.step": frozenset(
@@ -130,6 +131,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             "rtrain.training.optim",
             "rtrain.training.replica",
             "rtrain.training.saver",
+            "rtrain.training.sharded",
             "rtrain.training.step",
         }
     ),

@@ -177,7 +177,7 @@ def _ran_once() -> Results | Exception:
     return {(world, rank): json.loads((folder / f"{world}-{rank}.json").read_text()) for world, rank in places}, folder
 
 
-def run(work: Callable[..., None], arguments: tuple[Any, ...], processes: int, within: float = 120.0) -> None:
+def run(work: Callable[..., None], arguments: tuple[Any, ...], processes: int, within: float = 240.0) -> None:
     """Run `work(rank, *arguments)` in processes; raises where one failed, and where they do not end."""
     context = spawn(work, args=arguments, nprocs=processes, join=False)
     end = time.monotonic() + within

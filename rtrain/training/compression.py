@@ -1,6 +1,7 @@
 """What is lost where gradients are sent in fewer bits: measured once, on the first exchange of a start."""
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ class Compared:
             return self._inner.mean(flat)
         exact = self._exact(flat)
         return self._compare(self._inner.mean(flat), exact)
+
+    def spread(self, owned: "Sequence[Sequence[torch.Tensor]]") -> None:
+        self._inner.spread(owned)
 
     def error(self) -> float | None:
         """After an exchange: |sent - exact| / |exact| over all of it, once."""

@@ -1,7 +1,7 @@
 """Gradient exchange: DistributedDataParallel over one of the transports, or nothing for one worker."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rtrain.training import compression, rows, transport
@@ -119,6 +119,11 @@ class Exchange:
         if self.distributed:
             self._transport.mean(tensor.view(-1))
         return tensor
+
+    def spread(self, owned: "Sequence[Sequence[torch.Tensor]]") -> None:
+        """Every worker's tensors `owned[rank]`, contiguous and of the same shapes everywhere, become that rank's."""
+        if self.distributed:
+            self._transport.spread(owned)
 
     def gather(self, values: "npt.NDArray[Any]") -> "list[npt.NDArray[Any]]":
         """Every worker's vector, of any length each, by rank; on every worker."""

@@ -15,7 +15,7 @@ from rtrain.data.store import Store
 from rtrain.tasks import base
 from rtrain.tasks.batch import Ints, Ragged
 from rtrain.tasks.metrics import metric_for
-from rtrain.training import checkpoint, optim, step
+from rtrain.training import checkpoint, optim, sharded, step
 from rtrain.training.evaluate import evaluate
 from rtrain.training.exchange import Exchange
 from rtrain.training.replica import Replica
@@ -147,7 +147,7 @@ def _train(
     clock: Clock,
     saver: Saver,
 ) -> Outcome:
-    optimizer = optim.build(exchange.module, job.recipe.optim)
+    optimizer = sharded.build(exchange, job.recipe, reporter.event)
     state = _restore(saver, identity(job.order), exchange, optimizer, reporter)
     cadence = Cadence(
         last=job.until,
@@ -339,7 +339,7 @@ def _save(
         saver.save(exchange.module, optimizer, state)
         return state.update
 
-    with clock.section("checkpoint"):
+    with clock.section("checkpoint"), sharded.whole(optimizer):
         _decided(exchange, take)
 
 

@@ -10,7 +10,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +22,8 @@ ALIGNED = 64
 CHUNK = 1 << 18
 """Elements that are summed and written at a time: they are still in the processor's cache when they are written."""
 NAME = "rtrain-gradients"
+SMALL = 1 << 16
+"""Elements; smaller tensors are sent as one."""
 TOKEN = 16
 """Bytes at the segment's end by which a worker knows that it has opened this one."""
 
@@ -36,6 +38,10 @@ class Transport(Protocol):
 
     def mean(self, flat: "torch.Tensor") -> "torch.Tensor":
         """`flat`, a vector, replaced by its mean over the workers."""
+        ...
+
+    def spread(self, owned: "Sequence[Sequence[torch.Tensor]]") -> None:
+        """Every worker's tensors `owned[rank]`, contiguous and of the same shapes everywhere, become that rank's."""
         ...
 
 
@@ -59,6 +65,25 @@ class Stock:
 
     def mean(self, flat: "torch.Tensor") -> "torch.Tensor":
         return self.start(flat, last=True).wait()
+
+    def spread(self, owned: "Sequence[Sequence[torch.Tensor]]") -> None:
+        import torch
+        import torch.distributed as dist
+
+        rank = dist.get_rank()
+        under_way: list[Any] = []
+        for owner, tensors in enumerate(owned):
+            small = [one for one in tensors if one.numel() < SMALL]
+            under_way += [dist.broadcast(one, src=owner, async_op=True) for one in tensors if one.numel() >= SMALL]
+            for kind in dict.fromkeys(one.dtype for one in small):
+                alike = [one for one in small if one.dtype == kind]
+                flat = torch.cat([one.view(-1) for one in alike])
+                dist.broadcast(flat, src=owner)
+                if rank != owner:
+                    for one, values in zip(alike, flat.split([one.numel() for one in alike]), strict=True):
+                        one.copy_(values.view_as(one))
+        for work in under_way:
+            work.wait()
 
 
 @dataclass(frozen=True)
@@ -107,6 +132,32 @@ class Shared:
         for piece in flat.split(self.segment.shape[1] // flat.itemsize):
             self.start(piece, last=True).wait()
         return flat
+
+    def spread(self, owned: "Sequence[Sequence[torch.Tensor]]") -> None:
+        """By the parts, which are free after an exchange, and as often as they are full."""
+        room = self.segment[: self.world].view(-1)
+        placed: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        """Rank, tensor and its place, of this round."""
+        first = 0
+        for rank, tensors in enumerate(owned):
+            for tensor in tensors:
+                for piece in tensor.view(-1).split(len(room) // tensor.itemsize):
+                    if first + piece.nbytes > len(room):
+                        self._pass(placed)
+                        placed, first = [], 0
+                    place = room[first : first + piece.nbytes].view(piece.dtype)
+                    if rank == self.rank:
+                        place.copy_(piece)
+                    placed.append((rank, piece, place))
+                    first += _aligned(piece)
+        self._pass(placed)
+
+    def _pass(self, placed: "list[tuple[int, torch.Tensor, torch.Tensor]]") -> None:
+        self._wait()
+        for rank, piece, place in placed:
+            if rank != self.rank:
+                piece.copy_(place)
+        self._wait()  # before anyone writes there again
 
     def _finish(self) -> None:
         """A part is written again after the second wait, when all have summed it; the means after the next exchange's
