@@ -326,7 +326,7 @@ def test_the_others_fail_at_once_when_a_worker_is_killed(tmp_path: Path) -> None
     before = sorted(os.listdir("/dev/shm"))
     context = spawn(_killed, args=(tmp_path,), nprocs=3, join=False)
     for process in context.processes:
-        process.join(timeout=60)
+        process.join(timeout=120)
     assert [process.exitcode for process in context.processes] == [0, 0, -signal.SIGKILL]
     killed = float((tmp_path / "killed").read_text())
     assert all(float((tmp_path / f"failed-{rank}").read_text()) - killed < 10 for rank in range(2))
