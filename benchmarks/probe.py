@@ -3,6 +3,7 @@ matrix product of a core. `torchrun --nproc-per-node 2 -m benchmarks.probe --mod
 """
 
 import argparse
+import copy
 import json
 import statistics
 import time
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 REPEATS = 15
+TRANSPORTS = ("stock", "shared_memory")
 SHAPES = ((2048, 2048, 2048), (1024, 384, 1536), (1024, 1536, 384), (4096, 1024, 1024))
 """Of matrix products in bf16; the best one is the peak."""
 
@@ -33,8 +35,9 @@ def median_seconds(work: Callable[[], Any], repeats: int = REPEATS) -> float:
     return statistics.median(found[1:])
 
 
-def exchange_seconds(folder: Path, model_folder: Path) -> tuple[float, "torch.nn.Module"]:
-    """What an exchange adds to a pass: passes that exchange take turns with passes that do not, on the same rows."""
+def exchange_seconds(folder: Path, model_folder: Path) -> tuple[dict[str, float], "torch.nn.Module"]:
+    """What an exchange adds to a pass, by transport: passes that exchange by each of them take turns with passes that
+    do not, on the same rows."""
     from rtrain.config import Distill
     from rtrain.data import ingest, order, store
     from rtrain.tasks import base
@@ -42,14 +45,17 @@ def exchange_seconds(folder: Path, model_folder: Path) -> tuple[float, "torch.nn
     from rtrain.training.exchange import Exchange
 
     opened, task = store.open_store(folder), base.get("classification")
-    exchange = Exchange(model.build(model_folder, task, opened.manifest.labels, 0))
+    network = model.build(model_folder, task, opened.manifest.labels, 0)
+    by = {name: Exchange(copy.deepcopy(network), by=name) for name in TRANSPORTS}
+    exchange = by[TRANSPORTS[0]]
     loss = losses.for_run(task, Distill(), opened.manifest.head)
     rows_per_update = common.ROWS_PER_PASS * exchange.world
     rows = order.Order(opened.manifest.digest, opened.rows("train"), rows_per_update, 1, 0)
     share = ingest.Share(folder, rows, exchange.world, exchange.rank, None)
-    exchange.module.train()
+    for each in by.values():
+        each.module.train()
 
-    def one(number: int, last: bool) -> float:
+    def one(exchange: Exchange, number: int, last: bool) -> float:
         (tokens,) = ingest.plan_update(opened, share, number).passes
         exchange.begin()
         exchange.barrier()
@@ -59,10 +65,13 @@ def exchange_seconds(folder: Path, model_folder: Path) -> tuple[float, "torch.nn
             loss(logits, tokens).sum().backward()
         return time.perf_counter() - start
 
-    one(0, last=True)
-    numbers = [number % max(1, rows.updates - 1) for number in range(REPEATS)]
-    added = [one(number, last=True) - one(number, last=False) for number in numbers]
-    return statistics.median(added), exchange.module
+    added: dict[str, list[float]] = {name: [] for name in by}
+    for number in range(REPEATS + 1):
+        at = number % max(1, rows.updates - 1)
+        for name, each in by.items():
+            seconds = one(each, at, last=True) - one(each, at, last=False)
+            added[name] += [seconds] if number else []  # after one that is not counted
+    return {name: statistics.median(found) for name, found in added.items()}, exchange.module
 
 
 def weights(network: Any) -> tuple[int, int]:
@@ -101,7 +110,8 @@ def main() -> None:
     gloo = median_seconds(lambda: dist.all_reduce(gradients))
     per_token, per_row = weights(network)
     document = {
-        "exchange_ms": 1e3 * added,
+        "exchange_ms": 1e3 * added["stock"],
+        "exchange_ms_shared_memory": 1e3 * added["shared_memory"],
         "exchange_ms_gloo": 1e3 * gloo,
         "gradient_bytes": 4 * gradients.numel(),
         "gemm_flops": gemm_flops(),

@@ -72,6 +72,14 @@ class Train(Section):
     """Train BERT and its kin without padding; false pads each pass, as Transformers does, to compare the two."""
     touched_rows: bool = True
     """Exchange the rows of the word embedding's gradient that an update touched; false exchanges the whole table."""
+    transport: Literal["stock", "shared_memory"] = "stock"
+    """How gradients go from worker to worker: `stock` is Gloo's sockets (NCCL on GPUs); `shared_memory` is for the
+    workers of one host, and the stock one, with a word of it, where they are on several or on GPUs."""
+    gradient_compression: Literal["none", "bf16"] = "none"
+    """`bf16` sends gradients in half of the bytes; it changes the weights, and the log says by how much a gradient."""
+    sharded_optimizer: bool = False
+    """Each worker keeps the optimizer's state of a share of the weights (ZeRO stage 1), for less memory and the same
+    weights, bit for bit; updated weights are then sent to the others, which takes time."""
     aggregation_frequency: Positive | None = None
     """Passes of micro_batch rows of a worker between two gradient exchanges; sets rows_per_update. Default 4."""
     rows_per_update: Positive | None = None
@@ -95,7 +103,7 @@ class Train(Section):
 
 SPEED = (
     *("workers", "min_workers", "micro_batch", "tokens_per_pass", "packed", "touched_rows"),
-    *("aggregation_frequency", "gradient_checkpointing"),
+    *("aggregation_frequency", "gradient_checkpointing", "transport", "sharded_optimizer"),
     *("evaluate_every", "save_every", "keep", "log_every"),
 )
 """Settings of `train` that change speed or what is kept, never the weights, once rows_per_update is resolved."""
@@ -179,6 +187,8 @@ class Recipe(Section):
         for name, value in ADDED.items():
             if document["optim"][name] == value:
                 del document["optim"][name]
+        if self.train.gradient_compression == "none":
+            del document["train"]["gradient_compression"]
         document["train"]["rows_per_update"] = self.rows_per_update
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -25,8 +25,8 @@ WORK = sides.Work(
 KEYS = (
     *("vs_hf_default", "vs_hf_grouped", "vs_hf_grouped_k4", "vs_ray_documented", "vs_accelerate"),
     *("harness_vs_ddp", "vs_ddp", "scaling_2_over_1_k1", "scaling_2_over_1_k4", "input_wait_share", "first_batch_s"),
-    *("pad_ratio", "exchange_ms", "exchange_ms_gloo", "peak_share", "equal_length_vs_hf", "gain_packing"),
-    "gain_touched_rows",
+    *("pad_ratio", "exchange_ms", "exchange_ms_shared_memory", "exchange_ms_gloo", "peak_share"),
+    *("equal_length_vs_hf", "gain_packing", "gain_touched_rows", "gain_shared_memory"),
 )
 
 

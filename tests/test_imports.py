@@ -111,7 +111,10 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.training.scaling": frozenset(),
     "rtrain.training.cadence": frozenset(),
     "rtrain.training.totals": frozenset({"rtrain.training.exchange", "rtrain.training.step"}),
-    "rtrain.training.exchange": frozenset({"rtrain.training.rows"}),
+    "rtrain.training.exchange": frozenset({f"rtrain.training.{name}" for name in ("compression", "rows", "transport")}),
+    "rtrain.training.transport": frozenset(),
+    "rtrain.training.sharded": frozenset({"rtrain.config", "rtrain.training.exchange", "rtrain.training.optim"}),
+    "rtrain.training.compression": frozenset({"rtrain.training.transport"}),
     "rtrain.training.rows": frozenset({"rtrain.training.exchange"}),
     "rtrain.training.step": frozenset(
         {"rtrain.tasks.batch", "rtrain.inputs"}
@@ -139,6 +142,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             "rtrain.training.replica",
             "rtrain.training.saver",
             "rtrain.training.scaling",
+            "rtrain.training.sharded",
             "rtrain.training.step",
             "rtrain.training.totals",
         }

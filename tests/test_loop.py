@@ -128,7 +128,11 @@ def start(
     recorder, clock = Recorder(), loop.Clock()
     outcome = None
     try:
-        outcome = loop.train(job, Exchange(network), updates, recorder, clock)
+        settings = recipe.train
+        exchange = Exchange(
+            network, say=recorder.event, by=settings.transport, compressed=settings.gradient_compression
+        )
+        outcome = loop.train(job, exchange, updates, recorder, clock)
     except Killed:
         assert kill is not None
     folders.append(names(run))

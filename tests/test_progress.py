@@ -60,6 +60,18 @@ def test_a_start_says_to_what_the_learning_rate_rises(capsys: pytest.CaptureFixt
     assert shown(capsys, start) == ["4 workers, bf16, learning rate 0.000283 at its peak, from update 0"]
 
 
+def test_how_gradients_go_is_said_where_it_is_not_as_asked_or_loses_something(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = {"kind": "transport", "asked": "shared_memory", "used": "shared_memory", "reason": None}
+    assert shown(
+        capsys, asked, {**asked, "used": "stock", "reason": "there is a GPU"}, {"kind": "compressed", "error": 0.00171}
+    ) == [
+        "train.transport=shared_memory: stock is used, as there is a GPU",
+        "gradients are sent in fewer bits, with an error of 1.7e-03 of their norm",
+    ]
+
+
 def test_time_left_is_by_the_updates_of_this_start(capsys: pytest.CaptureFixture[str]) -> None:
     start = {"kind": "started", "workers": 1, "precision": "fp32", "update": 0}
     lines = shown(capsys, start, update(10, 100.0), update(30, 110.0), start, update(90, 500.0), update(95, 520.0))

@@ -108,7 +108,9 @@ class _Group:
     def run(self, case: Case) -> None:
         clock = loop.Clock()
         with clock.section("case"):
-            exchange = Exchange(copy.deepcopy(self.start), touched_rows=self.job.recipe.train.touched_rows)
+            train = self.job.recipe.train
+            # Compression is left out: what it loses is asked for, and no fault of the sums.
+            exchange = Exchange(copy.deepcopy(self.start), touched_rows=train.touched_rows, by=train.transport)
             reference = _Reference(self.job.run / REFERENCE, exchange.rank == 0, self.settings["updates"])
             measured = self._train(case, exchange, reference)
             measured.workers_differ = _differing(exchange)

@@ -47,6 +47,7 @@ def summarise(run: Path) -> dict[str, Any]:
         "status": status(log),
         "workers": starts[-1]["workers"] if starts else None,
         "precision": starts[-1]["precision"] if starts else None,
+        "exchange": exchange(log),
         "updates": end.get("updates", last.get("update", 0)),
         "skipped": sum(event["kind"] == "skipped" for event in log),
         "loss_scale": end.get("loss_scale"),
@@ -67,6 +68,19 @@ def summarise(run: Path) -> dict[str, Any]:
         "data_digest": created.get("data_digest"),
         "order_digest": end.get("order_digest"),
         "certificate": next((event["certificate"] for event in reversed(log) if event["kind"] == "drilled"), None),
+    }
+
+
+def exchange(log: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the newest start: the transport of its gradients, what compressing them loses (relative to their norm), and
+    the bytes of optimizer state of each worker where it is sharded."""
+    starts = [place for place, event in enumerate(log) if event["kind"] == "started"]
+    # The transport and the shards are chosen before a start says that it has started, and after the one before it has.
+    found = {event["kind"]: event for event in log[starts[-2] if len(starts) > 1 else 0 :]}
+    return {
+        "transport": found.get("transport", {}).get("used", "stock"),
+        "gradient_error": found.get("compressed", {}).get("error"),
+        "state_bytes": found.get("sharded", {}).get("state_bytes"),
     }
 
 

@@ -1,10 +1,10 @@
-"""Gradient exchange: DistributedDataParallel over the stock transport, or nothing for one worker."""
+"""Gradient exchange: DistributedDataParallel over one of the transports, or nothing for one worker."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rtrain.training import rows
+from rtrain.training import compression, rows, transport
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -15,14 +15,23 @@ class Exchange:
     """One model and its exchange. `model` is what passes call; it averages gradients over workers once per update."""
 
     def __init__(
-        self, module: "torch.nn.Module", alive: Callable[[], None] = lambda: None, *, touched_rows: bool = True
+        self,
+        module: "torch.nn.Module",
+        alive: Callable[[], None] = lambda: None,
+        say: Callable[..., None] = lambda kind, **fields: None,
+        *,
+        touched_rows: bool = True,
+        by: str = "stock",
+        compressed: str = "none",
     ):
-        """`alive` is called before every pass: whoever watches over this worker sees that it goes on. `touched_rows`:
-        of the word embedding's gradient, exchange the rows that the update touched."""
+        """`alive` is called before every pass: whoever watches over this worker sees that it goes on. `say` is told, on
+        every worker, by which transport gradients go and what compression costs. `touched_rows`: of the word
+        embedding's gradient, exchange the rows that the update touched. `by`, `compressed`: as `train.transport` and
+        `train.gradient_compression`."""
         import torch.distributed as dist
 
         self.module = module
-        self.alive = alive
+        self.alive, self._say = alive, say
         self.distributed = dist.is_initialized() and dist.get_world_size() > 1
         self.world = dist.get_world_size() if self.distributed else 1
         self.rank = dist.get_rank() if self.distributed else 0
@@ -36,6 +45,24 @@ class Exchange:
                 DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [table[0]])
             # gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them all per update.
             self.model = DistributedDataParallel(module, gradient_as_bucket_view=True)
+            self._transport, hooked = self._carried(by, compressed)
+            if hooked:  # else the buckets go as DistributedDataParallel sends them by itself
+                # No method of this object: the hook is kept below Python, where no collector finds a cycle.
+                self.model.register_comm_hook(
+                    self._transport, lambda state, bucket: state.start(bucket.buffer(), bucket.is_last())
+                )
+
+    def _carried(self, by: str, compressed: str) -> "tuple[transport.Transport, bool]":
+        """The transport, and whether it is to have DistributedDataParallel's buckets. Asked for on every worker."""
+        sent = compression.sent(compressed)
+        made: transport.Transport = transport.Stock(self.world, sent)
+        if by == "shared_memory":
+            found = transport.share([one for one in self._others() if one.requires_grad], self.rank, self.world, sent)
+            reason = found if isinstance(found, str) else None
+            made = made if isinstance(found, str) else found
+            self._say("transport", asked=by, used=made.name, reason=reason)
+        hooked = made.name != "stock" or sent is not None
+        return (made if sent is None else compression.Compared(made, self.world)), hooked
 
     def begin(self) -> None:
         """Before the first pass of an update."""
@@ -58,6 +85,9 @@ class Exchange:
                 self.rows.gathers = False
         if self.rows is not None and last:
             self.rows.complete(self)
+        compared = self._transport if last and self.distributed else None
+        if isinstance(compared, compression.Compared) and (error := compared.error()) is not None:
+            self._say("compressed", error=error)
 
     def gradients(self) -> "list[torch.Tensor]":
         """The complete gradient: a tensor of each parameter that has one, of the word embedding its touched rows."""
@@ -92,6 +122,17 @@ class Exchange:
 
             dist.all_reduce(tensor)
         return tensor
+
+    def mean(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """`tensor`, a part of the gradient, replaced by its mean over the workers."""
+        if self.distributed:
+            self._transport.mean(tensor.view(-1))
+        return tensor
+
+    def spread(self, owned: "Sequence[Sequence[torch.Tensor]]") -> None:
+        """Every worker's tensors `owned[rank]`, contiguous and of the same shapes everywhere, become that rank's."""
+        if self.distributed:
+            self._transport.spread(owned)
 
     def gather(self, values: "npt.NDArray[Any]") -> "list[npt.NDArray[Any]]":
         """Every worker's vector, of any length each, by rank; on every worker."""

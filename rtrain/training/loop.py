@@ -15,7 +15,7 @@ from rtrain.data.store import Store
 from rtrain.tasks import base
 from rtrain.tasks.batch import Ints, Ragged
 from rtrain.tasks.metrics import metric_for
-from rtrain.training import checkpoint, optim, scaling, step
+from rtrain.training import checkpoint, optim, scaling, sharded, step
 from rtrain.training.cadence import Cadence
 from rtrain.training.evaluate import evaluate
 from rtrain.training.exchange import Exchange
@@ -124,7 +124,7 @@ def _train(
     clock: Clock,
     saver: Saver,
 ) -> Outcome:
-    optimizer = optim.build(exchange.module, job.recipe.optim)
+    optimizer = sharded.build(exchange, job.recipe, reporter.event)
     state = _restore(saver, identity(job.order), exchange, optimizer, reporter)
     state = replace(state, scale=state.scale or scaling.first(job.precision))
     cadence = Cadence(
@@ -342,7 +342,7 @@ def _save(
         saver.save(exchange.module, optimizer, state)
         return state.update
 
-    with clock.section("checkpoint"):
+    with clock.section("checkpoint"), sharded.whole(optimizer):
         _decided(exchange, take)
 
 

@@ -1,6 +1,7 @@
 """AdamW and RAdam on the fused kernel, and the learning rate as a pure function of the update number."""
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rtrain.config import Optim, Recipe
@@ -13,12 +14,16 @@ FACTOR = "lr_factor"
 """Key of a group's factor of the learning rate, by `optim.layer_decay`."""
 
 
-def build(model: "torch.nn.Module", optim: Optim) -> "torch.optim.Optimizer":
+def build(
+    model: "torch.nn.Module",
+    optim: Optim,
+    made: "Callable[[type[torch.optim.Optimizer]], type[torch.optim.Optimizer]]" = lambda kind: kind,
+) -> "torch.optim.Optimizer":
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) or RAdam, of all parameters that ask for a gradient.
 
     Decay is decoupled; one-dimensional parameters, biases and normalisations, have none. A group holds the parameters
     of one factor of the learning rate and one decay. Checkpoints hold no groups: these are a function of the model and
-    the settings.
+    the settings. `made` gives the class that is used in place of torch's or radam's.
     """
     import torch
 
@@ -31,8 +36,8 @@ def build(model: "torch.nn.Module", optim: Optim) -> "torch.optim.Optimizer":
         {"params": found[factor, decay], "weight_decay": decay, "lr": optim.lr * factor, FACTOR: factor}
         for factor, decay in sorted(found, reverse=True)
     ]
-    kind = radam.optimizer_class() if optim.name == "radam" else torch.optim.AdamW
-    return kind(groups, lr=optim.lr, fused=True)
+    kind: Any = made(radam.optimizer_class() if optim.name == "radam" else torch.optim.AdamW)
+    return kind(groups, lr=optim.lr, fused=True)  # type: ignore[no-any-return]
 
 
 def set_rate(optimizer: "torch.optim.Optimizer", rate: float) -> None:

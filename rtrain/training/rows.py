@@ -84,8 +84,8 @@ class TouchedRows:
             every = np.unique(np.concatenate(exchange.gather(rows.cpu().numpy())))
             union = torch.from_numpy(every).to(rows.device)
             shared = sums.new_zeros(len(union), sums.shape[1])
-            shared[torch.searchsorted(union, rows)] = sums / exchange.world
-            rows, sums = union, exchange.sum(shared)
+            shared[torch.searchsorted(union, rows)] = sums
+            rows, sums = union, exchange.mean(shared)
         self._dense.index_fill_(0, self._filled, 0.0)
         self._dense.index_copy_(0, rows, sums)
         self._filled, weight.grad = rows, self._dense

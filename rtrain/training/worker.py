@@ -98,7 +98,15 @@ def run(settings: dict[str, Any]) -> None:
         model.place(network, _device())
         loss = losses.for_run(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing)
         fits = _fitting(network, folder, source, recipe, store, loss)
-        exchange = Exchange(network, partial(_alive, folder, rank, stall_s), touched_rows=recipe.train.touched_rows)
+        reporter = _TrainReporter(folder, rank)
+        exchange = Exchange(
+            network,
+            partial(_alive, folder, rank, stall_s),
+            reporter.event,
+            touched_rows=recipe.train.touched_rows,
+            by=recipe.train.transport,
+            compressed=recipe.train.gradient_compression,
+        )
         order = Order(
             store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, recipe.train.seed
         )
@@ -122,7 +130,6 @@ def run(settings: dict[str, Any]) -> None:
     if rank == 0 and most_tokens < asked:
         events.append(folder, "smaller_passes", tokens=most_tokens)
     share = ingest.Share(store.folder, order, world, rank, most_rows, most_tokens, recipe.distill.teacher)
-    reporter = _TrainReporter(folder, rank)
     outcome = loop.train(job, exchange, lambda start, stop: ingest.stream(share, start, stop), reporter, clock)
     if outcome.finished:
         answers = dict(outcome.outcomes)

@@ -1,0 +1,277 @@
+"""How workers take the mean of their gradients: by the process group's own sums, or through memory that they share.
+
+Gloo sends gradients through TCP sockets, also between two processes of one machine. Through a shared segment each
+worker writes its gradient once, adds up its own share of all of them, and reads the other shares. What a worker waits
+for is a sum of one number by the process group, twice an exchange: where a worker dies, the others' sum fails at once.
+"""
+
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    Future = torch.futures.Future[torch.Tensor]
+
+ALIGNED = 64
+"""Bytes: a cache line."""
+CHUNK = 1 << 18
+"""Elements that are summed and written at a time: they are still in the processor's cache when they are written."""
+NAME = "rtrain-gradients"
+SMALL = 1 << 16
+"""Elements; smaller tensors are sent as one."""
+TOKEN = 16
+"""Bytes at the segment's end by which a worker knows that it has opened this one."""
+
+
+class Transport(Protocol):
+    name: str
+
+    def start(self, flat: "torch.Tensor", last: bool) -> "Future":
+        """Begin to replace `flat`, a vector, by its mean over the workers. Every worker starts the same ones in the
+        same order; none is done before `last`, the last one of an exchange, was started by all."""
+        ...
+
+    def mean(self, flat: "torch.Tensor") -> "torch.Tensor":
+        """`flat`, a vector, replaced by its mean over the workers."""
+        ...
+
+    def spread(self, owned: "Sequence[Sequence[torch.Tensor]]") -> None:
+        """Every worker's tensors `owned[rank]`, contiguous and of the same shapes everywhere, become that rank's."""
+        ...
+
+
+class Stock:
+    """By the process group. `sent` is the type in which numbers are sent; None: their own."""
+
+    name = "stock"
+
+    def __init__(self, world: int, sent: "torch.dtype | None" = None):
+        self._world, self._sent = world, sent
+
+    def start(self, flat: "torch.Tensor", last: bool) -> "Future":
+        import torch
+        import torch.distributed as dist
+
+        part = torch.div(flat, self._world, out=torch.empty_like(flat, dtype=self._sent or flat.dtype))
+        work = dist.all_reduce(part, async_op=True)
+        assert work is not None
+        future: Future = work.get_future().then(lambda done: flat.copy_(done.value()[0]))
+        return future
+
+    def mean(self, flat: "torch.Tensor") -> "torch.Tensor":
+        return self.start(flat, last=True).wait()
+
+    def spread(self, owned: "Sequence[Sequence[torch.Tensor]]") -> None:
+        import torch
+        import torch.distributed as dist
+
+        rank = dist.get_rank()
+        under_way: list[Any] = []
+        for owner, tensors in enumerate(owned):
+            small = [one for one in tensors if one.numel() < SMALL]
+            under_way += [dist.broadcast(one, src=owner, async_op=True) for one in tensors if one.numel() >= SMALL]
+            for kind in dict.fromkeys(one.dtype for one in small):
+                alike = [one for one in small if one.dtype == kind]
+                flat = torch.cat([one.view(-1) for one in alike])
+                dist.broadcast(flat, src=owner)
+                if rank != owner:
+                    for one, values in zip(alike, flat.split([one.numel() for one in alike]), strict=True):
+                        one.copy_(values.view_as(one))
+        for work in under_way:
+            work.wait()
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A vector that is written and not yet summed."""
+
+    flat: "torch.Tensor"
+    first: int
+    """Byte of the segment's parts at which it begins."""
+    future: "Future"
+
+
+@dataclass
+class Shared:
+    """Through a segment of `world` parts, which the workers write, and one more for the means.
+
+    Terms are added in the order of ranks, by the worker that has that share: all workers get the same bits, whatever
+    the buckets are. Two workers' mean is the stock transport's, bit for bit: two terms have one order.
+    """
+
+    segment: "torch.Tensor"
+    """Bytes, [world + 1, capacity]."""
+    rank: int
+    sent: "torch.dtype | None" = None
+    """In which type numbers lie in the segment; None: their own. They are added in the vector's own."""
+    name: str = field(default="shared_memory", init=False)
+    _held: list[_Held] = field(default_factory=list, init=False)
+
+    @property
+    def world(self) -> int:
+        return self.segment.shape[0] - 1
+
+    def start(self, flat: "torch.Tensor", last: bool) -> "Future":
+        import torch
+
+        before = self._held[-1] if self._held else None
+        first = before.first + _aligned(before.flat) if before else 0
+        held = _Held(flat, first, torch.futures.Future())
+        torch.div(flat, self.world, out=self._part(held, self.rank))
+        self._held.append(held)
+        if last:
+            self._finish()
+        return held.future
+
+    def mean(self, flat: "torch.Tensor") -> "torch.Tensor":
+        for piece in flat.split(self.segment.shape[1] // flat.itemsize):
+            self.start(piece, last=True).wait()
+        return flat
+
+    def spread(self, owned: "Sequence[Sequence[torch.Tensor]]") -> None:
+        """By the parts, which are free after an exchange, and as often as they are full."""
+        room = self.segment[: self.world].view(-1)
+        placed: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        """Rank, tensor and its place, of this round."""
+        first = 0
+        for rank, tensors in enumerate(owned):
+            for tensor in tensors:
+                for piece in tensor.view(-1).split(len(room) // tensor.itemsize):
+                    if first + piece.nbytes > len(room):
+                        self._pass(placed)
+                        placed, first = [], 0
+                    place = room[first : first + piece.nbytes].view(piece.dtype)
+                    if rank == self.rank:
+                        place.copy_(piece)
+                    placed.append((rank, piece, place))
+                    first += _aligned(piece)
+        self._pass(placed)
+
+    def _pass(self, placed: "list[tuple[int, torch.Tensor, torch.Tensor]]") -> None:
+        self._wait()
+        for rank, piece, place in placed:
+            if rank != self.rank:
+                piece.copy_(place)
+        self._wait()  # before anyone writes there again
+
+    def _finish(self) -> None:
+        """A part is written again after the second wait, when all have summed it; the means after the next exchange's
+        first one, when all have read them."""
+        exchanged, self._held = self._held, []
+        self._wait()
+        for held in exchanged:
+            self._sum(held)
+        self._wait()
+        for held in exchanged:
+            means = self._part(held, self.world)
+            begin, end = self._share(held, self.rank)
+            held.flat[:begin].copy_(means[:begin])
+            held.flat[end:].copy_(means[end:])
+            held.future.set_result(held.flat)
+
+    def _sum(self, held: _Held) -> None:
+        """This worker's share of the mean, into `flat` and the segment."""
+        import torch
+
+        means = self._part(held, self.world)
+        parts = [self._part(held, rank) for rank in range(self.world)]
+        begin, end = self._share(held, self.rank)
+        for start in range(begin, end, CHUNK):
+            chunk = slice(start, min(start + CHUNK, end))
+            total = held.flat[chunk]
+            torch.add(parts[0][chunk].to(total.dtype), parts[1][chunk], out=total)
+            for part in parts[2:]:
+                total += part[chunk]
+            means[chunk].copy_(total)
+            if means.dtype != total.dtype:
+                total.copy_(means[chunk])  # as the others read it
+
+    def _share(self, held: _Held, rank: int) -> tuple[int, int]:
+        size = held.flat.numel()
+        return size * rank // self.world, size * (rank + 1) // self.world
+
+    def _part(self, held: _Held, number: int) -> "torch.Tensor":
+        kind = self.sent or held.flat.dtype
+        bytes_ = self.segment[number, held.first : held.first + held.flat.numel() * kind.itemsize]
+        return bytes_.view(kind)
+
+    def _wait(self) -> None:
+        """Until all workers are here; fails where one has died."""
+        import torch
+        import torch.distributed as dist
+
+        dist.all_reduce(torch.zeros(1))
+
+
+def _aligned(tensor: "torch.Tensor") -> int:
+    return -(-tensor.numel() * tensor.itemsize // ALIGNED) * ALIGNED
+
+
+def share(tensors: "Sequence[torch.Tensor]", rank: int, world: int, sent: "torch.dtype | None") -> Shared | str:
+    """A shared segment for gradients of the shapes of `tensors`, or why there is none. Called on every rank, which all
+    come to the same: where one of them cannot, none does."""
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        return "gradients lie on a GPU"
+    row = sum(_aligned(tensor) for tensor in tensors)
+    opened = _open((world + 1) * row, rank)
+    return opened if isinstance(opened, str) else Shared(opened.view(world + 1, row), rank, sent)
+
+
+def _open(size: int, rank: int) -> "torch.Tensor | str":
+    """`size` bytes that rank 0 makes and all others open. They have no name that could stay behind: the kernel frees
+    them with the last process that has them open, however it ends."""
+    import torch
+    import torch.distributed as dist
+
+    made, error = -1, ""
+    facts = torch.zeros(3, dtype=torch.int64)
+    token = secrets.randbits(62)
+    if rank == 0:
+        try:
+            made = os.memfd_create(NAME)
+            # Now, and not at the first write, where a lack of memory would end the process.
+            os.posix_fallocate(made, 0, size + TOKEN)
+            os.pwrite(made, token.to_bytes(TOKEN, "little"), size)
+            facts = torch.tensor([os.getpid(), made, token])
+        except (OSError, AttributeError) as found:  # AttributeError: not on Linux
+            error = str(found)
+    try:
+        dist.broadcast(facts, src=0)
+        process, number, token = facts.tolist()
+        mapped = _map(f"/proc/{process}/fd/{number}", size, token) if process else None
+        # No one goes on before all have opened it: rank 0 then closes it.
+        seen = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+        seen[rank] = mapped is not None
+        dist.all_reduce(seen)
+    finally:
+        if made >= 0:
+            os.close(made)
+    if not process:
+        return f"{size:,} bytes cannot be shared: {error or 'rank 0 says why'}"
+    if mapped is None or not seen.all():
+        apart = [other for other, there in enumerate(seen.tolist()) if not there]
+        return f"workers {apart} do not share rank 0's memory: they are on another host or in another container"
+    return torch.frombuffer(mapped, dtype=torch.uint8, count=size)
+
+
+def _map(path: str, size: int, token: int) -> mmap.mmap | None:
+    """The segment, or None: on another host that path is no file, or another one."""
+    try:
+        if NAME not in os.readlink(path):
+            return None
+        opened = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        if os.pread(opened, TOKEN, size) != token.to_bytes(TOKEN, "little"):
+            return None
+        return mmap.mmap(opened, size + TOKEN)
+    except OSError:
+        return None
+    finally:
+        os.close(opened)

@@ -1,0 +1,204 @@
+"""Runs by other transports, with the optimizer's state in shares: the same checkpoints, bit for bit, also resumed."""
+
+import atexit
+import json
+import shutil
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rtrain.config import Recipe, load
+from rtrain.training import optim, sharded
+from rtrain.training.exchange import Exchange
+from tests import test_loop
+from tests.test_transport import Network, joined, run
+
+WORLDS = (2, 3)
+RADAM = {"name": "radam", "layer_decay": 0.8}
+MEMORY = {"transport": "shared_memory"}
+SHARDED = {"sharded_optimizer": True}
+BF16 = {"gradient_compression": "bf16"}
+KILLED_AT = 2
+# Name -> settings until the run is killed in its third update (None: it is not), and settings of the rest of it.
+RUNS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+    "plain": (None, {}),
+    "memory": (None, MEMORY),
+    "memory, killed": (MEMORY, MEMORY),
+    "sharded": (None, SHARDED),
+    "sharded by memory": (None, SHARDED | MEMORY),
+    "sharded, resumed plain": (SHARDED, {}),
+    "plain, resumed sharded": ({}, SHARDED),
+    "bf16": (None, BF16),
+    "bf16 by memory, killed": (BF16 | MEMORY, BF16 | MEMORY),
+}
+
+
+def _worker(rank: int, folder: Path) -> None:
+    for world in sorted(WORLDS, reverse=True):
+        if rank < world:
+            joined(rank, world, folder)
+            found = {
+                "runs": {name: _run(folder, name, world, rank) for name in RUNS},
+                "bytes": {by: _bytes(world, rank, by) for by in ("stock", "shared_memory")},
+            }
+            (folder / f"{world}-{rank}.json").write_text(json.dumps(found))
+            dist.destroy_process_group()
+
+
+def _run(folder: Path, name: str, world: int, rank: int) -> dict[str, Any]:
+    ground, place = folder / "ground", folder / f"{world} {name}"
+    before, after = RUNS[name]
+    chosen: dict[str, Any] = {"save_every": 1, "keep": 9, "world": world, "rank": rank, "rules": RADAM}
+    if before is not None:
+        test_loop.start(ground, place, kill=KILLED_AT, **chosen, **before)
+    ran = test_loop.start(ground, place, **chosen, **after)
+    assert ran.outcome is not None
+    said = {kind: ran.recorder.of(kind) for kind in ("transport", "compressed", "sharded")}
+    return {"from": ran.recorder.of("started")[0]["update"], "weights": test_loop.weights_digest(ran.network), **said}
+
+
+def recipe(**train: Any) -> Recipe:
+    return load("intent", {f"train.{name}": value for name, value in train.items()}).recipe
+
+
+def _bytes(world: int, rank: int, by: str) -> dict[str, Any]:
+    """Of state: what is said, what a worker has after an update, and what rank 0 has inside `whole`."""
+    torch.manual_seed(5)  # as all workers of a run do
+    network = Network()
+    network.layers[3].requires_grad_(False)
+    exchange = Exchange(network, by=by)
+    said: list[list[int]] = []
+    optimizer = sharded.build(exchange, recipe(**SHARDED), lambda kind, state_bytes: said.append(state_bytes))
+    other = Network()
+    other.load_state_dict(network.state_dict())
+    other.layers[3].requires_grad_(False)
+    plain = optim.build(other, recipe().optim)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        for parameter, copy in zip(network.parameters(), other.parameters(), strict=True):
+            if parameter.requires_grad and parameter is not network.layers[5].bias:
+                parameter.grad = torch.randn_like(parameter)
+                copy.grad = parameter.grad.clone()
+        optimizer.step()
+        plain.step()
+        assert all(torch.equal(one, two) for one, two in zip(network.parameters(), other.parameters(), strict=True))
+    own = _size(optimizer)
+    with sharded.whole(optimizer):
+        whole = _size(optimizer)
+        same = rank > 0 or all(
+            torch.equal(optimizer.state[one][name], value)
+            for one, two in zip(network.parameters(), other.parameters(), strict=True)
+            for name, value in plain.state.get(two, {}).items()
+        )
+    return {"said": said, "own": own, "whole": whole, "plain": _size(plain), "after": _size(optimizer), "same": same}
+
+
+def _size(optimizer: torch.optim.Optimizer) -> int:
+    return sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+
+
+Results = tuple[dict[tuple[int, int], dict[str, Any]], Path]
+
+
+@lru_cache(maxsize=1)
+def _ran_once() -> Results | Exception:
+    folder = Path(mkdtemp(prefix="rtrain-sharded-"))
+    atexit.register(shutil.rmtree, folder)
+    try:
+        test_loop.make_ground(folder / "ground")
+        run(_worker, (folder,), max(WORLDS), within=400.0)
+    except Exception as error:
+        return error
+    places = [(world, rank) for world in WORLDS for rank in range(world)]
+    return {(world, rank): json.loads((folder / f"{world}-{rank}.json").read_text()) for world, rank in places}, folder
+
+
+def on_workers() -> Results:
+    found = _ran_once()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def checkpoints(folder: Path, world: int, name: str) -> list[dict[str, str]]:
+    """Of every update, SHA-256 of weights, optimizer and state."""
+    run = folder / f"{world} {name}"
+    return [test_loop.fingerprint(run, update) for update in range(1, test_loop.UPDATES + 1)]
+
+
+SAME = [
+    *((2, name, "plain") for name in RUNS if "bf16" not in name and name != "plain"),
+    (2, "bf16 by memory, killed", "bf16"),
+    (3, "sharded", "plain"),
+    (3, "sharded, resumed plain", "plain"),
+    (3, "plain, resumed sharded", "plain"),
+    (3, "memory, killed", "memory"),
+    (3, "sharded by memory", "memory"),
+]
+"""Of three workers' gradients the order of summation is the transport's."""
+
+
+@pytest.mark.parametrize(("world", "name", "like"), SAME)
+def test_every_checkpoint_is_the_same(world: int, name: str, like: str) -> None:
+    results, folder = on_workers()
+    assert checkpoints(folder, world, name) == checkpoints(folder, world, like)
+    weights = {results[world, rank]["runs"][one]["weights"] for rank in range(world) for one in (name, like)}
+    assert len(weights) == 1
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_runs_are_what_their_names_say(world: int) -> None:
+    results, folder = on_workers()
+    for name, (before, after) in RUNS.items():
+        for rank in range(world):
+            found = results[world, rank]["runs"][name]
+            assert found["from"] == (0 if before is None else KILLED_AT)
+            used = [event["used"] for event in found["transport"]]
+            assert used == (["shared_memory"] if "transport" in after else [])
+            assert [0 < event["error"] < 2.0**-7 for event in found["compressed"]] == [True] * ("bf16" in name)
+            assert len(found["sharded"]) == ("sharded_optimizer" in after)
+    assert checkpoints(folder, world, "bf16")[0] != checkpoints(folder, world, "plain")[0]
+
+
+@pytest.mark.parametrize("by", ["stock", "shared_memory"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_worker_has_its_share_of_the_state_and_rank_0_all_of_it_while_it_saves(world: int, by: str) -> None:
+    results, _ = on_workers()
+    found = [results[world, rank]["bytes"][by] for rank in range(world)]
+    unused = 2 * 4 * 300 + 4  # the bias that had no gradient has no state
+    assert all(one["said"] == found[0]["said"] for one in found)
+    [sizes] = found[0]["said"]
+    assert sum(sizes) == found[0]["plain"] + unused
+    assert max(sizes) < 1.5 * sum(sizes) / world
+    assert sum(one["own"] for one in found) == found[0]["plain"]
+    assert all(size - one["own"] in (0, unused) for size, one in zip(sizes, found, strict=True))
+    assert [one["after"] for one in found] == [one["own"] for one in found]
+    assert found[0]["whole"] == found[0]["plain"]
+    assert all(one["same"] for one in found)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "expected"),
+    [
+        ([5, 3, 3, 2], 2, [0, 1, 1, 0]),
+        ([1, 1, 8], 3, [1, 2, 0]),
+        ([7], 3, [0]),
+        ([], 2, []),
+        ([2, 2, 2, 2], 2, [0, 1, 0, 1]),
+    ],
+)
+def test_the_largest_goes_to_whoever_has_least(sizes: list[int], world: int, expected: list[int]) -> None:
+    assert sharded.owners(sizes, world) == expected
+
+
+def test_one_worker_has_the_whole_optimizer() -> None:
+    network = Network()
+    optimizer = sharded.build(Exchange(network), recipe(**SHARDED))
+    assert type(optimizer) is torch.optim.AdamW
+    with sharded.whole(optimizer):
+        assert not optimizer.state
