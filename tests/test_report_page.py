@@ -13,7 +13,7 @@ from rtrain import cli
 from rtrain.errors import UserError
 from rtrain.report import collect, events, html, predictions
 from rtrain.report.blocks import Cards, Figure, Section, Table
-from rtrain.report.sections import answers, certificate, curves, data, hardest, overview, slices, timing
+from rtrain.report.sections import answers, certificate, curves, data, hardest, overview, slices, terms, timing
 from rtrain.training import driver
 from tests.conftest import labelled_rows
 from tests.reports import answers_of, make_run, write_predictions, write_scores
@@ -126,6 +126,23 @@ def test_frequent_words_and_those_of_a_label(known: collect.Run) -> None:
     words = {row[0]: row[1] for row in table(found, "Words that set each label apart").rows}
     assert "password" in str(words["login"])
     assert "password" not in str(words["parcel"])
+
+
+def test_a_row_in_several_windows_is_one_row_of_words(tmp_path: Path) -> None:
+    """Its words are those of all windows; counted by windows, words would stand beside other rows' labels."""
+    rows = [(" ".join([text] * (1 + row % 7)), label) for row, (text, label) in enumerate(labelled_rows(90))]
+    run = collect.read(make_run(tmp_path, rows, **{"data.window": 16, "data.stride": 4}))
+    assert run.store is not None
+    assert (run.store.read("train", np.arange(run.store.rows("train"))).windows > 1).any()
+    every = np.arange(run.store.rows("train"))
+    encoder = tmp_path / "encoder" / "tokenizer.json"
+    assert len(terms.texts(run.store, encoder, every)) == run.store.rows("train")
+    words = {row[0]: row[1] for row in table(data.section(run), "Words that set each label apart").rows}
+    assert "password" in str(words["login"])
+
+
+def test_words_before_an_apostrophe_are_no_words_of_their_own() -> None:
+    assert terms.WORD.findall("don ' t use it, isn't doesn \u2019 t; the don of dont") == ["use", "the", "don", "dont"]
 
 
 def test_curve_of_repeated_updates_is_drawn_once_and_the_crash_is_marked(known: collect.Run) -> None:
