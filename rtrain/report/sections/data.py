@@ -11,7 +11,6 @@ from rtrain.report.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.collect import Run
 from rtrain.report.sections import labels, terms
 from rtrain.report.svg import number
-from rtrain.tasks import base
 
 MOST_BAD = 50
 NAMES = {"train": "training", "valid": "validation", "test": "test"}
@@ -59,7 +58,7 @@ def _splits(run: Run, store: Store) -> Table:
         middle, high = np.percentile(found, (50, 95)) if len(found) else (0, 0)
         rows.append((NAMES[split], count, store.manifest.tokens[split], f"{middle:.0f}", f"{high:.0f}"))
     cut = store.manifest.truncated
-    read = base.reading(base.get(run.config.recipe.task), run.config.recipe.data)
+    read = run.reading
     if read.max_windows > 1:
         note = f"Longer rows are read in windows of {read.max_tokens} tokens, of which neighbours share {read.stride}"
         note += f": {cut:,} rows have more than {read.max_windows} and were cut." if cut else "; none was cut."
@@ -75,7 +74,7 @@ def _lengths(run: Run, store: Store) -> Figure:
     found = {split: lengths(store, split) for split in store.manifest.rows if store.rows(split)}
     edges = stats.edges(np.concatenate(list(found.values())))
     shares = {NAMES[split]: (100 * np.histogram(v, edges)[0] / len(v)).tolist() for split, v in found.items()}
-    read, longest = base.reading(base.get(run.config.recipe.task), run.config.recipe.data), float(edges[-1])
+    read, longest = run.reading, float(edges[-1])
     limit, what = read.max_tokens, "cut at" if read.max_windows == 1 else "window of"
     chart = charts.histogram(
         edges.tolist(),

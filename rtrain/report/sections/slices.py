@@ -14,8 +14,9 @@ from rtrain.report.charts import Bar
 from rtrain.report.collect import Run
 from rtrain.report.predictions import Predictions
 from rtrain.report.svg import score_name, short, three
-from rtrain.scores import LENGTH
 
+LENGTH = "length"
+"""The slices by tokens in scores-<split>.json."""
 FEWEST = 10
 """Rows below which a slice's score is noise."""
 SHOWN = 15
