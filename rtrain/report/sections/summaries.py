@@ -17,6 +17,7 @@ from rtrain.report.svg import score_name, short, three
 from rtrain.tasks import summary_rows
 
 SYSTEMS = (("", "summary"), ("lead_", "first sentences"), ("oracle_", "oracle"))
+COMPARED = (*SYSTEMS[:2], ("over_lead_", "difference"), SYSTEMS[2])
 BESIDE = ("lead_", "oracle_", "over_lead_")
 """Beginnings of the names of scores that are shown beside the model's own."""
 SCORES = (*text.ROUGES, "rouge", "bleu")
@@ -90,31 +91,25 @@ def _chart(scores: Mapping[str, float], ends: Mapping[str, Sequence[float]]) -> 
 
 
 def _beside(document: Mapping[str, Any], ends: Mapping[str, Sequence[float]], sides: Mapping[str, int] | None) -> Table:
-    scores = document["scores"]
-
-    def cell(name: str, sign: str = "") -> str:
-        if name not in scores:
-            return "-"
-        digits = 2 if name.endswith("bleu") else 4
-        value = _fixed(scores[name], digits, sign)
-        return value if name not in ends else f"{value} ({' to '.join(_fixed(end, digits) for end in ends[name])})"
-
-    rows = [
-        (score_name(name), *(cell(f"{prefix}{name}") for prefix, _ in SYSTEMS), cell(f"over_lead_{name}", "+"))
-        for name in SCORES
-    ]
+    scores, rows = document["scores"], []
+    for name in SCORES:
+        digits = 2 if name == "bleu" else 4
+        for prefix, who in COMPARED:
+            if (own := f"{prefix}{name}") in scores:
+                interval = " to ".join(_fixed(end, digits) for end in ends[own]) if own in ends else "-"
+                sign = "+" if prefix == "over_lead_" else ""
+                rows.append((score_name(name), who, _fixed(scores[own], digits, sign), interval))
     note = (
-        "In brackets 95 % bootstrap intervals over the documents. The last column is the difference on the same "
-        "documents: where its interval holds 0, these documents do not tell the two apart. ROUGE is 0 to 1 (without a "
-        "number: the mean of the three), BLEU 0 to 100."
+        "95 % bootstrap intervals over the documents. The difference is the summary's score less that of the first "
+        "sentences, on the same documents: where its interval holds 0, these documents do not tell the two apart. "
+        "ROUGE is 0 to 1 (without a number: the mean of the three), BLEU 0 to 100."
     )
     if sides is not None:
         note += (
             f" By ROUGE {sides['better']:,} of the summaries are better than the first sentences, {sides['worse']:,} "
             f"worse and {sides['same']:,} the same."
         )
-    head = ("score", "summary", "first sentences", "oracle", "summary less first sentences")
-    return Table(_verdict(document, ends), head, rows, note, wide=True)
+    return Table(_verdict(document, ends), ("score", "of", "value", "95 % interval"), rows, note)
 
 
 def _verdict(document: Mapping[str, Any], ends: Mapping[str, Sequence[float]]) -> str:
