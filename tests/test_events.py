@@ -217,6 +217,13 @@ def test_the_summary_of_a_killed_start(tmp_path: Path) -> None:
     assert found["seconds"]["total"] == 21.0
 
 
+def test_rows_of_a_killed_start_count_and_its_unknown_seconds_make_no_rate(tmp_path: Path) -> None:
+    killed = [*LOG[:5], {"time": 122.0, "kind": "progress", "update": 3, "of": 8, "loss": 1.0, "rows": 48}]
+    found = summary.summarise(write(tmp_path, [*killed, *LOG[8:]]))
+    assert found["rows_seen"] == 48 + 60
+    assert found["rows_per_second"] == 60 / 20.0
+
+
 def test_the_summary_of_nothing(tmp_path: Path) -> None:
     found = summary.summarise(tmp_path)
     assert (found["run"], found["status"], found["updates"], found["workers"]) == (tmp_path.name, "running", 0, None)

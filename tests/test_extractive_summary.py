@@ -14,7 +14,7 @@ from rtrain.compress import score
 from rtrain.config import Distill
 from rtrain.data.store import Store
 from rtrain.errors import UserError
-from rtrain.metrics import text
+from rtrain.metrics import bootstrap, text
 from rtrain.predict import Predictor
 from rtrain.tasks import base, metrics, summary_rows
 from rtrain.tasks.batch import Encoded, Ragged, Tokens, Window, pack
@@ -275,6 +275,23 @@ def test_scores_are_those_of_the_summaries_texts_beside_the_first_sentences(enco
     positions = tables(outcomes, tokens.labelled, HEAD)["positions"]
     assert positions["picked"] == [2, 0, 1, 1, 0, 1, 1, 0, 0, 0]
     assert positions["oracle"] == [1, 0, 1, 0, 0, 1, 0, 0, 0, 0]
+    # 6 + 2 + 9 + 4, 3 and 2 + 2 + 2 words; 2 + 9 of the first are picked, and all of the others.
+    found_tables = tables(outcomes, tokens.labelled, HEAD)
+    assert found_tables["lengths"] == {
+        "budget": 12,
+        "over_budget": 0,
+        "document": {"sentences": pytest.approx(8 / 3), "words": 10.0},
+        "picked": {"sentences": 2.0, "words": pytest.approx(20 / 3)},
+        "oracle": {"sentences": 1.0, "words": pytest.approx(14 / 3)},
+    }
+    assert found_tables["beside_lead"] == {"better": 1, "same": 2, "worse": 0}
+    for name in (*expected, "rouge"):
+        assert found[f"over_lead_{name}"] == pytest.approx(found[name] - found[f"lead_{name}"])
+    intervals = bootstrap.intervals(metrics.additive_summary(outcomes, tokens.labelled, HEAD), replicates=200)
+    assert {"oracle_rouge1", "oracle_rouge2", "oracle_rougeL", "over_lead_rouge", "over_lead_bleu"} <= set(intervals)
+    # Two of three documents are the same for both: their difference is known better than either score.
+    assert intervals["over_lead_rouge"].low >= -1e-12
+    assert intervals["rouge"].high - intervals["rouge"].low > intervals["over_lead_rouge"].high
     described = TASK.describe(outcomes, tokens.labelled, HEAD)
     assert (described.target[0], described.prediction[0]) == (["2", "3"], ["2", "3"])
 

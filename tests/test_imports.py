@@ -87,6 +87,9 @@ ALLOWED: dict[str, frozenset[str]] = {
         {"rtrain.report.", "rtrain.config", "rtrain.data.store", "rtrain.explain.", "rtrain.predict", "rtrain.tasks."}
     ),
     "rtrain.report.sections.": frozenset({"rtrain.report.", "rtrain.config", "rtrain.data.store", "rtrain.metrics."}),
+    "rtrain.report.sections.summaries": frozenset(
+        {"rtrain.report.", "rtrain.data.store", "rtrain.metrics.text", "rtrain.tasks.summary_rows"}
+    ),
     "rtrain.plan.preflight": frozenset({"rtrain.config"}),
     "rtrain.cluster.session": frozenset({"rtrain.config", "rtrain.env"}),
     "rtrain.cluster.supervise": frozenset({"rtrain.cluster.session"}),

@@ -218,6 +218,29 @@ def test_the_entity_that_is_explained_is_named() -> None:
     assert "completeness error under 0.01 %" in drawn.note
 
 
+def test_a_long_text_is_drawn_near_its_entity_and_by_its_words() -> None:
+    before, after = "word " * 200, " next" * 200
+    text, start = f"{before}Rome{after}", len(before)
+    parts = [[0, start - 5, start - 1, 0.5], [0, start, start + 4, 2.0]]
+    halves = [[0, 0, start, 1.0], [0, start, len(text), 1.5]]
+    many = [*parts, *([0, 5 * place, 5 * place + 4, 0.0] for place in range(marked.MANY_WORDS))]
+    entity = {**ANSWER, "span": [start, start + 4], "words": sorted(many), "sentences": halves}
+    [drawn] = marked.answers({"texts": [["text", text]], "answers": [entity]}, numbers=False)
+    shown = "".join(piece.text for piece in drawn.texts[0])
+    assert "Rome" in shown
+    assert len(shown) <= 2 * marked.NEAR + 20
+    assert shown.startswith("… ")
+    assert shown.endswith(" …")
+    assert [piece.text for piece in drawn.texts[0] if piece.css] == ["word", "Rome"]
+
+
+def test_parts_of_a_number_raise_or_lower_it() -> None:
+    row = {"texts": [["text", "open door here!"]], "answers": [{**ANSWER, "sentences": [[0, 0, 15, -0.49]]}]}
+    [drawn] = marked.answers(row, numbers=True)
+    assert [name for name, _ in drawn.named] == ["raise it", "lower it"]
+    assert " raises the score; " in [piece.text for piece in marked.legend(numbers=True)]
+
+
 def test_nothing_is_marked_where_words_change_nothing() -> None:
     still = {**ANSWER, "completeness_error": None, "words": [[0, 0, 4, 0.0]], "sentences": [[0, 0, 4, 0.0]]}
     [drawn] = marked.answers({"texts": [["text", "open"]], "answers": [still]}, numbers=False)

@@ -108,6 +108,26 @@ def test_marks_are_drawn_by_their_kind() -> None:
     assert float(crash.get("x1", "")) == pytest.approx(svg.LEFT + 0.7 * (svg.WIDTH - svg.RIGHT - svg.LEFT), abs=0.01)
 
 
+def test_names_of_marks_do_not_run_into_each_other() -> None:
+    """The last epoch's name is set to the left of its line; the one before it makes room."""
+    marks = [Mark(end, f"epoch {end}", "epoch") for end in (2, 8, 10)]
+    chart = charts.lines([Line("loss", [0, 10], [1.0, 2.0])], "update", "loss", marks)
+    assert [name for name in texts(chart) if name.startswith("epoch")] == ["epoch 10", "epoch 2"]
+    assert len(of_class(chart, "line", "epoch")) == 3
+    # Names of another kind have a line of their own.
+    both = charts.lines([Line("loss", [0, 10], [1.0, 2.0])], "update", "loss", [marks[0], Mark(2, "crash", "crash")])
+    assert {"epoch 2", "crash"} <= set(texts(both))
+
+
+@pytest.mark.parametrize(("at", "anchor"), [(0.1, None), (9.9, "end")])
+def test_the_name_of_a_histogram_s_line_is_above_the_bars_and_inside(at: float, anchor: str | None) -> None:
+    chart = charts.histogram([0, 5, 10], {"rows": [4, 4]}, "length", "rows", (at, "cut at 64"))
+    (name,) = (found for found in parse(chart).iter("text") if found.text == "cut at 64")
+    assert name.get("text-anchor") == anchor
+    tops = [float(found.get("y", "")) for found in of_class(chart, "rect", "s0")]
+    assert float(name.get("y", "")) < min(tops)
+
+
 def test_bars_are_as_long_as_their_values() -> None:
     chart = charts.bars([Bar("a", 2.0), Bar("b", 1.0), Bar("c", -1.0)], "rows")
     widths = [float(found.get("width", "")) for found in of_class(chart, "rect", "s0")]

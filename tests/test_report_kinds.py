@@ -1,6 +1,7 @@
 """The page of each kind of task, from real runs of tiny models: each section says something, and says it right."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,23 @@ import pytest
 
 from rtrain.report import collect, html
 from rtrain.report.blocks import Block, Cards, Figure, Section, Table
-from rtrain.report.sections import answers, curves, data, entities, hardest, overview, questions, slices
+from rtrain.report.sections import (
+    answers,
+    curves,
+    data,
+    entities,
+    hardest,
+    numbers,
+    overview,
+    questions,
+    slices,
+    summaries,
+)
+from rtrain.tasks import metrics, summary_rows
 from tests.reports import make_answered
 from tests.test_report_page import Page, table
 
-TASKS = ("regression", "multi_label", "multi_head", "token_tags", "span_qa", "masked_lm")
+TASKS = ("regression", "multi_label", "multi_head", "token_tags", "span_qa", "masked_lm", "extractive_summary")
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +197,170 @@ def test_true_answers_of_questions_are_words(runs: dict[str, collect.Run]) -> No
     assert run.predictions is not None
     assert set(Counter(run.predictions.target.tolist())) <= {"monday", ""}
     assert "monday" in run.predictions.target.tolist()
+
+
+def test_each_kind_of_output_has_a_section_of_its_own() -> None:
+    assert set(answers._KINDS) == set(metrics.METRICS)
+
+
+# ----------------------------------------------------------------------------------------------------------- summaries
+
+
+def test_summaries_stand_beside_the_first_sentences_and_the_oracle(runs: dict[str, collect.Run]) -> None:
+    run = runs["extractive_summary"]
+    assert run.scores is not None
+    found, scores, ends = answers.section(run), run.scores["scores"], run.scores["intervals"]["scores"]
+    beside = table(found, "ROUGE ")
+    rows = {(row[0], row[1]): (str(row[2]), str(row[3])) for row in beside.rows}
+    assert {name for name, _ in rows} == {"ROUGE-1", "ROUGE-2", "ROUGE-L", "ROUGE", "BLEU"}
+    assert [beside.is_figure(column) for column in range(4)] == [False, False, True, True]  # not broken on a phone
+    low, high = ends["over_lead_rouge1"]
+    assert rows["ROUGE-1", "difference"] == (
+        summaries._fixed(scores["rouge1"] - scores["lead_rouge1"], 4, "+"),
+        f"{summaries._fixed(low, 4)} to {summaries._fixed(high, 4)}",
+    )
+    assert low <= scores["over_lead_rouge1"] <= high
+    assert ("BLEU", "oracle") not in rows  # it has none
+    assert all(interval.count(" to ") == 1 for _, interval in rows.values())
+    plain = {str(row[0]) for row in table(found, "Scores and how sure").rows}
+    assert not any("lead" in name or "oracle" in name for name in plain)
+    (chart,) = (block for block in found.blocks if isinstance(block, Figure) and block.title.startswith("ROUGE-1"))
+    for name in ("ROUGE-1, summary", "ROUGE-2, lead", "ROUGE-L, oracle"):
+        assert f"{name}</text>" in chart.chart
+    assert chart.chart.count('class="whisker"') == 9
+
+
+def test_a_difference_that_may_be_chance_is_said_to_be() -> None:
+    document = {"scores": {"rouge": 0.3, "lead_rouge": 0.25}, "rows": 40}
+    assert summaries._verdict(document, {"over_lead_rouge": (0.01, 0.08)}).endswith(": better, beyond chance")
+    assert summaries._verdict(document, {"over_lead_rouge": (-0.09, -0.01)}).endswith(": worse, beyond chance")
+    assert summaries._verdict(document, {"over_lead_rouge": (-0.01, 0.1)}).endswith("do not tell them apart")
+    assert summaries._verdict(document, {}) == "ROUGE 0.300 against 0.250 of the first sentences"  # of an older run
+    assert (summaries._fixed(-0.0004, 2), summaries._fixed(0.5, 2, "+")) == ("0.00", "+0.50")
+
+
+def test_lengths_and_places_of_the_sentences_that_were_picked(runs: dict[str, collect.Run]) -> None:
+    run = runs["extractive_summary"]
+    assert run.scores is not None
+    assert run.predictions is not None
+    rows = {row[0]: row[1:] for row in table(answers.section(run), "A summary has").rows}
+    picked = np.mean([len(numbers) for numbers in run.predictions.prediction])
+    assert rows["summary"][0] == f"{picked:.1f}"
+    assert float(str(rows["summary"][1])) < float(str(rows["whole document"][1]))
+    positions = run.scores["tables"]["positions"]
+    share = 100 * positions["picked"][0] / sum(positions["picked"])
+    assert any(title.startswith(f"{share:.0f} % of the summaries' sentences") for title in titles(answers.section(run)))
+
+
+def test_documents_have_the_picked_sentences_marked(runs: dict[str, collect.Run]) -> None:
+    """In the file's own words, each sentence once although the windows overlap; ROUGE is the one of the scores."""
+    run = runs["extractive_summary"]
+    assert run.predictions is not None
+    assert run.store is not None
+    every = summaries.shown(run, range(len(run.predictions)))
+    assert run.scores is not None
+    for name, key in (("rouge", "rouge"), ("lead_rouge", "lead"), ("oracle_rouge", "oracle")):
+        mean = np.mean([getattr(one, key) for one in every.values()])
+        assert mean == pytest.approx(run.scores["scores"][name], abs=1e-6)
+    drawn, source = summaries.marked(run, every), (run.folder.parent / "rows.jsonl").read_text().lower()
+    for row, one in drawn.items():
+        picked = [piece.text for piece in one.texts[0] if piece.css in ("picked", "both")]
+        assert len(picked) == len(run.predictions.prediction[row])
+        wanted = [piece for piece in one.texts[0] if piece.css in ("wanted", "both")]
+        assert len(wanted) == len(run.predictions.target[row])
+        for sentence in picked:
+            assert sentence.replace(" .", ".").split()[0] in source
+    found = answers.section(run)
+    (cards,) = (block for block in found.blocks if isinstance(block, Cards))
+    assert cards.legend == summaries.LEGEND
+    assert 1 <= len(cards.cards) <= 3 * summaries.EACH
+    page = (run.folder / html.NAME).read_text(encoding="utf-8")
+    assert '<mark class="picked">solid line</mark>' in page
+
+
+def test_of_a_long_document_the_marked_sentences_and_their_neighbours_are_shown() -> None:
+    count = 30
+    taken = np.arange(count) == 20
+    sentences = summary_rows.Sentences(np.arange(count), np.arange(count) + 1, taken, np.full(count, 4))
+    one = summaries.Shown(sentences, np.arange(count) == 4, 0.1, 0.2, 0.3)
+    texts = [f"sentence {place} <b>" for place in range(count)]
+    pieces = list(summaries._pieces(texts, one))
+    shown = [piece.text for piece in pieces if piece.text.startswith("sentence")]
+    assert shown == [f"sentence {place} <b>" for place in (3, 4, 5, 19, 20, 21)]
+    assert {piece.text: piece.css for piece in pieces if piece.css} == {
+        "sentence 4 <b>": "picked",
+        "sentence 20 <b>": "wanted",
+    }
+    left_out = [piece.text for piece in pieces if "left out" in piece.text]
+    assert left_out == ["[3 sentences left out]\n", "[13 sentences left out]\n", "[8 sentences left out]\n"]
+    assert summaries._named(one) == [
+        ("summary", "sentence 5 of 30 (4 words)"),
+        ("oracle", "sentence 21 of 30 (4 words)"),
+    ]
+
+
+def test_a_run_of_summaries_whose_store_is_gone_or_that_is_older(runs: dict[str, collect.Run]) -> None:
+    run = runs["extractive_summary"]
+    assert run.scores is not None
+    gone = answers.section(replace(run, store=None))
+    assert "Examples are shown where the token store" in words(gone)
+    assert hardest.section(replace(run, store=None)) is not None
+    tables = {name: run.scores["tables"][name] for name in ("positions", "calibration")}
+    kept = {name: value for name, value in run.scores["scores"].items() if not name.startswith("over_")}
+    older = replace(run, scores={**run.scores, "tables": tables, "scores": kept, "intervals": {"scores": {}}})
+    shown = table(answers.section(older), "ROUGE ").rows
+    assert {row[3] for row in shown} == {"-"}
+    assert "difference" not in {row[1] for row in shown}
+
+
+def test_entities_of_the_hardest_rows_are_named_by_their_words(runs: dict[str, collect.Run]) -> None:
+    run = runs["token_tags"]
+    (cards,) = (block for block in hardest.section(run).blocks if isinstance(block, Cards))  # type: ignore[union-attr]
+    source = (run.folder.parent / "rows.conll").read_text().lower()
+    named = [dict(card.facts)[side] for card in cards.cards for side in ("true", "answered")]
+    assert any("“" in text for text in named)
+    for text in named:
+        assert "O, O" not in text
+        for part in text.split("“")[1:]:
+            assert part.split("”")[0].split()[0] in source
+    assert entities.named(["O", "B-a", "I-a", "B-b"], None) == "a at word 2 to 3, b at word 4"
+    assert entities.named(["O", "O"], ["x", "y"]) == "no entity"
+
+
+def test_a_slice_without_entities_is_no_worst_slice(runs: dict[str, collect.Run]) -> None:
+    run = runs["token_tags"]
+    assert run.predictions is not None
+    found = run.predictions
+    column = ["empty" if row % 2 else "full" for row in range(len(found))]
+    said, true = (np.empty(len(found), dtype=object) for _ in range(2))
+    said[:] = [["O", "B-x"] if name == "full" else ["O", "O"] for name in column]
+    true[:] = [["O", "O"]] * len(found)
+    changed = replace(run, predictions=replace(found, target=true, prediction=said, slices={"part": column}))
+    every = [slices.Slice(f"part: {name}", 20, 0.0, (0.0, 0.0)) for name in ("empty", "full")]
+    assert [one.name for one in slices.told(changed, every)] == ["part: full"]
+    assert slices.told(runs["regression"], every) == every
+
+
+def test_a_fine_scale_has_no_confusion_of_its_steps(runs: dict[str, collect.Run]) -> None:
+    run = runs["regression"]
+    assert run.scores is not None
+    tables = run.scores["tables"]
+    size = numbers.MOST_STEPS + 1
+    fine = {"labels": [str(step) for step in range(size)], "counts": np.eye(size, dtype=int).tolist()}
+    drawn = numbers.blocks(run, {**tables, "scale": {**tables["scale"], "confusion": fine}})
+    assert not any("On the scale" in block.title for block in drawn if isinstance(block, Figure | Table))
+    assert any("On the scale" in block.title for block in numbers.blocks(run, tables) if isinstance(block, Figure))
+
+
+def test_questions_show_where_the_true_answer_is() -> None:
+    text = "who came? " + "word " * 400 + "it was Anna who came " + "rest " * 100
+    shown = hardest._around(text, "Anna")
+    assert shown.startswith("who came? ")
+    assert "it was Anna who came" in shown
+    assert shown.endswith(" …")
+    assert len(shown) <= hardest.LONGEST + 10
+    assert hardest._around("short Anna", "Anna") == "short Anna"
+    assert hardest._around("word " * 400, "") == ("word " * 400)[: hardest.LONGEST] + " …"
 
 
 def test_masked_text_has_perplexities_and_no_confusion(runs: dict[str, collect.Run]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain import cli
+from rtrain import cli, config
 from rtrain.errors import UserError
 from rtrain.report import collect, events, html, predictions
 from rtrain.report.blocks import Cards, Figure, Section, Table
-from rtrain.report.sections import answers, certificate, curves, data, hardest, overview, slices, timing
+from rtrain.report.sections import answers, certificate, curves, data, hardest, labels, overview, slices, terms, timing
 from rtrain.training import driver
 from tests.conftest import labelled_rows
 from tests.reports import answers_of, make_run, write_predictions, write_scores
@@ -128,12 +129,95 @@ def test_frequent_words_and_those_of_a_label(known: collect.Run) -> None:
     assert "password" not in str(words["parcel"])
 
 
+def test_a_row_in_several_windows_is_one_row_of_words(tmp_path: Path) -> None:
+    """Its words are those of all windows; counted by windows, words would stand beside other rows' labels."""
+    rows = [(" ".join([text] * (1 + row % 7)), label) for row, (text, label) in enumerate(labelled_rows(90))]
+    windows: dict[str, Any] = {"data.window": 16, "data.stride": 4}
+    run = collect.read(make_run(tmp_path, rows, **windows))
+    assert run.store is not None
+    assert (run.store.read("train", np.arange(run.store.rows("train"))).windows > 1).any()
+    every = np.arange(run.store.rows("train"))
+    encoder = tmp_path / "encoder" / "tokenizer.json"
+    assert len(terms.texts(run.store, encoder, every)) == run.store.rows("train")
+    words = {row[0]: row[1] for row in table(data.section(run), "Words that set each label apart").rows}
+    assert "password" in str(words["login"])
+
+
+def test_words_before_an_apostrophe_are_no_words_of_their_own() -> None:
+    assert terms.WORD.findall("don ' t use it, isn't doesn \u2019 t; the don of dont") == ["use", "the", "don", "dont"]
+
+
 def test_curve_of_repeated_updates_is_drawn_once_and_the_crash_is_marked(known: collect.Run) -> None:
     assert [event["update"] for event in curves.newest(known.of("progress"))] == list(range(1, 21))
     assert [(mark.x, mark.kind) for mark in curves.marks(known)] == [(10, "epoch"), (20, "epoch"), (10, "crash")]
     assert curves.saves(known) == [5, 10, 15, 20]
     stops = table(curves.section(known), "What interrupted the run")
     assert [row[1:] for row in stops.rows] == [("crashed", "crash: Worker died; went on from update 10")]
+
+
+def test_an_interrupted_start_says_where_the_next_one_went_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    log = [json.loads(line) for line in (run / events.NAME).read_text().splitlines()]
+    changed = [{**event, "kind": "interrupted"} if event["kind"] == "crashed" else event for event in log]
+    (run / events.NAME).write_text("".join(json.dumps(event) + "\n" for event in changed))
+    stops = table(curves.section(collect.read(run)), "What interrupted the run")
+    assert [row[1:] for row in stops.rows] == [("interrupted", "went on from update 10")]
+
+
+def test_a_score_that_never_changes_has_no_curve(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    for update in (10, 20):
+        scores = {"answered": 1.0, "f1": update / 40, "rows": 30}
+        events.append(run, "evaluated", split="valid", update=update, scores=scores)
+    found = curves.section(collect.read(run))
+    names = [block.title for block in found.blocks if isinstance(block, Figure)]
+    assert any(name.startswith("Validation F1") for name in names)
+    assert not any("answered" in name for name in names)
+    assert ("validation", 20, "answered", "1.0000") in table(found, "Scores").rows
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({}, "Rows are split by a hash of their text, so that the split never changes and equal texts never straddle"),
+        ({"data.folds": 5, "data.fold": 2}, "The test rows are fold 2 of 5, counted from 0."),
+        (
+            {"data.split_by": "label"},
+            "split by a hash of their column label, so that the split never changes and equal v",
+        ),
+    ],
+)
+def test_how_the_rows_were_split(overrides: dict[str, Any], said: str, known: collect.Run) -> None:
+    chosen = config.with_overrides(known.config, overrides)
+    assert said in data.section(replace(known, config=chosen)).intro
+
+
+def test_a_test_file_of_its_own_is_not_said_to_be_split(known: collect.Run) -> None:
+    own = config.with_overrides(known.config, {"data.test": "test.csv"})
+    found = data.section(replace(known, config=own)).intro
+    assert "The test rows have files of their own. The others are split by a hash of their text" in found
+
+
+def test_rows_that_are_read_in_windows_are_not_said_to_be_cut(known: collect.Run) -> None:
+    windows = config.with_overrides(known.config, {"data.window": 16, "data.stride": 4})
+    found = data.section(replace(known, config=windows))
+    assert table(found, "Rows and tokens").note == (
+        "Longer rows are read in windows of 16 tokens, of which neighbours share 4; none was cut."
+    )
+    assert not any("cut at" in block.chart for block in found.blocks if isinstance(block, Figure))
+    assert table(data.section(known), "Rows and tokens").note == "No row was cut: all fit data.max_tokens = 64."
+
+
+def test_labels_that_are_all_alike_are_said_to_be() -> None:
+    figure = labels._bars(["a", "b"], np.array([7, 7]))
+    assert figure.title == "2 labels of 7 rows each"
+    assert "rarest" not in figure.note
+    assert labels._bars(["a", "b"], np.array([6, 3])).title == "2 labels: a has 6 rows, 2.0 times the rarest"
+
+
+def test_columns_of_dashes_are_no_figures() -> None:
+    made = Table("", ("a", "b", "c"), [("-", "-", "x"), ("-", "0.5", "1")])
+    assert [made.is_figure(column) for column in range(3)] == [False, True, False]
 
 
 def test_a_restart_without_a_crash_is_marked_as_such(tmp_path: Path) -> None:
@@ -185,7 +269,28 @@ def test_seconds_and_what_is_left_of_the_total(known: collect.Run) -> None:
     rows = {str(row[0]): row[2] for row in table(timing.section(known), "Seconds").rows}
     assert rows["train"] == "20.0"
     assert rows["input_wait"] == "0.2"
-    assert set(rows) == {*("setup", "first_batch", "train", "evaluate", "checkpoint", "input_wait", "rest")}
+    shown = ("setup", "first_batch", "train", "evaluate", "checkpoint", "input_wait", "rest")
+    assert set(rows) - {timing.LOST} == set(shown)
+
+
+def test_seconds_of_a_start_without_an_end_are_told_and_not_shared_out(tmp_path: Path) -> None:
+    """The second start of `reports.train` computed 10 of the 20 updates; the first one ran for a while and crashed."""
+    run = make_run(tmp_path)
+    log = [json.loads(line) for line in (run / events.NAME).read_text().splitlines()]
+    times = {"created": 0.0, "tokenised": 1.0}
+    begun = 0
+    for event in log:
+        begun += event["kind"] == "started"
+        event["time"] = times.get(event["kind"], 100.0 * begun)
+        if event["kind"] == "crashed":
+            event["time"] = 130.0
+    (run / events.NAME).write_text("".join(json.dumps(event) + "\n" for event in log))
+    assert timing.lost(log) == 30.0
+    assert timing.measured_updates(log) == 10
+    rows = {str(row[0]): row[2:] for row in table(timing.section(collect.read(run)), "Seconds").rows}
+    assert rows["train"] == ("20.0", "2,000.0")
+    assert rows[timing.LOST] == ("30.0", "-")
+    assert timing.lost(log[:-3]) >= 30.0  # the second one has no end, either
 
 
 def test_drill_certificate(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ class Table:
 
     def is_figure(self, column: int) -> bool:
         """Whether all cells of the column are figures, which are set flush right."""
-        return bool(self.rows) and all(_is_figure(row[column]) for row in self.rows)
+        cells = [row[column] for row in self.rows]
+        return any(cell != "-" for cell in cells) and all(map(_is_figure, cells))
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ class Cards:
     title: str
     cards: Sequence[Card]
     note: str
-    legend: bool = False
-    """Whether the marks are explained above the cards."""
+    legend: Sequence[Piece] = ()
+    """What the marks mean, marked so; above the cards."""
     wide: bool = True
     kind: str = field(default="cards", init=False)
 

@@ -81,13 +81,17 @@ def lines(
     x, y = _plane([v for one in series for v in one.xs] + inside, [v for one in series for v in one.ys])
     parts = [axes(x, y, x_label, y_label), legend([one.name for one in series])]
     parts += [line(x(at), y.start, x(at), y.start - 5, "tick") for at in ticks_at]
-    for mark in marks:
+    taken: dict[float, list[tuple[float, float]]] = {}
+    for mark in sorted(marks, key=lambda mark: -mark.x):  # the last one's name is kept
         parts.append(line(x(mark.x), y.start, x(mark.x), y.stop, f"mark {mark.kind}"))
-        near_end = x(mark.x) > x.stop - LETTER * len(mark.name)
-        anchor, shift = ("end", -5) if near_end else ("start", 4)
-        if mark.name:
-            place = y.stop + LINE_OF[mark.kind]  # a row per kind: several may lie at one update
-            parts.append(text(x(mark.x) + shift, place, mark.name, anchor=anchor, css=f"mute {mark.kind}"))
+        wide = LETTER * len(mark.name)
+        anchor, left = ("end", x(mark.x) - 5 - wide) if x(mark.x) > x.stop - wide else ("start", x(mark.x) + 4)
+        place = y.stop + LINE_OF[mark.kind]  # a row per kind: several may lie at one update
+        row = taken.setdefault(place, [])
+        if mark.name and all(left + wide <= low or high <= left for low, high in row):
+            row.append((left, left + wide))
+            at_x = left if anchor == "start" else left + wide
+            parts.append(text(at_x, place, mark.name, anchor=anchor, css=f"mute {mark.kind}"))
     for place, one in enumerate(series):
         px, py = [x(v) for v in one.xs], [y(v) for v in one.ys]
         parts.append(tag("polyline", points=points(px, py), class_=f"line s{place % SERIES}"))
@@ -115,7 +119,9 @@ def histogram(
     at: tuple[float, str] | None = None,
 ) -> Markup:
     """Bars of the first series, outlines of the others; `at` is a named vertical line."""
-    x, y = _plane([*edges, *([at[0]] if at else [])], [v for values in counts.values() for v in values], from_zero=True)
+    highest = max((v for values in counts.values() for v in values), default=0.0)
+    room = 1.1 * highest if at else highest  # for the line's name, above the bars
+    x, y = _plane([*edges, *([at[0]] if at else [])], [highest, room], from_zero=True)
     parts = [axes(x, y, x_label, y_label), legend(list(counts))]
     for place, (name, values) in enumerate(counts.items()):
         if place == 0:
@@ -128,7 +134,10 @@ def histogram(
         parts.append(tag("polyline", points=points(px, py), class_=f"line s{place % SERIES}"))
     if at is not None:
         parts.append(line(x(at[0]), y.start, x(at[0]), y.stop, "mark best"))
-        parts.append(text(x(at[0]) - 3, y.stop + 9, at[1], anchor="end", css="mute"))
+        left = x(at[0]) - LETTER * len(at[1]) > x.start
+        parts.append(
+            text(x(at[0]) + (-3 if left else 3), y.stop + 9, at[1], anchor="end" if left else "start", css="mute")
+        )
     return svg(*parts, label=f"histogram: {y_label} by {x_label}")
 
 

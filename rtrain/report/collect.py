@@ -53,6 +53,11 @@ class Run:
         """Kind of output: chooses what can be drawn of the rows and of the answers."""
         return base.get(self.config.recipe.task).output
 
+    @property
+    def reading(self) -> base.Reading:
+        """How the rows were read: whole, or in windows."""
+        return base.reading(base.get(self.config.recipe.task), self.config.recipe.data)
+
     def classes(self) -> Ints | None:
         """The place of its label for each training row, where the task gives a text one label."""
         if self.store is None or self.output != "classes":

@@ -83,16 +83,6 @@ def wilson(right: int, rows: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, float(middle - half)), min(1.0, float(middle + half))
 
 
-def quartiles(tokens: Ints) -> list[str]:
-    """The quarter, by length, that each row is in; named by its range of tokens."""
-    cuts = np.unique(np.percentile(tokens, (25, 50, 75)).astype(np.int64))
-    place = np.searchsorted(cuts, tokens, side="left")
-    limits = {
-        int(code): (int(tokens[place == code].min()), int(tokens[place == code].max())) for code in np.unique(place)
-    }
-    return [f"{limits[code][0]} to {limits[code][1]} tokens" for code in place.tolist()]
-
-
 def chain(counts: Ints) -> Ints:
     """An order of the classes in which those that are confused with each other are neighbours.
 

@@ -20,6 +20,19 @@ def status(log: list[dict[str, Any]]) -> str:
     return "running"
 
 
+def rows_cut_short(log: list[dict[str, Any]]) -> int:
+    """Rows of the starts that did not come to an end, up to the last report of each; there is no more of these."""
+    total = open_start = 0
+    for event in [*log, {"kind": "started"}]:
+        if event["kind"] == "started":
+            total, open_start = total + open_start, 0
+        elif event["kind"] == "progress":
+            open_start = event.get("rows", 0)
+        elif event["kind"] == "trained":
+            open_start = 0
+    return total
+
+
 def summarise(run: Path) -> dict[str, Any]:
     """What a run did, over all of its starts. `seconds` are sums over the starts; rates are over training time."""
     log = events.read(run)
@@ -36,6 +49,7 @@ def summarise(run: Path) -> dict[str, Any]:
     rows, real, padded = (
         sum(event.get(name, 0) for event in ends) for name in ("rows_seen", "real_tokens", "padded_tokens")
     )
+    cut_short = rows_cut_short(log)
     train = seconds["train"] or float("inf")
     valid = [event for event in evaluations if event["split"] == "valid"]
     best = end.get("best_update")
@@ -52,7 +66,7 @@ def summarise(run: Path) -> dict[str, Any]:
         "skipped": sum(event["kind"] == "skipped" for event in log),
         "loss_scale": end.get("loss_scale"),
         "passes_per_update": end.get("passes_per_update"),
-        "rows_seen": rows,
+        "rows_seen": rows + cut_short,
         "real_tokens": real,
         "padded_tokens": padded,
         "seconds": {"total": total, **seconds},

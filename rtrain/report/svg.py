@@ -1,7 +1,7 @@
 """Inline SVG: escaped elements, scales, ticks, and the frame with labelled axes that the charts are drawn into.
 
 Everything is drawn at the size of a phone's column and scaled up, so that text stays readable on both. Colours come
-from the page's style sheet (classes s0 to s6, grid, mute, ...), which has a light and a dark set.
+from the page's style sheet (classes s0 to s7, grid, mute, ...), which has a light and a dark set.
 """
 
 import math
@@ -15,11 +15,13 @@ WIDTH, HEIGHT = 390, 240
 TOP, RIGHT, BOTTOM, LEFT = 22, 12, 38, 48
 LETTER = 6.7
 """Width of a letter of the charts' text in a wide font, on average."""
-SERIES = 7
+SERIES = 8
 """Colours that the style sheet has."""
-ACRONYMS = frozenset(
-    {"auc", "bleu", "ece", "em", "f1", "mae", "qwk", "r2", "rmse", "rouge", "rouge1", "rouge2", "rougeL"}
-)
+SPELT = {name: name.upper() for name in ("auc", "bleu", "ece", "em", "f1", "mae", "qwk", "r2", "rmse", "rouge")} | {
+    **{f"rouge{kind}": f"ROUGE-{kind}" for kind in "12L"},
+    **{name: name.capitalize() for name in ("pearson", "spearman")},
+}
+"""Parts of scores' names that are no plain words."""
 _JOINERS = "\u200c\u200d"
 """Format characters that scripts and emoji are spelt with; the others of their kind can turn a line of text round."""
 
@@ -75,6 +77,11 @@ def number(value: float) -> str:
     return f"{value:.4g}" if size >= 1 else f"{value:.4f}".rstrip("0").rstrip(".")
 
 
+def rate(value: float) -> str:
+    """Something per second: 4.2, 42, 1,234."""
+    return f"{value:.2g}" if 0 < value < 9.95 else f"{value:,.0f}"
+
+
 def three(value: float) -> str:
     """`value` to three significant digits, zeros included: 2.00, 0.0123."""
     return f"{value:#.3g}".removesuffix(".")
@@ -82,7 +89,7 @@ def three(value: float) -> str:
 
 def score_name(name: str) -> str:
     """`macro_f1` as a reader writes it."""
-    return " ".join(word.upper() if word in ACRONYMS else word for word in name.split("_"))
+    return " ".join(SPELT.get(word, word) for word in name.split("_"))
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:

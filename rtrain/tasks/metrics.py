@@ -204,28 +204,49 @@ def additive_tags(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
 def summary(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
     """ROUGE-1, 2 and L (mean F1, 0 to 1), their mean, and BLEU (of the corpus, 0 to 100) of the summaries under the
     head's budget; and of the first sentences under the same one, which a model must beat."""
-    return {**additive_summary(outcomes, targets, head).scores(), "rows": len(outcomes)}
+    found = additive_summary(outcomes, targets, head).scores()
+    return {**{name: value for name, value in found.items() if not name.startswith(_MORE)}, "rows": len(outcomes)}
+
+
+_MORE = ("oracle_", "over_lead_")
 
 
 def additive_summary(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
+    """With them the oracle's ROUGE, and by how much the summaries are better than the first sentences: the difference's
+    own interval tells the two apart where those of the two overlap, for a document is hard or easy for both."""
     rows = np.array([row[: summary_rows.FIGURES] for row in outcomes]).reshape(-1, summary_rows.FIGURES)
-    size, parts = len(text.ROUGES) + text.BLEU_COUNTS, []
-    for number, prefix in enumerate(("", "lead_")):
-        rouges, counts = np.split(rows[:, number * size : (number + 1) * size], [len(text.ROUGES)], axis=1)
-        columns = dict(zip(text.ROUGES, rouges.T, strict=True))
-        parts.append(_named(means({"rouge": rouges.mean(axis=1), **columns}), ("rouge", *text.ROUGES), prefix))
-        parts.append(_named(Additive(counts, lambda sums: {"bleu": text.bleu(sums)}), ("bleu",), prefix))
-    return joined(*parts)
+    size, wide = len(text.ROUGES), len(text.ROUGES) + text.BLEU_COUNTS
+    (own, own_counts), (lead, lead_counts) = (
+        (rows[:, start : start + size], rows[:, start + size : start + wide]) for start in (0, wide)
+    )
+    return joined(
+        _rouges("", own),
+        Additive(own_counts, lambda sums: {"bleu": text.bleu(sums)}),
+        _rouges("lead_", lead),
+        Additive(lead_counts, lambda sums: {"lead_bleu": text.bleu(sums)}),
+        _rouges("oracle_", rows[:, 2 * wide : 2 * wide + size]),
+        _rouges("over_lead_", own - lead),
+        Additive(np.concatenate([own_counts, lead_counts], axis=1), _bleu_over),
+    )
+
+
+def _rouges(prefix: str, columns: Floats) -> Additive:
+    """Of [rows, ROUGES]: each one's mean, and the mean of all."""
+    named = {name: column for name, column in zip(text.ROUGES, columns.T, strict=True)}
+    return means({f"{prefix}{name}": column for name, column in {"rouge": columns.mean(axis=1), **named}.items()})
+
+
+def _bleu_over(sums: Floats) -> dict[str, Floats]:
+    own, lead = np.split(sums, 2, axis=-1)
+    return {"over_lead_bleu": text.bleu(own) - text.bleu(lead)}
 
 
 def more_of_summary(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
-    """ROUGE of the oracle's sentences, which are learned, however long they are; and the AUC of telling them from the
-    others by their chance, over all sentences that were read."""
-    start = 2 * (len(text.ROUGES) + text.BLEU_COUNTS)
-    found = {
-        f"oracle_{name}": float(np.mean([row[start + place] for row in outcomes]))
-        for place, name in enumerate(text.ROUGES)
-    }
+    """ROUGE of the oracle's sentences, which are learned, however long they are; what is gained over the first
+    sentences; and the AUC of telling the oracle's from the others by their chance, over all sentences that were
+    read."""
+    every = additive_summary(outcomes, targets, head).scores()
+    found = {name: value for name, value in every.items() if name.startswith(_MORE)}
     taken, _, chances, _ = tables.sentences_of(outcomes, targets)
     taken, chances = taken[chances >= 0], chances[chances >= 0]
     area, _ = classification.auc(taken.astype(np.int64), chances[:, None] * np.array([-1.0, 1.0]))

@@ -12,7 +12,9 @@ number    residuals: {edges, rows}, a histogram of predicted - true in `BINS` bi
           the training scores where there is one
 tags      per_class by type of entity, classes, calibration of the words' tags
 summary   positions: {tenths: 10, oracle, picked}, how many sentences of each tenth of their documents the oracle takes
-          and the model; calibration of the sentences' yes or no
+          and the model; calibration of the sentences' yes or no; lengths: {budget: words, over_budget: summaries that
+          are longer, document, picked, oracle: {sentences, words}, each a mean over the documents}; beside_lead:
+          {better, same, worse}: summaries by their ROUGE against that of the first sentences
 spans     by_length: [{low, high, rows, f1, exact_match}, ...], over the questions with an answer, by its tokens;
           where some have none: no_answer: {rows, silent: the share of them left unanswered, threshold, curve:
           [{threshold, f1, exact_match, answered}, ...] of at most `MOST_POINTS` + 1 points, falling thresholds}
@@ -25,6 +27,7 @@ import numpy as np
 
 from rtrain.metrics import calibration, classification, entities, regression
 from rtrain.metrics.additive import Bools, Floats, Ints
+from rtrain.metrics.text import BLEU_COUNTS, ROUGES
 from rtrain.tasks import summary_rows
 from rtrain.tasks.base import Head
 from rtrain.tasks.batch import IGNORED, OUTSIDE, Ragged
@@ -37,6 +40,8 @@ MOST_PAIRS = 50
 BINS = 30
 TENTHS = 10
 """Of a document, by its sentences."""
+SAME = 1e-9
+"""Of two summaries' ROUGE: a difference that is one of rounding."""
 MOST_POINTS = 100
 ANSWER_TOKENS = (1, 2, 3, 4, 5, 7, 10, 15, 25)
 """Lengths at which a group of answers begins."""
@@ -115,6 +120,30 @@ def summary(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
             **{name: np.bincount(places, minlength=TENTHS).tolist() for name, places in rows.items()},
         },
         "calibration": _calibration(np.maximum(chances, 1 - chances)[read], right[read]),
+        **_lengths_of_summaries(outcomes, targets, head),
+    }
+
+
+def _lengths_of_summaries(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
+    if not len(outcomes):
+        return {}
+    budget, sums, over = int(head.facts["max_words"]), np.zeros((3, 2)), 0
+    for row, wanted in zip(outcomes, targets, strict=True):
+        sentences, (_, given) = summary_rows.sentences_of(wanted), summary_rows.answered(row)
+        chosen = (np.ones_like(given), given, sentences.taken)
+        sums += [[int(own.sum()), int(sentences.words[own].sum())] for own in chosen]
+        over += int(sentences.words[given].sum()) > budget
+    means = [{"sentences": float(a), "words": float(b)} for a, b in sums / len(outcomes)]
+    size, second = len(ROUGES), len(ROUGES) + BLEU_COUNTS
+    gained = np.array([row[:size].mean() - row[second : second + size].mean() for row in outcomes])
+    sides = {"better": gained > SAME, "same": np.abs(gained) <= SAME, "worse": gained < -SAME}
+    return {
+        "lengths": {
+            "budget": budget,
+            "over_budget": over,
+            **dict(zip(("document", "picked", "oracle"), means, strict=True)),
+        },
+        "beside_lead": {name: int(rows.sum()) for name, rows in sides.items()},
     }
 
 

@@ -8,11 +8,11 @@ import numpy as np
 from rtrain.report import charts
 from rtrain.report.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.collect import Run
-from rtrain.report.sections import confusion, entities, numbers, questions
+from rtrain.report.sections import confusion, entities, numbers, questions, summaries
 from rtrain.report.svg import score_name
 
 SPLITS = {"test": "test", "valid": "validation"}
-UNITS = {"labels": "yes or no to a label", "tags": "tags of words"}
+UNITS = {"labels": "yes or no to a label", "tags": "tags of words", "summary": "sentences, taken by the oracle or not"}
 """What is sure or not, where it is no row's answer."""
 
 
@@ -41,11 +41,12 @@ def section(run: Run) -> Section:
 
 def _scores(run: Run, found: Mapping[str, Any]) -> Table:
     ends = intervals(run)
+    # The negative of an error is there for comparisons only: the error itself is beside it.
+    left_out = ("neg_", *(summaries.BESIDE if found["output"] == "summary" else ()))
     rows = [
-        (score_name(name), _figure(value), " to ".join(map(_figure, ends[name])) if name in ends else "-")
+        (score_name(name), _figure(value), _interval(ends.get(name)))
         for name, value in found["scores"].items()
-        # The negative of an error is there for comparisons only: the error itself is beside it.
-        if name != "rows" and not name.startswith("neg_")
+        if name != "rows" and not name.startswith(left_out)
     ]
     note = (
         "Bootstrap over the rows: made in this way from other rows of the same kind, 95 of 100 such intervals would "
@@ -53,6 +54,11 @@ def _scores(run: Run, found: Mapping[str, Any]) -> Table:
         "curves and the like have none."
     )
     return Table("Scores and how sure they are", ("score", "value", "95 % interval"), rows, note)
+
+
+def _interval(ends: tuple[float, float] | None) -> str:
+    """Rows that are all alike, or all right, are alike in each resample: that says nothing of other rows."""
+    return "-" if ends is None or ends[0] == ends[1] else " to ".join(map(_figure, ends))
 
 
 def _figure(value: float) -> str:
@@ -110,5 +116,6 @@ _KINDS: Mapping[str, Callable[[Run, Mapping[str, Any]], list[Block]]] = {
     "number": numbers.blocks,
     "tags": entities.blocks,
     "spans": questions.blocks,
+    "summary": summaries.blocks,
     "tokens": numbers.losses,
 }

@@ -6,7 +6,7 @@ from rtrain.report import charts, stats
 from rtrain.report.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.charts import Line, Mark
 from rtrain.report.collect import Event, Run
-from rtrain.report.svg import number, score_name, short, three
+from rtrain.report.svg import rate, score_name, short, three
 
 MOST_MARKS = 12
 MOST_METRICS = 6
@@ -84,15 +84,16 @@ def _metrics(run: Run) -> list[Block]:
     evaluations = run.of("evaluated")
     valid = series(newest([event for event in evaluations if event["split"] == "valid"]))
     best, blocks = run.summary["best_update"], list[Block]()
-    for name, values in list(valid.items())[:MOST_METRICS]:
+    # Of a score that never changes the table below says all.
+    moving = {name: values for name, values in valid.items() if len({value for _, value in values}) > 1}
+    for name, values in list(moving.items())[:MOST_METRICS]:
         shown = score_name(name)
         xs, ys = stats.thin([x for x, _ in values], [y for _, y in values])
         at = [Mark(best, "best", "best")] if best is not None else []
-        if len(values) > 1:
-            title = f"Validation {shown}: {three(values[0][1])} at first, {three(values[-1][1])} at the end"
-            chart = charts.lines([Line(shown, xs, ys, dots=len(xs) <= 60)], "update", shown, [*marks(run), *at])
-            kept = "The weights of the best update were kept." if best is not None else ""
-            blocks.append(Figure(title, chart, f"On the validation rows, which are not trained on. {kept}"))
+        title = f"Validation {shown}: {three(values[0][1])} at first, {three(values[-1][1])} at the end"
+        chart = charts.lines([Line(shown, xs, ys, dots=len(xs) <= 60)], "update", shown, [*marks(run), *at])
+        kept = "The weights of the best update were kept." if best is not None else ""
+        blocks.append(Figure(title, chart, f"On the validation rows, which are not trained on. {kept}"))
     rows = [
         ("test" if event["split"] == "test" else "validation", event["update"], score_name(name), f"{value:.4f}")
         for event in [e for e in evaluations if e["split"] == "test" or e["update"] == best][-4:]
@@ -119,29 +120,34 @@ def _speed(run: Run) -> list[Block]:
         before = event
     if len(xs) < 2:
         return []
-    typical = sorted(ys)[len(ys) // 2]
+    typical = rate(sorted(ys)[len(ys) // 2])
     xs, ys = stats.thin(xs, ys)
     chart = charts.lines([Line("rows/s", xs, ys)], "update", "rows per second", marks(run))
     note = "By the wall clock between two log entries: an evaluation or a checkpoint in between shows as a dip."
-    return [Figure(f"Speed: {number(round(typical))} rows/s in the middle of the run", chart, note)]
+    return [Figure(f"Speed: {typical} rows/s in the middle of the run", chart, note)]
 
 
 def _faults(run: Run) -> list[Block]:
     """Crashes, restarts and how each start ended, in the order of the log."""
     kinds = ("crashed", "yielded", "failed", "interrupted", "stopped", "best_lost")
     first = run.log[0]["time"] if run.log else 0.0
-    rows = [(f"{event['time'] - first:,.0f} s", event["kind"], _what(event)) for event in run.of(*kinds)]
+    rows = [(f"{event['time'] - first:,.0f} s", event["kind"], _what(run, event)) for event in run.of(*kinds)]
     if not rows:
         return []
     note = "Each start goes on from the newest checkpoint that verifies; updates after it are computed again."
     return [Table("What interrupted the run", ("after", "what", "how it went on"), rows[:50], note, wide=True)]
 
 
-def _what(event: Event) -> str:
+def _what(run: Run, event: Event) -> str:
     if event["kind"] == "crashed":
         return f"{event['cause']}: {short(event['error'], 160)}; went on from update {event['resumes_from']}"
     if event["kind"] == "yielded":
         return f"{event['reason']}: saved at update {event['update']}, and went on from it"
     if event["kind"] == "failed":
         return short(event["error"], 300)
-    return f"at update {event['update']}" if "update" in event else "-"
+    return f"at update {event['update']}" if "update" in event else _next_start(run, event)
+
+
+def _next_start(run: Run, event: Event) -> str:
+    later = [one["update"] for one in run.log[run.log.index(event) :] if one["kind"] == "started"]
+    return f"went on from update {later[0]}" if later else "not started again"

@@ -21,14 +21,28 @@ def section(run: Run) -> Section:
     if store is None:
         note = Note("The token store is no longer where the run left it; what it says of the rows cannot be shown.")
         return Section("data", "Data", "", [note])
-    blocks: list[Block] = [_splits(store), _lengths(run, store), *labels.blocks(run, store)]
+    blocks: list[Block] = [_splits(run, store), _lengths(run, store), *labels.blocks(run, store)]
     blocks += [*terms.blocks(run, store), _quarantine(store)]
     total = sum(store.manifest.rows.values())
-    intro = (
-        f"{total:,} rows were read; {store.manifest.quarantined:,} more were set aside as unusable. Rows are split by "
-        "a hash of their text, so that the split never changes and equal texts never straddle it."
-    )
+    intro = f"{total:,} rows were read; {store.manifest.quarantined:,} more were set aside as unusable. {_split(run)}"
     return Section("data", "Data", intro, blocks)
+
+
+def _split(run: Run) -> str:
+    """How the rows came to their splits."""
+    data = run.config.recipe.data
+    if data.split is not None:
+        return f"The column {data.split} says which split a row is in."
+    own = [NAMES[split] for split, path in (("valid", data.valid), ("test", data.test)) if path is not None]
+    text = f"The {' and '.join(own)} rows have files of their own. " if own else ""
+    if len(own) == 2:
+        return text.strip()
+    by = "text" if data.split_by is None else f"column {data.split_by}"
+    text += f"{'The others' if own else 'Rows'} are split by a hash of their {by}, so that the split never changes and "
+    text += f"equal {by if data.split_by is None else 'value'}s never straddle it."
+    if data.folds is not None and data.test is None:
+        text += f" The test rows are fold {data.fold} of {data.folds}, counted from 0."
+    return text
 
 
 def lengths(store: Store, split: str) -> stats.Floats:
@@ -37,18 +51,20 @@ def lengths(store: Store, split: str) -> stats.Floats:
     return column[stats.sample(len(column), labels.MOST_ROWS)].astype(np.float64)
 
 
-def _splits(store: Store) -> Table:
+def _splits(run: Run, store: Store) -> Table:
     rows = []
     for split, count in store.manifest.rows.items():
         found = lengths(store, split)
         middle, high = np.percentile(found, (50, 95)) if len(found) else (0, 0)
         rows.append((NAMES[split], count, store.manifest.tokens[split], f"{middle:.0f}", f"{high:.0f}"))
     cut = store.manifest.truncated
-    note = (
-        f"{cut:,} rows are longer than data.max_tokens and were cut."
-        if cut
-        else "No row was cut: all fit data.max_tokens."
-    )
+    read = run.reading
+    if read.max_windows > 1:
+        note = f"Longer rows are read in windows of {read.max_tokens} tokens, of which neighbours share {read.stride}"
+        note += f": {cut:,} rows have more than {read.max_windows} and were cut." if cut else "; none was cut."
+    else:
+        note = f"{cut:,} rows are longer than data.max_tokens = {read.max_tokens} and were cut."
+        note = note if cut else f"No row was cut: all fit data.max_tokens = {read.max_tokens}."
     return Table(
         "Rows and tokens of each split", ("split", "rows", "tokens", "median length", "95th percentile"), rows, note
     )
@@ -58,16 +74,17 @@ def _lengths(run: Run, store: Store) -> Figure:
     found = {split: lengths(store, split) for split in store.manifest.rows if store.rows(split)}
     edges = stats.edges(np.concatenate(list(found.values())))
     shares = {NAMES[split]: (100 * np.histogram(v, edges)[0] / len(v)).tolist() for split, v in found.items()}
-    limit, longest = run.config.recipe.data.max_tokens, max(float(v.max()) for v in found.values())
+    read, longest = run.reading, float(edges[-1])
+    limit, what = read.max_tokens, "cut at" if read.max_windows == 1 else "window of"
     chart = charts.histogram(
         edges.tolist(),
         shares,
         "length (tokens)",
         "rows (%)",
-        (limit, f"cut at {limit}") if longest >= 0.6 * limit else None,
+        (limit, f"{what} {limit}") if longest >= 0.6 * limit else None,
     )
     train = found["train"]
-    title = f"Half of the training rows have {np.median(train):.0f} tokens or fewer; the longest {train.max():.0f}"
+    title = f"Half of the training rows have {np.median(train):,.0f} tokens or fewer; the longest {train.max():,.0f}"
     return Figure(title, chart, "Filled: training rows; outlines: the other splits, which should look alike.")
 
 

@@ -21,6 +21,8 @@ MEANING = {
     BOTH: "overlaps, as another type",
 }
 MOST_EXAMPLES = 3
+MOST_NAMED = 12
+"""Entities of one row."""
 EXAMPLE_ROWS = 300
 """Hardest rows among which examples are looked for."""
 AROUND = 3
@@ -38,7 +40,7 @@ def blocks(run: Run, tables: Mapping[str, Any]) -> list[Block]:
     if not counts:
         return found
     order = [int(row) for row in answers.hardest(EXAMPLE_ROWS) if each[int(row)]]
-    named = examples(each, _words(run, order), order)
+    named = examples(each, words(run, order), order)
     rows = [
         (kind, type_, count, "; ".join(named.get((kind, type_), ())) or "-")
         for (kind, type_), count in sorted(counts.items(), key=lambda item: -item[1])
@@ -107,7 +109,22 @@ def _example(words: Sequence[str], entity: Entity | None, said: Entity | None) -
     return short(text, 160)
 
 
-def _words(run: Run, rows: Sequence[int]) -> dict[int, list[str]]:
+def named(tags: Sequence[str], words: Sequence[str] | None) -> str:
+    """A row's entities by type and words: `Disease “ataxia”`; without its words, by their numbers from 1."""
+    found = entities(tags)
+    texts = []
+    for one in found[:MOST_NAMED]:
+        if words is None:
+            numbers = str(one.start + 1) if one.end - one.start == 1 else f"{one.start + 1} to {one.end}"
+            texts.append(f"{one.type} at word {numbers}")
+        else:
+            texts.append(f"{one.type} “{short(' '.join(words[one.start : one.end]), 60)}”")
+    if len(found) > MOST_NAMED:
+        texts.append(f"{len(found) - MOST_NAMED} more")
+    return ", ".join(texts) or "no entity"
+
+
+def words(run: Run, rows: Sequence[int]) -> dict[int, list[str]]:
     """The words of rows that are read in one window, as their tokens spell them; none where the store is gone."""
     answers = run.predictions
     if answers is None or run.store is None or run.tokenizer is None or not rows:

@@ -1,17 +1,20 @@
 """The rows with the largest loss: mistakes of the model, and of the labels; with what their answers rest on."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from rtrain.report.blocks import Block, Card, Cards, Note, Section
+from rtrain.report.blocks import Block, Card, Cards, Note, Piece, Section
 from rtrain.report.collect import Run
 from rtrain.report.predictions import Predictions
-from rtrain.report.sections import marked
+from rtrain.report.sections import entities, marked, summaries
 from rtrain.report.svg import number, short
 
 SHOWN = 20
+UNSURE = ("spans", "summary")
+"""Kinds of output whose score is not how sure the whole answer is: that there is one, or the mean of its parts."""
 LONGEST = 700
 """Characters of a text that are shown where it is not explained."""
 
@@ -21,20 +24,24 @@ def section(run: Run) -> Section | None:
     if answers is None:
         return None
     rows = [int(row) for row in answers.hardest(SHOWN)]
-    explained = {row["row"]: row for row in run.attributions["rows"]} if run.attributions else {}
-    known = run.output != "tokens"
-    cards = [
-        _card(answers, row, text, explained.get(row), known)
-        for row, text in zip(rows, answers.texts(rows), strict=True)
-    ]
+    cards = [_card(run, answers, row, text) for row, text in zip(rows, answers.texts(rows), strict=True)]
+    legend: Sequence[Piece] = marked.legend(answers.kind == "numbers")
+    if run.output == "tags":
+        cards = _with_entities(run, answers, rows, cards)
+    elif run.output == "summary":
+        cards, legend = _with_sentences(run, rows, cards), summaries.LEGEND
     right = int(answers.right[rows].sum())
     title = f"The {len(cards)} hardest rows" + (f"; {right} of them are right nevertheless" if right else "")
     note = (
         "The largest loss first. A confident wrong answer is often a wrong label: mend it in the file, at the line "
         "given."
     )
+    if run.output == "spans":
+        note += (
+            " The loss is about the place: the words may be right and stand elsewhere, or be one of several answers."
+        )
     drawn = any(card.marked for card in cards)
-    blocks: list[Block] = [Cards(title, cards, note, legend=drawn)]
+    blocks: list[Block] = [Cards(title, cards, note, legend=legend if drawn else ())]
     if drawn and run.attributions:
         blocks.append(Note(_method(run.attributions, answers.kind == "numbers")))
     intro = "Reading them is the quickest way to see what the model lacks, or what is wrong with the rows."
@@ -53,17 +60,53 @@ def _method(found: Mapping[str, Any], numbers: bool) -> str:
     return text
 
 
-def _card(answers: Predictions, row: int, text: str, explained: Mapping[str, Any] | None, known: bool) -> Card:
-    """`known`: there is a true answer beside the model's (of masked text there is only how much was guessed)."""
+def _with_entities(run: Run, answers: Predictions, rows: Sequence[int], cards: Sequence[Card]) -> list[Card]:
+    """Entities in their words in the place of a tag for each word."""
+    words = entities.words(run, rows)
+    found = []
+    for row, card in zip(rows, cards, strict=True):
+        named = {
+            "true": entities.named(answers.target[row], words.get(row)),
+            "answered": entities.named(answers.prediction[row], words.get(row)),
+        }
+        found.append(replace(card, facts=[(name, named.get(name, value)) for name, value in card.facts]))
+    return found
+
+
+def _with_sentences(run: Run, rows: Sequence[int], cards: Sequence[Card]) -> list[Card]:
+    drawn = summaries.marked(run, summaries.shown(run, rows))
+    found = []
+    for row, card in zip(rows, cards, strict=True):
+        names = {"true": "the oracle's sentences", "answered": "the summary's sentences"}
+        facts = [(names.get(name, name), value) for name, value in card.facts]
+        if row in drawn:  # they are named below the text
+            facts = [fact for fact in facts if fact[0] not in names.values()]
+        found.append(replace(card, facts=facts, marked=[drawn[row]] if row in drawn else ()))
+    return found
+
+
+def _card(run: Run, answers: Predictions, row: int, text: str) -> Card:
+    explained = next((one for one in (run.attributions or {"rows": []})["rows"] if one["row"] == row), None)
+    known = run.output != "tokens"  # of masked text there is only how much was guessed
     facts = [("true", _said(answers.target[row]))] if known else []
     facts.append(("answered", _said(answers.prediction[row])))
-    if known and answers.kind != "numbers" and np.isfinite(answers.score[row]):
+    if known and answers.kind != "numbers" and np.isfinite(answers.score[row]) and run.output not in UNSURE:
         facts.append(("confidence", f"{answers.score[row]:.2f}"))
     facts += [("loss", number(float(answers.loss[row]))), ("tokens", str(answers.tokens[row]))]
     facts += [(short(name), short(values[row], 40)) for name, values in answers.slices.items()]
-    cut = text if len(text) <= LONGEST else text[:LONGEST] + " …"
+    cut = _around(text, answers.target[row]) if run.output == "spans" else _around(text, "")
     drawn = marked.answers(explained, answers.kind == "numbers") if explained else []
     return Card(cut, facts, f"{answers.source[row]}:{answers.line[row]}", drawn)
+
+
+def _around(text: str, answer: str) -> str:
+    """The beginning of a text, and where the true answer is not in it, the answer with its surroundings."""
+    place = text.find(answer) if answer else -1
+    if len(text) <= LONGEST or place + len(answer) <= LONGEST:
+        return text if len(text) <= LONGEST else text[:LONGEST] + " …"
+    first = max(LONGEST // 2, place - LONGEST // 4)
+    found = f"{text[: LONGEST // 2]} … {text[first : first + LONGEST // 2]}"
+    return found if first + LONGEST // 2 >= len(text) else found + " …"
 
 
 def _said(value: Any) -> str:

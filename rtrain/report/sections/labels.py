@@ -75,10 +75,15 @@ def _bars(names: Sequence[str], counts: stats.Ints, head: str = "", unit: str = 
     shown = order if len(order) <= MOST_LABELS else np.concatenate([order[:ENDS], order[-ENDS:]])
     items = [Bar(names[code], float(counts[code]), f"{names[code]}: {counts[code]:,} {unit}") for code in shown]
     ratio = f", {counts[most] / counts[least]:.1f} times the rarest" if counts[least] else ""
-    note = f"Training rows; the rarest label is {short(names[least])} with {counts[least]:,} {unit}."
+    alike = counts[most] == counts[least]
+    note = "Training rows."
+    if not alike:
+        note = f"Training rows; the rarest label is {short(names[least])} with {counts[least]:,} {unit}."
     if len(order) > len(shown):
         note += f" Of {len(order)} labels, the {ENDS} most frequent and the {ENDS} rarest are drawn."
     title = f"{head}{len(names)} labels: {short(names[most])} has {counts[most]:,} {unit}{ratio}"
+    if alike:
+        title = f"{head}{len(names)} labels of {counts[most]:,} {unit} each"
     return Figure(title, charts.bars(items, f"training {unit}"), note)
 
 
@@ -162,6 +167,8 @@ def _tags(store: Store) -> list[Block]:
     bars = _bars(names, numbers, unit="entities")
     note = f"Training rows by type of entity; {share:.0f} % of the rows have one."
     title = f"{int(numbers.sum()):,} entities of {len(names)} types: {short(names[0])} is the most frequent"
+    if len(names) == 1:
+        title = f"{int(numbers.sum()):,} entities, all of the type {short(names[0])}"
     return [Figure(title, bars.chart, note)]
 
 

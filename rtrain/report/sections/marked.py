@@ -1,6 +1,7 @@
 """A row's text with its words, or the sentences of a long one, marked by what they add to the answer."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rtrain.report.blocks import Marked, Piece
@@ -15,8 +16,23 @@ MANY_WORDS = 60
 MOST_ANSWERS = 3
 NAMED = 3
 """Parts for the answer, and against it, that are named below the text."""
+NEAR = 250
+"""Characters on either side of an entity that are drawn."""
 LONGEST = 6000
 """Characters that are drawn."""
+
+
+def legend(numbers: bool) -> list[Piece]:
+    """What the marks mean; `numbers`: the answer is one."""
+    ups, downs = ("raises", "lowers") if numbers else ("speaks for", "speaks against")
+    return [
+        Piece("solid line", "for l4"),
+        Piece(f" {ups} the {'score' if numbers else 'answer'}; "),
+        Piece("dashed line", "against l4"),
+        Piece(f" {downs} it; the stronger the "),
+        Piece("colour", "for l2"),
+        Piece(" and the line, the larger the share."),
+    ]
 
 
 def answers(row: Mapping[str, Any], numbers: bool) -> list[Marked]:
@@ -27,7 +43,8 @@ def answers(row: Mapping[str, Any], numbers: bool) -> list[Marked]:
 
 def _answer(texts: Sequence[str], answer: Mapping[str, Any], numbers: bool) -> Marked:
     several = len(answer["sentences"]) > len(texts)
-    by_sentence = several and (numbers or len(answer["words"]) > MANY_WORDS)
+    # What makes a word an entity are the words beside it, however long the text is.
+    by_sentence = several and not answer["span"] and (numbers or len(answer["words"]) > MANY_WORDS)
     parts = answer["sentences" if by_sentence else "words"]
     largest = max((abs(part[3]) for part in parts), default=0.0)
     pieces = [_pieces(text, [part for part in parts if part[0] == place], largest) for place, text in enumerate(texts)]
@@ -41,7 +58,22 @@ def _answer(texts: Sequence[str], answer: Mapping[str, Any], numbers: bool) -> M
     head = short(answer["label"], 60)
     if answer["span"]:
         head += f" “{short(texts[0][slice(*answer['span'])], 40)}”"
-    return Marked(head, note, pieces, _named(texts, parts))
+    if answer["span"]:
+        pieces = [_near(pieces[0], *answer["span"]), *pieces[1:]]
+    return Marked(head, note, pieces, _named(texts, parts, numbers))
+
+
+def _near(pieces: Sequence[Piece], start: int, end: int) -> list[Piece]:
+    """Those within `NEAR` characters of a span: a long text would be drawn once for each of its entities."""
+    found, at = [], 0
+    for piece in pieces:
+        first, at = at, at + len(piece.text)
+        if at > start - NEAR and first < end + NEAR:
+            low, high = max(0, start - NEAR - first), end + NEAR - first
+            found.append(piece if piece.css else replace(piece, text=piece.text[low:high]))
+    if start > NEAR and found:
+        found.insert(0, Piece("… "))
+    return [*found, Piece(" …")] if at > end + NEAR else found
 
 
 def _pieces(text: str, parts: Sequence[Sequence[Any]], largest: float) -> list[Piece]:
@@ -65,10 +97,10 @@ def _level(share: float, largest: float) -> int:
     return 0 if relative < FAINT else min(LEVELS, 1 + int(relative * LEVELS))
 
 
-def _named(texts: Sequence[str], parts: Sequence[Sequence[Any]]) -> list[tuple[str, str]]:
+def _named(texts: Sequence[str], parts: Sequence[Sequence[Any]], numbers: bool) -> list[tuple[str, str]]:
     """(for or against, the parts with the largest shares), for who sees no colours or cannot point at a word."""
     found = []
-    for name, sign in (("for it", 1), ("against it", -1)):
+    for name, sign in zip(("raise it", "lower it") if numbers else ("for it", "against it"), (1, -1), strict=True):
         own = [part for part in parts if sign * part[3] > 0 and _says_something(texts[part[0]][part[1] : part[2]])]
         best = sorted(own, key=lambda part: -abs(part[3]))[:NAMED]
         if best:

@@ -12,6 +12,8 @@ from rtrain.report.sections import confusion
 from rtrain.report.svg import number, three
 
 MOST_POINTS = 1500
+MOST_STEPS = 25
+"""Of a scale whose confusion is drawn."""
 
 
 def blocks(run: Run, tables: Mapping[str, Any]) -> list[Block]:
@@ -44,8 +46,10 @@ def blocks(run: Run, tables: Mapping[str, Any]) -> list[Block]:
             "instead.",
         ),
     ]
-    if "scale" in tables:
-        figures += confusion.blocks(tables["scale"], "On the scale of the scores: ", "score")
+    scale = tables.get("scale", {})
+    # Of a finer scale hardly a prediction is right to the step, and the scatter says more.
+    if len(scale.get("confusion", {}).get("labels", ())) in range(1, MOST_STEPS + 1):
+        figures += confusion.blocks(scale, "On the scale of the scores: ", "score")
     return figures
 
 

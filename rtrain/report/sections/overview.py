@@ -8,7 +8,7 @@ from rtrain import config as configuration
 from rtrain.config import Config, Deploy, Recipe
 from rtrain.report.blocks import Block, Code, Section, Table, Tile
 from rtrain.report.collect import Run
-from rtrain.report.svg import number, score_name, short
+from rtrain.report.svg import number, rate, score_name, short
 from rtrain.report.trackers import hide
 
 LONGEST = 120
@@ -33,7 +33,7 @@ def tiles(run: Run, intervals: Mapping[str, tuple[float, float]]) -> list[Tile]:
             f"{found['updates']:,}",
             f"best: {found['best_update'] if found['best_update'] is not None else '-'}",
         ),
-        Tile("rows trained on", f"{found['rows_seen']:,}", f"{found['rows_per_second']:,.0f} rows/s while training"),
+        Tile("rows trained on", f"{found['rows_seen']:,}", f"{rate(found['rows_per_second'])} rows/s while training"),
         Tile(
             "total time", duration(found["seconds"]["total"]), f"{duration(found['seconds']['train'])} of it training"
         ),
@@ -65,11 +65,12 @@ def section(run: Run) -> Section:
     if versions := run.created.get("versions"):
         rows = [(str(name), str(value)) for name, value in versions.items()]
         blocks.append(Table("Versions", ("package", "version"), rows, "As they were when the run was created."))
+    workers = run.summary["workers"] or recipe.train.workers
     rows_text = f"{run.store.rows('train'):,} training rows" if run.store else "its training rows"
     intro = (
         f"The recipe {recipe.name} fine-tuned the encoder {short(recipe.model.name, 60)} for {recipe.train.epochs} "
         f"epoch{'s' if recipe.train.epochs > 1 else ''} of {rows_text}, {recipe.rows_per_update} rows per update, on "
-        f"{run.summary['workers'] or recipe.train.workers} workers in "
+        f"{workers} worker{'' if workers == 1 else 's'} in "
         f"{run.summary['precision'] or recipe.train.precision}."
     )
     return Section("run", "What was run", intro, blocks)

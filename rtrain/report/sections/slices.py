@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rtrain.metrics.slices import quantiles
 from rtrain.report import charts, stats
 from rtrain.report.blocks import Block, Figure, Section, Table
 from rtrain.report.charts import Bar
@@ -14,6 +15,8 @@ from rtrain.report.collect import Run
 from rtrain.report.predictions import Predictions
 from rtrain.report.svg import score_name, short, three
 
+LENGTH = "length"
+"""The slices by tokens in scores-<split>.json."""
 FEWEST = 10
 """Rows below which a slice's score is noise."""
 SHOWN = 15
@@ -50,7 +53,7 @@ def section(run: Run) -> Section | None:
         return None
     blocks: list[Block] = []
     if run.scores is not None:
-        blocks += _worst(slices(run.scores), measure(run.scores))
+        blocks += _worst(told(run, slices(run.scores)), measure(run.scores))
     blocks += _boxes(answers)
     if not blocks:
         return None
@@ -86,6 +89,20 @@ def slices(scores: dict[str, Any]) -> list[Slice]:
                 ends = (low, high)
             found.append(Slice(f"{column}: {one['value'] or '(empty)'}", one["rows"], value, ends))
     return sorted(found, key=lambda one: chosen.sign * one.value)
+
+
+def told(run: Run, found: Sequence[Slice]) -> list[Slice]:
+    """Without those that hold no entity, neither a true one nor one that was found: an F1 of 0 is no mistake there."""
+    answers = run.predictions
+    if answers is None or run.output != "tags":
+        return list(found)
+    columns = {LENGTH: quantiles(answers.tokens), **answers.slices}
+    some = np.array([{*true, *said} != {"O"} for true, said in zip(answers.target, answers.prediction, strict=True)])
+    empty = set()
+    for column, values in columns.items():
+        of_value = np.array(values, dtype=object)
+        empty |= {f"{column}: {one or '(empty)'}" for one in set(values) if not some[of_value == one].any()}
+    return [one for one in found if one.name not in empty]
 
 
 def _worst(found: Sequence[Slice], whole: Measure) -> list[Block]:
@@ -135,7 +152,7 @@ def _boxes(answers: Predictions) -> list[Block]:
     found: list[Block] = []
     for column, of_row in list(answers.slices.items())[:MOST_COLUMNS]:
         found += _box(column, of_row, values, label) + _box(column, of_row, tokens, "length (tokens)")
-    lengths = stats.quartiles(answers.tokens)
+    lengths = [f"{name} tokens" for name in quantiles(answers.tokens)]  # those that the slices have
     return [*_box("length", lengths, values, label), *found]
 
 

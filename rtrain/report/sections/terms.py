@@ -15,7 +15,8 @@ from rtrain.report.collect import Run
 STRETCHES, STRETCH_ROWS = 8, 2500
 """Read as a few stretches of neighbours: scattered rows would read every shard of a large store."""
 MOST_TERMS, DRAWN, MOST_LABELS = 4000, 25, 15
-WORD = re.compile(r"[^\W\d_]{3,}")
+WORD = re.compile(r"[^\W\d_]{3,}+(?! ?['\u2019] ?t\b)")
+"""Not the `don` of `don ' t`: tokenizers set the apostrophe apart."""
 
 
 def blocks(run: Run, store: Store) -> list[Block]:
@@ -56,7 +57,7 @@ def texts(store: Store, tokenizer: Path, positions: stats.Ints) -> list[list[str
     import tokenizers
 
     read = store.read("train", positions)
-    rows = np.split(read.ids, np.cumsum(read.lengths)[:-1])
+    rows = np.split(read.ids, np.cumsum(read.lengths_of_rows)[:-1])  # of all of its windows
     spelt = tokenizers.Tokenizer.from_file(str(tokenizer)).decode_batch([row.tolist() for row in rows])
     return [WORD.findall(text.lower()) for text in spelt]
 
