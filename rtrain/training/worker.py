@@ -79,6 +79,7 @@ def run(settings: dict[str, Any]) -> None:
     import torch
 
     clock = loop.Clock()
+    ingest.warm_up()
     with clock.section("setup"):
         context = ray.train.get_context()
         rank, world = context.get_world_rank(), context.get_world_size()
