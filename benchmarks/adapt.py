@@ -32,7 +32,7 @@ DOMAINS = {
         sets.notes,
         "intent",
         sets.specialties,
-        {"data.max_tokens": 128, "train.epochs": 4, "model.attention_dropout": 0, "model.pooling": "mean"},
+        {"data.max_tokens": 128, "train.epochs": 3, "model.attention_dropout": 0, "model.pooling": "mean"},
     ),
     "contracts": Domain(
         "cuad",

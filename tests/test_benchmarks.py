@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from benchmarks import floors, sets, tasks
+from benchmarks import floors, noise, sets, tasks
 from rtrain import config
 from rtrain.data import records
 from rtrain.options import SHORT
@@ -193,3 +193,22 @@ def test_passages_hold_the_clause_that_is_asked_for_or_none(tmp_path: Path) -> N
             assert context[answer["answer_start"] :].startswith(answer["text"])
             assert answer["text"].startswith(f"the {kind} of")
         assert bool(question["answers"]) != question["is_impossible"]
+
+
+def test_a_share_of_the_words_is_mistyped(tmp_path: Path) -> None:
+    texts = [f"please transfer several hundred pounds towards account {number}" for number in range(200)]
+    source = tmp_path / "test.csv"
+    source.write_text("text,category\n" + "".join(f"{text},pay\n" for text in texts), encoding="utf-8")
+
+    def words(share: float) -> list[list[str]]:
+        lines = noise.mistyped(source, tmp_path / "out.csv", share).read_text(encoding="utf-8").splitlines()[1:]
+        assert all(line.endswith(",pay") for line in lines)
+        return [line.removesuffix(",pay").split() for line in lines]
+
+    assert words(0.0) == [text.split() for text in texts]
+    pairs = [
+        pair for found, text in zip(words(0.2), texts, strict=True) for pair in zip(found, text.split(), strict=True)
+    ]
+    changed = [was for now, was in pairs if now != was]
+    assert 0.1 < len(changed) / len(pairs) < 0.25
+    assert not any(word.isdigit() for word in changed)
