@@ -264,4 +264,4 @@ def contracts(source: Path, work: Path, share: float = 1) -> Arguments:
     is trained on."""
     found = [{"text": row["text"], "split": row["split"]} for row in parquet(source / "contracts.parquet")]
     rows = [row for row in part(found, share) if row["split"] == "train" or number(row["text"]) % 8 == 0]
-    return ["--data", str(write(work / "contracts.jsonl", rows)), *setting(split="split", valid_share=0.03)]
+    return ["--data", str(write(work / "contracts.jsonl", rows)), *setting(split="split", valid_share=0.1)]

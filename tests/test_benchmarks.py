@@ -1,5 +1,6 @@
 """The parts of the benchmarks that need no training: how sets are read, which commands are run, what is measured."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from benchmarks import floors, noise, sets, tasks
+from benchmarks import floors, noise, questions, sets, tasks
 from rtrain import config
 from rtrain.data import records
 from rtrain.options import SHORT
@@ -212,3 +213,11 @@ def test_a_share_of_the_words_is_mistyped(tmp_path: Path) -> None:
     changed = [was for now, was in pairs if now != was]
     assert 0.1 < len(changed) / len(pairs) < 0.25
     assert not any(word.isdigit() for word in changed)
+
+
+def test_every_so_many_paragraphs_of_a_squad_file(tmp_path: Path) -> None:
+    articles = [{"paragraphs": [{"context": f"{title}{number}"} for number in range(3)]} for title in "ab"]
+    (tmp_path / "all.json.gz").write_bytes(gzip.compress(json.dumps({"data": articles}).encode()))
+    for every, expected in ((1, ["a0", "a1", "a2", "b0", "b1", "b2"]), (2, ["a0", "a2", "b1"])):
+        found = json.loads(questions.thinned(tmp_path / "all.json.gz", tmp_path / "few.json", every).read_text())
+        assert [one["context"] for article in found["data"] for one in article["paragraphs"]] == expected
