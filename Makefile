@@ -27,7 +27,7 @@ demo: install  ## run the main job, from data to answers over HTTP
 	$(RUN) rtrain demo $(ARGS)
 
 test: install  ## run every test but the slow ones; a test that is skipped has failed
-	$(RUN) pytest -m "not slow" -n $(JOBS) --dist loadgroup $(ARGS)
+	$(RUN) pytest -m "not slow" -n $(JOBS) --dist loadscope $(ARGS)
 
 test-slow: install  ## run the slow tests
 	$(RUN) pytest -m slow $(ARGS)

@@ -19,7 +19,7 @@ from rtrain.errors import UserError
 
 NAME = "artifact.json"
 SCHEMA_VERSION = 1
-COLUMNS = ("text", "text_pair", "label", "separator", "slices", "split_by", "max_row_bytes", "max_bad_rows")
+COLUMNS = ("format", "text", "text_pair", "label", "separator", "slices", "split_by", "max_row_bytes", "max_bad_rows")
 """Settings of `data` that say how a file of rows is read, and so how `rtrain evaluate` reads another one."""
 
 GOLDEN_INPUTS = (

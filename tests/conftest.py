@@ -4,6 +4,7 @@ import csv
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,13 +15,19 @@ env.prepare()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `--dist loadgroup`: tests of one file share its fixtures in one process, and all that start Ray or the
-    endpoint share one, in which they stand in nobody's way."""
-    for item in items:
-        fixtures = getattr(item, "fixturenames", ())
-        alone = "ray_session" in fixtures or item.get_closest_marker("ray") or item.get_closest_marker("serve")
-        item.add_marker(pytest.mark.xdist_group("ray" if alone else item.path.name))
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of one file run in one process, and all files that start Ray or the endpoint in the same: these tests share
+    a Ray, and want the ports and the processor's cores to themselves."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            text = (config.rootpath / path).read_text(encoding="utf-8")
+            return "ray" if any(word in text for word in ("mark.ray", "mark.serve", "ray_session")) else path
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -244,3 +245,10 @@ def test_an_artefact_without_columns_takes_the_usual_ones(tmp_path: Path) -> Non
         score.settings(made, {"data.lable": "x"})
     found = score.settings(made, {"data.path": "rows.csv", "data.label": "intent"})
     assert (found.path, found.text, found.label) == ("rows.csv", "text", "intent")
+
+
+def test_a_file_is_read_in_the_format_of_the_training_rows_unless_its_name_says_another(tmp_path: Path) -> None:
+    made = replace(artifact.read(make_artifact(tmp_path / "artifact")), data={"format": "squad"})
+    for path, format in (("dev.json", "squad"), ("dev.json.gz", "squad"), ("dev", "squad"), ("rows.jsonl", None)):
+        assert score.settings(made, {"data.path": path}).format == format
+    assert score.settings(made, {"data.path": "dev.json", "data.format": "jsonl"}).format == "jsonl"

@@ -54,8 +54,11 @@ def _answered(predictor: Predictor, lengths: Int32s, read: Callable[[Ints], Toke
 
 
 def settings(made: Artifact, overrides: Mapping[str, Any]) -> Data:
-    """How a file is read for an artefact: as its own training rows were, but for what `overrides` name."""
-    document = {"name": made.name, "task": made.task, "data": dict(made.data)}
+    """How a file is read for an artefact: as its own training rows were, but for what `overrides` and its name say."""
+    data = dict(made.data)
+    if records.tells_format(str(overrides.get("data.path", ""))):
+        data["format"] = None
+    document = {"name": made.name, "task": made.task, "data": data}
     return parse(document, overrides).recipe.data
 
 

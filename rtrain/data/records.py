@@ -146,6 +146,11 @@ def _pieces(field: str, uri: str, format: str | None, role: str) -> list[Piece]:
     return pieces
 
 
+def tells_format(name: str) -> bool:
+    """Whether a file's name says its format; `.json` may be SQuAD's or rows."""
+    return _suffix(name) in SUFFIXES.keys() - {".json"}
+
+
 def _suffix(name: str) -> str:
     return Path(name.removesuffix(".gz")).suffix
 
