@@ -11,7 +11,7 @@ import pytest
 
 from rtrain import artifact, config, manifest
 from rtrain.config import Config
-from rtrain.data import store as token_store
+from rtrain.data import ingest, store as token_store
 from rtrain.data.order import Order, chain, rows_digest
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
@@ -281,3 +281,8 @@ def test_unexpected_error_leaves_its_traceback_in_a_file_of_the_run(trained: Tra
     assert "Traceback" in path.read_text()
     assert json.loads((prepared.run / "summary.json").read_text())["status"] == "failed"
     assert not (prepared.run / "artifact").exists()
+
+
+def test_what_warms_a_worker_up_is_a_real_data_task(ray_session: Path) -> None:
+    """In a worker what fails in it is left to the stream, so that nobody would see it."""
+    assert ingest.one_task() == [{"id": 0}]

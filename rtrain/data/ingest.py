@@ -113,17 +113,20 @@ def warm_up() -> None:
     """Have Ray Data start a task in the background, while the worker still makes its model: when a stream begins, it is
     imported in this process and in a data task's. On two busy cores the first batch came after 0.4 s in place of 6, and
     a start as a whole took no longer."""
-    threading.Thread(target=_start_a_task, daemon=True).start()
+
+    def quietly() -> None:
+        with contextlib.suppress(Exception):  # what fails here fails in the stream too, and is told there
+            one_task()
+
+    threading.Thread(target=quietly, daemon=True).start()
 
 
-def _start_a_task() -> None:
+def one_task() -> list[dict[str, Any]]:
+    """What a data task made of one row: the row."""
     import ray.data
 
-    # What fails here fails in the stream too, and is told there.
-    with contextlib.suppress(Exception):
-        ray.data.range(1, override_num_blocks=1).map_batches(
-            _as_it_is, batch_size=None, zero_copy_batch=True
-        ).take_all()
+    dataset = ray.data.range(1, override_num_blocks=1)
+    return dataset.map_batches(_as_it_is, batch_size=None, zero_copy_batch=True).take_all()
 
 
 def _as_it_is(batch: dict[str, Any]) -> dict[str, Any]:
