@@ -221,3 +221,13 @@ def test_every_so_many_paragraphs_of_a_squad_file(tmp_path: Path) -> None:
     for every, expected in ((1, ["a0", "a1", "a2", "b0", "b1", "b2"]), (2, ["a0", "a2", "b1"])):
         found = json.loads(questions.thinned(tmp_path / "all.json.gz", tmp_path / "few.json", every).read_text())
         assert [one["context"] for article in found["data"] for one in article["paragraphs"]] == expected
+
+
+def test_a_share_of_the_documents_has_validation_rows_among_it() -> None:
+    """Texts of the lowest hashes would have none: rtrain draws the validation rows by the same hash."""
+    rows = [{"text": f"document {number}", "split": "test" if number % 5 == 0 else "train"} for number in range(2000)]
+    few, more = ({row["text"] for row in sets.part(rows, share)} for share in (0.2, 0.4))
+    assert few < more
+    assert 400 + 250 < len(few) < 400 + 390
+    hashes = [sets.number(text) / 2**64 for text in few]
+    assert 0.45 < np.mean(hashes) < 0.55
