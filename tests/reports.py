@@ -1,6 +1,7 @@
-"""A run folder as a training leaves it, made in a second without Ray: store, settings, events, answers."""
+"""A run folder as a training leaves it, made in a second without Ray: store, settings, events, answers; its page."""
 
 from collections.abc import Sequence
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rtrain.compress import score
 from rtrain.config import Config
 from rtrain.data.store import open_store
 from rtrain.predict import Predictor
-from rtrain.report import events
+from rtrain.report import events, html
 from rtrain.report.predictions import path_of
 from rtrain.tasks import base
 from rtrain.tasks.batch import Ragged
@@ -175,3 +176,29 @@ def answers_of(labels: Sequence[str], rows: int, right: float, seed: int = 0) ->
     other = (target + random.integers(1, len(labels), rows)) % len(labels)
     said = np.where(random.uniform(size=rows) < right, target, other)
     return [labels[code] for code in target], [labels[code] for code in said]
+
+
+class Page(HTMLParser):
+    """Tags, attributes and visible text of a page."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attributes]
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def page_of(run: Path) -> Page:
+    return Page(html.write(run).read_text(encoding="utf-8"))

@@ -23,8 +23,8 @@ from rtrain.report.sections import (
     summaries,
 )
 from rtrain.tasks import metrics, summary_rows
-from tests.reports import make_answered
-from tests.test_report_page import Page, table
+from tests.reports import Page, make_answered
+from tests.test_report_page import table
 
 TASKS = ("regression", "multi_label", "multi_head", "token_tags", "span_qa", "masked_lm", "extractive_summary")
 

@@ -1,52 +1,21 @@
-"""The page as a whole: what it says of a run, what it does with any run, and with texts that are meant to break it."""
+"""The page as a whole: what it says of a run."""
 
 import json
-import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rtrain import cli, config
-from rtrain.errors import UserError
-from rtrain.report import collect, events, html, predictions
+from rtrain import config
+from rtrain.report import collect, events
 from rtrain.report.blocks import Cards, Figure, Section, Table
 from rtrain.report.sections import answers, certificate, curves, data, hardest, labels, overview, slices, terms, timing
-from rtrain.training import driver
 from tests.conftest import labelled_rows
-from tests.reports import answers_of, make_run, write_predictions, write_scores
+from tests.reports import answers_of, make_run, page_of, write_predictions
 
 LABELS = ("login", "parcel", "refund")
-LIMIT = 3_000_000
-
-
-class Page(HTMLParser):
-    """Tags, attributes and visible text of a page."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.words: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attributes]
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
-
-
-def page_of(run: Path) -> Page:
-    return Page(html.write(run).read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -303,154 +272,3 @@ def test_drill_certificate(tmp_path: Path) -> None:
     section = certificate.section(collect.read(run))
     assert table(section, "Each fault").rows == [("a dead worker", 20, 16, 4, "12.5", "passed")]
     assert "Passed: 1 faults in 48 updates of 2 workers" in page_of(run).text
-
-
-# --------------------------------------------------------------------------------------------------- other kinds of run
-
-
-def test_a_run_that_was_only_created(tmp_path: Path) -> None:
-    text = page_of(make_run(tmp_path, trained=False)).text
-    assert "The run has logged no update yet." in text
-    assert "The run has left no predictions" in text
-    assert "its seconds are not known" in text
-
-
-def test_a_run_whose_store_is_gone(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    (tmp_path / ".tokens").rename(tmp_path / "elsewhere")
-    assert "token store is no longer where the run left it" in page_of(run).text
-
-
-def test_validation_answers_do_where_there_is_no_test(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    write_predictions(run, *answers_of(LABELS, 30, 0.5), split="valid")
-    assert "answered on the 30 validation rows" in page_of(run).text
-
-
-def test_answers_without_confidence_or_scores(tmp_path: Path) -> None:
-    """As versions left them that measured no scores in full."""
-    run, nothing = make_run(tmp_path), [float("nan")] * 30
-    write_predictions(run, *answers_of(LABELS, 30, 0.5), score=nothing, measured=False)
-    text = page_of(run).text
-    assert "The run has left no scores-test.json" in text
-    assert "calibration" not in text
-    assert "confidence" not in text
-    assert "Worst slice" not in text
-
-
-def test_a_file_of_other_columns_is_refused_by_name(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    run = make_run(tmp_path, trained=False)
-    path = predictions.path_of(run, "test")
-    pyarrow.parquet.write_table(pa.table({"text": ["a"], "target": ["b"]}), path)
-    with pytest.raises(UserError, match=rf"{path} lacks the columns position, row_id, source"):
-        html.write(run)
-    path.write_bytes(b"no parquet")
-    with pytest.raises(UserError, match=rf"{path} cannot be read"):
-        html.write(run)
-    assert not (run / html.NAME).exists()
-
-
-def test_a_report_that_fails_is_said_and_does_not_fail_the_run(tmp_path: Path) -> None:
-    run, said = make_run(tmp_path), list[str]()
-    predictions.path_of(run, "test").write_bytes(b"no parquet")
-    driver._report(run, lambda event: said.append(event["text"]))
-    (kept,) = run.glob("report-*.txt")
-    assert "Traceback" in kept.read_text()
-    assert said[-1].startswith(f"no report.html: {run}/predictions-test.parquet cannot be read")
-    assert str(kept) in said[-1]
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds no run \(no config.yaml\)"):
-        html.write(tmp_path)
-
-
-def test_the_verb_prints_where_the_page_is(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["report", str(finished)])
-    assert capsys.readouterr().out.strip() == str(finished / "report.html")
-
-
-# ------------------------------------------------------------------------------------------------------- hostile, large
-
-ATTACKS = (
-    "<script>alert(1)</script>",
-    '"><img src=x onerror=alert(1)>',
-    "</title></style></svg><svg onload=alert(1)>",
-    "</blockquote><iframe src=javascript:alert(1)>",
-    "{{ 7 * 7 }}{% raw %}&lt;b&gt;",
-    "'><a href='https://example.org/steal'>here</a>",
-    "<!-- -->]]>\u202e\x00\x1b[2J",
-)
-
-
-def test_hostile_rows_stay_text(tmp_path: Path) -> None:
-    """In texts, labels, slices and their names, sources, errors: whatever the data may hold."""
-    rows = [(f"{ATTACKS[row % 7]} number {row}", ATTACKS[row % 3]) for row in range(200)]
-    run = make_run(tmp_path, rows)
-    events.append(run, "crashed", cause="crash", resumes_from=10, error=ATTACKS[0], stalled=[])
-    events.append(run, "created", versions={ATTACKS[1]: ATTACKS[2]})
-    targets, found = answers_of(ATTACKS[:6], 200, 0.5)
-    text = [ATTACKS[row % 7] for row in range(200)]
-    more: dict[str, Any] = {ATTACKS[1]: [ATTACKS[row % 5] for row in range(200)]}
-    write_predictions(run, targets, found, text=text, source=ATTACKS[3], **more)
-    raw = html.write(run).read_text(encoding="utf-8")
-    page = Page(raw)
-    drawn = {"svg", "text", "title", "rect", "line", "polyline", "circle"}
-    blocks = {
-        "html",
-        "head",
-        "meta",
-        "style",
-        "body",
-        "header",
-        "main",
-        "footer",
-        "section",
-        "nav",
-        "figure",
-        "figcaption",
-    }
-    inline = {"h1", "h2", "h3", "p", "a", "div", "span", "b", "table", "tr", "th", "td", "pre", "article", "blockquote"}
-    assert set(page.tags) <= drawn | blocks | inline | {"dl", "dt", "dd", "wbr"}
-    assert [name for name, _ in page.attributes if name.startswith("on")] == []
-    links = {value for name, value in page.attributes if name in ("href", "src")}
-    assert links == {f"#{anchor}" for anchor in ("run", "data", "curves", "answers", "slices", "hardest", "time")}
-    assert "<script>alert(1)</script>" in page.text  # to be read, not to be run
-    assert "{{ 7 * 7 }}" in page.text
-    assert not re.search("[\x00-\x08\x0b-\x1f\u202a-\u202e]", raw)
-
-
-def test_the_page_forbids_itself_scripts_and_requests(finished: Path) -> None:
-    page = page_of(finished)
-    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
-    raw = (finished / html.NAME).read_text(encoding="utf-8")
-    assert "http://" not in raw
-    assert "https://" not in raw
-    assert "url(" not in raw
-    assert "prefers-color-scheme: dark" in raw
-
-
-def test_a_huge_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
-    """100,000 updates, 300 labels of 200 characters, 20,000 answers with texts of 2,000, ten columns of slices."""
-    run = make_run(tmp_path, trained=False)
-    lines = [{"time": 1.0, "kind": "started", "update": 0, "of": 100_000, "workers": 2, "precision": "fp32"}]
-    for update in range(1, 100_001):
-        lines.append({"time": float(update), "kind": "progress", "update": update, "of": 100_000, "loss": 1.0 / update})
-        lines[-1] |= {"rows": 64 * update, "real_tokens": 640 * update}
-    for update in range(50, 100_001, 50):
-        many = {f"score_{place}": 0.5 for place in range(50)}
-        lines.append({"time": 1.0, "kind": "evaluated", "split": "valid", "update": update, "scores": many})
-    lines += [{"time": 1.0, "kind": "yielded", "reason": "x" * 5000, "update": 5}] * 1000
-    with (run / events.NAME).open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
-    labels = [f"{code} " + "long label " * 18 for code in range(300)]
-    columns: dict[str, Any] = {f"c{n}": [f"{row % 30} " + "v" * 300 for row in range(20_000)] for n in range(10)}
-    write_predictions(
-        run, *answers_of(labels, 20_000, 0.3), text=["<&> word " * 222] * 20_000, measured=False, **columns
-    )
-    write_scores(run, *answers_of(labels, 20_000, 0.3), c0=columns["c0"])
-    page = html.write(run)
-    assert 100_000 < page.stat().st_size < LIMIT
