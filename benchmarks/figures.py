@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Side = Mapping[str, float]
@@ -21,6 +21,8 @@ class Figure:
     goal: float | None = None
     lower: bool = False
     """Less is better."""
+    default: bool = True
+    """Measured by a call that names no keys."""
 
 
 def rate(side: Side) -> float:
@@ -51,8 +53,9 @@ def peak_share(found: Round) -> float:
     return flops / probe["gemm_flops"]
 
 
-def figures(techniques: Iterable[str]) -> tuple[Figure, ...]:
-    """All of them. Each of the `techniques` has its gain: the full loop over the loop without it."""
+def figures(techniques: Iterable[str], options: Iterable[str] = ()) -> tuple[Figure, ...]:
+    """All of them. Each of the `techniques` has its gain, the full loop over the loop without it; and so have the
+    `options`, which the full loop does not take by itself: the loop with one over the loop."""
     names = tuple(techniques)
     # Where there is one technique, the loop without it is the plain one.
     without = {name: "harness" if len(names) == 1 else f"without_{name}" for name in names}
@@ -75,8 +78,7 @@ def figures(techniques: Iterable[str]) -> tuple[Figure, ...]:
         Figure("peak_share", ("ours", "probe"), peak_share),
         ratio("equal_length_vs_hf", "ours_equal", "hf_equal", 1.0, 1.15),
         *(ratio(f"gain_{name}", "ours", side) for name, side in without.items()),
-        # Of settings that are not the default: the full loop with them over the full loop.
-        ratio("gain_shared_memory", "with_shared_memory", "ours"),
+        *(replace(ratio(f"gain_{name}", f"with_{name}", "ours"), default=False) for name in options),
     )
 
 

@@ -12,8 +12,15 @@ from benchmarks.peers import common
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "packing": {"train.packed": False},
     "touched_rows": {"train.touched_rows": False},
+    "fast_dropout": {"train.fast_dropout": False},
 }
 """Settings that switch each technique off alone."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "shared_memory": {"train.transport": "shared_memory"},
+    "gradient_compression": {"train.gradient_compression": "bf16"},
+    "sharded_optimizer": {"train.sharded_optimizer": True},
+}
+"""Settings that are not the default, each of them alone."""
 PLAIN: dict[str, Any] = {name: value for settings in TECHNIQUES.values() for name, value in settings.items()}
 """All of them off: rtrain's harness round what PyTorch and Transformers do."""
 

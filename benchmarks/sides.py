@@ -62,7 +62,7 @@ OWN = {
     "harness": Own(settings=ours.PLAIN),
     "apart": Own(apart=True),
     "apart_k4": Own(passes=4, apart=True),
-    "with_shared_memory": Own(settings={"train.transport": "shared_memory"}),
+    **{f"with_{name}": Own(settings=settings) for name, settings in ours.OPTIONS.items()},
     **{f"without_{name}": Own(settings=settings) for name, settings in ours.TECHNIQUES.items()},
 }
 PROBE = "probe"

@@ -7,7 +7,8 @@ and exports are outside of them, everybody's. `k4` is four passes between two ex
 sides.
 
 `--sweep` first finds each peer's fastest threads, allocator and loader processes, and keeps them beside the results for
-later calls. `--only time_to_090_vs_hf_grouped` takes an hour, and no default call includes it.
+later calls. No default call includes the gains of settings that are not the default (`gain_shared_memory`,
+`gain_gradient_compression`, `gain_sharded_optimizer`) and `time_to_090_vs_hf_grouped`, which takes an hour: `--only`.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=ROWS, help="training rows of each side in each round")
     parser.add_argument("--minutes", type=float, default=40, help="begin no round that would end after them")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/train.json"), help="file of the results")
-    keys = [*(figure.key for figure in figures.figures(ours.TECHNIQUES)), figures.TIME_TO, *ALIAS]
+    keys = [*(figure.key for figure in figures.figures(ours.TECHNIQUES, ours.OPTIONS)), figures.TIME_TO, *ALIAS]
     parser.add_argument("--only", nargs="+", metavar="KEY", help=f"of {', '.join(keys)}")
     parser.add_argument("--sweep", action="store_true", help="find the peers' fastest settings first")
     chosen = parser.parse_args(arguments)
@@ -68,8 +69,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def wanted(only: Sequence[str] | None) -> tuple[list[Figure], bool]:
     """Figures of the rounds, and whether the time to an accuracy is measured."""
     keys = None if only is None else {ALIAS.get(key, key) for key in only}
-    known = figures.figures(ours.TECHNIQUES)
-    return [one for one in known if keys is None or one.key in keys], keys is not None and figures.TIME_TO in keys
+    known = figures.figures(ours.TECHNIQUES, ours.OPTIONS)
+    return [
+        one for one in known if (one.default if keys is None else one.key in keys)
+    ], keys is not None and figures.TIME_TO in keys
 
 
 def prepare(data: Path, folder: Path, count: int) -> Work:

@@ -70,6 +70,8 @@ class Train(Section):
     tokens a pass took 1.1 GB in place of 2.6, and 1.0 to 1.25 times as long."""
     packed: bool = True
     """Train BERT and its kin without padding; false pads each pass, as Transformers does, to compare the two."""
+    fast_dropout: bool = True
+    """Draw dropout's masks many at a time, of BERT and its kin on a CPU; false draws them as torch does."""
     touched_rows: bool = True
     """Exchange the rows of the word embedding's gradient that an update touched; false exchanges the whole table."""
     transport: Literal["stock", "shared_memory"] = "stock"
@@ -102,11 +104,12 @@ class Train(Section):
 
 
 SPEED = (
-    *("workers", "min_workers", "micro_batch", "tokens_per_pass", "packed", "touched_rows"),
-    *("aggregation_frequency", "gradient_checkpointing", "transport", "sharded_optimizer"),
+    *("workers", "min_workers", "micro_batch", "tokens_per_pass", "packed", "fast_dropout"),
+    *("touched_rows", "aggregation_frequency", "gradient_checkpointing", "transport", "sharded_optimizer"),
     *("evaluate_every", "save_every", "keep", "log_every"),
 )
-"""Settings of `train` that change speed or what is kept, never the weights, once rows_per_update is resolved."""
+"""Settings of `train` that change speed or what is kept, never the weights, once rows_per_update is resolved; but for
+which activations dropout takes, where there is dropout."""
 
 
 ADDED = {"lr_scaling": "none", "lr_rows": None, "layer_decay": 1.0}

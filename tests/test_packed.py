@@ -225,6 +225,24 @@ def test_a_network_s_dropout_layers_take_these_masks_and_their_gradients_pass_th
     assert torch.equal(network.eval()(values), values)
 
 
+def test_dropout_as_torch_draws_it_takes_as_many_and_leaves_the_rest_alone(tmp_path: Path) -> None:
+    """The same network and pack, with masks of two makers: equal without dropout, and with it unlike."""
+    folder, tokens, found = make_encoder(tmp_path / "encoder"), rows(LENGTHS), {}
+    for fast in (True, False):
+        network: Any = model.build(folder, base.get("classification"), ("a", "b"), 0, fast_dropout=fast).train()
+        assert packed.enabled(network)
+        torch.manual_seed(4)
+        drops = step.forward(network, tokens, 0, "fp32")
+        found[fast] = drops, step.forward(network.eval(), tokens, 0, "fp32")
+        taken = network.bert.embeddings.dropout.train()(torch.ones(200_000)) == 0
+        assert abs(float(taken.double().mean()) - 0.1) < 0.005
+    assert torch.equal(found[True][1], found[False][1])
+    assert not torch.equal(found[True][0], found[False][0])
+    torch.manual_seed(0)
+    taken = dropout.stock((700, 301), 0.1, torch.float32) == 0
+    assert abs(float(taken.double().mean()) - 0.1) < 5 * (0.1 * 0.9 / taken.numel()) ** 0.5
+
+
 def test_layers_that_are_computed_again_give_the_same_gradient_bit_for_bit(tmp_path: Path) -> None:
     folder, tokens, found = make_encoder(tmp_path / "encoder"), rows(LENGTHS), []
     for again in (False, True):

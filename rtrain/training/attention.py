@@ -53,11 +53,12 @@ def packed(
     dropout: float = 0.0,
     scaling: float | None = None,
     layout: Layout | None = None,
+    draw: "Callable[[tuple[int, ...], float, torch.dtype], torch.Tensor]" = masks.mask,
     **named: Any,
 ) -> "tuple[torch.Tensor, torch.Tensor | None]":
     """Transformers' attention interface: `query`, `key`, `value` [1, heads, tokens, dim] -> [1, tokens, heads, dim].
 
-    Without a layout the tensors are padded, as everywhere else.
+    Without a layout the tensors are padded, as everywhere else. `draw`: what gives dropout's masks to plain attention.
     """
     import torch
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -83,7 +84,7 @@ def packed(
 
         return by_window(query, key, value, layout, scale, varlen_attn), None
     flat = [part.transpose(1, 2).reshape(count * heads, dim) for part in (query, key, value)]
-    attend = _plain().apply if name == "plain" else _fused
+    attend: Callable[..., torch.Tensor] = (lambda *of: _plain().apply(*of, draw)) if name == "plain" else _fused
     found = []
     for group in layout.groups:
         parts = [part[group.start * heads : group.stop * heads] for part in flat]
@@ -136,7 +137,7 @@ def _plain() -> Any:
 
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
-            query, key, value, group, heads, scale, rate = arguments
+            query, key, value, group, heads, scale, rate, draw = arguments
             shape, dim = (group.windows * heads, group.width, query.shape[-1]), query.shape[-1]
             query, key, value = (part.index_select(0, group.gather).view(shape) for part in (query, key, value))
             query.mul_(scale)
@@ -145,7 +146,7 @@ def _plain() -> Any:
                 squares = scores.view(group.windows, heads, group.width, group.width)
                 squares.add_(group.bias.to(scores.dtype))
             weights = torch.softmax(scores, dim=-1)
-            kept = masks.mask(weights.shape, rate, weights.dtype) if rate else None
+            kept = draw(weights.shape, rate, weights.dtype) if rate else None
             answer = torch.bmm(weights if kept is None else weights * kept, value)
             ctx.save_for_backward(query, key, value, weights, kept)
             ctx.group, ctx.scale = group, scale
@@ -168,6 +169,6 @@ def _plain() -> Any:
             of_query = torch.bmm(of_scores, key).mul_(ctx.scale)
             of_key = torch.bmm(of_scores.transpose(1, 2), query)
             found = (part.view(-1, dim).index_select(0, group.scatter) for part in (of_query, of_key, of_value))
-            return (*found, None, None, None, None)
+            return (*found, None, None, None, None, None)
 
     return Plain

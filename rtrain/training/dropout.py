@@ -33,6 +33,13 @@ def mask(shape: tuple[int, ...], rate: float, dtype: "torch.dtype") -> "torch.Te
     return torch.from_numpy(keeps * pattern).view(dtype).view(shape)
 
 
+def stock(shape: tuple[int, ...], rate: float, dtype: "torch.dtype") -> "torch.Tensor":
+    """Such a mask as torch draws it."""
+    import torch
+
+    return torch.nn.functional.dropout(torch.ones(shape, dtype=dtype), rate)
+
+
 @lru_cache(maxsize=8)
 def _scaled(rate: float, dtype: "torch.dtype") -> "npt.NDArray[Any]":
     """The bit pattern of 1 / (1 - rate), as an integer of the same width."""

@@ -93,11 +93,13 @@ def build(
     seed: int,
     chosen: Model | None = None,
     pack: bool = True,
+    fast_dropout: bool = True,
 ) -> "transformers.PreTrainedModel":
     """The encoder of `folder` with a new head for `labels`, or its own head where it already has these labels.
 
     The head's random weights are a function of `seed` alone, so every rank and every resume starts from the same.
-    Of `chosen`, what is to stay as it is asks for no gradient. `pack`: compute no padding, where the architecture can.
+    Of `chosen`, what is to stay as it is asks for no gradient. `pack`: compute no padding, where the architecture can;
+    `fast_dropout`: there draw dropout's masks many at a time.
     """
     import torch
     import transformers
@@ -120,7 +122,8 @@ def build(
         **settings,
     )
     if pack and packed.supports(model):
-        packed.enable(model, "tokens" if task.by_token else "mean" if chosen.pooling == "mean" else "first")
+        head = "tokens" if task.by_token else "mean" if chosen.pooling == "mean" else "first"
+        packed.enable(model, head, fast_dropout=fast_dropout)
     attend(model, training=True)
     if chosen.pooling == "mean":
         pooling.pool_by_mean(model)

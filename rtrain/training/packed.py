@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 NAME = "rtrain_packed"
 """Of the attention implementation, as Transformers knows it."""
+STOCK_DROPOUT = "rtrain_packed_stock_dropout"
+"""Of the one whose masks of dropout are drawn by torch."""
 FIRST_POSITION: Mapping[str, Callable[[Any], int]] = {
     "bert": lambda config: 0,
     "distilbert": lambda config: 0,
@@ -39,16 +41,18 @@ def supports(network: Any) -> bool:
     return network.config.model_type in FIRST_POSITION and network.base_model is not network
 
 
-def enable(network: "transformers.PreTrainedModel", head: str) -> None:
+def enable(network: "transformers.PreTrainedModel", head: str, *, fast_dropout: bool = True) -> None:
     """Let `network` be called with `inputs_of`. `head`: what its head reads, of each window the `first` token or the
-    `mean` of all, or each of the `tokens`."""
+    `mean` of all, or each of the `tokens`. `fast_dropout`: draw masks as `rtrain.training.dropout` does."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(NAME, attention.packed)
-    AttentionMaskInterface.register(NAME, _mask)
-    network.set_attn_implementation(NAME)
-    masks.replace(network)
+    name, draw = (NAME, masks.mask) if fast_dropout else (STOCK_DROPOUT, masks.stock)
+    AttentionInterface.register(name, partial(attention.packed, draw=draw))
+    AttentionMaskInterface.register(name, _mask)
+    network.set_attn_implementation(name)
+    if fast_dropout:
+        masks.replace(network)
     if head != "tokens":
         encoder: Any = network.base_model
         encoder.register_forward_hook(partial(_by_window, head), with_kwargs=True)
@@ -56,7 +60,7 @@ def enable(network: "transformers.PreTrainedModel", head: str) -> None:
 
 def enabled(network: Any) -> bool:
     """Whether the network may be called with `inputs_of`."""
-    return getattr(getattr(network, "config", None), "_attn_implementation", None) == NAME
+    return getattr(getattr(network, "config", None), "_attn_implementation", None) in (NAME, STOCK_DROPOUT)
 
 
 def computed(network: Any, lengths: Int32s) -> int:

@@ -93,7 +93,8 @@ def run(settings: dict[str, Any]) -> None:
             )
         _alive(folder, rank, max(stall_s, SETUP_S))
         store, task = open_store(Path(settings["store"])), base.get(recipe.task)
-        network = model.build(source, task, store.manifest.labels, recipe.train.seed, recipe.model, recipe.train.packed)
+        how = {"pack": recipe.train.packed, "fast_dropout": recipe.train.fast_dropout}
+        network = model.build(source, task, store.manifest.labels, recipe.train.seed, recipe.model, **how)
         if recipe.train.gradient_checkpointing:
             model.keep_inputs_alone(network)
         model.place(network, _device())
