@@ -77,7 +77,7 @@ def figures(techniques: Iterable[str], options: Iterable[str] = ()) -> tuple[Fig
         own("exchange_ms_gloo", "probe"),
         Figure("peak_share", ("ours", "probe"), peak_share),
         ratio("equal_length_vs_hf", "ours_equal", "hf_equal", 1.0, 1.15),
-        *(ratio(f"gain_{name}", "ours", side) for name, side in without.items()),
+        *(replace(ratio(f"gain_{name}", "ours", side), default=False) for name, side in without.items()),
         *(replace(ratio(f"gain_{name}", f"with_{name}", "ours"), default=False) for name in options),
     )
 
