@@ -64,7 +64,8 @@ def figures(techniques: Iterable[str], options: Iterable[str] = ()) -> tuple[Fig
         ratio("vs_hf_grouped", "ours", "hf_grouped", 1.15, 1.5),
         ratio("vs_hf_grouped_k4", "ours_k4", "hf_grouped_k4", 1.15, 1.4),
         ratio("vs_ray_documented", "ours", "ray_documented", 2.5, 3.5),
-        ratio("vs_accelerate", "ours", "accelerate"),
+        # A loop of one's own with Accelerate pads as HF Trainer's default does, and is as fast.
+        replace(ratio("vs_accelerate", "ours", "accelerate"), default=False),
         ratio("harness_vs_ddp", "harness", "ddp", 0.97, 1.0),
         ratio("vs_ddp", "ours", "ddp", 1.1, 1.25),
         ratio("scaling_2_over_1_k1", "ours", "apart", 0.80, 0.90),

@@ -8,8 +8,8 @@ sides.
 
 `--sweep` first finds each peer's fastest threads, allocator and loader processes, and keeps them beside the results for
 later calls. A default call ends within 40 minutes. Only when they are named it measures the gain of each technique, by
-the loop without it, and of each setting that is not the default (`--only gains`), and the time to an accuracy
-(`--only time_to_090`, about an hour).
+the loop without it, and of each setting that is not the default (`--only gains`), the ratio to Accelerate
+(`--only vs_accelerate`), and the time to an accuracy (`--only time_to_090`, about an hour).
 """
 
 import argparse
