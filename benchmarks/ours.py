@@ -13,10 +13,10 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "packing": {"train.packed": False},
     "touched_rows": {"train.touched_rows": False},
     "fast_dropout": {"train.fast_dropout": False},
+    "shared_memory": {"train.transport": "stock"},
 }
 """Settings that switch each technique off alone."""
 OPTIONS: dict[str, dict[str, Any]] = {
-    "shared_memory": {"train.transport": "shared_memory"},
     "gradient_compression": {"train.gradient_compression": "bf16"},
     "sharded_optimizer": {"train.sharded_optimizer": True},
 }

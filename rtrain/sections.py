@@ -74,9 +74,11 @@ class Train(Section):
     """Draw dropout's masks many at a time, of BERT and its kin on a CPU; false draws them as torch does."""
     touched_rows: bool = True
     """Exchange the rows of the word embedding's gradient that an update touched; false exchanges the whole table."""
-    transport: Literal["stock", "shared_memory"] = "stock"
+    transport: Literal["auto", "stock", "shared_memory"] = "auto"
     """How gradients go from worker to worker: `stock` is Gloo's sockets (NCCL on GPUs); `shared_memory` is for the
-    workers of one host, and the stock one, with a word of it, where they are on several or on GPUs."""
+    workers of one host, and the stock one, with a word of it, where they are on several or on GPUs. `auto` takes memory
+    where two workers share it, of whom gradients are the same by either, bit for bit; of more they differ in the last
+    bit, and a run's would with the hosts that its starts were given."""
     gradient_compression: Literal["none", "bf16"] = "none"
     """`bf16` sends gradients in half of the bytes; it changes the weights, and the log says by how much a gradient."""
     sharded_optimizer: bool = False

@@ -30,8 +30,8 @@ KEYS = (
 )
 ACCELERATE = "vs_accelerate"
 GAINS = (
-    *("gain_packing", "gain_touched_rows", "gain_fast_dropout"),
-    *("gain_shared_memory", "gain_gradient_compression", "gain_sharded_optimizer"),
+    *("gain_packing", "gain_touched_rows", "gain_fast_dropout", "gain_shared_memory"),
+    *("gain_gradient_compression", "gain_sharded_optimizer"),
 )
 
 

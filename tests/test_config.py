@@ -304,6 +304,7 @@ def test_the_peak_of_the_learning_rate_follows_the_rows_of_an_update(overrides: 
         {"train.rows_per_update": 64, "train.workers": 7, "train.micro_batch": 3},
         {"train.evaluate_every": 5, "train.save_every": 2, "train.keep": 5, "train.log_every": 1},
         {"train.packed": False, "train.tokens_per_pass": 512, "train.touched_rows": False, "train.fast_dropout": False},
+        {"train.transport": "stock"},
         {"train.transport": "shared_memory", "train.gradient_compression": "none", "train.sharded_optimizer": True},
         {"serve.port": 1, "tune.trials": 9, "cluster.address": "auto"},
         {"quantize.calibration_rows": 3, "distill.layers": 2},

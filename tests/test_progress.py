@@ -65,7 +65,11 @@ def test_how_gradients_go_is_said_where_it_is_not_as_asked_or_loses_something(
 ) -> None:
     asked = {"kind": "transport", "asked": "shared_memory", "used": "shared_memory", "reason": None}
     assert shown(
-        capsys, asked, {**asked, "used": "stock", "reason": "there is a GPU"}, {"kind": "compressed", "error": 0.00171}
+        capsys,
+        asked,
+        {**asked, "used": "stock", "reason": "there is a GPU"},
+        {**asked, "asked": "auto", "used": "stock", "reason": "there is a GPU"},
+        {"kind": "compressed", "error": 0.00171},
     ) == [
         "train.transport=shared_memory: stock is used, as there is a GPU",
         "gradients are sent in fewer bits, with an error of 1.7e-03 of their norm",

@@ -20,20 +20,22 @@ from tests.test_transport import Network, joined, run
 
 WORLDS = (2, 3)
 RADAM = {"name": "radam", "layer_decay": 0.8}
+STOCK = {"transport": "stock"}
 MEMORY = {"transport": "shared_memory"}
 SHARDED = {"sharded_optimizer": True}
 BF16 = {"gradient_compression": "bf16"}
 KILLED_AT = 2
 # Name -> settings until the run is killed in its third update (None: it is not), and settings of the rest of it.
 RUNS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
-    "plain": (None, {}),
+    "plain": (None, STOCK),
+    "auto": (None, {}),
     "memory": (None, MEMORY),
     "memory, killed": (MEMORY, MEMORY),
-    "sharded": (None, SHARDED),
+    "sharded": (None, SHARDED | STOCK),
     "sharded by memory": (None, SHARDED | MEMORY),
-    "sharded, resumed plain": (SHARDED, {}),
-    "plain, resumed sharded": ({}, SHARDED),
-    "bf16": (None, BF16),
+    "sharded, resumed plain": (SHARDED | STOCK, STOCK),
+    "plain, resumed sharded": (STOCK, SHARDED | STOCK),
+    "bf16": (None, BF16 | STOCK),
     "bf16 by memory, killed": (BF16 | MEMORY, BF16 | MEMORY),
 }
 
@@ -134,6 +136,7 @@ def checkpoints(folder: Path, world: int, name: str) -> list[dict[str, str]]:
 SAME = [
     *((2, name, "plain") for name in RUNS if "bf16" not in name and name != "plain"),
     (2, "bf16 by memory, killed", "bf16"),
+    (3, "auto", "plain"),
     (3, "sharded", "plain"),
     (3, "sharded, resumed plain", "plain"),
     (3, "plain, resumed sharded", "plain"),
@@ -159,7 +162,8 @@ def test_the_runs_are_what_their_names_say(world: int) -> None:
             found = results[world, rank]["runs"][name]
             assert found["from"] == (0 if before is None else KILLED_AT)
             used = [event["used"] for event in found["transport"]]
-            assert used == (["shared_memory"] if "transport" in after else [])
+            asked = after.get("transport", "shared_memory" if world == 2 else "stock")
+            assert used == (["shared_memory"] if asked == "shared_memory" else [])
             assert [0 < event["error"] < 2.0**-7 for event in found["compressed"]] == [True] * ("bf16" in name)
             assert len(found["sharded"]) == ("sharded_optimizer" in after)
     assert checkpoints(folder, world, "bf16")[0] != checkpoints(folder, world, "plain")[0]

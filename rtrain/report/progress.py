@@ -68,7 +68,7 @@ class Line:
             self._keep(f"the best checkpoint, of update {event['update']}, does not verify: the best is sought anew")
         elif kind == "uncopied":
             self._keep(f"not copied: {event['error']} The next save tries again.")
-        elif kind == "transport" and event["reason"]:
+        elif kind == "transport" and event["reason"] and event["asked"] != "auto":
             self._keep(f"train.transport={event['asked']}: {event['used']} is used, as {event['reason']}")
         elif kind == "compressed":
             self._keep(f"gradients are sent in fewer bits, with an error of {event['error']:.1e} of their norm")

@@ -56,7 +56,7 @@ class Exchange:
         """The transport, and whether it is to have DistributedDataParallel's buckets. Asked for on every worker."""
         sent = compression.sent(compressed)
         made: transport.Transport = transport.Stock(self.world, sent)
-        if by == "shared_memory":
+        if by == "shared_memory" or (by == "auto" and self.world == transport.SAME_BITS):
             found = transport.share([one for one in self._others() if one.requires_grad], self.rank, self.world, sent)
             reason = found if isinstance(found, str) else None
             made = made if isinstance(found, str) else found

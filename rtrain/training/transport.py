@@ -22,6 +22,8 @@ ALIGNED = 64
 CHUNK = 1 << 18
 """Elements that are summed and written at a time: they are still in the processor's cache when they are written."""
 NAME = "rtrain-gradients"
+SAME_BITS = 2
+"""Workers of whom every transport makes the same mean, bit for bit: two terms have one order of summation."""
 SMALL = 1 << 16
 """Elements; smaller tensors are sent as one."""
 TOKEN = 16
