@@ -3,7 +3,7 @@
 #   PYTHON       the Python that .venv is made from; the default is the first that will do (`make clean` before you change it)
 #   TORCH_INDEX  where to take torch from. The default wheel for Linux brings gigabytes of CUDA; without a GPU write
 #                make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
-#   JOBS         how many tests run at once; those that start Ray or the endpoint run one after another
+#   JOBS         how many tests run at once; those that share a Ray run one after another
 #   ARGS         more arguments for the command, for example make test ARGS="tests/test_order.py -x"
 
 PYTHON      ?=

@@ -223,7 +223,7 @@ JOBS = (
         sets.ielts,
         "rmse",
         {
-            **{"train.epochs": 2, "optim.lr": 2e-3, "train.rows_per_update": 4, "data.folds": 5},
+            **{"train.epochs": 2, "optim.lr": 2e-2, "train.rows_per_update": 4, "data.folds": 5},
             **{"model.freeze": "encoder", **LONG, **SENTENCE},
         },
         folds(5),

@@ -17,15 +17,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of one file run in one process, and all files that start Ray or the endpoint in the same: these tests share
-    a Ray, and want the ports and the processor's cores to themselves."""
+    """Tests of one file run in one process, all files that share a Ray in the same, and all that start Rays of their
+    own, as programs, in another: two trainings at a time are what two cores bear."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
             text = (config.rootpath / path).read_text(encoding="utf-8")
-            return "ray" if any(word in text for word in ("mark.ray", "mark.serve", "ray_session")) else path
+            if "ray_session" in text:
+                return "ray"
+            return "programs" if any(word in text for word in ("mark.ray", "mark.serve")) else path
 
     return ByFile(config, log)
 
