@@ -18,6 +18,8 @@ from rtrain.training import checkpoint
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder
 
+WITHIN_S = 400
+
 
 def test_a_command_is_continued_by_resume_once_its_run_exists(tmp_path: Path) -> None:
     command = ["train", "intent", "--new", "--out", str(tmp_path)]
@@ -46,6 +48,7 @@ def test_a_driver_that_ends_by_itself_is_not_started_again(
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(2 * WITHIN_S + 100)
 def test_a_killed_driver_resumes_and_ends_its_run(tmp_path: Path) -> None:
     """A real driver with a Ray of its own, killed in the middle of its training."""
     data, model = write_rows(tmp_path / "rows.csv", labelled_rows(403)), make_encoder(tmp_path / "encoder")
@@ -63,7 +66,7 @@ def test_a_killed_driver_resumes_and_ends_its_run(tmp_path: Path) -> None:
             [sys.executable, "-c", script, json.dumps(command), str(run)], stdout=subprocess.PIPE, stderr=log
         ) as supervisor,
     ):
-        give_up = time.monotonic() + 200
+        give_up = time.monotonic() + WITHIN_S
         while len(checkpoint.updates(run / "checkpoints")) == 0:
             assert supervisor.poll() is None, (tmp_path / "log").read_text()
             assert time.monotonic() < give_up, (tmp_path / "log").read_text()
@@ -72,7 +75,7 @@ def test_a_killed_driver_resumes_and_ends_its_run(tmp_path: Path) -> None:
             child for child in psutil.Process(supervisor.pid).children() if "rtrain" in " ".join(child.cmdline())
         ]
         os.kill(driver.pid, signal.SIGKILL)
-        out, _ = supervisor.communicate(timeout=200)
+        out, _ = supervisor.communicate(timeout=WITHIN_S)
     text = (tmp_path / "log").read_text()
     assert supervisor.returncode == 0, text
     assert "the driver was ended by SIGKILL; starting it again from update-" in text
