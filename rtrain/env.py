@@ -22,6 +22,11 @@ SETTINGS = {
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
     # Train's controller looks at its workers every 2 s by default: that is 2 s at each start, report and end of a run.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    # rtrain sees by itself which nodes are to go (training/notice.py). A second watch would be one more process: each
+    # that idles takes 1 % of a core, which on a small machine is the workers'.
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    # The agent of each node measures its processes every 5 s, for a dashboard that a private cluster does not have.
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",
     # Metrics of Ray's own need a Prometheus that a laptop does not run.
     "RAY_TRAIN_METRICS_ENABLED": "0",
     # Tune's default is to change into a folder per trial; relative paths would then point elsewhere in each worker.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from rtrain import artifact, config, manifest
@@ -136,6 +137,18 @@ def test_progress_reaches_the_caller_in_order(trained: Trained) -> None:
     assert [event["real_tokens"] for event in progress][-1] == trained.summary["real_tokens"]
     updates = [event["update"] for event in progress]
     assert updates == list(range(1, trained.summary["updates"] + 1))
+
+
+def test_a_training_starts_no_process_that_it_has_no_use_for(trained: Trained) -> None:
+    """Each one that idles takes 1 % of a core from the workers, and a second of two cores when it starts."""
+    import ray
+
+    started = {actor["ActorClassName"].split(".")[-1] for actor in ray._private.state.actors().values()}
+    assert started >= {"TrainController", "RayTrainWorker"}
+    assert not started & {"DatasetManager", "PreemptionWatcher"}
+    programs = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    assert any("raylet" in program for program in programs)
+    assert not any("log_monitor.py" in program for program in programs)
 
 
 def test_run_folder_holds_best_and_last_checkpoint_and_no_draft(trained: Trained) -> None:

@@ -125,6 +125,9 @@ def _start_local(workers: int) -> None:
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
+    # It reads every log file of the session again and again, for drivers that have logs forwarded: this one has not.
+    node: Any = ray._private.worker._global_node
+    node.kill_log_monitor(check_alive=False)
 
 
 def _quiet() -> None:

@@ -332,6 +332,7 @@ def trainer(
     import ray
     import ray.train
     import ray.train.torch
+    from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 
     class Trainer(ray.train.torch.TorchTrainer):
         """Leaves Ctrl-C to this process: Ray's own handler would end it with SystemExit, and stay behind after `fit`.
@@ -342,6 +343,11 @@ def trainer(
 
         def _register_sigint_handler(self, controller: Any) -> None:
             pass
+
+        def _create_default_callbacks(self) -> list[Any]:
+            """Without the one that starts a process for the data sets of a Trainer: workers read their own streams."""
+            found = super()._create_default_callbacks()  # type: ignore[misc]
+            return [callback for callback in found if not isinstance(callback, DatasetsCallback)]
 
     if use_gpu is None:
         use_gpu = ray.cluster_resources().get("GPU", 0) >= workers
