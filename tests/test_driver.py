@@ -146,7 +146,9 @@ def test_a_training_starts_no_process_that_it_has_no_use_for(trained: Trained) -
     started = {actor["ActorClassName"].split(".")[-1] for actor in ray._private.state.actors().values()}
     assert started >= {"TrainController", "RayTrainWorker"}
     assert not started & {"DatasetManager", "PreemptionWatcher"}
-    programs = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    own = {child.pid for child in psutil.Process().children(recursive=True)}
+    known = psutil.process_iter(["cmdline"])  # of one that has just ended, None
+    programs = [" ".join(one.info["cmdline"] or ()) for one in known if one.pid in own]
     assert any("raylet" in program for program in programs)
     assert not any("log_monitor.py" in program for program in programs)
 
