@@ -159,7 +159,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "rtrain.proof.verify": frozenset(
         {"rtrain.config", "rtrain.data.tokens", "rtrain.plan.preflight", "rtrain.proof.", "rtrain.report.events"}
-        | {"rtrain.training.driver"}
+        | {"rtrain.training.driver", "rtrain.training.group"}
     ),
     "rtrain.proof.faults": frozenset({"rtrain.report.memory", "rtrain.training.checkpoint"}),
     "rtrain.proof.drill": frozenset(
@@ -184,10 +184,10 @@ ALLOWED: dict[str, frozenset[str]] = {
         }
         | {"rtrain.training.predictions", "rtrain.scores", "rtrain.env", "rtrain.pooling"}
     ),
+    "rtrain.training.group": frozenset({"rtrain.env", "rtrain.training.device"}),
     "rtrain.training.driver": frozenset(
         {
             "rtrain.config",
-            "rtrain.env",
             "rtrain.cluster.session",
             "rtrain.data.",
             "rtrain.plan.preflight",
@@ -197,7 +197,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             f"rtrain.training.{name}"
             for name in (
                 "checkpoint",
-                "device",
+                "group",
                 "losses",
                 "model",
                 "notice",
@@ -231,6 +231,7 @@ RAY_ALLOWED = (
         "rtrain.data.ingest",
         "rtrain.training.worker",
         "rtrain.training.driver",
+        "rtrain.training.group",
     ),
     *("rtrain.compress.distill", "rtrain.cluster.", "rtrain.report.memory", "rtrain.proof.cases", "rtrain.demo"),
     *("rtrain.plan.preflight", "rtrain.proof.faults", "rtrain.training.notice", "rtrain.training.placement"),

@@ -20,7 +20,7 @@ from rtrain.plan import preflight
 from rtrain.proof import planted
 from rtrain.proof.cases import REFERENCE, Case, Measured, run_group
 from rtrain.report import events
-from rtrain.training import driver
+from rtrain.training import driver, group as worker_group
 
 TOLERANCE = 1e-8
 """Correct code stays below it by orders of magnitude, in float64; see `PLANTED`."""
@@ -237,7 +237,7 @@ def _run_group(group: Sequence[Case], settings: dict[str, Any], folder: Path) ->
     group_settings = {**settings, "cases": [asdict(case) for case in group]}
     try:
         # On CPUs, also where there are GPUs: the claim is about sums and their order, and float64 is slow on most.
-        driver.trainer(run_group, group_settings, group[0].workers, folder / "ray", use_gpu=False).fit()
+        worker_group.trainer(run_group, group_settings, group[0].workers, folder / "ray", use_gpu=False).fit()
     except (KeyboardInterrupt, SystemExit):
         shutil.rmtree(folder, ignore_errors=True)
         raise

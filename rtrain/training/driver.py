@@ -1,13 +1,13 @@
-"""TorchTrainer assembly: from a configuration to a finished run, on the Ray that the process is connected to."""
+"""From a configuration to a finished run, on the Ray that the process is connected to."""
 
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rtrain import config as configuration, env
+from rtrain import config as configuration
 from rtrain.cluster.session import DATA_CPUS
 from rtrain.config import Config
 from rtrain.data import records, tokens
@@ -16,16 +16,8 @@ from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.plan import preflight
 from rtrain.report import attributions, events, html, summary, trackers, versions
-from rtrain.training import checkpoint, device, losses, model, notice, placement, precision, replica, runs, worker
+from rtrain.training import checkpoint, group, losses, model, notice, placement, precision, replica, runs, worker
 from rtrain.training.recovery import Kind, Recovery, halvings, out_of_memory
-
-if TYPE_CHECKING:
-    import ray.train
-
-JOIN_S = 120
-"""Seconds that workers wait for each other, at least: when they start, one may import torch on a busy machine."""
-PLACEMENT_S = 15.0
-"""Seconds that an elastic worker group waits for its CPUs; starting its processes is not counted."""
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -223,7 +215,7 @@ def _attempts(
         notice.take(run)  # one that was left by a driver that died is of no concern to the workers of this one
         workers = _workers(wanted, say)
         settings["halvings"] = halvings(events.read(run))
-        group = trainer(
+        start = group.trainer(
             worker.run,
             settings,
             workers,
@@ -234,7 +226,7 @@ def _attempts(
         )
         try:
             with notice.Watch(run, workers, wanted, say):
-                group.fit()
+                start.fit()
         except Exception as error:
             placement.release(run)
             if _is_unplaced(error):  # nothing was lost, and the cluster has had time to see which nodes are gone
@@ -310,63 +302,6 @@ def _announce(run: Path, on_event: OnEvent | None) -> None:
     """Tell the caller what the run trains on; that was logged before the run was followed."""
     if on_event:
         on_event(next(event for event in reversed(events.read(run)) if event["kind"] in ("tokenised", "tokens_reused")))
-
-
-def trainer(
-    train_function: Callable[[dict[str, Any]], None],
-    settings: dict[str, Any],
-    workers: int,
-    storage: Path,
-    *,
-    stall_s: float = 300.0,
-    elastic: bool = False,
-    use_gpu: bool | None = None,
-    callbacks: Sequence[Any] = (),
-) -> "ray.train.torch.TorchTrainer":
-    """A worker group that runs `train_function(settings)`; GPUs by default where there is one for each worker.
-
-    `stall_s`: seconds after which a worker process that does not answer is taken for dead. A group that cannot be
-    placed ends with an error after Ray's own minute; an `elastic` one sooner, for its number of workers to be chosen
-    anew: a node that has just vanished is still counted for some seconds.
-    """
-    import ray
-    import ray.train
-    import ray.train.torch
-    from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
-
-    class Trainer(ray.train.torch.TorchTrainer):
-        """Leaves Ctrl-C to this process: Ray's own handler would end it with SystemExit, and stay behind after `fit`.
-
-        (A `fit` in a side thread sets no handler either, but the session then ends while that thread is still inside
-        Ray's core, which ended one interrupted search with a segmentation fault.)
-        """
-
-        def _register_sigint_handler(self, controller: Any) -> None:
-            pass
-
-        def _create_default_callbacks(self) -> list[Any]:
-            """Without the one that starts a process for the data sets of a Trainer: workers read their own streams."""
-            found = super()._create_default_callbacks()  # type: ignore[misc]
-            return [callback for callback in found if not isinstance(callback, DatasetsCallback)]
-
-    if use_gpu is None:
-        use_gpu = ray.cluster_resources().get("GPU", 0) >= workers
-    env.set_limits(stall_s, PLACEMENT_S if elastic else None)
-    number = len(list(storage.iterdir())) if storage.is_dir() else 0
-    return Trainer(
-        train_function,
-        train_loop_config=settings,
-        torch_config=ray.train.torch.TorchConfig(backend=device.backend(use_gpu), timeout_s=int(max(stall_s, JOIN_S))),
-        scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu),
-        # A new name per start: Ray would otherwise load its own snapshot of the last one, which rtrain does not use.
-        run_config=ray.train.RunConfig(
-            name=f"{number:03d}",
-            storage_path=str(storage),
-            callbacks=list(callbacks),
-            # Ray's controller would try again for ever, and say nothing, whatever kept a group from starting.
-            failure_config=ray.train.FailureConfig(controller_failure_limit=0),  # type: ignore[call-arg]
-        ),
-    )
 
 
 def explain(run: Path, error: Exception) -> UserError:
