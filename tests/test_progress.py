@@ -100,6 +100,13 @@ def test_speed_is_what_passed_since_the_first_progress_of_a_start(capsys: pytest
     ]
 
 
+def test_the_next_run_of_a_command_is_no_restart(capsys: pytest.CaptureFixture[str]) -> None:
+    start = {"kind": "started", "workers": 1, "precision": "fp32", "update": 0}
+    rows = {"kind": "tokens_reused", "rows": {"train": 8, "valid": 1, "test": 1}, "quarantined": 0, "store": "/runs"}
+    lines = shown(capsys, rows, start, update(10, 100.0), rows, start, update(20, 200.0), start, update(30, 300.0))
+    assert [line.split("loss 0.5000")[1] for line in lines if "loss" in line] == ["", "", "  1 restart"]
+
+
 @pytest.mark.parametrize(
     ("event", "text"),
     [

@@ -42,6 +42,7 @@ class Line:
             rate = f", learning rate {event['lr']:.3g} at its peak" if "lr" in event else ""
             self._now(f"{event['workers']} workers, {event['precision']}{rate}, from update {event['update']}")
         elif kind in ("tokenised", "tokens_reused"):
+            self._starts = 0  # said once a run: the next trial of a search, or stage of the demo, is no restart
             self._keep(_rows_text(event))
         elif kind == "progress":
             self._now(f"update {event['update']}/{event['of']}  loss {event['loss']:.4f}{self._pace(event)}")
