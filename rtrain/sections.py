@@ -56,6 +56,9 @@ class Train(Section):
     epochs: Positive = 3
     workers: Positive = 2
     """DDP workers, each one process of one CPU (or one GPU)."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """`gpu` gives each worker one. `auto` takes GPUs where the cluster has any or its autoscaler may start any, with
+    fewer workers where there are fewer, and CPUs else; it is decided once and kept in the run."""
     min_workers: Positive | None = None
     """Go on with fewer workers, down to this many, while nodes are missing, and with more when they come back."""
     micro_batch: Positive = 8
@@ -106,7 +109,7 @@ class Train(Section):
 
 
 SPEED = (
-    *("workers", "min_workers", "micro_batch", "tokens_per_pass", "packed", "fast_dropout"),
+    *("workers", "device", "min_workers", "micro_batch", "tokens_per_pass", "packed", "fast_dropout"),
     *("touched_rows", "aggregation_frequency", "gradient_checkpointing", "transport", "sharded_optimizer"),
     *("evaluate_every", "save_every", "keep", "log_every"),
 )

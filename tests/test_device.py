@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
+from rtrain import config
+from rtrain.errors import ConfigError
 from rtrain.tasks import base
 from rtrain.training import attention, device, layout, model, step
 from tests.test_packed import LENGTHS, rows
@@ -21,7 +23,55 @@ HEADS, DIM = 3, 8
 
 
 def test_transports_are_named_by_kind_of_device() -> None:
-    assert [device.backend(use_gpu) for use_gpu in (False, True)] == ["gloo", "cpu:gloo,cuda:nccl"]
+    assert [device.backend(kind) for kind in ("cpu", "gpu")] == ["gloo", "cpu:gloo,cuda:nccl"]
+
+
+# ------------------------------------------------------------------------------------------------- the run's own choice
+
+
+@pytest.mark.parametrize(
+    ("wanted", "workers", "least", "gpus", "chosen"),
+    [
+        ("auto", 2, None, 0, ("cpu", 2)),
+        ("auto", 2, None, 2, ("gpu", 2)),
+        ("auto", 2, None, 8, ("gpu", 2)),
+        ("auto", 2, None, 1, ("gpu", 1)),
+        ("gpu", 4, 2, 3, ("gpu", 3)),
+        ("cpu", 2, None, 8, ("cpu", 2)),
+    ],
+)
+def test_gpus_are_taken_where_there_are_any(
+    wanted: str, workers: int, least: int | None, gpus: int, chosen: tuple[str, int]
+) -> None:
+    found = device.choose(wanted, workers, least, gpus, usable=True)
+    assert (found.device, found.workers) == chosen
+    assert bool(found.why) == (found.workers < workers)
+
+
+def test_fewer_workers_than_asked_for_are_told() -> None:
+    assert device.choose("auto", 2, None, 1, usable=True).why == (
+        "1 worker instead of 2: the cluster has 1 GPU, one for each. The rows of an update stay the same"
+    )
+
+
+def test_gpus_that_this_torch_cannot_use_are_told_of_and_refused_where_they_were_asked_for() -> None:
+    found = device.choose("auto", 2, None, 4, usable=False)
+    assert (found.device, found.workers) == ("cpu", 2)
+    assert str(found.why).startswith("training on CPUs: the cluster has 4 GPUs, which this build of torch cannot use")
+    with pytest.raises(ConfigError, match=r"train\.device=gpu: the cluster has 4 GPUs, which this build"):
+        device.choose("gpu", 2, None, 4, usable=False)
+
+
+@pytest.mark.parametrize(("least", "gpus"), [(None, 0), (2, 1)])
+def test_gpus_that_cannot_be_had_are_refused(least: int | None, gpus: int) -> None:
+    with pytest.raises(ConfigError, match=rf"the cluster has {gpus} GPU.*write train\.device=cpu, or start nodes"):
+        device.choose("gpu", 4, least, gpus, usable=True)
+
+
+def test_the_setting_is_no_part_of_what_a_run_is() -> None:
+    assert (
+        len({config.load("intent", {"train.device": kind}).recipe.identity() for kind in ("auto", "cpu", "gpu")}) == 1
+    )
 
 
 @pytest.mark.parametrize("task", ["classification", "token_tags"])

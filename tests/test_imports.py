@@ -91,7 +91,8 @@ ALLOWED: dict[str, frozenset[str]] = {
         {"rtrain.report.", "rtrain.data.store", "rtrain.metrics.text", "rtrain.tasks.summary_rows"}
     ),
     "rtrain.plan.preflight": frozenset({"rtrain.config"}),
-    "rtrain.cluster.session": frozenset({"rtrain.config", "rtrain.env"}),
+    "rtrain.cluster.supply": frozenset(),
+    "rtrain.cluster.session": frozenset({"rtrain.cluster.supply", "rtrain.config", "rtrain.env"}),
     "rtrain.cluster.supervise": frozenset({"rtrain.cluster.session"}),
     "rtrain.training.frozen": frozenset(),
     "rtrain.training.model": frozenset(
@@ -131,7 +132,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.training.replica": frozenset({"rtrain.config", "rtrain.manifest"}),
     "rtrain.training.saver": frozenset({"rtrain.training.checkpoint", "rtrain.training.replica"}),
     "rtrain.training.loop": frozenset(
-        {
+        {"rtrain.training.device"}
+        | {
             "rtrain.config",
             "rtrain.data.ingest",
             "rtrain.data.order",
@@ -172,7 +174,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "rtrain.training.recovery": frozenset(),
     "rtrain.training.placement": frozenset(),
-    "rtrain.training.notice": frozenset({"rtrain.training.placement", "rtrain.training.recovery"}),
+    "rtrain.training.notice": frozenset(
+        {"rtrain.cluster.supply", "rtrain.training.placement", "rtrain.training.recovery"}
+    ),
     "rtrain.training.worker": frozenset(
         {"rtrain.artifact", "rtrain.predict", "rtrain.config", "rtrain.data.", "rtrain.report.events", "rtrain.tasks."}
         | {
@@ -186,7 +190,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "rtrain.training.group": frozenset({"rtrain.env", "rtrain.training.device"}),
     "rtrain.training.driver": frozenset(
-        {
+        {"rtrain.cluster.supply"}
+        | {f"rtrain.training.{name}" for name in ("decisions", "device")}
+        | {
             "rtrain.config",
             "rtrain.cluster.session",
             "rtrain.data.",

@@ -35,19 +35,21 @@ def test_a_row_for_every_worker_is_enough() -> None:
     assert preflight.rows(recipe(4), 4) == []
 
 
-@pytest.mark.parametrize(
-    ("cpus", "workers", "spare", "fix"), [(2.0, 2, 1, 1), (4.0, 8, 2, 2), (1.0, 2, 1, 1), (3.5, 3, 1, 2)]
-)
-def test_a_layout_that_can_never_be_placed_is_refused(cpus: float, workers: int, spare: int, fix: int) -> None:
+@pytest.mark.parametrize(("cpus", "workers", "spare", "fix"), [(2, 2, 1, 1), (4, 8, 2, 2), (1, 2, 1, 1), (3, 3, 1, 2)])
+def test_a_layout_that_can_never_be_placed_is_refused(cpus: int, workers: int, spare: int, fix: int) -> None:
     [problem] = preflight.capacity(recipe(workers), cpus, spare)
-    assert problem.reason == (
-        f"workers and data tasks need {workers + spare} logical CPUs, the Ray cluster has {cpus:g}"
-    )
+    assert problem.reason == (f"workers and data tasks need {workers + spare} logical CPUs, the Ray cluster has {cpus}")
     assert problem.fix == f"write --workers {fix}, or start nodes with more --num-cpus"
 
 
 def test_a_layout_that_just_fits_is_taken() -> None:
-    assert preflight.capacity(recipe(2), 3.0, 1) == []
+    assert preflight.capacity(recipe(2), 3, 1) == []
+
+
+def test_workers_with_gpus_need_cpus_for_their_data_alone() -> None:
+    assert preflight.capacity(recipe(8), 2, 2, "gpu") == []
+    [problem] = preflight.capacity(recipe(8), 1, 2, "gpu")
+    assert problem.reason == "data tasks need 2 logical CPUs beside the GPUs, the Ray cluster has 1"
 
 
 def test_a_full_disk_is_refused_also_for_a_folder_that_is_yet_to_be(

@@ -16,7 +16,15 @@ from rtrain.proof import drill
 from rtrain.proof.faults import FAULTS, Fault
 from rtrain.report import events
 from rtrain.training import checkpoint, driver, notice, runs, step
-from rtrain.training.recovery import Recovery, halvings, out_of_memory, tokens_per_pass, workers_for
+from rtrain.training.recovery import (
+    Growth,
+    Recovery,
+    halvings,
+    most_after,
+    out_of_memory,
+    tokens_per_pass,
+    workers_for,
+)
 from tests import test_loop
 from tests.conftest import labelled_rows, write_rows
 from tests.test_loop import Ran, start, weights_digest
@@ -83,13 +91,31 @@ def test_passes_are_halved_down_to_what_saves_memory_no_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most", "least", "cpus", "workers"),
-    [(4, None, 1, 4), (4, 1, 8, 4), (4, 1, 5, 3), (4, 1, 3, 1), (4, 2, 3, 0), (4, 2, 4.5, 2), (2, 2, 3, 0)],
+    ("most", "least", "room", "workers"),
+    [(4, None, 1, 4), (4, 1, 6, 4), (4, 1, 3, 3), (4, 1, 1, 1), (4, 2, 1, 0), (4, 2, 2, 2), (2, 2, 1, 0)],
 )
-def test_workers_follow_the_cpus_between_least_and_most(
-    most: int, least: int | None, cpus: float, workers: int
-) -> None:
-    assert workers_for(most, least, cpus, spare=2) == workers
+def test_workers_follow_the_room_between_least_and_most(most: int, least: int | None, room: int, workers: int) -> None:
+    assert workers_for(most, least, room) == workers
+
+
+def test_a_start_that_could_not_be_placed_is_followed_by_one_with_fewer_workers() -> None:
+    assert most_after(placed=False, workers=4, least=1, most=8) == 3
+    assert most_after(placed=False, workers=1, least=1, most=8) == 1
+    assert most_after(placed=True, workers=3, least=1, most=8) == 8
+    assert most_after(placed=False, workers=4, least=None, most=4) == 4
+
+
+def test_a_run_grows_into_what_was_there_all_the_time_and_free_once() -> None:
+    growth = Growth(after_s=10.0)
+    # Two workers; the nodes allow four. Data tasks hold what is free, but not in the third look.
+    looks = [growth.look(float(now), 2, 4, 4 if now == 3 else 2) for now in range(1, 13)]
+    assert looks == [False] * 10 + [True, False]
+
+
+def test_a_run_does_not_grow_into_what_others_hold_nor_into_nodes_that_come_and_go() -> None:
+    growth = Growth(after_s=10.0)
+    assert not any(growth.look(float(now), 2, 4, 2) for now in range(60))
+    assert not any(growth.look(float(now), 2, 2 if now % 8 == 0 else 4, 4) for now in range(60, 120))
 
 
 def test_more_workers_at_least_than_at_most_are_refused() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rtrain import env
+from rtrain.cluster import supply
 from rtrain.config import Config
 from rtrain.errors import UserError
 
@@ -104,9 +105,12 @@ def _worker_env() -> dict[str, dict[str, str]]:
     return {"env_vars": {name: os.environ[name] for name in env.SETTINGS if name in os.environ}}
 
 
-def no_client_port(parameters: Any, head: bool) -> None:
-    """RAY_START_HOOK of cluster.yaml: `ray start --head` opens the Ray Client's port, and has no option against it."""
+def on_node_start(parameters: Any, head: bool) -> None:
+    """RAY_START_HOOK of cluster.yaml: `ray start --head` opens the Ray Client's port, and has no option against it. And
+    the head leaves its jobs the path of its autoscaler's file, which says what nodes there may be (`supply.most`)."""
     parameters.ray_client_server_port = None
+    if head and parameters.autoscaling_config:
+        os.environ[supply.AUTOSCALER_FILE] = str(Path(parameters.autoscaling_config).expanduser())
 
 
 def _start_local(workers: int) -> None:

@@ -34,16 +34,23 @@ def rows(recipe: Recipe, train_rows: int) -> list[Problem]:
     return []
 
 
-def capacity(recipe: Recipe, cpus: float, spare: int) -> list[Problem]:
-    """A layout that can never be placed would wait for ever; a data stream without a CPU would too."""
+def capacity(recipe: Recipe, cpus: int, spare: int, device: str = "cpu") -> list[Problem]:
+    """A layout that can never be placed would wait for ever; a data stream without a CPU would too.
+
+    `cpus`: logical CPUs of the cluster, with what its autoscaler may start. Workers with GPUs take none of them.
+    """
     workers = recipe.train.min_workers or recipe.train.workers
+    if device != "cpu":
+        reason = f"data tasks need {spare} logical CPUs beside the GPUs, the Ray cluster has {cpus}"
+        fix = "start nodes with more --num-cpus"
+        return [Problem("train.workers", workers, reason, fix)] if cpus < spare else []
     if cpus < workers + spare:
         return [
             Problem(
                 "train.workers",
                 workers,
-                f"workers and data tasks need {workers + spare} logical CPUs, the Ray cluster has {cpus:g}",
-                f"write --workers {max(1, int(cpus) - spare)}, or start nodes with more --num-cpus",
+                f"workers and data tasks need {workers + spare} logical CPUs, the Ray cluster has {cpus}",
+                f"write --workers {max(1, cpus - spare)}, or start nodes with more --num-cpus",
             )
         ]
     return []

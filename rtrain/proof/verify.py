@@ -237,7 +237,7 @@ def _run_group(group: Sequence[Case], settings: dict[str, Any], folder: Path) ->
     group_settings = {**settings, "cases": [asdict(case) for case in group]}
     try:
         # On CPUs, also where there are GPUs: the claim is about sums and their order, and float64 is slow on most.
-        worker_group.trainer(run_group, group_settings, group[0].workers, folder / "ray", use_gpu=False).fit()
+        worker_group.trainer(run_group, group_settings, group[0].workers, folder / "ray").fit()
     except (KeyboardInterrupt, SystemExit):
         shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -40,7 +40,9 @@ class Line:
             self._first = None
             self._starts += 1
             rate = f", learning rate {event['lr']:.3g} at its peak" if "lr" in event else ""
-            self._now(f"{event['workers']} workers, {event['precision']}{rate}, from update {event['update']}")
+            workers = f"{event['workers']} worker{'' if event['workers'] == 1 else 's'}"
+            where = f" on {event['device']}" if "device" in event else ""
+            self._now(f"{workers}{where}, {event['precision']}{rate}, from update {event['update']}")
         elif kind in ("tokenised", "tokens_reused"):
             self._starts = 0  # said once a run: the next trial of a search, or stage of the demo, is no restart
             self._keep(_rows_text(event))
@@ -55,6 +57,8 @@ class Line:
         elif kind == "skipped":
             text = f"update {event['update']}: the gradient is infinite in fp16; once more with loss scale"
             self._keep(f"{text} {event['scale']:g}")
+        elif kind == "device":
+            self._keep(event["why"])
         elif kind == "pass_size":
             self._keep(f"passes of at most {event['tokens']:,} tokens, which is what the GPU's memory holds")
         elif kind == "smaller_passes":
@@ -75,7 +79,8 @@ class Line:
             self._keep(f"gradients are sent in fewer bits, with an error of {event['error']:.1e} of their norm")
         elif kind == "waiting":
             needs = f"{event['workers']} workers" if event["workers"] else "train.min_workers"
-            self._keep(f"waiting for CPUs: too few for {needs}; the cluster has {event['cpus']:g}")
+            counts = f"the cluster has {event['has']}, {event['free']} of them free"
+            self._keep(f"waiting for {event['needs']}: too few for {needs}; {counts}")
         elif kind == "case":
             figures = event["measured"]
             ratios = f"weights {figures['weights_ratio']:.1e}, gradient {figures['gradient_ratio']:.1e}"

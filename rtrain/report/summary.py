@@ -60,6 +60,7 @@ def summarise(run: Path) -> dict[str, Any]:
         "recipe": created.get("recipe"),
         "status": status(log),
         "workers": starts[-1]["workers"] if starts else None,
+        "device": starts[-1].get("device") if starts else None,
         "precision": starts[-1]["precision"] if starts else None,
         "exchange": exchange(log),
         "updates": end.get("updates", last.get("update", 0)),

@@ -1,16 +1,69 @@
-"""Where a worker's tensors are, how they get there, and by what transport workers exchange them."""
+"""On what a run's workers train, how tensors get there, and by what transport workers exchange them."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from rtrain.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
 
-def backend(use_gpu: bool) -> str:
-    """Of the workers' process group, one transport per kind of device: nccl, which sums gradients on GPUs, moves no CPU
-    tensor, and counts, outcomes and decisions are CPU tensors on every kind of worker."""
-    return "cpu:gloo,cuda:nccl" if use_gpu else "gloo"
+@dataclass(frozen=True)
+class Choice:
+    """On what a run's workers train, and how many there are at most."""
+
+    device: str
+    """`cpu`, or `gpu`, which is one GPU for each worker."""
+    workers: int
+    why: str | None = None
+    """What a user should be told of it: GPUs that are left alone, workers that are fewer than asked for."""
+
+
+def choose(wanted: str, workers: int, least: int | None, gpus: int, usable: bool) -> Choice:
+    """The choice for a run; raises `ConfigError` where what was asked for cannot be had.
+
+    `wanted`: `train.device`, or what the run has decided before; `gpus`: those of the whole cluster, with what its
+    autoscaler may start, also where none is up yet; `usable`: whether this build of torch can compute on them.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not gpus):
+        return Choice("cpu", workers)
+    has = f"{gpus} GPU{'' if gpus == 1 else 's'}"
+    if not usable:
+        reason = f"the cluster has {has}, which this build of torch cannot use"
+        if wanted == "auto":
+            return Choice("cpu", workers, f"training on CPUs: {reason}; install a build of torch for them")
+        fix = "install a build of torch for them, or write cpu"
+        raise ConfigError([Problem("train.device", wanted, reason, fix)])
+    if gpus < (least or 1):
+        reason = f"the cluster has {has}, and its autoscaler may start no more"
+        fix = "write train.device=cpu, or start nodes with GPUs" + (f"; train.min_workers is {least}" if least else "")
+        raise ConfigError([Problem("train.device", wanted, reason, fix)])
+    if gpus < workers:
+        why = f"{gpus} worker{'' if gpus == 1 else 's'} instead of {workers}: the cluster has {has}, one for each"
+        return Choice("gpu", gpus, f"{why}. The rows of an update stay the same")
+    return Choice("gpu", workers)
+
+
+def usable() -> bool:
+    """Whether this build of torch computes on GPUs; the machine itself may have none."""
+    import torch
+
+    return bool(torch.backends.cuda.is_built())
+
+
+def named(device: "torch.device") -> str:
+    """What a worker trains on, for a log: `cpu`, or a GPU by its name."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def backend(device: str) -> str:
+    """Transports of the workers' process group, one per kind of device: nccl, which sums gradients on GPUs, moves no
+    CPU tensor, and counts, outcomes and decisions are CPU tensors on every kind of worker."""
+    return "cpu:gloo,cuda:nccl" if device == "gpu" else "gloo"
 
 
 def moved(values: "npt.NDArray[Any]", device: "torch.device") -> "torch.Tensor":

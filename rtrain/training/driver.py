@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rtrain import config as configuration
+from rtrain.cluster import supply
 from rtrain.cluster.session import DATA_CPUS
 from rtrain.config import Config
 from rtrain.data import records, tokens
@@ -16,10 +17,27 @@ from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.plan import preflight
 from rtrain.report import attributions, events, html, summary, trackers, versions
-from rtrain.training import checkpoint, group, losses, model, notice, placement, precision, replica, runs, worker
-from rtrain.training.recovery import Kind, Recovery, halvings, out_of_memory
+from rtrain.training import (
+    checkpoint,
+    decisions,
+    device,
+    group,
+    losses,
+    model,
+    notice,
+    placement,
+    precision,
+    replica,
+    runs,
+    worker,
+)
+from rtrain.training.recovery import Kind, Recovery, halvings, most_after, out_of_memory
 
 OnEvent = Callable[[dict[str, Any]], None]
+DEVICE = "device"
+"""The decision's name."""
+SETTLE_S = 5.0
+"""Seconds in which what was given back is seen as free."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +48,7 @@ class Prepared:
     config: Config
     store: Store
     model: Path
+    layout: device.Choice
 
     @property
     def updates(self) -> int:
@@ -81,11 +100,14 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
         raise UserError(
             f"cluster.storage: {copy.url} holds a run already; write --resume to continue it, or another --out"
         )
+    layout = _layout(config, run)
     preflight.shared(tokens_root or run.parent)
     store, made = tokens.ensure(config.recipe, source, weights, tokens_root or run.parent)
-    if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config)]:
+    if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config, layout.device)]:
         raise ConfigError(problems)
     frozen = runs.freeze(run, config)
+    if config.recipe.train.device == "auto":
+        decisions.keep(run, DEVICE, layout.device)
     if not created:
         events.append(
             run,
@@ -109,7 +131,14 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
         left_out=store.manifest.left_out,
         store=str(store.folder),
     )
-    return Prepared(run, frozen, store, weights)
+    return Prepared(run, frozen, store, weights, layout)
+
+
+def _layout(config: Config, run: Path) -> device.Choice:
+    """On what the run trains: as it is told, as it has done before, else by what the cluster has or may start."""
+    train = config.recipe.train
+    wanted = train.device if train.device != "auto" else decisions.read(run).get(DEVICE, "auto")
+    return device.choose(wanted, train.workers, train.min_workers, supply.most("gpu"), device.usable())
 
 
 def _bring_back(config: Config, folder: Path) -> None:
@@ -200,7 +229,10 @@ def _attempts(
     newest checkpoint, which the workers select.
     """
     run, train, cluster = prepared.run, prepared.config.recipe.train, prepared.config.deploy.cluster
-    wanted = notice.wanted(train.workers, train.min_workers, DATA_CPUS)
+    kind, least, most = prepared.layout.device, train.min_workers, prepared.layout.workers
+    wanted, ceiling = notice.wanted(most, least, kind, DATA_CPUS), most
+    if prepared.layout.why:
+        events.append(run, "device", device=kind, why=prepared.layout.why)
     recovery = Recovery(cluster.max_crashes)
     settings: dict[str, Any] = {
         "config": configuration.to_document(prepared.config),
@@ -213,7 +245,7 @@ def _attempts(
     }
     while True:
         notice.take(run)  # one that was left by a driver that died is of no concern to the workers of this one
-        workers = _workers(wanted, say)
+        workers = min(ceiling, _workers(wanted, kind, say))
         settings["halvings"] = halvings(events.read(run))
         start = group.trainer(
             worker.run,
@@ -221,19 +253,23 @@ def _attempts(
             workers,
             run / "ray",
             stall_s=cluster.stall_s,
-            elastic=train.min_workers is not None,
+            elastic=least is not None,
+            device=kind,
             callbacks=[*callbacks, placement.Remember(run)],
         )
         try:
-            with notice.Watch(run, workers, wanted, say):
+            with notice.Watch(run, workers, kind, wanted, say):
                 start.fit()
         except Exception as error:
             placement.release(run)
-            if _is_unplaced(error):  # nothing was lost, and the cluster has had time to see which nodes are gone
-                say({"kind": "waiting", "workers": workers, "cpus": notice.cpus()})
-            else:
+            placed = not _is_unplaced(error)
+            if placed:
                 _recover(run, error, recovery)
+            else:  # nothing was lost, and the cluster has had time to see which nodes are gone
+                say(notice.waiting(workers, kind))
+            ceiling = most_after(placed, workers, least, most)
             continue
+        ceiling = most
         reason, last = notice.take(run), _last_trained(run)
         if reason is None or last["finished"] or last["updates"] == until:
             return
@@ -248,15 +284,21 @@ def _is_unplaced(error: Exception) -> bool:
     return any(type(cause).__name__ == "WorkerGroupStartupTimeoutError" for cause in _causes(error))
 
 
-def _workers(wanted: Callable[[float], int], say: OnEvent) -> int:
-    """Workers for the next start; waits, and says so, while there are fewer CPUs than the least number needs."""
-    said = 0.0
-    while not (workers := wanted(cpus := notice.cpus())):
-        if time.monotonic() - said > notice.SAY_EVERY_S:
-            said = time.monotonic()
-            say({"kind": "waiting", "workers": None, "cpus": cpus})
+def _workers(wanted: notice.Wanted, kind: str, say: OnEvent) -> int:
+    """Workers for the next start, by what is free; waits, and says so, while that is too little for the least number.
+
+    What this process has just given back, the CPUs of the start before or of its data tasks, is seen as free some
+    moments later: fewer workers than the nodes would allow are started only after those.
+    """
+    said, patient = 0.0, time.monotonic() + SETTLE_S
+    while True:
+        workers, now = wanted(supply.free()), time.monotonic()
+        if workers and (now > patient or workers >= wanted(supply.here())):
+            return workers
+        if now > patient and now - said > notice.SAY_EVERY_S:
+            said = now
+            say(notice.waiting(None, kind))
         time.sleep(notice.LOOK_EVERY_S)
-    return workers
 
 
 def _recover(run: Path, error: Exception, recovery: Recovery) -> None:
@@ -289,13 +331,8 @@ def _stalled(run: Path) -> list[str]:
     return [str(path) for path in sorted(run.glob(worker.STALLED.format("*"))) if path.stat().st_size]
 
 
-def capacity(config: Config) -> list[Problem]:
-    import ray
-
-    # Nodes that an autoscaler may still start count too; it starts them when the workers ask. None: no autoscaler.
-    most = ray._private.state.state.get_max_resources_from_cluster_config() or {}
-    cpus = max(ray.cluster_resources().get("CPU", 0.0), most.get("CPU", 0.0))
-    return preflight.capacity(config.recipe, cpus, DATA_CPUS)
+def capacity(config: Config, kind: str = "cpu") -> list[Problem]:
+    return preflight.capacity(config.recipe, supply.most("cpu"), DATA_CPUS, kind)
 
 
 def _announce(run: Path, on_event: OnEvent | None) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rtrain import env
-from rtrain.training import device
+from rtrain.training.device import backend
 
 if TYPE_CHECKING:
     import ray.train
@@ -24,16 +24,15 @@ def trainer(
     *,
     stall_s: float = 300.0,
     elastic: bool = False,
-    use_gpu: bool | None = None,
+    device: str = "cpu",
     callbacks: Sequence[Any] = (),
 ) -> "ray.train.torch.TorchTrainer":
-    """A worker group that runs `train_function(settings)`; GPUs by default where there is one for each worker.
+    """A worker group that runs `train_function(settings)`, each worker with a CPU or, where `device` is `gpu`, a GPU.
 
     `stall_s`: seconds after which a worker process that does not answer is taken for dead. A group that cannot be
     placed ends with an error after Ray's own minute; an `elastic` one sooner, for its number of workers to be chosen
     anew: a node that has just vanished is still counted for some seconds.
     """
-    import ray
     import ray.train
     import ray.train.torch
     from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
@@ -53,15 +52,13 @@ def trainer(
             found = super()._create_default_callbacks()  # type: ignore[misc]
             return [callback for callback in found if not isinstance(callback, DatasetsCallback)]
 
-    if use_gpu is None:
-        use_gpu = ray.cluster_resources().get("GPU", 0) >= workers
     env.set_limits(stall_s, PLACEMENT_S if elastic else None)
     number = len(list(storage.iterdir())) if storage.is_dir() else 0
     return Trainer(
         train_function,
         train_loop_config=settings,
-        torch_config=ray.train.torch.TorchConfig(backend=device.backend(use_gpu), timeout_s=int(max(stall_s, JOIN_S))),
-        scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu),
+        torch_config=ray.train.torch.TorchConfig(backend=backend(device), timeout_s=int(max(stall_s, JOIN_S))),
+        scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=device == "gpu"),
         # A new name per start: Ray would otherwise load its own snapshot of the last one, which rtrain does not use.
         run_config=ray.train.RunConfig(
             name=f"{number:03d}",

@@ -15,7 +15,7 @@ from rtrain.data.store import Store
 from rtrain.tasks import base
 from rtrain.tasks.batch import Ints, Ragged
 from rtrain.tasks.metrics import metric_for
-from rtrain.training import checkpoint, optim, scaling, sharded, step
+from rtrain.training import checkpoint, device, optim, scaling, sharded, step
 from rtrain.training.cadence import Cadence
 from rtrain.training.evaluate import evaluate
 from rtrain.training.exchange import Exchange
@@ -133,7 +133,8 @@ def _train(
         save_every=job.recipe.train.save_every,
         evaluate_at=job.evaluate_at,
     )
-    known = {"workers": exchange.world, "precision": job.precision, "lr": job.recipe.peak_lr}
+    where = device.named(next(exchange.module.parameters()).device)
+    known = {"workers": exchange.world, "device": where, "precision": job.precision, "lr": job.recipe.peak_lr}
     reporter.event("started", update=state.update, of=job.order.updates, **known)
     exchange.module.train()
     settle(job, exchange)

@@ -6,12 +6,17 @@ other workers in the exchange that counts the rows, so that all of them end afte
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rtrain.cluster import supply
 from rtrain.training import placement
-from rtrain.training.recovery import workers_for
+from rtrain.training.recovery import Growth, workers_for
+
+Wanted = Callable[[Sequence[supply.Node]], int]
+"""Workers of a start on such nodes; 0: wait for more."""
 
 NAME = "notice"
 LOOK_EVERY_S = 1.0
@@ -36,20 +41,17 @@ def take(run: Path) -> str | None:
     return reason
 
 
-def cpus() -> float:
-    """Logical CPUs of the nodes that are here to stay."""
-    import ray
-
-    leaving = _leaving()
-    nodes = (node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving)
-    return float(sum(node["Resources"].get("CPU", 0.0) for node in nodes))
+def waiting(workers: int | None, device: str) -> dict[str, Any]:
+    """The event of a start that waits: for `workers`, or for the least number, where that is None."""
+    has, free = supply.count(supply.here(), device), supply.count(supply.free(), device)
+    return {"kind": "waiting", "workers": workers, "needs": supply.NEEDS[device], "has": has, "free": free}
 
 
 class Watch:
     """While it is entered, watches the cluster for one start of a run, from a thread of the driver."""
 
-    def __init__(self, run: Path, workers: int, wanted: Callable[[float], int], say: Callable[[dict[str, Any]], None]):
-        self._run, self._workers, self._wanted, self._say = run, workers, wanted, say
+    def __init__(self, run: Path, workers: int, device: str, wanted: Wanted, say: Callable[[dict[str, Any]], None]):
+        self._run, self._workers, self._device, self._wanted, self._say = run, workers, device, wanted, say
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True, name="rtrain-watch")
 
@@ -62,31 +64,26 @@ class Watch:
         self._thread.join()
 
     def _look(self) -> None:
-        since, said = None, time.monotonic()
+        growth, said = Growth(GROW_AFTER_S), time.monotonic()
         while not self._done.wait(LOOK_EVERY_S):
-            here = placement.nodes(self._run)
-            if not here and time.monotonic() - said > SAY_EVERY_S:
+            own = placement.workers_by_node(self._run)
+            if not own and time.monotonic() - said > SAY_EVERY_S:
                 said = time.monotonic()
-                self._say({"kind": "waiting", "workers": self._workers, "cpus": cpus()})
-            if not here or given(self._run):
+                self._say(waiting(self._workers, self._device))
+            if not own or given(self._run):
                 continue
-            if here & set(_leaving()):
+            if own.keys() & supply.leaving():
                 give(self._run, "preemption")
-            elif self._wanted(cpus()) > self._workers:
-                since = since or time.monotonic()
-                if time.monotonic() - since > GROW_AFTER_S:
-                    give(self._run, "resize")
-            else:
-                since = None
+                continue
+            had, free = self._wanted(supply.here()), self._wanted(supply.free(own, self._device))
+            if growth.look(time.monotonic(), self._workers, had, free):
+                give(self._run, "resize")
 
 
-def _leaving() -> dict[str, int]:
-    import ray
-
-    found: dict[str, int] = ray._private.state.state.get_draining_nodes()
-    return found
+def wanted(most: int, least: int | None, device: str, spare: int) -> Wanted:
+    """Workers that nodes allow, of which data tasks take `spare` CPUs; see `recovery.workers_for`."""
+    return partial(_wanted, most, least, device, spare)
 
 
-def wanted(most: int, least: int | None, spare: int) -> Callable[[float], int]:
-    """Workers that a number of CPUs allows; see `recovery.workers_for`."""
-    return lambda found: workers_for(most, least, found, spare)
+def _wanted(most: int, least: int | None, device: str, spare: int, nodes: Sequence[supply.Node]) -> int:
+    return workers_for(most, least, supply.fits(nodes, device, spare))

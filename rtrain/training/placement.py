@@ -1,5 +1,6 @@
-"""The CPUs that a worker group holds, given back by us where Ray does not."""
+"""The CPUs or GPUs that a worker group holds, given back by us where Ray does not."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,14 @@ class Remember(ray.train.v2._internal.execution.callback.WorkerGroupCallback):
         self._path.write_text(group.id.hex())
 
 
-def nodes(run: Path) -> set[str]:
-    """Nodes that the run's workers are on; none while they wait for CPUs."""
+def workers_by_node(run: Path) -> Counter[str]:
+    """How many of the run's workers are on each node, by its id; none while they wait for CPUs or GPUs."""
     path = run / NAME
     if not path.is_file():
-        return set()
+        return Counter()
     group = PlacementGroup(PlacementGroupID.from_hex(path.read_text()))
     table: dict[str, Any] = placement_group_table(group)
-    return {node for node in table.get("bundles_to_node_id", {}).values() if node}
+    return Counter(node for node in table.get("bundles_to_node_id", {}).values() if node)
 
 
 def release(run: Path) -> bool:

@@ -59,12 +59,44 @@ class Recovery:
         return self.crashes <= self.max_crashes
 
 
-def workers_for(most: int, least: int | None, cpus: float, spare: int) -> int:
-    """Workers of the next start on `cpus` logical CPUs of which data tasks need `spare`; 0: wait for more.
+def workers_for(most: int, least: int | None, room: int) -> int:
+    """Workers of the next start where there is room for `room`; 0: wait for more.
 
-    Without `least` the number is fixed, and Ray waits for the CPUs by itself.
+    Without `least` the number is fixed, and Ray waits for the room by itself.
     """
     if least is None:
         return most
-    fitting = min(most, int(cpus) - spare)
+    fitting = min(most, room)
     return fitting if fitting >= least else 0
+
+
+def most_after(placed: bool, workers: int, least: int | None, most: int) -> int:
+    """The most workers of the next start. After one that could not be placed, one fewer: what seemed free is in pieces
+    or was taken meanwhile, and the same number would only time out again. After one that was placed, all again."""
+    return most if placed or least is None else max(least, workers - 1)
+
+
+@dataclass
+class Growth:
+    """When a run may be started again with more workers: when there has been room for more for `after_s` seconds.
+
+    Nodes that come and go would only cost restarts, so the cluster must have had that much in every look; and at some
+    look that much must have been free, or the run would be restarted into CPUs that others hold. Not at every look: its
+    own data tasks take CPUs for moments.
+    """
+
+    after_s: float
+    since: float | None = None
+    free: int = 0
+
+    def look(self, now: float, workers: int, had: int, free: int) -> bool:
+        """`had`, `free`: workers that the cluster would allow if all of it were free, and as it is."""
+        if had <= workers:
+            self.since, self.free = None, 0
+            return False
+        self.since = now if self.since is None else self.since
+        self.free = max(self.free, free)
+        if now - self.since < self.after_s:
+            return False
+        grown, self.since, self.free = self.free > workers, None, 0
+        return grown

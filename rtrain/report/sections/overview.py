@@ -66,11 +66,12 @@ def section(run: Run) -> Section:
         rows = [(str(name), str(value)) for name, value in versions.items()]
         blocks.append(Table("Versions", ("package", "version"), rows, "As they were when the run was created."))
     workers = run.summary["workers"] or recipe.train.workers
+    on = f" on {run.summary['device']}" if run.summary["device"] else ""
     rows_text = f"{run.store.rows('train'):,} training rows" if run.store else "its training rows"
     intro = (
         f"The recipe {recipe.name} fine-tuned the encoder {short(recipe.model.name, 60)} for {recipe.train.epochs} "
         f"epoch{'s' if recipe.train.epochs > 1 else ''} of {rows_text}, {recipe.rows_per_update} rows per update, on "
-        f"{workers} worker{'' if workers == 1 else 's'} in "
+        f"{workers} worker{'' if workers == 1 else 's'}{on} in "
         f"{run.summary['precision'] or recipe.train.precision}."
     )
     return Section("run", "What was run", intro, blocks)

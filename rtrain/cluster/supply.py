@@ -1,0 +1,103 @@
+"""What a Ray cluster has for the workers of a run, what of it is free, and what its autoscaler may add.
+
+A node is a map from the name of a resource (`CPU`, `GPU`) to how much of it the node has. The functions that count are
+pure; `here`, `free` and `most` ask the Ray that this process is connected to.
+"""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Node = Mapping[str, float]
+NEEDS = {"cpu": "CPU", "gpu": "GPU"}
+"""The resource of which a worker takes one, by the device that it trains on. Ray gives a worker with a GPU no CPU."""
+AUTOSCALER_FILE = "RTRAIN_AUTOSCALER_FILE"
+"""Environment variable with the path of the autoscaler's file, left by the head's start (`session.on_node_start`): Ray
+itself keeps nowhere what its autoscaler may start (2.60)."""
+
+
+# ------------------------------------------------------------------------------------------------------------- counting
+
+
+def count(nodes: Iterable[Node], device: str) -> int:
+    """Workers that the nodes have room for, data tasks aside. Each is on one node: two halves of a CPU are no room."""
+    return sum(int(node.get(NEEDS[device], 0.0)) for node in nodes)
+
+
+def fits(nodes: Sequence[Node], device: str, spare: int) -> int:
+    """Workers that the nodes have room for beside the `spare` CPUs of the data tasks."""
+    if device == "cpu":
+        return max(0, count(nodes, "cpu") - spare)
+    return count(nodes, device) if count(nodes, "cpu") >= spare else 0
+
+
+def largest(nodes: Sequence[Node], types: Sequence[tuple[Node, int]], most_workers: int, device: str) -> int:
+    """`count` of the cluster once the autoscaler has started all that it may for such workers.
+
+    `nodes`: those that are up whatever the autoscaler does (the head); `types`: a node of each type and how many of it
+    there may be; `most_workers`: how many nodes of all types together.
+    """
+    each = sorted((count([node], device) for node, number in types for _ in range(number)), reverse=True)
+    return count(nodes, device) + sum(each[:most_workers])
+
+
+def startable(document: Mapping[str, Any]) -> tuple[list[Node], list[tuple[Node, int]], int]:
+    """The head, the worker types with their numbers, and the limit over all types, from an autoscaler's file."""
+    limit, head = int(document.get("max_workers", 0)), document.get("head_node_type")
+    heads: list[Node] = []
+    types: list[tuple[Node, int]] = []
+    for name, kind in document.get("available_node_types", {}).items():
+        node = {resource: float(amount) for resource, amount in (kind.get("resources") or {}).items()}
+        if name == head:
+            heads.append(node)
+        else:
+            types.append((node, min(limit, int(kind.get("max_workers", limit)))))
+    return heads, types, limit
+
+
+# ------------------------------------------------------------------------------------------------------ asking the Ray
+
+
+def here() -> list[Node]:
+    """The nodes that are up and are to stay, with all that they have."""
+    return list(_staying().values())
+
+
+def free(own: Mapping[str, int] | None = None, device: str = "cpu") -> list[Node]:
+    """The same nodes with what nobody holds. `own`: workers by node, of which the places count as free."""
+    import ray
+
+    available = ray._private.state.state.available_resources_per_node()
+    found: list[Node] = []
+    for name in _staying():
+        node = dict(available.get(name, {}))
+        node[NEEDS[device]] = node.get(NEEDS[device], 0.0) + (own or {}).get(name, 0)
+        found.append(node)
+    return found
+
+
+def most(device: str) -> int:
+    """`count` of the nodes that are up, or of those that the autoscaler may start, whichever is more."""
+    up = count(here(), device)
+    if (path := os.environ.get(AUTOSCALER_FILE)) and Path(path).expanduser().is_file():
+        document = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+        return max(up, largest(*startable(document), device))
+    return up
+
+
+def leaving() -> set[str]:
+    """Nodes that are being drained: a spot notice, or the end of an idle node."""
+    import ray
+
+    found: dict[str, int] = ray._private.state.state.get_draining_nodes()
+    return set(found)
+
+
+def _staying() -> dict[str, Node]:
+    import ray
+
+    gone = leaving()
+    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in gone}

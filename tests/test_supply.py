@@ -1,0 +1,125 @@
+"""What a cluster has room for: counted over nodes, with what an autoscaler may start."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from rtrain.cluster import session, supply
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_a_worker_is_on_one_node() -> None:
+    assert supply.count([{"CPU": 1.5}, {"CPU": 1.5}, {"GPU": 4.0}], "cpu") == 2
+    assert supply.count([{"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0}], "gpu") == 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "device", "room"),
+    [
+        ([{"CPU": 5.0}, {"CPU": 3.0}], "cpu", 6),
+        ([{"CPU": 1.0}], "cpu", 0),
+        ([{"CPU": 2.0, "GPU": 4.0}], "gpu", 4),  # a worker with a GPU takes no CPU
+        ([{"CPU": 1.0, "GPU": 4.0}], "gpu", 0),  # nothing is left that would read the rows
+    ],
+)
+def test_data_tasks_have_their_cpus_first(nodes: list[supply.Node], device: str, room: int) -> None:
+    assert supply.fits(nodes, device, spare=2) == room
+
+
+DOCUMENT = {
+    "max_workers": 5,
+    "head_node_type": "head",
+    "available_node_types": {
+        "head": {"resources": {"CPU": 0}},
+        "small": {"max_workers": 10, "resources": {"CPU": 4}},
+        "gpu": {"max_workers": 2, "resources": {"CPU": 8, "GPU": 4}},
+    },
+}
+
+
+@pytest.mark.parametrize(("device", "most"), [("cpu", 2 * 8 + 3 * 4), ("gpu", 2 * 4)])
+def test_an_autoscaler_starts_the_largest_nodes_up_to_its_limit(device: str, most: int) -> None:
+    assert supply.largest(*supply.startable(DOCUMENT), device) == most
+
+
+def test_the_head_leaves_its_jobs_the_autoscaler_s_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(supply.AUTOSCALER_FILE, raising=False)
+    session.on_node_start(SimpleNamespace(ray_client_server_port=1, autoscaling_config=None), head=False)
+    assert supply.AUTOSCALER_FILE not in os.environ
+    session.on_node_start(SimpleNamespace(ray_client_server_port=1, autoscaling_config="~/bootstrap.yaml"), head=True)
+    assert os.environ.pop(supply.AUTOSCALER_FILE) == str(Path.home() / "bootstrap.yaml")
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from rtrain import env
+from rtrain.errors import UserError
+env.prepare()
+import ray
+from ray.util.placement_group import placement_group
+from tests.test_driver import settings
+from rtrain.cluster import supply
+from rtrain.report import events
+from rtrain.training import driver
+folder = Path(sys.argv[1])
+ray.init(address="local", num_cpus=6, num_gpus=1, include_dashboard=False, log_to_driver=False)
+others = placement_group([{"CPU": 2}])
+ray.get(others.ready())
+chosen = settings(folder, **{"train.workers": 4, "train.min_workers": 1, "train.epochs": 1})
+said = []
+found = driver.fit(driver.prepare(chosen, folder / "run"), on_event=said.append)
+try:
+    driver.prepare(settings(folder, **{"train.device": "gpu"}), folder / "refused")
+except UserError as error:
+    refused = str(error)
+log = events.read(folder / "run")
+print(json.dumps({
+    "most": [supply.most("cpu"), supply.most("gpu")],
+    "free": supply.count(supply.free(), "cpu"),
+    "why": [event["why"] for event in log if event["kind"] == "device"],
+    "started": [(event["workers"], event["device"]) for event in log if event["kind"] == "started"],
+    "waited": [event for event in said if event["kind"] == "waiting"],
+    "status": found["status"],
+    "device": found["device"],
+    "refused": refused,
+    "report": "2 workers on cpu in fp32" in (folder / "run" / "report.html").read_text(),
+}))
+ray.shutdown()
+"""
+
+
+@pytest.mark.ray
+def test_a_run_takes_what_is_free_and_says_why_a_gpu_is_left_alone(tmp_path: Path) -> None:
+    """Six CPUs of which others hold two, and a GPU of which a CPU build of torch can make nothing: an elastic run of
+    four workers starts with two, beside its two data tasks, and not with four that could never be placed."""
+    from rtrain.training import device
+
+    if device.usable():
+        pytest.fail("this test is for a CPU build of torch, which the project's tests are run with")
+    file = tmp_path / "autoscaler.yaml"
+    file.write_text(yaml.safe_dump(DOCUMENT))
+    environment = {
+        **os.environ,
+        "RAY_AUTH_MODE": "disabled",
+        "PYTHONPATH": str(ROOT),
+        supply.AUTOSCALER_FILE: str(file),
+    }
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "runs")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["most"] == [28, 8]
+    assert found["free"] == 4
+    assert found["started"] == [[2, "cpu"]]
+    assert (found["status"], found["device"], found["report"]) == ("finished", "cpu", True)
+    [why] = found["why"]
+    assert "the cluster has 8 GPUs, which this build of torch cannot use" in why
+    assert "train.device=gpu: the cluster has 8 GPUs, which this build" in found["refused"]
