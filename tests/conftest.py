@@ -2,6 +2,7 @@
 
 import csv
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from rtrain import env
 env.prepare()
 # One thread per process: tests start several processes on few cores, and equal sums need equal thread counts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A background job of a shell ignores Ctrl-C, and so would every program that a test starts and interrupts. A handler of
+# Python's own is not handed on: what is started has the system's default.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's

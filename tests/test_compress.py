@@ -137,4 +137,19 @@ def test_evaluate_scores_a_file_through_the_serving_path(teacher: Path) -> None:
     kept = scores.read(teacher, "test")
     assert kept is not None
     same = ("scores", "intervals", "slices", "tables", "headline", "rows")
-    assert {name: scored[name] for name in same} == {name: kept[name] for name in same}
+    # Not to the last bit: the file's rows are batched otherwise than in the run's evaluation, and what that leaves
+    # equal depends on the processor's kernels.
+    found, expected = ({name: document[name] for name in same} for document in (scored, kept))
+    assert leaves(found).keys() == leaves(expected).keys()
+    assert leaves(found) == pytest.approx(leaves(expected), rel=1e-5, abs=1e-7)
+
+
+def leaves(value: Any, path: str = "") -> dict[str, Any]:
+    """A nested document as its values by path."""
+    if isinstance(value, dict):
+        pairs = [(str(name), inner) for name, inner in value.items()]
+    elif isinstance(value, list | tuple):
+        pairs = [(str(place), inner) for place, inner in enumerate(value)]
+    else:
+        return {path: value}
+    return {name: leaf for key, inner in pairs for name, leaf in leaves(inner, f"{path}/{key}").items()}

@@ -14,6 +14,7 @@ import pytest
 
 from rtrain import artifact, config, demo, predict
 from rtrain.report.progress import Line
+from tests.processes import end
 from tests.tiny import make_artifact, make_encoder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,17 +86,21 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
 def interrupt_at(stage: str, folder: Path) -> tuple[int, str, list[str]]:
     """Start a demo, press Ctrl-C (SIGINT to its process group) in `stage`; (exit code, log, what is left running)."""
     process = start(folder)
-    give_up = time.monotonic() + 240
-    while f"{stage} ..." not in (text := (folder / "log").read_text()):
-        assert process.poll() is None, text
-        assert time.monotonic() < give_up, text
-        time.sleep(0.1)
-    time.sleep(4 if stage in ("search", "train", "distill") else 0.5)  # into the stage, past its first lines
-    family = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, signal.SIGINT)
-    code = process.wait(60)
-    _, alive = psutil.wait_procs(family, timeout=20)
-    return code, (folder / "log").read_text(), [" ".join(one.cmdline()[:3]) for one in alive if one.is_running()]
+    family: list[psutil.Process] = []
+    try:
+        give_up = time.monotonic() + 240
+        while f"{stage} ..." not in (text := (folder / "log").read_text()):
+            assert process.poll() is None, text
+            assert time.monotonic() < give_up, text
+            time.sleep(0.1)
+        time.sleep(4 if stage in ("search", "train", "distill") else 0.5)  # into the stage, past its first lines
+        family = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGINT)
+        code = process.wait(60)
+        _, alive = psutil.wait_procs(family, timeout=20)
+        return code, (folder / "log").read_text(), [" ".join(one.cmdline()[:3]) for one in alive if one.is_running()]
+    finally:
+        end(process, family)
 
 
 @pytest.mark.ray

@@ -251,7 +251,8 @@ def test_events_come_in_order(ground: Path, tmp_path: Path, monkeypatch: pytest.
         ("evaluated", "test", 6),
         ("trained", "", None),
     ]
-    assert ran.recorder.of("started") == [{"update": 0, "of": 6, "workers": 1, "precision": "fp32", "lr": 5e-3}]
+    started = {"update": 0, "of": 6, "workers": 1, "device": "cpu", "precision": "fp32", "lr": 5e-3}
+    assert ran.recorder.of("started") == [started]
     assert ran.recorder.scores == [
         {"update": 3, "percent": 50.0, "score": 0.5},
         {"update": 6, "percent": 100.0, "score": 0.75},

@@ -16,6 +16,7 @@ from rtrain.cluster.session import IN_JOB
 from rtrain.report import events
 from rtrain.training import checkpoint
 from tests.conftest import labelled_rows, write_rows
+from tests.processes import end
 from tests.tiny import make_encoder
 
 WITHIN_S = 400
@@ -66,16 +67,19 @@ def test_a_killed_driver_resumes_and_ends_its_run(tmp_path: Path) -> None:
             [sys.executable, "-c", script, json.dumps(command), str(run)], stdout=subprocess.PIPE, stderr=log
         ) as supervisor,
     ):
-        give_up = time.monotonic() + WITHIN_S
-        while len(checkpoint.updates(run / "checkpoints")) == 0:
-            assert supervisor.poll() is None, (tmp_path / "log").read_text()
-            assert time.monotonic() < give_up, (tmp_path / "log").read_text()
-            time.sleep(0.02)
-        [driver] = [
-            child for child in psutil.Process(supervisor.pid).children() if "rtrain" in " ".join(child.cmdline())
-        ]
-        os.kill(driver.pid, signal.SIGKILL)
-        out, _ = supervisor.communicate(timeout=WITHIN_S)
+        try:
+            give_up = time.monotonic() + WITHIN_S
+            while len(checkpoint.updates(run / "checkpoints")) == 0:
+                assert supervisor.poll() is None, (tmp_path / "log").read_text()
+                assert time.monotonic() < give_up, (tmp_path / "log").read_text()
+                time.sleep(0.02)
+            [driver] = [
+                child for child in psutil.Process(supervisor.pid).children() if "rtrain" in " ".join(child.cmdline())
+            ]
+            os.kill(driver.pid, signal.SIGKILL)
+            out, _ = supervisor.communicate(timeout=WITHIN_S)
+        finally:
+            end(supervisor)
     text = (tmp_path / "log").read_text()
     assert supervisor.returncode == 0, text
     assert "the driver was ended by SIGKILL; starting it again from update-" in text

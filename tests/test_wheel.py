@@ -21,6 +21,7 @@ import pytest
 from rtrain import __version__, config, manifest
 from serve.deployment import Address
 from tests.conftest import labelled_rows, write_rows
+from tests.processes import end
 from tests.test_job import free_ports
 from tests.tiny import make_encoder
 
@@ -199,11 +200,8 @@ def serve(installed: Installed, artifact: Path) -> None:
         os.killpg(server.pid, signal.SIGINT)
         code = server.wait(ENDED_WITHIN_S)
     finally:
-        server.kill()
-        server.wait()
-        _, alive = psutil.wait_procs(family, timeout=ENDED_WITHIN_S)
-        for process in alive:
-            process.kill()
+        _, alive = psutil.wait_procs(family, timeout=ENDED_WITHIN_S if server.poll() is not None else 0)
+        end(server, family)
     labels = {entry["label"] for entry in answer}
     assert labels <= {"login", "parcel", "refund"}
     assert labels
