@@ -11,7 +11,7 @@ from rtrain import config as configuration
 from rtrain.cluster.session import DATA_CPUS
 from rtrain.config import Config
 from rtrain.data import records, tokens
-from rtrain.data.order import Order
+from rtrain.data.order import Order, refuse_other, version
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.plan import preflight
@@ -83,6 +83,8 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
         )
     preflight.shared(tokens_root or run.parent)
     store, made = tokens.ensure(config.recipe, source, weights, tokens_root or run.parent)
+    if created:
+        refuse_other("--resume", run, created.get("order", 1), store.rows("train"))
     if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config)]:
         raise ConfigError(problems)
     frozen = runs.freeze(run, config)
@@ -98,6 +100,7 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
             # The run's own names: its store may have been made from equal files elsewhere, and may be removed.
             origin=origin,
             identity=frozen.recipe.identity(),
+            order=version(store.rows("train")),
             versions=versions.installed(),
         )
     events.append(
