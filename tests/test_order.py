@@ -14,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain.data import order
 from rtrain.data.order import Order, chain, deal, permute, rows_digest
+from rtrain.tasks.batch import batches
 
 WINDOW = 256
 SIZES = (1, 2, 3, 7, 97, 251, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW - 1, 2 * WINDOW, 2 * WINDOW + 1, 1009)
@@ -201,22 +202,50 @@ def test_permute_maps_a_part_as_it_maps_the_whole() -> None:
 # ------------------------------------------------------------------------------------------------------------ sharing
 
 
+def shares_of(
+    lengths: npt.NDArray[np.int32], workers: int, most_rows: int | None, most_tokens: int | None = None
+) -> list[list[npt.NDArray[np.int64]]]:
+    """The passes of every worker."""
+    return [deal(lengths, workers, rank, most_rows, most_tokens) for rank in range(workers)]
+
+
 def test_rows_are_dealt_forth_and_back_by_length() -> None:
     # Sorted by length: rows 1, 3, 0, 4, 2 (9, 7, 5, 3, 1 tokens). Dealt 0 1 | 1 0 | 0: worker 0 gets 9 + 3 + 1 tokens,
     # worker 1 gets 7 + 5.
     lengths = np.array([5, 9, 1, 7, 3], dtype=np.int32)
-    shares = deal(lengths, workers=2, most_rows=2)
+    shares = shares_of(lengths, workers=2, most_rows=2)
     assert [[rows.tolist() for rows in passes] for passes in shares] == [[[1, 4], [2]], [[3, 0]]]
 
 
 def test_rows_of_equal_length_keep_their_order() -> None:
-    shares = deal(np.full(6, 4, dtype=np.int32), workers=1, most_rows=4)
-    assert [rows.tolist() for rows in shares[0]] == [[0, 1, 2, 3], [4, 5]]
+    passes = deal(np.full(6, 4, dtype=np.int32), workers=1, rank=0, most_rows=4)
+    assert [rows.tolist() for rows in passes] == [[0, 1, 2, 3], [4, 5]]
 
 
 def test_workers_beyond_the_rows_get_no_pass() -> None:
-    shares = deal(np.array([3, 8], dtype=np.int32), workers=5, most_rows=4)
+    shares = shares_of(np.array([3, 8], dtype=np.int32), workers=5, most_rows=4)
     assert [[rows.tolist() for rows in passes] for passes in shares] == [[[1]], [[0]], [], [], []]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 200) | st.integers(1, 200_000), min_size=1, max_size=120),
+    workers=st.integers(1, 150),
+    most_rows=st.integers(1, 20) | st.none(),
+    most_tokens=st.integers(1, 3000) | st.none(),
+)
+@settings(deadline=None)
+def test_a_worker_s_passes_are_its_part_of_all_workers(
+    lengths: list[int], workers: int, most_rows: int | None, most_tokens: int | None
+) -> None:
+    """As plainly as it can be said: sort all rows, deal them to all workers, and look at each one's."""
+    found = np.array(lengths, dtype=np.int32)
+    order = np.argsort(-found.astype(np.int64), kind="stable")
+    turn = np.arange(len(order)) % (2 * workers)
+    owner = np.where(turn < workers, turn, 2 * workers - 1 - turn)
+    rows, tokens = most_rows or len(order), most_tokens or sum(lengths)
+    for rank in range(workers):
+        expected = [part.tolist() for part in batches(found, order[owner == rank], rows, tokens)]
+        assert [part.tolist() for part in deal(found, workers, rank, most_rows, most_tokens)] == expected
 
 
 @given(
@@ -226,8 +255,7 @@ def test_workers_beyond_the_rows_get_no_pass() -> None:
 )
 @settings(deadline=None)
 def test_dealing_loses_no_row_and_balances_tokens(lengths: list[int], workers: int, micro_batch: int) -> None:
-    shares = deal(np.array(lengths, dtype=np.int32), workers, micro_batch)
-    assert len(shares) == workers
+    shares = shares_of(np.array(lengths, dtype=np.int32), workers, micro_batch)
     rows = [[int(row) for rows in passes for row in rows] for passes in shares]
     assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
     assert max(map(len, rows)) - min(map(len, rows)) <= 1
@@ -245,9 +273,9 @@ def test_dealing_loses_no_row_and_balances_tokens(lengths: list[int], workers: i
 
 def test_tokens_bound_a_pass_and_a_longer_row_is_alone() -> None:
     lengths = np.array([5, 40, 1, 7, 3, 6], dtype=np.int32)
-    shares = deal(lengths, workers=1, most_rows=None, most_tokens=14)
-    assert [rows.tolist() for rows in shares[0]] == [[1], [3, 5], [0, 4, 2]]
-    assert [rows.tolist() for rows in deal(lengths, 1, most_rows=2, most_tokens=14)[0]] == [[1], [3, 5], [0, 4], [2]]
+    passes = deal(lengths, 1, 0, most_rows=None, most_tokens=14)
+    assert [rows.tolist() for rows in passes] == [[1], [3, 5], [0, 4, 2]]
+    assert [rows.tolist() for rows in deal(lengths, 1, 0, most_rows=2, most_tokens=14)] == [[1], [3, 5], [0, 4], [2]]
 
 
 # ------------------------------------------------------------------------------------------------------------- ledger
