@@ -94,7 +94,7 @@ def test_a_pass_holds_the_tokens_of_its_rows(store: Store, order: Order) -> None
     update = plan_update(store, Share(store.folder, order, 2, 1, 4), 2)
     positions = order.positions(2)
     lengths = store.column("train", "length")[positions]
-    expected = [store.read("train", positions[chosen]) for chosen in deal(lengths, 2, 4)[1]]
+    expected = [store.read("train", positions[chosen]) for chosen in deal(lengths, 2, 1, 4)]
     assert len(expected) == 3  # 10 of the 20 rows, 4 a pass
     assert all(map(same, update.passes, expected))
     assert not same(update.passes[0], update.passes[1])

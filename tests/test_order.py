@@ -2,6 +2,9 @@
 
 import hashlib
 import itertools
+import math
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -11,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain.data import order
 from rtrain.data.order import Order, chain, deal, permute, rows_digest
+from rtrain.tasks.batch import batches
 
 WINDOW = 256
 SIZES = (1, 2, 3, 7, 97, 251, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW - 1, 2 * WINDOW, 2 * WINDOW + 1, 1009)
@@ -33,6 +37,7 @@ def assert_every_row_once(made: Order, epoch: int) -> None:
 @pytest.mark.parametrize("rows_per_update", [1, 7, 64, 2000])
 def test_every_row_comes_once_an_epoch(rows: int, rows_per_update: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order, "WINDOW_ROWS", WINDOW)
+    monkeypatch.setattr(order, "BLOCK_ROWS", 16)
     made = Order("digest", rows, rows_per_update, epochs=3, seed=5)
     for epoch in range(3):
         assert_every_row_once(made, epoch)
@@ -46,15 +51,16 @@ def test_every_row_comes_once_round_the_real_window(difference: int) -> None:
 @settings(deadline=None, max_examples=60)
 @given(
     rows=st.integers(1, 700),
-    window=st.integers(1, 80),
+    blocks=st.integers(1, 16),
+    block=st.integers(1, 40),
     rows_per_update=st.integers(1, 800),
     seed=st.integers(0, 2**63 - 1),
     epoch=st.integers(0, 1000),
 )
-def test_every_row_comes_once_whatever_the_windows(
-    rows: int, window: int, rows_per_update: int, seed: int, epoch: int
+def test_every_row_comes_once_whatever_the_windows_and_blocks(
+    rows: int, blocks: int, block: int, rows_per_update: int, seed: int, epoch: int
 ) -> None:
-    with mock.patch.object(order, "WINDOW_ROWS", window):
+    with mock.patch.multiple(order, WINDOW_ROWS=blocks * block, BLOCK_ROWS=block):
         assert_every_row_once(Order("digest", rows, rows_per_update, epoch + 1, seed), epoch)
 
 
@@ -75,6 +81,21 @@ def test_the_order_is_pinned() -> None:
     made = Order("digest", rows=10, rows_per_update=4, epochs=2, seed=7)
     found = [made.positions(update).tolist() for update in range(made.updates)]
     assert found == [[8, 6, 4, 7], [2, 1, 9, 3], [5, 0], [3, 8, 1, 9], [5, 7, 4, 6], [0, 2]]
+
+
+def test_a_store_of_one_window_keeps_the_order_that_it_had_before_there_were_blocks() -> None:
+    """Of the largest such store, as its rows were before: a run on it resumes."""
+    made = Order("digest", order.WINDOW_ROWS, rows_per_update=8, epochs=2, seed=7)
+    assert order.version(made.rows) == 1
+    assert made.positions(0).tolist() == [236220, 137066, 51502, 53673, 120067, 84253, 119978, 197786]
+    assert made.positions(40_000).tolist() == [228098, 202367, 177701, 162740, 49673, 233831, 253285, 18040]
+
+
+def test_the_order_of_a_larger_store_is_pinned() -> None:
+    made = Order("digest", order.WINDOW_ROWS + 1, rows_per_update=8, epochs=2, seed=7)
+    assert order.version(made.rows) == 2
+    assert made.positions(0).tolist() == [158758, 25110, 130862, 115625, 69890, 61213, 69801, 178573]
+    assert made.positions(40_000).tolist() == [151522, 243876, 187889, 194318, 189463, 223911, 2312, 112216]
 
 
 def test_equal_calls_give_equal_rows_whatever_was_asked_before() -> None:
@@ -106,14 +127,18 @@ def test_the_order_of_an_epoch_does_not_depend_on_the_rows_per_update() -> None:
         assert np.array_equal(np.concatenate(epoch_of(Order("digest", 103, rows_per_update, 2, seed=1), 1)), whole)
 
 
-def test_each_row_is_equally_often_at_each_place() -> None:
-    rows, seeds = 30, 1500
+@pytest.mark.parametrize(("rows", "window"), [(30, 30), (122, 64)])
+def test_each_row_is_equally_often_at_each_place(rows: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one window; and of two, where 30 blocks of 4 rows and a short one of 2 are permuted first."""
+    monkeypatch.setattr(order, "WINDOW_ROWS", window)
+    monkeypatch.setattr(order, "BLOCK_ROWS", 4)
+    seeds = 1500
     found = np.zeros((rows, rows))
     for seed in range(seeds):
         found[np.arange(rows), Order("digest", rows, rows, 1, seed).positions(0)] += 1
-    # Chi squared of 29 x 29 degrees of freedom has mean 841 and deviation sqrt(2 x 841) = 41.
-    expected = seeds / rows
-    assert abs(((found - expected) ** 2 / expected).sum() - 841) < 4 * 41
+    # Chi squared of n x n degrees of freedom, here 29 x 29 and 121 x 121, has mean n^2 and deviation n x sqrt(2).
+    expected, free = seeds / rows, rows - 1
+    assert abs(((found - expected) ** 2 / expected).sum() - free**2) < 4 * 1.42 * free
 
 
 def test_neighbours_in_the_store_are_scattered_over_the_epoch() -> None:
@@ -123,17 +148,41 @@ def test_neighbours_in_the_store_are_scattered_over_the_epoch() -> None:
     assert (np.abs(np.diff(found)) == 1).sum() < 12  # 2 in the mean
 
 
-def test_an_update_reads_few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_reads_the_blocks_of_few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order, "WINDOW_ROWS", 64)
-    made = Order("digest", rows=64 * 20 + 40, rows_per_update=16, epochs=1, seed=2)
-    touched = [np.unique(rows // 64) for rows in epoch_of(made, 0)]
-    # 16 consecutive places lie in one slot of 64 (or 40) places, or across one border.
-    assert max(len(windows) for windows in touched) <= 2
-    # A border is crossed at most at each of the 20 ends of slots; the other 83 - 20 updates stay in one window.
-    assert sum(len(windows) == 1 for windows in touched) >= 63
-    opened = list(dict.fromkeys(int(window) for windows in touched for window in windows))
-    assert sorted(opened) == list(range(21))
-    assert opened != sorted(opened)
+    monkeypatch.setattr(order, "BLOCK_ROWS", 8)
+    made = Order("digest", rows=64 * 20 + 44, rows_per_update=16, epochs=1, seed=2)
+    rows = np.concatenate(epoch_of(made, 0))
+    width = math.ceil(made.rows / 21)  # 21 windows of 64 rows, but for 20 rows
+    blocks = [np.unique(rows[first : first + width] // 8) for first in range(0, made.rows, width)]
+    # A window begins and ends within a block, and so does the short one.
+    assert max(len(found) for found in blocks) <= width // 8 + 3
+    assert all(np.ptp(found) > 64 for found in blocks)  # from all over the store: 166 blocks
+    assert len(np.unique(np.concatenate(blocks))) == math.ceil(made.rows / 8)
+
+
+LABELS = 8
+SORTED_ROWS = 3_000_000
+
+
+def distance(
+    label_of: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]], updates: list[npt.NDArray[Any]]
+) -> float:
+    """Mean distance (total variation) of the updates' mix of labels from the data's, which is even."""
+    mixes = np.array([np.bincount(label_of(rows), minlength=LABELS) / len(rows) for rows in updates])
+    return float(np.abs(mixes - 1 / LABELS).sum(axis=1).mean() / 2)
+
+
+@pytest.mark.parametrize("kind", ["sorted", "cyclic"])
+def test_an_update_of_a_large_file_has_the_mix_of_its_labels(kind: str) -> None:
+    def label_of(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return rows * LABELS // SORTED_ROWS if kind == "sorted" else rows % LABELS
+
+    made, random = Order("digest", SORTED_ROWS, 64, epochs=2, seed=11), np.random.default_rng(0)
+    found = [made.positions(int(update)) for update in random.choice(made.updates, 1500, replace=False)]
+    independent = [random.integers(0, SORTED_ROWS, 64) for _ in range(1500)]
+    assert 0.12 < distance(label_of, independent) < 0.14
+    assert distance(label_of, found) <= 1.2 * distance(label_of, independent)
 
 
 @given(size=st.integers(1, 3000), words=st.lists(st.integers(0, 2**64 - 1), min_size=6, max_size=6))
@@ -153,22 +202,50 @@ def test_permute_maps_a_part_as_it_maps_the_whole() -> None:
 # ------------------------------------------------------------------------------------------------------------ sharing
 
 
+def shares_of(
+    lengths: npt.NDArray[np.int32], workers: int, most_rows: int | None, most_tokens: int | None = None
+) -> list[list[npt.NDArray[np.int64]]]:
+    """The passes of every worker."""
+    return [deal(lengths, workers, rank, most_rows, most_tokens) for rank in range(workers)]
+
+
 def test_rows_are_dealt_forth_and_back_by_length() -> None:
     # Sorted by length: rows 1, 3, 0, 4, 2 (9, 7, 5, 3, 1 tokens). Dealt 0 1 | 1 0 | 0: worker 0 gets 9 + 3 + 1 tokens,
     # worker 1 gets 7 + 5.
     lengths = np.array([5, 9, 1, 7, 3], dtype=np.int32)
-    shares = deal(lengths, workers=2, most_rows=2)
+    shares = shares_of(lengths, workers=2, most_rows=2)
     assert [[rows.tolist() for rows in passes] for passes in shares] == [[[1, 4], [2]], [[3, 0]]]
 
 
 def test_rows_of_equal_length_keep_their_order() -> None:
-    shares = deal(np.full(6, 4, dtype=np.int32), workers=1, most_rows=4)
-    assert [rows.tolist() for rows in shares[0]] == [[0, 1, 2, 3], [4, 5]]
+    passes = deal(np.full(6, 4, dtype=np.int32), workers=1, rank=0, most_rows=4)
+    assert [rows.tolist() for rows in passes] == [[0, 1, 2, 3], [4, 5]]
 
 
 def test_workers_beyond_the_rows_get_no_pass() -> None:
-    shares = deal(np.array([3, 8], dtype=np.int32), workers=5, most_rows=4)
+    shares = shares_of(np.array([3, 8], dtype=np.int32), workers=5, most_rows=4)
     assert [[rows.tolist() for rows in passes] for passes in shares] == [[[1]], [[0]], [], [], []]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 200) | st.integers(1, 200_000), min_size=1, max_size=120),
+    workers=st.integers(1, 150),
+    most_rows=st.integers(1, 20) | st.none(),
+    most_tokens=st.integers(1, 3000) | st.none(),
+)
+@settings(deadline=None)
+def test_a_worker_s_passes_are_its_part_of_all_workers(
+    lengths: list[int], workers: int, most_rows: int | None, most_tokens: int | None
+) -> None:
+    """As plainly as it can be said: sort all rows, deal them to all workers, and look at each one's."""
+    found = np.array(lengths, dtype=np.int32)
+    order = np.argsort(-found.astype(np.int64), kind="stable")
+    turn = np.arange(len(order)) % (2 * workers)
+    owner = np.where(turn < workers, turn, 2 * workers - 1 - turn)
+    rows, tokens = most_rows or len(order), most_tokens or sum(lengths)
+    for rank in range(workers):
+        expected = [part.tolist() for part in batches(found, order[owner == rank], rows, tokens)]
+        assert [part.tolist() for part in deal(found, workers, rank, most_rows, most_tokens)] == expected
 
 
 @given(
@@ -178,8 +255,7 @@ def test_workers_beyond_the_rows_get_no_pass() -> None:
 )
 @settings(deadline=None)
 def test_dealing_loses_no_row_and_balances_tokens(lengths: list[int], workers: int, micro_batch: int) -> None:
-    shares = deal(np.array(lengths, dtype=np.int32), workers, micro_batch)
-    assert len(shares) == workers
+    shares = shares_of(np.array(lengths, dtype=np.int32), workers, micro_batch)
     rows = [[int(row) for rows in passes for row in rows] for passes in shares]
     assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
     assert max(map(len, rows)) - min(map(len, rows)) <= 1
@@ -197,9 +273,9 @@ def test_dealing_loses_no_row_and_balances_tokens(lengths: list[int], workers: i
 
 def test_tokens_bound_a_pass_and_a_longer_row_is_alone() -> None:
     lengths = np.array([5, 40, 1, 7, 3, 6], dtype=np.int32)
-    shares = deal(lengths, workers=1, most_rows=None, most_tokens=14)
-    assert [rows.tolist() for rows in shares[0]] == [[1], [3, 5], [0, 4, 2]]
-    assert [rows.tolist() for rows in deal(lengths, 1, most_rows=2, most_tokens=14)[0]] == [[1], [3, 5], [0, 4], [2]]
+    passes = deal(lengths, 1, 0, most_rows=None, most_tokens=14)
+    assert [rows.tolist() for rows in passes] == [[1], [3, 5], [0, 4, 2]]
+    assert [rows.tolist() for rows in deal(lengths, 1, 0, most_rows=2, most_tokens=14)] == [[1], [3, 5], [0, 4], [2]]
 
 
 # ------------------------------------------------------------------------------------------------------------- ledger

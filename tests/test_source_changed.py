@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from rtrain import config
+from rtrain.cluster import supply
 from rtrain.config import Config
-from rtrain.data import records, tokens
+from rtrain.data import order, records, tokens
 from rtrain.errors import UserError
+from rtrain.proof import ledger
 from rtrain.report import events
-from rtrain.training import driver, runs
+from rtrain.training import driver, loop, runs
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder
 
@@ -21,7 +23,7 @@ ROWS = labelled_rows(120)
 
 @pytest.fixture(autouse=True)
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The token jobs of a test, which run without Ray: the tasks one after another, and no cluster to fit into."""
+    """The token jobs of a test, which run without Ray: the tasks one after another, and a cluster of four CPUs."""
     ran: list[Path] = []
 
     def run(job: tokens.Job, source: records.Source) -> list[dict[str, Any]]:
@@ -30,7 +32,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         return [row for piece in pieces for row in tokens._write_piece(piece, job)]
 
     monkeypatch.setattr(tokens, "_run", run)
-    monkeypatch.setattr(driver, "capacity", lambda _: [])
+    monkeypatch.setattr(supply, "most", {"cpu": 4, "gpu": 0}.get)
     return ran
 
 
@@ -200,3 +202,47 @@ def test_a_file_of_rows_is_hashed_once_a_start(
     monkeypatch.setattr(records, "file_digest", counted)
     start(ground, reuse)
     assert sorted(name for name in hashed if name.endswith(".csv")) == ["0.csv", "1.csv", "2.csv", "test.csv"]
+
+
+# ------------------------------------------------------------------------------------------------ the order of the rows
+
+
+def before_blocks(run: Path) -> None:
+    """The log as a version wrote it that knew one order alone, and did not name it."""
+    log = events.read(run)
+    assert log[0]["kind"] == "created"
+    del log[0]["order"]
+    (run / events.NAME).write_text("".join(json.dumps(event) + "\n" for event in log))
+
+
+def test_a_run_of_one_window_resumes_from_before_there_were_blocks(ground: Path) -> None:
+    first = start(ground)
+    before_blocks(first.run)
+    assert start(ground, "resume").store.folder == first.store.folder
+
+
+def test_a_larger_run_of_before_there_were_blocks_is_refused_by_name(
+    ground: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order, "WINDOW_ROWS", 50)
+    first = start(ground)
+    assert first.store.rows("train") > 50
+    start(ground, "resume")  # one of this version goes on
+    before_blocks(first.run)
+    before = contents(ground / "runs")
+    with pytest.raises(
+        UserError, match=r"^--resume: .*run was started with an earlier order of rows.* \(--new\) has today's order\.$"
+    ):
+        start(ground, "resume")
+    assert contents(ground / "runs") == before
+    with pytest.raises(UserError, match=r"^--ledger: .*run was started with an earlier order of rows"):
+        ledger.check(first.run)
+
+
+def test_what_checkpoints_are_known_by_has_the_order_s_version_where_there_are_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = order.Order("digest", 262_144, 64, epochs=2, seed=7)
+    assert loop.identity(made) == "dfc2f151a4266ef6"
+    monkeypatch.setattr(order, "WINDOW_ROWS", 262_143)
+    assert loop.identity(made) == "d766ddfaea3d2d1d"

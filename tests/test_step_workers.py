@@ -105,7 +105,7 @@ def _updates(world: int, rank: int, folder: Path, freeze: Literal["none", "encod
 
 def _share(number: int, count: int, world: int, rank: int) -> list[Tokens]:
     rows = make_rows(count, seed=number)
-    return [pick(rows, chosen.tolist()) for chosen in deal(rows.lengths, world, most_rows=3)[rank]]
+    return [pick(rows, chosen.tolist()) for chosen in deal(rows.lengths, world, rank, most_rows=3)]
 
 
 def _exchanges(world: int, rank: int, folder: Path) -> list[int]:
@@ -140,7 +140,7 @@ def _touched_rows(world: int, rank: int, folder: Path) -> dict[str, Any]:
     for number, count in enumerate(UPDATES):
         for name, most_rows in (("one pass", 100), ("more", 3)):
             rows = make_rows(count, seed=number)
-            passes = [pick(rows, chosen.tolist()) for chosen in deal(rows.lengths, world, most_rows)[rank]]
+            passes = [pick(rows, chosen.tolist()) for chosen in deal(rows.lengths, world, rank, most_rows)]
             both = []
             for touched in (True, False):
                 network = make_network(folder / "encoder")

@@ -20,8 +20,10 @@ from rtrain.errors import UserError
 IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Ray's job manager sets it for the entry point of a job."""
 
-# Ray Data needs logical CPUs of its own beside the workers', or the stream starves without a word.
 DATA_CPUS = 2
+"""Ray Data needs logical CPUs of its own beside the workers', or the stream starves without a word. These are the
+fewest: a task that reads, and one that may wait for it."""
+WORKERS_PER_DATA_CPU = 8
 OBJECT_STORE_BYTES = 512 << 20
 """Streams hold tens of megabytes ahead; Ray's default of 30 % of the memory would be counted as used by no one."""
 
@@ -90,7 +92,8 @@ def session(config: Config, folder: Path) -> Iterator[None]:
     leave_folder(folder)
     _quiet()
     if address is None:
-        _start_local(config.recipe.train.workers)
+        workers = config.recipe.train.workers
+        _start_local(workers, data_cpus(config.deploy.cluster.data_cpus, workers))
     else:
         ray.init(address=address, runtime_env=_worker_env(), log_to_driver=False, logging_level=logging.ERROR)
     try:
@@ -113,7 +116,12 @@ def on_node_start(parameters: Any, head: bool) -> None:
         os.environ[supply.AUTOSCALER_FILE] = str(Path(parameters.autoscaling_config).expanduser())
 
 
-def _start_local(workers: int) -> None:
+def data_cpus(asked: int | None, workers: int) -> int:
+    """Logical CPUs for the data tasks of so many workers; `asked` is `cluster.data_cpus`."""
+    return DATA_CPUS + workers // WORKERS_PER_DATA_CPU if asked is None else asked
+
+
+def _start_local(workers: int, spare: int) -> None:
     import ray
 
     # Processes that Ray starts find rtrain where this one found it, also in a checkout that is not installed.
@@ -123,7 +131,7 @@ def _start_local(workers: int) -> None:
     store = min(OBJECT_STORE_BYTES, shutil.disk_usage("/dev/shm").free // 2)
     ray.init(
         address="local",
-        num_cpus=max(env.cores(), workers + DATA_CPUS),
+        num_cpus=max(env.cores(), workers + spare),
         include_dashboard=False,
         object_store_memory=store,
         log_to_driver=False,

@@ -78,7 +78,7 @@ def plan_update(store: Store, share: Share, number: int) -> Update:
     positions = share.order.positions(number)
     row_ids = store.column("train", "row_id")[positions]
     lengths = store.column("train", "length")[positions]
-    passes = deal(lengths, share.workers, share.micro_batch, share.tokens_per_pass)[share.rank]
+    passes = deal(lengths, share.workers, share.rank, share.micro_batch, share.tokens_per_pass)
     return Update(
         number=number,
         first_row=int(row_ids[0]),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rtrain import config as configuration
-from rtrain.data.order import Order, chain, rows_digest
+from rtrain.data.order import Order, chain, refuse_other, rows_digest
 from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.report import events
@@ -106,6 +106,7 @@ def _store(run: Path) -> Store:
             f"--ledger: the token store {store.folder} is now {store.manifest.digest}; the run was trained on "
             f"{created['data_digest']}"
         )
+    refuse_other("--ledger", run, created.get("order", 1), store.rows("train"))
     return store
 
 

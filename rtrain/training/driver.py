@@ -9,10 +9,10 @@ from typing import Any
 
 from rtrain import config as configuration
 from rtrain.cluster import supply
-from rtrain.cluster.session import DATA_CPUS
+from rtrain.cluster.session import data_cpus
 from rtrain.config import Config
 from rtrain.data import records, tokens
-from rtrain.data.order import Order
+from rtrain.data.order import Order, refuse_other, version
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.plan import preflight
@@ -103,6 +103,8 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
     layout = _layout(config, run)
     preflight.shared(tokens_root or run.parent)
     store, made = tokens.ensure(config.recipe, source, weights, tokens_root or run.parent)
+    if created:
+        refuse_other("--resume", run, created.get("order", 1), store.rows("train"))
     if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config, layout.device)]:
         raise ConfigError(problems)
     frozen = runs.freeze(run, config)
@@ -120,6 +122,7 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
             # The run's own names: its store may have been made from equal files elsewhere, and may be removed.
             origin=origin,
             identity=frozen.recipe.identity(),
+            order=version(store.rows("train")),
             versions=versions.installed(),
         )
     events.append(
@@ -230,7 +233,7 @@ def _attempts(
     """
     run, train, cluster = prepared.run, prepared.config.recipe.train, prepared.config.deploy.cluster
     kind, least, most = prepared.layout.device, train.min_workers, prepared.layout.workers
-    wanted, ceiling = notice.wanted(most, least, kind, DATA_CPUS), most
+    wanted, ceiling = notice.wanted(most, least, kind, data_cpus(cluster.data_cpus, most)), most
     if prepared.layout.why:
         events.append(run, "device", device=kind, why=prepared.layout.why)
     recovery = Recovery(cluster.max_crashes)
@@ -332,7 +335,9 @@ def _stalled(run: Path) -> list[str]:
 
 
 def capacity(config: Config, kind: str = "cpu") -> list[Problem]:
-    return preflight.capacity(config.recipe, supply.most("cpu"), DATA_CPUS, kind)
+    train = config.recipe.train
+    spare = data_cpus(config.deploy.cluster.data_cpus, train.min_workers or train.workers)
+    return preflight.capacity(config.recipe, supply.most("cpu"), spare, kind)
 
 
 def _announce(run: Path, on_event: OnEvent | None) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rtrain.config import Recipe
 from rtrain.data.ingest import Update
-from rtrain.data.order import Order, chain
+from rtrain.data.order import Order, chain, version
 from rtrain.data.store import Store
 from rtrain.tasks import base
 from rtrain.tasks.batch import Ints, Ragged
@@ -197,7 +197,9 @@ def _restore(
 
 def identity(order: Order) -> str:
     """What a run's checkpoints are known by: the rows of all of its updates."""
-    return hashlib.sha256(repr(astuple(order)).encode()).hexdigest()[:16]
+    rule = version(order.rows)
+    parts = astuple(order) if rule == 1 else (*astuple(order), rule)  # what is as it was is known as it was
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def _best(folder: Path, exchange: Exchange, state: checkpoint.State, reporter: Reporter) -> int:
