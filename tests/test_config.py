@@ -330,6 +330,8 @@ def test_what_changes_the_weights_changes_the_identity() -> None:
         {"data.max_tokens": 32},
         {"model.name": "elsewhere"},
         {"model.freeze": "encoder"},
+        {"model.pooling": "own"},
+        {"model.pooling": "mean"},
         {"distill.teacher": "v1"},
         {"distill.teacher": "v1", "distill.alpha": 0.1},
         {"optim.name": "radam"},
@@ -347,9 +349,12 @@ def test_what_changes_the_weights_changes_the_identity() -> None:
 
 def test_rules_that_are_switched_off_leave_the_identity_of_before_there_were_any() -> None:
     """Computed by the version before these rules: artefacts and runs of then are still known by it."""
-    assert config.parse(INTENT, {}).recipe.identity() == "9f69ac1c99a7c697"
-    off = {"optim.lr_scaling": "none", "optim.lr_rows": 32, "optim.layer_decay": 1.0}
-    assert config.parse(INTENT, off).recipe.identity() == "9f69ac1c99a7c697"
+    before = {"model.pooling": "own", "train.precision": "fp32"}  # the defaults of then
+    assert config.parse(INTENT, before).recipe.identity() == "9f69ac1c99a7c697"
+    off = {"optim.lr_scaling": "none", "optim.lr_rows": 32, "optim.layer_decay": 1.0, "model.freeze": "none"}
+    assert config.parse(INTENT, {**before, **off}).recipe.identity() == "9f69ac1c99a7c697"
+    mean = {**before, "model.pooling": "mean"}
+    assert config.parse(INTENT, mean).recipe.identity() == "76bb3f58c670f67f"
 
 
 def test_a_configuration_is_a_pair() -> None:
