@@ -90,7 +90,7 @@ class Train(Section):
     """Passes of micro_batch rows of a worker between two gradient exchanges; sets rows_per_update. Default 4."""
     rows_per_update: Positive | None = None
     """Rows of one optimizer step. Default: workers x micro_batch x aggregation_frequency."""
-    precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "auto"] = "auto"
     """Of passes; weights and moments are fp32. `auto` takes bf16 where the device computes it natively, else fp16 on a
     GPU and fp32 on a CPU; it is decided once and kept in the run. fp16 scales the loss (Micikevicius et al. 2018): an
     update whose gradient is infinite is done again with half the scale."""

@@ -48,6 +48,8 @@ def test_every_recipe_loads_and_is_described() -> None:
         assert all(line.startswith("#") for line in head)
         assert f"rtrain {'demo' if name == 'demo' else f'train {name}'}" in config.recipe_text(name)
         assert yaml.safe_load(config.to_yaml(made)) == config.to_document(made)
+        assert (made.recipe.train.precision, made.recipe.model.pooling) == ("auto", "auto")
+    assert recipe().train.precision == "auto"
 
 
 def test_the_control_of_an_adaptation_differs_in_its_frozen_encoder_alone() -> None:
