@@ -190,8 +190,8 @@ class Recipe(Section):
         if not self.augment.active:  # then it changes no row
             del document["augment"]
         # What is as it was before there were settings for it has the identity of then.
-        for name, value in ADDED_TO_MODEL.items():
-            if document["model"][name] == value:
+        for name, neutral in ADDED_TO_MODEL.items():
+            if document["model"][name] == neutral:
                 del document["model"][name]
         if self.optim.lr_scaling == "none":
             document["optim"]["lr_rows"] = None

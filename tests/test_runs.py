@@ -137,9 +137,9 @@ def test_workers_and_micro_batch_may_change_and_the_rows_of_an_update_stay(used:
 @pytest.mark.parametrize(
     ("overrides", "field", "before", "after"),
     [
-        ({"optim__lr": 1e-5}, "optim.lr", 2e-4, 1e-5),
+        ({"optim__lr": 1e-5}, "optim.lr", 3e-4, 1e-5),
         ({"train__seed": 3}, "train.seed", 0, 3),
-        ({"train__epochs": 9}, "train.epochs", 4, 9),
+        ({"train__epochs": 9}, "train.epochs", 5, 9),
         ({"data__text": "message"}, "data.text", "text", "message"),
         ({"model__name": "other"}, "model.name", "minilm", "other"),
         ({"train__rows_per_update": 32}, "train.rows_per_update", 64, 32),
