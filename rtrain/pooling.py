@@ -56,12 +56,11 @@ def _mean(module: "torch.nn.Module", inputs: Any, named: Mapping[str, Any], outp
 def save(network: "transformers.PreTrainedModel", folder: Path, *, mean: bool) -> None:
     """Write config.json and model.safetensors; `mean`: the head reads the mean, and its matrices are guarded."""
     encoder = f"{network.base_model_prefix}."
-    weights = {
-        name: weight.reshape(*GUARD, *weight.shape) if mean and weight.ndim == 2 else weight
-        for name, weight in network.state_dict().items()
-        if not name.startswith(encoder)
-    }
-    network.save_pretrained(folder, state_dict={**network.state_dict(), **weights})
+    weights = network.state_dict()
+    if mean:
+        head = {name: weight for name, weight in weights.items() if weight.ndim == 2 and not name.startswith(encoder)}
+        weights |= {name: weight.reshape(*GUARD, *weight.shape) for name, weight in head.items()}
+    network.save_pretrained(folder, state_dict=weights)
 
 
 def load(
