@@ -32,14 +32,14 @@ DOMAINS = {
         sets.notes,
         "intent",
         sets.specialties,
-        {"data.max_tokens": 128, "train.epochs": 3, "model.attention_dropout": 0, "model.pooling": "mean"},
+        {"data.max_tokens": 128, "train.epochs": 3, "optim.lr": 2e-4, "model.attention_dropout": 0},
     ),
     "contracts": Domain(
         "cuad",
         sets.contracts,
         "contract-clauses",
         sets.clauses,
-        {"train.epochs": 3, "optim.lr": 3e-4, "model.attention_dropout": 0, "model.pooling": "mean"},
+        {},
     ),
 }
 

@@ -8,7 +8,6 @@ from typing import Any
 Side = Mapping[str, float]
 Round = Mapping[str, Side]
 """What each side measured in one round, by the side's name."""
-TIME_TO = "time_to_090_vs_hf_grouped"
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,11 @@ def rate(side: Side) -> float:
 def ratio(key: str, ours: str, theirs: str, floor: float | None = None, goal: float | None = None) -> Figure:
     """How many times as fast as `theirs` side `ours` is."""
     return Figure(key, (ours, theirs), lambda found: rate(found[ours]) / rate(found[theirs]), floor, goal)
+
+
+def sooner(key: str, theirs: str, floor: float, goal: float) -> Figure:
+    """How many times as soon as `theirs` side `ours` gets there."""
+    return Figure(key, ("ours", theirs), lambda found: found[theirs]["seconds"] / found["ours"]["seconds"], floor, goal)
 
 
 def own(key: str, side: str, floor: float | None = None, goal: float | None = None, lower: bool = True) -> Figure:
@@ -81,6 +85,13 @@ def figures(techniques: Iterable[str], options: Iterable[str] = ()) -> tuple[Fig
         *(replace(ratio(f"gain_{name}", "ours", side), default=False) for name, side in without.items()),
         *(replace(ratio(f"gain_{name}", f"with_{name}", "ours"), default=False) for name in options),
     )
+
+
+TIMES = (
+    sooner("time_to_090_vs_hf_grouped", "hf_grouped", 1.3, 1.8),
+    sooner("time_to_090_vs_hf_grouped_mean", "hf_grouped_mean", 1.2, 1.4),
+)
+"""Of seeds in place of rounds."""
 
 
 def sides(chosen: Iterable[Figure]) -> list[str]:

@@ -32,6 +32,7 @@ def settings(workers: int, passes: int, seed: int) -> dict[str, Any]:
     return {
         "data.valid_share": 0,
         "data.max_tokens": common.MAX_TOKENS,
+        "model.pooling": "own",  # as Transformers' classifiers, which the peers train, have it
         "optim.lr": common.LEARNING_RATE,
         "optim.weight_decay": common.WEIGHT_DECAY,
         "optim.clip_norm": common.CLIP_NORM,

@@ -38,14 +38,14 @@ def median_seconds(work: Callable[[], Any], repeats: int = REPEATS) -> float:
 def exchange_seconds(folder: Path, model_folder: Path) -> tuple[dict[str, float], "torch.nn.Module"]:
     """What an exchange adds to a pass, by transport: passes that exchange by each of them take turns with passes that
     do not, on the same rows."""
-    from rtrain.config import Distill
+    from rtrain.config import Distill, Model
     from rtrain.data import ingest, order, store
     from rtrain.tasks import base
     from rtrain.training import losses, model, step
     from rtrain.training.exchange import Exchange
 
     opened, task = store.open_store(folder), base.get("classification")
-    network = model.build(model_folder, task, opened.manifest.labels, 0)
+    network = model.build(model_folder, task, opened.manifest.labels, 0, Model(pooling="own"))
     by = {name: Exchange(copy.deepcopy(network), by=name) for name in TRANSPORTS}
     exchange = by[TRANSPORTS[0]]
     loss = losses.for_run(task, Distill(), opened.manifest.head)

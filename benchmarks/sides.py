@@ -35,13 +35,14 @@ GROUPED = ("--sampling", "group_by_length")
 PEERS = {
     "hf_default": Peer("benchmarks.peers.hf_trainer"),
     "hf_grouped": Peer("benchmarks.peers.hf_trainer", GROUPED),
+    "hf_grouped_mean": Peer("benchmarks.peers.hf_trainer", (*GROUPED, "--pooling", "mean")),
     "hf_grouped_k4": Peer("benchmarks.peers.hf_trainer", (*GROUPED, "--passes", "4")),
     "hf_equal": Peer("benchmarks.peers.hf_trainer", equal=True),
     "ray_documented": Peer("benchmarks.peers.ray_documented", torchrun=False),
     "accelerate": Peer("benchmarks.peers.accelerate_loop"),
     "ddp": Peer("benchmarks.peers.ddp_loop"),
 }
-SAME_BUDGET = {"hf_equal": "hf_default"}
+SAME_BUDGET = {"hf_equal": "hf_default", "hf_grouped_mean": "hf_grouped"}
 """Sides that are not swept themselves."""
 
 

@@ -1,6 +1,11 @@
-"""How the vectors of a text's tokens become the one that is classified, where that is not the model's own way."""
+"""How the vectors of a text's tokens become the one that is classified, where that is not the model's own way.
+
+Transformers alone knows nothing of it, and would answer wrongly without a word. So weights are saved here in a shape
+that it refuses, and read here.
+"""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rtrain.errors import UserError
@@ -12,6 +17,9 @@ if TYPE_CHECKING:
 
 FACT = "token_pooling"
 """Name of the fact of an artefact whose model pools by `mean`: transformers alone would answer otherwise."""
+GUARD = (1, 1, 1)
+"""Dimensions before the two of each of a head's matrices, where it reads the mean: `AutoModelFor...` ends with an error
+of mismatched sizes, whereas `AutoModel` and sentence-transformers load the encoder, and leave the head out."""
 
 
 def pool_by_mean(network: "transformers.PreTrainedModel") -> None:
@@ -43,3 +51,48 @@ def _mean(module: "torch.nn.Module", inputs: Any, named: Mapping[str, Any], outp
     if "pooler_output" in type(output).__dataclass_fields__:
         output.pooler_output = mean
     return output
+
+
+def save(network: "transformers.PreTrainedModel", folder: Path, *, mean: bool) -> None:
+    """Write config.json and model.safetensors; `mean`: the head reads the mean, and its matrices are guarded."""
+    encoder = f"{network.base_model_prefix}."
+    weights = network.state_dict()
+    if mean:
+        head = {name: weight for name, weight in weights.items() if weight.ndim == 2 and not name.startswith(encoder)}
+        weights |= {name: weight.reshape(*GUARD, *weight.shape) for name, weight in head.items()}
+    network.save_pretrained(folder, state_dict=weights)
+
+
+def load(
+    auto: Any, folder: Path, *, new_head: bool = False, **settings: Any
+) -> "tuple[transformers.PreTrainedModel, dict[str, Any]]":
+    """What `auto.from_pretrained` makes of a folder in fp32, guarded or not, and its report of what was read.
+
+    `new_head`: weights of another shape than the model's are drawn, as those that are missing are; else they are an
+    error. Pooling is up to the caller.
+    """
+    import torch
+    import transformers
+    from safetensors import safe_open
+
+    transformers.utils.logging.disable_progress_bar()
+    network: transformers.PreTrainedModel
+    network, read = auto.from_pretrained(
+        folder,
+        local_files_only=True,
+        use_safetensors=True,
+        dtype=torch.float32,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        **settings,
+    )
+    others = []
+    for name, stored, wanted in sorted(read["mismatched_keys"]):
+        if tuple(stored) == (*GUARD, *wanted):
+            with safe_open(folder / "model.safetensors", framework="pt") as file, torch.no_grad():
+                network.get_parameter(name).copy_(file.get_tensor(name).reshape(*wanted))
+        else:
+            others.append(f"{name} is {list(stored)} in place of {list(wanted)}")
+    if others and not new_head:
+        raise UserError(f"{folder}: model.safetensors does not fit config.json: {', '.join(others)}; copy it whole")
+    return network, read

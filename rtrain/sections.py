@@ -22,9 +22,11 @@ class Model(Section):
     attention_dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Dropout of attention weights; null is what the model's own configuration says, 0.1 for most. With 0, texts of
     some hundred tokens train faster on a CPU (512: 1.7 times): the masks of attention are as large as its square."""
-    pooling: Literal["own", "mean"] = "own"
+    pooling: Literal["auto", "own", "mean"] = "auto"
     """How a text's tokens become one vector: as the model's own head has it (its first token, for most), or their
-    `mean`, for which sentence encoders are trained. rtrain answers with such an artefact, transformers alone cannot."""
+    `mean`. `auto` is the mean for sentence encoders, which are trained for it: the packaged one, or a folder that has
+    sentence-transformers' `1_Pooling` or `modules.json` and says so; decided once and kept in the run. rtrain answers
+    with such an artefact, transformers alone refuses to; sentence-transformers loads its encoder."""
     freeze: Literal["none", "encoder"] = "none"
     """What stays as it is: `encoder` trains the head alone, some times faster. A masked language model's output
     embedding is its encoder's word embedding, and stays too."""
@@ -91,7 +93,7 @@ class Train(Section):
     """Passes of micro_batch rows of a worker between two gradient exchanges; sets rows_per_update. Default 4."""
     rows_per_update: Positive | None = None
     """Rows of one optimizer step. Default: workers x micro_batch x aggregation_frequency."""
-    precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "auto"] = "auto"
     """Of passes; weights and moments are fp32. `auto` takes bf16 where the device computes it natively, else fp16 on a
     GPU and fp32 on a CPU; it is decided once and kept in the run. fp16 scales the loss (Micikevicius et al. 2018): an
     update whose gradient is infinite is done again with half the scale."""
@@ -119,6 +121,8 @@ which activations dropout takes, where there is dropout."""
 
 ADDED = {"lr_scaling": "none", "lr_rows": None, "layer_decay": 1.0}
 """Settings of `optim` that came later, with the values by which all is as it was before them."""
+ADDED_TO_MODEL = {"attention_dropout": None, "pooling": "own", "freeze": "none"}
+"""The same of `model`; what `auto` stands for is decided before a run is frozen."""
 
 
 class Distill(Section):
@@ -189,7 +193,9 @@ class Recipe(Section):
         if not self.augment.active:  # then it changes no row
             del document["augment"]
         # What is as it was before there were settings for it has the identity of then.
-        document["model"] = {"name": self.model.name, **self.model.model_dump(mode="json", exclude_defaults=True)}
+        for name, neutral in ADDED_TO_MODEL.items():
+            if document["model"][name] == neutral:
+                del document["model"][name]
         if self.optim.lr_scaling == "none":
             document["optim"]["lr_rows"] = None
         for name, value in ADDED.items():

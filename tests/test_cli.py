@@ -102,7 +102,7 @@ def test_recipes_show_prints_the_commented_yaml(run: Cli) -> None:
 
 def test_shown_recipe_can_be_saved_edited_and_given_back(run: Cli, tmp_path: Path) -> None:
     _, out, _ = run("recipes", "show", "intent")
-    (tmp_path / "mine.yaml").write_text(out.replace("epochs: 4", "epochs: 0"))
+    (tmp_path / "mine.yaml").write_text(out.replace("epochs: 5", "epochs: 0"))
     code, _, err = run("train", "mine.yaml", "--data", "x.csv")
     assert (code, "train.epochs=0" in err) == (2, True)
 

@@ -48,6 +48,9 @@ def test_every_recipe_loads_and_is_described() -> None:
         assert all(line.startswith("#") for line in head)
         assert f"rtrain {'demo' if name == 'demo' else f'train {name}'}" in config.recipe_text(name)
         assert yaml.safe_load(config.to_yaml(made)) == config.to_document(made)
+        assert made.recipe.train.precision == "auto"
+        assert made.recipe.model.pooling == ("own" if name == "essay-published" else "auto")
+    assert recipe().train.precision == "auto"
 
 
 def test_the_control_of_an_adaptation_differs_in_its_frozen_encoder_alone() -> None:
@@ -151,7 +154,7 @@ def test_overrides_win_and_leave_the_rest() -> None:
     made = config.with_overrides(base, {"optim.lr": 1e-5, "serve.port": 9})
     assert made.recipe == base.recipe.model_copy(update={"optim": base.recipe.optim.model_copy(update={"lr": 1e-5})})
     assert made.deploy.serve.port == 9
-    assert base.recipe.optim.lr == 2e-4
+    assert base.recipe.optim.lr == 3e-4
 
 
 def test_names_that_may_be_set() -> None:
@@ -330,6 +333,8 @@ def test_what_changes_the_weights_changes_the_identity() -> None:
         {"data.max_tokens": 32},
         {"model.name": "elsewhere"},
         {"model.freeze": "encoder"},
+        {"model.pooling": "own"},
+        {"model.pooling": "mean"},
         {"distill.teacher": "v1"},
         {"distill.teacher": "v1", "distill.alpha": 0.1},
         {"optim.name": "radam"},
@@ -347,9 +352,12 @@ def test_what_changes_the_weights_changes_the_identity() -> None:
 
 def test_rules_that_are_switched_off_leave_the_identity_of_before_there_were_any() -> None:
     """Computed by the version before these rules: artefacts and runs of then are still known by it."""
-    assert config.parse(INTENT, {}).recipe.identity() == "9f69ac1c99a7c697"
-    off = {"optim.lr_scaling": "none", "optim.lr_rows": 32, "optim.layer_decay": 1.0}
-    assert config.parse(INTENT, off).recipe.identity() == "9f69ac1c99a7c697"
+    before = {"model.pooling": "own", "train.precision": "fp32"}  # the defaults of then
+    assert config.parse(INTENT, before).recipe.identity() == "9f69ac1c99a7c697"
+    off = {"optim.lr_scaling": "none", "optim.lr_rows": 32, "optim.layer_decay": 1.0, "model.freeze": "none"}
+    assert config.parse(INTENT, {**before, **off}).recipe.identity() == "9f69ac1c99a7c697"
+    mean = {**before, "model.pooling": "mean"}
+    assert config.parse(INTENT, mean).recipe.identity() == "76bb3f58c670f67f"
 
 
 def test_a_configuration_is_a_pair() -> None:

@@ -27,6 +27,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.artifact": frozenset({"rtrain.manifest"}),
     "rtrain.inputs": frozenset(),
     "rtrain.pooling": frozenset({"rtrain.inputs"}),
+    "rtrain.sentence": frozenset({"rtrain.artifact", "rtrain.pooling"}),
     "rtrain.predict": frozenset({"rtrain.artifact", "rtrain.inputs", "rtrain.pooling", "rtrain.tasks."}),
     "rtrain.explain.": frozenset({"rtrain.explain.", "rtrain.predict", "rtrain.tasks."}),
     "rtrain.scores": frozenset({"rtrain.metrics.", "rtrain.tasks."}),
@@ -96,7 +97,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.cluster.supervise": frozenset({"rtrain.cluster.session"}),
     "rtrain.training.frozen": frozenset(),
     "rtrain.training.model": frozenset(
-        {"rtrain.config", "rtrain.pooling", "rtrain.tasks.base", "rtrain.training.frozen", "rtrain.training.packed"}
+        {"rtrain.config", "rtrain.pooling", "rtrain.sentence", "rtrain.tasks.base"}
+        | {f"rtrain.training.{name}" for name in ("frozen", "packed")}
     ),
     "rtrain.training.dropout": frozenset(),
     "rtrain.training.device": frozenset(),
@@ -161,7 +163,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "rtrain.proof.verify": frozenset(
         {"rtrain.config", "rtrain.data.tokens", "rtrain.plan.preflight", "rtrain.proof.", "rtrain.report.events"}
-        | {"rtrain.training.driver", "rtrain.training.group"}
+        | {f"rtrain.training.{name}" for name in ("driver", "group", "model")}
     ),
     "rtrain.proof.faults": frozenset({"rtrain.report.memory", "rtrain.training.checkpoint"}),
     "rtrain.proof.drill": frozenset(
@@ -186,7 +188,7 @@ ALLOWED: dict[str, frozenset[str]] = {
                 *("decisions", "memory", "replica"),
             )
         }
-        | {"rtrain.training.predictions", "rtrain.scores", "rtrain.env", "rtrain.pooling"}
+        | {"rtrain.training.predictions", "rtrain.scores", "rtrain.env", "rtrain.pooling", "rtrain.sentence"}
     ),
     "rtrain.training.group": frozenset({"rtrain.env", "rtrain.training.device"}),
     "rtrain.training.driver": frozenset(

@@ -100,7 +100,7 @@ def test_mlflow_is_told_settings_and_every_update_once(run: Path) -> None:
     (found,) = store.runs("intent")
     check(store.curves(found))
     assert (found.info.run_name, found.info.status) == ("mine", "FINISHED")
-    assert found.data.params["optim.lr"] == "0.0002"
+    assert found.data.params["optim.lr"] == "0.0003"
     assert found.data.tags["rtrain.run"] == str(run)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rtrain import config
 from rtrain.config import Config
@@ -16,10 +17,13 @@ def made(**overrides: Any) -> Config:
     return config.load("intent", {name.replace("__", "."): value for name, value in overrides.items()})
 
 
+DECIDED = {"model__pooling": "mean"}
+
+
 @pytest.fixture
 def used(tmp_path: Path) -> Path:
-    """A folder with a run of the recipe as it stands: 2 workers, 64 rows an update."""
-    folder, opened = runs.choose(tmp_path / "run", made(), "refuse")
+    """A folder with a run of the recipe as it stands: 2 workers, 64 rows an update, its pooling decided."""
+    folder, opened = runs.choose(tmp_path / "run", made(**DECIDED), "refuse")
     runs.freeze(folder, opened)
     return folder
 
@@ -96,7 +100,27 @@ def test_a_resume_with_the_same_recipe_is_the_stored_run(used: Path) -> None:
     folder, opened = runs.choose(used, made(), "resume")
     assert folder == used
     assert opened == config.load(str(used / "config.yaml"))
-    assert opened.recipe.identity() == made().recipe.identity()
+    assert opened.recipe.identity() == made(**DECIDED).recipe.identity()
+
+
+@pytest.mark.parametrize("pooling", ["own", "mean"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "auto"])
+def test_what_is_left_open_is_as_the_run_has_it(tmp_path: Path, pooling: str, precision: str) -> None:
+    """A run of when a recipe named another default goes on as it is, by the recipe's name."""
+    had = made(model__pooling=pooling, train__precision=precision)
+    runs.freeze(tmp_path / "run", had)
+    _, opened = runs.choose(tmp_path / "run", made(model__pooling="auto", train__precision="auto"), "resume")
+    assert (opened.recipe.model.pooling, opened.recipe.train.precision) == (pooling, precision)
+    assert opened.recipe.identity() == had.recipe.identity()
+
+
+def test_a_run_of_before_there_was_a_choice_of_pooling_keeps_its_own(used: Path) -> None:
+    document = yaml.safe_load((used / "config.yaml").read_text())
+    del document["model"]["pooling"]
+    (used / "config.yaml").write_text(yaml.safe_dump(document))
+    assert config.load(str(used / "config.yaml")).recipe.model.pooling == "auto"
+    _, opened = runs.choose(used, made(), "resume")
+    assert opened.recipe.model.pooling == "own"
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -107,15 +131,15 @@ def test_workers_and_micro_batch_may_change_and_the_rows_of_an_update_stay(used:
     train = opened.recipe.train
     assert (train.workers, train.micro_batch, train.log_every, train.keep) == (workers, 5, 3, 5)
     assert (train.rows_per_update, train.aggregation_frequency) == (64, None)
-    assert opened.recipe.identity() == made().recipe.identity()
+    assert opened.recipe.identity() == made(**DECIDED).recipe.identity()
 
 
 @pytest.mark.parametrize(
     ("overrides", "field", "before", "after"),
     [
-        ({"optim__lr": 1e-5}, "optim.lr", 2e-4, 1e-5),
+        ({"optim__lr": 1e-5}, "optim.lr", 3e-4, 1e-5),
         ({"train__seed": 3}, "train.seed", 0, 3),
-        ({"train__epochs": 9}, "train.epochs", 4, 9),
+        ({"train__epochs": 9}, "train.epochs", 5, 9),
         ({"data__text": "message"}, "data.text", "text", "message"),
         ({"model__name": "other"}, "model.name", "minilm", "other"),
         ({"train__rows_per_update": 32}, "train.rows_per_update", 64, 32),

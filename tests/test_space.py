@@ -25,14 +25,14 @@ def test_trial_0_is_the_recipe_as_it_stands() -> None:
 
 def test_all_of_the_grid_but_the_recipe_itself_comes_once() -> None:
     found = trials(100)
-    # The recipe is lr 2e-4 and k 4, so 5 of the 6 points of the grid are left.
+    # The recipe is lr 3e-4 and k 4, so 5 of the 6 points of the grid are left.
     assert len(found) == 6
     assert sorted((point["optim.lr"], point["train.aggregation_frequency"]) for point in found[1:]) == [
         (1e-4, 2),
         (1e-4, 4),
         (2e-4, 2),
+        (2e-4, 4),
         (3e-4, 2),
-        (3e-4, 4),
     ]
     assert all(point["train.rows_per_update"] is None for point in found[1:])
 
@@ -41,8 +41,8 @@ def test_the_recipe_is_known_by_its_rows_however_they_are_given() -> None:
     # 48 rows are no point of the grid (2 workers x 8 rows x k), 32 rows are k = 2.
     assert len(trials(100, train__rows_per_update=48)) == 1 + 6
     found = trials(100, train__rows_per_update=32)
-    assert drawn(2e-4, 2) not in found
-    assert drawn(2e-4, 4) in found
+    assert drawn(3e-4, 2) not in found
+    assert drawn(3e-4, 4) in found
 
 
 def test_points_come_right_after_trial_0_and_are_not_drawn_again() -> None:

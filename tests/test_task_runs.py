@@ -7,9 +7,10 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
-from rtrain import config
+from rtrain import config, pooling, sentence
 from rtrain.compress import distill, quantize
 from rtrain.config import Config
 from rtrain.data.store import Store
@@ -105,10 +106,13 @@ def _version(run: Path) -> str:
 def test_a_run_on_all_rows_keeps_its_last_weights_and_its_pooling(ray_session: Path) -> None:
     folder = ray_session / "tasks-refit"
     folder.mkdir()
-    overrides = {"task": "classification", "data.label": "kind", "data.valid_share": 0, "model.pooling": "mean"}
+    overrides = {"task": "classification", "data.label": "kind", "data.valid_share": 0}
     chosen = config.with_overrides(settings("regression", folder), overrides)
+    sentence.write(folder / "encoder", "mean", 32, 128)
     run = folder / "run"
     prepared = driver.prepare(chosen, run)
+    assert chosen.recipe.model.pooling == "auto"
+    assert config.load(str(run / "config.yaml")).recipe.model.pooling == "mean"
     found = driver.fit(prepared)
     assert (found["status"], prepared.store.rows("valid")) == ("finished", 0)
     assert {event["split"] for event in events.read(run) if event["kind"] == "evaluated"} == {"test"}
@@ -120,10 +124,19 @@ def test_a_run_on_all_rows_keeps_its_last_weights_and_its_pooling(ray_session: P
     kept = load_file(run / "artifact" / "model.safetensors")
     last = load_file(checkpoint.path_of(run / "checkpoints", found["updates"]) / "model.safetensors")
     assert kept.keys() == last.keys()
-    assert all(torch.equal(kept[name], last[name]) for name in kept)
+    assert kept["classifier.weight"].shape == (*pooling.GUARD, *last["classifier.weight"].shape)
+    assert all(torch.equal(kept[name].reshape(last[name].shape), last[name]) for name in kept)
+    assert sentence.pooling_of(run / "artifact") == "mean"
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        transformers.AutoModelForSequenceClassification.from_pretrained(run / "artifact")
+    # Resumed by a recipe that leaves the pooling open, though its encoder says otherwise by now.
+    (folder / "encoder" / "1_Pooling" / "config.json").write_text('{"pooling_mode": "cls"}')
+    again = driver.prepare(chosen, run, "resume")
+    assert again.config.recipe.model.pooling == "mean"
 
     student, report = distill.run(chosen, run, folder / "student")
     assert report["status"] == "finished"
+    assert config.load(str(student / "config.yaml")).recipe.model.pooling == "mean"
     made = quantize.run(chosen.recipe, quantize.store_of(student), student, student / "artifact-int8")
     assert made["test"]["rows"] == prepared.store.rows("test")
     texts = [f"{text} {number}" for number, (text, _) in enumerate(labelled_rows(24))]

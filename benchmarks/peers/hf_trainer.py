@@ -1,6 +1,7 @@
 """HF Trainer: `torchrun --nproc-per-node 2 -m benchmarks.peers.hf_trainer --model FOLDER --rows FILE --out FILE`.
 
-With its defaults, or with `--sampling group_by_length`, its own way to pad less.
+With its defaults, or with `--sampling group_by_length`, its own way to pad less. `--pooling mean` gives it a classifier
+of one's own, that reads the mean of the tokens.
 """
 
 import tempfile
@@ -13,6 +14,7 @@ from benchmarks.peers import common
 def main() -> None:
     parser = common.parser("hf_trainer", __doc__)
     parser.add_argument("--sampling", default="random", help="the Trainer's train_sampling_strategy")
+    parser.add_argument("--pooling", choices=("own", "mean"), default="own", help="what its head reads")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--test", type=Path, help="csv; evaluate on it, and stop at --until")
     parser.add_argument("--evaluate-every", type=int, default=100, help="updates between two evaluations")
@@ -61,7 +63,16 @@ def main() -> None:
             self.paused += watch.ended - before
 
     clock, train = Clock(), dataset(texts, names)
-    model, losses = common.network(chosen.model, len(labels), chosen.attention), list[torch.Tensor]()
+    losses = list[torch.Tensor]()
+    if chosen.pooling == "mean":
+        from benchmarks.peers.mean_pooling import MeanPooled
+
+        transformers.set_seed(
+            chosen.seed
+        )  # what is drawn is the same in all processes, as the Trainer's own start has it
+        model: Any = MeanPooled(chosen.model, len(labels), chosen.attention)
+    else:
+        model = common.network(chosen.model, len(labels), chosen.attention)
 
     # The loss that the Trainer logs for a classifier is the sum over processes and passes of means.
     def keep_loss(module: Any, inputs: Any, output: Any) -> None:

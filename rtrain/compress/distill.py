@@ -47,6 +47,11 @@ def run(
             f"{teacher_run / 'artifact'} answers with the words of a vocabulary ({teacher.task}), which a student is "
             "not taught; distil the model that was tuned from it"
         )
+    # Its head was trained on it, and is the student's start.
+    pooled, asked = teacher.facts.get(pooling.FACT, "own"), config.recipe.model.pooling
+    if asked not in ("auto", pooled):
+        fix = f"write {pooled}, or leave it out"
+        raise ConfigError([Problem("model.pooling", asked, f"the teacher was trained with {pooled}", fix)])
     driver.check(config)
     if (folder / runs.CONFIG).is_file() and reuse == "refuse":
         raise UserError(f"--out: {folder} holds a run already; write --new or another --out")
@@ -56,6 +61,7 @@ def run(
         config,
         {
             "model.name": str(start),
+            "model.pooling": pooled,
             "train.epochs": config.recipe.distill.epochs,
             "optim.lr": config.recipe.distill.lr,
             "distill.teacher": teacher.version,

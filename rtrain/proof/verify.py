@@ -20,7 +20,7 @@ from rtrain.plan import preflight
 from rtrain.proof import planted
 from rtrain.proof.cases import REFERENCE, Case, Measured, run_group
 from rtrain.report import events
-from rtrain.training import driver, group as worker_group
+from rtrain.training import driver, group as worker_group, model
 
 TOLERANCE = 1e-8
 """Correct code stays below it by orders of magnitude, in float64; see `PLANTED`."""
@@ -197,10 +197,11 @@ def run(
     training uses. Raises `UserError` where the cases cannot be run; figures that are too large are in the report.
     """
     begin = time.monotonic()
-    source, model = driver.check(config)
+    source, weights = driver.check(config)
+    config = model.resolved(config, weights)
     if folder.exists():
         raise UserError(f"--out: {folder} exists; name a new folder, which is removed when the check has ended")
-    store, _ = tokens.ensure(config.recipe, source, model, folder.parent)
+    store, _ = tokens.ensure(config.recipe, source, weights, folder.parent)
     rows = store.rows("train")
     todo = plan(config, rows, store.manifest.tokens["train"] / max(1, rows), full=full, bugs=bugs)
     config = configuration.with_overrides(
@@ -214,13 +215,13 @@ def run(
     if problems := [*preflight.rows(config.recipe, rows), *driver.capacity(config)]:
         raise ConfigError(problems)
     # The reference's gradients in float64, its weights and a checkpoint of three times its weights.
-    preflight.disk(folder, (todo.updates + 4) * 2 * sum(path.stat().st_size for path in model.glob("*.safetensors")))
+    preflight.disk(folder, (todo.updates + 4) * 2 * sum(path.stat().st_size for path in weights.glob("*.safetensors")))
     folder.mkdir(parents=True)
     settings = {
         "config": configuration.to_document(config),
         "scratch": str(folder),
         "store": str(store.folder),
-        "model": str(model),
+        "model": str(weights),
         "rows": todo.rows,
         "updates": todo.updates,
     }

@@ -91,6 +91,7 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
     if reuse == "resume":
         _bring_back(config, folder)
     run, config = runs.choose(folder, config, reuse)
+    config = model.resolved(config, weights)
     origin = tokens.origin(config.recipe, source, weights)
     created = next((event for event in events.read(run) if event["kind"] == "created"), None)
     if created and created["data_digest"] != tokens.digest(config.recipe, source, weights):

@@ -7,8 +7,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rtrain import pooling
-from rtrain.config import Model, Recipe
+from rtrain import pooling, sentence
+from rtrain.config import Config, Model, Recipe, with_overrides
 from rtrain.errors import ConfigError, Problem
 from rtrain.tasks import base
 from rtrain.training import frozen, packed
@@ -74,6 +74,7 @@ def _from_hub(name: str) -> Path:
     import huggingface_hub
 
     files = ["config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.safetensors"]
+    files += [sentence.MODULES, "*_Pooling/config.json"]
     try:
         folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
     except Exception as error:  # name errors, HTTP errors and offline errors share no base class
@@ -104,28 +105,18 @@ def build(
     import torch
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
-    auto: Any = getattr(transformers, task.auto_model)
     chosen = chosen or Model()
+    mean = _pooling(chosen, task, folder) == "mean"
     settings = {} if chosen.attention_dropout is None else _dropout(folder, chosen.attention_dropout)
     names = {"id2label": dict(enumerate(labels)), "label2id": {label: number for number, label in enumerate(labels)}}
-    model: transformers.PreTrainedModel
-    model, read = auto.from_pretrained(
-        folder,
-        local_files_only=True,
-        use_safetensors=True,
-        dtype=torch.float32,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-        **(names if labels else {}),
-        **settings,
-    )
+    auto = getattr(transformers, task.auto_model)
+    model, read = pooling.load(auto, folder, new_head=True, **(names if labels else {}), **settings)
     if pack and packed.supports(model):
-        head = "tokens" if task.by_token else "mean" if chosen.pooling == "mean" else "first"
+        head = "tokens" if task.by_token else "mean" if mean else "first"
         packed.enable(model, head, fast_dropout=fast_dropout)
     attend(model, training=True)
-    if chosen.pooling == "mean":
+    if mean:
         pooling.pool_by_mean(model)
     if chosen.freeze == "encoder":
         frozen.freeze_encoder(model, read["missing_keys"])
@@ -199,9 +190,23 @@ def check_architecture(folder: Path, max_tokens: int) -> list[Problem]:
     return problems
 
 
+def resolved(config: Config, folder: Path) -> Config:
+    """The configuration with `model.pooling` decided, once for a run: `auto` is what the encoder was trained for."""
+    chosen, task = config.recipe.model, base.get(config.recipe.task)
+    # By its name too: a copy of it that was had from the hub before may lack the files that say how it pools.
+    packaged = chosen.name == PACKAGED and chosen.pooling == "auto" and not task.by_token
+    return with_overrides(config, {"model.pooling": "mean" if packaged else _pooling(chosen, task, folder)})
+
+
+def _pooling(chosen: Model, task: base.Task, folder: Path) -> str:
+    if chosen.pooling != "auto":
+        return chosen.pooling
+    return "mean" if not task.by_token and sentence.pooling_of(folder) == "mean" else "own"
+
+
 def problems(recipe: Recipe) -> list[Problem]:
     """Settings of the model that the recipe's task cannot use."""
-    if recipe.model.pooling == "own" or not base.get(recipe.task).by_token:
+    if recipe.model.pooling != "mean" or not base.get(recipe.task).by_token:
         return []
     return [Problem("model.pooling", recipe.model.pooling, f"{recipe.task} answers each token", "write own")]
 

@@ -153,8 +153,12 @@ def _put(files: Any, folder: Path, target: str) -> None:
     if files.exists(f"{target}/{manifest.NAME}"):
         files.rm_file(f"{target}/{manifest.NAME}")
     files.makedirs(target, exist_ok=True)
-    for path in sorted(folder.iterdir(), key=lambda path: path.name == manifest.NAME):
-        files.put_file(str(path), f"{target}/{path.name}")
+    for path in sorted(folder.rglob("*"), key=lambda path: path == folder / manifest.NAME):
+        copy = f"{target}/{path.relative_to(folder).as_posix()}"
+        if path.is_dir():
+            files.makedirs(copy, exist_ok=True)
+        else:
+            files.put_file(str(path), copy)
 
 
 def _remove(files: Any, target: str) -> None:

@@ -106,6 +106,12 @@ def _numbered(folder: Path) -> Path:
 
 def _resumed(old: Config, new: Config) -> Config:
     """The stored run with the new speed settings; a difference that would change its weights is refused by name."""
+    if old.recipe.model.pooling == "auto":  # it was made before there was a choice
+        old = configuration.with_overrides(old, {"model.pooling": "own"})
+    # What is left open now is as the run has it.
+    had, asked_for = configuration.flat(old), configuration.flat(new)
+    left_open = [name for name in ("model.pooling", "train.precision") if asked_for[name] == "auto"]
+    new = configuration.with_overrides(new, {name: had[name] for name in left_open})
     if new.recipe.train.rows_per_update is None and new.recipe.train.aggregation_frequency is None:
         # Not asked for: the run's own, which was resolved once; another number of workers must not change it.
         new = configuration.with_overrides(new, {"train.rows_per_update": old.recipe.rows_per_update})

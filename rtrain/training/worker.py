@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
-from rtrain import artifact, env, pooling, predict, scores
+from rtrain import artifact, env, pooling, predict, scores, sentence
 from rtrain.config import Recipe, parse
 from rtrain.data import ingest
 from rtrain.data.order import Order
@@ -241,17 +241,21 @@ def export(
 ) -> Path:
     """Write `<run>/artifact` from the model as it stands, through a hidden draft: it appears whole or not at all."""
     draft = run / f".artifact.{uuid.uuid4().hex[:8]}"
-    network.save_pretrained(draft)
+    mean = job.recipe.model.pooling == "mean"
+    pooling.save(network, draft, mean=mean)
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, draft / name)
+    max_tokens = base.reading(job.task, job.recipe.data).max_tokens
+    if pooled := sentence_pooling(job.recipe, source):
+        sentence.write(draft, pooled, network.config.hidden_size, max_tokens)
     made = artifact.Artifact(
         name=job.recipe.name,
         task=job.recipe.task,
         labels=job.store.manifest.labels,
-        max_tokens=base.reading(job.task, job.recipe.data).max_tokens,
+        max_tokens=max_tokens,
         engine="torch",
-        facts={**job.head.facts, **({pooling.FACT: "mean"} if job.recipe.model.pooling == "mean" else {})},
+        facts={**job.head.facts, **({pooling.FACT: "mean"} if mean else {})},
         data=job.recipe.data.model_dump(mode="json", include=set(artifact.COLUMNS)),
         metrics=outcome.scores,
         lineage={
@@ -266,3 +270,12 @@ def export(
     )
     artifact.write(draft, made, predict.golden_logits, predict.golden_inputs(job.task, job.head))
     return artifact.publish(draft, run / "artifact")
+
+
+def sentence_pooling(recipe: Recipe, source: Path) -> str | None:
+    """By what others should pool the encoder of a run's artefact: as it was trained by the run, or, where the run made
+    no vector of a text, as the model of `source` had been before. None where it is no sentence encoder."""
+    if recipe.model.pooling == "mean":
+        return "mean"
+    before = sentence.pooling_of(source)
+    return before if base.get(recipe.task).by_token or before == "cls" else None

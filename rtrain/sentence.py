@@ -1,0 +1,61 @@
+"""The folder layout of sentence-transformers, read and written: how an encoder's tokens become a text's vector."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rtrain.artifact import NAME
+from rtrain.pooling import FACT
+
+MODULES, POOLING = "modules.json", "1_Pooling"
+FLAGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+"""What `pooling_mode` was in files of before there was that name."""
+OTHER_FLAG = "pooling_mode_"
+
+
+def pooling_of(folder: Path) -> str | None:
+    """How the encoder of a model folder was trained to pool: by the `mean` of the tokens, or by the first, `cls`.
+
+    None where the folder is no sentence encoder's, or pools otherwise. An artefact says what it was trained with.
+    """
+    if _json(folder / NAME).get("facts", {}).get(FACT) == "mean":
+        return "mean"
+    listed = (folder / MODULES).is_file()
+    modules = _json(folder / MODULES) if listed else [{"type": ".Pooling", "path": POOLING}]
+    place = next((one["path"] for one in modules if one["type"].endswith(".Pooling")), None)
+    if place is None or not (listed or (folder / place / "config.json").is_file()):
+        return None
+    modes = _modes(_json(folder / place / "config.json"))
+    return next((mode for mode in ("mean", "cls") if mode in modes), None)
+
+
+def _modes(settings: dict[str, Any]) -> list[str]:
+    """All that are joined into the vector; the mean, where nothing is said."""
+    wanted = settings.get("pooling_mode")
+    if wanted is not None:
+        return [wanted] if isinstance(wanted, str) else list(wanted)
+    return [FLAGS.get(name, name) for name, on in settings.items() if name.startswith(OTHER_FLAG) and on] or ["mean"]
+
+
+def write(folder: Path, pooling: str, width: int, max_tokens: int) -> None:
+    """Make the model folder one that `SentenceTransformer(folder)` loads, with vectors of `width` numbers."""
+    kinds = (("", "Transformer"), (POOLING, "Pooling"))
+    modules = [
+        {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for place, (path, kind) in enumerate(kinds)
+    ]
+    # The names of before, which every version reads.
+    modes = {name: mode == pooling for name, mode in FLAGS.items()}
+    documents: dict[str, Any] = {
+        f"{POOLING}/config.json": {"word_embedding_dimension": width, **modes},
+        "sentence_bert_config.json": {"max_seq_length": max_tokens, "do_lower_case": False},
+        "config_sentence_transformers.json": {"prompts": {}, "similarity_fn_name": "cosine"},
+        MODULES: modules,
+    }
+    (folder / POOLING).mkdir(parents=True)
+    for name, document in documents.items():
+        (folder / name).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -1,0 +1,290 @@
+"""Sentence encoders: how their folders say that they pool, and what an artefact in their layout is to others' code."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from rtrain import artifact, config, manifest, pooling, predict, sentence
+from rtrain.compress import distill
+from rtrain.config import Model
+from rtrain.errors import ConfigError, UserError
+from rtrain.tasks import base
+from rtrain.training import model, replica
+from rtrain.training.worker import TOKENIZER_FILES, sentence_pooling
+from tests.tiny import VOCABULARY, make_encoder, make_tokenizer
+
+TASK = base.get("classification")
+LABELS = ("a", "b", "c")
+TEXTS = ("where is my parcel", "please cancel my subscription at the end of the month", "thank you")
+
+
+def described(folder: Path, settings: dict[str, Any], path: str = "1_Pooling") -> Path:
+    """A folder with nothing but what says how its encoder pools."""
+    (folder / path).mkdir(parents=True)
+    (folder / path / "config.json").write_text(json.dumps(settings))
+    modules = [{"path": "", "type": "sentence_transformers.models.Transformer"}]
+    modules.append({"path": path, "type": "sentence_transformers.models.Pooling"})
+    (folder / "modules.json").write_text(json.dumps(modules))
+    return folder
+
+
+# --------------------------------------------------------------------------------------------------- what a folder says
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, "mean"),
+        ({"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}, "cls"),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "mean"),
+        ({"pooling_mode": "mean"}, "mean"),
+        ({"pooling_mode": ["max", "cls"]}, "cls"),
+        ({"pooling_mode": "lasttoken"}, None),
+        ({"pooling_mode_lasttoken": True}, None),
+        ({"word_embedding_dimension": 8}, "mean"),  # sentence-transformers' own default
+    ],
+)
+@pytest.mark.parametrize("path", ["1_Pooling", "2_Pooling"])
+def test_a_folder_says_how_its_encoder_pools(
+    tmp_path: Path, settings: dict[str, Any], found: str | None, path: str
+) -> None:
+    assert sentence.pooling_of(described(tmp_path, settings, path)) == found
+    if path == "1_Pooling":  # the file alone will do
+        (tmp_path / "modules.json").unlink()
+        assert sentence.pooling_of(tmp_path) == found
+
+
+def test_other_folders_say_nothing(tmp_path: Path) -> None:
+    assert sentence.pooling_of(make_encoder(tmp_path / "encoder")) is None
+    folder = described(tmp_path / "s", {"pooling_mode": "cls"})
+    (folder / "1_Pooling" / "config.json").unlink()
+    assert sentence.pooling_of(folder) == "mean"  # sentence-transformers' default
+    (folder / "modules.json").write_text(json.dumps([{"path": "", "type": "x.SpladePooling"}]))
+    assert sentence.pooling_of(folder) is None
+
+
+@pytest.mark.parametrize(
+    ("says", "task", "wanted", "found"),
+    [
+        ("mean", "classification", "auto", "mean"),
+        ("mean", "regression", "auto", "mean"),
+        ("mean", "token_tags", "auto", "own"),
+        ("mean", "masked_lm", "auto", "own"),
+        ("mean", "classification", "own", "own"),
+        ("cls", "classification", "auto", "own"),
+        ("cls", "classification", "mean", "mean"),
+        (None, "classification", "auto", "own"),
+    ],
+)
+def test_auto_is_what_the_encoder_was_trained_for(
+    tmp_path: Path, says: str | None, task: str, wanted: str, found: str
+) -> None:
+    if says:
+        described(tmp_path, {"pooling_mode": says})
+    chosen = config.load("intent", {"task": task, "model.name": str(tmp_path), "model.pooling": wanted})
+    assert model.resolved(chosen, tmp_path).recipe.model.pooling == found
+
+
+def test_the_packaged_encoder_is_one_of_sentences(tmp_path: Path) -> None:
+    assert config.load("intent").recipe.model.pooling == "auto"
+    folder = model.resolve("minilm")
+    assert sentence.pooling_of(folder) == "mean"
+    assert model.resolved(config.load("intent"), folder).recipe.model.pooling == "mean"
+    # A copy of it that an earlier version had from the hub says nothing.
+    assert model.resolved(config.load("intent"), tmp_path).recipe.model.pooling == "mean"
+    assert model.resolved(config.load("entities"), folder).recipe.model.pooling == "own"
+
+
+@pytest.mark.parametrize(
+    ("says", "task", "trained", "found"),
+    [
+        ("mean", "classification", "mean", "mean"),
+        (None, "classification", "mean", "mean"),
+        ("mean", "classification", "own", None),  # it reads the first token now
+        ("cls", "classification", "own", "cls"),
+        ("mean", "masked_lm", "own", "mean"),  # adapted to a domain, it is what it was
+        ("cls", "token_tags", "own", "cls"),
+        (None, "masked_lm", "own", None),
+    ],
+)
+def test_an_artefact_tells_others_what_its_encoder_is(
+    tmp_path: Path, says: str | None, task: str, trained: str, found: str | None
+) -> None:
+    if says:
+        described(tmp_path, {"pooling_mode": says})
+    recipe = config.load("intent", {"task": task, "model.pooling": trained}).recipe
+    assert sentence_pooling(recipe, tmp_path) == found
+
+
+# ------------------------------------------------------------------------------------------------------- the artefact
+
+SMALL: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "bert": SMALL,
+    "electra": SMALL,
+    "roberta": {**SMALL, "pad_token_id": 0},
+    "distilbert": {"dim": 16, "hidden_dim": 16, "n_layers": 2, "n_heads": 2},
+}
+
+
+def family(kind: str, folder: Path) -> Path:
+    """An encoder of a family with random weights, and with the tests' tokenizer in place of the family's."""
+    make_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]"})
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        made = transformers.AutoConfig.for_model(kind, vocab_size=VOCABULARY, initializer_range=0.2, **FAMILIES[kind])
+        transformers.AutoModel.from_config(made).save_pretrained(folder)
+    return folder
+
+
+def exported(network: Any, encoder: Path, folder: Path, mean: bool) -> Path:
+    """An artefact of `network`, which started from `encoder`, as a run writes it."""
+    facts = {pooling.FACT: "mean"} if mean else {}
+    pooling.save(network, folder, mean=mean)
+    for name in TOKENIZER_FILES:
+        if (encoder / name).is_file():
+            shutil.copyfile(encoder / name, folder / name)
+    if mean:
+        sentence.write(folder, "mean", network.config.hidden_size, 32)
+    made = artifact.Artifact("x", "classification", LABELS, 32, "torch", facts=facts)
+    artifact.write(folder, made, predict.golden_logits, predict.golden_inputs(TASK, base.Head(LABELS, facts)))
+    return folder
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def pooled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A network of each family that pools by mean, and its artefact."""
+    folder = tmp_path_factory.mktemp(request.param)
+    network: Any = model.build(family(request.param, folder / "encoder"), TASK, LABELS, 0, Model(pooling="mean")).eval()
+    return network, exported(network, folder / "encoder", folder / "artifact", mean=True)
+
+
+def test_transformers_alone_refuses_it(pooled: tuple[Any, Path]) -> None:
+    """It would answer by the first token, or by a pooler that was never trained."""
+    for settings in ({}, {"num_labels": 5}):
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+            transformers.AutoModelForSequenceClassification.from_pretrained(pooled[1], **settings)
+    with pytest.raises(ValueError, match="ignore_mismatched_sizes"):
+        transformers.pipeline("text-classification", model=str(pooled[1]))
+
+
+def test_its_encoder_loads_in_sentence_transformers(pooled: tuple[Any, Path]) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    network, folder = pooled
+    theirs = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    assert theirs.max_seq_length == 32
+    tokenizer = base.load_tokenizer(folder, 32)
+    for text in TEXTS:
+        ids = torch.tensor([tokenizer.encode(text).ids])
+        with torch.inference_mode():
+            hidden = transformers.AutoModel.from_pretrained(folder)(
+                input_ids=ids, attention_mask=torch.ones_like(ids)
+            ).last_hidden_state[0]
+            ours = network.base_model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0, 0]
+        torch.testing.assert_close(hidden.mean(0), ours, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(theirs.encode(text), ours.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_ours_answers_with_it_and_trains_it_further(pooled: tuple[Any, Path], tmp_path: Path) -> None:
+    network, folder = pooled
+    ids = torch.tensor([base.load_tokenizer(folder, 32).encode(TEXTS[1]).ids])
+    mask = torch.ones_like(ids)
+    with torch.inference_mode():
+        expected = network(input_ids=ids, attention_mask=mask).logits[0]
+    np.testing.assert_allclose(predict.Predictor.load(folder).logits([TEXTS[1]])[0], expected, rtol=1e-5, atol=1e-6)
+    # `--model RUN/artifact`: the pooling that it was trained with, and its own head, where the labels are the same.
+    further = model.resolved(config.load("intent", {"model.name": str(folder)}), folder).recipe.model
+    assert further.pooling == "mean"
+    for start in (folder, distill.student_start(folder, 1, tmp_path)):
+        again: Any = model.build(start, TASK, LABELS, 9, Model(pooling="mean"))
+        heads = {name for name in again.state_dict() if not name.startswith(network.base_model_prefix)}
+        assert heads
+        assert all(torch.equal(again.state_dict()[name], network.state_dict()[name]) for name in heads)
+    other: Any = model.build(folder, TASK, ("x", "y"), 9, further)
+    last = [weight for name, weight in other.named_parameters() if name.endswith("weight")][-1]
+    assert last.shape[0] == 2
+
+
+def test_artefacts_of_before_are_read_as_they_were(tmp_path: Path) -> None:
+    """Their heads had the shape of any other."""
+    network: Any = model.build(family("bert", tmp_path / "e"), TASK, LABELS, 0, Model(pooling="mean")).eval()
+    network.save_pretrained(tmp_path / "old")
+    make_tokenizer(tmp_path / "old")
+    facts = {pooling.FACT: "mean"}
+    made = artifact.Artifact("x", "classification", LABELS, 32, "torch", facts=facts)
+    artifact.write(tmp_path / "old", made, predict.golden_logits)
+    old, new = (
+        predict.Predictor.load(folder).logits(TEXTS)
+        for folder in (tmp_path / "old", exported(network, tmp_path / "e", tmp_path / "new", mean=True))
+    )
+    np.testing.assert_array_equal(old, new)
+    chosen = config.load("intent", {"model.name": str(tmp_path / "old")})
+    assert model.resolved(chosen, tmp_path / "old").recipe.model.pooling == "mean"
+
+
+def test_with_its_own_pooling_it_is_a_folder_of_transformers(tmp_path: Path) -> None:
+    network: Any = model.build(make_encoder(tmp_path / "encoder"), TASK, LABELS, 0, Model(pooling="own"))
+    folder = exported(network, tmp_path / "encoder", tmp_path / "artifact", mean=False)
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(folder).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in network.state_dict().items())
+    assert model.resolved(config.load("intent", {"model.name": str(folder)}), folder).recipe.model.pooling == "own"
+
+
+def test_a_head_of_another_shape_is_no_artefact_s(tmp_path: Path) -> None:
+    """Read for answers, weights that do not fit are an error, never drawn anew."""
+    network: Any = model.build(make_encoder(tmp_path / "encoder"), TASK, LABELS, 0)
+    network.save_pretrained(tmp_path / "a")
+    document = json.loads((tmp_path / "a" / "config.json").read_text())
+    document["id2label"] = {"0": "x", "1": "y"}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(document))
+    with pytest.raises(UserError, match=r"classifier\.bias is \[3\] in place of \[2\], classifier\.weight is"):
+        pooling.load(transformers.AutoModelForSequenceClassification, tmp_path / "a")
+
+
+def test_the_manifest_has_the_layout_s_files(pooled: tuple[Any, Path]) -> None:
+    folder = pooled[1]
+    recorded = json.loads((folder / manifest.NAME).read_text())["files"]
+    layout = {"1_Pooling/config.json", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"}
+    assert set(recorded) >= layout
+    assert load_file(folder / "model.safetensors")
+    assert manifest.damage(folder) is None
+
+
+def test_a_student_of_another_pooling_is_refused(pooled: tuple[Any, Path], tmp_path: Path) -> None:
+    shutil.copytree(pooled[1], tmp_path / "teacher" / "artifact")
+    chosen = config.load("intent", {"model.pooling": "own"})
+    with pytest.raises(ConfigError) as caught:
+        distill.run(chosen, tmp_path / "teacher", tmp_path / "student")
+    assert str(caught.value) == "model.pooling=own: the teacher was trained with mean; write mean, or leave it out"
+
+
+def test_a_replica_of_it_has_the_folders_in_it(pooled: tuple[Any, Path], tmp_path: Path) -> None:
+    shutil.copytree(pooled[1], tmp_path / "run" / "artifact")
+    for name in replica.FILES:
+        (tmp_path / "run" / name).touch()
+    replica.Replica(f"file://{tmp_path}/storage", "run", "").push_artifact(tmp_path / "run")
+    copy = tmp_path / "storage" / "run" / "artifact"
+    assert (copy / "1_Pooling" / "config.json").is_file()
+    assert artifact.read(copy) == artifact.read(pooled[1])
+
+
+def test_a_changed_layout_is_damage(tmp_path: Path) -> None:
+    sentence.write(tmp_path, "cls", 8, 16)
+    manifest.write(tmp_path)
+    assert sentence.pooling_of(tmp_path) == "cls"
+    path = tmp_path / "1_Pooling" / "config.json"
+    path.write_text(path.read_text().replace("true", "false"))
+    assert manifest.damage(tmp_path) == f"1_Pooling/config.json has {path.stat().st_size} bytes instead of " + str(
+        path.stat().st_size - 1
+    )
