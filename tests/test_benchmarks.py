@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from benchmarks import floors, noise, questions, sets, tasks
+from benchmarks import floors, large_store, noise, questions, sets, tasks
 from rtrain import config
 from rtrain.data import records
 from rtrain.options import SHORT
@@ -231,3 +231,22 @@ def test_a_share_of_the_documents_has_validation_rows_among_it() -> None:
     assert 400 + 250 < len(few) < 400 + 390
     hashes = [sets.number(text) / 2**64 for text in few]
     assert 0.45 < np.mean(hashes) < 0.55
+
+
+# ------------------------------------------------------------------------------------------------------- large stores
+
+
+def test_a_store_made_of_numbers_is_resumed_from_the_shards_of_one_update(tmp_path: Path) -> None:
+    rows = 20_000
+    order = large_store.order_of("numbers", rows, 64)
+    wanted = np.unique(order.positions(large_store.resumed(order)) // 8192)[:2]
+    made = large_store.make(tmp_path / "numbers", rows, shard_rows=8192, wanted=wanted)
+    assert len(made.manifest.shards) == 3
+    assert len(list((made.folder / "shards").iterdir())) == len(wanted) == 2
+    found = made.read("train", np.array([wanted[0] * 8192 + 5]))
+    assert (found.ids[0], found.row_ids[0]) == (wanted[0] * 8192 + 5, large_store.named(wanted[:1] * 8192 + 5)[0])
+
+
+def test_shards_are_opened_again_only_where_a_reader_does_not_keep_them() -> None:
+    needed = [np.array(shards) for shards in ([0, 1], [1, 2], [0, 1], [2, 0])]
+    assert [large_store.opened(needed, kept) for kept in (3, 2)] == [3, 7]

@@ -1,9 +1,10 @@
-"""A store larger than what a stream may hold: resumed by position, streamed in bounded memory, read window by window.
+"""A store larger than what a stream may hold: resumed by position, streamed in bounded memory, read block by block.
 
     make test-slow ARGS="-s tests/test_large_store.py"      # about a minute on 2 cores; prints what it measured
 
-The store is made here, of numbers: 720,000 rows of 16 to 48 tokens, 118 MB, in three windows of the order. Shards that
-a reader must not touch are left out of an `excerpt` of it; a read of one would be refused by name.
+The store is made of numbers: 720,000 rows of 16 to 48 tokens, 118 MB, in three windows of the order, with a shard for
+each block. Shards that a reader must not touch are left out of an `excerpt` of it; a read of one would be refused by
+name. `python -m benchmarks.large_store` measures one of 10^8 rows.
 """
 
 import math
@@ -14,19 +15,17 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pytest
 
-from rtrain.data import ingest, store, tokens
+from benchmarks.large_store import make, named
+from rtrain.data import ingest
 from rtrain.data.ingest import Share, Update, plan_update
-from rtrain.data.order import WINDOW_ROWS, Order, rows_digest
-from rtrain.data.store import Store
+from rtrain.data.order import BLOCK_ROWS, WINDOW_ROWS, Order, rows_digest
+from rtrain.data.store import SHARDS_OPEN, Store
 from rtrain.errors import UserError
-from rtrain.tasks.batch import Ragged
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -48,52 +47,10 @@ PRIVATE_BOUND = ingest.STREAM_BYTES
 Words = npt.NDArray[np.uint64]
 
 
-def named(positions: npt.NDArray[np.int64]) -> Words:
-    """Row ids: distinct and without order, since the factor is odd and products wrap."""
-    return positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-
-
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """A store as the tokeniser's job would have left it. The first token of each row is the row's position."""
-    writer = store.Writer(tmp_path_factory.mktemp("large") / "0123456789abcdef")
-    random = np.random.default_rng(0)
-    positions, lengths = np.arange(ROWS), random.integers(16, 49, ROWS).astype(np.int32)
-    shard, offset = np.divmod(positions, tokens.SHARD_ROWS)
-    files = {}
-    index: dict[str, npt.NDArray[Any]] = {
-        "row_id": named(positions),
-        "shard": shard.astype(np.uint32),
-        "offset": offset.astype(np.uint32),
-        "length": lengths,
-    }
-    for split in store.SPLITS:
-        chosen = slice(ROWS if split == "train" else 0)
-        targets = store.lists(Ragged.even((positions[chosen] % 7).astype(np.float32)))
-        table = pa.table({name: pa.array(column[chosen]) for name, column in index.items()} | {"targets": targets})
-        files[f"index-{split}.arrow"] = store.write_table(writer.folder / f"index-{split}.arrow", table)
-    for part in range(math.ceil(ROWS / tokens.SHARD_ROWS)):
-        rows = shard == part
-        ends = np.concatenate([[0], np.cumsum(lengths[rows])]).astype(np.int32)
-        ids = random.integers(0, 30_000, ends[-1]).astype(np.int32)
-        ids[ends[:-1]] = positions[rows]
-        name = f"shards/000000-{part:06d}.arrow"
-        windows = store.lists(Ragged.even(np.stack([lengths[rows], lengths[rows]], axis=1)))
-        columns = {"ids": pa.ListArray.from_arrays(pa.array(ends), pa.array(ids)), "windows": windows}
-        files[name] = store.write_table(writer.folder / name, pa.table(columns))
-    return writer.commit(
-        store.Manifest(
-            schema_version=store.SCHEMA_VERSION,
-            digest=writer.final.name,
-            rows={"train": ROWS, "valid": 0, "test": 0},
-            labels=tuple("abcdefg"),
-            tokens={"train": int(lengths.sum()), "valid": 0, "test": 0},
-            truncated=0,
-            quarantined=0,
-            files=files,
-            sources={},
-        )
-    )
+    return make(tmp_path_factory.mktemp("large") / "0123456789abcdef", ROWS, shard_rows=BLOCK_ROWS)
 
 
 def excerpt(large: Store, folder: Path, shards: npt.NDArray[np.int64]) -> Store:
@@ -147,7 +104,7 @@ def say(capsys: pytest.CaptureFixture[str], *lines: str) -> None:
 def test_an_update_opens_the_shards_of_its_own_rows_and_no_other(large: Store, tmp_path: Path) -> None:
     order = order_of(large, 64)
     shards = shards_of(large, order, RESUMED, RESUMED + 1)
-    assert 0 < len(shards) < len(large.manifest.shards) == 88
+    assert 0 < len(shards) < len(large.manifest.shards) == 1407
     part = excerpt(large, tmp_path / "part", shards)
     assert is_update(plan_update(part, share_of(part, order), RESUMED), order, RESUMED)
     with pytest.raises(UserError, match=r"shards/.* is missing"):
@@ -298,23 +255,27 @@ def test_a_stream_of_ten_times_its_limit_stays_within_bounds(
     assert memory.spilled == 0
 
 
-# ------------------------------------------------------------------------------------------------------ the windows
+# ------------------------------------------------------------------------------------------------------- the blocks
 
 
-def test_an_update_reads_shards_of_at_most_two_windows(large: Store, tmp_path: Path) -> None:
-    order = order_of(large, 1000)
-    windows = [np.unique(order.positions(number) // WINDOW_ROWS) for number in range(order.updates_per_epoch)]
-    assert {int(window) for found in windows for window in found} == {0, 1, 2}
-    across = [number for number, found in enumerate(windows) if len(found) == 2]
-    assert len(across) == 2  # where one window ends and the next begins; all other updates lie inside one
-    assert sum(len(found) == 1 for found in windows) == order.updates_per_epoch - 2
+def test_a_shard_is_opened_once_for_all_updates_of_a_window(large: Store) -> None:
+    order, updates = order_of(large, 64), 1000
+    windows = math.ceil(ROWS / WINDOW_ROWS)
+    assert updates * 64 < ROWS / windows
+    shards = shards_of(large, order, 0, updates)
+    assert len(shards) <= ROWS / windows / BLOCK_ROWS + 3  # the short block, and those at the ends of the window
+    assert np.ptp(shards) > 0.9 * len(large.manifest.shards)  # they lie all over the store
+    read, before = Store(large.folder), Store._shard.cache_info().misses
+    for number in range(updates):
+        assert is_update(plan_update(read, share_of(read, order), number), order, number)
+    assert Store._shard.cache_info().misses - before == len(shards)
+    assert 2 * len(shards) <= SHARDS_OPEN
 
-    per_window = WINDOW_ROWS // tokens.SHARD_ROWS
-    for number in (order.updates_per_epoch // 2, *across):
-        shards = np.concatenate(
-            [np.arange(window * per_window, (window + 1) * per_window) for window in windows[number]]
-        )
-        shards = shards[shards < len(large.manifest.shards)]
-        assert 24 <= len(shards) <= 2 * per_window < len(large.manifest.shards)
-        part = excerpt(large, tmp_path / str(number), shards)
-        assert is_update(plan_update(part, share_of(part, order), number), order, number)
+
+def test_an_update_between_two_windows_has_rows_of_both(large: Store) -> None:
+    order = order_of(large, 64)
+    last = math.ceil(ROWS / 3 / 64) - 1
+    first, second = (shards_of(large, order, start, start + 2000) for start in (last - 2000, last + 1))
+    across = shards_of(large, order, last, last + 1)
+    assert len(np.intersect1d(first, second)) <= 3
+    assert set(across) <= {*first, *second}

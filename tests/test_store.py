@@ -1,6 +1,7 @@
 """The token store: what is written is read back, in any order, and nothing half-written is ever opened."""
 
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,10 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from rtrain.data import store
+from rtrain.data import ingest, store
+from rtrain.data.ingest import Share
+from rtrain.data.order import Order
 from rtrain.data.store import Manifest, Store, Writer
 from rtrain.errors import UserError
-from rtrain.tasks.batch import Encoded, Tokens, Window, batches, pack, padded
+from rtrain.tasks.batch import Encoded, Ragged, Tokens, Window, batches, pack, padded, spread
 
 # Two shards of two rows. The split `train` takes both of the first and the second of the second; `valid` the other.
 SHARDS = [[[5, 6, 7], [8]], [[9, 9], [10, 11, 12, 13]]]
@@ -191,6 +194,86 @@ def test_a_table_is_written_as_one_batch(tmp_path: Path) -> None:
     read = store.map_table(tmp_path / "a.arrow")
     assert read["n"].num_chunks == 1
     assert read["n"].to_pylist() == [1, 2, 3]
+
+
+# -------------------------------------------------------------------------------------------------------- large stores
+
+
+def test_a_column_of_more_values_than_32_bits_can_count_is_read_back() -> None:
+    """Of memory that is asked for and not touched, but for the last rows."""
+    counts = np.array([2**31 - 10, 20, 3, 0, 5], dtype=np.int32)
+    values = np.zeros(int(counts.sum(dtype=np.int64)), dtype=np.uint8)
+    values[-28:] = np.arange(1, 29)
+    column = store.lists(Ragged(values, counts))
+    column.validate()
+    assert pa.types.is_large_list(column.type)
+    found = store.ragged(column, np.array([2, 4, 1, 3]))
+    assert found.counts.tolist() == [3, 5, 20, 0]
+    assert found.values.tolist() == [*range(21, 24), *range(24, 29), *range(1, 21)]
+    everything = store.ragged(column)
+    assert (len(everything.values), everything.counts.tolist()) == (len(values), counts.tolist())
+    fewer = store.lists(Ragged(values[: 2**31 - 10], counts[:1]))
+    assert pa.types.is_list(fewer.type)  # stores of before are of these, and are read as ever
+
+
+def test_a_store_with_offsets_of_64_bits_reads_like_any_other(made: Store, tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "def")
+    manifest = fill(writer)
+    for name in ("index-train.arrow", NAMES[0]):
+        table = store.map_table(writer.folder / name)
+        columns = {
+            column.name: values.cast(pa.large_list(values.type.value_type)) if pa.types.is_list(column.type) else values
+            for column, values in zip(table.schema, table.columns, strict=True)
+        }
+        (writer.folder / name).unlink()
+        manifest.files[name] = store.write_table(writer.folder / name, pa.table(columns))
+    large, positions = writer.commit(manifest), np.array([2, 0, 2, 1])
+    for name in Tokens.__dataclass_fields__:
+        found, expected = getattr(large.read("train", positions), name), getattr(made.read("train", positions), name)
+        assert (found.dtype, found.tolist()) == (expected.dtype, expected.tolist())
+    assert large.targets("train").counts.tolist() == made.targets("train").counts.tolist() == [1, 1, 2]
+    assert [made.num_targets(split) for split in store.SPLITS] == [4, 1, 0]
+    assert large.num_targets("train") == 4
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> Store:
+    """A store of 300,000 training rows, an index alone, whose teacher answered each token: with its place."""
+    writer, rows = Writer(tmp_path / "long"), 300_000
+    manifest = fill(writer)
+    lengths = np.random.default_rng(0).integers(1, 9, rows).astype(np.int32)
+    zeros = np.zeros(rows, dtype=np.uint32)
+    index = {"row_id": zeros.astype(np.uint64), "shard": zeros, "offset": zeros, "length": lengths}
+    columns = {name: pa.array(values) for name, values in index.items()}
+    columns["targets"] = store.lists(Ragged.even(np.zeros(rows, dtype=np.float32)))
+    manifest.files["index-train.arrow"] = store.write_table(writer.folder / "index-train.arrow", pa.table(columns))
+    made = writer.commit(replace(manifest, rows={"train": rows, "valid": 1, "test": 0}))
+    np.save(made.teacher_file("1234"), np.arange(lengths.sum(), dtype=np.float32).reshape(-1, 1))
+    return made
+
+
+def test_answers_for_tokens_are_found_without_summing_up_all_rows(long: Store) -> None:
+    lengths, random = long.column("train", "length"), np.random.default_rng(1)
+    edges = [0, 255, 256, 257, len(lengths) - 1]
+    for positions in (np.array(edges), random.integers(0, len(lengths), 500), np.array([], dtype=np.int64)):
+        found = long.taught("1234", positions)
+        assert found.ravel().tolist() == spread(lengths, positions).tolist()
+    tracemalloc.start()
+    long.taught("1234", np.array(edges))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100_000  # one number for each row would be 2.4 MB
+
+
+def test_the_targets_of_all_rows_are_counted_without_reading_them(long: Store) -> None:
+    assert long.num_targets("train") == len(long.targets("train").values) == 300_000
+    share = Share(long.folder, Order("digest", 300_000, 64, 1, 0), workers=2, rank=0, micro_batch=8)
+    updates = ingest._updates_per_task(share)
+    tracemalloc.start()
+    assert ingest._updates_per_task(share) == updates == ingest.UPDATES_PER_TASK
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100_000
 
 
 # ------------------------------------------------------------------------------------------------------------ padding

@@ -15,7 +15,7 @@ from rtrain.config import Config, Model
 from rtrain.data.store import Store, open_store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.tasks import base
-from rtrain.tasks.batch import Ints, spread
+from rtrain.tasks.batch import Ints
 from rtrain.training import driver, model, precision, runs
 from rtrain.training.step import forward
 from rtrain.training.worker import TOKENIZER_FILES
@@ -151,13 +151,14 @@ def ensure_answers(store: Store, folder: Path, teacher: artifact.Artifact, decid
     )
     draft = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
     # A line for each row, or for each of its tokens.
-    lengths = store.column("train", "length") if base.get(teacher.task).by_token else np.ones(rows, dtype=np.int32)
-    shape = (int(lengths.sum()), len(teacher.labels))
+    by_token = base.get(teacher.task).by_token
+    shape = (store.manifest.tokens["train"] if by_token else rows, len(teacher.labels))
     logits = np.lib.format.open_memmap(draft, mode="w+", dtype=np.float32, shape=shape)
     seen = 0
     for batch in dataset.iter_batches(batch_size=None, batch_format="numpy"):
         answers = [np.asarray(row).reshape(-1, shape[1]) for row in batch["logits"]]
-        logits[spread(lengths, batch["position"])] = np.concatenate(answers)
+        positions = batch["position"]
+        logits[store.token_places(positions) if by_token else positions] = np.concatenate(answers)
         seen += len(batch["position"])
     logits.flush()
     if seen != rows:

@@ -150,7 +150,7 @@ def _dataset(share: Share, start: int, stop: int) -> "ray.data.Dataset":
 
 def _updates_per_task(share: Share) -> int:
     store = open_store(share.store)
-    total_bytes = 4 * (store.manifest.tokens["train"] + len(store.targets("train").values))
+    total_bytes = 4 * (store.manifest.tokens["train"] + store.num_targets("train"))
     if share.teacher is not None:
         total_bytes += 4 * store.teacher(share.teacher).size
     row_bytes = total_bytes / max(1, store.rows("train")) + 24

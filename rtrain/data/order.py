@@ -11,6 +11,7 @@ position of any epoch is found in O(1), without a table of rows.
 import hashlib
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -66,12 +67,16 @@ class Order:
     def updates(self) -> int:
         return self.epochs * self.updates_per_epoch
 
+    # A worker asks twice: whether the stream gave the update's rows, and whether all workers together have them.
+    @lru_cache(maxsize=1)  # noqa: B019 - a few numbers
     def positions(self, update: int) -> Ints:
-        """Store positions of the rows of `update` (counted from 0), in training order."""
+        """Store positions of the rows of `update` (counted from 0), in training order; not to be written to."""
         epoch, index = divmod(update, self.updates_per_epoch)
         start = index * self.rows_per_update
         places = self._in_windows(epoch, start, min(start + self.rows_per_update, self.rows))
-        return places if version(self.rows) == 1 else self._in_blocks(epoch, places)
+        found = places if version(self.rows) == 1 else self._in_blocks(epoch, places)
+        found.setflags(write=False)
+        return found
 
     def _in_windows(self, epoch: int, start: int, stop: int) -> Ints:
         """Places `start` to `stop - 1` of an epoch, permuted inside their windows, which are equally long but for a few

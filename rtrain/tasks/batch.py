@@ -79,10 +79,13 @@ class Ragged:
 
 def spread(counts: Int32s, rows: Ints) -> Ints:
     """Places of the values of `rows`, row after row, where all rows lie flat with `counts` values each."""
+    return ranges((np.cumsum(counts, dtype=np.int64) - counts)[rows], counts[rows])
+
+
+def ranges(starts: Ints, counts: Int32s) -> Ints:
+    """`counts[n]` places from `starts[n]` on, one range after another."""
     ends = np.cumsum(counts, dtype=np.int64)
-    starts, chosen = (ends - counts)[rows], counts[rows].astype(np.int64)
-    shift = np.repeat(starts - (np.cumsum(chosen) - chosen), chosen)
-    places: Ints = np.arange(int(chosen.sum()), dtype=np.int64) + shift
+    places: Ints = np.repeat(starts - (ends - counts), counts) + np.arange(counts.sum(dtype=np.int64))
     return places
 
 
