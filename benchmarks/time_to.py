@@ -81,7 +81,7 @@ def measure(data: Path, work: Work, chosen: Mapping[str, Budget], wants: Sequenc
 def result(found: Sequence[Seed], wants: Sequence[Figure]) -> dict[str, Any]:
     """Of each figure the seeds in which both sides got there; the others are in `seconds`, with null. A figure without
     any is left out, unless it is all of them."""
-    shown = {}
+    shown: dict[str, Any] = {}
     for figure in wants:
         pairs = [{name: one[name] for name in figure.sides} for one in found]
         rounds = [{name: {"seconds": value} for name, value in pair.items() if value} for pair in pairs]
