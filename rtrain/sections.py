@@ -206,7 +206,8 @@ class Cluster(Section):
     nodes that are taken away are not counted."""
     stall_s: Annotated[float, Field(gt=0)] = 300.0
     """A worker that makes no pass for this long (seconds) is ended, with its traceback in the run folder, and the run
-    started again from its newest checkpoint."""
+    started again from its newest checkpoint. Where it writes, copies, reads or scores, it may show no sign of progress
+    for twelve times as long; the workers that wait for it wait on."""
     storage: str | None = None
     """URL (s3://, gs://, file:// or another that fsspec knows) under which each run's checkpoints, log and artefact are
     copied as `<storage>/<run>`: `--resume` brings back from there a run whose folder is lost."""

@@ -17,6 +17,7 @@ from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.plan import preflight
 from rtrain.report import attributions, events, html, summary, trackers, versions
 from rtrain.training import checkpoint, group, losses, model, notice, placement, precision, replica, runs, worker
+from rtrain.training.ranks import Elsewhere
 from rtrain.training.recovery import Kind, Recovery, halvings, out_of_memory
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -321,7 +322,9 @@ def _traceback(run: Path, name: str, error: Exception) -> Path:
 
 def _causes(error: Exception) -> list[Exception]:
     controller = getattr(error, "controller_failure", None)
-    return [error, *([controller] if controller else []), *getattr(error, "worker_failures", {}).values()]
+    failures = list(getattr(error, "worker_failures", {}).values())
+    own = [found for found in failures if not isinstance(getattr(found, "_base_exc", found), Elsewhere)]
+    return [error, *([controller] if controller else []), *(own or failures)]
 
 
 def _first_line(causes: list[Exception]) -> str:

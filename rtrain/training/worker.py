@@ -1,14 +1,13 @@
 """What each Ray Train worker runs: build the model, follow the order, train, and (rank 0) make the artefact."""
 
-import faulthandler
 import os
 import shutil
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,17 +32,17 @@ from rtrain.training import (
     packed,
     precision,
     predictions,
+    ranks,
     recovery,
     replica,
 )
+from rtrain.training.alive import Watch
 from rtrain.training.exchange import Exchange
 
 if TYPE_CHECKING:
     import torch
     import transformers
 
-SETUP_S = 120.0
-"""Seconds from a worker's start to its first pass, at least: a model is read, the first batch is made."""
 STALLED = "stalled-{}.txt"
 """Traceback of a worker, by rank, that hung in the newest start; empty where it did not."""
 TOKENS_PER_PASS = 2048
@@ -91,10 +90,12 @@ def run(settings: dict[str, Any]) -> None:
             raise UserError(
                 f"--out: {folder} is not there on {os.uname().nodename}; name one on storage that every node mounts"
             )
-        _alive(folder, rank, max(stall_s, SETUP_S))
+        watch = Watch(folder / STALLED.format(rank), stall_s)
         store, task = open_store(Path(settings["store"])), base.get(recipe.task)
         how = {"pack": recipe.train.packed, "fast_dropout": recipe.train.fast_dropout}
-        network = model.build(source, task, store.manifest.labels, recipe.train.seed, recipe.model, **how)
+        labels, seed = store.manifest.labels, recipe.train.seed
+        read = watch.busy()(lambda: model.build(source, task, labels, seed, recipe.model, **how))
+        network = ranks.together(watch, read)
         if recipe.train.gradient_checkpointing:
             model.keep_inputs_alone(network)
         model.place(network, _device())
@@ -103,7 +104,7 @@ def run(settings: dict[str, Any]) -> None:
         reporter = _TrainReporter(folder, rank)
         exchange = Exchange(
             network,
-            partial(_alive, folder, rank, stall_s),
+            watch,
             reporter.event,
             touched_rows=recipe.train.touched_rows,
             by=recipe.train.transport,
@@ -139,26 +140,14 @@ def run(settings: dict[str, Any]) -> None:
             answers["valid"] = evaluate.gathered(
                 exchange, task, store, "valid", pad_id=job.pad_id, precision=job.precision
             )
-        if rank == 0:
-            job, outcome = _calibrated(job, outcome, answers)
-            _keep_answers(job, source, answers)
-            export(network, source, folder, job, outcome)
-    faulthandler.cancel_dump_traceback_later()
-    exchange.barrier()  # no rank leaves, and so ends the run, before the artefact is written
 
+        @watch.busy()
+        def finish() -> None:
+            if rank == 0:
+                _finish(network, source, *_calibrated(job, outcome, answers), answers, watch.alive)
 
-def _alive(run: Path, rank: int, stall_s: float) -> None:
-    """Put off this worker's end by another `stall_s`.
-
-    The watch runs below Python: it also ends a process that hangs with the interpreter's lock held, or in an exchange
-    with a worker that was stopped. Its traceback, of all threads, is what Ray's own time-out would not leave.
-    """
-    faulthandler.dump_traceback_later(stall_s, exit=True, file=_stall_file(run / STALLED.format(rank)))
-
-
-@lru_cache(maxsize=1)
-def _stall_file(path: Path) -> TextIO:
-    return path.open("w")
+        ranks.together(watch, finish)  # no rank leaves, and so ends the run, before the artefact is written
+    watch.stop()
 
 
 def _device() -> "torch.device":
@@ -210,7 +199,7 @@ def _smallest(exchange: Exchange, run: Path, fits: int | None) -> int | None:
         if PASS not in decisions.read(run):
             events.append(run, "pass_size", tokens=smallest)
         smallest = int(decisions.keep(run, PASS, smallest))
-    return exchange.from_rank_zero(smallest)
+    return ranks.from_rank_zero(smallest)
 
 
 def _calibrated(job: loop.Job, outcome: loop.Outcome, answers: dict[str, Ragged]) -> tuple[loop.Job, loop.Outcome]:
@@ -226,11 +215,26 @@ def _calibrated(job: loop.Job, outcome: loop.Outcome, answers: dict[str, Ragged]
     return replace(job, chosen=head), replace(outcome, scores=measured)
 
 
-def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged]) -> None:
+def _finish(
+    network: "transformers.PreTrainedModel",
+    source: Path,
+    job: loop.Job,
+    outcome: loop.Outcome,
+    answers: dict[str, Ragged],
+    alive: Callable[[], None],
+) -> None:
+    """Rank 0's part, after the last update."""
+    _keep_answers(job, source, answers, alive)
+    alive()
+    export(network, source, job.run, job, outcome)
+
+
+def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged], alive: Callable[[], None]) -> None:
     """Every row's prediction, for people; and the scores in full, of which the log keeps the slices' headlines."""
     tokenizer = base.load_tokenizer(source, job.recipe.data.max_tokens)
     for split, found in outcomes.items():
-        predictions.write(job.run, split, job.store, job.task, job.head, found, tokenizer)
+        alive()
+        predictions.write(job.run, split, job.store, job.task, job.head, found, tokenizer, alive)
         document = predictions.measured(job.store, split, job.task, job.head, found)
         scores.write(job.run, document)
         events.append(job.run, "sliced", split=split, slices=scores.headlines(document))
