@@ -100,7 +100,8 @@ def run(settings: dict[str, Any]) -> None:
             model.keep_inputs_alone(network)
         model.place(network, _device())
         loss = losses.for_run(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing)
-        fits = _fitting(network, folder, source, recipe, store, loss)
+        chosen = _precision(watch, network.device, folder, recipe.train.precision)
+        fits = _fitting(watch, network, folder, source, recipe, store, loss, chosen)
         reporter = _TrainReporter(folder, rank)
         exchange = Exchange(
             network,
@@ -121,7 +122,7 @@ def run(settings: dict[str, Any]) -> None:
             loss=loss,
             order=order,
             pad_id=model.pad_id(source),
-            precision=_precision(exchange, folder, recipe.train.precision),
+            precision=chosen,
             until=min(settings["until"] or order.updates, order.updates),
             evaluate_at=frozenset(settings["evaluate_at"]),
             replica=replica.of(config.deploy.cluster, folder, settings["owner"]),
@@ -159,29 +160,38 @@ def _device() -> "torch.device":
     return ray.train.torch.get_device() if ray.get_gpu_ids() else torch.device("cpu")
 
 
-def _precision(exchange: Exchange, run: Path, wanted: str) -> str:
-    """Rank 0's device decides, once; a format that some other device lacks is refused there by name."""
-    native = precision.of(next(exchange.module.parameters()).device)
-    if exchange.rank == 0:
-        precision.decide(run, wanted, native)
-    exchange.barrier()
-    chosen = precision.decide(run, wanted, native)
+def _precision(watch: Watch, device: "torch.device", run: Path, wanted: str) -> str:
+    """Rank 0's device decides, once; a format that some other device lacks is refused there by name.
+
+    Rank 0 alone reads what was decided before, and tells the others: on a mounted folder they may not see a file that
+    was just written, and would decide apart.
+    """
+    native = precision.of(device)
+    place = ranks.decided(watch, lambda: precision.FORMATS.index(precision.decide(run, wanted, native)))
+    chosen = precision.FORMATS[place]
     if problems := precision.problems(chosen, native):
         raise ConfigError(problems)
     return chosen
 
 
-def _fitting(network: Any, run: Path, source: Path, recipe: Recipe, store: Store, loss: losses.RunLoss) -> int | None:
+def _fitting(
+    watch: Watch,
+    network: Any,
+    run: Path,
+    source: Path,
+    recipe: Recipe,
+    store: Store,
+    loss: losses.RunLoss,
+    chosen: str,
+) -> int | None:
     """Tokens of a pass that fits on this worker's GPU; None on a CPU, or where the recipe says how many.
 
     Before the exchange, whose hooks an update's passes alone should meet.
     """
     if network.device.type == "cpu" or recipe.train.tokens_per_pass:
         return None
-    known = decisions.read(run)
-    if known.get(PASS):
-        return int(known[PASS])
-    chosen = known.get("precision") or precision.resolve(recipe.train.precision, precision.of(network.device))
+    if known := ranks.decided(watch, lambda: int(decisions.read(run).get(PASS, 0))):
+        return known
     task, teacher = base.get(recipe.task), recipe.distill.teacher
 
     def made(tokens: int) -> Tokens:
@@ -195,11 +205,13 @@ def _smallest(exchange: Exchange, run: Path, fits: int | None) -> int | None:
     if fits is None:
         return None
     smallest = int(np.concatenate(exchange.gather(np.array([fits]))).min())
-    if exchange.rank == 0:
+
+    def keep() -> int:
         if PASS not in decisions.read(run):
             events.append(run, "pass_size", tokens=smallest)
-        smallest = int(decisions.keep(run, PASS, smallest))
-    return ranks.from_rank_zero(smallest)
+        return int(decisions.keep(run, PASS, smallest))
+
+    return ranks.decided(exchange.watch, keep)
 
 
 def _calibrated(job: loop.Job, outcome: loop.Outcome, answers: dict[str, Ragged]) -> tuple[loop.Job, loop.Outcome]:
