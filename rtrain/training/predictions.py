@@ -69,12 +69,14 @@ def slices(store: Store, split: str) -> list[str]:
     return [name for name in store.origins(split).column_names if name not in ("source", "line")]
 
 
-def measured(store: Store, split: str, task: Task, head: Head, outcomes: Ragged) -> dict[str, Any]:
-    """The scores of the split, of its slices, and its tables (`rtrain.scores`)."""
+def measured(
+    store: Store, split: str, task: Task, head: Head, outcomes: Ragged, alive: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """The scores of the split, of its slices, and its tables; `alive` as in `rtrain.scores.measure`."""
     origins = store.origins(split)
     columns = {name: origins[name].to_pylist() for name in slices(store, split)}
     lengths = store.column(split, "length")
-    return scores.measure(task, head, split, outcomes, store.targets(split), lengths, columns)
+    return scores.measure(task, head, split, outcomes, store.targets(split), lengths, columns, alive)
 
 
 def _texts(store: Store, split: str, tokenizer: "tokenizers.Tokenizer", alive: Callable[[], None]) -> list[str]:

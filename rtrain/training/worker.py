@@ -247,7 +247,7 @@ def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged], aliv
     for split, found in outcomes.items():
         alive()
         predictions.write(job.run, split, job.store, job.task, job.head, found, tokenizer, alive)
-        document = predictions.measured(job.store, split, job.task, job.head, found)
+        document = predictions.measured(job.store, split, job.task, job.head, found, alive)
         scores.write(job.run, document)
         events.append(job.run, "sliced", split=split, slices=scores.headlines(document))
 
