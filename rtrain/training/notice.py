@@ -50,6 +50,8 @@ class Watch:
 
     def __init__(self, run: Path, workers: int, wanted: Callable[[float], int], say: Callable[[dict[str, Any]], None]):
         self._run, self._workers, self._wanted, self._say = run, workers, wanted, say
+        self._since: float | None = None
+        self._said = time.monotonic()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True, name="rtrain-watch")
 
@@ -62,22 +64,31 @@ class Watch:
         self._thread.join()
 
     def _look(self) -> None:
-        since, said = None, time.monotonic()
+        failed = False
         while not self._done.wait(LOOK_EVERY_S):
-            here = placement.nodes(self._run)
-            if not here and time.monotonic() - said > SAY_EVERY_S:
-                said = time.monotonic()
-                self._say({"kind": "waiting", "workers": self._workers, "cpus": cpus()})
-            if not here or given(self._run):
-                continue
-            if here & set(_leaving()):
-                give(self._run, "preemption")
-            elif self._wanted(cpus()) > self._workers:
-                since = since or time.monotonic()
-                if time.monotonic() - since > GROW_AFTER_S:
-                    give(self._run, "resize")
-            else:
-                since = None
+            try:
+                self._once()
+            except Exception as error:  # the next look may do better; without any, no preemption would be noticed
+                if not failed:
+                    failed = True
+                    text = f"a look at the cluster's nodes failed ({type(error).__name__}: {error}); looking on"
+                    self._say({"kind": "stage", "text": text})
+
+    def _once(self) -> None:
+        here = placement.nodes(self._run)
+        if not here and time.monotonic() - self._said > SAY_EVERY_S:
+            self._said = time.monotonic()
+            self._say({"kind": "waiting", "workers": self._workers, "cpus": cpus()})
+        if not here or given(self._run):
+            return
+        if here & set(_leaving()):
+            give(self._run, "preemption")
+        elif self._wanted(cpus()) > self._workers:
+            self._since = self._since or time.monotonic()
+            if time.monotonic() - self._since > GROW_AFTER_S:
+                give(self._run, "resize")
+        else:
+            self._since = None
 
 
 def _leaving() -> dict[str, int]:
