@@ -18,7 +18,7 @@ from rtrain.plan import preflight
 from rtrain.report import attributions, events, html, summary, trackers, versions
 from rtrain.training import checkpoint, group, losses, model, notice, placement, precision, replica, runs, worker
 from rtrain.training.ranks import Elsewhere
-from rtrain.training.recovery import Kind, Recovery, halvings, out_of_memory
+from rtrain.training.recovery import Kind, Recovery, halvings, memory_told, out_of_memory
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -328,7 +328,10 @@ def _causes(error: Exception) -> list[Exception]:
 
 
 def _first_line(causes: list[Exception]) -> str:
-    """The last line of a traceback says what happened; where a process died, the first sentence does."""
+    """The last line of a traceback says what happened; where a process died, the first sentence does, and where it was
+    ended for want of memory, who used it."""
+    if told := memory_told(map(str, causes)):
+        return told
     lines = [line for line in str(causes[-1]).splitlines() if line.strip()]
     died = next((line for line in lines if line.startswith("Worker exit type")), None)
     text = died or (lines[-1] if lines else type(getattr(causes[-1], "_base_exc", causes[-1])).__name__)
