@@ -134,7 +134,7 @@ def apart(rank: int, world: int, folder: Path) -> list[str]:
     found: list[str] = []
     device = torch.device("cpu")
     for run, kinds in (("one", KINDS), ("two", KINDS[::-1]), ("three", (("bf16", "fp16"), ("bf16", "fp16")))):
-        precision.of = lambda device, kinds=kinds: processor(*kinds[rank])  # type: ignore[assignment, misc]
+        precision.of = lambda device, kinds=kinds: processor(*kinds[rank])  # type: ignore[misc]
         view = folder / f"{run}-{rank}"
         view.mkdir()
         if run == "three" and rank == 0:
