@@ -18,7 +18,7 @@ is bounded: by the number of classes and columns, never by the number of rows. N
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,10 @@ def measure(
     targets: Ragged,
     lengths: npt.NDArray[Any] | Int32s,
     columns: Mapping[str, Sequence[str]],
+    alive: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """The document above. All rows in one order: outcomes, targets, `lengths` (tokens) and `columns` (a value each)."""
+    """The document above. All rows in one order: outcomes, targets, `lengths` (tokens) and `columns` (a value each).
+    `alive` is called before each slice is scored, which may take as long as the whole."""
     metric, rows = metric_for(task.output), len(outcomes)
     document = {
         "schema_version": SCHEMA_VERSION,
@@ -70,9 +72,12 @@ def measure(
     if not rows:
         return {**document, "scores": metric.scores(outcomes, targets, head), "slices": {}, "tables": {}}
     additive = None if metric.additive is None else metric.additive(outcomes, targets, head)
-    sliced = {name: _slices(metric, values, outcomes, targets, head, additive) for name, values in columns.items()}
+    sliced = {
+        name: _slices(metric, values, outcomes, targets, head, additive, alive) for name, values in columns.items()
+    }
     if LENGTH not in columns:
-        sliced[LENGTH] = _slices(metric, slices.quantiles(lengths), outcomes, targets, head, additive, least=1)
+        quarters = slices.quantiles(lengths)
+        sliced[LENGTH] = _slices(metric, quarters, outcomes, targets, head, additive, alive, least=1)
     return {
         **document,
         "scores": _finite(metric.all(outcomes, targets, head)),
@@ -137,6 +142,7 @@ def _slices(
     targets: Ragged,
     head: Head,
     additive: Additive | None,
+    alive: Callable[[], None],
     least: int = slices.LEAST,
 ) -> list[dict[str, Any]]:
     counts = sorted(Counter(values).values(), reverse=True)
@@ -144,6 +150,7 @@ def _slices(
         least = max(least, counts[MOST_SLICES] + 1)
 
     def scores(rows: npt.NDArray[np.int64]) -> dict[str, float]:
+        alive()
         return _finite(metric.all(outcomes.take(rows), targets.take(rows), head))
 
     names = np.array(values, dtype=object)

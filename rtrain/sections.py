@@ -215,7 +215,8 @@ class Cluster(Section):
     nodes that are taken away are not counted."""
     stall_s: Annotated[float, Field(gt=0)] = 300.0
     """A worker that makes no pass for this long (seconds) is ended, with its traceback in the run folder, and the run
-    started again from its newest checkpoint."""
+    started again from its newest checkpoint. Where it writes, copies, reads or scores, it may show no sign of progress
+    for twelve times as long; the workers that wait for it wait on."""
     data_cpus: Positive | None = None
     """Logical CPUs for the data tasks, beside the workers' own. Default: 2, and one more for every 8 workers: with
     1,000 of them a task takes 3 ms for a worker's part of an update of 32,000 rows, so that one CPU keeps up with 8

@@ -117,7 +117,11 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.training.scaling": frozenset(),
     "rtrain.training.cadence": frozenset(),
     "rtrain.training.totals": frozenset({"rtrain.training.exchange", "rtrain.training.step"}),
-    "rtrain.training.exchange": frozenset({f"rtrain.training.{name}" for name in ("compression", "rows", "transport")}),
+    "rtrain.training.alive": frozenset(),
+    "rtrain.training.ranks": frozenset({"rtrain.training.alive"}),
+    "rtrain.training.exchange": frozenset(
+        f"rtrain.training.{name}" for name in ("alive", "compression", "rows", "transport")
+    ),
     "rtrain.training.transport": frozenset(),
     "rtrain.training.sharded": frozenset({"rtrain.config", "rtrain.training.exchange", "rtrain.training.optim"}),
     "rtrain.training.compression": frozenset({"rtrain.training.transport"}),
@@ -128,11 +132,12 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "rtrain.training.losses": frozenset({"rtrain.config", "rtrain.tasks."}),
     "rtrain.training.evaluate": frozenset(
-        {"rtrain.data.store", "rtrain.tasks."} | {f"rtrain.training.{name}" for name in ("exchange", "model", "step")}
+        {"rtrain.data.store", "rtrain.tasks."}
+        | {f"rtrain.training.{name}" for name in ("exchange", "model", "ranks", "step")}
     ),
     "rtrain.training.checkpoint": frozenset({"rtrain.manifest", "rtrain.training.scaling"}),
     "rtrain.training.replica": frozenset({"rtrain.config", "rtrain.manifest"}),
-    "rtrain.training.saver": frozenset({"rtrain.training.checkpoint", "rtrain.training.replica"}),
+    "rtrain.training.saver": frozenset(f"rtrain.training.{name}" for name in ("alive", "checkpoint", "replica")),
     "rtrain.training.loop": frozenset(
         {"rtrain.training.device"}
         | {
@@ -146,6 +151,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             "rtrain.training.evaluate",
             "rtrain.training.exchange",
             "rtrain.training.optim",
+            "rtrain.training.ranks",
             "rtrain.training.replica",
             "rtrain.training.saver",
             "rtrain.training.scaling",
@@ -159,7 +165,11 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.proof.planted": frozenset({"rtrain.tasks.batch", "rtrain.training.step", "rtrain.training.exchange"}),
     "rtrain.proof.cases": frozenset(
         {"rtrain.config", "rtrain.env", "rtrain.data.", "rtrain.proof.planted", "rtrain.report.events", "rtrain.tasks."}
-        | {f"rtrain.training.{name}" for name in ("checkpoint", "exchange", "loop", "losses", "model", "optim", "step")}
+        | {
+            f"rtrain.training.{name}"
+            for name in ("checkpoint", "exchange", "loop", "losses", "model", "optim", "ranks")
+        }
+        | {"rtrain.training.step"}
     ),
     "rtrain.proof.verify": frozenset(
         {"rtrain.config", "rtrain.data.tokens", "rtrain.plan.preflight", "rtrain.proof.", "rtrain.report.events"}
@@ -185,7 +195,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             f"rtrain.training.{name}"
             for name in (
                 *("evaluate", "exchange", "loop", "losses", "model", "notice", "packed", "precision", "recovery"),
-                *("decisions", "memory", "replica"),
+                *("alive", "decisions", "memory", "ranks", "replica"),
             )
         }
         | {"rtrain.training.predictions", "rtrain.scores", "rtrain.env", "rtrain.pooling", "rtrain.sentence"}
@@ -211,6 +221,7 @@ ALLOWED: dict[str, frozenset[str]] = {
                 "notice",
                 "placement",
                 "precision",
+                "ranks",
                 "recovery",
                 "replica",
                 "runs",

@@ -211,4 +211,4 @@ def test_workers_agree_that_the_best_is_lost_and_none_waits_for_a_failed_save(wo
     assert [report["events"] for report in reports] == [[{"update": 2}]] * world
     assert len({report["weights"] for report in reports}) == 1
     assert reports[0]["errors"] == ["Unwritten", "OtherVersion"]
-    assert [report["errors"] for report in reports[1:]] == [["RuntimeError", "RuntimeError"]] * (world - 1)
+    assert [report["errors"] for report in reports[1:]] == [["Elsewhere", "Elsewhere"]] * (world - 1)

@@ -2,12 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from rtrain.training import decisions, precision
+from rtrain.errors import ConfigError
+from rtrain.training import decisions, memory, precision, worker
 from rtrain.training.precision import Native
+from tests import test_loop
+from tests.test_ranks import joined, started
 
 INTEL = "processor\t: 0\nflags\t\t: fpu sse2 avx2 avx512f {}\nbugs\t\t: none\n\nprocessor\t: 1\nflags\t\t: fpu\n"
 ARM = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd {}\nCPU part\t: 0xd40\n"
@@ -115,3 +119,60 @@ def test_a_decision_leaves_the_others_alone(tmp_path: Path) -> None:
     assert precision.decide(tmp_path, "auto", processor()) == "fp32"
     assert decisions.keep(tmp_path, "tokens_per_pass", 1024) == 4096
     assert decisions.read(tmp_path) == {"tokens_per_pass": 4096, "precision": "fp32"}
+
+
+# ------------------------------------------------------------------------------------------------------ several workers
+
+KINDS = ((), ("bf16",))
+"""What the processors of ranks 0 and 1 compute by themselves."""
+
+
+def apart(rank: int, world: int, folder: Path) -> list[str]:
+    """In a process of its own: what a rank computes in whose view of the run folder is its own, as of a mounted one
+    that still hides the file that rank 0 wrote; in three runs, of which the last was decided by an earlier start."""
+    watch = joined(rank, world, folder)
+    found: list[str] = []
+    device = torch.device("cpu")
+    for run, kinds in (("one", KINDS), ("two", KINDS[::-1]), ("three", (("bf16", "fp16"), ("bf16", "fp16")))):
+        precision.of = lambda device, kinds=kinds: processor(*kinds[rank])  # type: ignore[misc]
+        view = folder / f"{run}-{rank}"
+        view.mkdir()
+        if run == "three" and rank == 0:
+            decisions.keep(view, "precision", "fp16")
+        try:
+            found.append(worker._precision(watch, device, view, "auto"))
+        except ConfigError as error:
+            found.append(str(error.problems[0]))
+    found.append(str(_fits(rank, watch, folder)))
+    watch.stop()
+    return found
+
+
+def _fits(rank: int, watch: Any, folder: Path) -> int | None:
+    """What fits into a pass by rank 0's decision, which is in its view alone: nothing is measured again."""
+
+    class Network:
+        device = torch.device("cuda")
+
+    def measured(*rest: Any) -> int:
+        raise AssertionError("measured again")
+
+    memory.measured = measured  # type: ignore[assignment]
+    if rank == 0:
+        decisions.keep(folder / "three-0", worker.PASS, 4096)
+    recipe: Any = test_loop.recipe_of(folder)
+    none: Any = None
+    return worker._fitting(watch, Network(), folder / f"three-{rank}", folder, recipe, none, none, "fp16")
+
+
+def test_workers_that_do_not_see_what_was_decided_compute_in_rank_zero_s_choice_or_refuse(tmp_path: Path) -> None:
+    (_, first, errors), (_, second, more) = started(apart, 2, tmp_path)
+    assert first == str(["fp32", "bf16", "fp16", "4096"]), errors
+    refused = "train.precision=bf16: this processor has no native bf16"
+    assert second.startswith(f"['fp32', '{refused}"), more
+    assert second.endswith("'fp16', '4096']")
+    assert [decisions.read(tmp_path / f"{run}-0") for run in ("one", "two")] == [
+        {"precision": "fp32"},
+        {"precision": "bf16"},
+    ]
+    assert [decisions.read(tmp_path / f"{run}-1") for run in ("one", "two", "three")] == [{}, {}, {}]

@@ -213,3 +213,22 @@ def test_an_artefact_answers_with_numbers_over_http_and_in_a_file(tmp_path: Path
     assert output["data"] == pytest.approx(predictor(["money back"]), abs=1e-5)
     scored = score.run(folder, config.load("essay", {"data.path": str(write(tmp_path))}).recipe.data)
     assert (scored["rows"], scored["bad_rows"]) == (280, 20)
+
+
+def test_writing_and_scoring_the_rows_show_that_they_get_on(
+    made: tuple[Store, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, folder = made
+    network: Any = model.build(folder / "encoder", TASK, store.manifest.labels, seed=0)
+    outcomes = evaluate.gathered(Exchange(network), TASK, store, "test", pad_id=0, precision="fp32")
+    tokenizer, head, signs = base.load_tokenizer(folder / "encoder", 64), store.manifest.head, [0]
+
+    def alive() -> None:
+        signs[0] += 1
+
+    monkeypatch.setattr(predictions, "TEXT_ROWS", 4)
+    predictions.write(tmp_path, "test", store, TASK, head, outcomes, tokenizer, alive)
+    assert signs[0] == 3 * -(-store.rows("test") // 4)  # texts, targets, predictions
+    before = signs[0]
+    document = predictions.measured(store, "test", TASK, head, outcomes, alive)
+    assert signs[0] - before == sum(len(every) for every in document["slices"].values()) > 1

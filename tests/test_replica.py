@@ -266,3 +266,26 @@ def test_storage_is_no_part_of_what_a_run_is() -> None:
     found = replica.of(Cluster(storage="s3://bucket/runs/"), Path("/somewhere/intent"))
     assert found is not None
     assert found.url == "s3://bucket/runs/intent"
+
+
+def test_pieces_of_a_copy_are_told_as_they_arrive_in_both_directions(
+    ground: Path, tmp_path: Path, storage: str
+) -> None:
+    run, told = tmp_path / "run", [0]
+    start(ground, run, kill=2, save_every=2)
+    path = checkpoint.path_of(run / "checkpoints", 2)
+    whole = {file.name: file.read_bytes() for file in path.iterdir()}
+
+    def moved() -> None:
+        told[0] += 1
+
+    copy = claimed(storage)
+    copy.push(run, [path], moved)
+    assert told[0] >= len(whole) == 4
+    told[0] = 0
+    copy.push(run, [path], moved)
+    assert told[0] == 0  # it is there already
+    shutil.rmtree(path)
+    copy.pull(path, moved)
+    assert told[0] >= len(whole)
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == whole

@@ -12,7 +12,7 @@ import torch
 from rtrain.config import Distill, Model
 from rtrain.tasks import base
 from rtrain.tasks.batch import Tokens, single
-from rtrain.training import losses, model, step
+from rtrain.training import losses, model, ranks, step
 from rtrain.training.exchange import Exchange
 from tests.tiny import VOCABULARY, make_encoder
 
@@ -282,5 +282,5 @@ def test_one_worker_exchanges_nothing(network: torch.nn.Module) -> None:
     assert (exchange.world, exchange.rank, exchange.distributed) == (1, 0, False)
     assert exchange.model is network
     assert exchange.sum(torch.tensor([3.5])).item() == 3.5
-    assert exchange.from_rank_zero(7) == 7
+    assert ranks.from_rank_zero(7) == 7
     exchange.barrier()

@@ -20,7 +20,7 @@ from rtrain.data.store import open_store
 from rtrain.proof import planted
 from rtrain.report import events
 from rtrain.tasks import base
-from rtrain.training import checkpoint, loop, losses, model, optim
+from rtrain.training import checkpoint, loop, losses, model, optim, ranks
 from rtrain.training.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -247,4 +247,4 @@ def _differing(exchange: Exchange) -> int:
     for _, value in exchange.module.named_parameters():
         total.update(value.detach().cpu().numpy().data)
     own = int.from_bytes(total.digest()[:8], "little") >> 1
-    return _sum(exchange, int(exchange.from_rank_zero(own) != own))
+    return _sum(exchange, int(ranks.from_rank_zero(own) != own))

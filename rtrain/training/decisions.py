@@ -1,4 +1,8 @@
-"""What a run decided once for all of its ranks and starts, since it was measured or depends on the machine."""
+"""What a run decided once for all of its ranks and starts, since it was measured or depends on the machine.
+
+Rank 0 alone reads and keeps decisions, and tells the other ranks (`ranks.decided`): a mounted folder may hide from them
+what was just written.
+"""
 
 import json
 from pathlib import Path
@@ -21,5 +25,5 @@ def keep(run: Path, name: str, value: Any) -> Any:
         return known[name]
     draft = (run / NAME).with_suffix(".draft")
     draft.write_text(json.dumps({**known, name: value}))
-    draft.rename(run / NAME)  # at once: another rank may read it at any moment
+    draft.rename(run / NAME)  # at once: whoever reads it sees a whole file
     return value

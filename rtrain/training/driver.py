@@ -31,7 +31,8 @@ from rtrain.training import (
     runs,
     worker,
 )
-from rtrain.training.recovery import Kind, Recovery, halvings, most_after, out_of_memory
+from rtrain.training.ranks import Elsewhere
+from rtrain.training.recovery import Kind, Recovery, halvings, memory_told, most_after, out_of_memory
 
 OnEvent = Callable[[dict[str, Any]], None]
 DEVICE = "device"
@@ -364,11 +365,16 @@ def _traceback(run: Path, name: str, error: Exception) -> Path:
 
 def _causes(error: Exception) -> list[Exception]:
     controller = getattr(error, "controller_failure", None)
-    return [error, *([controller] if controller else []), *getattr(error, "worker_failures", {}).values()]
+    failures = list(getattr(error, "worker_failures", {}).values())
+    own = [found for found in failures if not isinstance(getattr(found, "_base_exc", found), Elsewhere)]
+    return [error, *([controller] if controller else []), *(own or failures)]
 
 
 def _first_line(causes: list[Exception]) -> str:
-    """The last line of a traceback says what happened; where a process died, the first sentence does."""
+    """The last line of a traceback says what happened; where a process died, the first sentence does, and where it was
+    ended for want of memory, who used it."""
+    if told := memory_told(map(str, causes)):
+        return told
     lines = [line for line in str(causes[-1]).splitlines() if line.strip()]
     died = next((line for line in lines if line.startswith("Worker exit type")), None)
     text = died or (lines[-1] if lines else type(getattr(causes[-1], "_base_exc", causes[-1])).__name__)

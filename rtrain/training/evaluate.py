@@ -13,7 +13,7 @@ from rtrain.data.store import Store
 from rtrain.tasks.base import Task
 from rtrain.tasks.batch import Floats, Ints, Ragged, Tokens, batches
 from rtrain.tasks.metrics import metric_for
-from rtrain.training import model
+from rtrain.training import model, ranks
 from rtrain.training.step import forward
 
 if TYPE_CHECKING:
@@ -40,7 +40,12 @@ def evaluate(
     outcomes = gathered(exchange, task, store, split, pad_id=pad_id, precision=precision)
     if keep is not None:
         keep[split] = outcomes
-    return metric_for(task.output).scores(outcomes, store.targets(split), store.manifest.head)
+
+    @exchange.watch.busy()
+    def score() -> dict[str, float]:
+        return metric_for(task.output).scores(outcomes, store.targets(split), store.manifest.head)
+
+    return ranks.together(exchange.watch, score)
 
 
 def gathered(exchange: "Exchange", task: Task, store: Store, split: str, *, pad_id: int, precision: str) -> Ragged:
@@ -59,8 +64,11 @@ def gathered(exchange: "Exchange", task: Task, store: Store, split: str, *, pad_
         found: Floats = forward(network, tokens, pad_id, precision, wanted).float().cpu().numpy()
         return found
 
-    with torch.inference_mode():
-        own = outcomes_of(task, store, split, order, answer)
+    def answers() -> Ragged:
+        with torch.inference_mode():
+            return outcomes_of(task, store, split, order, answer)
+
+    own = ranks.together(exchange.watch, answers)
     network.train()
     model.attend(network, training=True)
     positions = np.concatenate(exchange.gather(order))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rtrain.training import compression, rows, transport
+from rtrain.training.alive import Watch
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -17,21 +18,20 @@ class Exchange:
     def __init__(
         self,
         module: "torch.nn.Module",
-        alive: Callable[[], None] = lambda: None,
+        watch: Watch | None = None,
         say: Callable[..., None] = lambda kind, **fields: None,
         *,
         touched_rows: bool = True,
         by: str = "stock",
         compressed: str = "none",
     ):
-        """`alive` is called before every pass: whoever watches over this worker sees that it goes on. `say` is told, on
-        every worker, by which transport gradients go and what compression costs. `touched_rows`: of the word
-        embedding's gradient, exchange the rows that the update touched. `by`, `compressed`: as `train.transport` and
-        `train.gradient_compression`."""
+        """`watch` is told before every pass that this worker goes on. `say` is told, on every worker, by which
+        transport gradients go and what compression costs. `touched_rows`: of the word embedding's gradient, exchange
+        the rows that the update touched. `by`, `compressed`: as `train.transport` and `train.gradient_compression`."""
         import torch.distributed as dist
 
         self.module = module
-        self.alive, self._say = alive, say
+        self.watch, self._say = watch or Watch(), say
         self.distributed = dist.is_initialized() and dist.get_world_size() > 1
         self.world = dist.get_world_size() if self.distributed else 1
         self.rank = dist.get_rank() if self.distributed else 0
@@ -63,6 +63,10 @@ class Exchange:
             self._say("transport", asked=by, used=made.name, reason=reason)
         hooked = made.name != "stock" or sent is not None
         return (made if sent is None else compression.Compared(made, self.world)), hooked
+
+    def alive(self) -> None:
+        """Before every pass."""
+        self.watch.passes()
 
     def begin(self) -> None:
         """Before the first pass of an update."""
@@ -149,17 +153,6 @@ class Exchange:
         parts = [own.new_zeros(longest) for _ in range(self.world)]
         dist.all_gather(parts, torch.nn.functional.pad(own, (0, longest - len(own))))
         return [part[: int(size)].numpy() for part, size in zip(parts, sizes, strict=True)]
-
-    def from_rank_zero(self, value: int) -> int:
-        """Rank 0's `value`, on every rank."""
-        if not self.distributed:
-            return value
-        import torch
-        import torch.distributed as dist
-
-        tensor = torch.tensor([value], dtype=torch.int64)
-        dist.broadcast(tensor, src=0)
-        return int(tensor.item())
 
     def barrier(self) -> None:
         if self.distributed:

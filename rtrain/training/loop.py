@@ -15,7 +15,7 @@ from rtrain.data.store import Store
 from rtrain.tasks import base
 from rtrain.tasks.batch import Ints, Ragged
 from rtrain.tasks.metrics import metric_for
-from rtrain.training import checkpoint, device, optim, scaling, sharded, step
+from rtrain.training import checkpoint, device, optim, ranks, scaling, sharded, step
 from rtrain.training.cadence import Cadence
 from rtrain.training.evaluate import evaluate
 from rtrain.training.exchange import Exchange
@@ -30,8 +30,8 @@ GENESIS = bytes(32)
 """The ledger before the first update."""
 PLACES = 5
 """Rows of an update that an error names."""
-NONE, FAILED = -1, -2
-"""In place of an update, between ranks: there is none; rank 0 could not tell."""
+NONE = -1
+"""In place of an update, between ranks: there is none."""
 
 
 class Reporter(Protocol):
@@ -112,7 +112,7 @@ def train(
     def uncopied(error: str) -> None:
         reporter.event("uncopied", error=error)
 
-    with Saver(job.run / "checkpoints", job.recipe.train.keep, job.replica, uncopied) as saver:
+    with Saver(job.run / "checkpoints", job.recipe.train.keep, job.replica, uncopied, exchange.watch) as saver:
         return _train(job, exchange, updates, reporter, clock, saver)
 
 
@@ -185,10 +185,10 @@ def _restore(
                 reporter.event("set_aside", checkpoint=name, reason=reason)
         return NONE if chosen is None else chosen
 
-    update = _decided(exchange, select)
+    update = ranks.decided(exchange.watch, select)
     if update == NONE:
         return checkpoint.State(update=0, ledger=GENESIS.hex(), best_update=None, best_score=None, run=run)
-    state = checkpoint.load(checkpoint.path_of(saver.folder, update), exchange.module, optimizer)
+    state = _loaded(exchange, checkpoint.path_of(saver.folder, update), optimizer)
     # The best one is loaded at the end, so it must verify too; where it does not, the best is sought anew from here.
     if _best(saver.folder, exchange, state, reporter) == NONE:
         return replace(state, best_update=None, best_score=None)
@@ -209,25 +209,20 @@ def _best(folder: Path, exchange: Exchange, state: checkpoint.State, reporter: R
         return NONE
     if best == state.update:  # verified when it was loaded, or the weights as they stand
         return best
-    found = _decided(exchange, lambda: best if checkpoint.sound(folder, best, state.run) else NONE)
+    found = ranks.decided(exchange.watch, lambda: best if checkpoint.sound(folder, best, state.run) else NONE)
     if found == NONE:
         reporter.event("best_lost", update=best)
     return found
 
 
-def _decided(exchange: Exchange, decide: Callable[[], int]) -> int:
-    """What rank 0 decides, on every rank. Where it fails, all ranks fail: none waits for it for ever."""
-    decision = FAILED
-    if exchange.rank == 0:
-        try:
-            decision = decide()
-        except Exception:
-            exchange.from_rank_zero(FAILED)
-            raise
-    decision = exchange.from_rank_zero(decision)
-    if decision == FAILED:
-        raise RuntimeError("rank 0 failed; its own error says why")
-    return decision
+def _loaded(exchange: Exchange, path: Path, optimizer: "torch.optim.Optimizer | None" = None) -> checkpoint.State:
+    """Put a checkpoint into the model of every rank; each reads it by itself, some slower than others."""
+
+    @exchange.watch.busy()
+    def load() -> checkpoint.State:
+        return checkpoint.load(path, exchange.module, optimizer)
+
+    return ranks.together(exchange.watch, load)
 
 
 def _next(stream: Iterator[Update], clock: Clock) -> Update:
@@ -346,7 +341,7 @@ def _save(
         return state.update
 
     with clock.section("checkpoint"), sharded.whole(optimizer):
-        _decided(exchange, take)
+        ranks.decided(exchange.watch, take)
 
 
 def _end(
@@ -367,10 +362,10 @@ def _end(
         return state.update
 
     with clock.section("checkpoint"):
-        _decided(exchange, flush)
+        ranks.decided(exchange.watch, flush)
         best = _best(saver.folder, exchange, state, reporter)
     if best not in (NONE, state.update):
-        checkpoint.load(checkpoint.path_of(saver.folder, best), exchange.module)
+        _loaded(exchange, checkpoint.path_of(saver.folder, best))
     score = state.best_score if best != NONE else None
     if finished and best == NONE:
         best = state.update

@@ -52,6 +52,7 @@ class Watch:
 
     def __init__(self, run: Path, workers: int, device: str, wanted: Wanted, say: Callable[[dict[str, Any]], None]):
         self._run, self._workers, self._device, self._wanted, self._say = run, workers, device, wanted, say
+        self._growth, self._said = Growth(GROW_AFTER_S), time.monotonic()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True, name="rtrain-watch")
 
@@ -64,20 +65,29 @@ class Watch:
         self._thread.join()
 
     def _look(self) -> None:
-        growth, said = Growth(GROW_AFTER_S), time.monotonic()
+        failed = False
         while not self._done.wait(LOOK_EVERY_S):
-            own = placement.workers_by_node(self._run)
-            if not own and time.monotonic() - said > SAY_EVERY_S:
-                said = time.monotonic()
-                self._say(waiting(self._workers, self._device))
-            if not own or given(self._run):
-                continue
-            if own.keys() & supply.leaving():
-                give(self._run, "preemption")
-                continue
-            had, free = self._wanted(supply.here()), self._wanted(supply.free(own, self._device))
-            if growth.look(time.monotonic(), self._workers, had, free):
-                give(self._run, "resize")
+            try:
+                self._once()
+            except Exception as error:  # the next look may do better; without any, no preemption would be noticed
+                if not failed:
+                    failed = True
+                    text = f"a look at the cluster's nodes failed ({type(error).__name__}: {error}); looking on"
+                    self._say({"kind": "stage", "text": text})
+
+    def _once(self) -> None:
+        own = placement.workers_by_node(self._run)
+        if not own and time.monotonic() - self._said > SAY_EVERY_S:
+            self._said = time.monotonic()
+            self._say(waiting(self._workers, self._device))
+        if not own or given(self._run):
+            return
+        if own.keys() & supply.leaving():
+            give(self._run, "preemption")
+            return
+        had, free = self._wanted(supply.here()), self._wanted(supply.free(own, self._device))
+        if self._growth.look(time.monotonic(), self._workers, had, free):
+            give(self._run, "resize")
 
 
 def wanted(most: int, least: int | None, device: str, spare: int) -> Wanted:

@@ -26,7 +26,9 @@ class Remember(ray.train.v2._internal.execution.callback.WorkerGroupCallback):
 
     def after_worker_group_start(self, worker_group: WorkerGroup) -> None:
         group = worker_group.get_worker_group_state().placement_group_handle.placement_group
-        self._path.write_text(group.id.hex())
+        draft = self._path.with_suffix(".draft")
+        draft.write_text(group.id.hex())
+        draft.rename(self._path)  # at once: the driver may look at it at any moment
 
 
 def workers_by_node(run: Path) -> Counter[str]:

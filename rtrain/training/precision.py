@@ -1,4 +1,4 @@
-"""Which number format a run computes in: decided once, kept in the run, read by every rank and every resume."""
+"""Which number format a run computes in: decided once by rank 0, kept in the run, read by rank 0 of every resume."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
 """By which a processor says that it computes a format; the last is Arm's name."""
+FORMATS = ("fp32", *FLAGS)
+"""What a run may compute in."""
 AMPERE = (8, 0)
 """Compute capability of the first GPUs that compute bf16."""
 

@@ -5,7 +5,7 @@ line (int64), tokens (int32), text (decoded from the tokens), target, prediction
 the kind of output), score (float64: how sure the model is), loss (float64), and a string column for each slice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +32,16 @@ def path_of(run: Path, split: str) -> Path:
 
 
 def write(
-    run: Path, split: str, store: Store, task: Task, head: Head, outcomes: Ragged, tokenizer: "tokenizers.Tokenizer"
+    run: Path,
+    split: str,
+    store: Store,
+    task: Task,
+    head: Head,
+    outcomes: Ragged,
+    tokenizer: "tokenizers.Tokenizer",
+    alive: Callable[[], None] = lambda: None,
 ) -> Path:
-    """`outcomes` are those of all rows of the split, in index order."""
+    """`outcomes` are those of all rows of the split, in index order. `alive` is called after every `TEXT_ROWS` rows."""
     described = task.describe(outcomes, store.targets(split), head)
     origins, lengths = store.origins(split), store.column(split, "length")
     columns: dict[str, Any] = {
@@ -43,9 +50,9 @@ def write(
         "source": origins["source"].cast(pa.string()),
         "line": origins["line"],
         "tokens": pa.array(lengths, pa.int32()),
-        "text": pa.array(_texts(store, split, tokenizer), pa.string()),
-        "target": _column(_in_words(described.target, store, split, tokenizer)),
-        "prediction": _column(_in_words(described.prediction, store, split, tokenizer)),
+        "text": pa.array(_texts(store, split, tokenizer, alive), pa.string()),
+        "target": _column(_in_words(described.target, store, split, tokenizer, alive)),
+        "prediction": _column(_in_words(described.prediction, store, split, tokenizer, alive)),
         "score": pa.array(described.score, pa.float64(), from_pandas=True),
         "loss": pa.array(described.loss, pa.float64(), from_pandas=True),
     }
@@ -62,15 +69,17 @@ def slices(store: Store, split: str) -> list[str]:
     return [name for name in store.origins(split).column_names if name not in ("source", "line")]
 
 
-def measured(store: Store, split: str, task: Task, head: Head, outcomes: Ragged) -> dict[str, Any]:
-    """The scores of the split, of its slices, and its tables (`rtrain.scores`)."""
+def measured(
+    store: Store, split: str, task: Task, head: Head, outcomes: Ragged, alive: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """The scores of the split, of its slices, and its tables; `alive` as in `rtrain.scores.measure`."""
     origins = store.origins(split)
     columns = {name: origins[name].to_pylist() for name in slices(store, split)}
     lengths = store.column(split, "length")
-    return scores.measure(task, head, split, outcomes, store.targets(split), lengths, columns)
+    return scores.measure(task, head, split, outcomes, store.targets(split), lengths, columns, alive)
 
 
-def _texts(store: Store, split: str, tokenizer: "tokenizers.Tokenizer") -> list[str]:
+def _texts(store: Store, split: str, tokenizer: "tokenizers.Tokenizer", alive: Callable[[], None]) -> list[str]:
     texts: list[str] = []
     total = store.rows(split)
     for start in range(0, total, TEXT_ROWS):
@@ -79,13 +88,18 @@ def _texts(store: Store, split: str, tokenizer: "tokenizers.Tokenizer") -> list[
         # A token is a character at least, so the first ones hold all that is kept.
         decoded = tokenizer.decode_batch([row[:TEXT_CHARACTERS].tolist() for row in rows], skip_special_tokens=True)
         texts += [text[:TEXT_CHARACTERS] for text in decoded]
+        alive()
     return texts
 
 
-def _in_words(values: Sequence[Any], store: Store, split: str, tokenizer: "tokenizers.Tokenizer") -> list[Any]:
+def _in_words(
+    values: Sequence[Any], store: Store, split: str, tokenizer: "tokenizers.Tokenizer", alive: Callable[[], None]
+) -> list[Any]:
     """Slices of a row's tokens, and places in its windows, as their text."""
     found = list(values)
     for row, value in enumerate(found):
+        if row % TEXT_ROWS == 0:
+            alive()
         if not isinstance(value, slice | Place):
             continue
         tokens = store.read(split, np.array([row]))

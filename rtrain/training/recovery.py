@@ -1,5 +1,6 @@
 """What becomes of a run whose workers failed. Pure: what happened in, what to do out."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,6 +24,39 @@ FEWEST_TOKENS = 64
 
 def out_of_memory(errors: Iterable[str]) -> bool:
     return any(phrase in error for error in errors for phrase in OUT_OF_MEMORY)
+
+
+_NODE = re.compile(
+    r"Memory on the node \(IP: (?P<node>[^,]+), .*?was (?P<used>[\d.]+)GB used / (?P<limit>[\d.]+)GB limit"
+)
+_SHARE = re.compile(r"exceeded threshold of .*?\((?P<share>[\d.]+)% of")
+_ENDED = re.compile(r"Selected to kill: .*?pid=(?P<pid>\d+), actual memory used=(?P<used>[\d.]+)GB")
+_USER = re.compile(r"^(?P<pid>\d+)\t(?P<used>[\d.]+)\t(?P<command>.+)$", re.MULTILINE)
+LARGEST = 3
+"""Processes that are named."""
+COMMAND_CHARACTERS = 60
+
+
+def memory_told(errors: Iterable[str]) -> str | None:
+    """Who used how much memory and what to set, where Ray's memory monitor ended a worker; None where it did not.
+
+    Its own message has all of it but the settings, in forty lines of which the last are about Ray's.
+    """
+    text = next((error for error in errors if _NODE.search(error)), None)
+    if text is None or not (node := _NODE.search(text)):
+        return None
+    share = f", above {float(found['share']):.3g} %" if (found := _SHARE.search(text)) else ""
+    ended = [f"process {found['pid']} with {found['used']} GB" for found in _ENDED.finditer(text)]
+    largest = [
+        f"{found['used']} GB {found['command'].strip()[:COMMAND_CHARACTERS]} ({found['pid']})"
+        for found in _USER.finditer(text)
+    ]
+    who = f"; Ray ended {', '.join(ended)}" if ended else ""
+    most = f". The largest processes there: {'; '.join(largest[:LARGEST])}" if largest else ""
+    return (
+        f"node {node['node']} ran out of memory: {node['used']} of {node['limit']} GB were used{share}{who}{most}. "
+        "Lower train.tokens_per_pass or data.max_tokens, take fewer train.workers on a node, or nodes with more memory"
+    )
 
 
 def halvings(events: Iterable[Mapping[str, Any]]) -> int:

@@ -71,8 +71,9 @@ class Replica:
 
         self._try(read)
 
-    def push(self, run: Path, checkpoints: Sequence[Path]) -> None:
-        """Make the checkpoints here those of the run folder. Raises `Lost` where another start has claimed the run."""
+    def push(self, run: Path, checkpoints: Sequence[Path], moved: Callable[[], None] = lambda: None) -> None:
+        """Make the checkpoints here those of the run folder; `moved` is called as pieces of them arrive. Raises `Lost`
+        where another start has claimed the run."""
 
         def write(files: Any, root: str) -> None:
             if files.cat_file(f"{root}/{OWNER}").decode() != self._token:
@@ -83,7 +84,7 @@ class Replica:
             present = _complete(files, f"{root}/checkpoints")
             for path in checkpoints:
                 if path.name not in present:
-                    _put(files, path, f"{root}/checkpoints/{path.name}")
+                    _put(files, path, f"{root}/checkpoints/{path.name}", moved)
             for name in FILES:
                 if (run / name).is_file():
                     files.put_file(str(run / name), f"{root}/{name}")
@@ -102,15 +103,16 @@ class Replica:
         """Names of the complete checkpoints here, the newest last."""
         return self._try(lambda files, root: sorted(_complete(files, f"{root}/checkpoints")))
 
-    def pull(self, final: Path) -> None:
-        """Copy a checkpoint into the run folder, whole or not at all. It is not verified yet."""
+    def pull(self, final: Path, moved: Callable[[], None] = lambda: None) -> None:
+        """Copy a checkpoint into the run folder, whole or not at all. It is not verified yet. `moved` as in `push`."""
 
         def read(files: Any, root: str) -> None:
             draft = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
             draft.mkdir(parents=True)
             try:
                 for path in files.ls(f"{root}/checkpoints/{final.name}", detail=False):
-                    files.get_file(path, str(draft / path.rsplit("/", 1)[-1]))
+                    files.get_file(path, str(draft / path.rsplit("/", 1)[-1]), callback=_telling(moved))
+                    moved()
                 draft.rename(final)
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
@@ -148,7 +150,14 @@ def _complete(files: Any, folder: str) -> set[str]:
     return {path.split("/")[-2] for path in files.find(folder) if path.endswith(f"/{manifest.NAME}")}
 
 
-def _put(files: Any, folder: Path, target: str) -> None:
+def _telling(moved: Callable[[], None]) -> Any:
+    """For fsspec, which calls it as bytes go; some storages do so for whole files alone, or never."""
+    import fsspec
+
+    return fsspec.Callback(hooks={"moved": lambda size, value, **rest: moved()})
+
+
+def _put(files: Any, folder: Path, target: str, moved: Callable[[], None] = lambda: None) -> None:
     """A folder's files, the manifest last; one that is there already goes first, since it vouches for other files."""
     if files.exists(f"{target}/{manifest.NAME}"):
         files.rm_file(f"{target}/{manifest.NAME}")
@@ -158,7 +167,8 @@ def _put(files: Any, folder: Path, target: str) -> None:
         if path.is_dir():
             files.makedirs(copy, exist_ok=True)
         else:
-            files.put_file(str(path), copy)
+            files.put_file(str(path), copy, callback=_telling(moved))
+            moved()
 
 
 def _remove(files: Any, target: str) -> None:

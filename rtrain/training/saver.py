@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rtrain.errors import UserError
 from rtrain.training import checkpoint
+from rtrain.training.alive import Watch
 from rtrain.training.replica import Replica, Unreachable
 
 if TYPE_CHECKING:
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 
 Stamps = tuple[tuple[str, int, int, int], ...]
 """Name, inode, size and time of change of every file of a checkpoint: equal stamps spare reading it again."""
+
+
+LOOK_S = 1.0
+"""Seconds between two looks at the thread's progress, by whoever waits for it."""
 
 
 class Unwritten(UserError):
@@ -34,10 +39,14 @@ class Saver:
         keep: int,
         replica: Replica | None = None,
         uncopied: Callable[[str], None] = lambda error: None,
+        watch: Watch | None = None,
     ):
         """With a `replica`, what is kept is kept there too. Where a copy fails, `uncopied` is told, and the next save
-        makes up for it: the training goes on, since its checkpoints are here."""
+        makes up for it: the training goes on, since its checkpoints are here. `watch` sees that a wait gets on."""
         self.folder, self._keep, self._replica, self._uncopied = folder, keep, replica, uncopied
+        self._watch = watch or Watch()
+        self._moved = 0
+        """Pieces that were copied to the replica: while nobody waits, they are no sign that the training goes on."""
         self._failed_copy: Unreachable | None = None
         self._thread: threading.Thread | None = None
         self._taken: checkpoint.Snapshot | None = None
@@ -71,7 +80,7 @@ class Saver:
     def _fetch(self, update: int, run: str) -> bool:
         assert self._replica
         path = checkpoint.path_of(self.folder, update)
-        self._replica.pull(path)
+        self._replica.pull(path, self._watch.alive)
         if checkpoint.sound(self.folder, update, run):
             return True
         self._replica.drop(path.name)
@@ -80,13 +89,25 @@ class Saver:
     def flush(self, copied: bool = False) -> None:
         """Wait until what was taken is on the disk and, with `copied`, in the replica too."""
         if self._thread is not None:
-            self._thread.join()
+            self._wait(self._thread)
             self._thread = None
         if (error := self._error) is not None:
             self._error = None
             raise error
         if copied and self._failed_copy:
             raise self._failed_copy
+
+    def _wait(self, thread: threading.Thread) -> None:
+        with self._watch.busy():
+            seen = self._moved
+            while thread.is_alive():
+                thread.join(LOOK_S)
+                if self._moved != seen:
+                    seen = self._moved
+                    self._watch.alive()
+
+    def _count(self) -> None:
+        self._moved += 1
 
     def __enter__(self) -> "Saver":
         return self
@@ -120,7 +141,9 @@ class Saver:
             return
         try:
             self._replica.push(
-                self.folder.parent, [checkpoint.path_of(self.folder, update) for update in sorted(wanted)]
+                self.folder.parent,
+                [checkpoint.path_of(self.folder, update) for update in sorted(wanted)],
+                self._count,
             )
             self._failed_copy = None
         except Unreachable as error:

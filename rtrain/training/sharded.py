@@ -85,6 +85,7 @@ class Shards:
         for (parameter, owner), there in zip(self._owner.items(), exchange.sum(kept).tolist(), strict=True):
             if not there or owner == 0:
                 continue
+            exchange.watch.alive()
             if exchange.rank == owner:
                 for name in ("step", *MOMENTS):
                     dist.send(state[parameter][name], dst=0)

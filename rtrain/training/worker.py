@@ -1,14 +1,13 @@
 """What each Ray Train worker runs: build the model, follow the order, train, and (rank 0) make the artefact."""
 
-import faulthandler
 import os
 import shutil
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,17 +32,17 @@ from rtrain.training import (
     packed,
     precision,
     predictions,
+    ranks,
     recovery,
     replica,
 )
+from rtrain.training.alive import Watch
 from rtrain.training.exchange import Exchange
 
 if TYPE_CHECKING:
     import torch
     import transformers
 
-SETUP_S = 120.0
-"""Seconds from a worker's start to its first pass, at least: a model is read, the first batch is made."""
 STALLED = "stalled-{}.txt"
 """Traceback of a worker, by rank, that hung in the newest start; empty where it did not."""
 TOKENS_PER_PASS = 2048
@@ -91,19 +90,22 @@ def run(settings: dict[str, Any]) -> None:
             raise UserError(
                 f"--out: {folder} is not there on {os.uname().nodename}; name one on storage that every node mounts"
             )
-        _alive(folder, rank, max(stall_s, SETUP_S))
+        watch = Watch(folder / STALLED.format(rank), stall_s)
         store, task = open_store(Path(settings["store"])), base.get(recipe.task)
         how = {"pack": recipe.train.packed, "fast_dropout": recipe.train.fast_dropout}
-        network = model.build(source, task, store.manifest.labels, recipe.train.seed, recipe.model, **how)
+        labels, seed = store.manifest.labels, recipe.train.seed
+        read = watch.busy()(lambda: model.build(source, task, labels, seed, recipe.model, **how))
+        network = ranks.together(watch, read)
         if recipe.train.gradient_checkpointing:
             model.keep_inputs_alone(network)
         model.place(network, _device())
         loss = losses.for_run(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing)
-        fits = _fitting(network, folder, source, recipe, store, loss)
+        chosen = _precision(watch, network.device, folder, recipe.train.precision)
+        fits = _fitting(watch, network, folder, source, recipe, store, loss, chosen)
         reporter = _TrainReporter(folder, rank)
         exchange = Exchange(
             network,
-            partial(_alive, folder, rank, stall_s),
+            watch,
             reporter.event,
             touched_rows=recipe.train.touched_rows,
             by=recipe.train.transport,
@@ -120,7 +122,7 @@ def run(settings: dict[str, Any]) -> None:
             loss=loss,
             order=order,
             pad_id=model.pad_id(source),
-            precision=_precision(exchange, folder, recipe.train.precision),
+            precision=chosen,
             until=min(settings["until"] or order.updates, order.updates),
             evaluate_at=frozenset(settings["evaluate_at"]),
             replica=replica.of(config.deploy.cluster, folder, settings["owner"]),
@@ -139,26 +141,14 @@ def run(settings: dict[str, Any]) -> None:
             answers["valid"] = evaluate.gathered(
                 exchange, task, store, "valid", pad_id=job.pad_id, precision=job.precision
             )
-        if rank == 0:
-            job, outcome = _calibrated(job, outcome, answers)
-            _keep_answers(job, source, answers)
-            export(network, source, folder, job, outcome)
-    faulthandler.cancel_dump_traceback_later()
-    exchange.barrier()  # no rank leaves, and so ends the run, before the artefact is written
 
+        @watch.busy()
+        def finish() -> None:
+            if rank == 0:
+                _finish(network, source, *_calibrated(job, outcome, answers), answers, watch.alive)
 
-def _alive(run: Path, rank: int, stall_s: float) -> None:
-    """Put off this worker's end by another `stall_s`.
-
-    The watch runs below Python: it also ends a process that hangs with the interpreter's lock held, or in an exchange
-    with a worker that was stopped. Its traceback, of all threads, is what Ray's own time-out would not leave.
-    """
-    faulthandler.dump_traceback_later(stall_s, exit=True, file=_stall_file(run / STALLED.format(rank)))
-
-
-@lru_cache(maxsize=1)
-def _stall_file(path: Path) -> TextIO:
-    return path.open("w")
+        ranks.together(watch, finish)  # no rank leaves, and so ends the run, before the artefact is written
+    watch.stop()
 
 
 def _device() -> "torch.device":
@@ -170,29 +160,38 @@ def _device() -> "torch.device":
     return ray.train.torch.get_device() if ray.get_gpu_ids() else torch.device("cpu")
 
 
-def _precision(exchange: Exchange, run: Path, wanted: str) -> str:
-    """Rank 0's device decides, once; a format that some other device lacks is refused there by name."""
-    native = precision.of(next(exchange.module.parameters()).device)
-    if exchange.rank == 0:
-        precision.decide(run, wanted, native)
-    exchange.barrier()
-    chosen = precision.decide(run, wanted, native)
+def _precision(watch: Watch, device: "torch.device", run: Path, wanted: str) -> str:
+    """Rank 0's device decides, once; a format that some other device lacks is refused there by name.
+
+    Rank 0 alone reads what was decided before, and tells the others: on a mounted folder they may not see a file that
+    was just written, and would decide apart.
+    """
+    native = precision.of(device)
+    place = ranks.decided(watch, lambda: precision.FORMATS.index(precision.decide(run, wanted, native)))
+    chosen = precision.FORMATS[place]
     if problems := precision.problems(chosen, native):
         raise ConfigError(problems)
     return chosen
 
 
-def _fitting(network: Any, run: Path, source: Path, recipe: Recipe, store: Store, loss: losses.RunLoss) -> int | None:
+def _fitting(
+    watch: Watch,
+    network: Any,
+    run: Path,
+    source: Path,
+    recipe: Recipe,
+    store: Store,
+    loss: losses.RunLoss,
+    chosen: str,
+) -> int | None:
     """Tokens of a pass that fits on this worker's GPU; None on a CPU, or where the recipe says how many.
 
     Before the exchange, whose hooks an update's passes alone should meet.
     """
     if network.device.type == "cpu" or recipe.train.tokens_per_pass:
         return None
-    known = decisions.read(run)
-    if known.get(PASS):
-        return int(known[PASS])
-    chosen = known.get("precision") or precision.resolve(recipe.train.precision, precision.of(network.device))
+    if known := ranks.decided(watch, lambda: int(decisions.read(run).get(PASS, 0))):
+        return known
     task, teacher = base.get(recipe.task), recipe.distill.teacher
 
     def made(tokens: int) -> Tokens:
@@ -206,11 +205,13 @@ def _smallest(exchange: Exchange, run: Path, fits: int | None) -> int | None:
     if fits is None:
         return None
     smallest = int(np.concatenate(exchange.gather(np.array([fits]))).min())
-    if exchange.rank == 0:
+
+    def keep() -> int:
         if PASS not in decisions.read(run):
             events.append(run, "pass_size", tokens=smallest)
-        smallest = int(decisions.keep(run, PASS, smallest))
-    return exchange.from_rank_zero(smallest)
+        return int(decisions.keep(run, PASS, smallest))
+
+    return ranks.decided(exchange.watch, keep)
 
 
 def _calibrated(job: loop.Job, outcome: loop.Outcome, answers: dict[str, Ragged]) -> tuple[loop.Job, loop.Outcome]:
@@ -226,12 +227,27 @@ def _calibrated(job: loop.Job, outcome: loop.Outcome, answers: dict[str, Ragged]
     return replace(job, chosen=head), replace(outcome, scores=measured)
 
 
-def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged]) -> None:
+def _finish(
+    network: "transformers.PreTrainedModel",
+    source: Path,
+    job: loop.Job,
+    outcome: loop.Outcome,
+    answers: dict[str, Ragged],
+    alive: Callable[[], None],
+) -> None:
+    """Rank 0's part, after the last update."""
+    _keep_answers(job, source, answers, alive)
+    alive()
+    export(network, source, job.run, job, outcome)
+
+
+def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged], alive: Callable[[], None]) -> None:
     """Every row's prediction, for people; and the scores in full, of which the log keeps the slices' headlines."""
     tokenizer = base.load_tokenizer(source, job.recipe.data.max_tokens)
     for split, found in outcomes.items():
-        predictions.write(job.run, split, job.store, job.task, job.head, found, tokenizer)
-        document = predictions.measured(job.store, split, job.task, job.head, found)
+        alive()
+        predictions.write(job.run, split, job.store, job.task, job.head, found, tokenizer, alive)
+        document = predictions.measured(job.store, split, job.task, job.head, found, alive)
         scores.write(job.run, document)
         events.append(job.run, "sliced", split=split, slices=scores.headlines(document))
 

@@ -1,7 +1,9 @@
 """Faults from inside a training worker. With this folder on PYTHONPATH every Python process reads it when it starts.
 
 A test arms one fault by writing `FAILPOINT/armed.json` = {"rank": 1, "action": "segfault"}; the worker of that rank
-finds it before its next update, or evaluation, or save, takes it away, and does it. Nothing of rtrain knows of this.
+finds it before its next update, or evaluation, or save, or its artefact, takes it away, and does it. While
+`FAILPOINT/slow` is there, with seconds in it, every kind of work without passes takes so much longer, once in each
+process. Nothing of rtrain knows of this.
 """
 
 import importlib.abc
@@ -32,6 +34,30 @@ def take(*actions: str, rank: int | None = None) -> str | None:
     except OSError:  # another process was quicker
         return None
     return str(armed["action"])
+
+
+SLOWED: set[str] = set()
+
+
+def delay(phase: str, share: float = 1.0) -> None:
+    """The phase takes so much longer in this process, the first time; it says so in `FAILPOINT/slowed`."""
+    path = Path(os.environ[FAILPOINT]) / "slow"
+    if phase in SLOWED or not path.is_file():
+        return
+    import time
+
+    SLOWED.add(phase)
+    time.sleep(share * float(path.read_text()))
+    with path.with_name("slowed").open("a") as file:
+        file.write(f"{phase}\n")
+
+
+def slowed(phase: str, whole: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*rest: Any, **options: Any) -> Any:
+        delay(phase)
+        return whole(*rest, **options)
+
+    return call
 
 
 def hang_with_the_lock() -> None:
@@ -110,9 +136,61 @@ def hook(worker: Any) -> None:
         if not take("report", rank=reporter._rank):
             score(reporter, metrics)
 
+    def hanging_write(*rest: Any, **options: Any) -> Any:
+        if take("artefact"):
+            hang()
+        return write(*rest, **options)
+
     step.run_update, loop.evaluate = run_update, hanging_evaluate
+    write = worker.artifact.write
+    worker.artifact.write = slowed("artefact", hanging_write)
+    worker.predictions.write = slowed("predictions", worker.predictions.write)
+    worker.predictions.measured = slowed("scores", worker.predictions.measured)
+    worker.model.build = slowed("model", worker.model.build)
+    loop.checkpoint.load = slowed("checkpoint", loop.checkpoint.load)
+    hook_evaluate(worker.evaluate)
     safetensors.torch.save_file = failing_save
     worker._TrainReporter.score = skipping_score
+
+
+def hook_evaluate(evaluate: Any) -> None:
+    """The scores of a split, on every worker; and the passes of all workers but the first."""
+    import torch.distributed as dist
+
+    metric_for, forward = evaluate.metric_for, evaluate.forward
+
+    def slow_metric(output: Any) -> Any:
+        delay("metric")
+        return metric_for(output)
+
+    def slow_forward(*rest: Any, **options: Any) -> Any:
+        if dist.get_rank():  # no pass is a stall by itself; the first worker has long done its own
+            delay(f"pass {sum(phase.startswith('pass') for phase in SLOWED) % 3}", share=0.5)
+        return forward(*rest, **options)
+
+    evaluate.metric_for, evaluate.forward = slow_metric, slow_forward
+    evaluate.ROWS_PER_PASS = 8
+
+
+def hook_replica(replica: Any) -> None:
+    """`slow:///folder` is a storage where weights take their time, in both directions."""
+    import fsspec
+    from fsspec.implementations.local import LocalFileSystem
+
+    class Slow(LocalFileSystem):  # type: ignore[misc]  # it has no types
+        protocol = "slow"
+
+        def put_file(self, path: str, *rest: Any, **options: Any) -> None:
+            if path.endswith("model.safetensors"):
+                delay("upload")
+            super().put_file(path, *rest, **options)
+
+        def get_file(self, path: str, *rest: Any, **options: Any) -> None:
+            if path.endswith("model.safetensors"):
+                delay("download")
+            super().get_file(path, *rest, **options)
+
+    fsspec.register_implementation("slow", Slow, clobber=True)
 
 
 def hook_ingest(ingest: Any) -> None:
@@ -126,7 +204,7 @@ def hook_ingest(ingest: Any) -> None:
     ingest.plan_update = dying_plan
 
 
-HOOKS = {HOOKED: hook, "rtrain.data.ingest": hook_ingest}
+HOOKS = {HOOKED: hook, "rtrain.data.ingest": hook_ingest, "rtrain.training.replica": hook_replica}
 
 
 class Finder(importlib.abc.MetaPathFinder):

@@ -1,0 +1,99 @@
+"""What the ranks of a run do together beside their gradients: wait for each other's work, and follow rank 0.
+
+A rank that waits makes no pass, and the process group's own calls fail after a time-out; how long another rank works
+(an upload, the predictions of many rows) nobody knows. So in `together` those that still work tell the others every few
+seconds that they do, from a side thread, in a sum that all ranks take: a wait may be as long as it takes, and ends soon
+where a rank is dead, stopped or hangs with the interpreter's lock held. One that hangs otherwise is ended by its own
+watch, in which such work has its limit too (`alive`).
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from rtrain.training.alive import Watch
+
+TOLD_S = 5.0
+"""Seconds between two signs to those that wait, at most; a quarter of a stall where that is shorter."""
+Done = TypeVar("Done")
+
+
+class Elsewhere(RuntimeError):
+    """Another rank failed in what all did together; its own error says why."""
+
+
+def together(watch: Watch, work: Callable[[], Done]) -> Done:
+    """Do this rank's `work` and wait for all others'. Called on every rank at the same time.
+
+    `work` takes part in no exchange. Where it fails on one rank, all fail: the others with `Elsewhere`.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return work()
+    finished, failed, error = threading.Event(), False, None
+
+    def tell() -> None:
+        nonlocal failed
+        with contextlib.suppress(RuntimeError):  # a rank is dead: the next sum or exchange of this one says so
+            while not failed and not finished.wait(min(TOLD_S, watch.stall_s / 4)):
+                failed = _told(works=True, fails=False)[1]
+
+    teller = threading.Thread(target=tell, daemon=True, name="rtrain-works")
+    teller.start()
+    try:
+        done = work()
+    except Exception as found:
+        error = found
+    finally:
+        finished.set()
+    teller.join()  # the ranks' sums belong together by their order alone: one thread at a time takes them
+    waits = True
+    try:
+        while waits and not failed:
+            waits, failed = _told(works=False, fails=error is not None)
+            watch.alive()
+    except RuntimeError:  # a rank is dead, which says less than this one's own error
+        if error is None:
+            raise
+    if error is not None:
+        raise error
+    if failed:
+        raise Elsewhere("another worker failed; its own error says why")
+    return done
+
+
+def _told(works: bool, fails: bool) -> tuple[bool, bool]:
+    """Whether some rank still works, and whether some rank failed."""
+    import torch
+    import torch.distributed as dist
+
+    sums = torch.tensor([int(works), int(fails)])
+    dist.all_reduce(sums)
+    return bool(sums[0]), bool(sums[1])
+
+
+def decided(watch: Watch, decide: Callable[[], int]) -> int:
+    """What rank 0 decides, on every rank, however long it takes. Where it fails, all ranks fail."""
+    import torch.distributed as dist
+
+    first = not dist.is_initialized() or dist.get_rank() == 0
+
+    @watch.busy()
+    def work() -> int:
+        return decide() if first else 0
+
+    return from_rank_zero(together(watch, work))
+
+
+def from_rank_zero(value: int) -> int:
+    """Rank 0's `value`, on every rank."""
+    import torch
+    import torch.distributed as dist
+
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return value
+    tensor = torch.tensor([value], dtype=torch.int64)
+    dist.broadcast(tensor, src=0)
+    return int(tensor.item())

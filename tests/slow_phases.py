@@ -1,0 +1,89 @@
+"""A script: one run whose every work without passes takes longer than `cluster.stall_s`, then a real hang. Prints JSON.
+
+    python -m tests.slow_phases FOLDER
+
+A process of its own: its workers are slowed, and hang, by way of tests/failpoints.
+"""
+
+import importlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from rtrain import config, env
+from tests.conftest import labelled_rows, write_rows
+from tests.soak import FAILPOINTS, armed
+from tests.tiny import make_encoder
+
+STALL_S, SLOW_S = 5.0, 7.0
+UNTIL = 12
+
+
+def settings(folder: Path, **overrides: Any) -> config.Config:
+    base = {
+        "data.path": str(write_rows(folder / "rows.csv", labelled_rows(403))),
+        "model.name": str(make_encoder(folder / "encoder")),
+        "train.precision": "fp32",
+        "train.epochs": 2,
+        "train.rows_per_update": 24,
+        "train.evaluate_every": UNTIL,
+        "cluster.stall_s": STALL_S,
+        "report.attributions": 0,
+    }
+    return config.load("intent", {**base, **overrides})
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["FAILPOINT"] = str(folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(FAILPOINTS), os.environ.get("PYTHONPATH", "")])
+    importlib.import_module("tests.failpoints.sitecustomize")  # in this process too: it opens the storage
+    env.prepare()
+    from rtrain.cluster.session import session
+
+    with session(settings(folder), folder):
+        sys.stdout.write(json.dumps({"slow": _slow(folder), "hung": _hung(folder)}))
+
+
+def _slow(folder: Path) -> dict[str, Any]:
+    """A run that pauses, loses its checkpoints and goes on from its storage, with two workers."""
+    from rtrain.training import driver
+
+    chosen = settings(folder, **{"cluster.storage": f"slow://{folder}/storage"})
+    slow = folder / "slow"
+    slow.write_text(str(SLOW_S))
+    driver.fit(driver.prepare(chosen, folder / "run"), until=UNTIL)
+    shutil.rmtree(folder / "run" / "checkpoints")
+    driver.fit(driver.prepare(chosen, folder / "run", "resume"))
+    slow.unlink()
+    return _told(folder / "run") | {"phases": sorted(set((folder / "slowed").read_text().splitlines()))}
+
+
+def _hung(folder: Path) -> dict[str, Any]:
+    """A run whose first worker hangs for ever when it makes the artefact."""
+    from rtrain.training import driver
+
+    prepared = driver.prepare(settings(folder), folder / "hung")
+    armed("artefact", rank=0)(prepared.run)
+    driver.fit(prepared)
+    return _told(prepared.run) | {"taken": (folder / "taken.json").is_file()}
+
+
+def _told(run: Path) -> dict[str, Any]:
+    from rtrain.report import events
+
+    log = events.read(run)
+    crashed = [event for event in log if event["kind"] == "crashed"]
+    return {
+        "crashed": [[event["cause"], event["error"], len(event["stalled"])] for event in crashed],
+        "started": [event["update"] for event in log if event["kind"] == "started"],
+        "last": log[-1]["kind"],
+        "artefact": (run / "artifact" / "artifact.json").is_file(),
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
