@@ -68,10 +68,8 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
 
     The store lies under `tokens_root`, by default the folder that holds the run, so that runs side by side share it.
     """
+    run, config = chosen(config, folder, reuse)
     source, weights = check(config)
-    if reuse == "resume":
-        _bring_back(config, folder)
-    run, config = runs.choose(folder, config, reuse)
     origin = tokens.origin(config.recipe, source, weights)
     created = next((event for event in events.read(run) if event["kind"] == "created"), None)
     if created and created["data_digest"] != tokens.digest(config.recipe, source, weights):
@@ -112,11 +110,13 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
     return Prepared(run, frozen, store, weights)
 
 
-def _bring_back(config: Config, folder: Path) -> None:
-    """A resumed run whose folder is lost, with the machine that held it, comes back from its replica."""
-    copy = replica.of(config.deploy.cluster, folder)
-    if copy and not (folder / runs.CONFIG).is_file() and copy.exists():
-        copy.restore(folder)
+def chosen(config: Config, folder: Path, reuse: runs.Reuse) -> tuple[Path, Config]:
+    """`runs.choose`, once a resumed run whose folder is lost, with the machine that held it, is back from its copy."""
+    if reuse == "resume" and not (folder / runs.CONFIG).is_file():
+        copy = replica.of(config.deploy.cluster, folder)
+        if copy and copy.exists():
+            copy.restore(folder)
+    return runs.choose(folder, config, reuse)
 
 
 def _other_rows(run: Path, created: dict[str, Any], origin: dict[str, dict[str, str]]) -> UserError:
