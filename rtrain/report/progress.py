@@ -69,6 +69,9 @@ class Line:
             self._keep(f"the best checkpoint, of update {event['update']}, does not verify: the best is sought anew")
         elif kind == "uncopied":
             self._keep(f"not copied: {event['error']} The next save tries again.")
+        elif kind == "unreachable":
+            text = f"{event['error']} Going on from what is here, update {event['update']}"
+            self._keep(f"{text}; the next save tries again.")
         elif kind == "transport" and event["reason"] and event["asked"] != "auto":
             self._keep(f"train.transport={event['asked']}: {event['used']} is used, as {event['reason']}")
         elif kind == "compressed":

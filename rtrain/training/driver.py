@@ -2,6 +2,7 @@
 
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from rtrain import config as configuration
 from rtrain.cluster.session import DATA_CPUS
-from rtrain.config import Config
+from rtrain.config import Cluster, Config
 from rtrain.data import records, tokens
 from rtrain.data.order import Order
 from rtrain.data.store import Store
@@ -209,7 +210,7 @@ def _attempts(
         "model": str(prepared.model),
         "until": until,
         "evaluate_at": list(evaluate_at),
-        "owner": copy.claim() if (copy := replica.of(cluster, run)) else "",
+        "owners": _owners(run, cluster),
     }
     while True:
         notice.take(run)  # one that was left by a driver that died is of no concern to the workers of this one
@@ -238,6 +239,24 @@ def _attempts(
         if reason is None or last["finished"] or last["updates"] == until:
             return
         events.append(run, "yielded", reason=reason, update=last["updates"])
+
+
+def _owners(run: Path, cluster: Cluster) -> list[str]:
+    """Tokens of the run folder's starts, this one's last, which is thereby the one that may write to the replica.
+
+    Where the storage fails and there are checkpoints here, the run goes on; its next save claims the replica then.
+    """
+    if cluster.storage is None:
+        return []
+    events.append(run, "claimed", token=uuid.uuid4().hex)
+    owners = [event["token"] for event in events.read(run) if event["kind"] == "claimed"]
+    try:
+        replica.Replica(cluster.storage, run.name, owners).claim()
+    except replica.Unreachable as error:
+        if not checkpoint.updates(run / "checkpoints"):
+            raise
+        events.append(run, "unreachable", update=_newest(run), error=str(error))
+    return owners
 
 
 def _last_trained(run: Path) -> dict[str, Any]:
