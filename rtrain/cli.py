@@ -18,12 +18,16 @@ from rtrain.options import (
     ModelOption,
     New,
     Out,
+    Recipe,
     Resume,
     Set,
     TestOption,
     ValidOption,
     Workers,
     configured,
+    leave_to_supervisor,
+    opened,
+    overrides_of,
     reuse_of,
 )
 
@@ -65,9 +69,6 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
         raise typer.Exit
 
 
-# ------------------------------------------------------------------------------------------------------------ verbs
-
-
 @recipes_app.command("list")
 def recipes_list() -> None:
     """Names of the recipes that come with rtrain."""
@@ -86,7 +87,7 @@ def recipes_show(name: str) -> None:
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name or a YAML file, e.g. a run's config.yaml.")],
+    recipe: Recipe = None,
     data: DataOption = None,
     valid: ValidOption = None,
     test: TestOption = None,
@@ -100,18 +101,12 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Fine-tune an encoder on a file of texts; ends with an artefact that predict and serve take."""
-    from rtrain.cluster import supervise
+    short = {"data": data, "valid": valid, "test": test, "model": model, "workers": workers, "address": address}
+    config, folder, reuse = opened(recipe, assignments, out, resume, new, **short)
     from rtrain.cluster.session import session
     from rtrain.report.progress import Line, summary_text
-    from rtrain.training import driver, runs
+    from rtrain.training import driver
 
-    short = {"data": data, "valid": valid, "test": test, "model": model, "workers": workers, "address": address}
-    config = configured(recipe, assignments, **short)
-    folder = runs.folder_for(config.recipe.name, out)
-    config, reuse = runs.absolute(config), reuse_of(resume, new)
-    if supervise.wanted():
-        run, _ = runs.choose(folder, config, reuse)
-        raise typer.Exit(supervise.supervise([*sys.argv[1:], "--out", str(run)], run))
     driver.check(config)
     with session(config, folder.parent), Line() as line:
         prepared = driver.prepare(config, folder, reuse)
@@ -121,7 +116,7 @@ def train(
 
 @app.command()
 def tune(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name or a YAML file.")],
+    recipe: Recipe = None,
     data: DataOption = None,
     valid: ValidOption = None,
     test: TestOption = None,
@@ -130,23 +125,22 @@ def tune(
     out: Out = None,
     assignments: Set = None,
     address: Address = None,
+    resume: Resume = False,
     new: New = False,
     as_json: Json = False,
 ) -> None:
     """Search learning rate and aggregation frequency, then continue the best trial to its full budget."""
+    short = {"data": data, "valid": valid, "test": test, "model": model, "workers": workers, "address": address}
+    config, folder, reuse = opened(recipe, assignments, out, resume, new, "-search", **short)
     from rtrain.cluster.session import session
     from rtrain.report.progress import Line, search_text
-    from rtrain.training import driver, runs
+    from rtrain.training import driver
     from tune import search
 
-    short = {"data": data, "valid": valid, "test": test, "model": model, "workers": workers, "address": address}
-    config = configured(recipe, assignments, **short)
-    folder = runs.folder_for(f"{config.recipe.name}-search", out)
-    config = runs.absolute(config)
     search.check(config)
     driver.check(config)
     with session(config, folder.parent), Line() as line:
-        found = search.run(config, folder, reuse_of(False, new), on_event=line)
+        found = search.run(config, folder, reuse, on_event=line)
         winner = search.continue_best(found, on_event=line)
     _print({**found.to_document(), "winner": winner}, as_json, search_text(found, winner))
 
@@ -245,19 +239,23 @@ def distill(
     out: Out = None,
     assignments: Set = None,
     address: Address = None,
+    resume: Resume = False,
     new: New = False,
     as_json: Json = False,
 ) -> None:
     """Train a student with fewer layers on a run's rows and its model's answers."""
+    from rtrain.training import runs
+
+    teacher, reuse = run.absolute(), reuse_of(resume, new)
+    config = runs.stored(teacher, overrides_of(assignments, address=address))
+    folder = Path(out).absolute() if out else teacher.with_name(f"{teacher.name}-student")
+    leave_to_supervisor(config, folder, reuse)
     from rtrain.cluster.session import session
     from rtrain.compress import distill as distillation
     from rtrain.report.progress import Line, summary_text
 
-    config = configured(str(run / "config.yaml"), assignments, address=address)
-    teacher = run.absolute()
-    folder = Path(out).absolute() if out else teacher.with_name(f"{teacher.name}-student")
-    with session(config, folder.parent), Line() as line:
-        student, summary = distillation.run(config, teacher, folder, reuse_of(False, new), on_event=line)
+    with session(distillation.settled(config, folder, reuse), folder.parent), Line() as line:
+        student, summary = distillation.run(config, teacher, folder, reuse, on_event=line)
     _print(summary, as_json, summary_text(summary, student))
 
 

@@ -4,12 +4,13 @@ Both are frozen pydantic models; a YAML file holds them together. The command li
 trial change them through the same function, `with_overrides`, and every problem is reported at once.
 """
 
+import dataclasses
 import difflib
 import json
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pydantic
 import yaml
@@ -35,9 +36,13 @@ from rtrain.sections import (
 from rtrain.sections_data import Augment as Augment, Data as Data, Section as Section
 
 
-class Config(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Config:
     recipe: Recipe
     deploy: Deploy
+    named: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
+    """Dotted names of the settings that somebody wrote down: overrides, and what a file of the user's own says. The
+    rest is as its recipe or its model has it, so that a resume takes it from the run."""
 
 
 RECIPE_FIELDS = frozenset(Recipe.model_fields)
@@ -67,22 +72,23 @@ def load(name_or_file: str, overrides: Mapping[str, Any] | None = None) -> Confi
             raise ConfigError(
                 [Problem("recipe", name_or_file, "no such file", "write a recipe's name or an existing file")]
             )
-        text = path.read_text(encoding="utf-8")
+        text, own = path.read_text(encoding="utf-8"), True
     else:
-        text = recipe_text(name_or_file)
+        text, own = recipe_text(name_or_file), False
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise UserError(f"{name_or_file} is not YAML: {error}") from None
     if not isinstance(document, dict):
         raise UserError(f"{name_or_file} must hold a mapping of sections (name, task, data, model, ...)")
-    return parse(document, overrides or {})
+    config = parse(document, overrides or {})
+    return dataclasses.replace(config, named=config.named | (dotted(document).keys() if own else {"name", "task"}))
 
 
 def parse(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
-    """Build and check a configuration; raise one `ConfigError` with everything that is wrong."""
+    """Build and check a configuration, of which `overrides` are named; one `ConfigError` has all that is wrong."""
     merged: dict[str, Any] = json.loads(json.dumps(document, default=str))
-    problems = [problem for key, value in overrides.items() if (problem := _put(merged, key, value)) is not None]
+    problems = [problem for key, value in overrides.items() if (problem := put(merged, key, value)) is not None]
     known = RECIPE_FIELDS | DEPLOY_FIELDS
     problems += [_unknown(name, None, known) for name in merged if name not in known]
     parts: list[Any] = []
@@ -95,12 +101,14 @@ def parse(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
         problems += contradictions(*parts)
     if problems:
         raise ConfigError(problems)
-    return Config(*parts)
+    recipe, deploy = parts
+    return Config(recipe, deploy, frozenset(overrides))
 
 
 def with_overrides(config: Config, overrides: Mapping[str, Any]) -> Config:
     """`config` with dotted names set, e.g. `{"optim.lr": 3e-5}`; checked like a file."""
-    return parse(to_document(config), overrides)
+    changed = parse(to_document(config), overrides)
+    return dataclasses.replace(changed, named=config.named | changed.named)
 
 
 def to_document(config: Config) -> dict[str, Any]:
@@ -109,8 +117,13 @@ def to_document(config: Config) -> dict[str, Any]:
 
 def flat(config: Config) -> dict[str, Any]:
     """Every setting by its dotted name."""
+    return dotted(to_document(config))
+
+
+def dotted(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What a document of sections says, by dotted names."""
     found: dict[str, Any] = {}
-    for name, value in to_document(config).items():
+    for name, value in document.items():
         found |= (
             {f"{name}.{leaf}": inner for leaf, inner in value.items()} if isinstance(value, dict) else {name: value}
         )
@@ -135,7 +148,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 # ----------------------------------------------------------------------------------------------------------- checks
 
 
-def _put(document: dict[str, Any], key: str, value: Any) -> Problem | None:
+def put(document: dict[str, Any], key: str, value: Any) -> Problem | None:
     """Set a dotted name in `document`; a name that no model has is a problem with its nearest neighbours."""
     known = set(dotted_names())
     if key not in known:

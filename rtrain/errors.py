@@ -30,12 +30,12 @@ class ConfigError(UserError):
 
     exit_code = 2
 
-    def __init__(self, problems: Sequence[Problem]):
-        self.problems = tuple(problems)
-        super().__init__("\n".join(str(problem) for problem in problems))
+    def __init__(self, problems: Sequence[Problem], advice: str | None = None):
+        self.problems, self.advice = tuple(problems), advice
+        super().__init__("\n".join([*map(str, problems), *([advice] if advice else [])]))
 
-    def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[Problem, ...]]]:
-        return type(self), (self.problems,)  # so that it survives the way back from a Ray worker
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[Problem, ...], str | None]]:
+        return type(self), (self.problems, self.advice)  # so that it survives the way back from a Ray worker
 
 
 def _short(value: Any, limit: int = 80) -> str:

@@ -1,11 +1,20 @@
 """Options that several verbs of the command line take."""
 
-from typing import Annotated, Any, Literal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rtrain.errors import ConfigError, Problem
 
+if TYPE_CHECKING:
+    from rtrain.training.runs import Reuse
+
+Recipe = Annotated[
+    str | None,
+    typer.Argument(help="A recipe's name or a YAML file, e.g. a run's config.yaml. --resume goes on without."),
+]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Change a setting: section.name=value. Repeatable.")]
 Out = Annotated[str | None, typer.Option("--out", help="Run folder (default: runs/<recipe>-<time>).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
@@ -19,7 +28,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --ou
 New = Annotated[bool, typer.Option("--new", help="If --out is in use, take the next free number.")]
 
 
-def reuse_of(resume: bool, new: bool) -> Literal["refuse", "resume", "new"]:
+def reuse_of(resume: bool, new: bool) -> "Reuse":
     """What becomes of a run folder that is in use."""
     if resume and new:
         raise ConfigError(
@@ -41,10 +50,65 @@ SHORT = {
 """Setting by the name of its own option."""
 
 
+def overrides_of(assignments: list[str] | None, **short: Any) -> dict[str, Any]:
+    """What the short options name, then `--set`."""
+    from rtrain import config
+
+    overrides = {SHORT[name]: value for name, value in short.items() if value is not None}
+    return overrides | dict(config.parse_assignment(text) for text in assignments or ())
+
+
 def configured(recipe: str, assignments: list[str] | None, **short: Any) -> Any:
     """The configuration of a verb: recipe, then the short options, then `--set`."""
     from rtrain import config
 
-    overrides = {SHORT[name]: value for name, value in short.items() if value is not None}
-    overrides |= dict(config.parse_assignment(text) for text in assignments or ())
-    return config.load(recipe, overrides)
+    return config.load(recipe, overrides_of(assignments, **short))
+
+
+def opened(
+    recipe: str | None,
+    assignments: list[str] | None,
+    out: str | None,
+    resume: bool,
+    new: bool,
+    suffix: str = "",
+    /,
+    **short: Any,
+) -> tuple[Any, Path, "Reuse"]:
+    """Configuration, folder and its reuse of a verb that trains; in a job it goes on as the child of a supervisor.
+
+    A resumed run's configuration is its own, with what is named here.
+    """
+    from rtrain.training import runs
+
+    reuse = reuse_of(resume, new)
+    config = runs.absolute(configured(_recipe(recipe, out, reuse), assignments, **short))
+    folder = runs.folder_for(f"{config.recipe.name}{suffix}", out)
+    leave_to_supervisor(config, folder, reuse)
+    from rtrain.training import driver  # a supervisor that imports torch could die with its child, of memory
+
+    return driver.chosen(config, folder, reuse)[1], folder, reuse
+
+
+def _recipe(recipe: str | None, out: str | None, reuse: "Reuse") -> str:
+    """The recipe's name or file; a run that is resumed has its own, so that none need be given."""
+    if reuse == "resume" and out is None:
+        fix = "write --out with the folder of the run"
+        raise ConfigError([Problem("--resume", None, "continues the run in --out, and none is named", fix)])
+    if recipe is not None:
+        return recipe
+    own = Path(out or ".").expanduser() / "config.yaml"
+    if reuse == "resume" and own.is_file():
+        return str(own)
+    fix = "write a recipe's name or a YAML file; a run that is here is continued without by --resume --out RUN"
+    raise ConfigError([Problem("recipe", None, "missing", fix)])
+
+
+def leave_to_supervisor(config: Any, folder: Path, reuse: "Reuse") -> None:
+    """In a job, does not return: the same command runs as the child of a supervisor, and this process ends with it."""
+    from rtrain.cluster import supervise
+    from rtrain.training import runs
+
+    if supervise.wanted():
+        run = folder if reuse == "resume" else runs.choose(folder, config, reuse)[0]
+        sys.exit(supervise.supervise([*sys.argv[1:], "--out", str(run)], run))

@@ -6,7 +6,7 @@ Those that say which rows there are, `data` and `augment`, are in `sections_data
 import hashlib
 import json
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -181,8 +181,9 @@ class Recipe(Section):
         ratio = self.rows_per_update / optim.lr_rows
         return optim.lr * (ratio if optim.lr_scaling == "linear" else math.sqrt(ratio))
 
-    def identity(self) -> str:
-        """Digest of what changes the weights: rows_per_update is inside it; workers, micro-batch, cadences are not."""
+    def weights(self) -> dict[str, Any]:
+        """The settings that change the weights, by section: rows_per_update is one of them; workers, micro-batch and
+        cadences are not."""
         document = self.model_dump(
             mode="json", exclude={"quantize"} if self.distill.teacher else {"quantize", "distill"}
         )
@@ -204,7 +205,11 @@ class Recipe(Section):
         if self.train.gradient_compression == "none":
             del document["train"]["gradient_compression"]
         document["train"]["rows_per_update"] = self.rows_per_update
-        return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
+        return document
+
+    def identity(self) -> str:
+        """Digest of what changes the weights."""
+        return hashlib.sha256(json.dumps(self.weights(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 class Cluster(Section):

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rtrain import cli
+from rtrain import cli, config
 from rtrain.proof import ledger
+from rtrain.training import runs
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.tiny import make_artifact, make_encoder
 
@@ -248,6 +249,19 @@ def test_no_free_disk(run: Cli, tmp_path: Path) -> None:
     assert "MB free; this run may write" in err
     assert "name another disk with --out" in err
     assert left_behind(tmp_path) == []
+
+
+def test_a_resume_needs_the_folder_of_its_run_and_no_recipe(run: Cli, tmp_path: Path) -> None:
+    code, _, err = run("train", "intent", "--resume")
+    assert (code, "--resume: continues the run in --out, and none is named; write --out" in err) == (2, True)
+    for arguments in (["train"], ["tune"], ["train", "--resume", "--out", "none"]):
+        code, _, err = run(*arguments)
+        assert (code, "recipe: missing; write a recipe's name or a YAML file" in err) == (2, True), err
+    runs.freeze(tmp_path / "run", config.load("intent", {"data.path": str(tmp_path / "gone.csv")}))
+    code, _, err = run("train", "--resume", "--out", "run")
+    assert (code, err.count("gone.csv"), "such" in err) == (2, 1, True), err
+    code, _, err = run("train", "--resume", "--out", "run", "--set", "optim.lr=1e-5", "--workers", 3)
+    assert (code, "optim.lr=1e-05: the run was started with 0.0003" in err) == (2, True), err
 
 
 def test_resume_and_new_exclude_each_other(run: Cli, tmp_path: Path, encoder: Path) -> None:

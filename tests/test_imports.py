@@ -23,7 +23,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.config": frozenset({"rtrain.sections", "rtrain.sections_data"}),
     "rtrain.sections": frozenset({"rtrain.sections_data"}),
     "rtrain.sections_data": frozenset(),
-    "rtrain.options": frozenset({"rtrain.config"}),
+    "rtrain.options": frozenset(
+        {"rtrain.config", "rtrain.cluster.supervise", "rtrain.training.runs", "rtrain.training.driver"}
+    ),
     "rtrain.artifact": frozenset({"rtrain.manifest"}),
     "rtrain.inputs": frozenset(),
     "rtrain.pooling": frozenset({"rtrain.inputs"}),

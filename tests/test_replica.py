@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rtrain import config, manifest
 from rtrain.config import Cluster
 from rtrain.data.order import Order
 from rtrain.data.store import Store
+from rtrain.report import events
 from rtrain.training import checkpoint, loop, replica
 from rtrain.training.replica import Lost, Replica, Unreachable
 from tests import test_loop
@@ -27,13 +29,19 @@ BUCKET = "s3://runs"
 EVERY: dict[str, Any] = {"save_every": 1, "keep": 2, "log_every": 1}
 
 
+def served(port: int = 0) -> Any:
+    """An S3 server on this machine; what it holds outlives it in this process."""
+    from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
+    server.start()
+    return server
+
+
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
     """URL of an empty bucket of a server on this machine."""
-    from moto.moto_server.threaded_moto_server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
+    server = served()
     host, port = server.get_host_and_port()
     settings = {
         "AWS_ENDPOINT_URL": f"http://{host}:{port}",
@@ -57,7 +65,9 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def claimed(storage: str, name: str = "run") -> Replica:
-    return Replica(storage, name, Replica(storage, name).claim())
+    copy = Replica(storage, name, [uuid.uuid4().hex])
+    copy.claim()
+    return copy
 
 
 def identity_of(ground: Path) -> str:
@@ -195,9 +205,113 @@ def test_a_finished_run_says_where_it_could_not_be_copied(
     ],
 )
 @pytest.mark.usefixtures("s3")
-def test_storage_that_does_not_work_is_refused_at_once(storage: str, why: str) -> None:
+def test_storage_that_does_not_work_is_refused_at_once(storage: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(Unreachable, match=rf"cluster\.storage: .*{why}.*s3fs"):
-        Replica(storage, "run").push(Path(), []) if "no-such" in storage else Replica(storage, "run").claim()
+        Replica(storage, "run").pull(tmp_path / "one") if "no-such" in storage else claimed(storage)
+
+
+def test_a_run_is_restarted_while_its_storage_is_away_and_copied_once_it_is_back(
+    ground: Path, straight: tuple[Ran, Path], tmp_path: Path, s3: str
+) -> None:
+    """A server of its own, stopped at a restart and started again: what is here suffices, and nothing is lost."""
+    server = served()
+    host, port = server.get_host_and_port()
+    storage, run, owners = f"s3://runs/{tmp_path.name}", tmp_path / "run", ["first", "second"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_MAX_ATTEMPTS", "1")
+        fsspec.filesystem("s3").clear_instance_cache()
+        first = Replica(storage, "run", owners[:1])
+        first.claim()
+        start(ground, run, kill=4, replica=first, **EVERY)
+        server.stop()
+        second = Replica(storage, "run", owners)
+        with pytest.raises(Unreachable):
+            second.claim()
+        away = start(ground, run, kill=5, replica=second, **EVERY)
+        assert [(event["update"], s3 in event["error"]) for event in away.recorder.of("unreachable")] == [(4, True)]
+        assert away.recorder.of("started")[0]["update"] == 4
+        assert len(away.recorder.of("uncopied")) == 1
+        with pytest.raises(Unreachable):  # a run whose folder is lost has nothing else to go on from
+            start(ground, tmp_path / "lost" / "run", replica=Replica(storage, "run", owners), **EVERY)
+        server = served(port)
+        again = start(ground, run, replica=Replica(storage, "run", owners), **EVERY)
+        assert not again.recorder.of("unreachable")
+        assert Replica(storage, "run").checkpoints() == [*map(update_name, checkpoint.updates(run / "checkpoints"))]
+        with pytest.raises(Lost):  # the claim that failed was made up for
+            first.push(run, [])
+        server.stop()
+        fsspec.filesystem("s3").clear_instance_cache()
+    assert weights_digest(again.network) == weights_digest(straight[0].network)
+    assert again.outcome == straight[0].outcome
+
+
+def test_a_restart_with_its_best_checkpoint_in_the_storage_alone_does_not_go_on_without(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next save would leave the storage without it too."""
+    test_loop.scripted(monkeypatch, 0.9, 0.5, 0.4, 0.3, 0.2, 0.1)
+    copy = claimed((tmp_path / "mounted").as_uri())
+    start(ground, tmp_path / "run", kill=4, replica=copy, **{**EVERY, "evaluate_every": 1, "keep": 1})
+    shutil.rmtree(checkpoint.path_of(tmp_path / "run" / "checkpoints", 1))
+
+    def failing(files: LocalFileSystem, *rest: Any, **options: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(LocalFileSystem, "find", failing)
+    with pytest.raises(Unreachable, match="Input/output error"):
+        start(ground, tmp_path / "run", replica=copy, **EVERY)
+
+
+# ------------------------------------------------------------------------------------------------------------- the log
+
+
+def test_a_log_is_copied_by_what_is_new_and_comes_back_byte_for_byte(
+    tmp_path: Path, storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, sent = tmp_path / "run", [0]
+    run.mkdir()
+    copy = claimed(storage)
+    files = fsspec.core.url_to_fs(storage)[0]
+    whole = files.pipe_file
+
+    def counted(path: str, value: bytes, *rest: Any, **options: Any) -> Any:
+        sent[0] += len(value)
+        return whole(path, value, *rest, **options)
+
+    monkeypatch.setattr(files, "pipe_file", counted)
+    log = run / "events.jsonl"
+    for number in range(40):
+        events.append(run, "progress", update=number, text="größe " * 20)
+        if number % 2:
+            copy.push(run, [])
+        if number == 20:  # another start of the same folder: whole once, and none of the parts that there were
+            before, copy = sent[0], Replica(storage, "run", copy._owners)
+            assert before == log.stat().st_size - len(log.read_bytes().splitlines(keepends=True)[-1])
+    assert sent[0] <= log.stat().st_size * 1.6
+    assert len([name for name in objects(storage) if name.startswith("events/")]) == 9
+    Replica(storage, "run").restore(tmp_path / "back")
+    assert (tmp_path / "back" / "events.jsonl").read_bytes() == log.read_bytes()
+    other = Replica(storage, "run", copy._owners)  # where nothing is new, nothing but the log at its first copy
+    other.push(run, [])
+    sent[0] = 0
+    other.push(run, [])
+    assert sent[0] == 0
+
+
+def test_a_log_of_one_file_comes_back_and_parts_that_do_not_go_on_from_it_are_left_out(
+    tmp_path: Path, storage: str
+) -> None:
+    claimed(storage)
+    files, root = fsspec.core.url_to_fs(f"{storage}/run")
+    files.pipe_file(f"{root}/events.jsonl", b"one\n")
+    Replica(storage, "run").restore(tmp_path / "old")
+    assert (tmp_path / "old" / "events.jsonl").read_bytes() == b"one\n"
+    files.makedirs(f"{root}/events", exist_ok=True)
+    for begin, text in ((2, b"e\ntwo\n"), (4, b"two\n"), (8, b"three\n"), (20, b"six\n")):
+        files.pipe_file(f"{root}/events/{begin:012d}", text)
+    Replica(storage, "run").restore(tmp_path / "new")
+    assert (tmp_path / "new" / "events.jsonl").read_bytes() == b"one\ntwo\nthree\n"
 
 
 # ---------------------------------------------------------------------------------------------------------------- kills
@@ -245,6 +359,9 @@ def test_a_copy_killed_at_every_write_never_brings_back_anything_torn(ground: Pa
             assert checkpoint.flaw(back, update, identity) is None, (at, name)
         assert names, at
         found.append(tuple(int(name[-1]) for name in names))
+        copy, folder = claimed(storage), run / "checkpoints"
+        copy.push(run, [checkpoint.path_of(folder, update) for update in checkpoint.updates(folder)])
+        assert objects(storage) == [*checkpoint_objects(3, 4), "owner"], at  # nothing is left of the killed copy
         if child.exitcode == 0:
             break
         assert child.exitcode == -signal.SIGKILL

@@ -1,8 +1,9 @@
 """Run folders: a used name is refused, resumed or numbered, and a resume keeps what made the weights."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -134,6 +135,97 @@ def test_workers_and_micro_batch_may_change_and_the_rows_of_an_update_stay(used:
     assert opened.recipe.identity() == made(**DECIDED).recipe.identity()
 
 
+def test_what_nobody_names_stays_the_run_s_own(tmp_path: Path) -> None:
+    """Resumed by the recipe's name alone: the recipe's own settings are not what a user asked for."""
+    asked = {"data.path": "s3://bucket/rows.csv", "optim.lr": 1e-5, "train.workers": 8, "train.keep": 5}
+    asked |= {"train.log_every": 50, "train.evaluate_every": 7, "cluster.storage": "s3://bucket/runs"}
+    asked |= {"model.pooling": "mean"}
+    frozen = runs.freeze(tmp_path / "run", config.load("intent", asked))
+    _, opened = runs.choose(tmp_path / "run", made(train__keep=3), "resume")
+    assert opened == config.with_overrides(frozen, {"train.keep": 3})
+
+
+def test_all_that_a_file_of_the_user_s_says_is_named(used: Path, tmp_path: Path) -> None:
+    """Also where it says what is the default anyway; its gaps are the run's own."""
+    runs.freeze(
+        used, config.with_overrides(made(**DECIDED), {"train.keep": 5, "report.attributions": 3, "train.log_every": 50})
+    )
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("name: intent\ntask: classification\ntrain: {keep: 2, epochs: 5}\nreport: {attributions: 20}\n")
+    _, opened = runs.choose(used, config.load(str(mine)), "resume")
+    assert (opened.recipe.train.keep, opened.deploy.report.attributions, opened.recipe.train.log_every) == (2, 20, 50)
+    _, again = runs.choose(used, config.load(str(used / "config.yaml"), {"train.keep": 9}), "resume")
+    assert again == config.with_overrides(config.load(str(used / "config.yaml")), {"train.keep": 9})
+
+
+def test_another_recipe_is_refused(used: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        runs.choose(used, config.load("essay"), "resume")
+    assert [problem.field for problem in caught.value.problems] == ["name", "task"]
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "data.fold": {"data.folds": 5},
+    "data.valid_share": {"data.valid": None},
+    "augment.copies": {"augment.typo": 0.1},
+    "augment.typo": {"augment.copies": 1},
+    "augment.swap": {"augment.copies": 1},
+    "augment.drop": {"augment.copies": 1},
+    "augment.mask": {"augment.copies": 1},
+    "augment.pivot": {"augment.paraphrase": "there"},
+    "optim.lr_scaling": {"optim.lr_rows": 32},
+    "train.aggregation_frequency": {"train.rows_per_update": None},
+}
+"""What some settings cannot be changed without."""
+
+
+def literals(annotation: Any) -> list[Any]:
+    """The values that a setting's type spells out."""
+    return [found for part in get_args(annotation) for found in ([part] if isinstance(part, str) else literals(part))]
+
+
+def others(name: str, value: Any) -> Iterator[Any]:
+    """Values of a setting other than `value`, of its type; some of them out of its bounds."""
+    section, _, leaf = name.rpartition(".")
+    model: Any = config.Recipe if name in config.RECIPE_FIELDS or section in config.RECIPE_FIELDS else config.Deploy
+    field = (model.model_fields[section].annotation if section else model).model_fields[leaf]
+    options = [one for one in literals(field.annotation) if not (name in runs.LEFT_OPEN and one == "auto")]
+    yield from (option for option in options if option != value)
+    yield from ([option] for option in options if [option] != value)
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int | float):
+        yield from (value + 1, value + 1e-3, value / 2 or 0.1)
+    yield from ([{"optim.lr": 1e-4}], [7], [0.5], ["other"], "other", 2, 9, 0.25)
+
+
+@pytest.mark.parametrize("name", sorted(set(config.dotted_names())))
+def test_every_setting_is_taken_by_a_resume_or_refused_by_name(tmp_path: Path, name: str) -> None:
+    """Refused are just those that change what the run is known by; nothing that was asked for is dropped."""
+    old = runs.freeze(tmp_path / "run", made(train__rows_per_update=64, **DECIDED))
+    for value in others(name, config.flat(old)[name]):
+        asked = {name: value, **BESIDE.get(name, {})}
+        try:
+            changed = config.with_overrides(old, asked)
+            new = config.load("intent", {"train.rows_per_update": 64, **asked})
+        except ConfigError:
+            continue
+        break
+    else:
+        assert name == "quantize.engine"  # there is only one
+        return
+    assert config.flat(changed)[name] != config.flat(old)[name]
+    if changed.recipe.identity() == old.recipe.identity():
+        assert runs.choose(tmp_path / "run", new, "resume")[1] == changed
+        return
+    with pytest.raises(ConfigError) as caught:
+        runs.choose(tmp_path / "run", new, "resume")
+    resolved = "train.rows_per_update" if name == "train.aggregation_frequency" else name
+    assert resolved in [problem.field for problem in caught.value.problems]
+    assert "train.workers" in str(caught.value)
+    assert "the same command with --new in place of --resume starts another run, run-2" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("overrides", "field", "before", "after"),
     [
@@ -142,6 +234,8 @@ def test_workers_and_micro_batch_may_change_and_the_rows_of_an_update_stay(used:
         ({"train__epochs": 9}, "train.epochs", 5, 9),
         ({"data__text": "message"}, "data.text", "text", "message"),
         ({"model__name": "other"}, "model.name", "minilm", "other"),
+        ({"model__pooling": "own"}, "model.pooling", "mean", "own"),
+        ({"model__freeze": "encoder"}, "model.freeze", "none", "encoder"),
         ({"train__rows_per_update": 32}, "train.rows_per_update", 64, 32),
         ({"train__aggregation_frequency": 1}, "train.rows_per_update", 64, 16),
     ],
@@ -154,7 +248,7 @@ def test_what_would_change_the_weights_is_refused_by_name(
     [problem] = caught.value.problems
     assert (problem.field, problem.value) == (field, after)
     assert problem.reason == f"the run was started with {before!r}"
-    assert problem.fix == "leave it, or start another run with --new"
+    assert problem.fix.endswith(", or start another run")
 
 
 def test_all_changes_are_refused_at_once(used: Path) -> None:

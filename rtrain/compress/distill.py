@@ -4,6 +4,7 @@ import math
 import re
 import shutil
 import uuid
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -23,6 +24,8 @@ from rtrain.training.worker import TOKENIZER_FILES
 if TYPE_CHECKING:
     import torch
 
+DERIVED = ("model.name", "train.epochs", "optim.lr", "distill.teacher")
+"""Settings of a student that follow from its teacher and from its other settings."""
 TEACHER_ROWS = 64
 """Rows of one pass of the teacher."""
 BLOCK_ROWS = 1024
@@ -47,32 +50,33 @@ def run(
             f"{teacher_run / 'artifact'} answers with the words of a vocabulary ({teacher.task}), which a student is "
             "not taught; distil the model that was tuned from it"
         )
+    config = settled(config, folder, reuse)
     # Its head was trained on it, and is the student's start.
     pooled, asked = teacher.facts.get(pooling.FACT, "own"), config.recipe.model.pooling
     if asked not in ("auto", pooled):
         fix = f"write {pooled}, or leave it out"
         raise ConfigError([Problem("model.pooling", asked, f"the teacher was trained with {pooled}", fix)])
-    driver.check(config)
-    if (folder / runs.CONFIG).is_file() and reuse == "refuse":
-        raise UserError(f"--out: {folder} holds a run already; write --new or another --out")
+    if reuse != "resume":
+        driver.check(config)
+        runs.choose(folder, config, reuse)
     # Beside the run, not in it: the run folder is made by driver.prepare once nothing is wrong.
     start = student_start(teacher_run / "artifact", config.recipe.distill.layers, folder.parent / ".students")
-    student = configuration.with_overrides(
-        config,
-        {
-            "model.name": str(start),
-            "model.pooling": pooled,
-            "train.epochs": config.recipe.distill.epochs,
-            "optim.lr": config.recipe.distill.lr,
-            "distill.teacher": teacher.version,
-        },
-    )
+    values = (str(start), config.recipe.distill.epochs, config.recipe.distill.lr, teacher.version)
+    derived = dict(zip(DERIVED, values, strict=True))
+    student = configuration.with_overrides(config, {**derived, "model.pooling": pooled})
     prepared = driver.prepare(student, folder, reuse)
     # The teacher answers on processors, wherever the student is trained.
     wanted, native = config.recipe.train.precision, precision.of_processor()
     decided = precision.resolve("auto" if precision.problems(wanted, native) else wanted, native)
     ensure_answers(prepared.store, teacher_run / "artifact", teacher, decided)
     return prepared.run, driver.fit(prepared, on_event=on_event)
+
+
+def settled(config: Config, folder: Path, reuse: runs.Reuse) -> Config:
+    """What to distil by: `config`, or a resumed student's own configuration with what `config` names."""
+    if reuse != "resume":
+        return config
+    return driver.chosen(replace(config, named=config.named.difference(DERIVED)), folder, reuse)[1]
 
 
 # ------------------------------------------------------------------------------------------------ the student's start

@@ -73,6 +73,9 @@ class Line:
             self._keep(f"the best checkpoint, of update {event['update']}, does not verify: the best is sought anew")
         elif kind == "uncopied":
             self._keep(f"not copied: {event['error']} The next save tries again.")
+        elif kind == "unreachable":
+            text = f"{event['error']} Going on from what is here, update {event['update']}"
+            self._keep(f"{text}; the next save tries again.")
         elif kind == "transport" and event["reason"] and event["asked"] != "auto":
             self._keep(f"train.transport={event['asked']}: {event['used']} is used, as {event['reason']}")
         elif kind == "compressed":
@@ -152,6 +155,9 @@ def search_text(found: Any, winner: dict[str, Any]) -> str:
     for trial in found.trials:
         lines.append(
             f"{trial.number:>5}  {trial.lr:>8.1e}  {trial.aggregation_frequency:>2}  {trial.updates:>7}  "
-            f"{trial.score:>7.4f}  {trial.status}{'  <- best' if trial.number == found.best.number else ''}"
+            f"{'-' if trial.score is None else format(trial.score, '.4f'):>7}  {trial.status}"
+            f"{'  <- best' if trial.number == found.best.number else ''}"
         )
+    if found.failures:
+        lines.append(found.failures)
     return "\n".join([*lines, summary_text(winner, Path(found.best.run))])

@@ -2,6 +2,7 @@
 
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from rtrain import config as configuration
 from rtrain.cluster import supply
 from rtrain.cluster.session import data_cpus
-from rtrain.config import Config
+from rtrain.config import Cluster, Config
 from rtrain.data import records, tokens
 from rtrain.data.order import Order, refuse_other, version
 from rtrain.data.store import Store
@@ -88,10 +89,8 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
 
     The store lies under `tokens_root`, by default the folder that holds the run, so that runs side by side share it.
     """
+    run, config = chosen(config, folder, reuse)
     source, weights = check(config)
-    if reuse == "resume":
-        _bring_back(config, folder)
-    run, config = runs.choose(folder, config, reuse)
     config = model.resolved(config, weights)
     origin = tokens.origin(config.recipe, source, weights)
     created = next((event for event in events.read(run) if event["kind"] == "created"), None)
@@ -146,11 +145,13 @@ def _layout(config: Config, run: Path) -> device.Choice:
     return device.choose(wanted, train.workers, train.min_workers, supply.most("gpu"), device.usable())
 
 
-def _bring_back(config: Config, folder: Path) -> None:
-    """A resumed run whose folder is lost, with the machine that held it, comes back from its replica."""
-    copy = replica.of(config.deploy.cluster, folder)
-    if copy and not (folder / runs.CONFIG).is_file() and copy.exists():
-        copy.restore(folder)
+def chosen(config: Config, folder: Path, reuse: runs.Reuse) -> tuple[Path, Config]:
+    """`runs.choose`, once a resumed run whose folder is lost, with the machine that held it, is back from its copy."""
+    if reuse == "resume" and not (folder / runs.CONFIG).is_file():
+        copy = replica.of(config.deploy.cluster, folder)
+        if copy and copy.exists():
+            copy.restore(folder)
+    return runs.choose(folder, config, reuse)
 
 
 def _other_rows(run: Path, created: dict[str, Any], origin: dict[str, dict[str, str]]) -> UserError:
@@ -246,7 +247,7 @@ def _attempts(
         "model": str(prepared.model),
         "until": until,
         "evaluate_at": list(evaluate_at),
-        "owner": copy.claim() if (copy := replica.of(cluster, run)) else "",
+        "owners": _owners(run, cluster),
     }
     while True:
         notice.take(run)  # one that was left by a driver that died is of no concern to the workers of this one
@@ -279,6 +280,24 @@ def _attempts(
         if reason is None or last["finished"] or last["updates"] == until:
             return
         events.append(run, "yielded", reason=reason, update=last["updates"])
+
+
+def _owners(run: Path, cluster: Cluster) -> list[str]:
+    """Tokens of the run folder's starts, this one's last, which is thereby the one that may write to the replica.
+
+    Where the storage fails and there are checkpoints here, the run goes on; its next save claims the replica then.
+    """
+    if cluster.storage is None:
+        return []
+    events.append(run, "claimed", token=uuid.uuid4().hex)
+    owners = [event["token"] for event in events.read(run) if event["kind"] == "claimed"]
+    try:
+        replica.Replica(cluster.storage, run.name, owners).claim()
+    except replica.Unreachable as error:
+        if not checkpoint.updates(run / "checkpoints"):
+            raise
+        events.append(run, "unreachable", update=_newest(run), error=str(error))
+    return owners
 
 
 def _last_trained(run: Path) -> dict[str, Any]:

@@ -108,11 +108,7 @@ def train(
     job: Job, exchange: Exchange, updates: Callable[[int, int], Iterator[Update]], reporter: Reporter, clock: Clock
 ) -> Outcome:
     """Run from the newest checkpoint to `job.until`; in the end the model holds the best checkpoint's weights."""
-
-    def uncopied(error: str) -> None:
-        reporter.event("uncopied", error=error)
-
-    with Saver(job.run / "checkpoints", job.recipe.train.keep, job.replica, uncopied, exchange.watch) as saver:
+    with Saver(job.run / "checkpoints", job.recipe.train.keep, job.replica, reporter.event, exchange.watch) as saver:
         return _train(job, exchange, updates, reporter, clock, saver)
 
 

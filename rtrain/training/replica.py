@@ -2,7 +2,9 @@
 
 <cluster.storage>/<run>/
     owner                       the start that may write here: an earlier one that is still alive is refused
-    config.yaml events.jsonl decisions.json      as of the newest checkpoint here
+    config.yaml decisions.json  as of the newest checkpoint here
+    events.jsonl                the log as of this start's first copy
+    events/000000012345         what came to it later, from that byte on
     checkpoints/update-00000120/...              a checkpoint's files, and its MANIFEST.json last
     artifact/...                                 of a finished run
 
@@ -21,8 +23,9 @@ from rtrain.config import Cluster
 from rtrain.errors import UserError
 
 OWNER = "owner"
-FILES = ("config.yaml", "events.jsonl", "decisions.json")
-"""Of the run folder: what a resume reads, beside the checkpoints."""
+FILES = ("config.yaml", "decisions.json")
+"""Of the run folder: what a resume reads, beside the log and the checkpoints."""
+LOG, PARTS = "events.jsonl", "events"
 Found = TypeVar("Found")
 
 
@@ -37,28 +40,21 @@ class Lost(UserError):
 class Replica:
     """The copy of the run `name` under the URL `storage`. Calls go to the network and may raise `Unreachable`."""
 
-    def __init__(self, storage: str, name: str, token: str = ""):
-        """`token` is what `claim` returned to whoever started the run."""
+    def __init__(self, storage: str, name: str, owners: Sequence[str] = ()):
+        """`owners` are the tokens of the starts from this run folder, this start's last: what one of them has claimed,
+        this one may write to."""
         self.url = f"{storage.rstrip('/')}/{name}"
-        self._token = token
+        self._owners = tuple(owners)
+        self._logged: int | None = None
         self._opened: tuple[Any, str] | None = None
 
     def exists(self) -> bool:
         """Whether a run was ever copied here."""
         return self._try(lambda files, root: bool(files.exists(f"{root}/config.yaml")))
 
-    def claim(self) -> str:
-        """Become the one start that may write here; returns its token. Shows at once whether the storage works."""
-        token = uuid.uuid4().hex
-
-        def write(files: Any, root: str) -> None:
-            files.makedirs(root, exist_ok=True)
-            files.pipe_file(f"{root}/{OWNER}", token.encode())
-            if files.cat_file(f"{root}/{OWNER}") != token.encode():
-                raise OSError("what was written does not come back")
-
-        self._try(write)
-        return token
+    def claim(self) -> None:
+        """Become the one start that may write here. Shows at once whether the storage works."""
+        self._try(self._own)
 
     def restore(self, run: Path) -> None:
         """Bring back what `--resume` reads of a run whose folder is lost; the checkpoints come when they are wanted."""
@@ -68,6 +64,8 @@ class Replica:
             for name in FILES:
                 if files.exists(f"{root}/{name}"):
                     files.get_file(f"{root}/{name}", str(run / name))
+            if files.exists(f"{root}/{LOG}"):
+                (run / LOG).write_bytes(_joined(files, root))
 
         self._try(read)
 
@@ -76,20 +74,15 @@ class Replica:
         where another start has claimed the run."""
 
         def write(files: Any, root: str) -> None:
-            if files.cat_file(f"{root}/{OWNER}").decode() != self._token:
-                raise Lost(
-                    f"another process has taken up the run at {self.url}; this one, in {run}, ends. "
-                    "Write --new for a run of its own."
-                )
+            self._keep_owned(files, root, run)
             present = _complete(files, f"{root}/checkpoints")
             for path in checkpoints:
                 if path.name not in present:
                     _put(files, path, f"{root}/checkpoints/{path.name}", moved)
-            for name in FILES:
-                if (run / name).is_file():
-                    files.put_file(str(run / name), f"{root}/{name}")
-            # Only now: until the newer ones are whole, the older ones are all there is.
-            for name in present - {path.name for path in checkpoints}:
+            self._put_files(files, root, run)
+            # Only now: until the newer ones are whole, the older ones are all there is. What is incomplete is what an
+            # earlier copy left: none but this one may write here.
+            for name in _begun(files, f"{root}/checkpoints") - {path.name for path in checkpoints}:
                 _remove(files, f"{root}/checkpoints/{name}")
 
         self._try(write)
@@ -97,7 +90,7 @@ class Replica:
     def push_artifact(self, run: Path) -> None:
         """Copy a finished run's artefact, and its log to the end."""
         self._try(lambda files, root: _put(files, run / "artifact", f"{root}/artifact"))
-        self._try(lambda files, root: [files.put_file(str(run / name), f"{root}/{name}") for name in FILES])
+        self._try(lambda files, root: self._put_files(files, root, run))
 
     def checkpoints(self) -> list[str]:
         """Names of the complete checkpoints here, the newest last."""
@@ -123,6 +116,42 @@ class Replica:
         """Remove a checkpoint that came back damaged: one of that name may be made again."""
         self._try(lambda files, root: _remove(files, f"{root}/checkpoints/{name}"))
 
+    def _own(self, files: Any, root: str) -> None:
+        token = self._owners[-1].encode()
+        files.makedirs(root, exist_ok=True)
+        files.pipe_file(f"{root}/{OWNER}", token)
+        if files.cat_file(f"{root}/{OWNER}") != token:
+            raise OSError("what was written does not come back")
+
+    def _keep_owned(self, files: Any, root: str, run: Path) -> None:
+        """Raise `Lost` where another start has claimed the run; make up for a claim that failed."""
+        owner = files.cat_file(f"{root}/{OWNER}").decode() if files.exists(f"{root}/{OWNER}") else None
+        if owner is None or owner in self._owners[:-1]:
+            self._own(files, root)
+        elif owner != self._owners[-1]:
+            raise Lost(
+                f"another process has taken up the run at {self.url}; this one, in {run}, ends. "
+                "Write --new for a run of its own."
+            )
+
+    def _put_files(self, files: Any, root: str, run: Path) -> None:
+        for name in FILES:
+            if (run / name).is_file():
+                files.put_file(str(run / name), f"{root}/{name}")
+        if (run / LOG).is_file():
+            self._put_log(files, root, (run / LOG).read_bytes())
+
+    def _put_log(self, files: Any, root: str, log: bytes) -> None:
+        """Whole the first time, which leaves nothing of another start's, then what is new: no object store appends."""
+        if self._logged is None:
+            files.pipe_file(f"{root}/{LOG}", log)
+            if files.exists(f"{root}/{PARTS}"):
+                files.rm(f"{root}/{PARTS}", recursive=True)
+        elif len(log) > self._logged:
+            files.makedirs(f"{root}/{PARTS}", exist_ok=True)
+            files.pipe_file(f"{root}/{PARTS}/{self._logged:012d}", log[self._logged :])
+        self._logged = len(log)
+
     def _try(self, do: Callable[[Any, str], Found]) -> Found:
         import fsspec
 
@@ -141,9 +170,24 @@ class Replica:
             ) from error
 
 
-def of(cluster: Cluster, run: Path, token: str = "") -> Replica | None:
+def of(cluster: Cluster, run: Path, owners: Sequence[str] = ()) -> Replica | None:
     """The replica of a run, where it has one."""
-    return Replica(cluster.storage, run.name, token) if cluster.storage else None
+    return Replica(cluster.storage, run.name, owners) if cluster.storage else None
+
+
+def _joined(files: Any, root: str) -> bytes:
+    """The log with the parts that go on where it ends; one that does not is another start's."""
+    log: bytes = files.cat_file(f"{root}/{LOG}")
+    parts: dict[str, bytes] = files.cat(found) if (found := files.find(f"{root}/{PARTS}")) else {}
+    for path in sorted(parts):
+        if int(path.rsplit("/", 1)[-1]) == len(log):
+            log += parts[path]
+    return log
+
+
+def _begun(files: Any, folder: str) -> set[str]:
+    """Names of all checkpoints in `folder`, with those of which only a part is there."""
+    return {path.split("/")[-2] for path in files.find(folder)}
 
 
 def _complete(files: Any, folder: str) -> set[str]:
@@ -172,5 +216,6 @@ def _put(files: Any, folder: Path, target: str, moved: Callable[[], None] = lamb
 
 
 def _remove(files: Any, target: str) -> None:
-    files.rm_file(f"{target}/{manifest.NAME}")
+    if files.exists(f"{target}/{manifest.NAME}"):
+        files.rm_file(f"{target}/{manifest.NAME}")
     files.rm(target, recursive=True)

@@ -4,18 +4,22 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rtrain import config as configuration
-from rtrain.config import Config
+from rtrain.config import Config, Recipe
 from rtrain.errors import ConfigError, Problem, UserError
 
 Reuse = Literal["refuse", "resume", "new"]
 CONFIG = "config.yaml"
 LOCK = "lock"
+ROWS, FREQUENCY = "train.rows_per_update", "train.aggregation_frequency"
+LEFT_OPEN = ("model.pooling", "train.precision")
+"""Settings whose `auto` is decided once for a run: to name that at a resume asks for nothing new."""
 
 
 def folder_for(recipe: str, out: str | None, now: float | None = None) -> Path:
@@ -41,7 +45,7 @@ def choose(folder: Path, config: Config, reuse: Reuse) -> tuple[Path, Config]:
             f"--out: {folder} holds a run already; write --resume to continue it, or --new for {_numbered(folder).name}"
         )
     if used and reuse == "resume":
-        return folder, _resumed(configuration.load(str(folder / CONFIG)), config)
+        return folder, _resumed(folder, config)
     return _numbered(folder) if used else folder, config
 
 
@@ -57,12 +61,20 @@ def absolute(config: Config) -> Config:
         paths["report.tensorboard_dir"] = _absolute(config.deploy.report.tensorboard_dir)
     if Path(recipe.model.name).expanduser().is_dir():
         paths["model.name"] = _absolute(recipe.model.name)
-    return configuration.with_overrides(config, paths)
+    return replace(configuration.with_overrides(config, paths), named=config.named)
+
+
+def stored(folder: Path, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The configuration that a run was started with, changed by `overrides`, of which alone a user may know."""
+    found = configuration.load(str(folder / CONFIG))
+    if found.recipe.model.pooling == "auto":  # it was made before there was a choice
+        found = configuration.with_overrides(found, {"model.pooling": "own"})
+    return configuration.with_overrides(replace(found, named=frozenset()), overrides or {})
 
 
 def freeze(folder: Path, config: Config) -> Config:
     """Make the run folder and write config.yaml, complete and replayable: rows_per_update resolved, paths absolute."""
-    resolved = {"train.rows_per_update": config.recipe.rows_per_update, "train.aggregation_frequency": None}
+    resolved = {ROWS: config.recipe.rows_per_update, FREQUENCY: None}
     frozen = configuration.with_overrides(absolute(config), resolved)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(configuration.to_yaml(frozen), encoding="utf-8")
@@ -104,47 +116,42 @@ def _numbered(folder: Path) -> Path:
     return candidate
 
 
-def _resumed(old: Config, new: Config) -> Config:
-    """The stored run with the new speed settings; a difference that would change its weights is refused by name."""
-    if old.recipe.model.pooling == "auto":  # it was made before there was a choice
-        old = configuration.with_overrides(old, {"model.pooling": "own"})
+def _resumed(folder: Path, new: Config) -> Config:
+    """The stored run with what `new` names; what would change its weights is refused by name."""
+    old = stored(folder)
+    asked = {name: value for name, value in configuration.flat(new).items() if name in new.named}
     # What is left open now is as the run has it.
-    had, asked_for = configuration.flat(old), configuration.flat(new)
-    left_open = [name for name in ("model.pooling", "train.precision") if asked_for[name] == "auto"]
-    new = configuration.with_overrides(new, {name: had[name] for name in left_open})
-    if new.recipe.train.rows_per_update is None and new.recipe.train.aggregation_frequency is None:
-        # Not asked for: the run's own, which was resolved once; another number of workers must not change it.
-        new = configuration.with_overrides(new, {"train.rows_per_update": old.recipe.rows_per_update})
-    before, after = (_weight_fields(config) for config in (old, new))
-    changed = [name for name in before if before[name] != after[name]]
-    problems = [
-        Problem(
-            name, after[name], f"the run was started with {before[name]!r}", "leave it, or start another run with --new"
-        )
-        for name in changed
-    ]
-    if problems:
-        raise ConfigError(problems)
-    asked = [
-        name for name in configuration.SPEED if name not in ("aggregation_frequency", "evaluate_every", "save_every")
-    ]
-    changes: dict[str, object] = {f"train.{name}": getattr(new.recipe.train, name) for name in asked}
-    # Where and how it runs is no part of what a run is: what is asked for now counts, the rest stays the run's own.
-    changes |= {
-        f"{section}.{name}": value
-        for section, settings in new.deploy
-        for name, value in settings.model_dump().items()
-        if value != type(settings).model_fields[name].default
-    }
-    return configuration.with_overrides(old, changes)
+    asked = {name: value for name, value in asked.items() if not (name in LEFT_OPEN and value == "auto")}
+    # Where neither is asked for, they are the run's own: another number of workers must not change its rows.
+    if any(asked.get(name) is not None for name in (ROWS, FREQUENCY)):
+        asked = {ROWS: None, FREQUENCY: None, **asked}
+    else:
+        asked = {name: value for name, value in asked.items() if name not in (ROWS, FREQUENCY)}
+    document = configuration.to_document(old)
+    for name, value in asked.items():
+        configuration.put(document, name, value)
+    recipe = Recipe.model_validate({name: document[name] for name in configuration.RECIPE_FIELDS})
+    before, after = (configuration.dotted(found.weights()) for found in (old.recipe, recipe))
+    was, wanted = {**configuration.flat(old), **before}, {**configuration.dotted(document), **after}
+    changed = [name for name in was if was[name] != wanted[name] and before.get(name) != after.get(name)]
+    if changed:
+        raise ConfigError([_changed(name, was[name], wanted[name]) for name in changed], _ways_on(folder, old))
+    asked |= {ROWS: old.recipe.rows_per_update, FREQUENCY: None}
+    return replace(configuration.with_overrides(old, asked), named=new.named)
 
 
-def _weight_fields(config: Config) -> dict[str, object]:
-    recipe = config.recipe
-    fields: dict[str, object] = {"recipe": recipe.name, "task": recipe.task, "model.name": recipe.model.name}
-    for section in ("data", "optim", "train"):
-        fields |= {f"{section}.{name}": value for name, value in getattr(recipe, section).model_dump().items()}
-    for name in configuration.SPEED:
-        del fields[f"train.{name}"]
-    fields["train.rows_per_update"] = recipe.rows_per_update
-    return fields
+def _changed(name: str, before: Any, after: Any) -> Problem:
+    fix = "leave it out, or start another run"
+    if name == ROWS:
+        fix = f"set {ROWS}={before} and {FREQUENCY}=null, or start another run"
+    return Problem(name, after, f"the run was started with {before!r}", fix)
+
+
+def _ways_on(folder: Path, old: Config) -> str:
+    """What a resume may change, and how to start another run instead."""
+    settings = [f"train.{name}" for name in configuration.SPEED if name != "aggregation_frequency"]
+    sections = [*([] if old.recipe.distill.teacher else ["distill"]), "quantize", *sorted(configuration.DEPLOY_FIELDS)]
+    return (
+        f"A resume may change {', '.join(settings)}, and all of {', '.join(sections)}; "
+        f"the same command with --new in place of --resume starts another run, {_numbered(folder).name}."
+    )

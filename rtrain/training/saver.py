@@ -38,12 +38,12 @@ class Saver:
         folder: Path,
         keep: int,
         replica: Replica | None = None,
-        uncopied: Callable[[str], None] = lambda error: None,
+        say: Callable[..., None] = lambda kind, **fields: None,
         watch: Watch | None = None,
     ):
-        """With a `replica`, what is kept is kept there too. Where a copy fails, `uncopied` is told, and the next save
+        """With a `replica`, what is kept is kept there too. Where that fails, `say` is told an event, and the next save
         makes up for it: the training goes on, since its checkpoints are here. `watch` sees that a wait gets on."""
-        self.folder, self._keep, self._replica, self._uncopied = folder, keep, replica, uncopied
+        self.folder, self._keep, self._replica, self._say = folder, keep, replica, say
         self._watch = watch or Watch()
         self._moved = 0
         """Pieces that were copied to the replica: while nobody waits, they are no sign that the training goes on."""
@@ -61,15 +61,31 @@ class Saver:
         self._thread.start()
 
     def select(self, run: str) -> int | None:
-        """The newest checkpoint of `run` that verifies, here or in the replica; its best one comes back with it."""
+        """The newest checkpoint of `run` that verifies, here or in the replica; its best one comes back with it.
+
+        Raises `Unreachable` only where what is here is not enough to go on.
+        """
         checkpoint.sweep(self.folder)
+        try:
+            return self._fetched(run)
+        except Unreachable as error:
+            chosen = checkpoint.select(self.folder, run)
+            if chosen is None or self._best(chosen) not in (None, *checkpoint.updates(self.folder)):
+                raise
+            self._say("unreachable", update=chosen, error=str(error))
+            return chosen
+
+    def _best(self, update: int) -> int | None:
+        return checkpoint.read_state(checkpoint.path_of(self.folder, update)).best_update
+
+    def _fetched(self, run: str) -> int | None:
         chosen = checkpoint.select(self.folder, run)
         for update in reversed(self._elsewhere()):
             if (chosen is None or update > chosen) and self._fetch(update, run):
                 chosen = update
         if chosen is not None:
-            best = checkpoint.read_state(checkpoint.path_of(self.folder, chosen)).best_update
-            if best in self._elsewhere() and best not in checkpoint.updates(self.folder):
+            best = self._best(chosen)
+            if best is not None and best in self._elsewhere() and best not in checkpoint.updates(self.folder):
                 self._fetch(best, run)
         return chosen
 
@@ -148,7 +164,7 @@ class Saver:
             self._failed_copy = None
         except Unreachable as error:
             self._failed_copy = error
-            self._uncopied(str(error))
+            self._say("uncopied", error=str(error))
 
     def _wanted(self, run: str) -> set[int]:
         """The newest checkpoints, and the best that each of these names: a resume would want it too."""
@@ -157,9 +173,8 @@ class Saver:
             # One that does not verify is no reason to delete an older one.
             if len(newest) < self._keep and self._verifies(update, run):
                 newest.append(update)
-        states = [checkpoint.read_state(checkpoint.path_of(self.folder, update)) for update in newest]
-        best = {state.best_update for state in states if state.best_update is not None}
-        return {*newest, *best} & set(checkpoint.updates(self.folder))
+        kept = {*newest, *map(self._best, newest)}
+        return {update for update in checkpoint.updates(self.folder) if update in kept}
 
     def _verifies(self, update: int, run: str) -> bool:
         """Whether a checkpoint is whole: its bytes are read once, unless this process wrote them."""

@@ -125,7 +125,7 @@ def run(settings: dict[str, Any]) -> None:
             precision=chosen,
             until=min(settings["until"] or order.updates, order.updates),
             evaluate_at=frozenset(settings["evaluate_at"]),
-            replica=replica.of(config.deploy.cluster, folder, settings["owner"]),
+            replica=replica.of(config.deploy.cluster, folder, settings["owners"]),
         )
     # Where padding costs nothing, the rows of a worker are regrouped: tokens alone say how many fit into a pass.
     most_rows = None if packed.enabled(network) else recipe.train.micro_batch
