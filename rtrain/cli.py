@@ -108,11 +108,11 @@ def train(
     short = {"data": data, "valid": valid, "test": test, "model": model, "workers": workers, "address": address}
     config = configured(recipe, assignments, **short)
     folder = runs.folder_for(config.recipe.name, out)
-    config, reuse = runs.absolute(config), reuse_of(resume, new)
+    config, reuse = runs.absolute(config, folder if resume else None), reuse_of(resume, new)
     if supervise.wanted():
         run, _ = runs.choose(folder, config, reuse)
         raise typer.Exit(supervise.supervise([*sys.argv[1:], "--out", str(run)], run))
-    driver.check(config)
+    driver.check(config, folder.parent)
     with session(config, folder.parent), Line() as line:
         prepared = driver.prepare(config, folder, reuse)
         summary = driver.fit(prepared, on_event=line)
@@ -144,7 +144,7 @@ def tune(
     folder = runs.folder_for(f"{config.recipe.name}-search", out)
     config = runs.absolute(config)
     search.check(config)
-    driver.check(config)
+    driver.check(config, folder.parent)
     with session(config, folder.parent), Line() as line:
         found = search.run(config, folder, reuse_of(False, new), on_event=line)
         winner = search.continue_best(found, on_event=line)
@@ -199,7 +199,7 @@ def _layouts(
     assert recipe is not None
     config = runs.absolute(configured(recipe, assignments, **short))
     folder = runs.folder_for(f"{config.recipe.name}-verify", out)
-    driver.check(config)
+    driver.check(config, folder.parent)
     with session(proof.session_config(config, full), folder.parent), Line() as line:
         return proof.run(config, folder, full=full, bugs=planted, on_event=line)
 
@@ -223,7 +223,7 @@ def drill(
 
     config = runs.absolute(configured(recipe, assignments, data=data, test=test, model=model, workers=workers))
     folder = runs.folder_for(f"{config.recipe.name}-drill", out)
-    driver.check(config)
+    driver.check(config, folder.parent)
     with session(config, folder.parent), Line() as line:
         certificate = proof.run(config, folder, on_event=line)
     _print(certificate.to_document(), as_json, certificate.text())

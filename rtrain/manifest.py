@@ -25,11 +25,11 @@ def entry(path: Path) -> Entry:
 
 
 def write(folder: Path) -> None:
-    """Record every file of `folder`, and put files, manifest and the folder itself on the disk."""
+    """Record every file of `folder`, subfolders too, and put files, manifest and the folder itself on the disk."""
     files = {}
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and path.name != NAME:
-            files[path.name] = entry(path)
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path != folder / NAME:
+            files[path.relative_to(folder).as_posix()] = entry(path)
             sync(path)
     (folder / NAME).write_text(json.dumps({"schema_version": SCHEMA_VERSION, "files": files}, indent=1))
     sync(folder / NAME)

@@ -9,7 +9,7 @@ from rtrain.errors import ConfigError, Problem
 Set = Annotated[list[str] | None, typer.Option("--set", help="Change a setting: section.name=value. Repeatable.")]
 Out = Annotated[str | None, typer.Option("--out", help="Run folder (default: runs/<recipe>-<time>).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-DataOption = Annotated[str | None, typer.Option("--data", help="Training rows: file, folder, glob or `datasets` name.")]
+DataOption = Annotated[str | None, typer.Option("--data", help="Training rows: file, folder, glob or hub name.")]
 ValidOption = Annotated[str | None, typer.Option("--valid", help="Validation rows; without it 10 % are split off.")]
 TestOption = Annotated[str | None, typer.Option("--test", help="Test rows; without it 10 % are split off.")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="minilm, a Transformers folder, or a hub name.")]

@@ -13,6 +13,8 @@ from rtrain import env
 env.prepare()
 # One thread per process: tests start several processes on few cores, and equal sums need equal thread counts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No test asks the model hub; those of it have a hub of their own.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's

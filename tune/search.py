@@ -103,6 +103,7 @@ def run(
     The trials share the token store under `tokens_root`, by default the folder that holds the search.
     """
     folder, config = runs.choose(folder, config, reuse)
+    config = runs.absolute(config)  # each trial asks for the same commits
     runs.freeze(folder, config)
     overrides = space.trials(config)
     for override in overrides:

@@ -47,7 +47,7 @@ def run(
             f"{teacher_run / 'artifact'} answers with the words of a vocabulary ({teacher.task}), which a student is "
             "not taught; distil the model that was tuned from it"
         )
-    driver.check(config)
+    driver.check(config, folder.parent)
     if (folder / runs.CONFIG).is_file() and reuse == "refuse":
         raise UserError(f"--out: {folder} holds a run already; write --new or another --out")
     # Beside the run, not in it: the run folder is made by driver.prepare once nothing is wrong.

@@ -20,7 +20,7 @@ from rtrain.plan import preflight
 from rtrain.proof import planted
 from rtrain.proof.cases import REFERENCE, Case, Measured, run_group
 from rtrain.report import events
-from rtrain.training import driver, group as worker_group
+from rtrain.training import driver, group as worker_group, nodes
 
 TOLERANCE = 1e-8
 """Correct code stays below it by orders of magnitude, in float64; see `PLANTED`."""
@@ -197,9 +197,10 @@ def run(
     training uses. Raises `UserError` where the cases cannot be run; figures that are too large are in the report.
     """
     begin = time.monotonic()
-    source, model = driver.check(config)
+    found = driver.check(config, folder.parent)
     if folder.exists():
         raise UserError(f"--out: {folder} exists; name a new folder, which is removed when the check has ended")
+    source, model = nodes.share(config, *found, folder.parent)
     store, _ = tokens.ensure(config.recipe, source, model, folder.parent)
     rows = store.rows("train")
     todo = plan(config, rows, store.manifest.tokens["train"] / max(1, rows), full=full, bugs=bugs)

@@ -16,7 +16,7 @@ from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.plan import preflight
 from rtrain.report import attributions, events, html, summary, trackers, versions
-from rtrain.training import checkpoint, group, losses, model, notice, placement, precision, replica, runs, worker
+from rtrain.training import checkpoint, group, losses, model, nodes, notice, placement, precision, replica, runs, worker
 from rtrain.training.recovery import Kind, Recovery, halvings, out_of_memory
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -38,8 +38,11 @@ class Prepared:
         return Order(self.store.manifest.digest, rows, recipe.rows_per_update, recipe.train.epochs, 0).updates
 
 
-def check(config: Config) -> tuple[records.Source, Path]:
-    """Everything that can be refused before Ray starts, all at once: files, columns, model, precision."""
+def check(config: Config, root: Path | None = None) -> tuple[records.Source, Path]:
+    """Everything that can be refused before Ray starts, all at once: files, columns, model, precision.
+
+    What was copied from the hub under `root` is not asked for again.
+    """
     problems: list[Any] = [
         *tokens.problems(config.recipe),
         *losses.problems(config.recipe),
@@ -47,11 +50,11 @@ def check(config: Config) -> tuple[records.Source, Path]:
     ]
     source, folder = None, None
     try:
-        source = records.inspect(config.recipe.data)
+        source = records.inspect(config.recipe.data, root)
     except ConfigError as error:
         problems += error.problems
     try:
-        folder = model.resolve(config.recipe.model.name)
+        folder = model.resolve(config.recipe.model.name, root)
         problems += model.check_architecture(folder, config.recipe.data.window_tokens)
     except ConfigError as error:
         problems += error.problems
@@ -68,10 +71,11 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
 
     The store lies under `tokens_root`, by default the folder that holds the run, so that runs side by side share it.
     """
-    source, weights = check(config)
     if reuse == "resume":
         _bring_back(config, folder)
     run, config = runs.choose(folder, config, reuse)
+    root = tokens_root or run.parent
+    source, weights = nodes.share(config, *check(config, root), root)
     origin = tokens.origin(config.recipe, source, weights)
     created = next((event for event in events.read(run) if event["kind"] == "created"), None)
     if created and created["data_digest"] != tokens.digest(config.recipe, source, weights):
@@ -81,8 +85,7 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
         raise UserError(
             f"cluster.storage: {copy.url} holds a run already; write --resume to continue it, or another --out"
         )
-    preflight.shared(tokens_root or run.parent)
-    store, made = tokens.ensure(config.recipe, source, weights, tokens_root or run.parent)
+    store, made = tokens.ensure(config.recipe, source, weights, root)
     if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config)]:
         raise ConfigError(problems)
     frozen = runs.freeze(run, config)
