@@ -113,7 +113,7 @@ def unreadable(field: str, what: str, nodes: Sequence[str]) -> Problem:
     """What to say where these nodes lack what a setting names."""
     named = ", ".join(nodes[:5]) + (f" and {len(nodes) - 5} more" if len(nodes) > 5 else "")
     reason = f"cannot be read, or is another file, on {'node' if len(nodes) == 1 else 'nodes'} {named}"
-    return Problem(field, what, reason, "put it on storage that every node mounts (NFS, EFS), or at a URL")
+    return Problem(field, what, reason, "put it on storage that every node mounts (NFS, EFS)")
 
 
 def unshared(folder: Path, nodes: Mapping[str, tuple[bool, bool]]) -> str | None:
