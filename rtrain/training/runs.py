@@ -110,7 +110,9 @@ def hub_names(config: Config) -> dict[str, tuple[hub.Kind, str]]:
     found: dict[str, tuple[hub.Kind, str]] = {
         field: ("dataset", name) for field, name in rows if name and records.is_hub_name(name, data.format)
     }
-    return found | ({"model.name": ("model", model)} if model != hub.PACKAGED and hub.is_name(model) else {})
+    if model != hub.PACKAGED and hub.is_name(model):
+        found["model.name"] = ("model", model)
+    return found
 
 
 def _pinned(kind: hub.Kind, name: str) -> str:
