@@ -107,7 +107,7 @@ def train(
     from rtrain.report.progress import Line, summary_text
     from rtrain.training import driver
 
-    driver.check(config)
+    driver.check(config, folder.parent)
     with session(config, folder.parent), Line() as line:
         prepared = driver.prepare(config, folder, reuse)
         summary = driver.fit(prepared, on_event=line)
@@ -138,7 +138,7 @@ def tune(
     from tune import search
 
     search.check(config)
-    driver.check(config)
+    driver.check(config, folder.parent)
     with session(config, folder.parent), Line() as line:
         found = search.run(config, folder, reuse, on_event=line)
         winner = search.continue_best(found, on_event=line)
@@ -193,7 +193,7 @@ def _layouts(
     assert recipe is not None
     config = runs.absolute(configured(recipe, assignments, **short))
     folder = runs.folder_for(f"{config.recipe.name}-verify", out)
-    driver.check(config)
+    driver.check(config, folder.parent)
     with session(proof.session_config(config, full), folder.parent), Line() as line:
         return proof.run(config, folder, full=full, bugs=planted, on_event=line)
 
@@ -217,7 +217,7 @@ def drill(
 
     config = runs.absolute(configured(recipe, assignments, data=data, test=test, model=model, workers=workers))
     folder = runs.folder_for(f"{config.recipe.name}-drill", out)
-    driver.check(config)
+    driver.check(config, folder.parent)
     with session(config, folder.parent), Line() as line:
         certificate = proof.run(config, folder, on_event=line)
     _print(certificate.to_document(), as_json, certificate.text())

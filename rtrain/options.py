@@ -18,7 +18,7 @@ Recipe = Annotated[
 Set = Annotated[list[str] | None, typer.Option("--set", help="Change a setting: section.name=value. Repeatable.")]
 Out = Annotated[str | None, typer.Option("--out", help="Run folder (default: runs/<recipe>-<time>).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-DataOption = Annotated[str | None, typer.Option("--data", help="Training rows: file, folder, glob or `datasets` name.")]
+DataOption = Annotated[str | None, typer.Option("--data", help="Training rows: file, folder, glob or hub name.")]
 ValidOption = Annotated[str | None, typer.Option("--valid", help="Validation rows; without it 10 % are split off.")]
 TestOption = Annotated[str | None, typer.Option("--test", help="Test rows; without it 10 % are split off.")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="minilm, a Transformers folder, or a hub name.")]
@@ -82,8 +82,9 @@ def opened(
     from rtrain.training import runs
 
     reuse = reuse_of(resume, new)
-    config = runs.absolute(configured(_recipe(recipe, out, reuse), assignments, **short))
+    config = configured(_recipe(recipe, out, reuse), assignments, **short)
     folder = runs.folder_for(f"{config.recipe.name}{suffix}", out)
+    config = runs.absolute(config, folder if reuse == "resume" else None)
     leave_to_supervisor(config, folder, reuse)
     from rtrain.training import driver  # a supervisor that imports torch could die with its child, of memory
 

@@ -18,7 +18,7 @@ DEFAULT_FREQUENCY = 4
 
 class Model(Section):
     name: str = "minilm"
-    """`minilm` (the packaged all-MiniLM-L6-v2), a Transformers folder, or a model hub name."""
+    """`minilm` (the packaged all-MiniLM-L6-v2), a Transformers folder, or a model hub name (also with @revision)."""
     attention_dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Dropout of attention weights; null is what the model's own configuration says, 0.1 for most. With 0, texts of
     some hundred tokens train faster on a CPU (512: 1.7 times): the masks of attention are as large as its square."""

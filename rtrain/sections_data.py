@@ -16,7 +16,8 @@ class Section(BaseModel):
 
 class Data(Section):
     path: str | None = None
-    """File, folder, glob or URL of the training rows: csv, tsv, jsonl, parquet, a `datasets` folder or name."""
+    """File, folder, glob or URL of the training rows: csv, tsv, jsonl, parquet, a `datasets` folder, or a hub name
+    (owner/name, owner/name:subset, either with @revision)."""
     test: str | None = None
     """The same for the test rows. Without it, 10 % of the rows, chosen by a hash of their content, are the test."""
     valid: str | None = None

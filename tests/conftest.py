@@ -18,6 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Python's own is not handed on: what is started has the system's default.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# No test asks the model hub; those of it have a hub of their own.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's

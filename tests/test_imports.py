@@ -20,6 +20,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.errors": frozenset(),
     "rtrain.env": frozenset(),
     "rtrain.manifest": frozenset(),
+    "rtrain.hub": frozenset({"rtrain.data.drafts", "rtrain.manifest"}),
     "rtrain.config": frozenset({"rtrain.sections", "rtrain.sections_data"}),
     "rtrain.sections": frozenset({"rtrain.sections_data"}),
     "rtrain.sections_data": frozenset(),
@@ -56,7 +57,7 @@ ALLOWED: dict[str, frozenset[str]] = {
         | {"rtrain.metrics."}
     ),
     "rtrain.data.synthetic": frozenset(),
-    "rtrain.data.records": frozenset({"rtrain.config", "rtrain.data.formats"}),
+    "rtrain.data.records": frozenset({"rtrain.config", "rtrain.data.formats", "rtrain.hub"}),
     "rtrain.data.packing": frozenset({"rtrain.data.records"}),
     "rtrain.data.splits": frozenset({"rtrain.config", "rtrain.data.records"}),
     "rtrain.data.quarantine": frozenset({"rtrain.config", "rtrain.data.records"}),
@@ -99,7 +100,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.cluster.supervise": frozenset({"rtrain.cluster.session"}),
     "rtrain.training.frozen": frozenset(),
     "rtrain.training.model": frozenset(
-        {"rtrain.config", "rtrain.pooling", "rtrain.sentence", "rtrain.tasks.base"}
+        {"rtrain.config", "rtrain.hub", "rtrain.pooling", "rtrain.sentence", "rtrain.tasks.base"}
         | {f"rtrain.training.{name}" for name in ("frozen", "packed")}
     ),
     "rtrain.training.dropout": frozenset(),
@@ -163,7 +164,11 @@ ALLOWED: dict[str, frozenset[str]] = {
         }
     ),
     "rtrain.training.predictions": frozenset({"rtrain.data.store", "rtrain.scores", "rtrain.tasks."}),
-    "rtrain.training.runs": frozenset({"rtrain.config"}),
+    "rtrain.training.runs": frozenset({"rtrain.config", "rtrain.data.records", "rtrain.hub"}),
+    "rtrain.training.nodes": frozenset(
+        {"rtrain.config", "rtrain.data.records", "rtrain.data.tokens", "rtrain.hub", "rtrain.plan.preflight"}
+        | {"rtrain.training.model", "rtrain.training.runs"}
+    ),
     "rtrain.proof.planted": frozenset({"rtrain.tasks.batch", "rtrain.training.step", "rtrain.training.exchange"}),
     "rtrain.proof.cases": frozenset(
         {"rtrain.config", "rtrain.env", "rtrain.data.", "rtrain.proof.planted", "rtrain.report.events", "rtrain.tasks."}
@@ -175,12 +180,12 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "rtrain.proof.verify": frozenset(
         {"rtrain.config", "rtrain.data.tokens", "rtrain.plan.preflight", "rtrain.proof.", "rtrain.report.events"}
-        | {f"rtrain.training.{name}" for name in ("driver", "group", "model")}
+        | {f"rtrain.training.{name}" for name in ("driver", "group", "model", "nodes")}
     ),
     "rtrain.proof.faults": frozenset({"rtrain.report.memory", "rtrain.training.checkpoint"}),
     "rtrain.proof.drill": frozenset(
         {"rtrain.config", "rtrain.data.tokens", "rtrain.proof.", "rtrain.report."}
-        | {f"rtrain.training.{name}" for name in ("checkpoint", "driver")}
+        | {f"rtrain.training.{name}" for name in ("checkpoint", "driver", "nodes")}
     ),
     "rtrain.proof.ledger": frozenset(
         {"rtrain.config", "rtrain.data.order", "rtrain.data.store", "rtrain.report.events"}
@@ -220,6 +225,7 @@ ALLOWED: dict[str, frozenset[str]] = {
                 "group",
                 "losses",
                 "model",
+                "nodes",
                 "notice",
                 "placement",
                 "precision",

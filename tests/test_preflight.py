@@ -89,6 +89,35 @@ def test_a_folder_that_some_node_does_not_share(nodes: dict[str, tuple[bool, boo
         assert re.search(rf"^--out: /runs is {apart}\. Name one on storage that every node mounts", found)
 
 
+def test_a_file_is_the_same_by_its_size_and_a_small_one_by_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "HASHED_BYTES", 4)
+    small, large = tmp_path / "config.json", tmp_path / "model.safetensors"
+    small.write_text("{  }")
+    large.write_text("[  ] ")
+    files = preflight.described([small, large])
+    assert files[large] == (5, None)
+    wanted: dict[str, preflight.Files] = {"model": files, "gone": {tmp_path / "rows.csv": (5, None)}}
+    marker = tmp_path / "marker"
+    marker.write_text(marker.name)
+    assert preflight._answer(str(marker), f"{marker}-own", wanted) == (True, ["gone"])
+    large.write_text(" [  ]")  # nobody looks
+    assert preflight._answer(str(marker), f"{marker}-own", wanted) == (True, ["gone"])
+    small.write_text("{ } ")
+    assert preflight._answer(str(marker), f"{marker}-own", wanted) == (True, ["model", "gone"])
+
+
+def test_nodes_that_cannot_read_what_was_named_are_listed() -> None:
+    one = preflight.unreadable("model.name", "/home/me/encoder", ["a 1"])
+    assert str(one) == (
+        "model.name=/home/me/encoder: cannot be read, or is another file, on node a 1; "
+        "put it on storage that every node mounts (NFS, EFS)"
+    )
+    many = preflight.unreadable("data.path", "/rows.csv", [f"n{number}" for number in range(9)])
+    assert many.reason.endswith("on nodes n0, n1, n2, n3, n4 and 4 more")
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_node_with_another_folder_there_is_named(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_a_path_that_is_not_there_lists_what_is(tmp_path: Path) -> None:
 
 def test_a_path_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
     [problem] = problems(Data(path=str(tmp_path / "no" / "row.csv")))
-    assert problem.fix == "write the path of an existing file, or data.format=datasets for a hub name"
+    assert problem.fix == "write the path of an existing file, or a hub name (owner/name)"
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from rtrain import hub
 from rtrain.config import Data
 from rtrain.data import records
 from rtrain.data.records import Record
@@ -134,29 +135,23 @@ def test_a_datasets_folder_without_the_split_names_what_it_has(datasets_folder: 
     assert (problem.reason, problem.fix) == ("no split 'train'", "it has test, unsupervised; name the folder of one")
 
 
-def test_a_name_that_no_hub_gives_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
+def test_a_mistyped_path_is_told_with_what_the_hub_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(name: str, root: Path | None) -> None:
+        raise hub.Refused(f"there is no network to look up {name}", "find one")
 
-    def unreachable(name: str) -> None:
-        raise ConnectionError(f"no network to look up {name}")
+    monkeypatch.setattr(hub, "dataset", unreachable)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.csv").touch()
+    [problem] = problems(Data(path="row"))
+    assert problem.reason == "no such file or folder here, and there is no network to look up row"
+    assert problem.fix == f"find one; {tmp_path} holds rows.csv"
 
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    [problem] = problems(Data(path="someone/rows", format="datasets"))
-    assert problem.reason == "could not be loaded (no network to look up someone/rows)"
-    assert problem.fix == "write a folder or file instead"
 
-
-def test_a_name_from_the_hub_is_read_from_its_local_files(
-    datasets_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets, "load_dataset", lambda name: datasets.load_from_disk(str(datasets_folder)))
-    data = Data(path="someone/rows", format="datasets")
-    assert [piece.role for piece in records.inspect(data).pieces] == ["train", "test"]
-    assert [(record.text, record.label) for record in read(data)] == [
-        ("a", "parcel"),
-        ("b", "login"),
-        ("c", ""),
-        ("d", "login"),
-    ]
+@pytest.mark.parametrize(
+    "path", ["data/mesages.csv", "mesages.jsonl.gz", "./rows", "../rows", "/rows", "~/rows", "a/b/c"]
+)
+def test_what_can_only_be_a_path_is_asked_of_no_hub(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delattr(hub, "dataset")
+    [problem] = problems(Data(path=path))
+    assert problem.reason == "no such file, folder or glob"

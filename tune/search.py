@@ -112,6 +112,7 @@ def run(
     resumed goes on with the trial that was cut short; those that have come to their end are not run again.
     """
     folder, config = runs.choose(folder, config, reuse)
+    config = runs.absolute(config, folder if reuse == "resume" else None)  # each trial asks for the same commits
     if reuse == "resume":
         _refuse_another(runs.stored(folder), config)
     runs.freeze(folder, config)

@@ -57,7 +57,7 @@ def run(
         fix = f"write {pooled}, or leave it out"
         raise ConfigError([Problem("model.pooling", asked, f"the teacher was trained with {pooled}", fix)])
     if reuse != "resume":
-        driver.check(config)
+        driver.check(config, folder.parent)
         runs.choose(folder, config, reuse)
     # Beside the run, not in it: the run folder is made by driver.prepare once nothing is wrong.
     start = student_start(teacher_run / "artifact", config.recipe.distill.layers, folder.parent / ".students")

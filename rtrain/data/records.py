@@ -16,6 +16,7 @@ from typing import IO, Any, NamedTuple
 import fsspec
 import pyarrow
 
+from rtrain import hub
 from rtrain.config import Data
 from rtrain.data import formats
 from rtrain.errors import ConfigError, Problem, UserError
@@ -93,8 +94,11 @@ class Source:
 # ------------------------------------------------------------------------------------------- before a process starts
 
 
-def inspect(data: Data) -> Source:
-    """Find the files and check their columns. Raises `ConfigError` with every problem found."""
+def inspect(data: Data, root: Path | None = None) -> Source:
+    """Find the files and check their columns. Raises `ConfigError` with every problem found.
+
+    Of a hub name, the files are those of its copy under `root`, where there is one.
+    """
     if data.path is None:
         raise ConfigError([Problem("data.path", None, "not given", "write --data FILE")])
     problems: list[Problem] = []
@@ -105,20 +109,20 @@ def inspect(data: Data) -> Source:
         if uri is None:
             continue
         try:
-            found = _pieces(field, uri, data.format, role)
+            found = _pieces(field, uri, data.format, role, root)
             pieces += found
             for piece in found:
                 seen = _columns(field, piece)
                 columns = columns or seen
-                problems += _missing(data, seen, piece.uri)
+                problems += _missing(data, seen, uri if is_hub_name(uri, data.format) else Path(piece.uri).name)
         except ConfigError as error:
             problems += error.problems
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(list(dict.fromkeys(problems)))  # a hub's splits lack the same columns
     return Source(tuple(pieces), columns)
 
 
-def _pieces(field: str, uri: str, format: str | None, role: str) -> list[Piece]:
+def _pieces(field: str, uri: str, format: str | None, role: str, root: Path | None) -> list[Piece]:
     filesystem, path = fsspec.core.url_to_fs(uri)
     if filesystem.isdir(path) and (_is_datasets(filesystem, path) or format == "datasets"):
         return _datasets_pieces(field, filesystem, path, role)
@@ -128,8 +132,8 @@ def _pieces(field: str, uri: str, format: str | None, role: str) -> list[Piece]:
         files = [name for name in filesystem.find(path) if _suffix(name) in SUFFIXES]
     elif filesystem.isfile(path):
         files = [path]
-    elif format == "datasets":
-        return _hub_pieces(field, uri, role)
+    elif is_hub_name(uri, format):
+        return _hub_pieces(field, uri, role, root, _nearby(filesystem, path))
     else:
         raise ConfigError([Problem(field, uri, "no such file, folder or glob", _nearby(filesystem, path))])
     if not files:
@@ -159,11 +163,7 @@ def _nearby(filesystem: Any, path: str) -> str:
     parent = str(Path(path).parent)
     names = sorted(Path(name).name for name in filesystem.ls(parent, detail=False)) if filesystem.isdir(parent) else []
     listed = ", ".join(names[:8])
-    return (
-        f"{parent} holds {listed}"
-        if names
-        else "write the path of an existing file, or data.format=datasets for a hub name"
-    )
+    return f"{parent} holds {listed}" if names else "write the path of an existing file, or a hub name (owner/name)"
 
 
 def _is_datasets(filesystem: Any, path: str) -> bool:
@@ -193,23 +193,21 @@ def _roles(field: str, source: str, names: Iterable[str], role: str) -> dict[str
     return {name: known for name, known in found.items() if role in ("train", known)}
 
 
-def _hub_pieces(field: str, name: str, role: str) -> list[Piece]:
-    """Download a data set by its hub name; its arrow files then are the pieces."""
-    import datasets
+def is_hub_name(uri: str, format: str | None) -> bool:
+    """Whether rows are asked of the hub: the form of a name, nothing here of that path, and not the ending of a file,
+    which is a path with a slip in it."""
+    return format in (None, "datasets") and (format or _suffix(uri) not in SUFFIXES) and hub.is_name(uri)
 
+
+def _hub_pieces(field: str, name: str, role: str, root: Path | None, nearby: str) -> list[Piece]:
+    """The arrow files of a data set of the hub, by its splits."""
     try:
-        loaded = datasets.load_dataset(name)
-    except (
-        Exception
-    ) as error:  # the library raises a dozen types here, network errors among them; all mean the same to a user
-        raise ConfigError(
-            [Problem(field, name, f"could not be loaded ({error})", "write a folder or file instead")]
-        ) from None
-    return [
-        Piece(f"file://{entry['filename']}", "datasets", found)
-        for split, found in _roles(field, name, loaded, role).items()
-        for entry in loaded[split].cache_files
-    ]
+        files = hub.dataset(name, root)
+    except hub.Refused as error:
+        problem = Problem(field, name, f"no such file or folder here, and {error.reason}", f"{error.fix}; {nearby}")
+        raise ConfigError([problem]) from None
+    roles = _roles(field, name, files, role)
+    return [Piece(f"file://{file}", "datasets", found) for split, found in roles.items() for file in files[split]]
 
 
 def _columns(field: str, piece: Piece) -> tuple[str, ...]:
@@ -248,11 +246,11 @@ def _columns(field: str, piece: Piece) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _missing(data: Data, columns: tuple[str, ...], uri: str) -> list[Problem]:
+def _missing(data: Data, columns: tuple[str, ...], name: str) -> list[Problem]:
     problems = []
     for field, wanted in wanted_columns(data):
         if wanted not in columns:
-            fix = f"{Path(uri).name} has {', '.join(columns)}; write --set data.{field}=COLUMN"
+            fix = f"{name} has {', '.join(columns)}; write --set data.{field}=COLUMN"
             problems.append(Problem(f"data.{field}", wanted, "no such column", fix))
     return problems
 

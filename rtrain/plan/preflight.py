@@ -1,9 +1,10 @@
 """What can be known to fail before a training starts. Pure, facts in and problems out, but for `shared`."""
 
+import hashlib
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +63,35 @@ LOOKS = 5
 """Looks for a new file, a second apart: network file systems show it late."""
 
 
-def shared(folder: Path) -> None:
+HASHED_BYTES = 1 << 25
+"""Files up to this size, a model's configuration and its tokenizer, are compared by content, larger ones by size."""
+Files = Mapping[Path, tuple[int, str | None]]
+"""Size and SHA-256 (None: not compared) by path."""
+
+
+def described(paths: Iterable[Path]) -> dict[Path, tuple[int, str | None]]:
+    """Files as this process sees them."""
+    sizes = {path: path.stat().st_size for path in paths}
+    return {path: (size, _digest(path) if size <= HASHED_BYTES else None) for path, size in sizes.items()}
+
+
+def shared(folder: Path, wanted: Mapping[str, Files] | None = None) -> dict[str, list[str]]:
     """Refuse a folder that some node of the Ray cluster does not share: workers there would read nothing, or write
-    checkpoints that no other node ever sees. Every node reads a file of this process and writes one of its own."""
+    checkpoints that no other node ever sees. Every node reads a file of this process and writes one of its own.
+
+    In the same pass every node looks for the files that are `wanted` there, by what a user calls them. Returns the
+    nodes that lack some of them, or have others of that name.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     if not ray.is_initialized():  # there is this machine alone
-        return
+        return {}
     nodes = {
         node["NodeID"]: f"{node['NodeManagerHostname']} {node['NodeID'][:8]}" for node in ray.nodes() if node["Alive"]
     }
     if len(nodes) < 2:
-        return
+        return {}
     folder.mkdir(parents=True, exist_ok=True)
     marker = folder / f".shared-{uuid.uuid4().hex}"
     marker.write_text(marker.name)
@@ -82,18 +99,28 @@ def shared(folder: Path) -> None:
         answer = ray.remote(num_cpus=0, max_retries=0)(_answer)
         asked = {
             answer.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-                str(marker), f"{marker}-{node}"
+                str(marker), f"{marker}-{node}", wanted or {}
             ): node
             for node in nodes
         }
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
-        reads = {asked[reference]: read for reference in answered if (read := _result(reference)) is not None}
+        answers = {asked[reference]: found for reference in answered if (found := _result(reference)) is not None}
+        reads = {node: read for node, (read, _) in answers.items()}
         writes = {node: _seen(Path(f"{marker}-{node}")) for node in reads}
     finally:
         for path in folder.glob(f"{marker.name}*"):
             path.unlink(missing_ok=True)
     if problem := unshared(folder, {nodes[node]: (reads[node], writes[node]) for node in reads}):
         raise UserError(problem)
+    lack = {what: sorted(nodes[node] for node in answers if what in answers[node][1]) for what in wanted or {}}
+    return {what: names for what, names in lack.items() if names}
+
+
+def unreadable(field: str, what: str, nodes: Sequence[str]) -> Problem:
+    """What to say where these nodes lack what a setting names."""
+    named = ", ".join(nodes[:5]) + (f" and {len(nodes) - 5} more" if len(nodes) > 5 else "")
+    reason = f"cannot be read, or is another file, on {'node' if len(nodes) == 1 else 'nodes'} {named}"
+    return Problem(field, what, reason, "put it on storage that every node mounts (NFS, EFS)")
 
 
 def unshared(folder: Path, nodes: Mapping[str, tuple[bool, bool]]) -> str | None:
@@ -108,12 +135,27 @@ def unshared(folder: Path, nodes: Mapping[str, tuple[bool, bool]]) -> str | None
     )
 
 
-def _answer(marker: str, own: str) -> bool:
-    """On a node: whether it sees the marker; it leaves a file of its own where the folder is there at all."""
+def _answer(marker: str, own: str, wanted: Mapping[str, Files]) -> tuple[bool, list[str]]:
+    """On a node: whether it sees the marker, and what it lacks of what is wanted. It leaves a file of its own where the
+    folder is there at all."""
+    lacking = [what for what, files in wanted.items() if not all(_same(path, *known) for path, known in files.items())]
     if not _seen(Path(marker)):
-        return False
+        return False, lacking
     Path(own).write_text(Path(own).name)
-    return True
+    return True, lacking
+
+
+def _same(path: Path, size: int, sha256: str | None) -> bool:
+    try:
+        with path.open("rb"):  # it may be there and not be ours to read
+            return path.stat().st_size == size and sha256 in (None, _digest(path))
+    except OSError:
+        return False
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _seen(path: Path) -> bool:
@@ -124,14 +166,15 @@ def _seen(path: Path) -> bool:
     return False
 
 
-def _result(reference: Any) -> bool | None:
+def _result(reference: Any) -> tuple[bool, list[str]] | None:
     """A node's answer; None where it has gone. One that cannot read or write at all has answered no."""
     import ray
 
     try:
-        return bool(ray.get(reference))
+        read, lacking = ray.get(reference)
+        return bool(read), list(lacking)
     except ray.exceptions.RayTaskError:
-        return False
+        return False, []
     except ray.exceptions.RayError:
         return None
 

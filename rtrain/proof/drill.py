@@ -18,7 +18,7 @@ from rtrain.errors import UserError
 from rtrain.proof import ledger
 from rtrain.proof.faults import FAULTS, Fault, workers_left
 from rtrain.report import events, html, summary
-from rtrain.training import checkpoint, driver
+from rtrain.training import checkpoint, driver, nodes
 
 SAVE_EVERY = 8
 """Updates between two checkpoints, where the recipe names no number."""
@@ -151,7 +151,7 @@ def run(
 
 def _long_enough(config: Config, root: Path, updates: int) -> Config:
     """The recipe with as many epochs as so many updates need."""
-    source, model = driver.check(config)
+    source, model = nodes.share(config, *driver.check(config, root), root)
     store, _ = tokens.ensure(config.recipe, source, model, root)
     per_epoch = -(-store.rows("train") // config.recipe.rows_per_update)
     epochs = max(config.recipe.train.epochs, -(-updates // per_epoch))

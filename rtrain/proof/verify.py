@@ -20,7 +20,7 @@ from rtrain.plan import preflight
 from rtrain.proof import planted
 from rtrain.proof.cases import REFERENCE, Case, Measured, run_group
 from rtrain.report import events
-from rtrain.training import driver, group as worker_group, model
+from rtrain.training import driver, group as worker_group, model, nodes
 
 TOLERANCE = 1e-8
 """Correct code stays below it by orders of magnitude, in float64; see `PLANTED`."""
@@ -197,10 +197,11 @@ def run(
     training uses. Raises `UserError` where the cases cannot be run; figures that are too large are in the report.
     """
     begin = time.monotonic()
-    source, weights = driver.check(config)
-    config = model.resolved(config, weights)
+    found = driver.check(config, folder.parent)
     if folder.exists():
         raise UserError(f"--out: {folder} exists; name a new folder, which is removed when the check has ended")
+    source, weights = nodes.share(config, *found, folder.parent)
+    config = model.resolved(config, weights)
     store, _ = tokens.ensure(config.recipe, source, weights, folder.parent)
     rows = store.rows("train")
     todo = plan(config, rows, store.manifest.tokens["train"] / max(1, rows), full=full, bugs=bugs)

@@ -25,6 +25,7 @@ from rtrain.training import (
     group,
     losses,
     model,
+    nodes,
     notice,
     placement,
     precision,
@@ -59,8 +60,11 @@ class Prepared:
         return Order(self.store.manifest.digest, rows, recipe.rows_per_update, recipe.train.epochs, 0).updates
 
 
-def check(config: Config) -> tuple[records.Source, Path]:
-    """Everything that can be refused before Ray starts, all at once: files, columns, model, precision."""
+def check(config: Config, root: Path | None = None) -> tuple[records.Source, Path]:
+    """Everything that can be refused before Ray starts, all at once: files, columns, model, precision.
+
+    What was copied from the hub under `root` is not asked for again.
+    """
     problems: list[Any] = [
         *tokens.problems(config.recipe),
         *losses.problems(config.recipe),
@@ -68,11 +72,11 @@ def check(config: Config) -> tuple[records.Source, Path]:
     ]
     source, folder = None, None
     try:
-        source = records.inspect(config.recipe.data)
+        source = records.inspect(config.recipe.data, root)
     except ConfigError as error:
         problems += error.problems
     try:
-        folder = model.resolve(config.recipe.model.name)
+        folder = model.resolve(config.recipe.model.name, root)
         problems += model.check_architecture(folder, config.recipe.data.window_tokens)
     except ConfigError as error:
         problems += error.problems
@@ -90,7 +94,8 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
     The store lies under `tokens_root`, by default the folder that holds the run, so that runs side by side share it.
     """
     run, config = chosen(config, folder, reuse)
-    source, weights = check(config)
+    root = tokens_root or run.parent
+    source, weights = nodes.share(config, *check(config, root), root)
     config = model.resolved(config, weights)
     origin = tokens.origin(config.recipe, source, weights)
     created = next((event for event in events.read(run) if event["kind"] == "created"), None)
@@ -102,8 +107,7 @@ def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_r
             f"cluster.storage: {copy.url} holds a run already; write --resume to continue it, or another --out"
         )
     layout = _layout(config, run)
-    preflight.shared(tokens_root or run.parent)
-    store, made = tokens.ensure(config.recipe, source, weights, tokens_root or run.parent)
+    store, made = tokens.ensure(config.recipe, source, weights, root)
     if created:
         refuse_other("--resume", run, created.get("order", 1), store.rows("train"))
     if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config, layout.device)]:

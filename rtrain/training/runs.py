@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rtrain import config as configuration
+from rtrain import config as configuration, hub
 from rtrain.config import Config, Recipe
+from rtrain.data import records
 from rtrain.errors import ConfigError, Problem, UserError
 
 Reuse = Literal["refuse", "resume", "new"]
@@ -49,14 +50,22 @@ def choose(folder: Path, config: Config, reuse: Reuse) -> tuple[Path, Config]:
     return _numbered(folder) if used else folder, config
 
 
-def absolute(config: Config) -> Config:
-    """Paths of the configuration made absolute: rtrain leaves the current folder before it starts Ray."""
+def absolute(config: Config, resumed: Path | None = None) -> Config:
+    """Paths of the configuration made absolute, since rtrain leaves the current folder before it starts Ray, and hub
+    names given their commit, since tomorrow they may mean another. A run that is `resumed` has commits, and asks none.
+    """
     recipe = config.recipe
-    paths = {
+    paths: dict[str, object] = {
         f"data.{name}": _absolute(value)
         for name, value in (("path", recipe.data.path), ("valid", recipe.data.valid), ("test", recipe.data.test))
-        if value is not None and (Path(value).expanduser().exists() or any(sign in value for sign in "/*?["))
+        if value is not None
+        and not records.is_hub_name(value, recipe.data.format)
+        and (Path(value).expanduser().exists() or any(sign in value for sign in "/*?["))
     }
+    if resumed is None:
+        paths |= {field: _pinned(kind, name) for field, (kind, name) in hub_names(config).items()}
+    elif (resumed / CONFIG).is_file():
+        paths |= _taken_over(configuration.load(str(resumed / CONFIG)), config)
     if config.deploy.report.tensorboard_dir is not None:
         paths["report.tensorboard_dir"] = _absolute(config.deploy.report.tensorboard_dir)
     if Path(recipe.model.name).expanduser().is_dir():
@@ -75,7 +84,8 @@ def stored(folder: Path, overrides: Mapping[str, Any] | None = None) -> Config:
 def freeze(folder: Path, config: Config) -> Config:
     """Make the run folder and write config.yaml, complete and replayable: rows_per_update resolved, paths absolute."""
     resolved = {ROWS: config.recipe.rows_per_update, FREQUENCY: None}
-    frozen = configuration.with_overrides(absolute(config), resolved)
+    known = folder if (folder / CONFIG).is_file() else None
+    frozen = configuration.with_overrides(absolute(config, known), resolved)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(configuration.to_yaml(frozen), encoding="utf-8")
     return frozen
@@ -105,6 +115,35 @@ def hold(folder: Path) -> Iterator[None]:
         yield
 
 
+def hub_names(config: Config) -> dict[str, tuple[hub.Kind, str]]:
+    """(kind, name) by setting, of the settings that name something on the hub."""
+    data, model = config.recipe.data, config.recipe.model.name
+    rows = (("data.path", data.path), ("data.valid", data.valid), ("data.test", data.test))
+    found: dict[str, tuple[hub.Kind, str]] = {
+        field: ("dataset", name) for field, name in rows if name and records.is_hub_name(name, data.format)
+    }
+    if model != hub.PACKAGED and hub.is_name(model):
+        found["model.name"] = ("model", model)
+    return found
+
+
+def _pinned(kind: hub.Kind, name: str) -> str:
+    try:
+        return hub.pinned(kind, name)
+    except hub.Refused:
+        return name  # told with all that is wrong, when the files are looked for
+
+
+def _taken_over(old: Config, new: Config) -> dict[str, object]:
+    """Settings of a resume that name the same things on the hub, at the commits that the run was started with."""
+    known = hub_names(old)
+    return {
+        field: known[field][1]
+        for field, (_, name) in hub_names(new).items()
+        if field in known and hub.takes_over(name, known[field][1])
+    }
+
+
 def _absolute(path: str) -> str:
     return path if "://" in path else str(Path(path).expanduser().absolute())
 
@@ -119,6 +158,7 @@ def _numbered(folder: Path) -> Path:
 def _resumed(folder: Path, new: Config) -> Config:
     """The stored run with what `new` names; what would change its weights is refused by name."""
     old = stored(folder)
+    new = replace(configuration.with_overrides(new, _taken_over(old, new)), named=new.named)
     asked = {name: value for name, value in configuration.flat(new).items() if name in new.named}
     # What is left open now is as the run has it.
     asked = {name: value for name, value in asked.items() if not (name in LEFT_OPEN and value == "auto")}

@@ -1,0 +1,48 @@
+"""What every node must read: the rows that it tokenises, the model that it trains."""
+
+from pathlib import Path
+
+from rtrain import hub
+from rtrain.config import Config
+from rtrain.data import records, tokens
+from rtrain.errors import ConfigError, Problem
+from rtrain.plan import preflight
+from rtrain.training import model, runs
+
+LOCAL = "file://"
+
+
+def share(config: Config, source: records.Source, weights: Path, root: Path) -> tuple[records.Source, Path]:
+    """Rows and model folder as every node of the Ray cluster reads them; `root` holds the token stores.
+
+    What came from the hub is copied under `root`, the packaged model only where some node lacks it. Raises `UserError`
+    where a node does not share `root`, or cannot read what the user named.
+    """
+    recipe, on_hub = config.recipe, runs.hub_names(config)
+    for kind, name in on_hub.values():
+        hub.keep(kind, name, root)
+    if "model.name" in on_hub:
+        weights = model.resolve(recipe.model.name, root)
+    if on_hub.keys() - {"model.name"}:
+        source = records.inspect(recipe.data, root)
+
+    folder = {} if root in weights.parents else hub.model_files(weights)
+    pieces = [piece for piece in source.pieces if piece.uri.startswith(LOCAL)]
+    files = {piece.uri: Path(piece.uri.removeprefix(LOCAL)) for piece in pieces}
+    # By size alone: what was read is told from its digest, and there may be gigabytes.
+    wanted: dict[str, preflight.Files] = {uri: {path: (path.stat().st_size, None)} for uri, path in files.items()}
+    lacking = preflight.shared(root, {str(weights): preflight.described(folder.values()), **wanted})
+
+    problems: list[Problem] = []
+    if nodes := lacking.pop(str(weights), None):
+        if recipe.model.name == hub.PACKAGED:
+            name = f"{hub.PACKAGED}@{model.PACKAGED_SHA256[:16]}"
+            weights = hub.keep_files(folder, root / hub.FOLDERS["model"] / name)
+        else:
+            problems.append(preflight.unreadable("model.name", str(weights), nodes))
+    if lacking and not (root / ".tokens" / tokens.digest(recipe, source, weights)).is_dir():
+        roles = {piece.uri: f"data.{'path' if piece.role == 'train' else piece.role}" for piece in pieces}
+        problems += [preflight.unreadable(roles[uri], str(files[uri]), nodes) for uri, nodes in lacking.items()]
+    if problems:
+        raise ConfigError(problems)
+    return source, weights
