@@ -1,0 +1,148 @@
+"""What a GPU must show, in 40 minutes, without Ray or network: `python -m benchmarks.gpu [--json] [FOLDER]`.
+
+1. Prepare, where the data and all of rtrain are: `python -m benchmarks.gpu --prepare DATA FOLDER`. DATA holds
+   `banking77` and `squadshifts`; FOLDER gets their token stores and the packaged model in half precision, under 64 MB.
+2. Carry the checkout and FOLDER to the machine that has the GPU (inside the checkout, say as `.gpu`, which is where the
+   command looks by itself). It needs Python 3.11 or later with torch, transformers, numpy, pyarrow, pydantic, PyYAML,
+   tokenizers, safetensors and regex; HF Trainer is the peer where `accelerate` is there too, else a plain loop. What
+   is missing, `--only needs` says; wheels can be carried beside FOLDER (pydantic's are those of pydantic,
+   pydantic-core, typing-inspection and annotated-types).
+3. Run `python -m benchmarks.gpu --json --out gpu.json`. Sections come in order of worth, each in a process of its own
+   with a share of the minutes, at which it is cut off; what one leaves over goes to those after it. The file is
+   complete after every line. Where a command may take ten minutes only, run several, each with a file of its own:
+   `--only needs right resume --minutes 9`, then `--only speed --minutes 9`, and so on.
+4. Read. A line stands by itself: its key, a value with its unit, of rounds the median and the spread, what was wanted
+   (`most`, `floor`, `goal`), whether it was met, and under `about` what it was measured with. First `right` and
+   `resume`: a line that is not met there counts for more than any speed. A line with `error` failed alone. Then
+   `speed`: `mfu` is 6 x weights x tokens + attention, of real tokens, over the device's peak; where it misses,
+   `profile` names the kernels and the gaps between them, and `pays` what would be faster.
+
+needs    versions, the device, what is missing
+right    attention's kernels against plain attention, packed against padded, dropout's rate, fp16 with a forced
+         overflow, recomputed layers, the same training in float64 whatever the passes, their size on the real memory
+resume   killed at update 20 of 40 and resumed: bit for bit? If not, which tensor differs first, and what torch says
+speed    tokens a second and share of the peak, side by side with HF Trainer, both at their largest pass
+profile  the five largest kernels of an update and the gaps between kernels
+pays     compiled encoders, the fused optimizer, CUDA graphs, larger passes
+score    seconds to an accuracy of 0.90 and 0.93 on banking77
+memory   the peak of a pass against its forecast, and what recomputation costs
+serving  texts a second and milliseconds by batch, on the GPU and on the processor beside it
+
+Without a GPU all of this runs at a tiny size, in seconds, as a test of itself.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import prepare, report, runner
+from benchmarks.gpu.bench import Bench
+
+FOLDER = Path(".gpu")
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__, formatter_class=form)
+    parser.add_argument("folder", nargs="?", type=Path, help=f"what --prepare made; default {FOLDER}")
+    parser.add_argument("--prepare", type=Path, metavar="DATA", help="make FOLDER from DATA, and end")
+    parser.add_argument("--model", default="minilm", help="of --prepare: the model to carry")
+    parser.add_argument("--json", action="store_true", help="print the document on stdout; the table goes to stderr")
+    parser.add_argument("--minutes", type=float, default=40)
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/gpu.json"), help="file of the results")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"of {', '.join(runner.SHARES)}")
+    parser.add_argument("--plant", metavar="NAME", choices=runner.SHARES, help=argparse.SUPPRESS)
+    chosen = parser.parse_args(arguments)
+    if chosen.folder is None and chosen.only and chosen.only[-1] not in runner.SHARES:
+        chosen.folder = Path(chosen.only.pop())  # the folder that was written after the names
+    if chosen.folder is None:
+        chosen.folder = FOLDER
+    if unknown := [name for name in chosen.only or () if name not in runner.SHARES]:
+        parser.error(f"--only: no such section: {', '.join(unknown)}; there are {', '.join(runner.SHARES)}")
+    if not chosen.prepare and not (chosen.folder / "texts.json").is_file():
+        parser.error(f"{chosen.folder} is not what --prepare makes; write --prepare DATA {chosen.folder} first")
+    return chosen
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def about(folder: Path) -> dict[str, Any]:
+    return {
+        "measured": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)),
+        "folder": str(folder),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    chosen = parse(arguments)
+    if chosen.prepare:
+        sizes = prepare.prepare(chosen.prepare, chosen.folder, chosen.model)
+        print(f"{chosen.folder}: " + ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sizes.items()))
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the section ends too, and the file says so
+    # Nothing is loaded from elsewhere; and whether there is a GPU is asked without waking it, before the forks.
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # HF Trainer would take all of them
+    _import()
+    out = chosen.out.absolute()
+    scratch = out.parent / f"{out.stem}-work"
+    scratch.mkdir(parents=True, exist_ok=True)
+    model = scratch / "model"
+    with contextlib.suppress(ImportError):
+        prepare.widened(chosen.folder.absolute() / "model", model)
+    start = next((way for way in ("fork", "spawn") if (found := runner.in_child(_gpu, way)) is not None), None)
+    if start is None:
+        raise SystemExit("torch cannot use the device; see above")
+    bench = Bench(chosen.folder.absolute(), model, scratch, found, start)
+    names = [name for name in runner.SHARES if name in (chosen.only or runner.SHARES)]
+    plan = runner.Plan(names, 60 * chosen.minutes, out, scratch, bench, chosen.plant)
+    try:
+        document = runner.run(plan, {**about(chosen.folder), "gpu": bench.gpu}, say)
+    except KeyboardInterrupt:
+        say(f"stopped; what was found is in {out}")
+        raise SystemExit(130) from None
+    print(report.table(document), file=sys.stderr if chosen.json else sys.stdout)
+    if chosen.json:
+        print(json.dumps(document))
+
+
+def _import() -> None:
+    """What every section needs, once. What is missing, `needs` says."""
+    with contextlib.suppress(ImportError):
+        import transformers
+
+        transformers.utils.logging.set_verbosity_error()
+        for name in ("AutoModelForSequenceClassification", "BertForSequenceClassification", "Trainer"):
+            getattr(transformers, name)  # imported when it is first named, seconds each
+        import rtrain.training.loop
+        import rtrain.training.model  # noqa: F401
+    gc.freeze()  # a section's collections pass over all of that
+
+
+def _gpu() -> bool:
+    """Whether there is one. Where a process that was started so cannot use it, this one ends with an error."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+"""What the sections have in common: sizes, networks, texts, clocks, and what a device can do at most."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks.gpu.report import Report
+
+if TYPE_CHECKING:
+    import torch
+
+    from rtrain.data.store import Store
+    from rtrain.tasks.batch import Tokens
+
+LABELS = tuple("abcdefgh")
+"""Of texts that are trained on for their time alone."""
+CARRIED = "minilm"
+"""The model that the folder of the data holds; the others have random weights."""
+PEAKS = {
+    **{"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12},
+    **{"L4": 121e12, "V100": 125e12, "T4": 65e12},
+}
+"""Dense matrix products a second in half precision (bf16, or fp16 where there is no bf16), by a part of the device's
+name, the longer names first. From the makers' data sheets."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    models: Mapping[str, Mapping[str, int] | None]
+    """BERT's shape by name; None for the one that is carried."""
+    long: int
+    """Tokens of a text where all are equally long."""
+    tokens_per_update: int
+    rows_per_update: int
+    """At most."""
+    largest_pass: int
+    """Tokens beyond which no larger pass is tried."""
+    seconds: float
+    """Of one timed stretch."""
+    rounds: int
+    cells: int
+    """Pairs of a model and texts whose speed is measured."""
+    product: int
+    """Rows and columns of the matrix product whose speed is the peak, where no data sheet is known."""
+
+
+def _shape(hidden: int, layers: int, heads: int) -> dict[str, int]:
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    return dict(zip(names, (hidden, layers, heads, 4 * hidden), strict=True))
+
+
+FULL = Size(
+    models={CARRIED: None, "bert-base": _shape(768, 12, 12), "bert-large": _shape(1024, 24, 16)},
+    long=512,
+    tokens_per_update=1 << 17,
+    rows_per_update=1024,
+    largest_pass=1 << 17,
+    seconds=3.0,
+    rounds=3,
+    cells=7,
+    product=8192,
+)
+TINY = Size(
+    models={CARRIED: None, "bert-base": _shape(32, 2, 2), "bert-large": _shape(48, 3, 3)},
+    long=128,
+    tokens_per_update=1 << 10,
+    rows_per_update=32,
+    largest_pass=1 << 9,
+    seconds=0.02,
+    rounds=2,
+    cells=1,
+    product=512,
+)
+
+
+@dataclass
+class Bench:
+    """What a section is given."""
+
+    data: Path
+    """As `prepare` left it."""
+    model: Path
+    """The carried model, in fp32."""
+    scratch: Path
+    gpu: bool
+    start: str = "fork"
+    """How processes are started: by fork, or by spawn where that would not leave them the GPU."""
+    ends: float = 0.0
+    """When the section is killed, of time.monotonic."""
+    report: Report = field(default_factory=lambda: Report(Path("/dev/null"), ""))
+
+    @property
+    def size(self) -> Size:
+        return FULL if self.gpu else TINY
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.ends - time.monotonic()
+
+    @property
+    def device(self) -> "torch.device":
+        import torch
+
+        return torch.device("cuda" if self.gpu else "cpu")
+
+    @cached_property
+    def precision(self) -> str:
+        """What `auto` comes to here."""
+        from rtrain.training import precision
+
+        return precision.resolve("auto", precision.of(self.device))
+
+    def store(self, name: str) -> "Store":
+        from rtrain.data.store import open_store
+
+        (folder,) = (self.data / name / ".tokens").iterdir()
+        return open_store(folder)
+
+
+def synchronize(bench: Bench) -> None:
+    """Wait until the GPU has done what it was told to."""
+    if bench.gpu:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def forget(bench: Bench) -> None:
+    """Give back what nothing refers to any more."""
+    import gc
+
+    gc.collect()
+    if bench.gpu:
+        import torch
+
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+# ---------------------------------------------------------------------------------------------------------- networks
+
+
+def network(
+    bench: Bench,
+    name: str,
+    *,
+    pack: bool = True,
+    attention_dropout: float | None = 0.0,
+    recompute: bool = False,
+    labels: tuple[str, ...] = LABELS,
+    seed: int = 0,
+) -> Any:
+    """A classifier as rtrain trains it, on the device. Attention without dropout takes a GPU's fastest kernel."""
+    import torch
+
+    from rtrain.config import Model
+    from rtrain.tasks import base
+    from rtrain.training import model, packed
+
+    torch.manual_seed(seed)
+    if bench.size.models[name] is None:
+        chosen = Model(attention_dropout=attention_dropout, pooling="own")
+        made: Any = model.build(bench.model, base.get("classification"), labels, seed, chosen, pack)
+    else:
+        made = _random(bench, name, attention_dropout, labels)
+        if pack and packed.supports(made):
+            packed.enable(made, "first")
+    if recompute:
+        model.keep_inputs_alone(made)
+    model.place(made, bench.device)
+    return made
+
+
+def plain_network(bench: Bench, name: str, attention: str, labels: tuple[str, ...] = LABELS) -> Any:
+    """The same as Transformers makes it, without dropout of attention weights too."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    if bench.size.models[name] is None:
+        made: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
+            bench.model,
+            num_labels=len(labels),
+            attn_implementation=attention,
+            attention_probs_dropout_prob=0.0,
+            dtype=torch.float32,
+            local_files_only=True,
+        )
+    else:
+        made = _random(bench, name, 0.0, labels)
+        made.set_attn_implementation(attention)
+    return made.to(bench.device)
+
+
+def _random(bench: Bench, name: str, attention_dropout: float | None, labels: tuple[str, ...]) -> Any:
+    import torch
+    import transformers
+
+    carried = transformers.AutoConfig.from_pretrained(bench.model, local_files_only=True)
+    settings: dict[str, Any] = {"num_labels": len(labels), **(bench.size.models[name] or {})}
+    config = transformers.BertConfig(
+        **settings,
+        vocab_size=carried.vocab_size,
+        max_position_embeddings=max(bench.size.long, carried.max_position_embeddings),
+        pad_token_id=carried.pad_token_id,
+        attention_probs_dropout_prob=0.1 if attention_dropout is None else attention_dropout,
+    )
+    with torch.device(bench.device):
+        return transformers.AutoModelForSequenceClassification.from_config(config)
+
+
+# ------------------------------------------------------------------------------------------------------------- texts
+
+
+def texts(bench: Bench, name: str, rows: int = 4000) -> "Tokens":
+    """Texts of a store as they are, a window a row, or `long` ones of equal length; each with some label."""
+    from rtrain.tasks.batch import single
+
+    draw = np.random.default_rng(0)
+    if name == "long":
+        count = min(rows, 512)
+        vocabulary = _vocabulary(bench.model)
+        lengths = np.full(count, bench.size.long, dtype=np.int32)
+        ids = draw.integers(vocabulary // 2, vocabulary, count * bench.size.long, dtype=np.int32)
+        second = lengths
+    else:
+        store = bench.store(name)
+        found = store.read("train", np.arange(min(rows, store.rows("train"))))
+        ids, lengths, second = found.ids, found.lengths, found.second
+    targets = np.arange(len(lengths)) % len(LABELS)
+    return single(ids, lengths, second, targets, np.arange(len(lengths), dtype=np.uint64))
+
+
+def _vocabulary(model: Path) -> int:
+    import json
+
+    return int(json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+
+
+def rows_per_update(size: Size, of: "Tokens") -> int:
+    """A power of two, so that passes of any smaller one divide it."""
+    rows = min(size.rows_per_update, len(of), int(size.tokens_per_update / float(of.lengths.mean())))
+    return 1 << max(3, rows.bit_length() - 1)
+
+
+# ------------------------------------------------------------------------------------------------------------- speed
+
+
+def timed(bench: Bench, work: Callable[[int], Any], seconds: float, warm: int = 2) -> tuple[int, float]:
+    """How often `work` was done, and in how many seconds, after `warm` times that do not count."""
+    for number in range(warm):
+        work(number)
+    synchronize(bench)
+    begun, count = time.perf_counter(), 0
+    while count < 2 or time.perf_counter() - begun < seconds:
+        work(warm + count)
+        count += 1
+    synchronize(bench)
+    return count, time.perf_counter() - begun
+
+
+def largest(attempt: Callable[[int], None], start: int, cap: int, free: Callable[[], None]) -> int:
+    """The largest of `start`, its double and so on, up to `cap`, that does not run out of memory."""
+    import torch
+
+    found = 0
+    while start <= cap:
+        try:
+            attempt(start)
+        except torch.OutOfMemoryError:
+            break
+        finally:
+            free()
+        found, start = start, 2 * start
+    if not found:
+        raise MemoryError(f"not even {start} fit")
+    return found
+
+
+def flops(network: Any, lengths: Any) -> float:
+    """Of training on texts of these lengths: six for each weight that a token, or a row, meets; and attention, where
+    each token meets each of its text: two products, 2 x hidden operations each, three times, in every layer."""
+    from benchmarks import probe
+    from benchmarks.figures import linear_flops
+
+    per_token, per_row = probe.weights(network)
+    linear = linear_flops(
+        {"weights_per_token": per_token, "weights_per_row": per_row}, float(lengths.sum()), float(len(lengths))
+    )
+    config = network.config
+    squares = float((lengths.astype(np.float64) ** 2).sum())
+    return linear + 12 * int(config.num_hidden_layers) * int(config.hidden_size) * squares
+
+
+def peak(bench: Bench, precision: str) -> tuple[float, str]:
+    """Operations a second at most, and how that is known."""
+    if bench.gpu and precision != "fp32":
+        import torch
+
+        name = torch.cuda.get_device_name()
+        for part in sorted(PEAKS, key=len, reverse=True):
+            if part in name:
+                return PEAKS[part], f"data sheet of {part}"
+    return product_flops(bench, precision), "the best matrix product here"
+
+
+def product_flops(bench: Bench, precision: str) -> float:
+    """Operations a second of a large matrix product."""
+    import torch
+
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+    size = bench.size.product
+    left, right = (torch.randn(size, size, dtype=torch.float32, device=bench.device).to(kind) for _ in range(2))
+    best = 0.0
+    for _ in range(3):
+        count, seconds = timed(bench, lambda number: left @ right, bench.size.seconds / 5)
+        best = max(best, 2.0 * size * size * size * count / seconds)
+    return best

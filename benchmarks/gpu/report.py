@@ -1,0 +1,118 @@
+"""What a section found, line by line: on the disk before the next line is measured. And the table of all of them."""
+
+import contextlib
+import json
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures import summary
+
+Value = float | int | bool | str | None
+
+
+class Report:
+    """The lines of one section. Each stands by itself, with all that it was measured with."""
+
+    def __init__(self, path: Path, section: str):
+        self._path, self._section = path, section
+
+    def line(
+        self,
+        key: str,
+        value: Value = None,
+        unit: str = "",
+        *,
+        values: Sequence[float] | None = None,
+        most: float | None = None,
+        floor: float | None = None,
+        goal: float | None = None,
+        **about: Any,
+    ) -> None:
+        """`values`, of rounds, stand beside their median. A check is a truth, or a figure and the `most` that it may
+        be; the worst of the rounds meets a `floor`, their median a `goal`."""
+        found: dict[str, Any] = {"key": f"{self._section}.{key}", "value": value, "unit": unit}
+        worst = value
+        if values:
+            spread = summary(values)
+            found |= {"value": spread.pop("median"), **spread}
+            worst = found["min"]
+        for name, bound in (("most", most), ("floor", floor), ("goal", goal)):
+            if bound is not None:
+                found[name] = bound
+        met = {
+            "most": most is None or (_number(found["value"]) and found["value"] <= most),
+            "floor": floor is None or (_number(worst) and worst >= floor),  # type: ignore[operator]
+        }
+        if isinstance(found["value"], bool):
+            found["met"] = found["value"]
+        elif most is not None or floor is not None:
+            found["met"] = all(met.values())
+        self._add({**found, **({"about": about} if about else {})})
+
+    @contextlib.contextmanager
+    def attempt(self, key: str) -> Iterator[None]:
+        """What goes wrong inside is a line of its own, and the section goes on."""
+        try:
+            yield
+        except Exception as error:
+            shown = f"{type(error).__name__}: {error}".strip()
+            self._add(
+                {"key": f"{self._section}.{key}", "error": shown[:2000], "traceback": traceback.format_exc()[-4000:]}
+            )
+            _free()
+
+    def failed(self, error: BaseException) -> None:
+        """The section ended by this error."""
+        self._add({"failed": f"{type(error).__name__}: {error}"[:2000], "traceback": traceback.format_exc()[-4000:]})
+
+    def _add(self, found: Mapping[str, Any]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found, default=str) + "\n")
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _free() -> None:
+    """Give back what a failed line left on the GPU."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Those that are complete."""
+    if not path.is_file():
+        return []
+    return [
+        json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")
+    ]
+
+
+def table(document: Mapping[str, Any]) -> str:
+    """For a terminal and for Markdown: every line of every section, and how each section ended."""
+    shown = ["| line | value | spread | wanted | met |", "|---|---|---|---|---|"]
+    for name, section in document["sections"].items():
+        for one in section["lines"]:
+            if "error" in one:
+                shown.append(f"| {one['key']} | {one['error'].splitlines()[0][:120]} | | | failed |")
+                continue
+            spread = f"{one['min']:.4g} .. {one['max']:.4g}" if "min" in one else ""
+            bounds = (("most", "<= {:.3g}"), ("floor", ">= {:.3g}"), ("goal", "goal {:.3g}"))
+            wanted = ", ".join(text.format(one[bound]) for bound, text in bounds if bound in one)
+            met = {True: "yes", False: "NO", None: ""}[one.get("met")]
+            shown.append(f"| {one['key']} | {_shown(one['value'])} {one['unit']} | {spread} | {wanted} | {met} |")
+        ended = section["status"] + (f": {section['error'].splitlines()[0][:200]}" if section.get("error") else "")
+        shown.append(f"| **{name}** | {ended} | {section['seconds']:.0f} of {section['share_s']:.0f} s | | |")
+    return "\n".join(shown)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)

@@ -1,0 +1,155 @@
+"""Does it resume bit for bit: 40 updates at once, and 40 of which a process made 20 until it was killed."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu import trainings
+from benchmarks.gpu.bench import Bench
+
+if TYPE_CHECKING:
+    from rtrain.data.ingest import Update
+
+UPDATES, KILLED_AT, BEYOND = 40, 20, 23
+"""The checkpoint at 20 is whole before the process is killed, in the midst of update 23."""
+ATTENTION: Mapping[str, float | None] = {"dropout": None, "no_dropout": 0.0}
+"""Of attention's weights, as the model has it and without: a GPU takes another kernel for each."""
+SAID = "said.json"
+
+
+def run(bench: Bench) -> None:
+    """This process computes nothing itself: those that it starts would not get the GPU any more."""
+    ways = ATTENTION if bench.gpu else {"dropout": None}
+    for way, rate in ways.items():
+        for deterministic in (False, True):
+            key = f"{way}{'.deterministic' if deterministic else ''}"
+            with bench.report.attempt(key):
+                _compare(bench, key, rate, deterministic)
+
+
+def _compare(bench: Bench, key: str, rate: float | None, deterministic: bool) -> None:
+    root = bench.scratch / "resume" / key
+    shutil.rmtree(root, ignore_errors=True)
+    settings = _settings(bench, rate)
+    _start(bench, root / "straight", settings, deterministic)
+    code = _start(bench, root / "resumed", settings, deterministic, kill=True)
+    if code != -signal.SIGKILL:
+        raise RuntimeError(f"the process that was to be killed ended with {code}")
+    _start(bench, root / "resumed", settings, deterministic)
+    said = json.loads((root / "resumed" / SAID).read_text(encoding="utf-8"))
+    ends = [root / name / "checkpoints" / f"update-{UPDATES:08d}" for name in ("straight", "resumed")]
+    other, of, largest = differing(*ends)
+    about = {"of": of, "first": other[:3], "largest_difference": largest, "resumed_from": said["from"]}
+    about |= {"said": said["warnings"], "updates": UPDATES, "precision": said["precision"]}
+    equal = not other and said["from"] == KILLED_AT
+    bench.report.line(f"bit_for_bit.{key}", equal, **about)
+    # The same update of the same weights again, in one process: where that differs, no checkpoint is to blame.
+    bench.report.line(
+        f"repeated.{key}", len(said["repeated"]), "tensors of a gradient differ", most=0, first=said["repeated"][:3]
+    )
+    shutil.rmtree(root)
+
+
+def _settings(bench: Bench, rate: float | None) -> dict[str, Any]:
+    rows = bench.store("banking77").rows("train")
+    per_update = min(64, rows // 4)
+    epochs = -(-UPDATES // -(-rows // per_update))
+    return {
+        "model.attention_dropout": rate,
+        "train.rows_per_update": per_update,
+        "train.epochs": epochs,
+        "train.save_every": KILLED_AT,
+        "train.evaluate_every": KILLED_AT,
+        "train.keep": 9,
+        "train.log_every": 1,
+    }
+
+
+def _start(bench: Bench, folder: Path, settings: dict[str, Any], deterministic: bool, kill: bool = False) -> int:
+    """One start of the run in a process of its own; returns its exit code."""
+    folder.mkdir(parents=True, exist_ok=True)
+    context: Any = multiprocessing.get_context(bench.start)
+    process = context.Process(target=_train, args=(bench, folder, settings, deterministic, kill))
+    process.start()
+    process.join()
+    if not kill and process.exitcode:
+        wrong = folder / "error.txt"
+        raise RuntimeError(wrong.read_text(encoding="utf-8") if wrong.is_file() else f"ended with {process.exitcode}")
+    return int(process.exitcode or 0)
+
+
+def _train(bench: Bench, folder: Path, settings: dict[str, Any], deterministic: bool, kill: bool) -> None:
+    import torch
+
+    from rtrain.training import checkpoint
+
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what cuBLAS asks for, to add in one order
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    whole = checkpoint.path_of(folder / "checkpoints", KILLED_AT)
+
+    def killed(stream: trainings.Stream) -> trainings.Stream:
+        def updates(first: int, stop: int) -> Iterator["Update"]:
+            for update in stream(first, stop):
+                while kill and update.number == BEYOND:
+                    if checkpoint.is_complete(whole):
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    time.sleep(0.01)
+                yield update
+
+        return updates
+
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ran = trainings.start(bench, folder, settings, stop=UPDATES, wrap=killed)
+            again = _repeated(ran)
+        said = sorted({str(one.message).splitlines()[0] for one in caught if "determinis" in str(one.message)})
+        found = {"from": ran.reporter.of("started")[0]["update"], "warnings": said, "repeated": again}
+        found["precision"] = ran.job.precision
+        (folder / SAID).write_text(json.dumps(found), encoding="utf-8")
+    except Exception as error:
+        (folder / "error.txt").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+        raise
+
+
+def _repeated(ran: trainings.Ran) -> list[str]:
+    """Tensors of the gradient of one update that are not the same when it is computed again, dropout and all."""
+    import torch
+
+    from rtrain.training import memory
+
+    job, found = ran.job, list[dict[str, torch.Tensor]]()
+    tokens = job.store.read("train", job.order.positions(0))
+    for _ in range(2):
+        torch.manual_seed(1)
+        ran.network.train().zero_grad(set_to_none=True)
+        memory.one_pass(ran.network, job.loss, tokens, job.pad_id, job.precision)
+        named = ran.network.named_parameters()
+        found.append({name: one.grad.clone() for name, one in named if one.grad is not None})
+    return [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
+
+
+def differing(mine: Path, theirs: Path) -> tuple[list[str], int, float]:
+    """Tensors that are not equal, bit for bit, of the weights and of the optimizer's state; of how many; and the
+    largest difference. By numpy, see `run`."""
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    other, of, largest = [], 0, 0.0
+    for name in ("model.safetensors", "optim.safetensors"):
+        left, right = (load_file(folder / name) for folder in (mine, theirs))
+        if left.keys() != right.keys():
+            raise RuntimeError(f"{name} holds other tensors")
+        for key, value in left.items():
+            of += 1
+            if value.tobytes() != right[key].tobytes():
+                other.append(key)
+                largest = max(largest, float(np.abs(value.astype(np.float64) - right[key]).max()))
+    return other, of, largest

@@ -1,0 +1,168 @@
+"""One section after another, each in a process of its own with its share of the minutes; the file after every line.
+
+The processes are forked from one that has imported torch and transformers and computed nothing: a section starts at
+once, has a GPU of its own to run out of memory on, and is killed where it hangs.
+"""
+
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import report
+from benchmarks.gpu.bench import Bench
+
+SHARES: Mapping[str, float] = {
+    "needs": 0.5,
+    "right": 4,
+    "resume": 4,
+    "speed": 14,
+    "profile": 2,
+    "pays": 5,
+    "score": 4.5,
+    "memory": 3.5,
+    "serving": 2.5,
+}
+"""Sections in order of worth, each a module of this package with a function `run`, and their parts of the time."""
+LOOK_S = 0.2
+PLANTED = "an error that was asked for (--plant)"
+
+
+@dataclass
+class Plan:
+    names: list[str]
+    seconds: float
+    out: Path
+    scratch: Path
+    bench: Bench
+    planted: str | None = None
+    """A section that is to fail at its begin: whoever reads the report sees how that looks."""
+
+
+def share(left: float, names: list[str]) -> float:
+    """Seconds of the first of `names`, of which those that are still to come have theirs. Pure."""
+    return left * SHARES[names[0]] / sum(SHARES[name] for name in names)
+
+
+def run(plan: Plan, about: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    """The document, which is also in `plan.out`, complete at any moment."""
+    document: dict[str, Any] = {"about": dict(about), "sections": {}}
+    ends = time.monotonic() + plan.seconds
+    for place, name in enumerate(plan.names):
+        seconds = max(1.0, share(ends - time.monotonic(), plan.names[place:]))
+        section: dict[str, Any] = {"status": "running", "share_s": round(seconds, 1), "seconds": 0.0, "lines": []}
+        document["sections"][name] = section
+        write(plan.out, document)
+        _run_section(plan, name, seconds, section, lambda: write(plan.out, document), say)
+        say(f"{name}: {section['status']}, {section['seconds']:.0f} of {seconds:.0f} s, {len(section['lines'])} lines")
+    return document
+
+
+def _run_section(
+    plan: Plan, name: str, seconds: float, section: dict[str, Any], keep: Callable[[], None], say: Callable[[str], None]
+) -> None:
+    path = plan.scratch / f"{name}.jsonl"
+    path.unlink(missing_ok=True)
+    begun = time.monotonic()
+    bench = replace(plan.bench, ends=begun + seconds, report=report.Report(path, name))
+    context: Any = multiprocessing.get_context(plan.bench.start)
+    process = context.Process(target=_child, args=(name, bench, plan.planted == name))
+    process.start()
+
+    def read() -> None:
+        found = report.lines(path)
+        section["seconds"] = round(time.monotonic() - begun, 1)
+        if len(found) > len(section["lines"]) + ("error" in section):
+            ended = [one for one in found if "failed" in one]
+            known, section["lines"] = len(section["lines"]), [one for one in found if "failed" not in one]
+            for one in ended:
+                section.update(error=one["failed"], traceback=one["traceback"])
+            for one in section["lines"][known:]:
+                say(f"  {one['key']}: {one.get('error') or one['value']}")
+            keep()
+
+    try:
+        while process.is_alive() and time.monotonic() - begun < seconds:
+            process.join(LOOK_S)
+            read()
+        cut = process.is_alive()
+    except BaseException:
+        section["status"] = "stopped"
+        _end(process)
+        read()
+        keep()
+        raise
+    _end(process)
+    read()
+    if cut:
+        section["status"], section["error"] = "cut off", f"after its share of {seconds:.0f} s"
+    elif process.exitcode:
+        section["status"] = "failed"
+        section.setdefault("error", f"the process ended with {process.exitcode}")
+    else:
+        section["status"] = "done"
+    keep()
+
+
+def _child(name: str, bench: Bench, planted: bool) -> None:
+    os.setpgid(0, 0)  # what it starts ends with it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
+    try:
+        if planted:
+            raise RuntimeError(PLANTED)
+        importlib.import_module(f"benchmarks.gpu.{name}").run(bench)
+    except Exception as error:
+        bench.report.failed(error)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _watch(parent: int) -> None:
+    """No section outlives the command."""
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _end(process: Any) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if process.is_alive():  # before it had a group of its own
+        process.kill()
+    process.join()
+
+
+def write(path: Path, document: Mapping[str, Any]) -> None:
+    """Whole or not at all."""
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    draft.rename(path)
+
+
+def in_child(work: Callable[[], Any], start: str) -> Any:
+    """What `work` gives in a process of its own: this one must not wake the GPU, or it could not fork any more."""
+    context: Any = multiprocessing.get_context(start)
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_tell, args=(work, theirs))
+    process.start()
+    theirs.close()
+    try:
+        return mine.recv()
+    except EOFError:
+        return None
+    finally:
+        process.join()
+
+
+def _tell(work: Callable[[], Any], pipe: Any) -> None:
+    pipe.send(work())

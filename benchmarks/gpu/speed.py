@@ -1,0 +1,254 @@
+"""How fast: tokens a second and the share of the device's peak, of rtrain and of Transformers side by side.
+
+Every side trains the same texts with as many rows an update, in the largest passes that its memory holds; its rows are
+there before the clock runs, or come from processes of their own (the Trainer's loader). Attention weights have no
+dropout, but on the side that says so. Rounds in which every side trains once, with a model of its own.
+"""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks import figures
+from benchmarks.gpu import bench as common
+from benchmarks.gpu.bench import CARRIED, LABELS, Bench, forget, network, plain_network, texts
+from benchmarks.peers import one_device
+
+if TYPE_CHECKING:
+    from rtrain.tasks.batch import Tokens
+
+CELLS = (
+    ("bert-large", "squadshifts"),
+    ("bert-large", "long"),
+    (CARRIED, "banking77"),
+    ("bert-base", "squadshifts"),
+    (CARRIED, "squadshifts"),
+    ("bert-base", "long"),
+    (CARRIED, "long"),
+)
+"""Model and texts, in order of worth."""
+MFU: Mapping[str, Any] = {"floor": 0.35, "goal": 0.48}
+"""Of the largest model, by the side that is fastest."""
+AS_THEY_ARE: Mapping[str, Any] = {"floor": 1.2, "goal": 1.5}
+"""Times as fast as Transformers at its best, on texts of many lengths."""
+OWN: Mapping[str, Mapping[str, Any]] = {
+    "packed": {},
+    "packed_attention_dropout": {"attention_dropout": 0.1},
+    "padded": {"pack": False},
+}
+HF: Mapping[str, bool] = {"hf": False, "hf_grouped": True}
+"""By whether it groups by length."""
+START_TOKENS, START_ROWS = 256, 2
+
+
+@dataclass(frozen=True)
+class Speed:
+    tokens: float
+    """Real ones, a second."""
+    flops: float
+    """A second, of real tokens alone."""
+    padding: float
+    """Tokens computed for each real one."""
+
+
+class Ours:
+    """rtrain's update over passes that are made beforehand, round and round."""
+
+    UPDATES = 4
+
+    def __init__(self, made: Any, of: "Tokens", rows: int, tokens_per_pass: int, precision: str):
+        from rtrain.config import Distill, Optim
+        from rtrain.data.order import deal
+        from rtrain.tasks import base
+        from rtrain.training import losses, optim
+        from rtrain.training.exchange import Exchange
+
+        made.train()
+        self.network, self._precision = made, precision
+        self.exchange, self.optimizer = Exchange(made), optim.build(made, Optim())
+        self._loss = losses.for_run(base.get("classification"), Distill(), base.Head(LABELS))
+        draw = np.random.default_rng(0)
+        self.updates = []
+        for _ in range(self.UPDATES):
+            part = of.pick(draw.permutation(len(of))[:rows])
+            (passes,) = deal(part.lengths, 1, None, tokens_per_pass)
+            self.updates.append([part.pick(chosen) for chosen in passes])
+
+    def update(self, number: int) -> Any:
+        from rtrain.training import step
+
+        return step.run_update(
+            self.exchange,
+            self.optimizer,
+            self._loss,
+            self.updates[number % self.UPDATES],
+            pad_id=self.network.config.pad_token_id,
+            precision=self._precision,
+            clip_norm=1.0,
+        )
+
+    def measure(self, bench: Bench) -> Speed:
+        done: list[Any] = []
+        count, seconds = common.timed(
+            bench, lambda number: done.append((number, self.update(number))), bench.size.seconds
+        )
+        counted = done[-count:]
+        flops = [common.flops(self.network, np.concatenate([one.lengths for one in passes])) for passes in self.updates]
+        tokens = sum(one.real_tokens for _, one in counted)
+        padded = sum(one.padded_tokens for _, one in counted)
+        whole = sum(flops[number % self.UPDATES] for number, _ in counted)
+        return Speed(tokens / seconds, whole / seconds, padded / tokens)
+
+
+def run(bench: Bench) -> None:
+    precision = bench.precision
+    highest, source = common.peak(bench, precision)
+    product = common.product_flops(bench, precision)
+    bench.report.line("peak", highest / 1e12, "TFLOP/s", source=source, product=product / 1e12, precision=precision)
+    longest = 0.0
+    for model, kind in CELLS[: bench.size.cells]:
+        if bench.left < longest:
+            bench.report.line(f"{model}.{kind}", None, note="not begun: too little of the section's time is left")
+            continue
+        before = bench.left
+        with bench.report.attempt(f"{model}.{kind}"):
+            _cell(bench, model, kind, highest, precision)
+        forget(bench)
+        longest = max(longest, before - bench.left)
+
+
+def _cell(bench: Bench, model: str, kind: str, highest: float, precision: str) -> None:
+    of = texts(bench, kind)
+    rows = common.rows_per_update(bench.size, of)
+    sides: dict[str, Callable[[], Speed]] = {}
+    about: dict[str, dict[str, Any]] = {}
+    for name, settings in OWN.items():
+        with bench.report.attempt(f"{model}.{kind}.{name}"):
+            most = _tokens_per_pass(bench, model, of, rows, precision, settings)
+            sides[name] = _own_side(bench, model, of, rows, most, precision, settings)
+            about[name] = {"tokens_per_pass": most, **settings}
+    for name, grouped in HF.items():
+        with bench.report.attempt(f"{model}.{kind}.{name}"):
+            plan, attention, by = _best(bench, model, of, rows, precision, grouped)
+            sides[name] = _hf_side(bench, model, of, plan, attention)
+            about[name] = {"rows_per_pass": plan.rows_per_pass, "attention": attention, "peer": by}
+    found: list[dict[str, Speed]] = []
+    for number in range(bench.size.rounds):
+        one = {}
+        for name in figures.turn(list(sides), number):
+            one[name] = sides[name]()
+            forget(bench)
+        found.append(one)
+    report = bench.report
+    for name in sides:
+        speeds = [one[name] for one in found]
+        more: dict[str, Any] = {
+            "rows_per_update": rows,
+            "precision": precision,
+            **about[name],
+            "padding": speeds[0].padding,
+        }
+        report.line(f"{model}.{kind}.{name}.tokens_per_s", values=[one.tokens for one in speeds], **more)
+        wanted = MFU if bench.gpu and (model, name) == ("bert-large", "packed") else {}
+        report.line(f"{model}.{kind}.{name}.mfu", values=[one.flops / highest for one in speeds], **wanted)
+    theirs = [name for name in HF if name in sides]
+    if theirs and "packed" in sides:
+        wanted = AS_THEY_ARE if bench.gpu and kind != "long" else {}
+        best = max(theirs, key=lambda name: float(np.median([one[name].tokens for one in found])))
+        ratios = [one["packed"].tokens / one[best].tokens for one in found]
+        report.line(f"{model}.{kind}.packed_over_hf", values=ratios, unit="x", **wanted, best=best, **about[best])
+    if "padded" in sides and "packed" in sides:
+        ratios = [one["packed"].tokens / one["padded"].tokens for one in found]
+        report.line(f"{model}.{kind}.packed_over_padded", values=ratios, unit="x")
+
+
+# ------------------------------------------------------------------------------------------------------------ rtrain
+
+
+def _tokens_per_pass(
+    bench: Bench, model: str, of: "Tokens", rows: int, precision: str, settings: Mapping[str, Any]
+) -> int:
+    """Of the longest texts: rows of other lengths take no more."""
+    ours = Ours(network(bench, model, **settings), of, rows, 1 << 30, precision)
+    longest = of.pick(np.argsort(-of.lengths, kind="stable"))
+    ends = np.cumsum(longest.lengths)
+
+    def attempt(tokens: int) -> None:
+        chosen = longest.pick(np.arange(min(len(of), int(np.searchsorted(ends, tokens)) + 1)))
+        ours.updates = [[chosen]] * Ours.UPDATES
+        ours.update(0)
+        ours.update(1)  # beside the optimizer's moments
+
+    # An update has no more tokens than this in any pass.
+    cap = min(bench.size.largest_pass, int(of.lengths.mean() * rows) * 2)
+    return common.largest(attempt, START_TOKENS, max(START_TOKENS, cap), lambda: forget(bench))
+
+
+def _own_side(
+    bench: Bench, model: str, of: "Tokens", rows: int, most: int, precision: str, settings: Mapping[str, Any]
+) -> Callable[[], Speed]:
+    return lambda: Ours(network(bench, model, **settings), of, rows, most, precision).measure(bench)
+
+
+# ------------------------------------------------------------------------------------------------------ Transformers
+
+
+def rows_of(of: "Tokens") -> list[dict[str, Any]]:
+    """As `one_device` takes them."""
+    ends = np.cumsum(of.lengths)
+    return [
+        {"input_ids": of.ids[end - length : end], "labels": int(label)}
+        for end, length, label in zip(ends, of.lengths, of.targets, strict=True)
+    ]
+
+
+def _best(
+    bench: Bench, model: str, of: "Tokens", rows: int, precision: str, grouped: bool
+) -> tuple[one_device.Plan, str, str]:
+    """Its largest pass by each attention that is there; and of these the faster."""
+    found = []
+    for attention in ("sdpa", *(["flash_attention_2"] if bench.gpu and importlib.util.find_spec("flash_attn") else [])):
+        made = plain_network(bench, model, attention)
+        longest = rows_of(of.pick(np.argsort(-of.lengths, kind="stable")))
+        plan = one_device.Plan(2, 1, grouped=False, precision=precision)
+
+        def attempt(count: int, made: Any = made, longest: Any = longest, plan: Any = plan) -> None:
+            one_device.train(made, longest[:count], made.config.pad_token_id, replace(plan, rows_per_pass=count))
+
+        count = common.largest(attempt, START_ROWS, min(rows, _most_rows(bench, of)), lambda: forget(bench))
+        workers = 4 if bench.gpu else 0
+        whole = replace(
+            plan, rows_per_pass=count, passes=rows // count, grouped=grouped, loader_workers=workers, warm=2
+        )
+        del made
+        forget(bench)
+        speed, by = _trained(bench, model, of, replace(whole, updates=6), attention)
+        found.append((speed.tokens, replace(whole, updates=2 + _updates(bench, speed, of, rows)), attention, by))
+    _, plan, attention, by = max(found, key=lambda one: one[0])
+    return plan, attention, by
+
+
+def _most_rows(bench: Bench, of: "Tokens") -> int:
+    """A power of two of the longest rows that together have no more than the largest pass's tokens."""
+    count = max(START_ROWS, int(bench.size.largest_pass / int(of.lengths.max())))
+    return 1 << (count.bit_length() - 1)
+
+
+def _updates(bench: Bench, speed: Speed, of: "Tokens", rows: int) -> int:
+    """As many as a timed stretch has."""
+    return max(2, int(bench.size.seconds * speed.tokens / (rows * float(of.lengths.mean()))))
+
+
+def _hf_side(bench: Bench, model: str, of: "Tokens", plan: one_device.Plan, attention: str) -> Callable[[], Speed]:
+    return lambda: _trained(bench, model, of, plan, attention)[0]
+
+
+def _trained(bench: Bench, model: str, of: "Tokens", plan: one_device.Plan, attention: str) -> tuple[Speed, str]:
+    made = plain_network(bench, model, attention)
+    done = one_device.train(made, rows_of(of), made.config.pad_token_id, plan)
+    # Of the texts that it happened to draw the squares are not known; over whole epochs they are these.
+    flops = common.flops(made, of.lengths) / float(of.lengths.sum()) * done.real_tokens
+    return Speed(done.real_tokens / done.seconds, flops / done.seconds, done.padded_tokens / done.real_tokens), done.by

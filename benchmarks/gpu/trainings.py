@@ -1,0 +1,100 @@
+"""Whole trainings on banking77 by rtrain's loop, its evaluation and its checkpoints, in this process, without Ray."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.prepare import intent
+
+if TYPE_CHECKING:
+    from rtrain.data.ingest import Update
+    from rtrain.training.loop import Clock, Job, Outcome
+
+Stream = Callable[[int, int], Iterator["Update"]]
+PASS = {True: 1 << 16, False: 1 << 11}
+"""Tokens, by whether there is a GPU."""
+
+
+@dataclass
+class Reporter:
+    """Keeps what the loop says, with the seconds of training until then."""
+
+    clock: "Clock"
+    enough: Callable[[float], bool] = lambda score: False
+    """Given each evaluation's score: whether the training may end there."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    ends: bool = False
+
+    def event(self, kind: str, **fields: Any) -> None:
+        seconds = sum(self.clock.seconds.get(name, 0.0) for name in ("first_batch", "input_wait", "train"))
+        self.events.append({"kind": kind, "seconds": seconds, **fields})
+
+    def score(self, metrics: dict[str, Any]) -> None:
+        self.ends = self.ends or self.enough(metrics["score"])
+
+    def notice(self) -> bool:
+        return self.ends
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [one for one in self.events if one["kind"] == kind]
+
+
+@dataclass(frozen=True)
+class Ran:
+    job: "Job"
+    outcome: "Outcome"
+    reporter: Reporter
+    network: Any
+
+
+def start(
+    bench: Bench,
+    run: Path,
+    settings: Mapping[str, Any],
+    *,
+    enough: Callable[[float], bool] = lambda score: False,
+    stop: int | None = None,
+    wrap: Callable[[Stream], Stream] = lambda stream: stream,
+) -> Ran:
+    """One start of the run at `run`, from its newest checkpoint to update `stop`. `settings` of the recipe `intent`."""
+    from rtrain import config
+    from rtrain.data.ingest import Share, plan_update
+    from rtrain.data.order import Order
+    from rtrain.tasks import base
+    from rtrain.training import loop, losses, model
+    from rtrain.training.exchange import Exchange
+
+    given = {
+        **intent(),
+        "data.path": "carried",
+        "train.precision": bench.precision,
+        "model.pooling": "mean",
+        **settings,
+    }
+    recipe, store, task = config.load("intent", given).recipe, bench.store("banking77"), base.get("classification")
+    train = recipe.train
+    order = Order(store.manifest.digest, store.rows("train"), recipe.rows_per_update, train.epochs, train.seed)
+    network: Any = model.build(bench.model, task, store.manifest.labels, train.seed, recipe.model, train.packed)
+    model.place(network, bench.device)
+    job = loop.Job(
+        recipe=recipe,
+        run=run,
+        store=store,
+        task=task,
+        loss=losses.for_run(task, recipe.distill, store.manifest.head, train.label_smoothing),
+        order=order,
+        pad_id=model.pad_id(bench.model),
+        precision=train.precision,
+        until=min(stop or order.updates, order.updates),
+    )
+    share = Share(store.folder, order, 1, 0, None, PASS[bench.gpu])
+
+    def stream(first: int, stop: int) -> Iterator["Update"]:
+        return (plan_update(store, share, number) for number in range(first, stop))
+
+    clock = loop.Clock()
+    reporter = Reporter(clock, enough)
+    outcome = loop.train(job, Exchange(network), wrap(stream), reporter, clock)
+    return Ran(job, outcome, reporter, network)
