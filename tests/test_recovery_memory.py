@@ -50,6 +50,10 @@ TOLD = (
     [
         ([NODE + REASON + KILLED + USERS + HELP], TOLD),
         (["Training failed due to worker errors:", "died", NODE + REASON + KILLED + USERS + HELP], TOLD),
+        (
+            [NODE + REASON + KILLED + KILLED.replace("21945", "7").replace("9.52", "0.11") + 2 * USERS + 2 * HELP],
+            TOLD.replace("9.52 GB. The", "9.52 GB and 1 more. The"),
+        ),
         ([NODE + HELP], f"node 192.0.2.2 ran out of memory: 22.47 of 23.54 GB were used. {SETTINGS}"),
         (["MemoryError"], None),
         (["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB."], None),

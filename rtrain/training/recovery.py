@@ -46,13 +46,16 @@ def memory_told(errors: Iterable[str]) -> str | None:
     if text is None or not (node := _NODE.search(text)):
         return None
     share = f", above {float(found['share']):.3g} %" if (found := _SHARE.search(text)) else ""
-    ended = [f"process {found['pid']} with {found['used']} GB" for found in _ENDED.finditer(text)]
-    largest = [
-        f"{found['used']} GB {found['command'].strip()[:COMMAND_CHARACTERS]} ({found['pid']})"
+    # By process: a worker group's error has the message once and again, and idle processes are ended with a worker.
+    ended = {found["pid"]: float(found["used"]) for found in _ENDED.finditer(text)}
+    largest = {
+        found["pid"]: f"{found['used']} GB {found['command'].strip()[:COMMAND_CHARACTERS]} ({found['pid']})"
         for found in _USER.finditer(text)
-    ]
-    who = f"; Ray ended {', '.join(ended)}" if ended else ""
-    most = f". The largest processes there: {'; '.join(largest[:LARGEST])}" if largest else ""
+    }
+    worst = max(ended, key=lambda pid: ended[pid], default=None)
+    others = f" and {len(ended) - 1} more" if len(ended) > 1 else ""
+    who = f"; Ray ended process {worst} with {ended[worst]:.2f} GB{others}" if worst else ""
+    most = f". The largest processes there: {'; '.join(list(largest.values())[:LARGEST])}" if largest else ""
     return (
         f"node {node['node']} ran out of memory: {node['used']} of {node['limit']} GB were used{share}{who}{most}. "
         "Lower train.tokens_per_pass or data.max_tokens, take fewer train.workers on a node, or nodes with more memory"
