@@ -203,7 +203,9 @@ class _Torch:
         auto = getattr(transformers, base.get(artifact.task).auto_model)
         transformers.utils.logging.disable_progress_bar()
         self._torch = torch
-        network = auto.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=torch.float32)
+        network = auto.from_pretrained(
+            folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype=torch.float32
+        )
         if artifact.facts.get(pooling.FACT) == "mean":
             pooling.pool_by_mean(network)
         # Never trained: gradients are asked of inputs only, and what the weights' would need is not kept.

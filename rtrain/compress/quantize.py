@@ -75,7 +75,9 @@ def _write_graph(folder: Path, parent: artifact.Artifact, store: Store, calibrat
     import transformers
 
     auto = getattr(transformers, base.get(parent.task).auto_model)
-    network = auto.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=torch.float32).eval()
+    network = auto.from_pretrained(
+        folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype=torch.float32
+    ).eval()
     if parent.facts.get(pooling.FACT) == "mean":
         pooling.pool_by_mean(network)
     samples = list(_samples(store, calibration_rows, model.pad_id(folder), accepted(network)))

@@ -203,7 +203,7 @@ def _hub_pieces(field: str, name: str, role: str) -> list[Piece]:
     import datasets
 
     try:
-        loaded = datasets.load_dataset(name)
+        loaded = datasets.load_dataset(name, trust_remote_code=False)
     except (
         Exception
     ) as error:  # the library raises a dozen types here, network errors among them; all mean the same to a user
