@@ -231,6 +231,8 @@ class Tune(Section):
 
 class Serve(Section):
     host: str = "127.0.0.1"
+    insecure: bool = False
+    """Listen also where others can reach it, though nobody is asked for a key."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """0 takes a free port."""
     replicas: Positive = 1

@@ -8,7 +8,6 @@ answer, an error too, carries the model's name and version; each error has the o
 import asyncio
 import functools
 import importlib.resources
-import ipaddress
 import json
 import logging
 import time
@@ -30,6 +29,7 @@ from rtrain.config import Serve
 from rtrain.predict import InputError, Predictor
 from rtrain.tasks.base import Input
 from serve import schema
+from serve.access import is_loopback
 from serve.batcher import Batcher, EngineError, Expired, Overloaded
 from serve.explanations import Explanations, Row
 from serve.schema import RequestError
@@ -277,14 +277,6 @@ def _check_name(asked: str, name: str) -> None:
 @functools.cache
 def _page() -> str:
     return (importlib.resources.files("serve") / "page" / "index.html").read_text(encoding="utf-8")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _characters(text: Input) -> int:
