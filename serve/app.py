@@ -59,7 +59,13 @@ class Service:
         self.rows = counter("rtrain_rows", "Texts answered.")
         self.engine_seconds = counter("rtrain_engine_seconds", "Time in engine calls.")
         self.batch_rows = histogram("rtrain_batch_rows", "Texts of an engine call.", buckets=BATCH_BUCKETS)
-        self.batcher = Batcher(predictor.run, settings.max_batch_rows, settings.max_queue_rows, self._on_call)
+        self.batcher = Batcher(
+            functools.partial(predictor.run, most_tokens=settings.max_batch_tokens),
+            settings.max_batch_rows,
+            settings.max_queue_rows,
+            self._on_call,
+            settings.max_batch_tokens,
+        )
         queue = Gauge("rtrain_queue_rows", "Texts that wait for the engine.", registry=self.registry)
         queue.set_function(lambda: self.batcher.waiting)
         explained = histogram("rtrain_explain_seconds", "Time to explain a text.", buckets=SECONDS_BUCKETS)
