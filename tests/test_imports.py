@@ -55,7 +55,10 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "rtrain.data.synthetic": frozenset(),
     "rtrain.data.values": frozenset({"rtrain.config"}),
-    "rtrain.data.records": frozenset({"rtrain.config", "rtrain.data.formats", "rtrain.data.values"}),
+    "rtrain.data.records": frozenset(
+        {"rtrain.config", "rtrain.data.addresses", "rtrain.data.formats", "rtrain.data.values"}
+    ),
+    "rtrain.data.addresses": frozenset(),
     "rtrain.data.packing": frozenset({"rtrain.data.records"}),
     "rtrain.data.splits": frozenset({"rtrain.config", "rtrain.data.records"}),
     "rtrain.data.quarantine": frozenset({"rtrain.config", "rtrain.data.records"}),

@@ -137,7 +137,7 @@ def test_a_datasets_folder_without_the_split_names_what_it_has(datasets_folder: 
 def test_a_name_that_no_hub_gives_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    def unreachable(name: str) -> None:
+    def unreachable(name: str, **settings: object) -> None:
         raise ConnectionError(f"no network to look up {name}")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
@@ -151,7 +151,8 @@ def test_a_name_from_the_hub_is_read_from_its_local_files(
 ) -> None:
     import datasets
 
-    monkeypatch.setattr(datasets, "load_dataset", lambda name: datasets.load_from_disk(str(datasets_folder)))
+    whole = datasets.load_from_disk(str(datasets_folder))
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, **settings: whole)
     data = Data(path="someone/rows", format="datasets")
     assert [piece.role for piece in records.inspect(data).pieces] == ["train", "test"]
     assert [(record.text, record.label) for record in read(data)] == [

@@ -18,6 +18,7 @@ import pyarrow
 
 from rtrain.config import Data
 from rtrain.data import formats
+from rtrain.data.addresses import is_glob, opened, path_of, suffix
 from rtrain.data.values import not_words, string, text_of
 from rtrain.errors import ConfigError, Problem, UserError, quoted
 
@@ -127,12 +128,13 @@ def _pieces(field: str, uri: str, format: str | None, role: str) -> list[Piece]:
     filesystem, path = fsspec.core.url_to_fs(uri)
     if filesystem.isdir(path) and (_is_datasets(filesystem, path) or format == "datasets"):
         return _datasets_pieces(field, filesystem, path, role)
-    if any(character in path for character in "*?["):
-        files = [name for name in filesystem.glob(path) if filesystem.isfile(name)]
-    elif filesystem.isdir(path):
-        files = [name for name in filesystem.find(path) if _suffix(name) in SUFFIXES]
-    elif filesystem.isfile(path):
+    # Before globs: a file may be called `rows [final].csv`, and of a URL the question mark begins the query.
+    if filesystem.isfile(path):
         files = [path]
+    elif filesystem.isdir(path):
+        files = [name for name in filesystem.find(path) if suffix(name) in SUFFIXES]
+    elif is_glob(uri):
+        files = [name for name in filesystem.glob(path) if filesystem.isfile(name)]
     elif format == "datasets":
         return _hub_pieces(field, uri, role)
     else:
@@ -141,7 +143,7 @@ def _pieces(field: str, uri: str, format: str | None, role: str) -> list[Piece]:
         raise ConfigError([Problem(field, uri, "no data file in it", f"expected {', '.join(sorted(SUFFIXES))}")])
     pieces = []
     for name in sorted(files):
-        found = format or SUFFIXES.get(_suffix(name))
+        found = format or SUFFIXES.get(suffix(name))
         if found is None:
             fix = "set data.format to csv, tsv, jsonl, parquet, conll or squad"
             raise ConfigError([Problem(field, name, "its name does not tell its format", fix)])
@@ -153,11 +155,7 @@ def _pieces(field: str, uri: str, format: str | None, role: str) -> list[Piece]:
 
 def tells_format(name: str) -> bool:
     """Whether a file's name says its format; `.json` may be SQuAD's or rows."""
-    return _suffix(name) in SUFFIXES.keys() - {".json"}
-
-
-def _suffix(name: str) -> str:
-    return Path(name.removesuffix(".gz")).suffix
+    return suffix(name) in SUFFIXES.keys() - {".json"}
 
 
 def _nearby(filesystem: Any, path: str) -> str:
@@ -241,7 +239,7 @@ def _first_line(error: BaseException) -> str:
 
 def _header(field: str, piece: Piece) -> list[str]:
     """Names of the columns, as they stand in the file."""
-    with fsspec.open(piece.uri, "rb", compression="infer") as file:
+    with opened(piece.uri) as file:
         if piece.format in ("csv", "tsv", "jsonl"):
             if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 fix = "convert it, e.g. iconv -f utf-16 -t utf-8"
@@ -266,7 +264,7 @@ def _missing(data: Data, columns: tuple[str, ...], uri: str) -> list[Problem]:
     problems = []
     for field, wanted in wanted_columns(data):
         if wanted not in columns:
-            fix = f"{Path(uri).name} has {', '.join(columns)}; write --set data.{field}=COLUMN"
+            fix = f"{Path(path_of(uri)).name} has {', '.join(columns)}; write --set data.{field}=COLUMN"
             problems.append(Problem(f"data.{field}", wanted, "no such column", fix))
     return problems
 
@@ -293,7 +291,7 @@ def file_digest(uri: str) -> str:
 def read(piece: Piece, data: Data) -> Iterator[Record]:
     """The rows of one file, in order. `line` is the line of the file (csv, tsv, jsonl) or the row number from 1."""
     try:
-        with fsspec.open(piece.uri, "rb", compression="infer") as file:
+        with opened(piece.uri) as file:
             yield from _checked(_raw(file, piece, data), data)
     except DAMAGED as error:
         # Not a bad row: how many are behind it, nobody knows.

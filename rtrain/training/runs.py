@@ -51,7 +51,10 @@ def absolute(config: Config) -> Config:
     paths = {
         f"data.{name}": _absolute(value)
         for name, value in (("path", recipe.data.path), ("valid", recipe.data.valid), ("test", recipe.data.test))
-        if value is not None and (Path(value).expanduser().exists() or any(sign in value for sign in "/*?["))
+        # An address first: a presigned one is longer than the name of any file may be, and asking for it would fail.
+        if value is not None
+        and "://" not in value
+        and (Path(value).expanduser().exists() or any(sign in value for sign in "/*?["))
     }
     if config.deploy.report.tensorboard_dir is not None:
         paths["report.tensorboard_dir"] = _absolute(config.deploy.report.tensorboard_dir)
