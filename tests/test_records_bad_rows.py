@@ -198,9 +198,8 @@ def damaged(folder: Path, kind: str) -> Path:
         path.write_bytes(whole[: len(whole) // 2])
         return path
     write_parquet(path, text=pa.array(content.decode().split()), label=pa.array(["a"] * 30_001))
-    whole = bytearray(path.read_bytes())
-    whole[2000:9000] = bytes(7000)
-    path.write_bytes(whole)
+    written = path.read_bytes()
+    path.write_bytes(written[:2000] + bytes(7000) + written[9000:])
     return path
 
 
