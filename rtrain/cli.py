@@ -14,6 +14,7 @@ from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.options import (
     Address,
     DataOption,
+    Insecure,
     Json,
     ModelOption,
     New,
@@ -356,6 +357,7 @@ def serve(
     artifact: Annotated[Path, typer.Argument(help="Artefact folder.")],
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on (default 127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option("--port", help="Port (default 8000; 0 takes a free one).")] = None,
+    insecure: Insecure = False,
     assignments: Set = None,
     address: Address = None,
 ) -> None:
@@ -363,19 +365,16 @@ def serve(
     from rtrain import artifact as artifacts
     from rtrain.cluster.session import session, until_interrupted
     from rtrain.report.progress import say
-    from serve import deployment
+    from serve import access, deployment
 
-    config = configured("intent", assignments, host=host, port=port, address=address)
+    config = configured("intent", assignments, host=host, port=port, insecure=insecure or None, address=address)
+    access.check(config.deploy.serve, say)
     folder = artifact.absolute()
     artifacts.read(folder)
     with session(config, folder.parent), deployment.start(folder, config.deploy.serve) as endpoint:
         say(f"serving {folder} at {endpoint.url} (Ctrl-C ends it)")
-        say(f"try: {curl(endpoint.url)}")
+        say(f"try: {access.curl(endpoint.url)}")
         until_interrupted()
-
-
-def curl(url: str) -> str:
-    return f"curl -s {url}/predict -H 'content-type: application/json' -d '{{\"inputs\": \"Where is my parcel?\"}}'"
 
 
 @app.command()

@@ -62,20 +62,21 @@ class Report:
 
 def run(config: Config, out: str | None, keep: bool = False) -> dict[str, Any]:
     """Run all stages; returns what `rtrain demo --json` prints. What a stage raises leaves nothing running."""
-    from rtrain.cli import curl
     from rtrain.cluster.session import session, until_interrupted
+    from serve import access
 
     started = time.perf_counter()
     folder = runs.folder_for("demo", out)
     config = _with_data(config, folder, refuse=out is not None)
     driver.check(config)
+    access.check(config.deploy.serve, say)
     report = Report()
     with PeakMemory() as memory, Line() as line, session(config, folder):
         _train_stages(report, config, folder, line)
         with _serve_stages(report, config, folder, line) as url:
             document = _finish(report, folder, time.perf_counter() - started, memory.peak_mb)
             if keep:
-                say(f"serving at {url} (Ctrl-C ends it)\ntry: {curl(url)}")
+                say(f"serving at {url} (Ctrl-C ends it)\ntry: {access.curl(url)}")
                 until_interrupted()
     return document
 

@@ -38,6 +38,12 @@ class ConfigError(UserError):
         return type(self), (self.problems, self.advice)  # so that it survives the way back from a Ray worker
 
 
+def quoted(value: object, limit: int = 60) -> str:
+    """A value of a row on one line and in ASCII, so that hostile text cannot write on the terminal."""
+    shown = ascii(value)
+    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
+
+
 def _short(value: Any, limit: int = 80) -> str:
     """`value` on one line, control characters escaped, so that hostile text cannot write on the terminal."""
     text = str(value).encode("unicode_escape").decode("ascii") if isinstance(value, str) else repr(value)

@@ -231,7 +231,7 @@ def _loaded(name: Name) -> dict[str, list[Path]]:
         _commit("dataset", name.repo, name.revision, ask=True)
         _say("dataset", name)
     try:
-        loaded = datasets.load_dataset(name.repo, name.subset, revision=name.revision)
+        loaded = datasets.load_dataset(name.repo, name.subset, revision=name.revision, trust_remote_code=False)
     except Exception as error:
         raise _refused("dataset", name, error, _subsets(name)) from None
     found = {split: [Path(entry["filename"]) for entry in rows.cache_files] for split, rows in sorted(loaded.items())}

@@ -22,6 +22,7 @@ DataOption = Annotated[str | None, typer.Option("--data", help="Training rows: f
 ValidOption = Annotated[str | None, typer.Option("--valid", help="Validation rows; without it 10 % are split off.")]
 TestOption = Annotated[str | None, typer.Option("--test", help="Test rows; without it 10 % are split off.")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="minilm, a Transformers folder, or a hub name.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Listen where others can reach it, without keys.")]
 Workers = Annotated[int | None, typer.Option("--workers", help="DDP workers.")]
 Address = Annotated[str | None, typer.Option("--address", help="Ray cluster; default RAY_ADDRESS, else a local one.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")]
@@ -46,6 +47,7 @@ SHORT = {
     "address": "cluster.address",
     "host": "serve.host",
     "port": "serve.port",
+    "insecure": "serve.insecure",
 }
 """Setting by the name of its own option."""
 

@@ -81,6 +81,7 @@ def load(
         folder,
         local_files_only=True,
         use_safetensors=True,
+        trust_remote_code=False,
         dtype=torch.float32,
         ignore_mismatched_sizes=True,
         output_loading_info=True,

@@ -2,7 +2,8 @@
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,7 +25,8 @@ BATCH_ROWS = 32
 GOLDEN_TOLERANCE = {"torch": 1e-3, "openvino": 0.1}
 
 MOST_TOKENS = 1 << 14
-"""Of one engine call: texts of many windows go in smaller groups."""
+"""Of one engine call, padding included: texts of many windows go in smaller groups, and the windows of one text in
+parts. Its memory grows with them: 64 windows of 384 tokens of a single text are 24,576, of 32 such texts 786,432."""
 
 
 class InputError(UserError):
@@ -75,20 +77,35 @@ class Predictor:
             found.update(zip(rows, encoded, strict=True))
         return [found[row] for row in range(len(read))]
 
-    def run(self, encoded: Sequence[Encoded]) -> Outputs:
-        """The output for each row (see `Task.outputs`), one engine call for all of them."""
+    def run(self, encoded: Sequence[Encoded], most_tokens: int = MOST_TOKENS) -> Outputs:
+        """The output for each row (see `Task.outputs`), by as few engine calls as `most_tokens` allows."""
         tokens = pack(encoded)
-        return self.task.outputs(self.run_tokens(tokens), tokens, self.head)
+        return self.task.outputs(self.run_tokens(tokens, most_tokens), tokens, self.head)
 
-    def run_tokens(self, tokens: Tokens) -> Floats:
+    def run_tokens(self, tokens: Tokens, most_tokens: int = MOST_TOKENS) -> Floats:
         """Logits of rows that are tokens already, as a token store gives them: [windows or wanted tokens, outputs]."""
-        inputs = padded(tokens, self.pad_id)
-        logits = self._engine.logits(inputs)
-        if logits.ndim == 2:
-            return logits
-        places = np.flatnonzero(inputs["attention_mask"])
         wanted = self.task.wanted(tokens, self.head)
-        return logits.reshape(-1, logits.shape[2])[places if wanted is None else places[wanted]]
+        ends = np.concatenate([[0], np.cumsum(tokens.lengths, dtype=np.int64)])
+        found = []
+        for windows in parts(tokens.lengths.tolist(), most_tokens):
+            first, last = ends[windows.start], ends[windows.stop]
+            inputs = padded(
+                replace(
+                    tokens,
+                    ids=tokens.ids[first:last],
+                    lengths=tokens.lengths[windows],
+                    second=tokens.second[windows],
+                ),
+                self.pad_id,
+            )
+            logits = self._engine.logits(inputs)
+            if logits.ndim == 3:
+                places = np.flatnonzero(inputs["attention_mask"])
+                if wanted is not None:
+                    places = places[wanted[(wanted >= first) & (wanted < last)] - first]
+                logits = logits.reshape(-1, logits.shape[2])[places]
+            found.append(logits)
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def outputs(self, encoded: Sequence[Encoded], batch_rows: int = BATCH_ROWS) -> list[Floats]:
         """The output for each of any number of rows, in batches of neighbours in length."""
@@ -141,6 +158,18 @@ class Predictor:
                 f"artefact {self.artifact.name} {self.artifact.version} does not reproduce its golden answers: logits "
                 f"differ by {worst:.3g} (at most {tolerance:g}). Its tokenizer, weights or engine are not its maker's."
             )
+
+
+def parts(lengths: Sequence[int], most_tokens: int) -> Iterator[slice]:
+    """Consecutive windows of at most `most_tokens` tokens, padded to the longest of them; a longer window is alone."""
+    start, longest = 0, 0
+    for place, length in enumerate(lengths):
+        longest = max(longest, length)
+        if place > start and (place + 1 - start) * longest > most_tokens:
+            yield slice(start, place)
+            start, longest = place, length
+    if start < len(lengths):
+        yield slice(start, len(lengths))
 
 
 def golden_inputs(task: Task, head: Head) -> list[Input]:

@@ -250,6 +250,8 @@ class Tune(Section):
 
 class Serve(Section):
     host: str = "127.0.0.1"
+    insecure: bool = False
+    """Listen also where others can reach it, though nobody is asked for a key."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """0 takes a free port."""
     replicas: Positive = 1
@@ -257,6 +259,9 @@ class Serve(Section):
     """Processor threads of one replica's engine."""
     max_batch_rows: Positive = 32
     """Most texts that one engine call answers."""
+    max_batch_tokens: Positive = 16_384
+    """Most tokens of one engine call, padding included: what bounds its memory and its time where texts are long. A
+    text of more goes alone, its windows in parts. 16,384 are 32 texts of 512 tokens, as in evaluation."""
     max_queue_rows: Positive = 1024
     """Texts that may wait; beyond it a request is answered 503 with Retry-After."""
     max_inputs: Positive = 256

@@ -8,7 +8,6 @@ answer, an error too, carries the model's name and version; each error has the o
 import asyncio
 import functools
 import importlib.resources
-import ipaddress
 import json
 import logging
 import time
@@ -30,6 +29,7 @@ from rtrain.config import Serve
 from rtrain.predict import InputError, Predictor
 from rtrain.tasks.base import Input
 from serve import schema
+from serve.access import is_loopback
 from serve.batcher import Batcher, EngineError, Expired, Overloaded
 from serve.explanations import Explanations, Row
 from serve.schema import RequestError
@@ -59,7 +59,13 @@ class Service:
         self.rows = counter("rtrain_rows", "Texts answered.")
         self.engine_seconds = counter("rtrain_engine_seconds", "Time in engine calls.")
         self.batch_rows = histogram("rtrain_batch_rows", "Texts of an engine call.", buckets=BATCH_BUCKETS)
-        self.batcher = Batcher(predictor.run, settings.max_batch_rows, settings.max_queue_rows, self._on_call)
+        self.batcher = Batcher(
+            functools.partial(predictor.run, most_tokens=settings.max_batch_tokens),
+            settings.max_batch_rows,
+            settings.max_queue_rows,
+            self._on_call,
+            settings.max_batch_tokens,
+        )
         queue = Gauge("rtrain_queue_rows", "Texts that wait for the engine.", registry=self.registry)
         queue.set_function(lambda: self.batcher.waiting)
         explained = histogram("rtrain_explain_seconds", "Time to explain a text.", buckets=SECONDS_BUCKETS)
@@ -277,14 +283,6 @@ def _check_name(asked: str, name: str) -> None:
 @functools.cache
 def _page() -> str:
     return (importlib.resources.files("serve") / "page" / "index.html").read_text(encoding="utf-8")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _characters(text: Input) -> int:

@@ -101,10 +101,13 @@ class Batcher:
         max_batch_rows: int,
         max_queue_rows: int,
         on_call: Callable[[int, float], None] = lambda rows, seconds: None,
+        max_batch_tokens: int | None = None,
     ):
-        """`on_call` is told the rows and seconds of each engine call, on the engine's thread."""
+        """`on_call` is told the rows and seconds of each engine call, on the engine's thread. `max_batch_tokens` are
+        those of a call, padding included; a row of more goes alone."""
         self._run, self._on_call = run, on_call
         self._max_batch_rows, self._max_queue_rows = max_batch_rows, max_queue_rows
+        self._max_batch_tokens = max_batch_tokens
         self._queues: dict[int, deque[_Row]] = {}  # by bucket; none is empty
         self._numbers = itertools.count()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -175,15 +178,21 @@ class Batcher:
     def _take(self, now: float) -> list[_Row]:
         """The next engine call: rows of the bucket whose first row has waited longest."""
         batch: list[_Row] = []
+        windows, longest = 0, 0
         while self._queues and not batch:
             length = min(self._queues, key=lambda length: self._queues[length][0].number)
             queue = self._queues[length]
             while queue and len(batch) < self._max_batch_rows:
-                row = queue.popleft()
+                row = queue[0]
                 if row.request.wanted(now):
+                    windows += len(row.encoded.windows)
+                    longest = max(longest, *(window.tokens for window in row.encoded.windows))
+                    if batch and self._max_batch_tokens is not None and windows * longest > self._max_batch_tokens:
+                        break  # it is the first of its bucket, so none that came later goes before it
                     batch.append(row)
                 else:
                     self.stats.dropped += 1
+                queue.popleft()
             if not queue:
                 del self._queues[length]
         return batch

@@ -30,6 +30,7 @@ import rtrain.artifact
 from rtrain.config import Serve
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
+from serve import access
 from serve.app import Service, build_app
 
 DEPLOYMENT = "rtrain"
@@ -105,10 +106,12 @@ class Endpoint:
 def start(artifact: Path, settings: Serve, name: str | None = None) -> Endpoint:
     """Serve the artefact on the Ray that this process is connected to; returns when `/v2/health/ready` answers 200.
 
-    Refuses, before anything starts, a damaged artefact, a port in use and a Ray that serves already: the HTTP settings
-    of a running Ray Serve cannot be changed, and `close` would end the other's endpoint with ours.
+    Refuses, before anything starts, an address that is open to others, a damaged artefact, a port in use and a Ray that
+    serves already: the HTTP settings of a running Ray Serve cannot be changed, and `close` would end the other's
+    endpoint with ours.
     """
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # importing ray.serve has set it to INFO, a line a step
+    access.check(settings)
     checked = rtrain.artifact.read(artifact)
     if _controller() is not None:
         raise UserError("this Ray runs Ray Serve already; close that endpoint first, or start a Ray of your own")

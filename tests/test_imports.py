@@ -45,6 +45,7 @@ ALLOWED: dict[str, frozenset[str]] = {
                     "base",
                     "batch",
                     "defaults",
+                    "labels",
                     "pooled",
                     "classification",
                     "tables",
@@ -57,7 +58,11 @@ ALLOWED: dict[str, frozenset[str]] = {
         | {"rtrain.metrics."}
     ),
     "rtrain.data.synthetic": frozenset(),
-    "rtrain.data.records": frozenset({"rtrain.config", "rtrain.data.formats", "rtrain.hub"}),
+    "rtrain.data.values": frozenset({"rtrain.config"}),
+    "rtrain.data.records": frozenset(
+        {"rtrain.config", "rtrain.data.addresses", "rtrain.data.formats", "rtrain.data.values", "rtrain.hub"}
+    ),
+    "rtrain.data.addresses": frozenset(),
     "rtrain.data.packing": frozenset({"rtrain.data.records"}),
     "rtrain.data.splits": frozenset({"rtrain.config", "rtrain.data.records"}),
     "rtrain.data.quarantine": frozenset({"rtrain.config", "rtrain.data.records"}),
@@ -79,7 +84,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.data.tokens": frozenset(
         {"rtrain.config", "rtrain.tasks."}
         | {f"rtrain.data.{name}" for name in ("drafts", "packing", "paraphrase", "quarantine", "records", "rewriting")}
-        | {"rtrain.data.splits", "rtrain.data.store", "rtrain.data.variants"}
+        | {"rtrain.data.splits", "rtrain.data.store", "rtrain.data.values", "rtrain.data.variants"}
     ),
     "rtrain.data.ingest": frozenset({"rtrain.data.order", "rtrain.data.store", "rtrain.tasks.batch"}),
     "rtrain.report.": frozenset({"rtrain.report."}),

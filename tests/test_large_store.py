@@ -217,7 +217,7 @@ class Memory:
 def test_a_stream_of_ten_times_its_limit_stays_within_bounds(
     large: Store, ray_session: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # A row is its tokens, its length, second, windows, target and number of targets, and its id: 4 bytes a token and 28.
+    # 4 bytes a token, and 28 a row: its length, second, windows, target, number of targets and id.
     epoch_bytes = 4 * large.manifest.tokens["train"] + 28 * ROWS
     order = order_of(large, 1024, epochs=math.ceil(10 * ingest.STREAM_BYTES / epoch_bytes))
     share = share_of(large, order)

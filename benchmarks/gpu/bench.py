@@ -188,6 +188,7 @@ def plain_network(bench: Bench, name: str, attention: str, labels: tuple[str, ..
     if bench.size.models[name] is None:
         made: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
             bench.model,
+            trust_remote_code=False,
             num_labels=len(labels),
             attn_implementation=attention,
             attention_probs_dropout_prob=0.0,
@@ -204,7 +205,7 @@ def _random(bench: Bench, name: str, attention_dropout: float | None, labels: tu
     import torch
     import transformers
 
-    carried = transformers.AutoConfig.from_pretrained(bench.model, local_files_only=True)
+    carried = transformers.AutoConfig.from_pretrained(bench.model, local_files_only=True, trust_remote_code=False)
     settings: dict[str, Any] = {"num_labels": len(labels), **(bench.size.models[name] or {})}
     config = transformers.BertConfig(
         **settings,
@@ -214,7 +215,7 @@ def _random(bench: Bench, name: str, attention_dropout: float | None, labels: tu
         attention_probs_dropout_prob=0.1 if attention_dropout is None else attention_dropout,
     )
     with torch.device(bench.device):
-        return transformers.AutoModelForSequenceClassification.from_config(config)
+        return transformers.AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
 
 
 # ------------------------------------------------------------------------------------------------------------- texts

@@ -101,7 +101,11 @@ def _hf(bench: Bench, seed: int, mean: bool) -> Seen:
     per_update, epochs, every = _size(bench)
     torch.manual_seed(seed)
     made: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
-        bench.model, num_labels=len(store.manifest.labels), dtype=torch.float32, local_files_only=True
+        bench.model,
+        trust_remote_code=False,
+        num_labels=len(store.manifest.labels),
+        dtype=torch.float32,
+        local_files_only=True,
     )
     if mean:
         pooling.pool_by_mean(made)

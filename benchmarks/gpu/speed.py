@@ -74,7 +74,7 @@ class Ours:
         self.updates = []
         for _ in range(self.UPDATES):
             part = of.pick(draw.permutation(len(of))[:rows])
-            (passes,) = deal(part.lengths, 1, None, tokens_per_pass)
+            passes = deal(part.lengths, 1, 0, None, tokens_per_pass)
             self.updates.append([part.pick(chosen) for chosen in passes])
 
     def update(self, number: int) -> Any:

@@ -20,7 +20,7 @@ def main() -> None:
     )
     texts, names = common.read(chosen.rows)
     labels = {name: number for number, name in enumerate(sorted(set(names)))}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(chosen.model, local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chosen.model, local_files_only=True, trust_remote_code=False)
     encoded = tokenizer(texts, truncation=True, max_length=common.MAX_TOKENS)["input_ids"]
     rows = [{"input_ids": ids, "labels": labels[name]} for ids, name in zip(encoded, names, strict=True)]
     loader: Any = torch.utils.data.DataLoader(

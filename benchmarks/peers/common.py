@@ -52,7 +52,12 @@ def network(folder: Path, labels: int, attention: str) -> Any:
     import transformers
 
     return transformers.AutoModelForSequenceClassification.from_pretrained(
-        folder, num_labels=labels, attn_implementation=attention, dtype=torch.float32, local_files_only=True
+        folder,
+        num_labels=labels,
+        attn_implementation=attention,
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=False,
     )
 
 

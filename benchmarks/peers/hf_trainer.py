@@ -28,7 +28,7 @@ def main() -> None:
 
     texts, names = common.read(chosen.rows)
     labels = {name: number for number, name in enumerate(sorted(set(names)))}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(chosen.model, local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chosen.model, local_files_only=True, trust_remote_code=False)
 
     def encode(batch: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = tokenizer(batch["text"], truncation=True, max_length=common.MAX_TOKENS)

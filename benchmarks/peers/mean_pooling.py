@@ -15,6 +15,7 @@ class MeanPooled(torch.nn.Module):
         super().__init__()
         encoder: Any = transformers.AutoModel.from_pretrained(
             folder,
+            trust_remote_code=False,
             add_pooling_layer=False,  # its weights would get no gradient, which DDP refuses
             attn_implementation=attention,
             dtype=torch.float32,

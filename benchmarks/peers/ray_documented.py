@@ -80,7 +80,7 @@ def main() -> None:
     texts, names = common.read(chosen.rows)
     labels = {name: number for number, name in enumerate(sorted(set(names)))}
     dataset = ray.data.read_csv(str(chosen.rows)).random_shuffle(seed=chosen.seed)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(chosen.model, local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chosen.model, local_files_only=True, trust_remote_code=False)
     dataset = dataset.map_batches(partial(encode, tokenizer=tokenizer, labels=labels))
     config = {
         "model": chosen.model,

@@ -6,11 +6,12 @@ import os
 import secrets
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rtrain import env
 from rtrain.cluster import supply
@@ -26,6 +27,9 @@ fewest: a task that reads, and one that may wait for it."""
 WORKERS_PER_DATA_CPU = 8
 OBJECT_STORE_BYTES = 512 << 20
 """Streams hold tens of megabytes ahead; Ray's default of 30 % of the memory would be counted as used by no one."""
+LEAST_STORE_BYTES = 128 << 20
+"""Of shared memory: two streams of 64 MB. Ray itself refuses less than 75 MiB."""
+SHARED_MEMORY = "/dev/shm"
 
 
 def package_root() -> Path:
@@ -121,6 +125,31 @@ def data_cpus(asked: int | None, workers: int) -> int:
     return DATA_CPUS + workers // WORKERS_PER_DATA_CPU if asked is None else asked
 
 
+class ObjectStore(NamedTuple):
+    size: int
+    """Bytes."""
+    folder: str | None = None
+    """Where it lies; None for Ray's own choice: shared memory on Linux, the folder for temporary files elsewhere."""
+    notice: str | None = None
+
+
+def object_store(platform: str, free: int | None) -> ObjectStore:
+    """Size and place of a local Ray's object store; `free`: bytes of /dev/shm, None where there is none.
+
+    Docker gives a container 64 MB of it, of which Ray can make no object store. A file on disk does as well, slower by
+    what the system writes back; that is better than to refuse a training that needs a few megabytes at a time.
+    """
+    if platform != "linux":
+        return ObjectStore(OBJECT_STORE_BYTES)
+    size = min(OBJECT_STORE_BYTES, (free or 0) // 2)
+    if size >= LEAST_STORE_BYTES:
+        return ObjectStore(size)
+    folder = tempfile.gettempdir()
+    has = "there is no /dev/shm" if free is None else f"/dev/shm has {free >> 20} MB free"
+    notice = f"{has}: Ray's objects go to {folder}, which is slower; in Docker, write docker run --shm-size=2g"
+    return ObjectStore(OBJECT_STORE_BYTES, folder, notice)
+
+
 def _start_local(workers: int, spare: int) -> None:
     import ray
 
@@ -128,12 +157,16 @@ def _start_local(workers: int, spare: int) -> None:
     root = str(package_root())
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root]
     os.environ["PYTHONPATH"] = os.pathsep.join([root, *paths])
-    store = min(OBJECT_STORE_BYTES, shutil.disk_usage("/dev/shm").free // 2)
+    free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else None
+    store = object_store(sys.platform, free)
+    if store.notice:
+        sys.stderr.write(f"{store.notice}\n")
     ray.init(
         address="local",
         num_cpus=max(env.cores(), workers + spare),
         include_dashboard=False,
-        object_store_memory=store,
+        object_store_memory=store.size,
+        _plasma_directory=store.folder,
         log_to_driver=False,
         logging_level=logging.ERROR,
     )

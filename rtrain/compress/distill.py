@@ -16,7 +16,7 @@ from rtrain.config import Config, Model
 from rtrain.data.store import Store, open_store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.tasks import base
-from rtrain.tasks.batch import Ints
+from rtrain.tasks.batch import Ints, batches
 from rtrain.training import driver, model, precision, runs
 from rtrain.training.step import forward
 from rtrain.training.worker import TOKENIZER_FILES
@@ -28,6 +28,8 @@ DERIVED = ("model.name", "train.epochs", "optim.lr", "distill.teacher")
 """Settings of a student that follow from its teacher and from its other settings."""
 TEACHER_ROWS = 64
 """Rows of one pass of the teacher."""
+TEACHER_TOKENS = 1 << 14
+"""Tokens of one: its rows are neighbours in length, so the last passes would be as large as 64 of the longest rows."""
 BLOCK_ROWS = 1024
 """Rows that one data task answers."""
 TEACHER_CPUS = 1
@@ -178,13 +180,14 @@ def _answer(batch: dict[str, Any], store: Path, folder: Path, precision: str) ->
 
     opened, order, made, network = _teacher(store, folder)
     positions, task, pad_id = order[batch["id"]], base.get(made.task), model.pad_id(folder)
-    tokens, head = opened.read("train", positions), base.Head(made.labels, made.facts)
-    with torch.inference_mode():
-        logits = forward(network, tokens, pad_id, precision, task.wanted(tokens, head)).float().numpy()
-    outputs = task.outputs(logits, tokens, head)
+    head, lengths = base.Head(made.labels, made.facts), opened.column("train", "length")[positions]
     # As an array of arrays: rows of several tokens have several answers.
     answers = np.empty(len(positions), dtype=object)
-    answers[:] = [np.ascontiguousarray(row).ravel() for row in outputs]
+    for places in batches(lengths, np.arange(len(positions)), TEACHER_ROWS, TEACHER_TOKENS):
+        tokens = opened.read("train", positions[places])
+        with torch.inference_mode():
+            logits = forward(network, tokens, pad_id, precision, task.wanted(tokens, head)).float().numpy()
+        answers[places] = [np.ascontiguousarray(row).ravel() for row in task.outputs(logits, tokens, head)]
     return {"position": positions, "logits": answers}
 
 

@@ -3,7 +3,9 @@
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
+
+from rtrain.errors import quoted
 
 
 def csv_rows(file: IO[bytes], format: str) -> Iterator[tuple[int, list[str] | str]]:
@@ -67,7 +69,14 @@ def arrow_schema(file: IO[bytes], format: str) -> Any:
     )
 
 
-def arrow_rows(file: IO[bytes], format: str, columns: list[str]) -> Iterator[dict[str, Any]]:
+class _Bad(NamedTuple):
+    """In place of a value that Python has not."""
+
+    reason: str
+
+
+def arrow_rows(file: IO[bytes], format: str, columns: list[str]) -> Iterator[dict[str, Any] | str]:
+    """Columns by name, or the reason why a row cannot be read."""
     import pyarrow.ipc
     import pyarrow.parquet
 
@@ -78,18 +87,46 @@ def arrow_rows(file: IO[bytes], format: str, columns: list[str]) -> Iterator[dic
         stream = pyarrow.ipc.open_stream(file)
         batches, names = stream, _class_names(stream.schema)
     for batch in batches:
-        lists = {column: batch.column(column).to_pylist() for column in columns}
+        lists = {column: _values(column, batch.column(column)) for column in columns}
         for column in columns:
             if (known := names(column)) is not None:
-                lists[column] = [known[value] if value is not None and value >= 0 else None for value in lists[column]]
-        yield from (dict(zip(columns, values, strict=True)) for values in zip(*lists.values(), strict=True))
+                lists[column] = [_named(column, value, known) for value in lists[column]]
+        for values in zip(*lists.values(), strict=True):
+            bad = next((value.reason for value in values if isinstance(value, _Bad)), None)
+            yield bad or dict(zip(columns, values, strict=True))
+
+
+def _values(column: str, array: Any) -> list[Any]:
+    try:
+        return array.to_pylist()  # type: ignore[no-any-return]
+    except (ValueError, OverflowError):
+        return [_value(column, scalar) for scalar in array]
+
+
+def _value(column: str, scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return _Bad(f"column {column!r} is not UTF-8; write the file again with texts that are")
+    except (ValueError, OverflowError) as error:
+        return _Bad(f"column {column!r} holds what cannot be read ({quoted(str(error))}); correct it")
+
+
+def _named(column: str, value: Any, known: list[str]) -> Any:
+    """The name of a class; None where the row has none."""
+    if not isinstance(value, int):
+        return value
+    if value >= len(known):
+        return _Bad(f"column {column!r} is class {value}, and the file names {len(known)}; write the data set again")
+    return known[value] if value >= 0 else None
 
 
 def _class_names(schema: Any) -> Callable[[str], list[str] | None]:
     """A `datasets` file keeps label names beside integer codes, in its schema's metadata."""
     metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     features = metadata.get("info", {}).get("features", {})
-    return lambda column: features.get(column, {}).get("names")
+    classes = {column: feature["names"] for column, feature in features.items() if "names" in feature}
+    return classes.get
 
 
 def conll_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | str]]:

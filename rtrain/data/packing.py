@@ -30,7 +30,10 @@ def packed(
             continue
         split = split_of(record)
         group = record.text if record.group is None else record.group
-        for text, tokens in pieces(record.text, tokenizer, room):
+        parts = pieces(record.text, tokenizer, room)
+        if not parts:
+            yield record._replace(reason="the model reads no token of it; write a text or remove the row")
+        for text, tokens in parts:
             if split in open_blocks:
                 block, filled = open_blocks[split]
                 if filled + tokens <= room:

@@ -71,7 +71,7 @@ def check(name: str) -> None:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise _refused(name, str(error).strip() or type(error).__name__) from None
     if not config.is_encoder_decoder:
@@ -90,8 +90,8 @@ def load(name: str, **settings: Any) -> Rewriter:
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForSeq2SeqLM.from_pretrained(name, use_safetensors=True)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model = AutoModelForSeq2SeqLM.from_pretrained(name, use_safetensors=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise _refused(name, str(error).strip() or type(error).__name__) from None
     return Rewriter(model.eval(), tokenizer, **settings)

@@ -11,7 +11,7 @@ import pyarrow.parquet
 
 from rtrain.config import Recipe
 from rtrain.data import records
-from rtrain.errors import UserError
+from rtrain.errors import UserError, quoted
 
 Where = Callable[[int], str]
 """Row of the store in the making -> file:line."""
@@ -29,12 +29,12 @@ def unseen(
     store) that is the user's mistake; in our own split of a rare label it is not."""
     wrong = rows[given[rows]]
     if len(wrong):
-        listed = "\n  ".join(f"{where(row)}: label {labels[row]!r}" for row in wrong[:5])
+        listed = "\n  ".join(f"{where(row)}: label {quoted(labels[row])}" for row in wrong[:5])
         raise UserError(
             f"data.label: {len(wrong)} rows have a label that no training row has:\n  {listed}\n"
             "Add training rows of it, or correct these labels."
         )
-    return {int(row): f"label {labels[row]!r} occurs in no training row; add rows of it" for row in rows}
+    return {int(row): f"label {quoted(labels[row])} occurs in no training row; add rows of it" for row in rows}
 
 
 def locator(source: records.Source, shards: list[str], shard: npt.NDArray[np.uint32], lines: Any) -> Where:

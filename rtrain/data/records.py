@@ -6,7 +6,7 @@
 import codecs
 import hashlib
 import json
-import math
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +19,9 @@ import pyarrow
 from rtrain import hub
 from rtrain.config import Data
 from rtrain.data import formats
-from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.data.addresses import is_glob, opened, path_of, suffix
+from rtrain.data.values import not_words, string, text_of
+from rtrain.errors import ConfigError, Problem, UserError, quoted
 
 SUFFIXES = {
     ".csv": "csv",
@@ -53,6 +55,10 @@ class Record(NamedTuple):
     """Value of the column `data.split_by`; None where none is named."""
     split: str | None = None
     """`train`, `valid` or `test` where the column `data.split` says so."""
+
+
+DAMAGED = (OSError, EOFError, zlib.error, pyarrow.ArrowException)
+"""What damaged or cut-off files raise: of snappy an OSError, of gzip an EOFError, ..."""
 
 
 class Piece(NamedTuple):
@@ -114,7 +120,8 @@ def inspect(data: Data, root: Path | None = None) -> Source:
             for piece in found:
                 seen = _columns(field, piece)
                 columns = columns or seen
-                problems += _missing(data, seen, uri if is_hub_name(uri, data.format) else Path(piece.uri).name)
+                name = uri if is_hub_name(uri, data.format) else Path(path_of(piece.uri)).name
+                problems += _missing(data, seen, name)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -126,12 +133,13 @@ def _pieces(field: str, uri: str, format: str | None, role: str, root: Path | No
     filesystem, path = fsspec.core.url_to_fs(uri)
     if filesystem.isdir(path) and (_is_datasets(filesystem, path) or format == "datasets"):
         return _datasets_pieces(field, filesystem, path, role)
-    if any(character in path for character in "*?["):
-        files = [name for name in filesystem.glob(path) if filesystem.isfile(name)]
-    elif filesystem.isdir(path):
-        files = [name for name in filesystem.find(path) if _suffix(name) in SUFFIXES]
-    elif filesystem.isfile(path):
+    # Before globs: a file may be called `rows [final].csv`, and of a URL the question mark begins the query.
+    if filesystem.isfile(path):
         files = [path]
+    elif filesystem.isdir(path):
+        files = [name for name in filesystem.find(path) if suffix(name) in SUFFIXES]
+    elif is_glob(uri):
+        files = [name for name in filesystem.glob(path) if filesystem.isfile(name)]
     elif is_hub_name(uri, format):
         return _hub_pieces(field, uri, role, root, _nearby(filesystem, path))
     else:
@@ -140,7 +148,7 @@ def _pieces(field: str, uri: str, format: str | None, role: str, root: Path | No
         raise ConfigError([Problem(field, uri, "no data file in it", f"expected {', '.join(sorted(SUFFIXES))}")])
     pieces = []
     for name in sorted(files):
-        found = format or SUFFIXES.get(_suffix(name))
+        found = format or SUFFIXES.get(suffix(name))
         if found is None:
             fix = "set data.format to csv, tsv, jsonl, parquet, conll or squad"
             raise ConfigError([Problem(field, name, "its name does not tell its format", fix)])
@@ -152,11 +160,7 @@ def _pieces(field: str, uri: str, format: str | None, role: str, root: Path | No
 
 def tells_format(name: str) -> bool:
     """Whether a file's name says its format; `.json` may be SQuAD's or rows."""
-    return _suffix(name) in SUFFIXES.keys() - {".json"}
-
-
-def _suffix(name: str) -> str:
-    return Path(name.removesuffix(".gz")).suffix
+    return suffix(name) in SUFFIXES.keys() - {".json"}
 
 
 def _nearby(filesystem: Any, path: str) -> str:
@@ -196,7 +200,7 @@ def _roles(field: str, source: str, names: Iterable[str], role: str) -> dict[str
 def is_hub_name(uri: str, format: str | None) -> bool:
     """Whether rows are asked of the hub: the form of a name, nothing here of that path, and not the ending of a file,
     which is a path with a slip in it."""
-    return format in (None, "datasets") and (format or _suffix(uri) not in SUFFIXES) and hub.is_name(uri)
+    return format in (None, "datasets") and (format or suffix(uri) not in SUFFIXES) and hub.is_name(uri)
 
 
 def _hub_pieces(field: str, name: str, role: str, root: Path | None, nearby: str) -> list[Piece]:
@@ -213,7 +217,28 @@ def _hub_pieces(field: str, name: str, role: str, root: Path | None, nearby: str
 def _columns(field: str, piece: Piece) -> tuple[str, ...]:
     if piece.format in formats.COLUMNS:
         return formats.COLUMNS[piece.format]
-    with fsspec.open(piece.uri, "rb", compression="infer") as file:
+    try:
+        found = _header(field, piece)
+    except DAMAGED as error:
+        fix = "write the file again, or set data.format to what it is"
+        raise ConfigError(
+            [Problem(field, piece.uri, f"not readable as {piece.format} ({_first_line(error)})", fix)]
+        ) from None
+    if not any(name.strip() for name in found):
+        raise ConfigError([Problem(field, piece.uri, "no header line", "name the columns in the first line")])
+    if twice := sorted({name for name in found if found.count(name) > 1}):
+        reason = f"two columns are called {', '.join(twice)}"
+        raise ConfigError([Problem(field, piece.uri, reason, "give each column a name of its own")])
+    return tuple(found)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _header(field: str, piece: Piece) -> list[str]:
+    """Names of the columns, as they stand in the file."""
+    with opened(piece.uri) as file:
         if piece.format in ("csv", "tsv", "jsonl"):
             if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 fix = "convert it, e.g. iconv -f utf-16 -t utf-8"
@@ -224,26 +249,14 @@ def _columns(field: str, piece: Piece) -> tuple[str, ...]:
             if isinstance(header, str):
                 reason, _, fix = header.partition("; ")
                 raise ConfigError([Problem(field, piece.uri, f"line {line}: {reason}", fix)])
-            found = header
-        elif piece.format == "jsonl":
+            return header
+        if piece.format == "jsonl":
             line, document = next(formats.json_rows(file), (1, None))
             if not isinstance(document, dict):
                 fix = 'write one JSON object a line, e.g. {"text": "...", "label": "..."}'
                 raise ConfigError([Problem(field, piece.uri, f"line {line} is not a JSON object", fix)])
-            found = list(document)
-        else:
-            try:
-                found = list(formats.arrow_schema(file, piece.format).names)
-            except pyarrow.ArrowInvalid as error:
-                fix = "write the file again, or set data.format to what it is"
-                reason = f"not readable as {piece.format} ({str(error).splitlines()[0]})"
-                raise ConfigError([Problem(field, piece.uri, reason, fix)]) from None
-    if not any(name.strip() for name in found):
-        raise ConfigError([Problem(field, piece.uri, "no header line", "name the columns in the first line")])
-    if twice := sorted({name for name in found if found.count(name) > 1}):
-        reason = f"two columns are called {', '.join(twice)}"
-        raise ConfigError([Problem(field, piece.uri, reason, "give each column a name of its own")])
-    return tuple(found)
+            return list(document)
+        return list(formats.arrow_schema(file, piece.format).names)
 
 
 def _missing(data: Data, columns: tuple[str, ...], name: str) -> list[Problem]:
@@ -276,8 +289,14 @@ def file_digest(uri: str) -> str:
 
 def read(piece: Piece, data: Data) -> Iterator[Record]:
     """The rows of one file, in order. `line` is the line of the file (csv, tsv, jsonl) or the row number from 1."""
-    with fsspec.open(piece.uri, "rb", compression="infer") as file:
-        yield from _checked(_raw(file, piece, data), data)
+    try:
+        with opened(piece.uri) as file:
+            yield from _checked(_raw(file, piece, data), data)
+    except DAMAGED as error:
+        # Not a bad row: how many are behind it, nobody knows.
+        raise UserError(
+            f"{piece.uri} cannot be read to its end ({_first_line(error)}); copy or write it again"
+        ) from None
 
 
 def _raw(file: IO[bytes], piece: Piece, data: Data) -> Iterator[tuple[int, dict[str, Any] | str]]:
@@ -310,21 +329,28 @@ def _checked(rows: Iterable[tuple[int, dict[str, Any] | str]], data: Data) -> It
         if isinstance(row, str):
             yield Record(line, "", None, "", row)
             continue
-        # A blank beside a label, invisible in most editors, must not make a second class of it.
-        text, label = _text(row.get(data.text)), _label(row, data)
-        pair = None if data.text_pair is None else _text(row.get(data.text_pair))
-        slices = tuple(_string(row.get(name)) for name in data.slices)
-        group = None if data.split_by is None else _string(row.get(data.split_by))
-        split = None if data.split is None else _string(row.get(data.split)).strip()
-        reason = _reason(data, text, pair, label)
-        if split is not None and split.lower() not in ROLES:
-            reason = reason or f"column {data.split!r} names no split ({split!r}); write train, valid or test"
-        yield Record(line, text, pair, label, reason, slices, group, ROLES.get((split or "").lower()))
+        try:
+            yield _record(line, row, data)
+        except RecursionError:
+            yield Record(line, "", None, "", "brackets inside brackets, too deep to be written as text; make it flat")
+
+
+def _record(line: int, row: dict[str, Any], data: Data) -> Record:
+    # A blank beside a label, invisible in most editors, must not make a second class of it.
+    text, label = text_of(row.get(data.text)), _label(row, data)
+    pair = None if data.text_pair is None else text_of(row.get(data.text_pair))
+    slices = tuple(string(row.get(name)) for name in data.slices)
+    group = None if data.split_by is None else string(row.get(data.split_by))
+    split = None if data.split is None else string(row.get(data.split)).strip()
+    reason = not_words(data, row) or _reason(data, text, pair, label)
+    if split is not None and split.lower() not in ROLES:
+        reason = reason or f"column {data.split!r} names no split ({quoted(split)}); write train, valid or test"
+    return Record(line, text, pair, label, reason, slices, group, ROLES.get((split or "").lower()))
 
 
 def _label(row: dict[str, Any], data: Data) -> str:
     """The label as text; several columns as a JSON object, nothing where none of them is filled."""
-    found = {name: _string(row.get(name)).strip() for name in data.labels}
+    found = {name: string(row.get(name)).strip() for name in data.labels}
     if isinstance(data.label, tuple):
         return json.dumps(found, ensure_ascii=False) if any(found.values()) else ""
     label = next(iter(found.values()), "")
@@ -349,19 +375,6 @@ def _reason(data: Data, text: str, pair: str | None, label: str) -> str | None:
     if data.labels and not label.strip():
         return f"column {named!r} is empty; write a label or remove the row"
     return None
-
-
-def _text(value: Any) -> str:
-    """A list of words is joined by single blanks, at which they can be told apart again."""
-    return " ".join(str(word).replace(" ", "_") for word in value) if isinstance(value, list) else _string(value)
-
-
-def _string(value: Any) -> str:
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return ""
-    if isinstance(value, list | dict):
-        return json.dumps(value, ensure_ascii=False, default=str)
-    return value if isinstance(value, str) else str(value)
 
 
 def refuse_if_too_bad(bad: int, total: int, examples: list[str], data: Data) -> None:

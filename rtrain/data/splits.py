@@ -49,7 +49,15 @@ class Splits:
 
 def content_hashes(record: Record) -> tuple[int, int]:
     """(hash of what keeps rows in one split, by default the texts; hash of texts and label), 64 bits each."""
-    text = "\x00".join((record.text, record.pair or "")).encode("utf-8", "surrogateescape")
-    whole = text + b"\x00" + record.label.encode("utf-8", "surrogateescape")
-    kept = text if record.group is None else record.group.encode("utf-8", "surrogateescape")
+    text = _bytes("\x00".join((record.text, record.pair or "")))
+    whole = text + b"\x00" + _bytes(record.label)
+    kept = text if record.group is None else _bytes(record.group)
     return tuple(int.from_bytes(hashlib.blake2b(part, digest_size=8).digest(), "little") for part in (kept, whole))  # type: ignore[return-value]
+
+
+def _bytes(text: str) -> bytes:
+    """The file's own bytes where they are not UTF-8; JSON can hold halves of characters that no bytes are read as."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")

@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
+from rtrain.errors import quoted
+
 WHOLE_FILE = "the file"
 """`where` of the row that says that a file broke off: how many questions are lost is not known."""
 
@@ -60,7 +62,7 @@ def read(file: IO[bytes]) -> Iterator[Question]:
         try:
             row = _question(line, where, title, context, question)
             if row.id in seen:
-                raise _Bad(f"its id {_short(row.id)} is that of question {seen[row.id]} too; give each its own")
+                raise _Bad(f"its id {quoted(row.id)} is that of question {seen[row.id]} too; give each its own")
             seen[row.id] = line
             yield row
         except _Bad as bad:
@@ -109,7 +111,7 @@ def _answer(number: int, answer: Any, context: str) -> Answer:
         place = context.find(text)
         # Offsets counted in bytes or UTF-16 units are the usual cause.
         hint = f"it is at {place}; count characters" if place >= 0 else "nor anywhere in it; correct the answer"
-        raise _Bad(f"{name}.text {_short(text)} is not at character {start} of the context, {hint}")
+        raise _Bad(f"{name}.text {quoted(text)} is not at character {start} of the context, {hint}")
     return Answer(text, start)
 
 
@@ -133,12 +135,6 @@ def _check_utf8(name: str, value: str) -> None:
 def _text_or_empty(document: Any, key: str) -> str:
     value = document.get(key) if isinstance(document, dict) else None
     return value if isinstance(value, str) else ""
-
-
-def _short(text: str, limit: int = 60) -> str:
-    """On one line and in ASCII, so that hostile text cannot write on the terminal."""
-    shown = ascii(text)
-    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
 
 # ----------------------------------------------------------------------------------------------------------- the file

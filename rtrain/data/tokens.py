@@ -18,6 +18,7 @@ import pyarrow.parquet
 from rtrain.config import Recipe
 from rtrain.data import drafts, packing, paraphrase, quarantine, records, rewriting, store, variants
 from rtrain.data.splits import Splits, content_hashes
+from rtrain.data.values import printable
 from rtrain.errors import Problem, UserError
 from rtrain.tasks import base
 from rtrain.tasks.batch import Encoded, Ints, Ragged
@@ -120,8 +121,19 @@ def _run(job: Job, source: records.Source) -> list[dict[str, Any]]:
     pieces = [{"number": number, "piece": list(piece)} for number, piece in enumerate(source.pieces)]
     if job.recipe.augment.paraphrase is not None:
         rewriting.run(pieces, partial(texts_to_rewrite, job=job), job.recipe.augment, job.folder)
-    dataset = ray.data.from_items(pieces, override_num_blocks=len(pieces)).flat_map(partial(_write_piece, job=job))
-    return sorted(dataset.take_all(), key=lambda row: str(row["shard"]))
+    dataset = ray.data.from_items(pieces, override_num_blocks=len(pieces)).flat_map(partial(_told, job=job))
+    written = dataset.take_all()
+    if errors := [row["error"] for row in written if row["error"]]:
+        raise UserError(errors[0])
+    return sorted(written, key=lambda row: str(row["shard"]))
+
+
+def _told(row: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
+    """`_write_piece`; what a user can mend comes as data, since Ray would add a traceback and advice of its own."""
+    try:
+        yield from ({**written, "error": ""} for written in _write_piece(row, job))
+    except UserError as error:
+        yield {"shard": "", "entry": None, "error": str(error)}
 
 
 def _write_piece(row: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
@@ -218,7 +230,7 @@ def _encode(
         for record, row in zip(batch, encoded, strict=True)
     ]
     slices = {
-        SLICE + name: pa.array([_printable(record.slices[place]) if record.slices else "" for record in batch])
+        SLICE + name: pa.array([printable(record.slices[place]) if record.slices else "" for record in batch])
         for place, name in enumerate(data.slices)
     }
     return pa.table(
@@ -231,7 +243,7 @@ def _encode(
             "content": pa.array([row.content for row in rows], pa.uint64()),
             "split": pa.array([row.split for row in rows], pa.uint8()),
             "copy": pa.array([row.copy for row in rows]),
-            "label": pa.array([_printable(record.label) for record in batch]),
+            "label": pa.array([printable(record.label) for record in batch]),
             "line": pa.array([record.line for record in batch], pa.int64()),
             "reason": pa.array([record.reason for record in batch], pa.string()),
             **slices,
@@ -244,10 +256,6 @@ def _judged(record: records.Record, task: base.Task) -> records.Record:
     if record.reason is not None or (flaw := task.flaw(record.text, record.pair, record.label)) is None:
         return record
     return record._replace(reason=flaw)
-
-
-def _printable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()
 
 
 def _lists(rows: list[list[int]]) -> pa.ListArray:

@@ -84,5 +84,9 @@ def _is_of(process: psutil.Process, session: str) -> bool:
 
 
 def _shm_used() -> int:
-    status = os.statvfs("/dev/shm")
+    """Bytes; none where there is no such file system, as on a Mac."""
+    try:
+        status = os.statvfs("/dev/shm")
+    except OSError:
+        return 0
     return (status.f_blocks - status.f_bfree) * status.f_frsize

@@ -4,16 +4,16 @@
 counts for the others. Each head's loss is divided by that head's own number of targets, and the heads are added.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain.errors import UserError
+from rtrain.errors import UserError, quoted
 from rtrain.tasks.base import Described, Head, Input, Targets
 from rtrain.tasks.batch import IGNORED, Encoded, Outputs, Ragged, Tokens
 from rtrain.tasks.classification import divergence, ranked
+from rtrain.tasks.labels import BadLabel, flaw_of, parsed, text_of
 from rtrain.tasks.pooled import PooledTask, pooled, softmax
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ class MultiHead(PooledTask):
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         if not label.startswith("{"):
             return "one column of labels; name several, e.g. --set data.label=[intent,sentiment]"
-        return None
+        return flaw_of(_labels, label)
 
     def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
         """Labels are `head=label`; which outputs are whose is in the facts: [[head, number of labels], ...]."""
         found: dict[str, set[str]] = {}
         for row in counts:
-            for name, label in json.loads(row).items():
+            for name, label in _labels(row).items():
                 found.setdefault(name, set()).update([label] if label else [])
         for name, labels in found.items():
             if len(labels) < 2:
@@ -51,7 +51,7 @@ class MultiHead(PooledTask):
         index = {name: {label: place for place, label in enumerate(own)} for name, own, _ in heads(head)}
         found = np.full((len(labels), len(index)), IGNORED, dtype=np.float32)
         for row, label in enumerate(labels):
-            given = json.loads(label)
+            given = _labels(label)
             for column, (name, places) in enumerate(index.items()):
                 if given.get(name):
                     found[row, column] = places.get(given[name], -1)
@@ -121,6 +121,18 @@ class MultiHead(PooledTask):
         logits = np.asarray(outputs)
         answers = {name: ranked(softmax(logits[:, columns]), own, parameters) for name, own, columns in heads(head)}
         return [{name: rows[row] for name, rows in answers.items()} for row in range(len(logits))]
+
+
+def _labels(label: str) -> dict[str, str]:
+    """Label by the name of its head; an empty one, or null, where the row has none. Raises `BadLabel`."""
+    example = '{"intent": "buy", "mood": "good"}'
+    found = {
+        text_of(name, label, example): "" if value is None else text_of(value, label, example).strip()
+        for name, value in parsed(label, example).items()
+    }
+    if not any(found.values()):
+        raise BadLabel(f"the label {quoted(label)} is empty; write {example}")
+    return found
 
 
 def heads(head: Head) -> Iterator[tuple[str, list[str], slice]]:

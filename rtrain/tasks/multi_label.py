@@ -4,7 +4,6 @@ A row's labels are a list (parquet, jsonl), or a text with `data.separator` betw
 which no label applies. The probability from which a label is given is chosen on the validation rows (`calibrate`).
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from rtrain.errors import UserError
 from rtrain.tasks.base import Described, Head, Input, Targets
 from rtrain.tasks.batch import Encoded, Outputs, Ragged, Tokens
 from rtrain.tasks.classification import ranked
+from rtrain.tasks.labels import flaw_of, listed
 from rtrain.tasks.pooled import PooledTask, pooled
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ THRESHOLD = 0.5
 class MultiLabel(PooledTask):
     name = "multi_label"
     output = "labels"
+
+    def flaw(self, text: str, pair: str | None, label: str) -> str | None:
+        return flaw_of(labels_of, label)
 
     def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
         found = {label for row in counts for label in labels_of(row)}
@@ -113,9 +116,9 @@ class MultiLabel(PooledTask):
 
 
 def labels_of(label: str) -> list[str]:
-    """A JSON list, or a single label."""
+    """A JSON list, or a single label. Raises `BadLabel`."""
     if label.startswith("["):
-        return [str(name) for name in json.loads(label)]
+        return listed(label, '["a", "b"]')
     return [label] if label else []
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain.errors import UserError
+from rtrain.errors import UserError, quoted
 from rtrain.tasks.base import Described, Head, Input, Targets
 from rtrain.tasks.batch import Encoded, Outputs, Ragged, Tokens
 from rtrain.tasks.pooled import PooledTask, pooled
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import tokenizers
     import torch
 
+SMALLEST, LARGEST = 1e-30, 1e37
+"""Of scores and of what lies between two of them: models compute in float32, with squares and differences."""
 MOST_STEPS = 100
 """Training scores with more steps than this are no scale of grades."""
 
@@ -28,15 +30,21 @@ class Regression(PooledTask):
             value = float(label)
         except ValueError:
             value = math.nan
-        return None if math.isfinite(value) else f"the score {label!r} is not a number; correct it or remove the row"
+        if not math.isfinite(value):
+            return f"the score {quoted(label)} is not a number; correct it or remove the row"
+        if abs(value) > LARGEST:
+            return (
+                f"the score {quoted(label)} is larger than a model can compute with; give the scores in a larger unit"
+            )
+        return None
 
     def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
         """Mean and standard deviation of the training rows' scores, and the scale that they are on, if any."""
         rows: dict[float, int] = {}
         for label, count in counts.items():
             rows[float(label)] = rows.get(float(label), 0) + count
-        if len(rows) < 2:
-            found = ", ".join(str(value) for value in rows) or "none"
+        if not rows or max(rows) - min(rows) < SMALLEST:
+            found = ", ".join(str(value) for value in sorted(rows)[:5]) or "none"
             raise UserError(
                 f"data.label: the training rows have one score only ({found}); there is nothing to learn. "
                 "Add rows of another score, or name another column with --set data.label=COLUMN."
@@ -102,6 +110,8 @@ def _step(values: Any) -> float | None:
     """The distance of neighbouring grades where all scores lie on one scale."""
     gaps = np.diff(values)
     step = float(gaps.min())
+    if values[-1] - values[0] > (MOST_STEPS + 1) * step:  # their quotient may be more than a float holds
+        return None
     steps = (values - values[0]) / step
     on_scale = np.abs(steps - np.rint(steps)).max() < 1e-6 and steps[-1] <= MOST_STEPS
     return step if on_scale else None

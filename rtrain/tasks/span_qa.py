@@ -5,19 +5,19 @@ learned at its first token, as for questions without one (Devlin et al. 2019). T
 windows, given where it beats the first token's score by more than a threshold, which is chosen on the validation rows.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rtrain.errors import UserError
+from rtrain.errors import UserError, quoted
 from rtrain.metrics import spans
 from rtrain.tasks import base
 from rtrain.tasks.base import Described, Head, Input, Targets
 from rtrain.tasks.batch import Encoded, Floats, Outputs, Ragged, Tokens, Window
 from rtrain.tasks.defaults import Defaults
+from rtrain.tasks.labels import parsed
 from rtrain.tasks.pooled import softmax
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ QUESTION_SHARE = 4
 MOST_ANSWER_TOKENS = 30
 MOST_STARTS = 20
 """Best starts of a window that are tried with every end behind them."""
+EXAMPLE = '[{"text": "on monday", "start": 12}]'
+"""Answers as they are written in a column."""
 HIDDEN = -1e4
 """In place of the logit of padding: its chance is 0, and 0 x HIDDEN is still 0."""
 
@@ -49,11 +51,13 @@ class SpanQA(Defaults):
             return "the context is empty; write a text or remove the question"
         try:
             answers = _answers(label)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return 'the answers are not a list of {"text", "start"} objects; correct them'
+        except (ValueError, TypeError, KeyError, OverflowError):
+            return f'the answers are not a list of {{"text", "start"}} objects; write {EXAMPLE}, or [] for none'
         for answer, start in answers:
-            if not answer or pair[start : start + len(answer)] != answer:
-                return f"answer {answer[:60]!a} is not at character {start} of the context; correct its start"
+            # A negative start would count from the end.
+            if not answer or start < 0 or pair[start : start + len(answer)] != answer:
+                place = quoted(start)
+                return f"answer {quoted(answer)} is not at character {place} of the context; correct its start"
         return None
 
     def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
@@ -266,8 +270,11 @@ def _by_window(logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
 
 
 def _answers(label: str) -> list[tuple[str, int]]:
-    """(text, first character) of each."""
-    return [(str(answer["text"]), int(answer["start"])) for answer in json.loads(label)]
+    """(text, first character) of each. Raises ValueError, TypeError, KeyError or OverflowError where they are none."""
+    found = parsed(label, EXAMPLE)
+    if not isinstance(found, list):
+        raise TypeError("not a list")
+    return [(str(answer["text"]), int(answer["start"])) for answer in found]
 
 
 TASK = SpanQA()

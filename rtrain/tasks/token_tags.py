@@ -4,20 +4,20 @@ A word's tag is learned and answered at its first token. Texts are never cut: a 
 word is answered in the window in which it has the most text on both sides.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain.errors import UserError
+from rtrain.errors import UserError, quoted
 from rtrain.metrics.entities import entities
 from rtrain.tasks import base
 from rtrain.tasks.base import Described, Head, Input, Targets
 from rtrain.tasks.batch import IGNORED, Encoded, Floats, Ints, Outputs, Ragged, Tokens
 from rtrain.tasks.classification import divergence
 from rtrain.tasks.defaults import Defaults
+from rtrain.tasks.labels import flaw_of, listed
 from rtrain.tasks.pooled import softmax
 from rtrain.tasks.words import word_spans
 
@@ -40,9 +40,11 @@ class TokenTags(Defaults):
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         """The text's words are separated by single blanks, as `records` joins a list of tokens."""
+        if bad_label := flaw_of(_tags, label):
+            return bad_label
         tags, words = _tags(label), len(text.split(" "))
         if bad := [tag for tag in tags if not _TAG.fullmatch(tag)]:
-            return f"tag {bad[0]!r} is not O, B-TYPE or I-TYPE; convert the tags to BIO"
+            return f"tag {quoted(bad[0])} is not O, B-TYPE or I-TYPE; convert the tags to BIO"
         if len(tags) != words:
             return f"{len(tags)} tags for {words} words; give each word one"
         return None
@@ -193,9 +195,9 @@ def _answered(encoded: Encoded, starts: Ints) -> Ints:
 
 
 def _tags(label: str) -> list[str]:
-    """A JSON list, or tags separated by blanks."""
+    """A JSON list, or tags separated by blanks. Raises `BadLabel`."""
     if label.startswith("["):
-        return [str(tag) for tag in json.loads(label)]
+        return listed(label, '["O", "B-PER"]')
     return label.split()
 
 

@@ -151,7 +151,7 @@ DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")
 def _dropout(folder: Path, share: float) -> dict[str, Any]:
     import transformers
 
-    known = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    known = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     names = [name for name in DROPOUTS if hasattr(known, name)]
     if not names:
         reason = f"{type(known).__name__} has no dropout of attention weights ({' or '.join(DROPOUTS)})"

@@ -58,7 +58,9 @@ def absolute(config: Config, resumed: Path | None = None) -> Config:
     paths: dict[str, object] = {
         f"data.{name}": _absolute(value)
         for name, value in (("path", recipe.data.path), ("valid", recipe.data.valid), ("test", recipe.data.test))
+        # An address first: a presigned one is longer than the name of any file may be, and asking for it would fail.
         if value is not None
+        and "://" not in value
         and not records.is_hub_name(value, recipe.data.format)
         and (Path(value).expanduser().exists() or any(sign in value for sign in "/*?["))
     }

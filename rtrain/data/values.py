@@ -1,0 +1,36 @@
+"""A value of a column, of whatever type a file has given it -> text."""
+
+import json
+import math
+from typing import Any
+
+from rtrain.config import Data
+
+
+def not_words(data: Data, row: dict[str, Any]) -> str | None:
+    """Why a list cannot be a text's words: as texts, nulls and objects would be words that nobody wrote."""
+    for column in (data.text, data.text_pair):
+        value = row.get(column) if column else None
+        if isinstance(value, list) and not all(isinstance(word, str | int | float) for word in value):
+            return f'column {column!r} is a list of more than words; write texts, e.g. ["to", "be"]'
+    return None
+
+
+def text_of(value: Any) -> str:
+    """A list of words is joined by single blanks, at which they can be told apart again."""
+    return " ".join(str(word).replace(" ", "_") for word in value) if isinstance(value, list) else string(value)
+
+
+def string(value: Any) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "surrogateescape")
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False, default=string)
+    return value if isinstance(value, str) else str(value)
+
+
+def printable(text: str) -> str:
+    """With a question mark in place of each half of a character, which neither Arrow nor a page can hold."""
+    return text.encode("utf-8", "replace").decode()

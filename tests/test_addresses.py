@@ -1,0 +1,96 @@
+"""Names that look like globs and are none: files called so, and addresses of the web with a query."""
+
+import functools
+import gzip
+import http.server
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain import config
+from rtrain.config import Data
+from rtrain.data import records
+from rtrain.data.addresses import is_glob, suffix
+from rtrain.errors import ConfigError
+from rtrain.training import runs
+
+CONTENT = b"text,label\na,b\nc,d\n"
+QUERY = "X-Amz-Signature=" + "5f" * 200 + "&list[]=*&name=other.parquet"
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *values: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    """A folder of files on a server of loopback; its address."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    (folder / "rows.csv").write_bytes(CONTENT)
+    (folder / "rows.csv.gz").write_bytes(gzip.compress(CONTENT))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def texts(path: str) -> list[str]:
+    data = Data(path=path)
+    return [record.text for piece in records.inspect(data).pieces for record in records.read(piece, data)]
+
+
+@pytest.mark.parametrize("name", ["rows [final].csv", "rows*.csv", "what?.csv", "rows [ab].csv.gz"])
+def test_a_file_that_is_called_like_a_glob_is_that_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(CONTENT) if name.endswith(".gz") else CONTENT)
+    (tmp_path / "rows f.csv").write_bytes(b"text,label\nx,y\n")
+    assert texts(str(tmp_path / name)) == ["a", "c"]
+
+
+def test_a_glob_is_still_one(tmp_path: Path) -> None:
+    for name in ("1", "2"):
+        (tmp_path / f"rows {name}.csv").write_bytes(CONTENT)
+    assert texts(str(tmp_path / "rows [12].csv")) == ["a", "c"] * 2
+    assert texts(str(tmp_path / "*.csv")) == ["a", "c"] * 2
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.csv.gz"])
+def test_a_presigned_address_is_one_file(web: str, name: str) -> None:
+    assert texts(f"{web}/{name}?{QUERY}") == ["a", "c"]
+    assert texts(f"{web}/{name}") == ["a", "c"]
+    assert len(records.Source(records.inspect(Data(path=f"{web}/{name}?{QUERY}")).pieces, ()).digest()) == 64
+
+
+def test_what_is_said_of_an_address_has_no_signature(web: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        records.inspect(Data(path=f"{web}/rows.csv?{QUERY}", text="message"))
+    assert str(caught.value) == (
+        "data.text=message: no such column; rows.csv has text, label; write --set data.text=COLUMN"
+    )
+
+
+def test_an_address_that_is_not_there_is_a_problem(web: str) -> None:
+    with pytest.raises(ConfigError, match="no such file, folder or glob"):
+        records.inspect(Data(path=f"{web}/gone.csv?{QUERY}"))
+
+
+def test_a_suffix_is_that_of_the_path() -> None:
+    assert suffix(f"https://bucket/a/rows.jsonl.gz?{QUERY}") == ".jsonl"
+    assert suffix("/data/what?.csv") == ".csv"
+    assert records.tells_format(f"https://bucket/rows.parquet?{QUERY}")
+    assert [is_glob(uri) for uri in ("https://bucket/*.csv?a", "s3://bucket/*.csv", "/data/a.csv")] == [0, 1, 0]
+
+
+def test_addresses_stay_and_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address longer than a file's name may be was a crash: the folder was asked for such a file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows [final].csv").write_bytes(CONTENT)
+    address = f"https://bucket.example/rows.csv?{QUERY}"
+    found = runs.absolute(config.load("intent", {"data.path": "rows [final].csv", "data.test": address})).recipe.data
+    assert (found.path, found.test) == (str(tmp_path / "rows [final].csv"), address)

@@ -1,0 +1,61 @@
+"""Size and place of a local Ray's object store, by what shared memory there is."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from rtrain.cluster.session import LEAST_STORE_BYTES, OBJECT_STORE_BYTES, ObjectStore, object_store
+
+ROOT = Path(__file__).resolve().parents[1]
+MB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("platform", "free", "expected"),
+    [
+        ("linux", 24 << 30, ObjectStore(OBJECT_STORE_BYTES)),
+        ("linux", 2 * OBJECT_STORE_BYTES, ObjectStore(OBJECT_STORE_BYTES)),
+        ("linux", 600 * MB, ObjectStore(300 * MB)),
+        ("linux", 2 * LEAST_STORE_BYTES, ObjectStore(LEAST_STORE_BYTES)),
+        ("darwin", None, ObjectStore(OBJECT_STORE_BYTES)),
+    ],
+)
+def test_shared_memory_holds_the_store(platform: str, free: int | None, expected: ObjectStore) -> None:
+    assert object_store(platform, free) == expected
+
+
+@pytest.mark.parametrize(
+    ("free", "has"),
+    [
+        (64 * MB, "/dev/shm has 64 MB free"),
+        (2 * LEAST_STORE_BYTES - 1, "/dev/shm has 255 MB free"),
+        (0, "/dev/shm has 0 MB free"),
+        (None, "there is no /dev/shm"),
+    ],
+)
+def test_without_enough_of_it_the_store_is_a_file(free: int | None, has: str) -> None:
+    folder = tempfile.gettempdir()
+    notice = f"{has}: Ray's objects go to {folder}, which is slower; in Docker, write docker run --shm-size=2g"
+    assert object_store("linux", free) == ObjectStore(OBJECT_STORE_BYTES, folder, notice)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_container_s_shared_memory_is_enough(tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system (unshare --mount)")
+    command = ["unshare", "--mount", sys.executable, "-m", "tests.small_shm", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "104857600 bytes through the store"
+    said = [line for line in done.stderr.splitlines() if "/dev/shm" in line]
+    assert said == [
+        f"/dev/shm has 64 MB free: Ray's objects go to {tempfile.gettempdir()}, which is slower; "
+        "in Docker, write docker run --shm-size=2g"
+    ]

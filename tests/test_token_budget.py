@@ -1,0 +1,199 @@
+"""No engine call takes more tokens than it may, with padding: in the batcher, in a predictor, in a teacher's pass."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from rtrain import config, predict
+from rtrain.compress import distill
+from rtrain.config import Serve
+from rtrain.predict import Predictor, parts
+from rtrain.tasks.base import Head
+from rtrain.tasks.batch import Encoded, Floats, Window
+from rtrain.training import step
+from serve.app import build_app
+from serve.batcher import Batcher
+from tests.conftest import labelled_rows, write_rows
+from tests.serving import call
+from tests.test_serve_batcher import Engine, deadline, held, numbers, queued, run
+from tests.tiny import CORPUS, make_store, make_task_artifact
+
+WINDOWS = {"stride": 4, "max_windows": 64, "pooling": "mean"}
+HEADS = {
+    "classification": Head(("login", "parcel", "refund"), WINDOWS),
+    "token_tags": Head(("O", "B-X"), WINDOWS),
+    "masked_lm": Head((), {"mask": "[MASK]", "mask_id": 4, "special": [0, 1, 2, 3, 4], "vocabulary": 300, **WINDOWS}),
+}
+"""Answers by window, by token, and by some tokens."""
+TEXTS = [" and ".join(["[MASK] " + text] * (1 + number % 9)) for number, text in enumerate(CORPUS)]
+
+# -------------------------------------------------------------------------------------------------------- the batcher
+
+
+def long(value: int, windows: int, tokens: int = 8) -> Encoded:
+    return Encoded([value] * tokens * windows, [Window(tokens, tokens)] * windows, False, [])
+
+
+def padded_tokens(encoded: list[Encoded]) -> int:
+    windows = [window.tokens for row in encoded for window in row.windows]
+    return len(windows) * max(windows)
+
+
+def calls_of(rows: list[Encoded], budget: int | None, most_rows: int = 32) -> tuple[list[list[Encoded]], list[Floats]]:
+    """Engine calls for rows that were all queued at once, and the answers."""
+    calls: list[list[Encoded]] = []
+
+    def engine(encoded: list[Encoded]) -> Floats:
+        calls.append(encoded)
+        return np.array([[2 * row.ids[0]] for row in encoded], dtype=np.float32)
+
+    answers: list[Floats] = []
+
+    async def main() -> None:
+        batcher = Batcher(engine, most_rows, 1000, max_batch_tokens=budget)
+        answers.extend(await batcher.submit(rows, deadline()))
+        batcher.close()
+
+    run(main)
+    return calls, answers
+
+
+def test_long_texts_are_cut_into_calls_by_tokens() -> None:
+    rows = [long(value, 64, 384) for value in range(32)]
+    calls, _ = calls_of(rows, None)
+    assert [padded_tokens(call) for call in calls] == [786_432]
+    calls, answers = calls_of(rows, 2 * 64 * 384)
+    assert [padded_tokens(call) for call in calls] == [49_152] * 16
+    assert [row.ids[0] for call in calls for row in call] == list(range(32))
+    assert numbers(answers) == [[2 * value] for value in range(32)]
+    calls, _ = calls_of(rows, 1000)
+    assert [len(call) for call in calls] == [1] * 32, "a row of more than the budget goes alone"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 40)), min_size=1, max_size=20),
+    budget=st.integers(1, 200),
+    most_rows=st.integers(1, 5),
+)
+def test_no_call_is_larger_than_the_budget(shapes: list[tuple[int, int]], budget: int, most_rows: int) -> None:
+    rows = [long(value, *shape) for value, shape in enumerate(shapes)]
+    calls, answers = calls_of(rows, budget, most_rows)
+    assert all(len(call) == 1 or padded_tokens(call) <= budget for call in calls)
+    assert all(len(call) <= most_rows for call in calls)
+    assert sorted(row.ids[0] for call in calls for row in call) == list(range(len(rows)))
+    assert numbers(answers) == [[2 * value] for value in range(len(rows))]
+
+
+def test_rows_that_nobody_awaits_take_no_part_of_the_budget() -> None:
+    engine = Engine()
+
+    async def main() -> None:
+        batcher = Batcher(engine, 4, 100, max_batch_tokens=24)
+        first = await held(batcher, engine)
+        gone = await queued(batcher, long(1, 3), long(2, 3))
+        stays = await queued(batcher, long(3, 3), long(4, 3))
+        gone.cancel()
+        await asyncio.sleep(0)
+        engine.gate.set()
+        assert numbers(await stays) == [[6], [8]]
+        await first
+        batcher.close()
+
+    run(main)
+    assert engine.calls == [[0], [3], [4]]
+
+
+# ------------------------------------------------------------------------------------------------------ the predictor
+
+
+@given(lengths=st.lists(st.integers(1, 50), max_size=30), most=st.integers(1, 300))
+def test_parts_are_all_windows_in_their_order_under_the_budget(lengths: list[int], most: int) -> None:
+    found = list(parts(lengths, most))
+    assert [place for part in found for place in range(part.start, part.stop)] == list(range(len(lengths)))
+    sizes = [(part.stop - part.start, max(lengths[part])) for part in found]
+    assert all(count == 1 or count * longest <= most for count, longest in sizes)
+
+
+class Recorded:
+    """An engine, and the tokens of each of its calls, padding included."""
+
+    def __init__(self, predictor: Predictor):
+        self.inner, self.sizes = predictor._engine, list[int]()
+        predictor._engine = self
+
+    def logits(self, inputs: Mapping[str, Any]) -> Floats:
+        self.sizes.append(inputs["input_ids"].size)
+        return self.inner.logits(inputs)
+
+
+@pytest.mark.parametrize("task", sorted(HEADS))
+def test_answers_are_the_same_in_parts(tmp_path: Path, task: str) -> None:
+    predictor = Predictor.load(make_task_artifact(tmp_path / "artifact", task, HEADS[task], max_tokens=16), threads=1)
+    encoded = predictor.encode(TEXTS)
+    assert max(len(row.windows) for row in encoded) > 8
+    engine = Recorded(predictor)
+    whole = predictor.run(encoded)
+    assert len(engine.sizes) == 1
+    for most in (16, 64, 100):
+        engine.sizes.clear()
+        cut = predictor.run(encoded, most_tokens=most)
+        assert len(engine.sizes) > 3
+        assert max(engine.sizes) <= most
+        assert max(float(np.abs(a - b).max(initial=0)) for a, b in zip(whole, cut, strict=True)) < 1e-5
+
+
+def test_an_endpoint_keeps_its_budget_and_its_answers(tmp_path: Path) -> None:
+    folder = make_task_artifact(tmp_path / "artifact", "classification", HEADS["classification"], max_tokens=16)
+    predictor = Predictor.load(folder, threads=1)
+    engine = Recorded(predictor)
+    replies = {}
+    for most in (Serve().max_batch_tokens, 48):
+        engine.sizes.clear()
+        replies[most] = call(
+            build_app(predictor, Serve(max_batch_tokens=most)), "POST", "/predict", json={"inputs": TEXTS}
+        )
+        assert max(engine.sizes) <= most
+    scores = [
+        [sorted((one["label"], one["score"]) for one in row) for row in reply.json()] for reply in replies.values()
+    ]
+    for one, other in zip(*scores, strict=True):
+        assert [label for label, _ in one] == [label for label, _ in other]
+        assert [score for _, score in one] == pytest.approx([score for _, score in other], abs=1e-5)
+
+
+def test_the_endpoint_takes_as_much_at_a_time_as_evaluation() -> None:
+    assert Serve().max_batch_tokens == predict.MOST_TOKENS
+
+
+# -------------------------------------------------------------------------------------------------------- the teacher
+
+
+def test_a_teacher_s_passes_are_cut_by_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [(" and ".join([text] * (1 + number % 9)), label) for number, (text, label) in enumerate(labelled_rows(90))]
+    dotted = {"data.window": 16, "data.stride": 4, "data.path": str(write_rows(tmp_path / "rows.csv", rows))}
+    teacher = make_task_artifact(tmp_path / "artifact", "classification", HEADS["classification"], max_tokens=16)
+    store = make_store(config.load("intent", dotted).recipe, teacher, tmp_path)
+    sizes: list[int] = []
+    forward = step.forward
+
+    def recorded(network: Any, tokens: Any, *rest: Any) -> Any:
+        sizes.append(len(tokens.ids))
+        return forward(network, tokens, *rest)
+
+    monkeypatch.setattr(distill, "forward", recorded)
+    batch = {"id": np.arange(store.rows("train"))[-distill.TEACHER_ROWS :]}  # the longest last
+    whole = distill._answer(batch, store.folder, teacher, "fp32")
+    assert sizes == [int(np.sort(store.column("train", "length"))[-distill.TEACHER_ROWS :].sum())]
+    monkeypatch.setattr(distill, "TEACHER_TOKENS", 600)
+    sizes.clear()
+    cut = distill._answer(batch, store.folder, teacher, "fp32")
+    assert len(sizes) > 5
+    assert max(sizes) <= 600
+    assert cut["position"].tolist() == whole["position"].tolist()
+    assert np.abs(np.stack(cut["logits"]) - np.stack(whole["logits"])).max() < 1e-5
