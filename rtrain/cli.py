@@ -112,9 +112,9 @@ def train(
     if supervise.wanted():
         run, _ = runs.choose(folder, config, reuse)
         raise typer.Exit(supervise.supervise([*sys.argv[1:], "--out", str(run)], run))
-    driver.check(config)
+    source, _ = driver.check(config)
     with session(config, folder.parent), Line() as line:
-        prepared = driver.prepare(config, folder, reuse)
+        prepared = driver.prepare(config, folder, reuse, source=source)
         summary = driver.fit(prepared, on_event=line)
     _print(summary, as_json, summary_text(summary, prepared.run))
 

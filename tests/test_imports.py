@@ -53,7 +53,11 @@ ALLOWED: dict[str, frozenset[str]] = {
         | {"rtrain.metrics."}
     ),
     "rtrain.data.synthetic": frozenset(),
-    "rtrain.data.records": frozenset({"rtrain.config", "rtrain.data.formats"}),
+    "rtrain.data.records": frozenset(
+        {"rtrain.config"} | {f"rtrain.data.{name}" for name in ("digests", "formats", "parts")}
+    ),
+    "rtrain.data.digests": frozenset(),
+    "rtrain.data.parts": frozenset(),
     "rtrain.data.packing": frozenset({"rtrain.data.records"}),
     "rtrain.data.splits": frozenset({"rtrain.config", "rtrain.data.records"}),
     "rtrain.data.quarantine": frozenset({"rtrain.config", "rtrain.data.records"}),
@@ -73,8 +77,11 @@ ALLOWED: dict[str, frozenset[str]] = {
         {"rtrain.data.drafts", "rtrain.manifest", "rtrain.tasks.base", "rtrain.tasks.batch"}
     ),
     "rtrain.data.tokens": frozenset(
-        {"rtrain.config", "rtrain.tasks."}
-        | {f"rtrain.data.{name}" for name in ("drafts", "packing", "paraphrase", "quarantine", "records", "rewriting")}
+        {"rtrain.config", "rtrain.manifest", "rtrain.tasks."}
+        | {
+            f"rtrain.data.{name}"
+            for name in ("digests", "drafts", "packing", "paraphrase", "quarantine", "records", "rewriting")
+        }
         | {"rtrain.data.splits", "rtrain.data.store", "rtrain.data.variants"}
     ),
     "rtrain.data.ingest": frozenset({"rtrain.data.order", "rtrain.data.store", "rtrain.tasks.batch"}),

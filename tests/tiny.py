@@ -104,8 +104,7 @@ def make_store(recipe: Recipe, encoder: Path, root: Path) -> "Store":
     source = records.inspect(recipe.data)
     writer = store.Writer(root / ".tokens" / tokens.digest(recipe, source, encoder))
     job = tokens.Job(recipe, encoder, writer.folder, Splits.of(recipe.data, source))
-    pieces = [{"number": number, "piece": list(piece)} for number, piece in enumerate(source.pieces)]
-    shards = [row for piece in pieces for row in tokens._write_piece(piece, job)]
+    shards = [row for piece in tokens.tasks(source) for row in tokens._write_piece(piece, job)]
     return tokens._commit(job, source, writer, shards)
 
 

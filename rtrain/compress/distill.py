@@ -47,7 +47,7 @@ def run(
             f"{teacher_run / 'artifact'} answers with the words of a vocabulary ({teacher.task}), which a student is "
             "not taught; distil the model that was tuned from it"
         )
-    driver.check(config)
+    source, _ = driver.check(config)
     if (folder / runs.CONFIG).is_file() and reuse == "refuse":
         raise UserError(f"--out: {folder} holds a run already; write --new or another --out")
     # Beside the run, not in it: the run folder is made by driver.prepare once nothing is wrong.
@@ -61,7 +61,7 @@ def run(
             "distill.teacher": teacher.version,
         },
     )
-    prepared = driver.prepare(student, folder, reuse)
+    prepared = driver.prepare(student, folder, reuse, source=source)
     # The teacher answers on processors, wherever the student is trained.
     wanted, native = config.recipe.train.precision, precision.of_processor()
     decided = precision.resolve("auto" if precision.problems(wanted, native) else wanted, native)

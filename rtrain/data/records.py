@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -17,7 +17,7 @@ import fsspec
 import pyarrow
 
 from rtrain.config import Data
-from rtrain.data import formats
+from rtrain.data import digests, formats, parts
 from rtrain.errors import ConfigError, Problem, UserError
 
 SUFFIXES = {
@@ -68,6 +68,8 @@ class Source:
 
     pieces: tuple[Piece, ...]
     columns: tuple[str, ...]
+    known: digests.Known | None = None
+    """Digests that earlier starts have left."""
 
     @property
     def has_valid(self) -> bool:
@@ -78,9 +80,19 @@ class Source:
         return any(piece.role == "test" for piece in self.pieces)
 
     @cached_property
-    def sha256s(self) -> tuple[str, ...]:
+    def hashed(self) -> list[digests.Digest]:
         """One per piece. Read once: the files may be large, and both the store's address and its manifest need them."""
-        return tuple(file_digest(piece.uri) for piece in self.pieces)
+        return digests.of([piece.uri for piece in self.pieces], self.known or {})
+
+    @property
+    def sha256s(self) -> tuple[str, ...]:
+        """Of each piece."""
+        return tuple(digest.sha256 for digest in self.hashed)
+
+    def beside(self, root: Path) -> "Source":
+        """The same source, with the digests that earlier starts have left in the folder of the token stores."""
+        asked = self.known is not None or "hashed" in vars(self)
+        return self if asked else replace(self, known=digests.known(root))
 
     def digest(self) -> str:
         """SHA-256 over names' roles and bytes: two copies of a file are the same source, an edited one is another."""
@@ -265,20 +277,15 @@ def wanted_columns(data: Data) -> list[tuple[str, str]]:
     return found + [("label", name) for name in data.labels] + [("slices", name) for name in data.slices]
 
 
-def file_digest(uri: str) -> str:
-    with fsspec.open(uri, "rb") as file:
-        total = hashlib.sha256()
-        while chunk := file.read(1 << 20):
-            total.update(chunk)
-        return total.hexdigest()
-
-
 # ------------------------------------------------------------------------------------------------- inside the job
 
 
-def read(piece: Piece, data: Data) -> Iterator[Record]:
-    """The rows of one file, in order. `line` is the line of the file (csv, tsv, jsonl) or the row number from 1."""
-    with fsspec.open(piece.uri, "rb", compression="infer") as file:
+def read(piece: Piece, data: Data, total: "hashlib._Hash | None" = None) -> Iterator[Record]:
+    """The rows of one file, in order. `line` is the line of the file (csv, tsv, jsonl) or the row number from 1.
+
+    After the last row, `total` has hashed the bytes of the file that they were read from.
+    """
+    with parts.opened(piece.uri, piece.format, total) as file:
         yield from _checked(_raw(file, piece, data), data)
 
 

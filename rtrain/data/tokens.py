@@ -16,9 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from rtrain.config import Recipe
-from rtrain.data import drafts, packing, paraphrase, quarantine, records, rewriting, store, variants
+from rtrain.data import digests, drafts, packing, paraphrase, quarantine, records, rewriting, store, variants
 from rtrain.data.splits import Splits, content_hashes
 from rtrain.errors import Problem, UserError
+from rtrain.manifest import Entry
 from rtrain.tasks import base
 from rtrain.tasks.batch import Encoded, Ints, Ragged
 
@@ -50,14 +51,14 @@ def digest(recipe: Recipe, source: records.Source, model: Path) -> str:
     if recipe.augment.active:
         models = [_model_digest(name) for name in (recipe.augment.paraphrase, recipe.augment.pivot) if name]
         settings["augment"] = {**recipe.augment.model_dump(mode="json"), "paraphrase": models, "pivot": None}
-    parts = (source.digest(), records.file_digest(str(model / "tokenizer.json")), json.dumps(settings, sort_keys=True))
+    parts = (source.digest(), digests.file_digest(str(model / "tokenizer.json")), json.dumps(settings, sort_keys=True))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _model_digest(name: str) -> str:
     """Of a folder's files, wherever it lies; a hub name stands for itself."""
     files = sorted(path for path in Path(name).glob("*") if path.suffix in (".json", ".safetensors", ".model"))
-    return " ".join(records.file_digest(str(path)) for path in files) or name
+    return " ".join(digests.file_digest(str(path)) for path in files) or name
 
 
 def problems(recipe: Recipe) -> list[Problem]:
@@ -74,7 +75,7 @@ def origin(recipe: Recipe, source: records.Source, model: Path) -> dict[str, dic
     """SHA-256 of each file that is in the digest, by role and name: it tells which one made the digest another."""
     # By the name that the recipe gives it: the folder of a packaged or downloaded model differs between machines.
     tokenizer = f"tokenizer.json of {recipe.model.name}"
-    files = {"tokenizer": {tokenizer: records.file_digest(str(model / "tokenizer.json"))}}
+    files = {"tokenizer": {tokenizer: digests.file_digest(str(model / "tokenizer.json"))}}
     for piece, sha256 in zip(source.pieces, source.sha256s, strict=True):
         files.setdefault(piece.role, {})[piece.uri.removeprefix("file://")] = sha256
     return files
@@ -93,11 +94,13 @@ def changes(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]])
 
 def ensure(recipe: Recipe, source: records.Source, model: Path, root: Path) -> tuple[store.Store, bool]:
     """The token store of a recipe under `root`, and whether it had to be made. Needs Ray only to make it."""
+    source = source.beside(root)
     final = root / ".tokens" / digest(recipe, source, model)
     if final.is_dir():
         found = store.Store(final)
         found.check(size_only=True)
         drafts.sweep(final)
+        digests.remember(root, source.hashed)
         return found, False
     # Refused here, not inside a task: a folder without tokenizer, a model that cannot write.
     variants.noise_of(recipe.augment, _tokenizer(recipe, model))
@@ -107,42 +110,64 @@ def ensure(recipe: Recipe, source: records.Source, model: Path, root: Path) -> t
     writer = store.Writer(final)
     try:
         job = Job(recipe, model, writer.folder, Splits.of(recipe.data, source))
-        return _commit(job, source, writer, _run(job, source)), True
+        made = _commit(job, source, writer, _run(job, source))
     except BaseException:
         writer.abandon()
         raise
+    digests.remember(root, source.hashed)
+    return made, True
 
 
 def _run(job: Job, source: records.Source) -> list[dict[str, Any]]:
     """Write the shards with Ray Data, a task per file; returns what `_write_piece` says of each, in source order."""
     import ray.data
 
-    pieces = [{"number": number, "piece": list(piece)} for number, piece in enumerate(source.pieces)]
+    pieces = tasks(source)
     if job.recipe.augment.paraphrase is not None:
         rewriting.run(pieces, partial(texts_to_rewrite, job=job), job.recipe.augment, job.folder)
     dataset = ray.data.from_items(pieces, override_num_blocks=len(pieces)).flat_map(partial(_write_piece, job=job))
     return sorted(dataset.take_all(), key=lambda row: str(row["shard"]))
 
 
+def tasks(source: records.Source) -> list[dict[str, Any]]:
+    """What each task of the job is given."""
+    numbered = enumerate(zip(source.pieces, source.sha256s, strict=True))
+    return [{"number": number, "piece": list(piece), "sha256": sha256} for number, (piece, sha256) in numbered]
+
+
 def _write_piece(row: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
-    """Name and manifest entry of each shard once it is written; hashed here, since the tasks run in parallel."""
-    piece = records.Piece(*row["piece"])
+    """Name and manifest entry of each shard once it is written; hashed here, since the tasks run in parallel.
+
+    A last one without a name where the rows were read from other bytes than the store's address is made from.
+    """
+    piece, total = records.Piece(*row["piece"]), hashlib.sha256()
+    try:
+        for name, entry in _shards(row["number"], piece, job, total):
+            yield {"number": row["number"], "shard": name, "entry": entry}
+        found = total.hexdigest()
+    except Exception:  # whatever comes of a file that is half written
+        found = digests.file_digest(piece.uri)
+        if found == row["sha256"]:
+            raise
+    if found != row["sha256"]:
+        yield {"number": row["number"], "shard": "", "entry": Entry(size=0, sha256=found)}
+
+
+def _shards(number: int, piece: records.Piece, job: Job, total: "hashlib._Hash") -> Iterator[tuple[str, Entry]]:
     task = base.get(job.recipe.task)
     tokenizer = _tokenizer(job.recipe, job.model)
-    rows = records.read(piece, job.recipe.data)
+    rows = records.read(piece, job.recipe.data, total)
     if task.packs:
         where = partial(job.splits.split, role=piece.role)
         rows = packing.packed(rows, tokenizer, job.recipe.data.window_tokens, where)
-    rewritten = rewriting.read(job.folder, row["number"])
+    rewritten = rewriting.read(job.folder, number)
     for part in itertools.count():
         batch = list(itertools.islice(rows, SHARD_ROWS))
         if not batch:
             return
-        name = f"{row['number']:06d}-{part:06d}.arrow"
-        entry = store.write_table(
-            job.folder / "shards" / name, _encode(batch, piece.role, job, task, tokenizer, rewritten)
-        )
-        yield {"shard": name, "entry": entry}
+        name = f"{number:06d}-{part:06d}.arrow"
+        table = _encode(batch, piece.role, job, task, tokenizer, rewritten)
+        yield name, store.write_table(job.folder / "shards" / name, table)
 
 
 def _tokenizer(recipe: Recipe, model: Path) -> Any:
@@ -259,6 +284,7 @@ def _lists(rows: list[list[int]]) -> pa.ListArray:
 
 def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list[dict[str, Any]]) -> store.Store:
     """Number the labels, give each row its id, write the index of each split, and the manifest last."""
+    _refuse_changed(source, shards, writer.final.parent.parent)
     recipe, names_of_shards = job.recipe, [row["shard"] for row in shards]
     tables = [
         store.map_table(writer.folder / "shards" / name).drop_columns(["ids", "windows"]) for name in names_of_shards
@@ -342,6 +368,18 @@ def _head(job: Job, task: base.Task, counts: Counter[str]) -> base.Head:
         return head
     windows = {"stride": reading.stride, "max_windows": reading.max_windows, "pooling": job.recipe.data.pooling}
     return base.Head(head.labels, {**head.facts, **windows})
+
+
+def _refuse_changed(source: records.Source, shards: list[dict[str, Any]], root: Path) -> None:
+    """Rows of a file that was changed since it was hashed would lie under the address of other rows."""
+    changed = [source.pieces[row["number"]].uri.removeprefix("file://") for row in shards if not row["shard"]]
+    if changed:
+        digests.forget(root)
+        listed = "\n  ".join([*changed[:10], *([f"and {len(changed) - 10} more"] if len(changed) > 10 else [])])
+        raise UserError(
+            f"changed between its digest and the reading of its rows, so that nothing was stored:\n  {listed}\n"
+            "Start again once nothing writes to it."
+        )
 
 
 def _refuse_empty(recipe: Recipe, rows: Mapping[str, int]) -> None:

@@ -38,16 +38,19 @@ class Prepared:
         return Order(self.store.manifest.digest, rows, recipe.rows_per_update, recipe.train.epochs, 0).updates
 
 
-def check(config: Config) -> tuple[records.Source, Path]:
-    """Everything that can be refused before Ray starts, all at once: files, columns, model, precision."""
+def check(config: Config, source: records.Source | None = None) -> tuple[records.Source, Path]:
+    """Everything that can be refused before Ray starts, all at once: files, columns, model, precision.
+
+    The files of a `source` that was found before are not looked at again.
+    """
     problems: list[Any] = [
         *tokens.problems(config.recipe),
         *losses.problems(config.recipe),
         *model.problems(config.recipe),
     ]
-    source, folder = None, None
+    folder = None
     try:
-        source = records.inspect(config.recipe.data)
+        source = source or records.inspect(config.recipe.data)
     except ConfigError as error:
         problems += error.problems
     try:
@@ -63,12 +66,20 @@ def check(config: Config) -> tuple[records.Source, Path]:
     return source, folder
 
 
-def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_root: Path | None = None) -> Prepared:
+def prepare(
+    config: Config,
+    folder: Path,
+    reuse: runs.Reuse = "refuse",
+    tokens_root: Path | None = None,
+    source: records.Source | None = None,
+) -> Prepared:
     """Check, make or reuse the token store, and open the run folder. The folder is written only when nothing is wrong.
 
     The store lies under `tokens_root`, by default the folder that holds the run, so that runs side by side share it.
+    `source` is what `check` found, where that was asked already: there may be thousands of files.
     """
-    source, weights = check(config)
+    source, weights = check(config, source)
+    source = source.beside(tokens_root or folder.parent)
     if reuse == "resume":
         _bring_back(config, folder)
     run, config = runs.choose(folder, config, reuse)
