@@ -58,6 +58,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "rtrain.data.digests": frozenset(),
     "rtrain.data.parts": frozenset(),
+    "rtrain.data.columns": frozenset({"rtrain.tasks.batch"}),
+    "rtrain.data.refusals": frozenset({"rtrain.config", "rtrain.data.digests", "rtrain.data.records"}),
     "rtrain.data.packing": frozenset({"rtrain.data.records"}),
     "rtrain.data.splits": frozenset({"rtrain.config", "rtrain.data.records"}),
     "rtrain.data.quarantine": frozenset({"rtrain.config", "rtrain.data.records"}),
@@ -82,7 +84,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             f"rtrain.data.{name}"
             for name in ("digests", "drafts", "packing", "paraphrase", "quarantine", "records", "rewriting")
         }
-        | {"rtrain.data.splits", "rtrain.data.store", "rtrain.data.variants"}
+        | {f"rtrain.data.{name}" for name in ("columns", "refusals", "splits", "store", "variants")}
     ),
     "rtrain.data.ingest": frozenset({"rtrain.data.order", "rtrain.data.store", "rtrain.tasks.batch"}),
     "rtrain.report.": frozenset({"rtrain.report."}),

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +15,24 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from rtrain.config import Recipe
-from rtrain.data import digests, drafts, packing, paraphrase, quarantine, records, rewriting, store, variants
+from rtrain.data import (
+    columns,
+    digests,
+    drafts,
+    packing,
+    paraphrase,
+    quarantine,
+    records,
+    refusals,
+    rewriting,
+    store,
+    variants,
+)
 from rtrain.data.splits import Splits, content_hashes
 from rtrain.errors import Problem, UserError
 from rtrain.manifest import Entry
 from rtrain.tasks import base
-from rtrain.tasks.batch import Encoded, Ints, Ragged
+from rtrain.tasks.batch import Encoded, Ragged
 
 SHARD_ROWS = 8192
 _SPLIT = {name: code for code, name in enumerate(store.SPLITS)}
@@ -284,63 +295,64 @@ def _lists(rows: list[list[int]]) -> pa.ListArray:
 
 def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list[dict[str, Any]]) -> store.Store:
     """Number the labels, give each row its id, write the index of each split, and the manifest last."""
-    _refuse_changed(source, shards, writer.final.parent.parent)
+    refusals.changed_files(source, shards, writer.final.parent.parent)
     recipe, names_of_shards = job.recipe, [row["shard"] for row in shards]
-    tables = [
+    parts = [
         store.map_table(writer.folder / "shards" / name).drop_columns(["ids", "windows"]) for name in names_of_shards
     ]
-    table = pa.concat_tables(tables) if tables else None
+    table = pa.concat_tables(parts) if parts else None
     if table is None or table.num_rows == 0:
         raise UserError(f"data.path: {recipe.data.path} has a header and no rows; add rows, one text and label each")
-    shard = np.repeat(np.arange(len(tables), dtype=np.uint32), [part.num_rows for part in tables])
-    offset = np.concatenate([np.arange(part.num_rows, dtype=np.uint32) for part in tables])
-    split = table["split"].to_numpy()
+    sizes = [part.num_rows for part in parts]
+    shard = np.repeat(np.arange(len(parts), dtype=np.uint32), sizes)
+    offset = np.concatenate([np.arange(size, dtype=np.uint32) for size in sizes])
+    split = table["split"].to_numpy().copy()
     copy = table["copy"].to_numpy(zero_copy_only=False)
     originals = table.num_rows - int(copy.sum())
+    labels, lines = table["label"], table["line"].to_numpy()
 
-    reasons = {int(row): table["reason"][int(row)].as_py() for row in np.flatnonzero(split == _BAD)}
-    where = quarantine.locator(source, names_of_shards, shard, table["line"].to_numpy())
+    is_bad = split == _BAD
+    bad = quarantine.Bad(np.flatnonzero(is_bad), columns.chosen(table["reason"], is_bad).combine_chunks())
+    where = quarantine.locator(source, names_of_shards, shard, lines)
     # Before the labels: a file of which no row can be read has none, and that is not what is wrong with it.
-    quarantine.refuse_if_too_bad(recipe, reasons, originals, where)
+    quarantine.refuse_if_too_bad(recipe, bad, originals, where)
 
-    _refuse_empty(recipe, {name: int((split == code).sum()) for name, code in _SPLIT.items()})
+    refusals.empty_splits(recipe, {name: int((split == code).sum()) for name, code in _SPLIT.items()})
 
     task = base.get(recipe.task)
-    texts = table["label"].to_pylist()
     # Of the rows as they were given: some have more copies than others.
-    head = _head(job, task, Counter(texts[row] for row in np.flatnonzero((split == _SPLIT["train"]) & ~copy)))
-    good = np.flatnonzero(split < _LEFT_OUT)
-    targets = task.targets([texts[row] for row in good], _marks(table, good), head)
+    head = _head(job, task, columns.Counts(columns.chosen(labels, (split == _SPLIT["train"]) & ~copy)))
+    before = split.copy()
+    targets = _targets(task, head, parts, split)
 
-    unseen = good[targets.unknown]
-    given = np.array([source.pieces[int(name.split("-")[0])].role != "train" for name in names_of_shards])[shard]
-    reasons |= quarantine.unseen(unseen, given, texts, where)
-    split = split.copy()
-    split[unseen] = _BAD
-    quarantine.refuse_if_too_bad(recipe, reasons, originals, where)
-    quarantine.write(writer.folder, reasons, where)
+    unseen = np.flatnonzero(split != before)
+    pieces = [int(name.split("-")[0]) for name in names_of_shards]
+    given = np.array([source.pieces[piece].role != "train" for piece in pieces])[shard]
+    bad = bad.plus(quarantine.unseen(unseen, given, labels, where))
+    quarantine.refuse_if_too_bad(recipe, bad, originals, where)
+    quarantine.write(writer.folder, bad, where)
 
-    row_ids = identify(table["content"].to_numpy())
+    row_ids = columns.identify(table["content"].to_numpy())
     lengths = table["length"].to_numpy()
-    sources = np.array([source.pieces[int(name.split("-")[0])].uri.removeprefix("file://") for name in names_of_shards])
-    place_of = np.zeros(table.num_rows, dtype=np.int64)  # among the good rows, for which there are targets
-    place_of[good] = np.arange(len(good))
+    names = [source.pieces[piece].uri.removeprefix("file://") for piece in pieces]
     rows, tokens, files = {}, {}, {}
     for name, code in _SPLIT.items():
-        chosen = np.flatnonzero(split == code)
+        mask = split == code
+        chosen = np.flatnonzero(mask)
         rows[name], tokens[name] = len(chosen), int(lengths[chosen].sum())
         index = {"row_id": row_ids, "shard": shard, "offset": offset, "length": lengths}
         table_of_split = pa.table(
             {key: pa.array(value[chosen]) for key, value in index.items()}
-            | {"targets": store.lists(targets.values.take(place_of[chosen]))}
+            | {"targets": store.lists(columns.joined(targets.pop(name)))}
         )
         files[f"index-{name}.arrow"] = store.write_table(writer.folder / f"index-{name}.arrow", table_of_split)
-        origins = {"source": pa.array(sources[shard[chosen]], pa.string()).dictionary_encode()}
-        origins |= {"line": table["line"].take(chosen)}
-        origins |= {slice: table[SLICE + slice].take(chosen) for slice in recipe.data.slices}
+        origins = {"source": columns.named(names, shard[chosen]), "line": pa.array(lines[chosen])}
+        origins |= {slice: columns.chosen(table[SLICE + slice], mask) for slice in recipe.data.slices}
         files[f"rows-{name}.arrow"] = store.write_table(writer.folder / f"rows-{name}.arrow", pa.table(origins))
-    _refuse_empty(recipe, rows)  # again: rows with an unknown label are none
-    _refuse_without_outside(recipe, [texts[row] for row in np.flatnonzero(split == _SPLIT["valid"])])
+    refusals.empty_splits(recipe, rows)  # again: rows with an unknown label are none
+    if recipe.data.outside is not None:
+        named = columns.chosen(labels, split == _SPLIT["valid"]).to_pylist().count(recipe.data.outside)
+        refusals.without_outside(recipe, rows["valid"], named)
     manifest = store.Manifest(
         schema_version=store.SCHEMA_VERSION,
         digest=writer.final.name,
@@ -348,7 +360,7 @@ def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list
         labels=head.labels,
         tokens=tokens,
         truncated=int(table["truncated"].to_numpy(zero_copy_only=False)[split < _LEFT_OUT].sum()),
-        quarantined=len(reasons),
+        quarantined=len(bad.rows),
         files=files | {f"shards/{row['shard']}": row["entry"] for row in shards},
         sources=origin(recipe, source, job.model),
         facts=dict(head.facts),
@@ -358,7 +370,25 @@ def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list
     return writer.commit(manifest)
 
 
-def _head(job: Job, task: base.Task, counts: Counter[str]) -> base.Head:
+def _targets(
+    task: base.Task, head: base.Head, shards: list[pa.Table], split: npt.NDArray[np.uint8]
+) -> dict[str, list[Ragged]]:
+    """Of each split's rows, shard by shard. Marks the rows with a label that the head has not as bad in `split`."""
+    found: dict[str, list[Ragged]] = {name: [] for name in _SPLIT}
+    begin = 0
+    for shard in shards:
+        places = split[begin : begin + shard.num_rows]
+        begin += shard.num_rows
+        sound = places < _LEFT_OUT
+        marks = columns.lists(shard["marks"]).take(np.flatnonzero(sound))
+        targets = task.targets(columns.chosen(shard["label"], sound).to_pylist(), marks, head)
+        places[np.flatnonzero(sound)[targets.unknown]] = _BAD
+        for name, code in _SPLIT.items():
+            found[name].append(targets.values.take(np.flatnonzero(places[sound] == code)))
+    return found
+
+
+def _head(job: Job, task: base.Task, counts: Mapping[str, int]) -> base.Head:
     """The task's own, with how texts are read where that is in windows: who answers must read them alike."""
     head = task.head(counts, _tokenizer(job.recipe, job.model))
     if job.recipe.data.outside is not None:
@@ -368,62 +398,3 @@ def _head(job: Job, task: base.Task, counts: Counter[str]) -> base.Head:
         return head
     windows = {"stride": reading.stride, "max_windows": reading.max_windows, "pooling": job.recipe.data.pooling}
     return base.Head(head.labels, {**head.facts, **windows})
-
-
-def _refuse_changed(source: records.Source, shards: list[dict[str, Any]], root: Path) -> None:
-    """Rows of a file that was changed since it was hashed would lie under the address of other rows."""
-    changed = [source.pieces[row["number"]].uri.removeprefix("file://") for row in shards if not row["shard"]]
-    if changed:
-        digests.forget(root)
-        listed = "\n  ".join([*changed[:10], *([f"and {len(changed) - 10} more"] if len(changed) > 10 else [])])
-        raise UserError(
-            f"changed between its digest and the reading of its rows, so that nothing was stored:\n  {listed}\n"
-            "Start again once nothing writes to it."
-        )
-
-
-def _refuse_empty(recipe: Recipe, rows: Mapping[str, int]) -> None:
-    """A split without rows that was not asked to be empty."""
-    if not rows["train"]:
-        where = f"column {recipe.data.split!r}" if recipe.data.split else "data.path"
-        raise UserError(f"{where}: no row to train on; {rows['valid']} are for validation, {rows['test']} for the test")
-    if recipe.data.split is not None and not rows["test"]:
-        raise UserError(f"data.split: no row of column {recipe.data.split!r} is for the test; name some `test`")
-    if rows["valid"] or recipe.data.valid_share == 0:
-        return
-    if recipe.data.split is not None:
-        raise UserError(
-            f"data.split: no row of column {recipe.data.split!r} is for validation; set data.valid_share=0.1 to take "
-            "a tenth of the training rows, or 0 to train on all rows and keep the last weights"
-        )
-    raise UserError(
-        f"data.path: {rows['train']} training rows leave no validation row; give more rows (30 are a sane least)"
-    )
-
-
-def _refuse_without_outside(recipe: Recipe, labels: list[str]) -> None:
-    """What tells the rows outside of the classes from others is chosen on the validation rows."""
-    outside = recipe.data.outside
-    if outside is not None and len({label == outside for label in labels}) < 2:
-        raise UserError(
-            f"data.outside: of {len(labels)} validation rows {labels.count(outside)} have the label {outside!r}, and "
-            "the threshold is chosen on rows with it and without; add rows of the other kind, or set data.outside=null"
-        )
-
-
-def _marks(table: pa.Table, rows: Ints) -> Ragged:
-    marks = table["marks"].combine_chunks()
-    ends = marks.offsets.to_numpy()
-    return Ragged(marks.values.to_numpy(), np.diff(ends)).take(rows)
-
-
-def identify(content: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """64-bit row ids from content hashes: equal rows get distinct ids by their occurrence number, in source order."""
-    order = np.argsort(content, kind="stable")
-    ordered = content[order]
-    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
-    counts = np.diff(np.concatenate([starts, [len(ordered)]]))
-    occurrence = np.empty(len(content), dtype=np.uint64)
-    occurrence[order] = np.arange(len(ordered), dtype=np.uint64) - np.repeat(starts, counts).astype(np.uint64)
-    # An odd multiplier makes the map of occurrence numbers one to one; the content hash is already uniform.
-    return content + occurrence * np.uint64(0x9E3779B97F4A7C15)
