@@ -58,12 +58,13 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "rtrain.data.digests": frozenset(),
     "rtrain.data.parts": frozenset(),
+    "rtrain.data.pieces": frozenset({"rtrain.config", "rtrain.data.parts", "rtrain.data.records", "rtrain.tasks.base"}),
     "rtrain.data.columns": frozenset({"rtrain.tasks.batch"}),
     "rtrain.data.refusals": frozenset({"rtrain.config", "rtrain.data.digests", "rtrain.data.records"}),
     "rtrain.data.packing": frozenset({"rtrain.data.records"}),
     "rtrain.data.splits": frozenset({"rtrain.config", "rtrain.data.records"}),
     "rtrain.data.quarantine": frozenset({"rtrain.config", "rtrain.data.records"}),
-    "rtrain.data.formats": frozenset({"rtrain.data.conll", "rtrain.data.squad"}),
+    "rtrain.data.formats": frozenset({"rtrain.data.conll", "rtrain.data.parts", "rtrain.data.squad"}),
     "rtrain.data.squad": frozenset(),
     "rtrain.data.conll": frozenset(),
     "rtrain.data.augment": frozenset(),
@@ -84,7 +85,7 @@ ALLOWED: dict[str, frozenset[str]] = {
             f"rtrain.data.{name}"
             for name in ("digests", "drafts", "packing", "paraphrase", "quarantine", "records", "rewriting")
         }
-        | {f"rtrain.data.{name}" for name in ("columns", "refusals", "splits", "store", "variants")}
+        | {f"rtrain.data.{name}" for name in ("columns", "parts", "pieces", "refusals", "splits", "store", "variants")}
     ),
     "rtrain.data.ingest": frozenset({"rtrain.data.order", "rtrain.data.store", "rtrain.tasks.batch"}),
     "rtrain.report.": frozenset({"rtrain.report."}),

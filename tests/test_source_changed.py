@@ -16,7 +16,7 @@ import pytest
 
 from rtrain import config
 from rtrain.config import Config
-from rtrain.data import digests, records, tokens
+from rtrain.data import digests, pieces, records, tokens
 from rtrain.errors import UserError
 from rtrain.report import events
 from rtrain.tasks import base
@@ -34,7 +34,12 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     def run(job: tokens.Job, source: records.Source) -> list[dict[str, Any]]:
         ran.append(job.folder)
-        return [row for piece in tokens.tasks(source) for row in tokens._write_piece(piece, job)]
+        return [
+            row
+            for piece in pieces.tasks(source)
+            for part in pieces.cut(piece, job.recipe)
+            for row in tokens._write_piece(part, job)
+        ]
 
     monkeypatch.setattr(tokens, "_run", run)
     monkeypatch.setattr(driver, "capacity", lambda _: [])

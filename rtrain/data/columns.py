@@ -1,12 +1,13 @@
 """What the commit of a token store needs of all rows at once, as columns: a string of Python's is 60 bytes more."""
 
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rtrain.tasks.batch import Ints, Ragged
+from rtrain.tasks.batch import Ragged
 
 Mask = npt.NDArray[np.bool_]
 BLOCK = 8192
@@ -68,7 +69,7 @@ def joined(parts: Sequence[Ragged]) -> Ragged:
     )
 
 
-def named(names: Sequence[str], numbers: Ints) -> pa.DictionaryArray:
+def named(names: Sequence[str], numbers: npt.NDArray[np.integer[Any]]) -> pa.DictionaryArray:
     """A column of `names[number]`; its dictionary has those that occur, each once."""
     once = list(dict.fromkeys(names))
     place = {name: number for number, name in enumerate(once)}

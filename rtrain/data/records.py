@@ -280,20 +280,23 @@ def wanted_columns(data: Data) -> list[tuple[str, str]]:
 # ------------------------------------------------------------------------------------------------- inside the job
 
 
-def read(piece: Piece, data: Data, total: "hashlib._Hash | None" = None) -> Iterator[Record]:
-    """The rows of one file, in order. `line` is the line of the file (csv, tsv, jsonl) or the row number from 1.
+def read(
+    piece: Piece, data: Data, part: parts.Part = parts.WHOLE, total: "hashlib._Hash | None" = None
+) -> Iterator[Record]:
+    """The rows of one file, or of a part of it, in order. `line` is the line of the file (csv, tsv, jsonl) or the row
+    number from 1.
 
-    After the last row, `total` has hashed the bytes of the file that they were read from.
+    After the last row, `total` has hashed the bytes of the part, from which they were read.
     """
-    with parts.opened(piece.uri, piece.format, total) as file:
-        yield from _checked(_raw(file, piece, data), data)
+    with parts.opened(piece.uri, piece.format, part, total) as file:
+        yield from _checked(_raw(file, piece, data, part), data)
 
 
-def _raw(file: IO[bytes], piece: Piece, data: Data) -> Iterator[tuple[int, dict[str, Any] | str]]:
+def _raw(file: IO[bytes], piece: Piece, data: Data, part: parts.Part) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """(line, columns by name), or (line, reason) where the line cannot be read."""
     if piece.format in ("csv", "tsv"):
-        rows = formats.csv_rows(file, piece.format)
-        _, header = next(rows, (1, []))
+        rows = formats.csv_rows(file, piece.format, part.before)
+        header = next(rows, (1, []))[1] if part.start == 0 else _header(piece)
         for line, values in rows:
             if isinstance(values, str):
                 yield line, values
@@ -302,7 +305,7 @@ def _raw(file: IO[bytes], piece: Piece, data: Data) -> Iterator[tuple[int, dict[
             elif values:
                 yield line, f"{len(values)} columns instead of {len(header)}; quote a text that holds the separator"
     elif piece.format == "jsonl":
-        for line, document in formats.json_rows(file):
+        for line, document in formats.json_rows(file, part.before):
             yield line, document if isinstance(document, dict) else "not a JSON object; write one object a line"
     elif piece.format == "conll":
         yield from formats.conll_rows(file)
@@ -310,8 +313,13 @@ def _raw(file: IO[bytes], piece: Piece, data: Data) -> Iterator[tuple[int, dict[
         yield from formats.squad_rows(file)
     else:
         wanted = list(dict.fromkeys(column for _, column in wanted_columns(data)))
-        for line, row in enumerate(formats.arrow_rows(file, piece.format, wanted), start=1):
-            yield line, row
+        found = formats.arrow_rows(file, piece.format, wanted, part)
+        yield from enumerate(found, start=part.before + 1)
+
+
+def _header(piece: Piece) -> list[str] | str:
+    with parts.opened(piece.uri, piece.format) as file:
+        return next(formats.csv_rows(file, piece.format), (1, []))[1]
 
 
 def _checked(rows: Iterable[tuple[int, dict[str, Any] | str]], data: Data) -> Iterator[Record]:

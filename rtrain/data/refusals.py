@@ -11,7 +11,8 @@ from rtrain.errors import UserError
 
 def changed_files(source: records.Source, shards: list[dict[str, Any]], root: Path) -> None:
     """Rows of a file that was changed since it was hashed would lie under the address of other rows."""
-    changed = [source.pieces[row["number"]].uri.removeprefix("file://") for row in shards if not row["shard"]]
+    numbers = dict.fromkeys(row["number"] for row in shards if not row["shard"])  # a file is read in many parts
+    changed = [source.pieces[number].uri.removeprefix("file://") for number in numbers]
     if changed:
         digests.forget(root)
         listed = "\n  ".join([*changed[:10], *([f"and {len(changed) - 10} more"] if len(changed) > 10 else [])])

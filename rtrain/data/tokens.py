@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet
 
 from rtrain.config import Recipe
 from rtrain.data import (
@@ -21,6 +20,8 @@ from rtrain.data import (
     drafts,
     packing,
     paraphrase,
+    parts,
+    pieces,
     quarantine,
     records,
     refusals,
@@ -62,8 +63,8 @@ def digest(recipe: Recipe, source: records.Source, model: Path) -> str:
     if recipe.augment.active:
         models = [_model_digest(name) for name in (recipe.augment.paraphrase, recipe.augment.pivot) if name]
         settings["augment"] = {**recipe.augment.model_dump(mode="json"), "paraphrase": models, "pivot": None}
-    parts = (source.digest(), digests.file_digest(str(model / "tokenizer.json")), json.dumps(settings, sort_keys=True))
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    made_of = source.digest(), digests.file_digest(str(model / "tokenizer.json")), json.dumps(settings, sort_keys=True)
+    return hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
 
 
 def _model_digest(name: str) -> str:
@@ -130,20 +131,17 @@ def ensure(recipe: Recipe, source: records.Source, model: Path, root: Path) -> t
 
 
 def _run(job: Job, source: records.Source) -> list[dict[str, Any]]:
-    """Write the shards with Ray Data, a task per file; returns what `_write_piece` says of each, in source order."""
+    """Write the shards with Ray Data, a task per file or part; what `_write_piece` says of each, in source order."""
     import ray.data
 
-    pieces = tasks(source)
+    tasks = pieces.tasks(source)
     if job.recipe.augment.paraphrase is not None:
-        rewriting.run(pieces, partial(texts_to_rewrite, job=job), job.recipe.augment, job.folder)
-    dataset = ray.data.from_items(pieces, override_num_blocks=len(pieces)).flat_map(partial(_write_piece, job=job))
+        rewriting.run(tasks, partial(texts_to_rewrite, job=job), job.recipe.augment, job.folder)
+    if any(pieces.is_cut(task, job.recipe) for task in tasks):
+        whole = ray.data.from_items(tasks, override_num_blocks=len(tasks))
+        tasks = whole.flat_map(partial(pieces.cut, recipe=job.recipe)).take_all()
+    dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks)).flat_map(partial(_write_piece, job=job))
     return sorted(dataset.take_all(), key=lambda row: str(row["shard"]))
-
-
-def tasks(source: records.Source) -> list[dict[str, Any]]:
-    """What each task of the job is given."""
-    numbered = enumerate(zip(source.pieces, source.sha256s, strict=True))
-    return [{"number": number, "piece": list(piece), "sha256": sha256} for number, (piece, sha256) in numbered]
 
 
 def _write_piece(row: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
@@ -151,32 +149,35 @@ def _write_piece(row: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
 
     A last one without a name where the rows were read from other bytes than the store's address is made from.
     """
-    piece, total = records.Piece(*row["piece"]), hashlib.sha256()
+    (piece, part), total = pieces.read(row), hashlib.sha256()
     try:
-        for name, entry in _shards(row["number"], piece, job, total):
+        for name, entry in _shards(row["number"], piece, part, job, total):
             yield {"number": row["number"], "shard": name, "entry": entry}
         found = total.hexdigest()
     except Exception:  # whatever comes of a file that is half written
-        found = digests.file_digest(piece.uri)
+        found = parts.sha256(piece.uri, piece.format, part)
         if found == row["sha256"]:
             raise
     if found != row["sha256"]:
         yield {"number": row["number"], "shard": "", "entry": Entry(size=0, sha256=found)}
 
 
-def _shards(number: int, piece: records.Piece, job: Job, total: "hashlib._Hash") -> Iterator[tuple[str, Entry]]:
+def _shards(
+    number: int, piece: records.Piece, part: parts.Part, job: Job, total: "hashlib._Hash"
+) -> Iterator[tuple[str, Entry]]:
     task = base.get(job.recipe.task)
     tokenizer = _tokenizer(job.recipe, job.model)
-    rows = records.read(piece, job.recipe.data, total)
+    rows = records.read(piece, job.recipe.data, part, total)
     if task.packs:
         where = partial(job.splits.split, role=piece.role)
         rows = packing.packed(rows, tokenizer, job.recipe.data.window_tokens, where)
     rewritten = rewriting.read(job.folder, number)
-    for part in itertools.count():
+    stem = f"{number:06d}" if part == parts.WHOLE else f"{number:06d}-{part.start:015d}"
+    for place in itertools.count():
         batch = list(itertools.islice(rows, SHARD_ROWS))
         if not batch:
             return
-        name = f"{number:06d}-{part:06d}.arrow"
+        name = f"{stem}-{place:06d}.arrow"
         table = _encode(batch, piece.role, job, task, tokenizer, rewritten)
         yield name, store.write_table(job.folder / "shards" / name, table)
 
@@ -297,14 +298,14 @@ def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list
     """Number the labels, give each row its id, write the index of each split, and the manifest last."""
     refusals.changed_files(source, shards, writer.final.parent.parent)
     recipe, names_of_shards = job.recipe, [row["shard"] for row in shards]
-    parts = [
+    tables = [
         store.map_table(writer.folder / "shards" / name).drop_columns(["ids", "windows"]) for name in names_of_shards
     ]
-    table = pa.concat_tables(parts) if parts else None
+    table = pa.concat_tables(tables) if tables else None
     if table is None or table.num_rows == 0:
         raise UserError(f"data.path: {recipe.data.path} has a header and no rows; add rows, one text and label each")
-    sizes = [part.num_rows for part in parts]
-    shard = np.repeat(np.arange(len(parts), dtype=np.uint32), sizes)
+    sizes = [part.num_rows for part in tables]
+    shard = np.repeat(np.arange(len(tables), dtype=np.uint32), sizes)
     offset = np.concatenate([np.arange(size, dtype=np.uint32) for size in sizes])
     split = table["split"].to_numpy().copy()
     copy = table["copy"].to_numpy(zero_copy_only=False)
@@ -323,18 +324,18 @@ def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list
     # Of the rows as they were given: some have more copies than others.
     head = _head(job, task, columns.Counts(columns.chosen(labels, (split == _SPLIT["train"]) & ~copy)))
     before = split.copy()
-    targets = _targets(task, head, parts, split)
+    targets = _targets(task, head, tables, split)
 
     unseen = np.flatnonzero(split != before)
-    pieces = [int(name.split("-")[0]) for name in names_of_shards]
-    given = np.array([source.pieces[piece].role != "train" for piece in pieces])[shard]
+    numbers = [int(name.split("-")[0]) for name in names_of_shards]
+    given = np.array([source.pieces[number].role != "train" for number in numbers])[shard]
     bad = bad.plus(quarantine.unseen(unseen, given, labels, where))
     quarantine.refuse_if_too_bad(recipe, bad, originals, where)
     quarantine.write(writer.folder, bad, where)
 
     row_ids = columns.identify(table["content"].to_numpy())
     lengths = table["length"].to_numpy()
-    names = [source.pieces[piece].uri.removeprefix("file://") for piece in pieces]
+    names = [source.pieces[number].uri.removeprefix("file://") for number in numbers]
     rows, tokens, files = {}, {}, {}
     for name, code in _SPLIT.items():
         mask = split == code
@@ -375,10 +376,8 @@ def _targets(
 ) -> dict[str, list[Ragged]]:
     """Of each split's rows, shard by shard. Marks the rows with a label that the head has not as bad in `split`."""
     found: dict[str, list[Ragged]] = {name: [] for name in _SPLIT}
-    begin = 0
-    for shard in shards:
-        places = split[begin : begin + shard.num_rows]
-        begin += shard.num_rows
+    ends = np.cumsum([shard.num_rows for shard in shards])
+    for shard, places in zip(shards, np.split(split, ends[:-1]), strict=True):  # views
         sound = places < _LEFT_OUT
         marks = columns.lists(shard["marks"]).take(np.flatnonzero(sound))
         targets = task.targets(columns.chosen(shard["label"], sound).to_pylist(), marks, head)
