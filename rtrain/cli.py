@@ -108,9 +108,9 @@ def train(
     from rtrain.report.progress import Line, summary_text
     from rtrain.training import driver
 
-    driver.check(config, folder.parent)
+    source, _ = driver.check(config, folder.parent)
     with session(config, folder.parent), Line() as line:
-        prepared = driver.prepare(config, folder, reuse)
+        prepared = driver.prepare(config, folder, reuse, source=source)
         summary = driver.fit(prepared, on_event=line)
     _print(summary, as_json, summary_text(summary, prepared.run))
 

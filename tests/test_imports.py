@@ -60,13 +60,19 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.data.synthetic": frozenset(),
     "rtrain.data.values": frozenset({"rtrain.config"}),
     "rtrain.data.records": frozenset(
-        {"rtrain.config", "rtrain.data.addresses", "rtrain.data.formats", "rtrain.data.values", "rtrain.hub"}
+        {"rtrain.config", "rtrain.hub"}
+        | {f"rtrain.data.{name}" for name in ("addresses", "digests", "formats", "parts", "values")}
     ),
     "rtrain.data.addresses": frozenset(),
+    "rtrain.data.digests": frozenset(),
+    "rtrain.data.parts": frozenset({"rtrain.data.addresses"}),
+    "rtrain.data.pieces": frozenset({"rtrain.config", "rtrain.data.parts", "rtrain.data.records", "rtrain.tasks.base"}),
+    "rtrain.data.columns": frozenset({"rtrain.tasks.batch"}),
+    "rtrain.data.refusals": frozenset({"rtrain.config", "rtrain.data.digests", "rtrain.data.records"}),
     "rtrain.data.packing": frozenset({"rtrain.data.records"}),
     "rtrain.data.splits": frozenset({"rtrain.config", "rtrain.data.records"}),
     "rtrain.data.quarantine": frozenset({"rtrain.config", "rtrain.data.records"}),
-    "rtrain.data.formats": frozenset({"rtrain.data.conll", "rtrain.data.squad"}),
+    "rtrain.data.formats": frozenset({"rtrain.data.conll", "rtrain.data.parts", "rtrain.data.squad"}),
     "rtrain.data.squad": frozenset(),
     "rtrain.data.conll": frozenset(),
     "rtrain.data.augment": frozenset(),
@@ -82,9 +88,12 @@ ALLOWED: dict[str, frozenset[str]] = {
         {"rtrain.data.drafts", "rtrain.manifest", "rtrain.tasks.base", "rtrain.tasks.batch"}
     ),
     "rtrain.data.tokens": frozenset(
-        {"rtrain.config", "rtrain.tasks."}
-        | {f"rtrain.data.{name}" for name in ("drafts", "packing", "paraphrase", "quarantine", "records", "rewriting")}
-        | {"rtrain.data.splits", "rtrain.data.store", "rtrain.data.values", "rtrain.data.variants"}
+        {"rtrain.config", "rtrain.manifest", "rtrain.tasks."}
+        | {
+            f"rtrain.data.{name}"
+            for name in ("digests", "drafts", "packing", "paraphrase", "quarantine", "records", "rewriting", "values")
+        }
+        | {f"rtrain.data.{name}" for name in ("columns", "parts", "pieces", "refusals", "splits", "store", "variants")}
     ),
     "rtrain.data.ingest": frozenset({"rtrain.data.order", "rtrain.data.store", "rtrain.tasks.batch"}),
     "rtrain.report.": frozenset({"rtrain.report."}),
@@ -185,7 +194,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "rtrain.proof.verify": frozenset(
         {"rtrain.config", "rtrain.data.tokens", "rtrain.plan.preflight", "rtrain.proof.", "rtrain.report.events"}
-        | {f"rtrain.training.{name}" for name in ("driver", "group", "model", "nodes")}
+        | {f"rtrain.training.{name}" for name in ("driver", "failures", "group", "model", "nodes")}
     ),
     "rtrain.proof.faults": frozenset({"rtrain.report.memory", "rtrain.training.checkpoint"}),
     "rtrain.proof.drill": frozenset(
@@ -196,6 +205,7 @@ ALLOWED: dict[str, frozenset[str]] = {
         {"rtrain.config", "rtrain.data.order", "rtrain.data.store", "rtrain.report.events"}
         | {f"rtrain.training.{name}" for name in ("checkpoint", "loop", "runs")}
     ),
+    "rtrain.training.failures": frozenset({"rtrain.training.ranks", "rtrain.training.recovery"}),
     "rtrain.training.recovery": frozenset(),
     "rtrain.training.placement": frozenset(),
     "rtrain.training.notice": frozenset(
@@ -215,7 +225,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rtrain.training.group": frozenset({"rtrain.env", "rtrain.training.device"}),
     "rtrain.training.driver": frozenset(
         {"rtrain.cluster.supply"}
-        | {f"rtrain.training.{name}" for name in ("decisions", "device")}
+        | {f"rtrain.training.{name}" for name in ("decisions", "device", "failures")}
         | {
             "rtrain.config",
             "rtrain.cluster.session",

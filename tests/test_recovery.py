@@ -15,7 +15,7 @@ from rtrain.errors import ConfigError, UserError
 from rtrain.proof import drill
 from rtrain.proof.faults import FAULTS, Fault
 from rtrain.report import events
-from rtrain.training import checkpoint, driver, notice, ranks, runs, step
+from rtrain.training import checkpoint, driver, failures, notice, ranks, runs, step
 from rtrain.training.recovery import (
     Growth,
     Recovery,
@@ -88,9 +88,9 @@ def test_a_start_that_ran_out_of_memory_is_followed_by_one_with_smaller_passes(
 def test_what_is_told_is_the_error_of_the_worker_that_failed_not_of_those_that_waited_for_it(tmp_path: Path) -> None:
     failure, elsewhere = RuntimeError("training failed"), ranks.Elsewhere("another worker failed")
     failure.worker_failures = {0: OSError("no space left"), 1: elsewhere}  # type: ignore[attr-defined]
-    assert str(driver.explain(tmp_path, failure)).startswith("training failed: no space left\n")
+    assert str(failures.explain(tmp_path, failure)).startswith("training failed: no space left\n")
     failure.worker_failures = {1: elsewhere}  # type: ignore[attr-defined]
-    assert str(driver.explain(tmp_path, failure)).startswith("training failed: another worker failed\n")
+    assert str(failures.explain(tmp_path, failure)).startswith("training failed: another worker failed\n")
 
 
 def test_passes_are_halved_down_to_what_saves_memory_no_more() -> None:

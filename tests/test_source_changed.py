@@ -1,21 +1,29 @@
 """A run is resumed on the rows that it was started with, or refused with the name of what changed; without Ray."""
 
+import gzip
+import hashlib
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from rtrain import config
 from rtrain.cluster import supply
 from rtrain.config import Config
-from rtrain.data import order, records, tokens
+from rtrain.data import digests, order, pieces, records, tokens
 from rtrain.errors import UserError
 from rtrain.proof import ledger
 from rtrain.report import events
+from rtrain.tasks import base
 from rtrain.training import driver, loop, runs
-from tests.conftest import labelled_rows, write_rows
+from tests.conftest import Row, labelled_rows, write_rows
 from tests.tiny import make_encoder
 
 ROWS = labelled_rows(120)
@@ -28,8 +36,12 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     def run(job: tokens.Job, source: records.Source) -> list[dict[str, Any]]:
         ran.append(job.folder)
-        pieces = [{"number": number, "piece": list(piece)} for number, piece in enumerate(source.pieces)]
-        return [row for piece in pieces for row in tokens._write_piece(piece, job)]
+        return [
+            row
+            for piece in pieces.tasks(source)
+            for part in pieces.cut(piece, job.recipe)
+            for row in tokens._write_piece(part, job)
+        ]
 
     monkeypatch.setattr(tokens, "_run", run)
     monkeypatch.setattr(supply, "most", {"cpu": 4, "gpu": 0}.get)
@@ -179,8 +191,8 @@ def test_a_start_that_was_killed_before_its_first_event_is_made_up_for(ground: P
 def test_the_store_and_the_run_say_what_they_are_made_from(ground: Path) -> None:
     made = start(ground)
     paths = {"train": sorted((ground / "parts").iterdir()), "test": [ground / "test.csv"]}
-    expected = {role: {str(path): records.file_digest(str(path)) for path in found} for role, found in paths.items()}
-    tokenizer = records.file_digest(str(ground / "encoder" / "tokenizer.json"))
+    expected = {role: {str(path): digests.file_digest(str(path)) for path in found} for role, found in paths.items()}
+    tokenizer = digests.file_digest(str(ground / "encoder" / "tokenizer.json"))
     expected["tokenizer"] = {f"tokenizer.json of {ground / 'encoder'}": tokenizer}
     assert made.store.manifest.sources == expected
     assert events.read(made.run)[0]["origin"] == expected
@@ -190,16 +202,17 @@ def test_the_store_and_the_run_say_what_they_are_made_from(ground: Path) -> None
 def test_a_file_of_rows_is_hashed_once_a_start(
     ground: Path, monkeypatch: pytest.MonkeyPatch, reuse: runs.Reuse
 ) -> None:
+    monkeypatch.setattr(digests, "SETTLED_S", 3600)  # what was hashed before is not trusted
     if reuse == "resume":
         start(ground)
     hashed: list[str] = []
-    whole = records.file_digest
+    whole = digests.file_digest
 
     def counted(uri: str) -> str:
         hashed.append(Path(uri).name)
         return whole(uri)
 
-    monkeypatch.setattr(records, "file_digest", counted)
+    monkeypatch.setattr(digests, "file_digest", counted)
     start(ground, reuse)
     assert sorted(name for name in hashed if name.endswith(".csv")) == ["0.csv", "1.csv", "2.csv", "test.csv"]
 
@@ -246,3 +259,121 @@ def test_what_checkpoints_are_known_by_has_the_order_s_version_where_there_are_b
     assert loop.identity(made) == "dfc2f151a4266ef6"
     monkeypatch.setattr(order, "WINDOW_ROWS", 262_143)
     assert loop.identity(made) == "d766ddfaea3d2d1d"
+
+
+def test_files_that_were_looked_at_already_are_not_looked_at_again(
+    ground: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    columns = records._columns
+
+    def counted(field: str, piece: records.Piece) -> tuple[str, ...]:
+        looked.append(Path(piece.uri).name)
+        return columns(field, piece)
+
+    monkeypatch.setattr(records, "_columns", counted)
+    source, _ = driver.check(settings(ground))
+    driver.prepare(settings(ground), ground / "runs" / "run", source=source)
+    assert looked == ["0.csv", "1.csv", "2.csv", "test.csv"]
+
+
+def test_what_a_trial_beside_it_has_hashed_is_not_hashed_again(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "SETTLED_S", -60)
+    first = start(ground)
+    whole = digests.file_digest
+    monkeypatch.setattr(digests, "file_digest", lambda uri: "wrong" if uri.endswith(".csv") else whole(uri))
+    other = driver.prepare(settings(ground), ground / "runs" / "search" / "1", tokens_root=ground / "runs")
+    assert other.store.folder == first.store.folder
+    assert events.read(other.run)[0]["origin"] == events.read(first.run)[0]["origin"]
+
+
+def test_a_digest_that_is_wrong_is_forgotten_by_the_start_that_finds_out(
+    ground: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "SETTLED_S", -60)
+    shutil.rmtree(start(ground).store.folder)
+    memory = ground / "runs" / digests.NAME
+    known = json.loads(memory.read_text())
+    known[f"file://{ground / 'test.csv'}"][1] = "0" * 64
+    memory.write_text(json.dumps(known))
+    with pytest.raises(UserError, match=rf"nothing was stored:\n  {ground / 'test.csv'}\n"):
+        start(ground, "new")
+    assert sum(start(ground, "new").store.manifest.rows.values()) == 120
+
+
+# ------------------------------------------------------------------------- between a file's digest and its rows
+
+
+def rewritten(path: Path, before: bytes, after: bytes) -> None:
+    """Other bytes of the same size, under the same name, of the same age."""
+    assert before != after
+    assert len(before) == len(after)
+    found = path.stat()
+    path.write_bytes(after)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def at_the_job(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:
+    """Have something done once, after the files were hashed and before their rows are read."""
+    run, changes = tokens._run, [change]
+
+    def late(job: tokens.Job, source: records.Source) -> list[dict[str, Any]]:
+        if changes:
+            changes.pop()()
+        return run(job, source)
+
+    monkeypatch.setattr(tokens, "_run", late)
+
+
+def as_format(path: Path, rows: list[Row]) -> bytes:
+    """The rows in the format of the file's name; of equally many bytes where the rows are."""
+    texts, labels = [text for text, _ in rows], [label for _, label in rows]
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pa.table({"text": texts, "label": labels}), path, compression="none")
+    elif path.suffix == ".gz":
+        content = "text,label\n" + "".join(f"{text},{label}\n" for text, label in rows)
+        path.write_bytes(gzip.compress(content.encode(), compresslevel=0, mtime=0))
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows))
+    else:
+        write_rows(path, rows)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.csv.gz", "rows.jsonl", "rows.parquet"])
+def test_rows_of_a_file_that_changed_since_it_was_hashed_are_not_stored(
+    ground: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = ground / name
+    after = as_format(path, [(text.replace("please help", "never mind "), label) for text, label in ROWS[:60]])
+    before = as_format(path, ROWS[:60])
+    at_the_job(monkeypatch, lambda: rewritten(path, before, after))
+    chosen = settings(ground, **{"data.path": str(path)})
+    with pytest.raises(UserError, match="changed between its digest and the reading of its rows") as caught:
+        driver.prepare(chosen, ground / "runs" / "run")
+    assert str(path) in str(caught.value)
+    assert str(ground / "test.csv") not in str(caught.value)
+    assert not list((ground / "runs" / ".tokens").iterdir())
+    made = driver.prepare(chosen, ground / "runs" / "run")
+    assert made.store.manifest.sources["train"] == {str(path): hashlib.sha256(after).hexdigest()}
+    tokenizer = base.load_tokenizer(ground / "encoder", 64)
+    ids = {tuple(tokenizer.encode(text).ids) for text, _ in ROWS[:60]}
+    stored = {tuple(made.store.read("train", np.array([row])).ids.tolist()) for row in range(made.store.rows("train"))}
+    assert len(stored) > 30
+    assert not stored & ids
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_named(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = ground / "rows.csv.gz"
+    whole = as_format(path, ROWS[:60])
+    at_the_job(monkeypatch, lambda: os.truncate(path, len(whole) // 2))
+    with pytest.raises(UserError, match=rf"nothing was stored:\n  {path}\nStart again once nothing writes to it"):
+        driver.prepare(settings(ground, **{"data.path": str(path)}), ground / "runs" / "run")
+
+
+def test_what_cannot_be_read_of_a_file_that_is_as_it_was_is_told_as_it_is(ground: Path) -> None:
+    path = ground / "rows.csv.gz"
+    whole = as_format(path, ROWS[:60])
+    path.write_bytes(whole[:-12])
+    with pytest.raises(UserError, match=r"rows.csv.gz cannot be read to its end \(Compressed file ended"):
+        driver.prepare(settings(ground, **{"data.path": str(path)}), ground / "runs" / "run")

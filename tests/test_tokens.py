@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain import config
 from rtrain.config import Recipe
-from rtrain.data import records, tokens
+from rtrain.data import columns, records, tokens
 from rtrain.data.records import Record
 from rtrain.data.splits import Splits
 from rtrain.data.store import Store
@@ -133,7 +133,7 @@ def test_a_row_keeps_its_split_when_others_come_and_go(tmp_path: Path, encoder: 
 
 def test_equal_rows_get_distinct_ids() -> None:
     content = np.array([7, 5, 7, 7, 5, 9], dtype=np.uint64)
-    ids = tokens.identify(content)
+    ids = columns.identify(content)
     step = 0x9E3779B97F4A7C15
     # The first occurrence keeps its content's hash, the next ones add the step, modulo 2^64.
     assert ids.tolist() == [7, 5, 7 + step, (7 + 2 * step) % 2**64, 5 + step, 9]
@@ -143,10 +143,10 @@ def test_equal_rows_get_distinct_ids() -> None:
 @settings(deadline=None)
 def test_ids_are_unique_and_equal_contents_have_equal_sets_of_ids(values: list[int]) -> None:
     content = np.array(values, dtype=np.uint64) * np.uint64(0x123456789ABCDEF1)
-    ids = tokens.identify(content) if values else content
+    ids = columns.identify(content) if values else content
     assert len(set(ids.tolist())) == len(values)
     if values:
-        turned = tokens.identify(content[::-1].copy())
+        turned = columns.identify(content[::-1].copy())
         assert sorted(turned.tolist()) == sorted(ids.tolist())
 
 

@@ -58,15 +58,16 @@ def run(
     if asked not in ("auto", pooled):
         fix = f"write {pooled}, or leave it out"
         raise ConfigError([Problem("model.pooling", asked, f"the teacher was trained with {pooled}", fix)])
+    source = None
     if reuse != "resume":
-        driver.check(config, folder.parent)
+        source, _ = driver.check(config, folder.parent)
         runs.choose(folder, config, reuse)
     # Beside the run, not in it: the run folder is made by driver.prepare once nothing is wrong.
     start = student_start(teacher_run / "artifact", config.recipe.distill.layers, folder.parent / ".students")
     values = (str(start), config.recipe.distill.epochs, config.recipe.distill.lr, teacher.version)
     derived = dict(zip(DERIVED, values, strict=True))
     student = configuration.with_overrides(config, {**derived, "model.pooling": pooled})
-    prepared = driver.prepare(student, folder, reuse)
+    prepared = driver.prepare(student, folder, reuse, source=source)
     # The teacher answers on processors, wherever the student is trained.
     wanted, native = config.recipe.train.precision, precision.of_processor()
     decided = precision.resolve("auto" if precision.problems(wanted, native) else wanted, native)

@@ -5,11 +5,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, NamedTuple
 
+from rtrain.data.parts import WHOLE, Part, row_groups
 from rtrain.errors import quoted
 
 
-def csv_rows(file: IO[bytes], format: str) -> Iterator[tuple[int, list[str] | str]]:
-    """(line, values), or (line, reason) where the line cannot be read."""
+def csv_rows(file: IO[bytes], format: str, before: int = 0) -> Iterator[tuple[int, list[str] | str]]:
+    """(line, values), or (line, reason) where the line cannot be read; the file goes on behind `before` lines."""
     # A row of a megabyte must become a named bad row, not csv's "field larger than field limit".
     csv.field_size_limit(1 << 30)
     # Tab-separated files have no quoting by convention; a quote there is a character of the text.
@@ -18,13 +19,13 @@ def csv_rows(file: IO[bytes], format: str) -> Iterator[tuple[int, list[str] | st
 
     def lines() -> Iterator[str]:
         nonlocal ended
-        yield from _text(file)
+        yield from _text(file, before)
         ended = True
 
     reader = csv.reader(lines(), **options)
-    first = True
+    first = before == 0
     while True:
-        line = reader.line_num + 1
+        line = before + reader.line_num + 1
         try:
             values = next(reader)
         except StopIteration:
@@ -35,14 +36,14 @@ def csv_rows(file: IO[bytes], format: str) -> Iterator[tuple[int, list[str] | st
         if ended:
             # The file ended inside the row. Each of its lines is bad: as one bad row it could hide half of the file.
             reason = f"the quote that opens in line {line} is never closed; close it, or double one that is text"
-            yield from ((number, reason) for number in range(line, reader.line_num + 1))
+            yield from ((number, reason) for number in range(line, before + reader.line_num + 1))
         elif values or first:
             yield line, values
         first = False
 
 
-def json_rows(file: IO[bytes]) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(_text(file), start=1):
+def json_rows(file: IO[bytes], before: int = 0) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(_text(file, before), start=before + 1):
         if not line.strip():
             continue
         try:
@@ -51,9 +52,9 @@ def json_rows(file: IO[bytes]) -> Iterator[tuple[int, Any]]:
             yield number, None
 
 
-def _text(file: IO[bytes]) -> Iterator[str]:
+def _text(file: IO[bytes], before: int) -> Iterator[str]:
     """Lines; bytes that are not UTF-8 become lone surrogates, so that the row, not the file, is refused."""
-    first = True
+    first = before == 0
     for line in file:
         text = line.decode("utf-8", errors="surrogateescape")
         yield text.removeprefix("\ufeff") if first else text
@@ -75,13 +76,17 @@ class _Bad(NamedTuple):
     reason: str
 
 
-def arrow_rows(file: IO[bytes], format: str, columns: list[str]) -> Iterator[dict[str, Any] | str]:
-    """Columns by name, or the reason why a row cannot be read."""
+def arrow_rows(file: IO[bytes], format: str, columns: list[str], part: Part = WHOLE) -> Iterator[dict[str, Any] | str]:
+    """Columns by name, or the reason why a row cannot be read; of parquet those of the row groups that begin in the
+    part."""
     import pyarrow.ipc
     import pyarrow.parquet
 
     if format == "parquet":
-        batches: Iterable[Any] = pyarrow.parquet.ParquetFile(file).iter_batches(4096, columns=columns)
+        opened = pyarrow.parquet.ParquetFile(file)
+        firsts, _ = row_groups(opened.metadata)
+        groups = [number for number, first in enumerate(firsts) if part.start <= first < part.stop]
+        batches: Iterable[Any] = opened.iter_batches(4096, groups, columns=columns)
         names: Callable[[str], Any] = lambda column: None  # noqa: E731
     else:
         stream = pyarrow.ipc.open_stream(file)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -18,7 +18,7 @@ import pyarrow
 
 from rtrain import hub
 from rtrain.config import Data
-from rtrain.data import formats
+from rtrain.data import digests, formats, parts
 from rtrain.data.addresses import is_glob, opened, path_of, suffix
 from rtrain.data.values import not_words, string, text_of
 from rtrain.errors import ConfigError, Problem, UserError, quoted
@@ -75,6 +75,8 @@ class Source:
 
     pieces: tuple[Piece, ...]
     columns: tuple[str, ...]
+    known: digests.Known | None = None
+    """Digests that earlier starts have left."""
 
     @property
     def has_valid(self) -> bool:
@@ -85,9 +87,19 @@ class Source:
         return any(piece.role == "test" for piece in self.pieces)
 
     @cached_property
-    def sha256s(self) -> tuple[str, ...]:
+    def hashed(self) -> list[digests.Digest]:
         """One per piece. Read once: the files may be large, and both the store's address and its manifest need them."""
-        return tuple(file_digest(piece.uri) for piece in self.pieces)
+        return digests.of([piece.uri for piece in self.pieces], self.known or {})
+
+    @property
+    def sha256s(self) -> tuple[str, ...]:
+        """Of each piece."""
+        return tuple(digest.sha256 for digest in self.hashed)
+
+    def beside(self, root: Path) -> "Source":
+        """The same source, with the digests that earlier starts have left in the folder of the token stores."""
+        asked = self.known is not None or "hashed" in vars(self)
+        return self if asked else replace(self, known=digests.known(root))
 
     def digest(self) -> str:
         """SHA-256 over names' roles and bytes: two copies of a file are the same source, an edited one is another."""
@@ -276,22 +288,20 @@ def wanted_columns(data: Data) -> list[tuple[str, str]]:
     return found + [("label", name) for name in data.labels] + [("slices", name) for name in data.slices]
 
 
-def file_digest(uri: str) -> str:
-    with fsspec.open(uri, "rb") as file:
-        total = hashlib.sha256()
-        while chunk := file.read(1 << 20):
-            total.update(chunk)
-        return total.hexdigest()
-
-
 # ------------------------------------------------------------------------------------------------- inside the job
 
 
-def read(piece: Piece, data: Data) -> Iterator[Record]:
-    """The rows of one file, in order. `line` is the line of the file (csv, tsv, jsonl) or the row number from 1."""
+def read(
+    piece: Piece, data: Data, part: parts.Part = parts.WHOLE, total: "hashlib._Hash | None" = None
+) -> Iterator[Record]:
+    """The rows of one file, or of a part of it, in order. `line` is the line of the file (csv, tsv, jsonl) or the row
+    number from 1.
+
+    After the last row, `total` has hashed the bytes of the part, from which they were read.
+    """
     try:
-        with opened(piece.uri) as file:
-            yield from _checked(_raw(file, piece, data), data)
+        with parts.opened(piece.uri, piece.format, part, total) as file:
+            yield from _checked(_raw(file, piece, data, part), data)
     except DAMAGED as error:
         # Not a bad row: how many are behind it, nobody knows.
         raise UserError(
@@ -299,11 +309,11 @@ def read(piece: Piece, data: Data) -> Iterator[Record]:
         ) from None
 
 
-def _raw(file: IO[bytes], piece: Piece, data: Data) -> Iterator[tuple[int, dict[str, Any] | str]]:
+def _raw(file: IO[bytes], piece: Piece, data: Data, part: parts.Part) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """(line, columns by name), or (line, reason) where the line cannot be read."""
     if piece.format in ("csv", "tsv"):
-        rows = formats.csv_rows(file, piece.format)
-        _, header = next(rows, (1, []))
+        rows = formats.csv_rows(file, piece.format, part.before)
+        header = next(rows, (1, []))[1] if part.start == 0 else _header("data.path", piece)
         for line, values in rows:
             if isinstance(values, str):
                 yield line, values
@@ -312,7 +322,7 @@ def _raw(file: IO[bytes], piece: Piece, data: Data) -> Iterator[tuple[int, dict[
             elif values:
                 yield line, f"{len(values)} columns instead of {len(header)}; quote a text that holds the separator"
     elif piece.format == "jsonl":
-        for line, document in formats.json_rows(file):
+        for line, document in formats.json_rows(file, part.before):
             yield line, document if isinstance(document, dict) else "not a JSON object; write one object a line"
     elif piece.format == "conll":
         yield from formats.conll_rows(file)
@@ -320,8 +330,8 @@ def _raw(file: IO[bytes], piece: Piece, data: Data) -> Iterator[tuple[int, dict[
         yield from formats.squad_rows(file)
     else:
         wanted = list(dict.fromkeys(column for _, column in wanted_columns(data)))
-        for line, row in enumerate(formats.arrow_rows(file, piece.format, wanted), start=1):
-            yield line, row
+        found = formats.arrow_rows(file, piece.format, wanted, part)
+        yield from enumerate(found, start=part.before + 1)
 
 
 def _checked(rows: Iterable[tuple[int, dict[str, Any] | str]], data: Data) -> Iterator[Record]:

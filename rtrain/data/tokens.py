@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,15 +12,29 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet
 
 from rtrain.config import Recipe
-from rtrain.data import drafts, packing, paraphrase, quarantine, records, rewriting, store, variants
+from rtrain.data import (
+    columns,
+    digests,
+    drafts,
+    packing,
+    paraphrase,
+    parts,
+    pieces,
+    quarantine,
+    records,
+    refusals,
+    rewriting,
+    store,
+    variants,
+)
 from rtrain.data.splits import Splits, content_hashes
 from rtrain.data.values import printable
 from rtrain.errors import Problem, UserError
+from rtrain.manifest import Entry
 from rtrain.tasks import base
-from rtrain.tasks.batch import Encoded, Ints, Ragged
+from rtrain.tasks.batch import Encoded, Ragged
 
 SHARD_ROWS = 8192
 _SPLIT = {name: code for code, name in enumerate(store.SPLITS)}
@@ -51,14 +64,14 @@ def digest(recipe: Recipe, source: records.Source, model: Path) -> str:
     if recipe.augment.active:
         models = [_model_digest(name) for name in (recipe.augment.paraphrase, recipe.augment.pivot) if name]
         settings["augment"] = {**recipe.augment.model_dump(mode="json"), "paraphrase": models, "pivot": None}
-    parts = (source.digest(), records.file_digest(str(model / "tokenizer.json")), json.dumps(settings, sort_keys=True))
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    made_of = source.digest(), digests.file_digest(str(model / "tokenizer.json")), json.dumps(settings, sort_keys=True)
+    return hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
 
 
 def _model_digest(name: str) -> str:
     """Of a folder's files, wherever it lies; a hub name stands for itself."""
     files = sorted(path for path in Path(name).glob("*") if path.suffix in (".json", ".safetensors", ".model"))
-    return " ".join(records.file_digest(str(path)) for path in files) or name
+    return " ".join(digests.file_digest(str(path)) for path in files) or name
 
 
 def problems(recipe: Recipe) -> list[Problem]:
@@ -75,30 +88,21 @@ def origin(recipe: Recipe, source: records.Source, model: Path) -> dict[str, dic
     """SHA-256 of each file that is in the digest, by role and name: it tells which one made the digest another."""
     # By the name that the recipe gives it: the folder of a packaged or downloaded model differs between machines.
     tokenizer = f"tokenizer.json of {recipe.model.name}"
-    files = {"tokenizer": {tokenizer: records.file_digest(str(model / "tokenizer.json"))}}
+    files = {"tokenizer": {tokenizer: digests.file_digest(str(model / "tokenizer.json"))}}
     for piece, sha256 in zip(source.pieces, source.sha256s, strict=True):
         files.setdefault(piece.role, {})[piece.uri.removeprefix("file://")] = sha256
     return files
 
 
-def changes(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> list[str]:
-    """What happened to which file between two origins."""
-    found = []
-    for role in sorted({*before, *after}):
-        old, new = before.get(role, {}), after.get(role, {})
-        found += [f"{name} was removed" for name in old if name not in new]
-        found += [f"{name} was added" for name in new if name not in old]
-        found += [f"{name} was changed" for name in old if name in new and old[name] != new[name]]
-    return found
-
-
 def ensure(recipe: Recipe, source: records.Source, model: Path, root: Path) -> tuple[store.Store, bool]:
     """The token store of a recipe under `root`, and whether it had to be made. Needs Ray only to make it."""
+    source = source.beside(root)
     final = root / ".tokens" / digest(recipe, source, model)
     if final.is_dir():
         found = store.Store(final)
         found.check(size_only=True)
         drafts.sweep(final)
+        digests.remember(root, source.hashed)
         return found, False
     # Refused here, not inside a task: a folder without tokenizer, a model that cannot write.
     variants.noise_of(recipe.augment, _tokenizer(recipe, model))
@@ -108,20 +112,25 @@ def ensure(recipe: Recipe, source: records.Source, model: Path, root: Path) -> t
     writer = store.Writer(final)
     try:
         job = Job(recipe, model, writer.folder, Splits.of(recipe.data, source))
-        return _commit(job, source, writer, _run(job, source)), True
+        made = _commit(job, source, writer, _run(job, source))
     except BaseException:
         writer.abandon()
         raise
+    digests.remember(root, source.hashed)
+    return made, True
 
 
 def _run(job: Job, source: records.Source) -> list[dict[str, Any]]:
-    """Write the shards with Ray Data, a task per file; returns what `_write_piece` says of each, in source order."""
+    """Write the shards with Ray Data, a task per file or part; what `_write_piece` says of each, in source order."""
     import ray.data
 
-    pieces = [{"number": number, "piece": list(piece)} for number, piece in enumerate(source.pieces)]
+    tasks = pieces.tasks(source)
     if job.recipe.augment.paraphrase is not None:
-        rewriting.run(pieces, partial(texts_to_rewrite, job=job), job.recipe.augment, job.folder)
-    dataset = ray.data.from_items(pieces, override_num_blocks=len(pieces)).flat_map(partial(_told, job=job))
+        rewriting.run(tasks, partial(texts_to_rewrite, job=job), job.recipe.augment, job.folder)
+    if any(pieces.is_cut(task, job.recipe) for task in tasks):
+        whole = ray.data.from_items(tasks, override_num_blocks=len(tasks))
+        tasks = whole.flat_map(partial(pieces.cut, recipe=job.recipe)).take_all()
+    dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks)).flat_map(partial(_told, job=job))
     written = dataset.take_all()
     if errors := [row["error"] for row in written if row["error"]]:
         raise UserError(errors[0])
@@ -133,28 +142,45 @@ def _told(row: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
     try:
         yield from ({**written, "error": ""} for written in _write_piece(row, job))
     except UserError as error:
-        yield {"shard": "", "entry": None, "error": str(error)}
+        yield {"number": row["number"], "shard": "", "entry": None, "error": str(error)}
 
 
 def _write_piece(row: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
-    """Name and manifest entry of each shard once it is written; hashed here, since the tasks run in parallel."""
-    piece = records.Piece(*row["piece"])
+    """Name and manifest entry of each shard once it is written; hashed here, since the tasks run in parallel.
+
+    A last one without a name where the rows were read from other bytes than the store's address is made from.
+    """
+    (piece, part), total = pieces.read(row), hashlib.sha256()
+    try:
+        for name, entry in _shards(row["number"], piece, part, job, total):
+            yield {"number": row["number"], "shard": name, "entry": entry}
+        found = total.hexdigest()
+    except Exception:  # whatever comes of a file that is half written
+        found = parts.sha256(piece.uri, piece.format, part)
+        if found == row["sha256"]:
+            raise
+    if found != row["sha256"]:
+        yield {"number": row["number"], "shard": "", "entry": Entry(size=0, sha256=found)}
+
+
+def _shards(
+    number: int, piece: records.Piece, part: parts.Part, job: Job, total: "hashlib._Hash"
+) -> Iterator[tuple[str, Entry]]:
     task = base.get(job.recipe.task)
     tokenizer = _tokenizer(job.recipe, job.model)
-    rows = records.read(piece, job.recipe.data)
+    rows = records.read(piece, job.recipe.data, part, total)
     if task.packs:
         where = partial(job.splits.split, role=piece.role)
         rows = packing.packed(rows, tokenizer, job.recipe.data.window_tokens, where)
-    rewritten = rewriting.read(job.folder, row["number"])
-    for part in itertools.count():
+    rewritten = rewriting.read(job.folder, number)
+    stem = f"{number:06d}" if part == parts.WHOLE else f"{number:06d}-{part.start:015d}"
+    for place in itertools.count():
         batch = list(itertools.islice(rows, SHARD_ROWS))
         if not batch:
             return
-        name = f"{row['number']:06d}-{part:06d}.arrow"
-        entry = store.write_table(
-            job.folder / "shards" / name, _encode(batch, piece.role, job, task, tokenizer, rewritten)
-        )
-        yield {"shard": name, "entry": entry}
+        name = f"{stem}-{place:06d}.arrow"
+        table = _encode(batch, piece.role, job, task, tokenizer, rewritten)
+        yield name, store.write_table(job.folder / "shards" / name, table)
 
 
 def _tokenizer(recipe: Recipe, model: Path) -> Any:
@@ -267,6 +293,7 @@ def _lists(rows: list[list[int]]) -> pa.ListArray:
 
 def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list[dict[str, Any]]) -> store.Store:
     """Number the labels, give each row its id, write the index of each split, and the manifest last."""
+    refusals.changed_files(source, shards, writer.final.parent.parent)
     recipe, names_of_shards = job.recipe, [row["shard"] for row in shards]
     tables = [
         store.map_table(writer.folder / "shards" / name).drop_columns(["ids", "windows"]) for name in names_of_shards
@@ -274,55 +301,56 @@ def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list
     table = pa.concat_tables(tables) if tables else None
     if table is None or table.num_rows == 0:
         raise UserError(f"data.path: {recipe.data.path} has a header and no rows; add rows, one text and label each")
-    shard = np.repeat(np.arange(len(tables), dtype=np.uint32), [part.num_rows for part in tables])
-    offset = np.concatenate([np.arange(part.num_rows, dtype=np.uint32) for part in tables])
-    split = table["split"].to_numpy()
+    sizes = [part.num_rows for part in tables]
+    shard = np.repeat(np.arange(len(tables), dtype=np.uint32), sizes)
+    offset = np.concatenate([np.arange(size, dtype=np.uint32) for size in sizes])
+    split = table["split"].to_numpy().copy()
     copy = table["copy"].to_numpy(zero_copy_only=False)
     originals = table.num_rows - int(copy.sum())
+    labels, lines = table["label"], table["line"].to_numpy()
 
-    reasons = {int(row): table["reason"][int(row)].as_py() for row in np.flatnonzero(split == _BAD)}
-    where = quarantine.locator(source, names_of_shards, shard, table["line"].to_numpy())
+    is_bad = split == _BAD
+    bad = quarantine.Bad(np.flatnonzero(is_bad), columns.chosen(table["reason"], is_bad).combine_chunks())
+    where = quarantine.locator(source, names_of_shards, shard, lines)
     # Before the labels: a file of which no row can be read has none, and that is not what is wrong with it.
-    quarantine.refuse_if_too_bad(recipe, reasons, originals, where)
+    quarantine.refuse_if_too_bad(recipe, bad, originals, where)
 
-    _refuse_empty(recipe, {name: int((split == code).sum()) for name, code in _SPLIT.items()})
+    refusals.empty_splits(recipe, {name: int((split == code).sum()) for name, code in _SPLIT.items()})
 
     task = base.get(recipe.task)
-    texts = table["label"].to_pylist()
     # Of the rows as they were given: some have more copies than others.
-    head = _head(job, task, Counter(texts[row] for row in np.flatnonzero((split == _SPLIT["train"]) & ~copy)))
-    good = np.flatnonzero(split < _LEFT_OUT)
-    targets = task.targets([texts[row] for row in good], _marks(table, good), head)
+    head = _head(job, task, columns.Counts(columns.chosen(labels, (split == _SPLIT["train"]) & ~copy)))
+    before = split.copy()
+    targets = _targets(task, head, tables, split)
 
-    unseen = good[targets.unknown]
-    given = np.array([source.pieces[int(name.split("-")[0])].role != "train" for name in names_of_shards])[shard]
-    reasons |= quarantine.unseen(unseen, given, texts, where)
-    split = split.copy()
-    split[unseen] = _BAD
-    quarantine.refuse_if_too_bad(recipe, reasons, originals, where)
-    quarantine.write(writer.folder, reasons, where)
+    unseen = np.flatnonzero(split != before)
+    numbers = [int(name.split("-")[0]) for name in names_of_shards]
+    given = np.array([source.pieces[number].role != "train" for number in numbers])[shard]
+    bad = bad.plus(quarantine.unseen(unseen, given, labels, where))
+    quarantine.refuse_if_too_bad(recipe, bad, originals, where)
+    quarantine.write(writer.folder, bad, where)
 
-    row_ids = identify(table["content"].to_numpy())
+    row_ids = columns.identify(table["content"].to_numpy())
     lengths = table["length"].to_numpy()
-    sources = np.array([source.pieces[int(name.split("-")[0])].uri.removeprefix("file://") for name in names_of_shards])
-    place_of = np.zeros(table.num_rows, dtype=np.int64)  # among the good rows, for which there are targets
-    place_of[good] = np.arange(len(good))
+    names = [source.pieces[number].uri.removeprefix("file://") for number in numbers]
     rows, tokens, files = {}, {}, {}
     for name, code in _SPLIT.items():
-        chosen = np.flatnonzero(split == code)
+        mask = split == code
+        chosen = np.flatnonzero(mask)
         rows[name], tokens[name] = len(chosen), int(lengths[chosen].sum())
         index = {"row_id": row_ids, "shard": shard, "offset": offset, "length": lengths}
         table_of_split = pa.table(
             {key: pa.array(value[chosen]) for key, value in index.items()}
-            | {"targets": store.lists(targets.values.take(place_of[chosen]))}
+            | {"targets": store.lists(columns.joined(targets.pop(name)))}
         )
         files[f"index-{name}.arrow"] = store.write_table(writer.folder / f"index-{name}.arrow", table_of_split)
-        origins = {"source": pa.array(sources[shard[chosen]], pa.string()).dictionary_encode()}
-        origins |= {"line": table["line"].take(chosen)}
-        origins |= {slice: table[SLICE + slice].take(chosen) for slice in recipe.data.slices}
+        origins = {"source": columns.named(names, shard[chosen]), "line": pa.array(lines[chosen])}
+        origins |= {slice: columns.chosen(table[SLICE + slice], mask) for slice in recipe.data.slices}
         files[f"rows-{name}.arrow"] = store.write_table(writer.folder / f"rows-{name}.arrow", pa.table(origins))
-    _refuse_empty(recipe, rows)  # again: rows with an unknown label are none
-    _refuse_without_outside(recipe, [texts[row] for row in np.flatnonzero(split == _SPLIT["valid"])])
+    refusals.empty_splits(recipe, rows)  # again: rows with an unknown label are none
+    if recipe.data.outside is not None:
+        named = columns.chosen(labels, split == _SPLIT["valid"]).to_pylist().count(recipe.data.outside)
+        refusals.without_outside(recipe, rows["valid"], named)
     manifest = store.Manifest(
         schema_version=store.SCHEMA_VERSION,
         digest=writer.final.name,
@@ -330,7 +358,7 @@ def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list
         labels=head.labels,
         tokens=tokens,
         truncated=int(table["truncated"].to_numpy(zero_copy_only=False)[split < _LEFT_OUT].sum()),
-        quarantined=len(reasons),
+        quarantined=len(bad.rows),
         files=files | {f"shards/{row['shard']}": row["entry"] for row in shards},
         sources=origin(recipe, source, job.model),
         facts=dict(head.facts),
@@ -340,7 +368,23 @@ def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list
     return writer.commit(manifest)
 
 
-def _head(job: Job, task: base.Task, counts: Counter[str]) -> base.Head:
+def _targets(
+    task: base.Task, head: base.Head, shards: list[pa.Table], split: npt.NDArray[np.uint8]
+) -> dict[str, list[Ragged]]:
+    """Of each split's rows, shard by shard. Marks the rows with a label that the head has not as bad in `split`."""
+    found: dict[str, list[Ragged]] = {name: [] for name in _SPLIT}
+    ends = np.cumsum([shard.num_rows for shard in shards])
+    for shard, places in zip(shards, np.split(split, ends[:-1]), strict=True):  # views
+        sound = places < _LEFT_OUT
+        marks = columns.lists(shard["marks"]).take(np.flatnonzero(sound))
+        targets = task.targets(columns.chosen(shard["label"], sound).to_pylist(), marks, head)
+        places[np.flatnonzero(sound)[targets.unknown]] = _BAD
+        for name, code in _SPLIT.items():
+            found[name].append(targets.values.take(np.flatnonzero(places[sound] == code)))
+    return found
+
+
+def _head(job: Job, task: base.Task, counts: Mapping[str, int]) -> base.Head:
     """The task's own, with how texts are read where that is in windows: who answers must read them alike."""
     head = task.head(counts, _tokenizer(job.recipe, job.model))
     if job.recipe.data.outside is not None:
@@ -350,50 +394,3 @@ def _head(job: Job, task: base.Task, counts: Counter[str]) -> base.Head:
         return head
     windows = {"stride": reading.stride, "max_windows": reading.max_windows, "pooling": job.recipe.data.pooling}
     return base.Head(head.labels, {**head.facts, **windows})
-
-
-def _refuse_empty(recipe: Recipe, rows: Mapping[str, int]) -> None:
-    """A split without rows that was not asked to be empty."""
-    if not rows["train"]:
-        where = f"column {recipe.data.split!r}" if recipe.data.split else "data.path"
-        raise UserError(f"{where}: no row to train on; {rows['valid']} are for validation, {rows['test']} for the test")
-    if recipe.data.split is not None and not rows["test"]:
-        raise UserError(f"data.split: no row of column {recipe.data.split!r} is for the test; name some `test`")
-    if rows["valid"] or recipe.data.valid_share == 0:
-        return
-    if recipe.data.split is not None:
-        raise UserError(
-            f"data.split: no row of column {recipe.data.split!r} is for validation; set data.valid_share=0.1 to take "
-            "a tenth of the training rows, or 0 to train on all rows and keep the last weights"
-        )
-    raise UserError(
-        f"data.path: {rows['train']} training rows leave no validation row; give more rows (30 are a sane least)"
-    )
-
-
-def _refuse_without_outside(recipe: Recipe, labels: list[str]) -> None:
-    """What tells the rows outside of the classes from others is chosen on the validation rows."""
-    outside = recipe.data.outside
-    if outside is not None and len({label == outside for label in labels}) < 2:
-        raise UserError(
-            f"data.outside: of {len(labels)} validation rows {labels.count(outside)} have the label {outside!r}, and "
-            "the threshold is chosen on rows with it and without; add rows of the other kind, or set data.outside=null"
-        )
-
-
-def _marks(table: pa.Table, rows: Ints) -> Ragged:
-    marks = table["marks"].combine_chunks()
-    ends = marks.offsets.to_numpy()
-    return Ragged(marks.values.to_numpy(), np.diff(ends)).take(rows)
-
-
-def identify(content: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """64-bit row ids from content hashes: equal rows get distinct ids by their occurrence number, in source order."""
-    order = np.argsort(content, kind="stable")
-    ordered = content[order]
-    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
-    counts = np.diff(np.concatenate([starts, [len(ordered)]]))
-    occurrence = np.empty(len(content), dtype=np.uint64)
-    occurrence[order] = np.arange(len(ordered), dtype=np.uint64) - np.repeat(starts, counts).astype(np.uint64)
-    # An odd multiplier makes the map of occurrence numbers one to one; the content hash is already uniform.
-    return content + occurrence * np.uint64(0x9E3779B97F4A7C15)

@@ -20,7 +20,7 @@ from rtrain.plan import preflight
 from rtrain.proof import planted
 from rtrain.proof.cases import REFERENCE, Case, Measured, run_group
 from rtrain.report import events
-from rtrain.training import driver, group as worker_group, model, nodes
+from rtrain.training import driver, failures, group as worker_group, model, nodes
 
 TOLERANCE = 1e-8
 """Correct code stays below it by orders of magnitude, in float64; see `PLANTED`."""
@@ -245,7 +245,7 @@ def _run_group(group: Sequence[Case], settings: dict[str, Any], folder: Path) ->
         raise
     except Exception as error:
         shutil.rmtree(folder / REFERENCE, ignore_errors=True)  # gigabytes; the log and the traceback stay
-        raise driver.explain(folder, error) from error
+        raise failures.explain(folder, error) from error
 
 
 def _measured(folder: Path) -> list[tuple[Case, Measured]]:

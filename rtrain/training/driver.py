@@ -1,7 +1,6 @@
 """From a configuration to a finished run, on the Ray that the process is connected to."""
 
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from rtrain import config as configuration
 from rtrain.cluster import supply
 from rtrain.cluster.session import data_cpus
 from rtrain.config import Cluster, Config
-from rtrain.data import records, tokens
+from rtrain.data import records, refusals, tokens
 from rtrain.data.order import Order, refuse_other, version
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
@@ -22,6 +21,7 @@ from rtrain.training import (
     checkpoint,
     decisions,
     device,
+    failures,
     group,
     losses,
     model,
@@ -33,8 +33,7 @@ from rtrain.training import (
     runs,
     worker,
 )
-from rtrain.training.ranks import Elsewhere
-from rtrain.training.recovery import Kind, Recovery, halvings, memory_told, most_after, out_of_memory
+from rtrain.training.recovery import Kind, Recovery, halvings, most_after, out_of_memory
 
 OnEvent = Callable[[dict[str, Any]], None]
 DEVICE = "device"
@@ -60,19 +59,22 @@ class Prepared:
         return Order(self.store.manifest.digest, rows, recipe.rows_per_update, recipe.train.epochs, 0).updates
 
 
-def check(config: Config, root: Path | None = None) -> tuple[records.Source, Path]:
+def check(
+    config: Config, root: Path | None = None, source: records.Source | None = None
+) -> tuple[records.Source, Path]:
     """Everything that can be refused before Ray starts, all at once: files, columns, model, precision.
 
-    What was copied from the hub under `root` is not asked for again.
+    What was copied from the hub under `root` is not asked for again, and the files of a `source` that was found before
+    are not looked at again.
     """
     problems: list[Any] = [
         *tokens.problems(config.recipe),
         *losses.problems(config.recipe),
         *model.problems(config.recipe),
     ]
-    source, folder = None, None
+    folder = None
     try:
-        source = records.inspect(config.recipe.data, root)
+        source = source or records.inspect(config.recipe.data, root)
     except ConfigError as error:
         problems += error.problems
     try:
@@ -88,14 +90,22 @@ def check(config: Config, root: Path | None = None) -> tuple[records.Source, Pat
     return source, folder
 
 
-def prepare(config: Config, folder: Path, reuse: runs.Reuse = "refuse", tokens_root: Path | None = None) -> Prepared:
+def prepare(
+    config: Config,
+    folder: Path,
+    reuse: runs.Reuse = "refuse",
+    tokens_root: Path | None = None,
+    source: records.Source | None = None,
+) -> Prepared:
     """Check, make or reuse the token store, and open the run folder. The folder is written only when nothing is wrong.
 
     The store lies under `tokens_root`, by default the folder that holds the run, so that runs side by side share it.
+    `source` is what `check` found, where that was asked already: there may be thousands of files.
     """
     run, config = chosen(config, folder, reuse)
     root = tokens_root or run.parent
-    source, weights = nodes.share(config, *check(config, root), root)
+    source, weights = nodes.share(config, *check(config, root, source), root)
+    source = source.beside(root)
     config = model.resolved(config, weights)
     origin = tokens.origin(config.recipe, source, weights)
     created = next((event for event in events.read(run) if event["kind"] == "created"), None)
@@ -160,7 +170,7 @@ def chosen(config: Config, folder: Path, reuse: runs.Reuse) -> tuple[Path, Confi
 
 def _other_rows(run: Path, created: dict[str, Any], origin: dict[str, dict[str, str]]) -> UserError:
     """A run goes on with the rows that it was started on or not at all: its order and its scores are theirs."""
-    changes = tokens.changes(created.get("origin", origin), origin)
+    changes = refusals.changes(created.get("origin", origin), origin)
     if not changes:
         return UserError(
             f"--resume: {run} was started with a version of rtrain that makes other rows of the same files; "
@@ -220,7 +230,8 @@ def _report(run: Path, say: OnEvent) -> None:
         try:
             make(run)
         except Exception as error:
-            text = f"no {name}: {_first_line([error])} (traceback in {_traceback(run, Path(name).stem, error)})"
+            kept = failures.keep_traceback(run, Path(name).stem, error)
+            text = f"no {name}: {failures.first_line([error])} (traceback in {kept})"
             say({"kind": "stage", "text": text})
 
 
@@ -272,7 +283,7 @@ def _attempts(
                 start.fit()
         except Exception as error:
             placement.release(run)
-            placed = not _is_unplaced(error)
+            placed = not failures.is_unplaced(error)
             if placed:
                 _recover(run, error, recovery)
             else:  # nothing was lost, and the cluster has had time to see which nodes are gone
@@ -308,10 +319,6 @@ def _last_trained(run: Path) -> dict[str, Any]:
     return [event for event in events.read(run) if event["kind"] == "trained"][-1]
 
 
-def _is_unplaced(error: Exception) -> bool:
-    return any(type(cause).__name__ == "WorkerGroupStartupTimeoutError" for cause in _causes(error))
-
-
 def _workers(wanted: notice.Wanted, kind: str, say: OnEvent) -> int:
     """Workers for the next start, by what is free; waits, and says so, while that is too little for the least number.
 
@@ -333,20 +340,22 @@ def _recover(run: Path, error: Exception, recovery: Recovery) -> None:
     """Return where the run should be started again; raise what the user should read where it should not."""
     if summary.status(events.read(run)) == "stopped":  # a search ends the workers of a trial that it stops
         summary.write(run)
-        raise explain(run, error) from error
-    causes = _causes(error)
-    user_error = next((found for cause in causes if (found := _user_error(cause))), None)
+        raise failures.explain(run, error) from error
+    causes = failures.causes(error)
+    user_error = failures.user_error(causes)
     preempted = notice.take(run) == "preemption" or any(getattr(cause, "preempted", False) for cause in causes)
     short = out_of_memory(map(str, causes))
     kind: Kind = "refused" if user_error else "preemption" if preempted else "memory" if short else "crash"
     update = _newest(run)
     if recovery.retry(kind, update):
-        events.append(run, "crashed", cause=kind, resumes_from=update, error=_first_line(causes), stalled=_stalled(run))
+        events.append(
+            run, "crashed", cause=kind, resumes_from=update, error=failures.first_line(causes), stalled=_stalled(run)
+        )
         return
     events.append(run, "failed", error=str(error)[:2000])
     summary.write(run)
     _report(run, lambda event: None)
-    raise explain(run, error) from error
+    raise failures.explain(run, error) from error
 
 
 def _newest(run: Path) -> int:
@@ -369,41 +378,3 @@ def _announce(run: Path, on_event: OnEvent | None) -> None:
     """Tell the caller what the run trains on; that was logged before the run was followed."""
     if on_event:
         on_event(next(event for event in reversed(events.read(run)) if event["kind"] in ("tokenised", "tokens_reused")))
-
-
-def explain(run: Path, error: Exception) -> UserError:
-    """A worker's own UserError as it is; anything else with its traceback in a file of the run."""
-    causes = _causes(error)
-    for cause in causes:
-        if found := _user_error(cause):
-            return found
-    return UserError(f"training failed: {_first_line(causes)}\nThe traceback is in {_traceback(run, 'error', error)}")
-
-
-def _traceback(run: Path, name: str, error: Exception) -> Path:
-    path = run / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-    path.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="backslashreplace")
-    return path
-
-
-def _causes(error: Exception) -> list[Exception]:
-    controller = getattr(error, "controller_failure", None)
-    failures = list(getattr(error, "worker_failures", {}).values())
-    own = [found for found in failures if not isinstance(getattr(found, "_base_exc", found), Elsewhere)]
-    return [error, *([controller] if controller else []), *(own or failures)]
-
-
-def _first_line(causes: list[Exception]) -> str:
-    """The last line of a traceback says what happened; where a process died, the first sentence does, and where it was
-    ended for want of memory, who used it."""
-    if told := memory_told(map(str, causes)):
-        return told
-    lines = [line for line in str(causes[-1]).splitlines() if line.strip()]
-    died = next((line for line in lines if line.startswith("Worker exit type")), None)
-    text = died or (lines[-1] if lines else type(getattr(causes[-1], "_base_exc", causes[-1])).__name__)
-    return text if len(text) <= 200 else text[:200] + " ..."
-
-
-def _user_error(cause: Exception) -> UserError | None:
-    inner = getattr(cause, "_base_exc", cause)
-    return inner if isinstance(inner, UserError) else None

@@ -1,0 +1,91 @@
+"""What the commit of a token store needs of all rows at once, as columns: a string of Python's is 60 bytes more."""
+
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from rtrain.tasks.batch import Ragged
+
+Mask = npt.NDArray[np.bool_]
+BLOCK = 8192
+"""Labels that are strings of Python's at a time."""
+
+
+class Counts(Mapping[str, int]):
+    """How often each label of a column occurs, in the order in which they occur first."""
+
+    def __init__(self, labels: pa.ChunkedArray):
+        counted = labels.cast(pa.large_string()).value_counts()  # large: all labels together may be over 2 GB
+        self._labels, self._counts = counted.field("values"), counted.field("counts").to_numpy()
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __iter__(self) -> Iterator[str]:
+        for begin in range(0, len(self), BLOCK):
+            yield from self._labels.slice(begin, BLOCK).to_pylist()
+
+    def __getitem__(self, label: str) -> int:
+        place = self._labels.index(label).as_py()
+        if place < 0:
+            raise KeyError(label)
+        return int(self._counts[place])
+
+    def items(self) -> ItemsView[str, int]:
+        return _Items(self)
+
+    def pairs(self) -> Iterator[tuple[str, int]]:
+        return zip(self, map(int, self._counts), strict=True)
+
+
+class _Items(ItemsView[str, int]):
+    """As they lie: a search for each label would cost the square of their number."""
+
+    _mapping: Counts
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return self._mapping.pairs()
+
+
+def chosen(column: pa.ChunkedArray, rows: Mask) -> pa.ChunkedArray:
+    """The column of the rows that are marked. Chunk by chunk: `take` would make one of all, of at most 2 GB."""
+    return column.filter(pa.array(rows))
+
+
+def lists(column: pa.ChunkedArray) -> Ragged:
+    """Of one shard."""
+    array = column.combine_chunks()
+    ends = array.offsets.to_numpy()
+    return Ragged(array.values.to_numpy(), np.diff(ends))
+
+
+def joined(parts: Sequence[Ragged]) -> Ragged:
+    values = [np.empty(0, dtype=np.float32), *(part.values for part in parts)]
+    return Ragged(
+        np.concatenate(values), np.concatenate([np.empty(0, dtype=np.int32), *(part.counts for part in parts)])
+    )
+
+
+def named(names: Sequence[str], numbers: npt.NDArray[np.integer[Any]]) -> pa.DictionaryArray:
+    """A column of `names[number]`; its dictionary has those that occur, each once."""
+    once = list(dict.fromkeys(names))
+    place = {name: number for number, name in enumerate(once)}
+    used, codes = np.unique(np.array([place[name] for name in names], dtype=np.int32)[numbers], return_inverse=True)
+    return pa.DictionaryArray.from_arrays(
+        pa.array(codes.astype(np.int32)), pa.array([once[number] for number in used], pa.string())
+    )
+
+
+def identify(content: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """64-bit row ids from content hashes: equal rows get distinct ids by their occurrence number, in source order."""
+    order = np.argsort(content, kind="stable")
+    ordered = content[order]
+    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+    counts = np.diff(np.concatenate([starts, [len(ordered)]]))
+    occurrence = np.empty(len(content), dtype=np.uint64)
+    occurrence[order] = np.arange(len(ordered), dtype=np.uint64) - np.repeat(starts, counts).astype(np.uint64)
+    # An odd multiplier makes the map of occurrence numbers one to one; the content hash is already uniform.
+    return content + occurrence * np.uint64(0x9E3779B97F4A7C15)

@@ -1,0 +1,196 @@
+"""What one task reads of a file: all of it, or of a large one a stretch between two rows. Hashed as it is read: a file
+may be changed between its digest and its rows.
+
+Whether a line of csv begins a row is known only from all quotes before it, so a large file is surveyed once, from its
+first byte to its last, by an expression that reads csv as Python's module does; some 150 MB a second, hashes included.
+"""
+
+import hashlib
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+import fsspec.compression
+
+from rtrain.data import addresses
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+BUFFER = 1 << 20
+ANYWHERE = ("parquet", "datasets", "zip")
+"""Formats and compressions that are not read from the first byte to the last."""
+SPLITS = ("csv", "tsv", "jsonl", "parquet")
+"""Formats of which a stretch can be read."""
+PART_BYTES = 32 << 20
+"""Least size of a part that is not the last, and of a file that is read in parts: seconds of a task."""
+FIELD_BYTES = 1 << 30
+"""Python's csv module ends a longer field with an error, as `formats` has set it: behind one, nothing is cut."""
+END = 1 << 62
+"""Behind the last byte of any file."""
+
+
+class Part(NamedTuple):
+    start: int = 0
+    """First byte."""
+    stop: int = END
+    """Byte behind the last."""
+    before: int = 0
+    """Lines of the file (of parquet: rows) before the part."""
+
+
+WHOLE = Part()
+
+_FIELD = rb'(?:"[^"]*+(?:""[^"]*+)*+"(?:[^",\r\n][^,\r\n]*+)?+|[^",\r\n][^,\r\n]*+)?+'
+# Behind a carriage return, what is left of its line belongs to no row (`formats.csv_rows` says so of the line).
+_REST = rb"(?:," + _FIELD + rb")*+(?:\r[^\n]*+)?+\n"
+_ROWS = re.compile(rb"(?:" + _FIELD + _REST + rb")*+")
+_QUOTED = re.compile(rb'[^"]*+(?:""[^"]*+)*+"(?:[^",\r\n][^,\r\n]*+)?+' + _REST)
+"""The rest of a row, from inside a quoted field."""
+
+
+class Hashed(io.RawIOBase):
+    """The next `most` bytes of a file, hashed as they are read."""
+
+    def __init__(self, file: Any, total: "hashlib._Hash | None", most: int = END):
+        self._file = file
+        self._total = total
+        self._left = most
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        into = memoryview(buffer).cast("B")
+        data = self._file.read(min(len(into), self._left))
+        into[: len(data)] = data
+        self._left -= len(data)
+        if self._total is not None:
+            self._total.update(data)
+        return len(data)
+
+
+@contextmanager
+def opened(uri: str, format: str, part: Part = WHOLE, total: "hashlib._Hash | None" = None) -> Iterator[IO[bytes]]:
+    """The bytes of a part, decompressed; of a format that is not read from first to last, the whole file. Once the
+    block has ended without an error, `total` has hashed all bytes of the part."""
+    described = addresses.opened(uri)
+    unpack: Any = fsspec.compression.compr[described.compression]
+    with described.fs.open(described.path, "rb") as file:
+        hashed = Hashed(file, total, part.stop - part.start)
+        if {format, described.compression} & set(ANYWHERE):
+            yield unpack(file, mode="rb")
+            file.seek(part.start)
+        else:
+            if part.start:
+                file.seek(part.start)
+            yield unpack(io.BufferedReader(hashed, BUFFER), mode="rb")
+        while total is not None and hashed.read(BUFFER):
+            pass
+
+
+def sha256(uri: str, format: str, part: Part) -> str:
+    total = hashlib.sha256()
+    with opened(uri, format, part, total):
+        pass
+    return total.hexdigest()
+
+
+# --------------------------------------------------------------------------------------------------------- the cuts
+
+
+def is_large(uri: str, format: str) -> bool:
+    """Whether a file is worth being read in parts, and can be."""
+    described = addresses.opened(uri)
+    if format not in SPLITS or described.compression is not None or "http" in described.fs.protocol:
+        return False
+    return (described.fs.size(described.path) or 0) > PART_BYTES
+
+
+def survey(uri: str, format: str, sha256: str) -> list[tuple[Part, str]]:
+    """Parts of a file and the SHA-256 of each. Of a file whose own is not `sha256` any more, all of it with that: who
+    reads it will find out."""
+    total = hashlib.sha256()
+    with opened(uri, "", WHOLE, total) as file:
+        cuts = _row_groups(uri) if format == "parquet" else None
+        found = list(_parts(file, format, cuts))
+    return found if total.hexdigest() == sha256 else [(WHOLE, sha256)]
+
+
+def _parts(file: IO[bytes], format: str, cuts: list[tuple[int, int]] | None) -> Iterator[tuple[Part, str]]:
+    """`cuts` are (byte, rows before) where that is known; else they are found from the lines."""
+    own, start, before = hashlib.sha256(), 0, 0
+    for chunk, cut in _fixed(file, cuts) if cuts is not None else _between_rows(file, format):
+        own.update(chunk)
+        if cut is not None and cut[0] - start >= PART_BYTES:
+            yield Part(start, cut[0], before), own.hexdigest()
+            own, (start, before) = hashlib.sha256(), cut
+    yield Part(start, END, before), own.hexdigest()
+
+
+def _fixed(file: IO[bytes], cuts: list[tuple[int, int]]) -> Iterator[tuple[bytes, tuple[int, int] | None]]:
+    place = 0
+    for cut in cuts:
+        while place < cut[0]:
+            chunk = file.read(min(BUFFER, cut[0] - place))
+            place += len(chunk)
+            yield chunk, cut if place == cut[0] else None
+            if not chunk:
+                return
+    while chunk := file.read(BUFFER):
+        yield chunk, None
+
+
+def _between_rows(file: IO[bytes], format: str) -> Iterator[tuple[bytes, tuple[int, int] | None]]:
+    """Consecutive bytes of a file of lines, and (byte, lines before) where a row begins behind them."""
+    place = lines = last = 0
+    quoted = False
+    while chunk := file.read(BUFFER) + file.readline():
+        first = 3 if place == 0 and chunk.startswith(b"\xef\xbb\xbf") else 0
+        end = len(chunk) if format != "csv" else _last_row(chunk, first, quoted)
+        quoted = end < len(chunk)
+        if place + len(chunk) - last > FIELD_BYTES:
+            yield chunk, None
+            yield from ((rest, None) for rest in iter(lambda: file.read(BUFFER), b""))
+            return
+        if end > first:
+            last = place + end
+            yield chunk[:end], (last, lines + chunk.count(b"\n", 0, end))
+        yield chunk[end if end > first else 0 :], None
+        place += len(chunk)
+        lines += chunk.count(b"\n")
+
+
+def _last_row(chunk: bytes, first: int, quoted: bool) -> int:
+    """Where in some lines the last place between two rows is; `first` or less where there is none. At the end of lines
+    a reader of csv is between two rows or inside a quoted field (`quoted`), and nowhere else."""
+    if quoted:
+        rest = _QUOTED.match(chunk, first)
+        if rest is None:
+            return 0
+        first = rest.end()
+    rows = _ROWS.match(chunk, first)
+    return first if rows is None else rows.end()
+
+
+def _row_groups(uri: str) -> list[tuple[int, int]]:
+    """(first byte, rows before) of each row group but the first; none where they do not lie one after another."""
+    import pyarrow.parquet
+
+    with opened(uri, "parquet") as file:
+        firsts, rows = row_groups(pyarrow.parquet.ParquetFile(file).metadata)
+    return list(zip(firsts, rows, strict=True))[1:] if firsts == sorted(firsts) else []
+
+
+def row_groups(metadata: Any) -> tuple[list[int], list[int]]:
+    """First byte of each row group, and the rows before it."""
+    firsts, rows = [], [0]
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        columns = [group.column(place) for place in range(group.num_columns)]
+        pages = [page for one in columns for page in (one.dictionary_page_offset, one.data_page_offset) if page]
+        firsts.append(min(pages))
+        rows.append(rows[-1] + group.num_rows)
+    return firsts, rows[:-1]

@@ -1,0 +1,63 @@
+"""Rows that no store is made of: too few of a kind, or others than were asked for."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rtrain.config import Recipe
+from rtrain.data import digests, records
+from rtrain.errors import UserError
+
+
+def changed_files(source: records.Source, shards: list[dict[str, Any]], root: Path) -> None:
+    """Rows of a file that was changed since it was hashed would lie under the address of other rows."""
+    numbers = dict.fromkeys(row["number"] for row in shards if not row["shard"])  # a file is read in many parts
+    changed = [source.pieces[number].uri.removeprefix("file://") for number in numbers]
+    if changed:
+        digests.forget(root)
+        listed = "\n  ".join([*changed[:10], *([f"and {len(changed) - 10} more"] if len(changed) > 10 else [])])
+        raise UserError(
+            f"changed between its digest and the reading of its rows, so that nothing was stored:\n  {listed}\n"
+            "Start again once nothing writes to it."
+        )
+
+
+def empty_splits(recipe: Recipe, rows: Mapping[str, int]) -> None:
+    """A split without rows that was not asked to be empty."""
+    if not rows["train"]:
+        where = f"column {recipe.data.split!r}" if recipe.data.split else "data.path"
+        raise UserError(f"{where}: no row to train on; {rows['valid']} are for validation, {rows['test']} for the test")
+    if recipe.data.split is not None and not rows["test"]:
+        raise UserError(f"data.split: no row of column {recipe.data.split!r} is for the test; name some `test`")
+    if rows["valid"] or recipe.data.valid_share == 0:
+        return
+    if recipe.data.split is not None:
+        raise UserError(
+            f"data.split: no row of column {recipe.data.split!r} is for validation; set data.valid_share=0.1 to take "
+            "a tenth of the training rows, or 0 to train on all rows and keep the last weights"
+        )
+    raise UserError(
+        f"data.path: {rows['train']} training rows leave no validation row; give more rows (30 are a sane least)"
+    )
+
+
+def without_outside(recipe: Recipe, rows: int, named: int) -> None:
+    """What tells the rows outside of the classes from others is chosen on the validation rows: so many, and so many of
+    the label `data.outside`."""
+    outside = recipe.data.outside
+    if outside is not None and named in (0, rows):
+        raise UserError(
+            f"data.outside: of {rows} validation rows {named} have the label {outside!r}, and "
+            "the threshold is chosen on rows with it and without; add rows of the other kind, or set data.outside=null"
+        )
+
+
+def changes(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> list[str]:
+    """What happened to which file between two origins."""
+    found = []
+    for role in sorted({*before, *after}):
+        old, new = before.get(role, {}), after.get(role, {})
+        found += [f"{name} was removed" for name in old if name not in new]
+        found += [f"{name} was added" for name in new if name not in old]
+        found += [f"{name} was changed" for name in old if name in new and old[name] != new[name]]
+    return found

@@ -1,0 +1,55 @@
+"""What went wrong in a start, from the error that Ray Train raises: its causes, and what a user should read of them."""
+
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from rtrain.errors import UserError
+from rtrain.training.ranks import Elsewhere
+from rtrain.training.recovery import memory_told
+
+
+def explain(run: Path, error: Exception) -> UserError:
+    """A worker's own UserError as it is; anything else with its traceback in a file of the run."""
+    found = causes(error)
+    if (told := user_error(found)) is not None:
+        return told
+    return UserError(f"training failed: {first_line(found)}\nThe traceback is in {keep_traceback(run, 'error', error)}")
+
+
+def keep_traceback(run: Path, name: str, error: Exception) -> Path:
+    """Write it into a new file of the run."""
+    path = run / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    path.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="backslashreplace")
+    return path
+
+
+def causes(error: Exception) -> list[Exception]:
+    """The error, that of Ray's controller, and those of the workers; without those that only waited for another."""
+    controller = getattr(error, "controller_failure", None)
+    failures = list(getattr(error, "worker_failures", {}).values())
+    own = [found for found in failures if not isinstance(getattr(found, "_base_exc", found), Elsewhere)]
+    return [error, *([controller] if controller else []), *(own or failures)]
+
+
+def user_error(found: Sequence[Exception]) -> UserError | None:
+    """The first of the causes that a user can mend."""
+    inner = (getattr(cause, "_base_exc", cause) for cause in found)
+    return next((one for one in inner if isinstance(one, UserError)), None)
+
+
+def is_unplaced(error: Exception) -> bool:
+    """Whether the worker group could not be placed in time: nothing was started, and nothing is lost."""
+    return any(type(cause).__name__ == "WorkerGroupStartupTimeoutError" for cause in causes(error))
+
+
+def first_line(found: Sequence[Exception]) -> str:
+    """The last line of a traceback says what happened; where a process died, the first sentence does, and where it was
+    ended for want of memory, who used it."""
+    if told := memory_told(map(str, found)):
+        return told
+    lines = [line for line in str(found[-1]).splitlines() if line.strip()]
+    died = next((line for line in lines if line.startswith("Worker exit type")), None)
+    text = died or (lines[-1] if lines else type(getattr(found[-1], "_base_exc", found[-1])).__name__)
+    return text if len(text) <= 200 else text[:200] + " ..."

@@ -1,0 +1,122 @@
+"""Digests of files: remembered where no change can go unseen, made anew everywhere else."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rtrain.data import digests
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    (tmp_path / "data").mkdir()
+    paths = [tmp_path / "data" / f"{number}.csv" for number in range(40)]
+    for number, path in enumerate(paths):
+        path.write_text(f"text,label\nrow {number},a\n")
+    return paths
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are read to be hashed."""
+    names: list[str] = []
+    whole = digests.file_digest
+
+    def counted(uri: str) -> str:
+        names.append(Path(uri).name)
+        return whole(uri)
+
+    monkeypatch.setattr(digests, "file_digest", counted)
+    return names
+
+
+def start(root: Path, files: list[Path]) -> list[str]:
+    """What a start does; returns the SHA-256 of each file."""
+    found = digests.of([f"file://{path}" for path in files], digests.known(root))
+    digests.remember(root, found)
+    return [one.sha256 for one in found]
+
+
+def test_files_that_are_unchanged_are_not_read_again(
+    tmp_path: Path, files: list[Path], hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "SETTLED_S", -60)
+    first = start(tmp_path, files)
+    assert sorted(hashed) == sorted(path.name for path in files)
+    assert first == [digests.file_digest(str(path)) for path in files]
+    hashed.clear()
+    assert start(tmp_path, files[::-1]) == first[::-1]
+    assert hashed == []
+
+
+def test_an_edit_that_keeps_size_and_time_is_seen(
+    tmp_path: Path, files: list[Path], hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "SETTLED_S", -60)
+    first = start(tmp_path, files)
+    hashed.clear()
+    before = files[7].stat()
+    files[7].write_text("text,label\nROW 7,a\n")
+    os.utime(files[7], ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = files[7].stat()
+    assert (after.st_size, after.st_mtime_ns, after.st_ino) == (before.st_size, before.st_mtime_ns, before.st_ino)
+    again = start(tmp_path, files)
+    assert hashed == ["7.csv"]
+    assert [place for place in range(40) if first[place] != again[place]] == [7]
+
+
+def test_a_file_of_this_moment_is_hashed_at_the_next_start_too(
+    tmp_path: Path, files: list[Path], hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "SETTLED_S", 3600)
+    assert start(tmp_path, files) == start(tmp_path, files)
+    assert len(hashed) == 2 * len(files)
+    assert not (tmp_path / digests.NAME).exists()
+
+
+def test_a_file_that_changes_while_it_is_hashed_is_not_remembered(
+    tmp_path: Path, files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "SETTLED_S", -60)
+    whole = digests.file_digest
+
+    def late(uri: str) -> str:
+        found = whole(uri)
+        if uri.endswith("/3.csv"):
+            files[3].write_text("text,label\nrow 3,b\n")
+        return found
+
+    monkeypatch.setattr(digests, "file_digest", late)
+    start(tmp_path, files)
+    assert set(digests.known(tmp_path)) == {f"file://{path}" for path in files} - {f"file://{files[3]}"}
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"a": 3}', '{"a": ["x"]}', "\x00"])
+def test_a_memory_that_cannot_be_read_is_none(tmp_path: Path, files: list[Path], content: str) -> None:
+    (tmp_path / digests.NAME).write_text(content)
+    assert digests.known(tmp_path) == {}
+    assert start(tmp_path, files) == [digests.file_digest(str(path)) for path in files]
+
+
+def test_starts_on_other_files_keep_what_was_remembered(
+    tmp_path: Path, files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "SETTLED_S", -60)
+    start(tmp_path, files[:20])
+    start(tmp_path, files[20:])
+    assert len(digests.known(tmp_path)) == len(json.loads((tmp_path / digests.NAME).read_text())) == 40
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [digests.NAME]
+    digests.forget(tmp_path)
+    digests.forget(tmp_path)
+    assert digests.known(tmp_path) == {}
+
+
+def test_files_whose_storage_tells_no_change_are_never_remembered(tmp_path: Path) -> None:
+    import fsspec
+
+    with fsspec.open("memory://rows.csv", "wb") as file:
+        file.write(b"text,label\n")
+    [found] = digests.of(["memory://rows.csv"], {})
+    assert found == digests.Digest("memory://rows.csv", digests.file_digest("memory://rows.csv"), None)

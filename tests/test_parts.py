@@ -1,0 +1,213 @@
+"""Large files read in parts: the same rows, lines and reasons as of the file read as a whole, and the same store."""
+
+import csv
+import hashlib
+import io
+import itertools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hypothesis import example, given, settings, strategies as st
+
+from rtrain.config import Data
+from rtrain.data import formats, parts, records, store, tokens
+from rtrain.data.records import Piece, Record
+from tests import test_tokens
+from tests.conftest import labelled_rows
+from tests.test_tokens import recipe_of
+from tests.tiny import make_store
+
+encoder = test_tokens.encoder  # fixture
+
+SCRAPS = [
+    '"',
+    '""',
+    ",",
+    "\n",
+    "\r\n",
+    "\r",
+    "a",
+    "é",
+    " ",
+    "\t",
+    "\x00",
+    "\ufeff",
+    '","',
+    '"\n"',
+    "x,y\n",
+    '"x","y"\n',
+]
+SOUP = st.lists(st.sampled_from([scrap.encode() for scrap in SCRAPS] + [b"\xff"]), max_size=60).map(b"".join)
+FIELDS = st.text(st.sampled_from('ab",\r\n é'), max_size=12)
+
+
+def written(rows: list[list[str]], ending: str) -> bytes:
+    """As csv writers do it."""
+    file = io.StringIO(newline="")
+    csv.writer(file, lineterminator=ending).writerows(rows)
+    return file.getvalue().encode()
+
+
+WRITTEN = st.builds(written, st.lists(st.lists(FIELDS, min_size=2, max_size=2)), st.sampled_from(["\n", "\r\n"]))
+
+
+def read(path: Path, format: str, part_bytes: int, buffer: int) -> tuple[list[Record], int]:
+    """The rows of all parts, one part after another, and the number of parts; each part's digest is as it was told."""
+    piece, data = Piece(f"file://{path}", format, "train"), Data(text="text", label="label")
+    found: list[Record] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "PART_BYTES", part_bytes)
+        patch.setattr(parts, "BUFFER", buffer)
+        cut = parts.survey(piece.uri, format, hashlib.sha256(path.read_bytes()).hexdigest())
+        for part, sha256 in cut:
+            total = hashlib.sha256()
+            found += records.read(piece, data, part, total)
+            assert total.hexdigest() == sha256
+    assert [part.start for part, _ in cut[1:]] == [part.stop for part, _ in cut[:-1]]
+    assert (cut[0][0].start, cut[-1][0].stop) == (0, parts.END)
+    return found, len(cut)
+
+
+@given(
+    st.sampled_from([b"", b"\xef\xbb\xbf"]),
+    st.one_of(SOUP, WRITTEN),
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.sampled_from(["csv", "tsv", "jsonl"]),
+)
+@example(b"", b'5" pipe,a\n"quoted ""twice"" and\nmore",b\nplain,c\n', 1, 1, "csv")
+@example(b"", b'"closed"late"r,a\n"never closed,b\nx,c\n', 1, 3, "csv")
+@example(b"", b'a\rb","c\nx,"y\n",z\n', 1, 2, "csv")
+@settings(deadline=None, max_examples=600)
+def test_a_file_in_parts_has_the_rows_of_the_whole_file(
+    mark: bytes, content: bytes, part_bytes: int, buffer: int, format: str
+) -> None:
+    header = {"csv": b"text,label\n", "tsv": b"text\tlabel\n", "jsonl": b'{"text": "a", "label": "b"}\n'}[format]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows"
+        path.write_bytes(mark + header + content)
+        whole = list(records.read(Piece(f"file://{path}", format, "train"), Data()))
+        assert read(path, format, part_bytes, buffer)[0] == whole
+
+
+def test_a_well_formed_file_is_cut_as_finely_as_asked(tmp_path: Path) -> None:
+    rows = [[f'text {number}, "quoted"\nin two lines', f"label {number % 3}"] for number in range(500)]
+    path = tmp_path / "rows.csv"
+    path.write_bytes(written([["text", "label"], *rows], "\r\n"))
+    found, count = read(path, "csv", part_bytes=300, buffer=64)
+    assert [(record.text, record.label) for record in found] == [tuple(row) for row in rows]
+    assert [record.line for record in found] == list(range(2, 1002, 2))
+    assert path.stat().st_size / 600 < count < path.stat().st_size / 300
+
+
+def test_behind_a_field_that_the_reader_gives_up_nothing_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "FIELD_BYTES", 1000)
+    path = tmp_path / "rows.csv"
+    lines = ["text,label", *(f"text {number},a" for number in range(100)), '"' + "long\n" * 300 + '",b']
+    path.write_text("\n".join([*lines, *(f"text {number},a" for number in range(1000))]) + "\n")
+    found, count = read(path, "csv", part_bytes=200, buffer=50)
+    assert found == list(records.read(Piece(f"file://{path}", "csv", "train"), Data()))
+    assert 3 < count < 10
+
+
+@given(st.integers(1, 60), st.integers(1, 30), st.integers(1, 3000))
+@settings(deadline=None, max_examples=60)
+def test_a_parquet_file_in_parts_has_the_rows_of_the_whole_file(rows: int, group: int, part_bytes: int) -> None:
+    table = pa.table({"text": [f"text {number}" * (number % 5) for number in range(rows)], "label": ["a"] * rows})
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.parquet"
+        pyarrow.parquet.write_table(table, path, row_group_size=group)
+        whole = list(records.read(Piece(f"file://{path}", "parquet", "train"), Data()))
+        found, count = read(path, "parquet", part_bytes, 64)
+    assert found == whole
+    assert [record.line for record in found] == list(range(1, rows + 1))
+    assert part_bytes > 1 or count == -(-rows // group)
+
+
+def test_a_file_that_is_another_by_now_is_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PART_BYTES", 10)
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label\n" + "a,b\n" * 100)
+    assert parts.survey(f"file://{path}", "csv", "another") == [(parts.WHOLE, "another")]
+
+
+@pytest.mark.parametrize(
+    ("name", "large"),
+    [("a.csv", True), ("a.tsv", True), ("a.jsonl", True), ("a.parquet", True), ("a.csv.gz", False), ("a.conll", False)],
+)
+def test_files_that_can_be_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, large: bool) -> None:
+    monkeypatch.setattr(parts, "PART_BYTES", 99)
+    path = tmp_path / name
+    format = records.SUFFIXES[Path(name.removesuffix(".gz")).suffix]
+    for size, expected in ((99, False), (100, large)):
+        path.write_bytes(bytes(size))
+        assert parts.is_large(f"file://{path}", format) is expected
+    assert not parts.is_large("https://host.invalid/a.csv", "csv")
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_a_store_is_the_same_whatever_the_parts(
+    tmp_path: Path, encoder: Path, monkeypatch: pytest.MonkeyPatch, augment: bool
+) -> None:
+    rows = [[f'{text}\nand "more"', label] for text, label in [*labelled_rows(150), *labelled_rows(40)]]
+    rows[20][0] = rows[77][1] = ""
+    path = tmp_path / "rows.csv"
+    path.write_bytes(written([["text", "label"], *rows], "\r\n"))
+    recipe = recipe_of(path, max_bad_rows=0.1)
+    if augment:
+        recipe = recipe.model_copy(update={"augment": recipe.augment.model_copy(update={"copies": 1, "drop": 0.3})})
+    made: list[store.Store] = []
+    monkeypatch.setattr(parts, "BUFFER", 64)
+    for number, size in enumerate((1 << 20, 1000, 2500)):
+        monkeypatch.setattr(parts, "PART_BYTES", size)
+        made.append(make_store(recipe, encoder, tmp_path / str(number)))
+    assert len(made[0].manifest.shards) == 1
+    assert (len(made[1].manifest.shards) > 8) is not augment  # the order of copies is a batch's
+    first, *others = made
+    assert first.manifest.copies > 0 or not augment
+    for other, split in itertools.product(others, store.SPLITS):
+        assert other.manifest.digest == first.manifest.digest
+        assert other.manifest.rows == first.manifest.rows
+        positions = np.arange(first.rows(split))
+        assert contents(other.read(split, positions)) == contents(first.read(split, positions))
+        assert other.origins(split).to_pylist() == first.origins(split).to_pylist()
+        quarantined = [pyarrow.parquet.read_table(one.folder / "quarantine.parquet") for one in (first, other)]
+        assert quarantined[0].num_rows == 2
+        assert quarantined[0].equals(quarantined[1])
+
+
+def contents(tokens: Any) -> list[list[Any]]:
+    return [getattr(tokens, name).tolist() for name in ("ids", "lengths", "second", "targets", "counts", "row_ids")]
+
+
+def test_the_limit_of_a_field_is_the_readers(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label\n")
+    with path.open("rb") as file:
+        list(formats.csv_rows(file, "csv"))
+    assert csv.field_size_limit() == parts.FIELD_BYTES
+
+
+def test_a_large_file_is_read_by_several_tasks_of_ray_data(ray_session: Path, tmp_path: Path, encoder: Path) -> None:
+    path = tmp_path / "rows.csv"
+    filler = "x,\n" * 40_000
+    rows = [[text, label, f"{filler}{number}"] for number, (text, label) in enumerate(labelled_rows(600))]
+    path.write_bytes(written([["text", "label", "filler"], *rows], "\n"))
+    assert 2 * parts.PART_BYTES < path.stat().st_size < 3 * parts.PART_BYTES
+    recipe = recipe_of(path)
+    found, made = tokens.ensure(recipe, records.inspect(recipe.data), encoder, tmp_path)
+    assert made
+    assert len(found.manifest.shards) == 3
+    expected = make_store(recipe, encoder, tmp_path / "alone")
+    assert sum(found.manifest.rows.values()) == 600
+    for split in store.SPLITS:
+        positions = np.arange(expected.rows(split))
+        assert contents(found.read(split, positions)) == contents(expected.read(split, positions))
+        assert found.origins(split).to_pylist() == expected.origins(split).to_pylist()
