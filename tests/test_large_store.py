@@ -217,8 +217,8 @@ class Memory:
 def test_a_stream_of_ten_times_its_limit_stays_within_bounds(
     large: Store, ray_session: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # A row is its tokens, its length, second and target, and its id: 4 bytes a token and 24 more.
-    epoch_bytes = 4 * large.manifest.tokens["train"] + 24 * ROWS
+    # A row is its tokens, its length, second, windows, target, number of targets, and its id: 4 bytes a token and 28.
+    epoch_bytes = 4 * large.manifest.tokens["train"] + 28 * ROWS
     order = order_of(large, 1024, epochs=math.ceil(10 * ingest.STREAM_BYTES / epoch_bytes))
     share = share_of(large, order)
     delivered, full, waited_s, rows, began = 0, 0, 0.0, [], time.perf_counter()
