@@ -204,7 +204,7 @@ def test_a_model_that_answers_nan_is_an_error_of_the_server(
     predictor: Predictor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = predictor.run
-    monkeypatch.setattr(predictor, "run", lambda encoded: np.asarray(run(encoded)) * float("nan"))
+    monkeypatch.setattr(predictor, "run", lambda encoded, **most: np.asarray(run(encoded, **most)) * float("nan"))
     response = call(build_app(predictor, Serve()), "POST", "/predict", json={"inputs": TEXT})
     assert (response.status_code, response.json()["error"]["type"]) == (500, "internal")
 
@@ -214,10 +214,10 @@ def test_a_text_that_breaks_the_engine_fails_only_its_own_request(
 ) -> None:
     run, poison = predictor.run, predictor.encode(["poison"])[0].ids
 
-    def breaking(encoded: list[Encoded]) -> Outputs:
+    def breaking(encoded: list[Encoded], most_tokens: int) -> Outputs:
         if any(row.ids == poison for row in encoded):
             raise MemoryError("a secret of the engine")
-        return run(encoded)
+        return run(encoded, most_tokens)
 
     monkeypatch.setattr(predictor, "run", breaking)
     app = build_app(predictor, Serve())

@@ -15,7 +15,7 @@ from rtrain.config import Serve
 from rtrain.predict import Predictor, parts
 from rtrain.tasks.base import Head
 from rtrain.tasks.batch import Encoded, Floats, Window
-from rtrain.training import step
+from rtrain.training.step import forward
 from serve.app import build_app
 from serve.batcher import Batcher
 from tests.conftest import labelled_rows, write_rows
@@ -180,7 +180,6 @@ def test_a_teacher_s_passes_are_cut_by_tokens(tmp_path: Path, monkeypatch: pytes
     teacher = make_task_artifact(tmp_path / "artifact", "classification", HEADS["classification"], max_tokens=16)
     store = make_store(config.load("intent", dotted).recipe, teacher, tmp_path)
     sizes: list[int] = []
-    forward = step.forward
 
     def recorded(network: Any, tokens: Any, *rest: Any) -> Any:
         sizes.append(len(tokens.ids))
