@@ -17,6 +17,7 @@ from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.report import events, summary
 from rtrain.training import driver, placement, runs
 from tune import space, trial as trials
+from tune.trial import part, run_folder
 
 # No CPU of its own, since its workers have theirs; Tune refuses an empty bundle, so a sliver of the head's mark.
 TRIAL_RESOURCES = {"CPU": 0, "node:__internal_head__": 0.001}
@@ -67,27 +68,21 @@ class _Scheduler(AsyncHyperBandScheduler):
 class _FreeWorkers(ray.tune.Callback):
     """Gives back the CPUs of a stopped trial's workers (see `placement.Remember`) and logs the stop."""
 
-    def __init__(self, search: Path):
-        self._search = search
+    def __init__(self, search: Path, config: Config):
+        self._search, self._config = search, config
 
     def on_trial_complete(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
-        release(trials_folder(self._search, trial))
+        run, number = self._folder(trial), trial.config["number"]
+        log, ended = part(events.read(run), self._config, number)
+        if log and not ended and summary.status(log) == "running":
+            events.append(run, "stopped")  # before its workers die, so that their end is not logged as a failure
+        placement.release(run)
 
     def on_trial_error(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
-        placement.release(trials_folder(self._search, trial))
+        placement.release(self._folder(trial))
 
-
-def trials_folder(search: Path, trial: Any) -> Path:
-    return trials.run_folder(search, trial.config["number"])
-
-
-def release(run: Path) -> None:
-    """Remove the placement group of a trial's workers; nothing is done where the trial has ended by itself."""
-    if not (run / runs.CONFIG).is_file():
-        return
-    if summary.status(events.read(run)) == "running":
-        events.append(run, "stopped")  # before its workers die, so that their end is not logged as a failure
-    placement.release(run)
+    def _folder(self, trial: Any) -> Path:
+        return run_folder(self._search, trial.config["number"])
 
 
 def check(config: Config) -> None:
@@ -162,16 +157,16 @@ def _run(config: Config, folder: Path, on_event: driver.OnEvent | None, tokens_r
             # A new name per start: Ray's own state of the last one, which it would unpickle, is left alone.
             name=f"tune-{started:03d}",
             storage_path=str(folder / "ray"),
-            callbacks=[_FreeWorkers(folder)],
+            callbacks=[_FreeWorkers(folder, config)],
             verbose=0,
         ),
     )
-    followed = [(trials.run_folder(folder, number), {"trial": number}) for number in range(len(overrides))]
+    followed = [(run_folder(folder, number), {"trial": number}) for number in range(len(overrides))]
     with events.Follow(followed, on_event):
         results: Any = tuner.fit()
     errors = {number: first_line(result.error) for number, result in enumerate(results) if result.error}
     found = [
-        summarise(config, trials.run_folder(folder, number), number, override, errors.get(number))
+        summarise(config, run_folder(folder, number), number, override, errors.get(number))
         for number, override in enumerate(overrides)
     ]
     (folder / "trials.jsonl").write_text("".join(json.dumps(asdict(trial)) + "\n" for trial in found))
@@ -187,7 +182,7 @@ def first_line(error: Any) -> str:
 
 def summarise(config: Config, run: Path, number: int, override: dict[str, Any], error: str | None) -> Trial:
     """A trial's row, from its own log as far as it is the search's."""
-    log, _ = trials.part(events.read(run), config, number)
+    log, _ = part(events.read(run), config, number)
     scored = [event for event in log if event["kind"] == "evaluated" and event["split"] == "valid"]
     recipe = configuration.with_overrides(config, override).recipe
     if scored:
