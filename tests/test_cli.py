@@ -370,7 +370,7 @@ def test_more_workers_than_the_cluster_has_cpus(run: Cli, tmp_path: Path, encode
     csv_of(tmp_path, labelled_rows(200))
     code, _, err = run("train", "intent", "--data", "rows.csv", "--model", encoder, "--out", "run", "--workers", 9)
     assert code == 2
-    assert "train.workers=9: workers and data tasks need 11 logical CPUs, the Ray cluster has 4" in err
+    assert "train.workers=9: workers and data tasks need 12 logical CPUs, the Ray cluster has 4" in err
     assert not (tmp_path / "run").exists()
 
 
