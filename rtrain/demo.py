@@ -122,7 +122,7 @@ def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> N
         default = summarise(Path(found.trials[0].run))
         headline = metric_for(base.get(recipe.task).output).headline
         report.default_score = default["metrics"]["test"][headline]
-        stage.rows = sum(trial.updates * _rows_per_update(trial) for trial in found.trials)
+        stage.rows = sum(trial.updates * _rows_per_update(trial) for trial in found.trials if trial.updates)
     with report.stage("train", line) as stage:
         before = found.best.updates * _rows_per_update(found.best)
         winner = search.continue_best(found, on_event=line, tokens_root=folder)

@@ -13,10 +13,10 @@ from rtrain import artifact, scores
 from rtrain.compress import distill, quantize, score
 from rtrain.config import with_overrides
 from rtrain.data.store import Store
-from rtrain.errors import UserError
+from rtrain.errors import ConfigError, UserError
 from rtrain.predict import Predictor
-from rtrain.report import events
-from rtrain.training import driver
+from rtrain.report import events, summary
+from rtrain.training import driver, runs
 from tests.conftest import labelled_rows
 from tests.test_driver import ROWS, settings
 
@@ -84,6 +84,26 @@ def test_student_as_deep_as_its_teacher_is_refused(teacher: Path) -> None:
     with pytest.raises(UserError, match=r"distill\.layers=2: the teacher has 2 layers; write 1 or less"):
         distill.run(config, teacher, teacher.parent / "too-deep")
     assert not (teacher.parent / "too-deep").exists()
+
+
+def test_a_student_that_was_cut_short_is_resumed_by_its_own_settings(
+    teacher: Path, student: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, whole = teacher.parent / "cut-short", driver.fit
+    asked = {"distill.layers": 1, "distill.epochs": 8, "distill.lr": 5e-3, "train.keep": 3}
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "fit", lambda prepared, **rest: whole(prepared, until=5, **rest))
+        _, paused = distill.run(with_overrides(runs.stored(teacher), asked), teacher, folder)
+    assert (paused["status"], paused["updates"]) == ("paused", 5)
+    with pytest.raises(ConfigError, match=r"distill\.temperature=3\.0: the run was started with 2\.0"):
+        distill.run(runs.stored(teacher, {"distill.temperature": 3.0}), teacher, folder, "resume")
+    _, ended = distill.run(runs.stored(teacher, {"train.log_every": 7}), teacher, folder, "resume")
+    assert [event["update"] for event in events.read(folder) if event["kind"] == "started"] == [0, 5]
+    assert (ended["status"], ended["order_digest"]) == ("finished", summary.summarise(student)["order_digest"])
+    recipe = runs.stored(folder).recipe
+    assert (recipe.train.keep, recipe.train.log_every, recipe.distill.layers) == (3, 7, 1)
+    one, other = ((run / "artifact" / "model.safetensors").read_bytes() for run in (student, folder))
+    assert one == other
 
 
 def test_int8_keeps_labels_and_answers_alone_as_in_a_batch(student: Path, int8: dict[str, Any]) -> None:

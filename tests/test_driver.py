@@ -228,6 +228,14 @@ def test_a_run_whose_folder_is_lost_resumes_from_its_storage_and_ends_bit_for_bi
     paused = driver.fit(half, until=stop)
     assert (paused["status"], paused["updates"]) == ("paused", stop)
     assert not (folder / "halves" / "artifact").exists()
+    (folder / "mounted").rename(folder / "away")
+    (folder / "mounted").touch()  # whatever is asked of a storage below it fails
+    further = driver.fit(driver.prepare(config.load("intent"), folder / "halves", "resume"), until=stop + 1)
+    assert (further["status"], further["updates"]) == ("paused", stop + 1)
+    told = [event for event in events.read(folder / "halves") if event["kind"] in ("unreachable", "uncopied")]
+    assert (told[0]["kind"], told[0]["update"], told[-1]["kind"]) == ("unreachable", stop, "uncopied")
+    (folder / "mounted").unlink()
+    (folder / "away").rename(folder / "mounted")
     shutil.rmtree(folder / "halves")
     with pytest.raises(UserError, match=r"mounted/halves holds a run already; write --resume"):
         driver.prepare(stored, folder / "halves")

@@ -204,12 +204,16 @@ def test_the_table_of_a_search(tmp_path: Path) -> None:
     trials = [
         SimpleNamespace(number=3, lr=3e-4, aggregation_frequency=2, updates=120, score=0.91234, status="done", run=""),
         SimpleNamespace(number=0, lr=2e-4, aggregation_frequency=4, updates=60, score=0.9, status="stopped", run=""),
+        SimpleNamespace(number=4, lr=1e-3, aggregation_frequency=4, updates=0, score=None, status="failed", run=""),
     ]
     trials[0].run = str(tmp_path)
-    lines = progress.search_text(SimpleNamespace(trials=trials, best=trials[0]), SUMMARY).splitlines()
-    assert lines[:3] == [
+    found = SimpleNamespace(trials=trials, best=trials[0], failures="1 of 3 trials failed: trial 4: no")
+    lines = progress.search_text(found, SUMMARY).splitlines()
+    assert lines[:5] == [
         "trial        lr   k  updates    valid  status",
         "    3   3.0e-04   2      120   0.9123  done  <- best",
         "    0   2.0e-04   4       60   0.9000  stopped",
+        "    4   1.0e-03   4        0        -  failed",
+        "1 of 3 trials failed: trial 4: no",
     ]
-    assert lines[3:] == progress.summary_text(SUMMARY, tmp_path).splitlines()
+    assert lines[5:] == progress.summary_text(SUMMARY, tmp_path).splitlines()

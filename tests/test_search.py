@@ -1,35 +1,42 @@
 """The search on real Ray, with four logical CPUs: a stopped trial must give its workers' CPUs back to the next."""
 
+import contextlib
 import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rtrain import config
 from rtrain.config import with_overrides
 from rtrain.errors import ConfigError, UserError
-from rtrain.report import events
+from rtrain.report import events, summary
 from rtrain.report.progress import search_text
+from rtrain.training import checkpoint
 from tests.test_driver import settings
-from tune import search
+from tune import search, trial
 
 pytestmark = pytest.mark.ray
 
 
+SEARCH = {
+    "train.evaluate_every": 5,  # each report waits for the last to be read: no trial outruns the scheduler
+    "tune.trials": 3,
+    "tune.points": [{"optim.lr": 1e-6}],
+    "tune.lr": [5e-3],
+    "tune.aggregation_frequency": [2, 3],
+    "tune.budget": 0.5,
+    "tune.first_rung": 0.25,
+}
+
+
 @pytest.fixture(scope="module")
 def found(ray_session: Path) -> search.Found:
-    chosen = with_overrides(
-        settings(ray_session / "search"),
-        {
-            "train.evaluate_every": 5,  # each report waits for the last to be read: no trial outruns the scheduler
-            "tune.trials": 3,
-            "tune.points": [{"optim.lr": 1e-6}],
-            "tune.lr": [5e-3],
-            "tune.aggregation_frequency": [2],
-            "tune.budget": 0.5,
-            "tune.first_rung": 0.25,
-        },
-    )
+    chosen = with_overrides(settings(ray_session / "search"), SEARCH)
     return search.run(chosen, ray_session / "search" / "search")
 
 
@@ -52,7 +59,7 @@ def test_hopeless_trial_is_stopped_at_the_first_rung(found: search.Found) -> Non
 
 def test_trial_after_the_stopped_one_gets_its_workers(found: search.Found) -> None:
     """It would wait for ever for the CPUs that the stopped trial's placement group holds."""
-    assert (found.trials[2].lr, found.trials[2].aggregation_frequency) == (5e-3, 2)
+    assert (found.trials[2].lr, found.trials[2].aggregation_frequency) == (5e-3, 3)
     assert found.trials[2].status in ("paused", "stopped")
     assert found.trials[2].updates > 0
 
@@ -65,7 +72,7 @@ def test_trials_are_written_down(found: search.Found) -> None:
 
 def test_best_trial_is_not_the_stopped_one(found: search.Found) -> None:
     assert found.best.status != "stopped"
-    assert found.best.score == max(trial.score for trial in found.trials if trial.status != "stopped")
+    assert found.best.score == max(trial.score or 0.0 for trial in found.trials if trial.status != "stopped")
 
 
 def test_winner_is_continued_to_its_full_budget(found: search.Found) -> None:
@@ -98,6 +105,93 @@ def test_a_search_without_validation_rows_is_refused(rows: dict[str, str], refus
 def test_search_folder_in_use_is_refused(found: search.Found, ray_session: Path) -> None:
     with pytest.raises(UserError, match="holds a run already"):
         search.run(settings(ray_session / "search"), ray_session / "search" / "search")
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from rtrain import config
+from rtrain.cluster.session import session
+from tune import search
+chosen, folder = config.load(sys.argv[1]), Path(sys.argv[2])
+with session(chosen, folder.parent):
+    search.run(chosen, folder)
+"""
+
+
+@pytest.mark.timeout(600)
+def test_a_search_whose_driver_was_killed_goes_on_and_ends_like_one_that_was_not(
+    found: search.Found, ray_session: Path
+) -> None:
+    """SIGKILL in the middle of the first trial, with a Ray of its own. A fourth, that cannot work, is added after."""
+    base, killed = ray_session / "search", ray_session / "search" / "killed"
+    chosen = with_overrides(settings(base), SEARCH)
+    (base / "search.yaml").write_text(config.to_yaml(chosen))
+    cut_short = trial.run_folder(killed, 0)
+    with (
+        (base / "killed.log").open("wb") as log,
+        subprocess.Popen(
+            [sys.executable, "-c", DRIVER, str(base / "search.yaml"), str(killed)], stdout=log, stderr=log
+        ) as driver,
+    ):
+        give_up = time.monotonic() + 400
+        while not checkpoint.updates(cut_short / "checkpoints"):
+            assert driver.poll() is None, (base / "killed.log").read_text()
+            assert time.monotonic() < give_up, (base / "killed.log").read_text()
+            time.sleep(0.02)
+        processes = [*psutil.Process(driver.pid).children(recursive=True), psutil.Process(driver.pid)]
+        for process in reversed(processes):  # its Ray too, which would train on for a moment
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    psutil.wait_procs(processes, timeout=60)
+    assert summary.status(events.read(cut_short)) == "running"
+    (killed / "trial-003").mkdir()
+    (killed / "trial-003" / "thesis.txt").touch()
+    more = with_overrides(config.load("intent"), {"tune.trials": 4, "tune.lr": [5e-3]})
+    with pytest.raises(ConfigError, match=r"tune\.first_rung=0\.2: the search was started with 0\.25; leave it out"):
+        search.run(with_overrides(more, {"tune.first_rung": 0.2}), killed, "resume", tokens_root=base)
+    resumed = search.run(more, killed, "resume", tokens_root=base)
+
+    def row(one: search.Trial) -> search.Trial:
+        """How far a stopped trial came before its workers were gone is a matter of timing, in any search."""
+        one = replace(one, run="")
+        return replace(one, updates=0, score=None) if one.status == "stopped" else one
+
+    assert [row(one) for one in resumed.trials[:3]] == [row(one) for one in found.trials]
+    assert resumed.best.number == found.best.number
+    told = events.read(cut_short)
+    first, second = [event["update"] for event in told if event["kind"] == "started"]
+    assert first == 0 < second < found.trials[0].updates
+    updates = [event["update"] for event in told if event["kind"] == "progress"]
+    assert set(updates) == set(range(1, found.trials[0].updates + 1))
+    # What came after the newest checkpoint, which is written every 5 updates, was lost with the driver; no more was.
+    assert len(updates) - len(set(updates)) < 10
+    scored = [event["update"] for event in told if event["kind"] == "evaluated" and event["split"] == "valid"]
+    assert len(scored) - len(set(scored)) <= 1
+    lost = resumed.trials[3]
+    assert (lost.status, lost.score, lost.updates) == ("failed", None, 0)
+    assert str(lost.error).endswith("trial-003 is not empty and holds no run; name a new folder")
+    lines = (killed / "trials.jsonl").read_text().splitlines()
+    assert [json.loads(line)["status"] for line in lines] == [one.status for one in resumed.trials]
+    text = search_text(resumed, json.loads((Path(resumed.trials[0].run) / "summary.json").read_text()))
+    assert f"1 of 4 trials failed: trial 3: {lost.error}" in text
+    assert [one["error"] for one in resumed.to_document()["trials"]] == [None, None, None, lost.error]
+    logs = [Path(one.run, "events.jsonl") for one in resumed.trials[:3]]
+    before = [path.read_bytes() for path in logs]
+    assert search.run(config.load("intent"), killed, "resume", tokens_root=base) == resumed
+    assert [path.read_bytes() for path in logs] == before  # nothing that had come to its end was run again
+
+
+def made(number: int, score: float | None, status: str, error: str | None = None) -> search.Trial:
+    return search.Trial(number, 1e-4, 4, 10, score, status, "run", error)
+
+
+def test_a_failed_trial_never_wins_and_a_search_of_such_alone_is_an_error() -> None:
+    failed, stopped = made(0, 0.9, "failed", "CUDA is gone"), made(1, 0.1, "stopped")
+    assert search.best([failed, stopped]) is stopped
+    assert search.best([failed, stopped, made(2, 0.05, "paused")]).number == 2
+    with pytest.raises(UserError, match=r"no trial of the search came to a score; 2 of 2 trials failed: trial 0: CUDA"):
+        search.best([failed, made(1, None, "failed", "too")])
 
 
 def test_all_cpus_are_free_again(found: search.Found) -> None:

@@ -28,6 +28,21 @@ def test_a_command_is_continued_by_resume_once_its_run_exists(tmp_path: Path) ->
     assert supervise.resumed(command, tmp_path) == ["train", "intent", "--out", str(tmp_path), "--resume"]
 
 
+def test_a_search_gets_on_with_each_checkpoint_of_each_trial(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    seen = [supervise._reached(tmp_path)]
+    for name in ("checkpoints/update-00000003", "trial-000/checkpoints/update-00000009"):
+        (tmp_path / name).mkdir(parents=True)
+        seen.append(supervise._reached(tmp_path))
+    for name in ("trial-000/checkpoints/update-00000010", "trial-001/checkpoints/update-00000002"):
+        (tmp_path / name).mkdir(parents=True)
+        seen.append(supervise._reached(tmp_path))
+    (tmp_path / "trial-000/checkpoints/update-00000009").rmdir()  # older ones go
+    assert seen == sorted(set(seen))
+    assert supervise._reached(tmp_path) == seen[-1]
+    assert seen[-1] == ("update-00000003", "trial-000/update-00000010", "trial-001/update-00000002")
+
+
 def test_only_a_job_is_supervised_and_no_child_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(IN_JOB, raising=False)
     assert not supervise.wanted()

@@ -15,34 +15,43 @@ from rtrain import config as configuration
 from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.report import events, summary
-from rtrain.tasks import base
-from rtrain.tasks.metrics import metric_for
 from rtrain.training import driver, placement, runs
 from tune import space, trial as trials
+from tune.trial import part, run_folder
 
 # No CPU of its own, since its workers have theirs; Tune refuses an empty bundle, so a sliver of the head's mark.
 TRIAL_RESOURCES = {"CPU": 0, "node:__internal_head__": 0.001}
+SPACE = ("points", "lr", "aggregation_frequency", "budget", "first_rung")
+"""Settings of `tune` that say what its trials are."""
 REDUCTION = 2
 """ASHA keeps the better half of the trials at each rung."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of a trial. `score` is its validation score at the search's budget, or where it was stopped."""
+    """What became of a trial. `score` is its validation score at the search's budget, or where it was stopped; a trial
+    that failed may have none."""
 
     number: int
     lr: float
     aggregation_frequency: int
     updates: int
-    score: float
+    score: float | None
     status: str
     run: str
+    error: str | None = None
+    """First line of what a failed trial failed with."""
 
 
 @dataclass(frozen=True)
 class Found:
     trials: tuple[Trial, ...]
     best: Trial
+
+    @property
+    def failures(self) -> str:
+        """The failed trials in one line; empty where there are none."""
+        return _failures(self.trials)
 
     def to_document(self) -> dict[str, Any]:
         return {"trials": [asdict(trial) for trial in self.trials], "best": self.best.number}
@@ -59,27 +68,21 @@ class _Scheduler(AsyncHyperBandScheduler):
 class _FreeWorkers(ray.tune.Callback):
     """Gives back the CPUs of a stopped trial's workers (see `placement.Remember`) and logs the stop."""
 
-    def __init__(self, search: Path):
-        self._search = search
+    def __init__(self, search: Path, config: Config):
+        self._search, self._config = search, config
 
     def on_trial_complete(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
-        release(trials_folder(self._search, trial))
+        run, number = self._folder(trial), trial.config["number"]
+        log, ended = part(events.read(run), self._config, number)
+        if log and not ended and summary.status(log) == "running":
+            events.append(run, "stopped")  # before its workers die, so that their end is not logged as a failure
+        placement.release(run)
 
     def on_trial_error(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
-        release(trials_folder(self._search, trial))
+        placement.release(self._folder(trial))
 
-
-def trials_folder(search: Path, trial: Any) -> Path:
-    return trials.run_folder(search, trial.config["number"])
-
-
-def release(run: Path) -> None:
-    """Remove the placement group of a trial's workers; nothing is done where the trial has ended by itself."""
-    if not (run / placement.NAME).is_file():
-        return
-    if summary.status(events.read(run)) == "running":
-        events.append(run, "stopped")  # before its workers die, so that their end is not logged as a failure
-    placement.release(run)
+    def _folder(self, trial: Any) -> Path:
+        return run_folder(self._search, trial.config["number"])
 
 
 def check(config: Config) -> None:
@@ -100,10 +103,28 @@ def run(
 ) -> Found:
     """Run all trials under `folder`; every trial keeps its run, `trials.jsonl` lists them.
 
-    The trials share the token store under `tokens_root`, by default the folder that holds the search.
+    The trials share the token store under `tokens_root`, by default the folder that holds the search. A search that is
+    resumed goes on with the trial that was cut short; those that have come to their end are not run again.
     """
     folder, config = runs.choose(folder, config, reuse)
+    if reuse == "resume":
+        _refuse_another(runs.stored(folder), config)
     runs.freeze(folder, config)
+    with runs.hold(folder):
+        return _run(config, folder, on_event, tokens_root or folder.parent)
+
+
+def _refuse_another(old: Config, new: Config) -> None:
+    """A search goes on over the same trials, of which there may be more; its workers count in a trial's rows."""
+    fixed = ("train.workers", "train.micro_batch", *(f"tune.{name}" for name in SPACE))
+    before, after = configuration.flat(old), configuration.flat(new)
+    fix = "leave it out, or start another search with --new"
+    if changed := [name for name in fixed if before[name] != after[name]]:
+        reason = "the search was started with {!r}"
+        raise ConfigError([Problem(name, after[name], reason.format(before[name]), fix) for name in changed])
+
+
+def _run(config: Config, folder: Path, on_event: driver.OnEvent | None, tokens_root: Path) -> Found:
     overrides = space.trials(config)
     for override in overrides:
         configuration.with_overrides(config, override)  # a trial that cannot work is refused before the first starts
@@ -112,8 +133,10 @@ def run(
         document=configuration.to_document(config),
         search=str(folder),
         overrides=overrides,
-        tokens_root=str(tokens_root or folder.parent),
+        tokens_root=str(tokens_root),
+        named=sorted(config.named),
     )
+    started = len(list((folder / "ray").iterdir())) if (folder / "ray").is_dir() else 0
     tuner = ray.tune.Tuner(
         ray.tune.with_resources(trainable, TRIAL_RESOURCES),
         param_space={"number": ray.tune.grid_search(list(range(len(overrides))))},
@@ -130,57 +153,69 @@ def run(
             ),
         ),
         run_config=ray.tune.RunConfig(
-            name="tune", storage_path=str(folder / "ray"), callbacks=[_FreeWorkers(folder)], verbose=0
+            # A new name per start: Ray's own state of the last one, which it would unpickle, is left alone.
+            name=f"tune-{started:03d}",
+            storage_path=str(folder / "ray"),
+            callbacks=[_FreeWorkers(folder, config)],
+            verbose=0,
         ),
     )
-    followed = [(trials.run_folder(folder, number), {"trial": number}) for number in range(len(overrides))]
+    followed = [(run_folder(folder, number), {"trial": number}) for number in range(len(overrides))]
     with events.Follow(followed, on_event):
-        results = tuner.fit()
-    found = summarise(config, folder, overrides)
-    if not found:
-        first = next(iter(results.errors), None)
-        raise UserError(f"no trial of the search came to a score; the first error was: {first}")
+        results: Any = tuner.fit()
+    errors = {number: first_line(result.error) for number, result in enumerate(results) if result.error}
+    found = [
+        summarise(config, run_folder(folder, number), number, override, errors.get(number))
+        for number, override in enumerate(overrides)
+    ]
     (folder / "trials.jsonl").write_text("".join(json.dumps(asdict(trial)) + "\n" for trial in found))
     return Found(tuple(found), best(found))
 
 
-def summarise(config: Config, folder: Path, overrides: Sequence[dict[str, Any]]) -> list[Trial]:
-    """The trials that came to a score, from their own logs."""
-    found = []
-    headline = metric_for(base.get(config.recipe.task).output).headline
-    for number in range(len(overrides)):
-        run = trials.run_folder(folder, number)
-        log = [event for event in events.read(run) if event["kind"] == "evaluated" and event["split"] == "valid"]
-        if not log:
-            continue
-        recipe = configuration.load(str(run / runs.CONFIG)).recipe
+def first_line(error: Any) -> str:
+    """Of what ended a trial, as a person would want it: of an error from a process of Ray's, what was raised there."""
+    cause = getattr(error, "cause", None)
+    lines = [line for line in str(cause or error).splitlines() if line.strip()]
+    return lines[0 if cause else -1].strip() if lines else type(cause or error).__name__
+
+
+def summarise(config: Config, run: Path, number: int, override: dict[str, Any], error: str | None) -> Trial:
+    """A trial's row, from its own log as far as it is the search's."""
+    log, _ = part(events.read(run), config, number)
+    scored = [event for event in log if event["kind"] == "evaluated" and event["split"] == "valid"]
+    recipe = configuration.with_overrides(config, override).recipe
+    if scored:
         summary.write(run)  # a stopped trial was killed before it could
-        budget = _updates(run, config.deploy.tune.budget)
-        compared = [event for event in log if event["update"] <= budget] or log
-        found.append(
-            Trial(
-                number=number,
-                lr=recipe.optim.lr,
-                aggregation_frequency=recipe.rows_per_update // (recipe.train.workers * recipe.train.micro_batch),
-                updates=log[-1]["update"],
-                score=max(event["scores"][headline] for event in compared),
-                status=summary.status(events.read(run)),
-                run=str(run),
-            )
-        )
-    return found
-
-
-def _updates(run: Path, share: float) -> float:
-    """`share` of the updates of a run; a trial stopped early may have said no more than that it started."""
-    total = next(event["of"] for event in reversed(events.read(run)) if event["kind"] in ("started", "progress"))
-    return float(-(-share * total // 1))
+    budget = trials.stops_at(config, 1, trials.updates_of(log))[0] if scored else 0
+    compared = [event for event in scored if event["update"] <= budget] or scored
+    headline = trials.headline_of(config)
+    return Trial(
+        number=number,
+        lr=recipe.optim.lr,
+        aggregation_frequency=recipe.rows_per_update // (recipe.train.workers * recipe.train.micro_batch),
+        updates=scored[-1]["update"] if scored else 0,
+        score=max((event["scores"][headline] for event in compared), default=None),
+        status="failed" if error else summary.status(log),
+        run=str(run),
+        error=error,
+    )
 
 
 def best(found: Sequence[Trial]) -> Trial:
-    """The highest score at the common budget among the trials that reached it; of equals the first."""
-    reached = [trial for trial in found if trial.status in ("finished", "paused")] or list(found)
-    return max(reached, key=lambda trial: (trial.score, -trial.number))
+    """The highest score at the common budget among the trials that reached it; of equals the first.
+
+    A search of which no trial came to a score without failing has none: `UserError`.
+    """
+    scored = [(trial.score, -trial.number, trial) for trial in found if trial.score is not None and not trial.error]
+    reached = [entry for entry in scored if entry[2].status in ("finished", "paused")] or scored
+    if not reached:
+        raise UserError(f"no trial of the search came to a score; {_failures(found)}")
+    return max(reached)[2]
+
+
+def _failures(found: Sequence[Trial]) -> str:
+    failed = [f"trial {trial.number}: {trial.error}" for trial in found if trial.error]
+    return f"{len(failed)} of {len(found)} trials failed: {'; '.join(failed)}" if failed else ""
 
 
 def continue_best(

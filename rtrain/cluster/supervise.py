@@ -1,4 +1,4 @@
-"""In a Ray job, `rtrain train` runs as the child of a small supervisor, which starts it again where it is killed.
+"""In a Ray job, a verb that trains runs as the child of a small supervisor, which starts it again where it is killed.
 
 Ray starts the entry point of a job once. The supervisor imports neither Ray nor torch, so that what ends a driver, a
 segmentation fault or the machine's last free memory, does not end it too. The child resumes from its run's newest
@@ -32,21 +32,30 @@ def resumed(arguments: Sequence[str], run: Path) -> list[str]:
 
 def supervise(arguments: Sequence[str], run: Path) -> int:
     """Run `rtrain ARGUMENTS` until it ends by itself; returns its exit code. `run` is the run folder that it names."""
-    deaths, newest = 0, ""
+    deaths, newest = 0, tuple[str, ...]()
     while True:
         code = _child(arguments)
         if code >= 0 or -code in (signal.SIGINT, signal.SIGTERM):
             return code if code >= 0 else 128 - code
-        reached = max((path.name for path in (run / "checkpoints").glob("update-*")), default="")
+        reached = _reached(run)
         deaths = 1 if reached > newest else deaths + 1
         newest = max(newest, reached)
         name = signal.Signals(-code).name
         if deaths > MAX_DEATHS:
             sys.stderr.write(f"rtrain: the driver was ended by {name}, {deaths} times without a new checkpoint\n")
             return 1
-        where = reached or "the start"
+        where = reached[-1] if reached else "the start"
         sys.stderr.write(f"rtrain: the driver was ended by {name}; starting it again from {where}\n")
         arguments = resumed(arguments, run)
+
+
+def _reached(run: Path) -> tuple[str, ...]:
+    """The newest checkpoint of a run, and of each trial of a search; what came further is greater."""
+    found = {}
+    for path in sorted([*run.glob("checkpoints/update-*"), *run.glob("trial-*/checkpoints/update-*")]):
+        owner = path.parent.parent.relative_to(run)
+        found[owner] = str(owner / path.name)
+    return tuple(found.values())
 
 
 def _child(arguments: Sequence[str]) -> int:

@@ -150,6 +150,9 @@ def search_text(found: Any, winner: dict[str, Any]) -> str:
     for trial in found.trials:
         lines.append(
             f"{trial.number:>5}  {trial.lr:>8.1e}  {trial.aggregation_frequency:>2}  {trial.updates:>7}  "
-            f"{trial.score:>7.4f}  {trial.status}{'  <- best' if trial.number == found.best.number else ''}"
+            f"{'-' if trial.score is None else format(trial.score, '.4f'):>7}  {trial.status}"
+            f"{'  <- best' if trial.number == found.best.number else ''}"
         )
+    if found.failures:
+        lines.append(found.failures)
     return "\n".join([*lines, summary_text(winner, Path(found.best.run))])

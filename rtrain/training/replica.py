@@ -143,8 +143,8 @@ class Replica:
         """Whole the first time, which leaves nothing of another start's, then what is new: no object store appends."""
         if self._logged is None:
             files.pipe_file(f"{root}/{LOG}", log)
-            if parts := files.find(f"{root}/{PARTS}"):
-                files.rm(parts)
+            if files.exists(f"{root}/{PARTS}"):
+                files.rm(f"{root}/{PARTS}", recursive=True)
         elif len(log) > self._logged:
             files.makedirs(f"{root}/{PARTS}", exist_ok=True)
             files.pipe_file(f"{root}/{PARTS}/{self._logged:012d}", log[self._logged :])

@@ -150,7 +150,8 @@ class Saver:
             # One that does not verify is no reason to delete an older one.
             if len(newest) < self._keep and self._verifies(update, run):
                 newest.append(update)
-        return {*newest, *map(self._best, newest)} & set(checkpoint.updates(self.folder))
+        kept = {*newest, *map(self._best, newest)}
+        return {update for update in checkpoint.updates(self.folder) if update in kept}
 
     def _verifies(self, update: int, run: str) -> bool:
         """Whether a checkpoint is whole: its bytes are read once, unless this process wrote them."""
