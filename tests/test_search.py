@@ -1,5 +1,6 @@
 """The search on real Ray, with four logical CPUs: a stopped trial must give its workers' CPUs back to the next."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -7,12 +8,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rtrain import config
 from rtrain.config import with_overrides
 from rtrain.errors import ConfigError, UserError
-from rtrain.report import events
+from rtrain.report import events, summary
 from rtrain.report.progress import search_text
 from rtrain.training import checkpoint
 from tests.test_driver import settings
@@ -121,11 +123,11 @@ with session(chosen, folder.parent):
 def test_a_search_whose_driver_was_killed_goes_on_and_ends_like_one_that_was_not(
     found: search.Found, ray_session: Path
 ) -> None:
-    """SIGKILL in the middle of the third trial, with a Ray of its own. A fourth, that cannot work, is added after."""
+    """SIGKILL in the middle of the first trial, with a Ray of its own. A fourth, that cannot work, is added after."""
     base, killed = ray_session / "search", ray_session / "search" / "killed"
     chosen = with_overrides(settings(base), SEARCH)
     (base / "search.yaml").write_text(config.to_yaml(chosen))
-    last = trial.run_folder(killed, 2)
+    cut_short = trial.run_folder(killed, 0)
     with (
         (base / "killed.log").open("wb") as log,
         subprocess.Popen(
@@ -133,13 +135,16 @@ def test_a_search_whose_driver_was_killed_goes_on_and_ends_like_one_that_was_not
         ) as driver,
     ):
         give_up = time.monotonic() + 400
-        while not checkpoint.updates(last / "checkpoints"):
+        while not checkpoint.updates(cut_short / "checkpoints"):
             assert driver.poll() is None, (base / "killed.log").read_text()
             assert time.monotonic() < give_up, (base / "killed.log").read_text()
             time.sleep(0.02)
-        driver.kill()
-    assert events.read(last)[-1]["kind"] not in ("paused", "stopped")
-    before = [(trial.run_folder(killed, number) / "events.jsonl").read_bytes() for number in (0, 1)]
+        processes = [*psutil.Process(driver.pid).children(recursive=True), psutil.Process(driver.pid)]
+        for process in reversed(processes):  # its Ray too, which would train on for a moment
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    psutil.wait_procs(processes, timeout=60)
+    assert summary.status(events.read(cut_short)) == "running"
     (killed / "trial-003").mkdir()
     (killed / "trial-003" / "thesis.txt").touch()
     more = with_overrides(config.load("intent"), {"tune.trials": 4, "tune.lr": [5e-3]})
@@ -147,18 +152,21 @@ def test_a_search_whose_driver_was_killed_goes_on_and_ends_like_one_that_was_not
         search.run(with_overrides(more, {"tune.first_rung": 0.2}), killed, "resume", tokens_root=base)
     resumed = search.run(more, killed, "resume", tokens_root=base)
 
-    rows = [[replace(one, run="") for one in search_.trials[:3]] for search_ in (resumed, found)]
-    assert rows[0] == rows[1]
+    def row(one: search.Trial) -> search.Trial:
+        """How far a stopped trial came before its workers were gone is a matter of timing, in any search."""
+        one = replace(one, run="")
+        return replace(one, updates=0, score=None) if one.status == "stopped" else one
+
+    assert [row(one) for one in resumed.trials[:3]] == [row(one) for one in found.trials]
     assert resumed.best.number == found.best.number
-    assert before == [Path(one.run, "events.jsonl").read_bytes() for one in resumed.trials[:2]]  # not run again
-    told = events.read(last)
+    told = events.read(cut_short)
     first, second = [event["update"] for event in told if event["kind"] == "started"]
-    assert first == 0 < second
+    assert first == 0 < second < found.trials[0].updates
     updates = [event["update"] for event in told if event["kind"] == "progress"]
-    assert updates[-1] == found.trials[2].updates
+    assert set(updates) == set(range(1, found.trials[0].updates + 1))
     # What came after the newest checkpoint, which is written every 5 updates, was lost with the driver; no more was.
     assert len(updates) - len(set(updates)) < 10
-    scored = [event["update"] for event in told if event["kind"] == "evaluated"]
+    scored = [event["update"] for event in told if event["kind"] == "evaluated" and event["split"] == "valid"]
     assert len(scored) - len(set(scored)) <= 1
     lost = resumed.trials[3]
     assert (lost.status, lost.score, lost.updates) == ("failed", None, 0)
@@ -168,6 +176,10 @@ def test_a_search_whose_driver_was_killed_goes_on_and_ends_like_one_that_was_not
     text = search_text(resumed, json.loads((Path(resumed.trials[0].run) / "summary.json").read_text()))
     assert f"1 of 4 trials failed: trial 3: {lost.error}" in text
     assert [one["error"] for one in resumed.to_document()["trials"]] == [None, None, None, lost.error]
+    logs = [Path(one.run, "events.jsonl") for one in resumed.trials[:3]]
+    before = [path.read_bytes() for path in logs]
+    assert search.run(config.load("intent"), killed, "resume", tokens_root=base) == resumed
+    assert [path.read_bytes() for path in logs] == before  # nothing that had come to its end was run again
 
 
 def made(number: int, score: float | None, status: str, error: str | None = None) -> search.Trial:
