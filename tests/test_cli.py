@@ -259,7 +259,7 @@ def test_a_resume_needs_the_folder_of_its_run_and_no_recipe(run: Cli, tmp_path: 
         assert (code, "recipe: missing; write a recipe's name or a YAML file" in err) == (2, True), err
     runs.freeze(tmp_path / "run", config.load("intent", {"data.path": str(tmp_path / "gone.csv")}))
     code, _, err = run("train", "--resume", "--out", "run")
-    assert (code, err.count("gone.csv"), "such" in err) == (2, 1, True), err
+    assert (code, err.count("no such file")) == (2, 1), err  # of the run's own, which has gone
     code, _, err = run("train", "--resume", "--out", "run", "--set", "optim.lr=1e-5", "--workers", 3)
     assert (code, "optim.lr=1e-05: the run was started with 0.0003" in err) == (2, True), err
 

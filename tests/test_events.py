@@ -155,6 +155,7 @@ def test_the_summary_of_a_run_of_two_starts(tmp_path: Path) -> None:
         "recipe": "intent",
         "status": "finished",
         "workers": 3,
+        "device": None,
         "precision": "fp32",
         "exchange": {"transport": "stock", "gradient_error": None, "state_bytes": None},
         "updates": 8,

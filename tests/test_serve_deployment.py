@@ -15,7 +15,7 @@ import psutil
 import pytest
 import ray
 import ray.serve
-from huggingface_hub import InferenceClient
+from huggingface_hub import InferenceClient, constants
 
 import rtrain.artifact
 import rtrain.predict
@@ -205,7 +205,10 @@ def endpoint(artifact: Path, ray_session: None) -> Iterator[Endpoint]:
 
 
 @pytest.mark.serve
-def test_the_hugging_face_client_works_as_it_is(endpoint: Endpoint, artifact: Path) -> None:
+def test_the_hugging_face_client_works_as_it_is(
+    endpoint: Endpoint, artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # as the tests' own process is
     client = InferenceClient(model=endpoint.url + "/predict")
     expected = Predictor.load(artifact, threads=1)(CORPUS)
     for text, scores in zip(CORPUS, expected, strict=True):
