@@ -91,7 +91,7 @@ TIMES = (
     sooner("time_to_090_vs_hf_grouped", "hf_grouped", 1.3, 1.8),
     sooner("time_to_090_vs_hf_grouped_mean", "hf_grouped_mean", 1.2, 1.4),
 )
-"""Of seeds in place of rounds."""
+"""Here a round is a seed."""
 
 
 def sides(chosen: Iterable[Figure]) -> list[str]:
@@ -105,7 +105,7 @@ def turn(sides: Sequence[str], number: int) -> list[str]:
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:
-    """Of one figure over the rounds."""
+    """One figure over the rounds."""
     return {
         "median": statistics.median(values),
         "min": min(values),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rtrain.tasks.batch import Tokens
 
 LABELS = tuple("abcdefgh")
-"""Of texts that are trained on for their time alone."""
+"""Texts that are trained on for their time alone have these."""
 CARRIED = "minilm"
 """The model that the folder of the data holds; the others have random weights."""
 PEAKS = {
@@ -43,7 +43,7 @@ class Size:
     largest_pass: int
     """Tokens beyond which no larger pass is tried."""
     seconds: float
-    """Of one timed stretch."""
+    """What one timed stretch came to."""
     rounds: int
     cells: int
     """Pairs of a model and texts whose speed is measured."""

@@ -20,7 +20,7 @@ ROUNDING = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 3e-3}
 SIGMAS = 5.0
 """A share of drops that is farther from its rate is no chance."""
 TOLERANCE, SEEN = 1e-8, 1e-2
-"""Of the same training in other passes, in float64; and what a planted bug must reach."""
+"""How far the same training in other passes may be apart, in float64; and what a planted bug must reach."""
 
 
 def run(bench: Bench) -> None:
