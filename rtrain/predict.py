@@ -14,8 +14,8 @@ from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
 from rtrain.errors import UserError
 from rtrain.inputs import accepted
 from rtrain.tasks import base
-from rtrain.tasks.base import Head, Input, Task
-from rtrain.tasks.batch import Encoded, Floats, Ints, Outputs, Tokens, batches, pack, padded
+from rtrain.tasks.base import Input, Task
+from rtrain.tasks.batch import Encoded, Floats, Head, Ints, Outputs, Tokens, batches, pack, padded
 
 if TYPE_CHECKING:
     import transformers

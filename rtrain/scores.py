@@ -20,15 +20,14 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from rtrain.metrics import bootstrap, slices
 from rtrain.metrics.additive import Additive
-from rtrain.tasks.base import Head, Task
-from rtrain.tasks.batch import Int32s, Ragged
+from rtrain.tasks.batch import Head, Int32s, Ragged
 from rtrain.tasks.metrics import Metric, metric_for
 
 SCHEMA_VERSION = 1
@@ -42,6 +41,13 @@ MOST_DRAWS = 50_000_000
 """Rows times resamples: 1000 resamples of up to 50,000 rows, fewer of more."""
 SLICE_REPLICATES = 400
 """Resamples of a slice: there are many."""
+
+
+class Task(Protocol):
+    """What of a task its scores depend on."""
+
+    name: str
+    output: str
 
 
 def path_of(run: Path, split: str) -> Path:

@@ -17,7 +17,7 @@ from rtrain.predict import Predictor
 from rtrain.report import events, html
 from rtrain.report.predictions import path_of
 from rtrain.tasks import base
-from rtrain.tasks.batch import Ragged
+from rtrain.tasks.batch import Head, Ragged
 from rtrain.training import predictions as answered, runs
 from tests import test_task_runs
 from tests.conftest import Row, labelled_rows, write_rows
@@ -127,7 +127,7 @@ def write_scores(
     true, said = (np.array([names.index(label) for label in labels]) for labels in (target, prediction))
     logits = np.where(np.eye(len(names))[said] > 0, np.log(9 * max(1, len(names) - 1)), 0.0)
     task, lengths = base.get("classification"), np.arange(len(true))
-    head, found = base.Head(tuple(names)), Ragged.even(logits)
+    head, found = Head(tuple(names)), Ragged.even(logits)
     return scores.write(run, scores.measure(task, head, split, found, Ragged.even(true), lengths, slices))
 
 
@@ -145,7 +145,7 @@ def make_answered(folder: Path, task: str, seed: int = 3, **overrides: Any) -> P
         for split in ("valid", "test")
     }
     chosen_there = found.calibrate(outcomes["valid"], store.targets("valid"), head)
-    head = base.Head(head.labels, {**head.facts, **chosen_there})
+    head = Head(head.labels, {**head.facts, **chosen_there})
     for split, rows in outcomes.items():
         answered.write(run, split, store, found, head, rows, predictor.tokenizer)
         document = answered.measured(store, split, found, head, rows)

@@ -11,7 +11,7 @@ import torch
 from rtrain import config
 from rtrain.data.store import Store
 from rtrain.tasks import base
-from rtrain.tasks.batch import Ragged
+from rtrain.tasks.batch import Head, Ragged
 from rtrain.tasks.metrics import METRICS
 from rtrain.training import evaluate, step
 from rtrain.training.exchange import Exchange
@@ -126,7 +126,7 @@ def test_rows_of_many_windows_are_evaluated_in_smaller_groups(store: Store, monk
 
 def test_an_empty_split_scores_nothing() -> None:
     nothing = Ragged(np.empty(0), np.empty(0, dtype=np.int32))
-    head = base.Head(("a", "b"), {"heads": [["first", 2]], "step": 1.0, "lowest": 0.0, "highest": 3.0})
+    head = Head(("a", "b"), {"heads": [["first", 2]], "step": 1.0, "lowest": 0.0, "highest": 3.0})
     for output, metric in METRICS.items():
         found = metric.scores(nothing, nothing, head)
         assert metric.headline in found, output

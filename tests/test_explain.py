@@ -18,8 +18,8 @@ from rtrain.explain import gradients, integral, targets
 from rtrain.explain.explainer import Explained, Explainer
 from rtrain.explain.targets import LabelError
 from rtrain.predict import Predictor
-from rtrain.tasks.base import Head, Input
-from rtrain.tasks.batch import Encoded, Window, pack
+from rtrain.tasks.base import Input
+from rtrain.tasks.batch import Encoded, Head, Window, pack
 from tests.tiny import CORPUS, NAME, make_artifact, make_task_artifact
 
 LABELS = ("card lost", "card stolen", "parcel")

@@ -17,7 +17,7 @@ from rtrain.errors import UserError
 from rtrain.metrics import bootstrap, text
 from rtrain.predict import Predictor
 from rtrain.tasks import base, metrics, summary_rows
-from rtrain.tasks.batch import Encoded, Ragged, Tokens, Window, pack
+from rtrain.tasks.batch import Encoded, Head, Ragged, Tokens, Window, pack
 from rtrain.tasks.extractive_summary import ExtractiveSummary, places
 from rtrain.tasks.sentences import sentence_spans
 from rtrain.training import evaluate, losses, model, predictions, step
@@ -28,7 +28,7 @@ from tests.test_step import make_still_encoder
 from tests.tiny import CORPUS, make_encoder, make_store, make_task_artifact
 
 TASK = ExtractiveSummary()
-HEAD = base.Head(("left out", "taken"), {"max_words": 12})
+HEAD = Head(("left out", "taken"), {"max_words": 12})
 DOCUMENT = "The parcel was due on Monday. Nobody came! The invoice shows a fee of 4.50 euros, please. We want it back."
 SUMMARY = "the invoices show a fee; nobody came"
 ROWS = [(DOCUMENT, SUMMARY), ("One sentence only.", "only one"), ("First this. Then that. Third that.", "nothing else")]
@@ -142,7 +142,7 @@ def test_what_was_not_read_is_neither_learned_nor_taken(encoder: Path) -> None:
     assert 0 < read.sum() < 4
     assert TASK.counts(tokens, HEAD) == {"loss": int(read.sum())}
     output = np.zeros((len(row.ids), 2), dtype=np.float32)
-    [outcome] = TASK.outcomes([output], tokens, base.Head(HEAD.labels, {"max_words": 100}))
+    [outcome] = TASK.outcomes([output], tokens, Head(HEAD.labels, {"max_words": 100}))
     chances, given = summary_rows.answered(outcome)
     assert given.tolist() == read.tolist()
     assert chances.tolist() == [0.5 if there else -1 for there in read]
@@ -348,7 +348,7 @@ def test_documents_become_rows_and_rows_scores(made: tuple[Store, Path], tmp_pat
 
 def test_summaries_over_http(tmp_path: Path) -> None:
     facts = {"max_words": 12, "stride": 4, "max_windows": 64}
-    folder = make_task_artifact(tmp_path / "artifact", "extractive_summary", base.Head(HEAD.labels, facts), seed=1)
+    folder = make_task_artifact(tmp_path / "artifact", "extractive_summary", Head(HEAD.labels, facts), seed=1)
     app = build_app(Predictor.load(folder, threads=1), config.Serve())
 
     def ask(inputs: object, **parameters: Any) -> Any:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from rtrain.config import Distill, Model
 from rtrain.errors import UserError
 from rtrain.tasks import base
+from rtrain.tasks.batch import Head
 from rtrain.training import frozen, losses, model, optim, step
 from rtrain.training.exchange import Exchange
 from tests import test_loop
@@ -89,7 +90,7 @@ def test_weights_that_the_folder_lacks_are_trained(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["bert", "distilbert", "roberta"])
 def test_a_tied_output_embedding_stays_with_the_encoder(tmp_path: Path, kind: str) -> None:
     make_masked(tmp_path, kind)
-    task, head = base.get("masked_lm"), base.Head((), {"mask_id": 4, "special": [0, 1, 2, 3, 4], "vocabulary": 300})
+    task, head = base.get("masked_lm"), Head((), {"mask_id": 4, "special": [0, 1, 2, 3, 4], "vocabulary": 300})
     network: Any = model.build(tmp_path, task, (), seed=0, chosen=Model(freeze="encoder"))
     names = trained_names(network)
     assert len(names) == 5  # a matrix and its bias, a normalisation's two vectors, a bias for each word

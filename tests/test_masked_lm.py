@@ -18,7 +18,7 @@ from rtrain.data.records import Record
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from rtrain.tasks import base, metrics
-from rtrain.tasks.batch import IGNORED, Ragged, Tokens, single
+from rtrain.tasks.batch import IGNORED, Head, Ragged, Tokens, single
 from rtrain.tasks.masked_lm import MaskedLM
 from rtrain.training import evaluate, losses, model, predictions, step
 from rtrain.training.exchange import Exchange
@@ -28,7 +28,7 @@ from tests.test_step import make_still_encoder
 from tests.tiny import CORPUS, VOCABULARY, make_encoder, make_masked, make_store, make_task_artifact
 
 TASK = MaskedLM()
-HEAD = base.Head((), {"mask": "[MASK]", "mask_id": 4, "special": [0, 1, 2, 3, 4], "vocabulary": VOCABULARY})
+HEAD = Head((), {"mask": "[MASK]", "mask_id": 4, "special": [0, 1, 2, 3, 4], "vocabulary": VOCABULARY})
 
 
 @pytest.fixture(scope="module")

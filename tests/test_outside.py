@@ -14,15 +14,15 @@ from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from rtrain.tasks import base, metrics, tables
-from rtrain.tasks.batch import OUTSIDE, Ragged
+from rtrain.tasks.batch import OUTSIDE, Head, Ragged
 from serve.app import build_app
 from tests.conftest import labelled_rows, write_rows
 from tests.serving import INFER, call, predict, tensor
 from tests.tiny import CORPUS, make_store, make_task_artifact, make_tokenizer
 
 TASK = base.get("classification")
-HEAD = base.Head(("a", "b"), {"outside": "none"})
-CHOSEN = base.Head(("a", "b"), {"outside": "none", "threshold": 0.7})
+HEAD = Head(("a", "b"), {"outside": "none"})
+CHOSEN = Head(("a", "b"), {"outside": "none", "threshold": 0.7})
 NO_MARKS = Ragged.of([], np.int32)
 
 # Chances of a: 0.9, 0.8, 0.6, 0.25, 0.55, 0.5 -> sure 0.9, 0.8, 0.6, 0.75, 0.55, 0.5.
@@ -39,7 +39,7 @@ def store_of(folder: Path, labels: dict[str, str], **overrides: Any) -> Store:
 
 def test_rows_outside_are_left_out_of_training_alone(tmp_path: Path) -> None:
     made = store_of(tmp_path, {"login": "none"}, **{"data.outside": "none", "augment.copies": 1, "augment.drop": 0.2})
-    assert made.manifest.head == base.Head(("parcel", "refund"), {"outside": "none"})
+    assert made.manifest.head == Head(("parcel", "refund"), {"outside": "none"})
     assert set(made.targets("train").values.tolist()) == {0, 1}
     for split in ("valid", "test"):
         assert set(made.targets(split).values.tolist()) == {0, 1, OUTSIDE}
@@ -63,14 +63,14 @@ def test_other_tasks_refuse_it() -> None:
 def test_targets_tell_outside_from_unknown() -> None:
     found = TASK.targets(["b", "none", "c"], NO_MARKS, HEAD)
     assert (found.values.values.tolist(), found.unknown.tolist()) == ([1, OUTSIDE, -1], [False, False, True])
-    assert TASK.targets(["none"], NO_MARKS, base.Head(("a", "b"))).unknown.tolist() == [True]
+    assert TASK.targets(["none"], NO_MARKS, Head(("a", "b"))).unknown.tolist() == [True]
 
 
 def test_the_threshold_is_the_one_of_the_best_f1() -> None:
     # Refusing below 0.8 - 0.75 finds all three and one too many: F1 6/7. Below 0.6 - 0.55: two of three, F1 4/5.
     chosen = TASK.calibrate(OUTCOMES, TARGETS, HEAD)
     assert chosen == {"threshold": pytest.approx((0.75 + 0.8) / 2)}
-    assert TASK.calibrate(OUTCOMES, TARGETS, base.Head(("a", "b"))) == {}
+    assert TASK.calibrate(OUTCOMES, TARGETS, Head(("a", "b"))) == {}
     inside = Ragged.even(np.zeros(6))
     assert TASK.calibrate(OUTCOMES, inside, HEAD) == {}
 
@@ -124,13 +124,13 @@ def test_answers_begin_with_it_below_the_threshold() -> None:
 
 
 def test_the_endpoint_answers_outside_where_the_threshold_says_so(tmp_path: Path) -> None:
-    inside = make_task_artifact(tmp_path / "inside", "classification", base.Head(("a", "b", "c")), seed=5)
+    inside = make_task_artifact(tmp_path / "inside", "classification", Head(("a", "b", "c")), seed=5)
     known = Predictor.load(inside, threads=1)(CORPUS)  # the same weights without a threshold
     sure = [answer[0]["score"] for answer in known]
     order = np.argsort(sure)
     least, next_to_least, most = (sure[order[place]] for place in (1, 2, -1))
     assert next_to_least - least > 1e-5 < most - next_to_least  # of which rounding in another batch is far below
-    head = base.Head(("a", "b", "c"), {"outside": "none", "threshold": (least + next_to_least) / 2})
+    head = Head(("a", "b", "c"), {"outside": "none", "threshold": (least + next_to_least) / 2})
     folder = make_task_artifact(tmp_path / "outside", "classification", head, seed=5)
     app = build_app(Predictor.load(folder, threads=1), Serve())
 

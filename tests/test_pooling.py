@@ -11,6 +11,7 @@ from rtrain import artifact, config, pooling, predict
 from rtrain.config import Model
 from rtrain.errors import UserError
 from rtrain.tasks import base
+from rtrain.tasks.batch import Head
 from rtrain.training import model
 from tests.tiny import make_encoder, make_tokenizer
 
@@ -87,7 +88,7 @@ def test_every_weight_of_it_gets_a_gradient(encoder: Path) -> None:
 
 def test_an_artefact_answers_as_it_was_trained(encoder: Path, tmp_path: Path) -> None:
     network: Any = model.build(encoder, TASK, ("a", "b"), 0, Model(pooling="mean"))
-    draft, head = tmp_path / "draft", base.Head(("a", "b"), {pooling.FACT: "mean"})
+    draft, head = tmp_path / "draft", Head(("a", "b"), {pooling.FACT: "mean"})
     network.save_pretrained(draft)
     make_tokenizer(draft)
     made = artifact.Artifact(

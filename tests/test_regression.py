@@ -17,7 +17,7 @@ from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from rtrain.tasks import base, metrics
-from rtrain.tasks.batch import Ragged, Tokens, single
+from rtrain.tasks.batch import Head, Ragged, Tokens, single
 from rtrain.tasks.regression import Regression
 from rtrain.training import evaluate, model, predictions
 from rtrain.training.exchange import Exchange
@@ -27,7 +27,7 @@ from tests.serving import call
 from tests.tiny import make_encoder, make_store, make_task_artifact
 
 TASK = Regression()
-GRADES = base.Head(("score",), {"mean": 5.0, "std": 2.0, "lowest": 1.0, "highest": 9.0, "step": 0.5})
+GRADES = Head(("score",), {"mean": 5.0, "std": 2.0, "lowest": 1.0, "highest": 9.0, "step": 0.5})
 
 
 def batch(targets: list[float], teacher: list[list[float]] | None = None) -> Tokens:
@@ -86,7 +86,7 @@ def test_answers_are_numbers_in_the_unit_of_the_scores() -> None:
     assert TASK.decode([np.array([0.25]), np.array([-2.0])], [], [], GRADES, {}) == [5.5, 1.0]
 
 
-def scores_of(found: list[float], true: list[float], head: base.Head = GRADES) -> dict[str, float]:
+def scores_of(found: list[float], true: list[float], head: Head = GRADES) -> dict[str, float]:
     return metrics.number(Ragged.even(np.array(found)), Ragged.even(np.array(true)), head)
 
 
@@ -111,7 +111,7 @@ def test_scores_are_those_of_scikit_learn(pairs: list[tuple[int, float]]) -> Non
 
 
 def test_without_a_scale_there_is_no_kappa() -> None:
-    assert "qwk" not in scores_of([1.0, 2.0], [1.0, 3.0], base.Head(("score",), {"step": None}))
+    assert "qwk" not in scores_of([1.0, 2.0], [1.0, 3.0], Head(("score",), {"step": None}))
 
 
 def test_constant_answers_have_scores_too() -> None:

@@ -15,8 +15,7 @@ from rtrain.explain.explainer import Explainer
 from rtrain.predict import Predictor
 from rtrain.report import attributions, events, html, predictions
 from rtrain.report.sections import marked
-from rtrain.tasks.base import Head
-from rtrain.tasks.batch import Tokens, Window, pack
+from rtrain.tasks.batch import Head, Tokens, Window, pack
 from rtrain.training import driver
 from tests.reports import answers_of, make_run, write_predictions
 from tests.tiny import CORPUS, make_artifact, make_task_artifact

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from rtrain.config import Distill, Optim
-from rtrain.tasks import base
-from rtrain.tasks.batch import Tokens
+from rtrain.tasks.batch import Head, Tokens
 from rtrain.training import checkpoint, loop, losses, optim, scaling, step
 from rtrain.training.checkpoint import State
 from rtrain.training.exchange import Exchange
@@ -132,7 +131,7 @@ def test_without_a_scale_small_gradients_would_vanish_in_fp16(encoder: Path) -> 
     lengths = []
     for scale in (None, scaling.FIRST):
         optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
-        loss = Tiny(TASK, Distill(), base.Head())
+        loss = Tiny(TASK, Distill(), Head())
         done = step.run_update(
             Exchange(network), optimizer, loss, [make_rows(13)], pad_id=0, precision="fp16", scale=scale
         )

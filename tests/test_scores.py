@@ -14,14 +14,14 @@ from rtrain.compress import score
 from rtrain.errors import ConfigError
 from rtrain.predict import Predictor
 from rtrain.tasks import base, summary_rows
-from rtrain.tasks.batch import IGNORED, Ragged
+from rtrain.tasks.batch import IGNORED, Head, Ragged
 from tests.tiny import make_artifact, make_task_artifact
 
 INTENTS = base.get("classification")
-ABC = base.Head(("a", "b", "c"))
+ABC = Head(("a", "b", "c"))
 
 
-def of_intents(predicted: list[int], true: list[int], head: base.Head = ABC, **columns: list[str]) -> dict[str, Any]:
+def of_intents(predicted: list[int], true: list[int], head: Head = ABC, **columns: list[str]) -> dict[str, Any]:
     """A chance of one half for the predicted class, the rest in equal shares."""
     logits = np.where(np.eye(len(head.labels))[predicted] > 0, math.log(len(head.labels) - 1), 0.0)
     lengths = np.arange(len(true))
@@ -70,7 +70,7 @@ def test_the_document_is_bounded_whatever_the_columns_and_classes() -> None:
     random = np.random.default_rng(0)
     names = tuple(f"class {number}" for number in range(700))
     true, rows = random.integers(0, 700, 3000).tolist(), [f"value {number // 25}" for number in range(3000)]
-    found = of_intents(random.integers(0, 700, 3000).tolist(), true, base.Head(names), of=rows)
+    found = of_intents(random.integers(0, 700, 3000).tolist(), true, Head(names), of=rows)
     assert len(found["slices"]["of"]) <= scores.MOST_SLICES + 1
     assert sum(one["rows"] for one in found["slices"]["of"]) == 3000
     assert (found["tables"]["classes"], len(found["tables"]["per_class"])) == (700, 500)
@@ -99,16 +99,16 @@ def test_an_empty_split_has_its_scores_and_nothing_more(tmp_path: Path) -> None:
 
 
 HEADS = {
-    "labels": (base.get("multi_label"), base.Head(("x", "y"), {"threshold": 0.5})),
-    "heads": (base.get("multi_head"), base.Head(("m=a", "m=b", "n=c", "n=d"), {"heads": [["m", 2], ["n", 2]]})),
+    "labels": (base.get("multi_label"), Head(("x", "y"), {"threshold": 0.5})),
+    "heads": (base.get("multi_head"), Head(("m=a", "m=b", "n=c", "n=d"), {"heads": [["m", 2], ["n", 2]]})),
     "number": (
         base.get("regression"),
-        base.Head(("score",), {"mean": 2.0, "std": 1.0, "lowest": 1.0, "highest": 3.0, "step": 1.0}),
+        Head(("score",), {"mean": 2.0, "std": 1.0, "lowest": 1.0, "highest": 3.0, "step": 1.0}),
     ),
-    "tags": (base.get("token_tags"), base.Head(("O", "B-x", "I-x"))),
-    "summary": (base.get("extractive_summary"), base.Head(("left out", "taken"), {"max_words": 5})),
-    "spans": (base.get("span_qa"), base.Head(("start", "end"), {"no_answer": True, "threshold": 0.5})),
-    "tokens": (base.get("masked_lm"), base.Head((), {"mask": "[MASK]"})),
+    "tags": (base.get("token_tags"), Head(("O", "B-x", "I-x"))),
+    "summary": (base.get("extractive_summary"), Head(("left out", "taken"), {"max_words": 5})),
+    "spans": (base.get("span_qa"), Head(("start", "end"), {"no_answer": True, "threshold": 0.5})),
+    "tokens": (base.get("masked_lm"), Head((), {"mask": "[MASK]"})),
 }
 OUTCOMES: dict[str, tuple[list[Any], list[Any]]] = {
     "labels": ([[2, -2], [1, 1]], [[1, 0], [0, 1]]),
@@ -162,7 +162,7 @@ def test_tables_of_the_other_kinds_by_hand() -> None:
 
 def of_questions(rows: list[list[float]], lengths: list[int], threshold: float, no_answer: bool = True) -> Any:
     """Rows of F1, exact match, margin; an answer of that many tokens begins at token 5 of the second window."""
-    head = base.Head(("start", "end"), {"no_answer": no_answer, "threshold": threshold} if no_answer else {})
+    head = Head(("start", "end"), {"no_answer": no_answer, "threshold": threshold} if no_answer else {})
     outcomes = [[*row, float(length > 0), 0.1, 0, 0] for row, length in zip(rows, lengths, strict=True)]
     targets = [[0, 0, 5, 4 + length] if length else [0, 0, 0, 0] for length in lengths]
     found, true = Ragged.of(outcomes, np.float64), Ragged.of(targets, np.float32)
@@ -218,7 +218,7 @@ def test_a_slice_has_the_interval_of_its_own_rows() -> None:
 
 
 def test_a_file_is_read_as_the_artefact_s_own_rows_were(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    head = base.Head(("score",), {"mean": 2.0, "std": 1.0})
+    head = Head(("score",), {"mean": 2.0, "std": 1.0})
     folder = make_task_artifact(
         tmp_path / "artifact", "regression", head, data={"text": "essay", "label": "grade", "slices": ["school"]}
     )

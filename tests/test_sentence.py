@@ -16,6 +16,7 @@ from rtrain.compress import distill
 from rtrain.config import Model
 from rtrain.errors import ConfigError, UserError
 from rtrain.tasks import base
+from rtrain.tasks.batch import Head
 from rtrain.training import model, replica
 from rtrain.training.worker import TOKENIZER_FILES, sentence_pooling
 from tests.tiny import VOCABULARY, make_encoder, make_tokenizer
@@ -157,7 +158,7 @@ def exported(network: Any, encoder: Path, folder: Path, mean: bool) -> Path:
     if mean:
         sentence.write(folder, "mean", network.config.hidden_size, 32)
     made = artifact.Artifact("x", "classification", LABELS, 32, "torch", facts=facts)
-    artifact.write(folder, made, predict.golden_logits, predict.golden_inputs(TASK, base.Head(LABELS, facts)))
+    artifact.write(folder, made, predict.golden_logits, predict.golden_inputs(TASK, Head(LABELS, facts)))
     return folder
 
 

@@ -14,7 +14,8 @@ from fastapi import FastAPI
 from rtrain.config import Serve
 from rtrain.explain.explainer import Explainer, Explanation
 from rtrain.predict import Predictor
-from rtrain.tasks.base import Head, Input
+from rtrain.tasks.base import Input
+from rtrain.tasks.batch import Head
 from serve import explanations
 from serve.app import build_app
 from tests import serving

@@ -16,7 +16,7 @@ from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from rtrain.tasks import base, metrics
-from rtrain.tasks.batch import IGNORED, Ragged, Tokens
+from rtrain.tasks.batch import IGNORED, Head, Ragged, Tokens
 from rtrain.tasks.multi_head import MultiHead
 from rtrain.tasks.multi_label import MultiLabel
 from rtrain.training import evaluate, losses, model, step
@@ -28,8 +28,8 @@ from tests.test_step import make_still_encoder
 from tests.tiny import make_encoder, make_store, make_task_artifact
 
 LABELS, HEADS = MultiLabel(), MultiHead()
-TOPICS = base.Head(("a", "b", "c"))
-BOTH = base.Head(("intent=ask", "intent=buy", "mood=bad", "mood=good"), {"heads": [["intent", 2], ["mood", 2]]})
+TOPICS = Head(("a", "b", "c"))
+BOTH = Head(("intent=ask", "intent=buy", "mood=bad", "mood=good"), {"heads": [["intent", 2], ["mood", 2]]})
 NO_MARKS = Ragged.of([], np.int32)
 
 
@@ -85,7 +85,7 @@ def test_scores_of_labels_are_those_of_scikit_learn() -> None:
     for threshold in (None, 0.7):
         facts = {} if threshold is None else {"threshold": threshold}
         given = 1 / (1 + np.exp(-logits)) >= (threshold or 0.5)
-        found = metrics.labels(Ragged.even(logits), Ragged.even(true), base.Head(TOPICS.labels, facts))
+        found = metrics.labels(Ragged.even(logits), Ragged.even(true), Head(TOPICS.labels, facts))
         for average in ("micro", "macro"):
             expected = sklearn.metrics.f1_score(true, given, average=average)
             assert found[f"{average}_f1"] == pytest.approx(expected)
@@ -98,11 +98,11 @@ def test_the_threshold_is_the_best_of_the_validation_rows() -> None:
     # The label's rows have chances 0.4 and 0.3, the others 0.2 and 0.1: any threshold between 0.2 and 0.3 is perfect.
     chances = np.array([[0.4], [0.3], [0.2], [0.1]])
     outcomes = Ragged.even(np.log(chances / (1 - chances)))
-    targets, head = Ragged.even(np.array([[1], [1], [0], [0]])), base.Head(("a",))
+    targets, head = Ragged.even(np.array([[1], [1], [0], [0]])), Head(("a",))
     assert metrics.labels(outcomes, targets, head)["micro_f1"] == 0
     chosen = LABELS.calibrate(outcomes, targets, head)
     assert 0.2 < chosen["threshold"] <= 0.3
-    assert metrics.labels(outcomes, targets, base.Head(("a",), chosen))["micro_f1"] == 1
+    assert metrics.labels(outcomes, targets, Head(("a",), chosen))["micro_f1"] == 1
     assert LABELS.calibrate(Ragged.even(np.empty((0, 1))), Ragged.even(np.empty((0, 1))), head) == {}
 
 

@@ -14,7 +14,7 @@ from rtrain import config
 from rtrain.compress import score
 from rtrain.predict import Predictor
 from rtrain.tasks import base, metrics
-from rtrain.tasks.batch import Encoded, Ragged, Tokens, Window, pack
+from rtrain.tasks.batch import Encoded, Head, Ragged, Tokens, Window, pack
 from rtrain.tasks.span_qa import SpanQA, _best
 from rtrain.training import evaluate, model, predictions
 from rtrain.training.exchange import Exchange
@@ -23,7 +23,7 @@ from tests.serving import call
 from tests.tiny import CORPUS, make_encoder, make_store, make_task_artifact
 
 TASK = SpanQA()
-HEAD = base.Head(("start", "end"), {"no_answer": True})
+HEAD = Head(("start", "end"), {"no_answer": True})
 CONTEXT = "the parcel was due on monday, and the invoice shows a fee of four euros."
 
 
@@ -143,7 +143,7 @@ def test_no_answer_is_right_where_there_is_none() -> None:
     nothing = Ragged.of([[]] * 4, np.float32)
     found = metrics.spans(rows, nothing, HEAD)
     assert found == {"f1": pytest.approx(2.5 / 4), "exact_match": 0.5, "answered": 0.75, "rows": 4}
-    always = metrics.spans(rows, nothing, base.Head(HEAD.labels, {"no_answer": False}))
+    always = metrics.spans(rows, nothing, Head(HEAD.labels, {"no_answer": False}))
     assert always["f1"] == pytest.approx(1.5 / 4)
 
 
@@ -153,7 +153,7 @@ def test_the_threshold_is_the_best_of_the_validation_rows() -> None:
     assert chosen == {"threshold": 3.5}
     silent = Ragged.of([outcome(0, 5, False), outcome(0, 4, False)], np.float64)
     assert TASK.calibrate(silent, silent, HEAD)["threshold"] > 5
-    assert TASK.calibrate(rows, rows, base.Head(HEAD.labels, {"no_answer": False})) == {}
+    assert TASK.calibrate(rows, rows, Head(HEAD.labels, {"no_answer": False})) == {}
 
 
 # ------------------------------------------------------------------------------------------------------- the whole way
@@ -193,7 +193,7 @@ def test_from_a_squad_file_to_answers(encoder: Path, tmp_path: Path) -> None:
         assert isinstance(row["prediction"], str)
         assert math.isfinite(row["loss"])
     folder = make_task_artifact(
-        tmp_path / "artifact", "span_qa", base.Head(HEAD.labels, {"stride": 12, "max_windows": 64}), max_tokens=48
+        tmp_path / "artifact", "span_qa", Head(HEAD.labels, {"stride": 12, "max_windows": 64}), max_tokens=48
     )
     scored = score.run(folder, recipe.data)
     assert (scored["rows"], scored["bad_rows"]) == (60, 1)
@@ -201,7 +201,7 @@ def test_from_a_squad_file_to_answers(encoder: Path, tmp_path: Path) -> None:
 
 
 def test_questions_over_http(tmp_path: Path) -> None:
-    head = base.Head(HEAD.labels, {"stride": 12, "max_windows": 64})
+    head = Head(HEAD.labels, {"stride": 12, "max_windows": 64})
     folder = make_task_artifact(tmp_path / "artifact", "span_qa", head, max_tokens=48)
     predictor = Predictor.load(folder, threads=1)
     app = build_app(predictor, config.Serve())
@@ -220,7 +220,7 @@ def test_questions_over_http(tmp_path: Path) -> None:
         assert (reply.status_code, reply.json()["error"]["message"]) == (422, message)
     silent = Predictor.load(
         make_task_artifact(
-            tmp_path / "silent", "span_qa", base.Head(head.labels, {**head.facts, "threshold": 1e6}), max_tokens=48
+            tmp_path / "silent", "span_qa", Head(head.labels, {**head.facts, "threshold": 1e6}), max_tokens=48
         )
     )
     [answer] = silent([asked])

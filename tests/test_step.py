@@ -11,7 +11,7 @@ import torch
 
 from rtrain.config import Distill, Model
 from rtrain.tasks import base
-from rtrain.tasks.batch import Tokens, single
+from rtrain.tasks.batch import Head, Tokens, single
 from rtrain.training import losses, model, ranks, step
 from rtrain.training.exchange import Exchange
 from tests.tiny import VOCABULARY, make_encoder
@@ -184,7 +184,7 @@ def test_a_gradient_that_is_no_number_stops_before_the_weights_change(network: t
         def __call__(self, logits: torch.Tensor, tokens: Tokens) -> torch.Tensor:
             return super().__call__(logits, tokens) * value
 
-    broken = Broken(TASK, Distill(), base.Head())
+    broken = Broken(TASK, Distill(), Head())
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     with pytest.raises(step.NonFinite, match=r"lower optim\.lr, set train\.precision=fp32, or set optim\.clip_norm"):
         step.run_update(Exchange(network), optimizer, broken, [make_rows(3)], pad_id=0)

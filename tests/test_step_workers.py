@@ -20,8 +20,7 @@ from torch.multiprocessing.spawn import spawn
 
 from rtrain.config import Distill, Optim
 from rtrain.data.order import deal
-from rtrain.tasks import base
-from rtrain.tasks.batch import Tokens
+from rtrain.tasks.batch import Head, Tokens
 from rtrain.training import losses, optim, step
 from rtrain.training.exchange import Exchange
 from rtrain.training.scaling import Scale
@@ -168,7 +167,7 @@ def _infinite(world: int, rank: int, folder: Path) -> dict[str, Any]:
     """Three updates in fp16; in the second one the gradient is infinite on the last worker alone."""
     network = make_network(folder / "encoder").float()
     optimizer, exchange = optim.build(network, Optim(lr=1e-3)), Exchange(network)
-    scale, overflowing = Scale(2.0**10), _Overflowing(TASK, Distill(), base.Head())
+    scale, overflowing = Scale(2.0**10), _Overflowing(TASK, Distill(), Head())
     local = False
     found: dict[str, Any] = {"skipped": [], "scales": [], "weights": []}
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain.errors import UserError
 from rtrain.tasks import base, metrics
-from rtrain.tasks.batch import Ragged, Tokens, single
+from rtrain.tasks.batch import Head, Ragged, Tokens, single
 from rtrain.tasks.classification import Classification
 from rtrain.tasks.pooled import pooled
 
@@ -21,7 +21,7 @@ TASK = base.get("classification")
 NO_MARKS = Ragged.of([], np.int32)
 
 
-def head(counts: dict[str, int]) -> base.Head:
+def head(counts: dict[str, int]) -> Head:
     return Classification().head(counts)
 
 
@@ -31,7 +31,7 @@ def batch(targets: list[int]) -> Tokens:
 
 
 def decode(logits: Any, labels: tuple[str, ...], parameters: dict[str, Any]) -> list[Any]:
-    return TASK.decode(logits, [], [], base.Head(labels), parameters)
+    return TASK.decode(logits, [], [], Head(labels), parameters)
 
 
 def logits_of(predicted: list[int], classes: int) -> Any:
@@ -56,21 +56,21 @@ def test_fewer_than_two_labels_are_refused(counts: dict[str, int], found: str) -
 
 
 def test_targets_are_places_among_the_labels() -> None:
-    found = TASK.targets(["b", "a", "c", "b"], NO_MARKS, base.Head(("a", "b")))
+    found = TASK.targets(["b", "a", "c", "b"], NO_MARKS, Head(("a", "b")))
     assert (found.values.values.tolist(), found.values.counts.tolist()) == ([1, 0, -1, 1], [1, 1, 1, 1])
     assert found.unknown.tolist() == [False, False, True, False]
-    assert len(TASK.targets([], NO_MARKS, base.Head(("a", "b"))).values) == 0
+    assert len(TASK.targets([], NO_MARKS, Head(("a", "b"))).values) == 0
 
 
 def test_the_loss_is_a_sum_and_its_count() -> None:
     # Row 0: log(e^1 + e^0) - 1; row 1: log(e^0 + e^2) - 0.
     logits = torch.tensor([[1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
     rows = batch([0, 0])
-    [(name, total)] = TASK.loss(logits, rows, base.Head()).items()
-    [(counted, count)] = TASK.counts(rows, base.Head()).items()
+    [(name, total)] = TASK.loss(logits, rows, Head()).items()
+    [(counted, count)] = TASK.counts(rows, Head()).items()
     expected = (math.log(math.e + 1) - 1) + math.log(1 + math.e**2)
     assert (name, counted, count) == ("loss", "loss", 2)
-    assert TASK.parts(base.Head()) == ("loss",)
+    assert TASK.parts(Head()) == ("loss",)
     assert total.item() == pytest.approx(expected, rel=1e-14)
 
 
@@ -105,7 +105,7 @@ def test_large_logits_do_not_overflow() -> None:
 
 def scores(predicted: list[int], targets: list[int], classes: int) -> dict[str, float]:
     outcomes = Ragged.even(logits_of(predicted, classes))
-    return metrics.classes(outcomes, Ragged.even(np.array(targets)), base.Head(tuple("abcde"[:classes])))
+    return metrics.classes(outcomes, Ragged.even(np.array(targets)), Head(tuple("abcde"[:classes])))
 
 
 def test_accuracy_and_macro_f1_by_hand() -> None:
@@ -152,7 +152,7 @@ def test_the_kind_of_output_chooses_the_metric() -> None:
 
 def test_rows_are_described_for_people() -> None:
     logits = np.log(np.array([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125]]))
-    found = TASK.describe(Ragged.even(logits), Ragged.even(np.array([1, -1])), base.Head(("a", "b", "c")))
+    found = TASK.describe(Ragged.even(logits), Ragged.even(np.array([1, -1])), Head(("a", "b", "c")))
     assert (found.target, found.prediction) == (["b", None], ["a", "b"])
     assert found.score.tolist() == pytest.approx([0.5, 0.75])
     assert found.loss.tolist() == pytest.approx([math.log(4), math.inf])
@@ -182,7 +182,7 @@ WINDOWS = [[1, 0], [2, 5], [3, 1], [7, 0], [4, 4], [0, 2]]
     ],
 )
 def test_windows_of_a_row_are_pooled_alike_in_training_and_in_answers(pooling: str, expected: list[list[int]]) -> None:
-    head = base.Head(("a", "b"), {"pooling": pooling})
+    head = Head(("a", "b"), {"pooling": pooling})
     answers = np.array(WINDOWS, dtype=np.float32)
     assert np.asarray(TASK.outputs(answers, LONG, head)).tolist() == expected
     logits = torch.tensor(WINDOWS, dtype=torch.float64, requires_grad=True)

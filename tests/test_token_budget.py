@@ -13,8 +13,7 @@ from rtrain import config, predict
 from rtrain.compress import distill
 from rtrain.config import Serve
 from rtrain.predict import Predictor, parts
-from rtrain.tasks.base import Head
-from rtrain.tasks.batch import Encoded, Floats, Window
+from rtrain.tasks.batch import Encoded, Floats, Head, Window
 from rtrain.training.step import forward
 from serve.app import build_app
 from serve.batcher import Batcher

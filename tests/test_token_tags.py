@@ -16,7 +16,7 @@ from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from rtrain.tasks import base, metrics
-from rtrain.tasks.batch import IGNORED, Encoded, Ragged, Tokens, pack
+from rtrain.tasks.batch import IGNORED, Encoded, Head, Ragged, Tokens, pack
 from rtrain.tasks.token_tags import TokenTags
 from rtrain.training import evaluate, losses, model, predictions, step
 from rtrain.training.exchange import Exchange
@@ -26,7 +26,7 @@ from tests.test_step import make_still_encoder
 from tests.tiny import make_encoder, make_store, make_task_artifact
 
 TASK = TokenTags()
-HEAD = base.Head(("O", "B-PER", "I-PER", "B-LOC"))
+HEAD = Head(("O", "B-PER", "I-PER", "B-LOC"))
 SENTENCES = [
     (["anna", "lives", "in", "paris", ",", "france"], ["B-PER", "O", "O", "B-LOC", "O", "B-LOC"]),
     (["where", "is", "anna", "maria", "?"], ["O", "O", "B-PER", "I-PER", "O"]),

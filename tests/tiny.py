@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import transformers
 
     from rtrain.data.store import Store
-    from rtrain.tasks.base import Head
+    from rtrain.tasks.batch import Head
 
 VOCABULARY = 300
 MAX_TOKENS = 64

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.gpu.bench import CARRIED, LABELS, Bench, forget, network, texts
+from rtrain.tasks.batch import Head
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +111,7 @@ def _loss() -> Any:
     from rtrain.tasks import base
     from rtrain.training import losses
 
-    return losses.for_run(base.get("classification"), Distill(), base.Head(LABELS))
+    return losses.for_run(base.get("classification"), Distill(), Head(LABELS))
 
 
 def answers(made: Any, tokens: "Tokens", precision: str) -> Answers:

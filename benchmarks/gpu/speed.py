@@ -16,6 +16,7 @@ from benchmarks import figures
 from benchmarks.gpu import bench as common
 from benchmarks.gpu.bench import CARRIED, LABELS, Bench, forget, network, plain_network, texts
 from benchmarks.peers import one_device
+from rtrain.tasks.batch import Head
 
 if TYPE_CHECKING:
     from rtrain.tasks.batch import Tokens
@@ -69,7 +70,7 @@ class Ours:
         made.train()
         self.network, self._precision = made, precision
         self.exchange, self.optimizer = Exchange(made), optim.build(made, Optim())
-        self._loss = losses.for_run(base.get("classification"), Distill(), base.Head(LABELS))
+        self._loss = losses.for_run(base.get("classification"), Distill(), Head(LABELS))
         draw = np.random.default_rng(0)
         self.updates = []
         for _ in range(self.UPDATES):

@@ -16,7 +16,7 @@ from rtrain.config import Config, Model
 from rtrain.data.store import Store, open_store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.tasks import base
-from rtrain.tasks.batch import Ints, batches
+from rtrain.tasks.batch import Head, Ints, batches
 from rtrain.training import driver, model, precision, runs
 from rtrain.training.step import forward
 from rtrain.training.worker import TOKENIZER_FILES
@@ -181,7 +181,7 @@ def _answer(batch: dict[str, Any], store: Path, folder: Path, precision: str) ->
 
     opened, order, made, network = _teacher(store, folder)
     positions, task, pad_id = order[batch["id"]], base.get(made.task), model.pad_id(folder)
-    head, lengths = base.Head(made.labels, made.facts), opened.column("train", "length")[positions]
+    head, lengths = Head(made.labels, made.facts), opened.column("train", "length")[positions]
     # As an array of arrays: rows of several tokens have several answers.
     answers = np.empty(len(positions), dtype=object)
     for places in batches(lengths, np.arange(len(positions)), TEACHER_ROWS, TEACHER_TOKENS):

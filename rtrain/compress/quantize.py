@@ -27,7 +27,7 @@ from rtrain.errors import UserError
 from rtrain.inputs import accepted
 from rtrain.report import events
 from rtrain.tasks import base
-from rtrain.tasks.batch import Floats, padded
+from rtrain.tasks.batch import Floats, Head, padded
 from rtrain.training import model
 from rtrain.training.worker import TOKENIZER_FILES
 
@@ -60,7 +60,7 @@ def run(recipe: Recipe, store_folder: Path, parent_run: Path, out: Path) -> dict
             draft,
             made,
             predict.golden_logits,
-            predict.golden_inputs(base.get(made.task), base.Head(made.labels, made.facts)),
+            predict.golden_inputs(base.get(made.task), Head(made.labels, made.facts)),
         )
         artifact.publish(draft, out)
     except BaseException:

@@ -28,8 +28,7 @@ import pyarrow.ipc
 from rtrain.data import drafts
 from rtrain.errors import UserError
 from rtrain.manifest import Entry, entry, flaw
-from rtrain.tasks.base import Head
-from rtrain.tasks.batch import Floats, Int32s, Ints, Ragged, Tokens, ranges
+from rtrain.tasks.batch import Floats, Head, Int32s, Ints, Ragged, Tokens, ranges
 
 SCHEMA_VERSION = 3
 SPLITS = ("train", "valid", "test")

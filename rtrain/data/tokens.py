@@ -34,7 +34,7 @@ from rtrain.data.values import printable
 from rtrain.errors import Problem, UserError
 from rtrain.manifest import Entry
 from rtrain.tasks import base
-from rtrain.tasks.batch import Encoded, Ragged
+from rtrain.tasks.batch import Encoded, Head, Ragged
 
 SHARD_ROWS = 8192
 _SPLIT = {name: code for code, name in enumerate(store.SPLITS)}
@@ -369,7 +369,7 @@ def _commit(job: Job, source: records.Source, writer: store.Writer, shards: list
 
 
 def _targets(
-    task: base.Task, head: base.Head, shards: list[pa.Table], split: npt.NDArray[np.uint8]
+    task: base.Task, head: Head, shards: list[pa.Table], split: npt.NDArray[np.uint8]
 ) -> dict[str, list[Ragged]]:
     """Of each split's rows, shard by shard. Marks the rows with a label that the head has not as bad in `split`."""
     found: dict[str, list[Ragged]] = {name: [] for name in _SPLIT}
@@ -384,13 +384,13 @@ def _targets(
     return found
 
 
-def _head(job: Job, task: base.Task, counts: Mapping[str, int]) -> base.Head:
+def _head(job: Job, task: base.Task, counts: Mapping[str, int]) -> Head:
     """The task's own, with how texts are read where that is in windows: who answers must read them alike."""
     head = task.head(counts, _tokenizer(job.recipe, job.model))
     if job.recipe.data.outside is not None:
-        head = base.Head(head.labels, {**head.facts, "outside": job.recipe.data.outside})
+        head = Head(head.labels, {**head.facts, "outside": job.recipe.data.outside})
     reading = base.reading(task, job.recipe.data)
     if reading.max_windows == 1:
         return head
     windows = {"stride": reading.stride, "max_windows": reading.max_windows, "pooling": job.recipe.data.pooling}
-    return base.Head(head.labels, {**head.facts, **windows})
+    return Head(head.labels, {**head.facts, **windows})

@@ -3,7 +3,7 @@
 `confidence` is a row's highest probability and `right` whether that label is true.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,12 @@ class Bin(NamedTuple):
     rows: int
     confidence: float
     accuracy: float
+
+
+def softmax(logits: Any) -> Any:
+    """Probabilities over the last axis, float64."""
+    shifted = np.exp(logits - np.max(logits, axis=-1, keepdims=True), dtype=np.float64)
+    return shifted / shifted.sum(axis=-1, keepdims=True)
 
 
 def probabilities(logits: Floats, temperature: float = 1.0) -> Floats:

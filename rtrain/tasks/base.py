@@ -2,7 +2,6 @@
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -11,7 +10,7 @@ import numpy.typing as npt
 
 from rtrain.config import Data
 from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.tasks.batch import Encoded, Floats, Ints, Outputs, Ragged, Tokens, Window
+from rtrain.tasks.batch import Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens, Window
 
 if TYPE_CHECKING:
     import tokenizers
@@ -19,16 +18,6 @@ if TYPE_CHECKING:
 
 Input = str | Mapping[str, str]
 """What a request asks of: a text, or texts by name."""
-
-
-@dataclass(frozen=True)
-class Head:
-    """What a model's outputs mean; made from the training rows, kept in the token store and in the artefact."""
-
-    labels: tuple[str, ...] = ()
-    """Names of the outputs, in their order."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """What else the task needs to know, as JSON: the mean of the targets, how windows are pooled, ..."""
 
 
 class Reading(NamedTuple):

@@ -4,8 +4,8 @@ A row is one or more windows. Whatever has a varying number of values per row is
 single-window classification rows costs what it would cost without windows, and nothing is padded before the model.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,16 @@ IGNORED = -100
 
 OUTSIDE = -2
 """A target: the row belongs to none of the classes. Never trained on. (-1 is a class that the head has not.)"""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a model's outputs mean; made from the training rows, kept in the token store and in the artefact."""
+
+    labels: tuple[str, ...] = ()
+    """Names of the outputs, in their order."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What else the task needs to know, as JSON: the mean of the targets, how windows are pooled, ..."""
 
 
 class Window(NamedTuple):

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rtrain.tasks import base
-from rtrain.tasks.base import Head
-from rtrain.tasks.batch import Encoded, Ints, Ragged, Tokens
+from rtrain.tasks.batch import Encoded, Head, Ints, Ragged, Tokens
 
 if TYPE_CHECKING:
     import tokenizers

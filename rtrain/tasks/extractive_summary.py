@@ -18,8 +18,8 @@ from rtrain.errors import UserError
 from rtrain.metrics import text as scores
 from rtrain.metrics.additive import Floats as Wide, Ints
 from rtrain.tasks import base, summary_rows
-from rtrain.tasks.base import Described, Head, Input, Targets
-from rtrain.tasks.batch import Encoded, Floats, Outputs, Ragged, Tokens
+from rtrain.tasks.base import Described, Input, Targets
+from rtrain.tasks.batch import Encoded, Floats, Head, Outputs, Ragged, Tokens
 from rtrain.tasks.classification import divergence
 from rtrain.tasks.defaults import Defaults
 from rtrain.tasks.sentences import sentence_spans

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rtrain.errors import UserError
-from rtrain.tasks.base import Described, Head, Input, Targets
-from rtrain.tasks.batch import IGNORED, Encoded, Floats, Ints, Outputs, Ragged, Tokens
+from rtrain.metrics.calibration import softmax
+from rtrain.tasks.base import Described, Input, Targets
+from rtrain.tasks.batch import IGNORED, Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens
 from rtrain.tasks.defaults import Defaults
-from rtrain.tasks.pooled import softmax
 
 if TYPE_CHECKING:
     import tokenizers

@@ -13,8 +13,7 @@ import numpy as np
 from rtrain.metrics import classification, entities, regression, text
 from rtrain.metrics.additive import Additive, Floats, Ints, joined, means, ratio
 from rtrain.tasks import summary_rows, tables
-from rtrain.tasks.base import Head
-from rtrain.tasks.batch import IGNORED, OUTSIDE, Ragged
+from rtrain.tasks.batch import IGNORED, OUTSIDE, Head, Ragged
 
 Scores = dict[str, float]
 Measured = Callable[[Ragged, Ragged, Head], Scores]

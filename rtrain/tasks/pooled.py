@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rtrain.tasks import base
-from rtrain.tasks.base import Head
-from rtrain.tasks.batch import Floats, Outputs, Ragged, Tokens
+from rtrain.tasks.batch import Floats, Head, Outputs, Ragged, Tokens
 from rtrain.tasks.defaults import Defaults
 
 if TYPE_CHECKING:
@@ -73,9 +72,3 @@ def targets_of(tokens: Tokens, logits: "torch.Tensor", width: int = 1) -> "torch
     import torch
 
     return torch.from_numpy(tokens.targets.reshape(len(tokens), width)).to(logits)
-
-
-def softmax(logits: Any) -> Any:
-    """Probabilities over the last axis, float64."""
-    shifted = np.exp(logits - np.max(logits, axis=-1, keepdims=True), dtype=np.float64)
-    return shifted / shifted.sum(axis=-1, keepdims=True)

@@ -13,12 +13,12 @@ import numpy as np
 
 from rtrain.errors import UserError, quoted
 from rtrain.metrics import spans
+from rtrain.metrics.calibration import softmax
 from rtrain.tasks import base
-from rtrain.tasks.base import Described, Head, Input, Targets
-from rtrain.tasks.batch import Encoded, Floats, Outputs, Ragged, Tokens, Window
+from rtrain.tasks.base import Described, Input, Targets
+from rtrain.tasks.batch import Encoded, Floats, Head, Outputs, Ragged, Tokens, Window
 from rtrain.tasks.defaults import Defaults
 from rtrain.tasks.labels import parsed
-from rtrain.tasks.pooled import softmax
 
 if TYPE_CHECKING:
     import tokenizers

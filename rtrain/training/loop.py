@@ -13,7 +13,7 @@ from rtrain.data.ingest import Update
 from rtrain.data.order import Order, chain, version
 from rtrain.data.store import Store
 from rtrain.tasks import base
-from rtrain.tasks.batch import Ints, Ragged
+from rtrain.tasks.batch import Head, Ints, Ragged
 from rtrain.tasks.metrics import metric_for
 from rtrain.training import checkpoint, device, optim, ranks, scaling, sharded, step
 from rtrain.training.cadence import Cadence
@@ -79,11 +79,11 @@ class Job:
     """Updates after which this start ends; `order.updates` for a whole run."""
     evaluate_at: frozenset[int] = frozenset()
     replica: Replica | None = None
-    chosen: base.Head | None = None
+    chosen: Head | None = None
     """The store's head with what was chosen on the validation rows, once it was."""
 
     @property
-    def head(self) -> base.Head:
+    def head(self) -> Head:
         return self.chosen or self.store.manifest.head
 
     @property

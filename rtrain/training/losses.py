@@ -7,8 +7,8 @@ import numpy as np
 
 from rtrain.config import Distill, Recipe
 from rtrain.errors import Problem
-from rtrain.tasks.base import Head, Task, get
-from rtrain.tasks.batch import Ints, Tokens
+from rtrain.tasks.base import Task, get
+from rtrain.tasks.batch import Head, Ints, Tokens
 
 if TYPE_CHECKING:
     import torch

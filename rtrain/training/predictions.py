@@ -15,8 +15,8 @@ import pyarrow.parquet
 
 from rtrain import scores
 from rtrain.data.store import Store
-from rtrain.tasks.base import Head, Place, Task
-from rtrain.tasks.batch import Ragged
+from rtrain.tasks.base import Place, Task
+from rtrain.tasks.batch import Head, Ragged
 
 if TYPE_CHECKING:
     import tokenizers

@@ -19,7 +19,7 @@ from rtrain.data.store import Store, open_store
 from rtrain.errors import ConfigError, UserError
 from rtrain.report import events
 from rtrain.tasks import base
-from rtrain.tasks.batch import Ragged, Tokens
+from rtrain.tasks.batch import Head, Ragged, Tokens
 from rtrain.tasks.metrics import metric_for
 from rtrain.training import (
     decisions,
@@ -219,7 +219,7 @@ def _calibrated(job: loop.Job, outcome: loop.Outcome, answers: dict[str, Ragged]
     chosen = job.task.calibrate(answers["valid"], job.store.targets("valid"), job.head) if job.validates else {}
     if not chosen:
         return job, outcome
-    head = base.Head(job.head.labels, {**job.head.facts, **chosen})
+    head = Head(job.head.labels, {**job.head.facts, **chosen})
     metric, update, measured = metric_for(job.task.output), outcome.best_update, {}
     for split, found in answers.items():
         measured[split] = metric.scores(found, job.store.targets(split), head)
