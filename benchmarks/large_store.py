@@ -23,12 +23,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from rtrain.batch import Ints, Ragged
 from rtrain.data import store, tokens
 from rtrain.data.ingest import Share, plan_update
 from rtrain.data.order import Order, deal, rows_digest
 from rtrain.data.store import Store
 from rtrain.manifest import Entry
-from rtrain.tasks.batch import Ints, Ragged
 
 ROWS = 100_000_000
 UPDATES = 1000

@@ -16,8 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from rtrain import manifest
-from rtrain.data import drafts
+from rtrain import drafts, manifest
 from rtrain.errors import UserError
 
 PACKAGED = "minilm"

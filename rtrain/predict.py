@@ -11,11 +11,11 @@ import numpy as np
 
 from rtrain import artifact, pooling
 from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
+from rtrain.batch import Encoded, Floats, Head, Ints, Outputs, Tokens, batches, pack, padded
 from rtrain.errors import UserError
 from rtrain.inputs import accepted
 from rtrain.tasks import base
 from rtrain.tasks.base import Input, Task
-from rtrain.tasks.batch import Encoded, Floats, Head, Ints, Outputs, Tokens, batches, pack, padded
 
 if TYPE_CHECKING:
     import transformers

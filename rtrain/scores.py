@@ -25,9 +25,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from rtrain.batch import Head, Int32s, Ragged
 from rtrain.metrics import bootstrap, slices
 from rtrain.metrics.additive import Additive
-from rtrain.tasks.batch import Head, Int32s, Ragged
 from rtrain.tasks.metrics import Metric, metric_for
 
 SCHEMA_VERSION = 1

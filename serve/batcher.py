@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rtrain.tasks.batch import Encoded, Floats, Outputs
+from rtrain.batch import Encoded, Floats, Outputs
 
 SHORTEST_BUCKET = 16
 """Tokens. Below it a call costs about the same whatever the length."""

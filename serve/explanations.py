@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from rtrain.batch import Encoded, Floats
 from rtrain.errors import UserError
 from rtrain.explain.explainer import Explainer
 from rtrain.explain.gradients import Stopped
 from rtrain.explain.targets import LabelError
 from rtrain.predict import Predictor
 from rtrain.tasks.base import Input
-from rtrain.tasks.batch import Encoded, Floats
 from serve.schema import RequestError
 
 MOST_WAITING = 16

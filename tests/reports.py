@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from rtrain import config, scores
+from rtrain.batch import Head, Ragged
 from rtrain.compress import score
 from rtrain.config import Config
 from rtrain.data.store import open_store
@@ -17,7 +18,6 @@ from rtrain.predict import Predictor
 from rtrain.report import events, html
 from rtrain.report.predictions import path_of
 from rtrain.tasks import base
-from rtrain.tasks.batch import Head, Ragged
 from rtrain.training import predictions as answered, runs
 from tests import test_task_runs
 from tests.conftest import Row, labelled_rows, write_rows

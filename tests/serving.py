@@ -9,9 +9,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from rtrain.batch import Encoded, Outputs
 from rtrain.config import Serve
 from rtrain.predict import Predictor
-from rtrain.tasks.batch import Encoded, Outputs
 from serve.app import build_app
 from tests.tiny import make_artifact
 

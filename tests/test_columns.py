@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rtrain import config
+from rtrain.batch import Ragged
 from rtrain.data import columns, records, store, tokens
 from rtrain.data.splits import Splits
-from rtrain.tasks.batch import Ragged
 from tests.conftest import write_rows
 from tests.tiny import make_tokenizer
 

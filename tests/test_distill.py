@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from rtrain import artifact
+from rtrain.batch import single
 from rtrain.compress import distill
 from rtrain.errors import ConfigError
 from rtrain.tasks import base
-from rtrain.tasks.batch import single
 from rtrain.training import model
 from rtrain.training.step import forward
 from tests.tiny import make_artifact

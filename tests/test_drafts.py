@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rtrain.data import drafts
+from rtrain import drafts
 from rtrain.data.store import Store, Writer
 from tests.test_store import fill, make
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rtrain import config
+from rtrain.batch import Head, Ragged
 from rtrain.data.store import Store
 from rtrain.tasks import base
-from rtrain.tasks.batch import Head, Ragged
 from rtrain.tasks.metrics import METRICS
 from rtrain.training import evaluate, step
 from rtrain.training.exchange import Exchange

@@ -13,13 +13,13 @@ import transformers
 
 from rtrain import artifact, predict
 from rtrain.artifact import Artifact
+from rtrain.batch import Encoded, Head, Window, pack
 from rtrain.errors import UserError
 from rtrain.explain import gradients, integral, targets
 from rtrain.explain.explainer import Explained, Explainer
 from rtrain.explain.targets import LabelError
 from rtrain.predict import Predictor
 from rtrain.tasks.base import Input
-from rtrain.tasks.batch import Encoded, Head, Window, pack
 from tests.tiny import CORPUS, NAME, make_artifact, make_task_artifact
 
 LABELS = ("card lost", "card stolen", "parcel")

@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from rtrain.batch import Encoded, Window
 from rtrain.explain import words
 from rtrain.explain.words import Part
-from rtrain.tasks.batch import Encoded, Window
 
 TEXTS = [
     "Don't pay 1,250.50 for a well-known (bad) card!",

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from rtrain import config
+from rtrain.batch import Encoded, Head, Ragged, Tokens, Window, pack
 from rtrain.compress import score
 from rtrain.config import Distill
 from rtrain.data.store import Store
@@ -17,11 +18,10 @@ from rtrain.errors import UserError
 from rtrain.metrics import bootstrap, text
 from rtrain.predict import Predictor
 from rtrain.tasks import base, metrics, summary_rows
-from rtrain.tasks.batch import Encoded, Head, Ragged, Tokens, Window, pack
 from rtrain.tasks.extractive_summary import ExtractiveSummary, places
-from rtrain.tasks.sentences import sentence_spans
 from rtrain.training import evaluate, losses, model, predictions, step
 from rtrain.training.exchange import Exchange
+from rtrain.words import sentence_spans
 from serve.app import build_app
 from tests.serving import call
 from tests.test_step import make_still_encoder

@@ -11,10 +11,10 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from rtrain.batch import Head
 from rtrain.config import Distill, Model
 from rtrain.errors import UserError
 from rtrain.tasks import base
-from rtrain.tasks.batch import Head
 from rtrain.training import frozen, losses, model, optim, step
 from rtrain.training.exchange import Exchange
 from tests import test_loop

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rtrain", "serve", "tune")
 # A room is a package or a module; the ground floor comes first.
 NEW = {
-    *("rtrain.drafts", "rtrain.batch", "rtrain.words", "rtrain.evaluate"),
+    *("rtrain.evaluate",),
     *("rtrain.network", "rtrain.exchange", "rtrain.checkpoints", "rtrain.runs"),
 }
 FLOORS: tuple[tuple[str, ...], ...] = (
@@ -32,9 +32,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 # Modules that are about to move, and the room that they are of.
 MOVING: dict[str, str] = {
-    "rtrain.tasks.batch": "rtrain.batch",
-    "rtrain.data.drafts": "rtrain.drafts",
-    "rtrain.tasks.words": "rtrain.words",
     "rtrain.tasks.metrics": "rtrain.metrics",
     "rtrain.scores": "rtrain.metrics",
     "rtrain.tasks.tables": "rtrain.metrics",

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pytest
 
 from rtrain import config
+from rtrain.batch import Tokens
 from rtrain.data import ingest
 from rtrain.data.ingest import IngestMismatch, Share, Update, plan_update
 from rtrain.data.order import Order, deal, rows_digest
 from rtrain.data.store import Store
-from rtrain.tasks.batch import Tokens
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder, make_store
 

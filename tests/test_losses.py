@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from rtrain import config
+from rtrain.batch import Tokens, single
 from rtrain.config import Distill
 from rtrain.tasks import base
-from rtrain.tasks.batch import Tokens, single
 from rtrain.training import losses
 
 TASK = base.get("classification")

@@ -12,13 +12,13 @@ import torch
 import transformers
 
 from rtrain import config
+from rtrain.batch import IGNORED, Head, Ragged, Tokens, single
 from rtrain.config import Distill
 from rtrain.data import packing
 from rtrain.data.records import Record
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from rtrain.tasks import base, metrics
-from rtrain.tasks.batch import IGNORED, Head, Ragged, Tokens, single
 from rtrain.tasks.masked_lm import MaskedLM
 from rtrain.training import evaluate, losses, model, predictions, step
 from rtrain.training.exchange import Exchange

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from rtrain.batch import Tokens
 from rtrain.config import Distill
 from rtrain.data.store import Store
 from rtrain.report import events
-from rtrain.tasks.batch import Tokens
 from rtrain.training import decisions, losses, memory, model, worker
 from rtrain.training.exchange import Exchange
 from rtrain.training.memory import LEAST, MOST, Peak, fitting, longest_rows

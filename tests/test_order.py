@@ -12,9 +12,9 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from rtrain.batch import batches
 from rtrain.data import order
 from rtrain.data.order import Order, chain, deal, permute, rows_digest
-from rtrain.tasks.batch import batches
 
 WINDOW = 256
 SIZES = (1, 2, 3, 7, 97, 251, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW - 1, 2 * WINDOW, 2 * WINDOW + 1, 1009)

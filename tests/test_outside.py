@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from rtrain import config
+from rtrain.batch import OUTSIDE, Head, Ragged
 from rtrain.config import Serve
 from rtrain.data import tokens
 from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from rtrain.tasks import base, metrics, tables
-from rtrain.tasks.batch import OUTSIDE, Head, Ragged
 from serve.app import build_app
 from tests.conftest import labelled_rows, write_rows
 from tests.serving import INFER, call, predict, tensor

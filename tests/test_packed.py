@@ -9,10 +9,10 @@ import torch
 import transformers
 from hypothesis import given, settings, strategies as st
 
+from rtrain.batch import Tokens
 from rtrain.config import Model
 from rtrain.errors import ConfigError
 from rtrain.tasks import base
-from rtrain.tasks.batch import Tokens
 from rtrain.training import attention, dropout, layout, model, packed, step
 from tests.tiny import make_encoder
 

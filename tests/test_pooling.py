@@ -8,10 +8,10 @@ import torch
 import transformers
 
 from rtrain import artifact, config, pooling, predict
+from rtrain.batch import Head
 from rtrain.config import Model
 from rtrain.errors import UserError
 from rtrain.tasks import base
-from rtrain.tasks.batch import Head
 from rtrain.training import model
 from tests.tiny import make_encoder, make_tokenizer
 

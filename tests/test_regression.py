@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from rtrain import config, scores
+from rtrain.batch import Head, Ragged, Tokens, single
 from rtrain.compress import score
 from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from rtrain.tasks import base, metrics
-from rtrain.tasks.batch import Head, Ragged, Tokens, single
 from rtrain.tasks.regression import Regression
 from rtrain.training import evaluate, model, predictions
 from rtrain.training.exchange import Exchange

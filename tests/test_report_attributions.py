@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rtrain import cli
+from rtrain.batch import Head, Tokens, Window, pack
 from rtrain.data.store import open_store
 from rtrain.errors import UserError
 from rtrain.explain import rows
@@ -15,7 +16,6 @@ from rtrain.explain.explainer import Explainer
 from rtrain.predict import Predictor
 from rtrain.report import attributions, events, html, predictions
 from rtrain.report.sections import marked
-from rtrain.tasks.batch import Head, Tokens, Window, pack
 from rtrain.training import driver
 from tests.reports import answers_of, make_run, write_predictions
 from tests.tiny import CORPUS, make_artifact, make_task_artifact

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from rtrain.batch import Head, Tokens
 from rtrain.config import Distill, Optim
-from rtrain.tasks.batch import Head, Tokens
 from rtrain.training import checkpoint, loop, losses, optim, scaling, step
 from rtrain.training.checkpoint import State
 from rtrain.training.exchange import Exchange

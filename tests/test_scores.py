@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from rtrain import artifact, cli, scores
+from rtrain.batch import IGNORED, Head, Ragged
 from rtrain.compress import score
 from rtrain.errors import ConfigError
 from rtrain.predict import Predictor
 from rtrain.tasks import base, summary_rows
-from rtrain.tasks.batch import IGNORED, Head, Ragged
 from tests.tiny import make_artifact, make_task_artifact
 
 INTENTS = base.get("classification")

@@ -12,11 +12,11 @@ import transformers
 from safetensors.torch import load_file
 
 from rtrain import artifact, config, manifest, pooling, predict, sentence
+from rtrain.batch import Head
 from rtrain.compress import distill
 from rtrain.config import Model
 from rtrain.errors import ConfigError, UserError
 from rtrain.tasks import base
-from rtrain.tasks.batch import Head
 from rtrain.training import model, replica
 from rtrain.training.worker import TOKENIZER_FILES, sentence_pooling
 from tests.tiny import VOCABULARY, make_encoder, make_tokenizer

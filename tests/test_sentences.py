@@ -2,7 +2,7 @@
 
 import pytest
 
-from rtrain.tasks.sentences import sentence_spans
+from rtrain.words import sentence_spans
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from fastapi import FastAPI
 
 from rtrain import manifest
 from rtrain.artifact import ArtifactError
+from rtrain.batch import Encoded
 from rtrain.config import Serve
 from rtrain.predict import Predictor
-from rtrain.tasks.batch import Encoded
 from serve.app import build_app
 from serve.batcher import bucket
 from tests import serving

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
+from rtrain.batch import Encoded, Outputs
 from rtrain.config import Serve
 from rtrain.predict import Predictor
-from rtrain.tasks.batch import Encoded, Outputs
 from serve.app import build_app
 from tests import serving
 from tests.serving import INFER, TEXT, call, client, error, predict, scores, tensor

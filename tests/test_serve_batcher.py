@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import serve.batcher
-from rtrain.tasks.batch import Encoded, Floats, Window
+from rtrain.batch import Encoded, Floats, Window
 from serve.batcher import Batcher, EngineError, Expired, Overloaded, bucket
 
 BAD = 13

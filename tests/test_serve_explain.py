@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from rtrain.batch import Head
 from rtrain.config import Serve
 from rtrain.explain.explainer import Explainer, Explanation
 from rtrain.predict import Predictor
 from rtrain.tasks.base import Input
-from rtrain.tasks.batch import Head
 from serve import explanations
 from serve.app import build_app
 from tests import serving

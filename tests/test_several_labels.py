@@ -11,12 +11,12 @@ import sklearn.metrics
 import torch
 
 from rtrain import config
+from rtrain.batch import IGNORED, Head, Ragged, Tokens
 from rtrain.config import Distill
 from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from rtrain.tasks import base, metrics
-from rtrain.tasks.batch import IGNORED, Head, Ragged, Tokens
 from rtrain.tasks.multi_head import MultiHead
 from rtrain.tasks.multi_label import MultiLabel
 from rtrain.training import evaluate, losses, model, step

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from rtrain import config
+from rtrain.batch import Encoded, Head, Ragged, Tokens, Window, pack
 from rtrain.compress import score
 from rtrain.predict import Predictor
 from rtrain.tasks import base, metrics
-from rtrain.tasks.batch import Encoded, Head, Ragged, Tokens, Window, pack
 from rtrain.tasks.span_qa import SpanQA, _best
 from rtrain.training import evaluate, model, predictions
 from rtrain.training.exchange import Exchange

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from rtrain.batch import Head, Tokens, single
 from rtrain.config import Distill, Model
 from rtrain.tasks import base
-from rtrain.tasks.batch import Head, Tokens, single
 from rtrain.training import losses, model, ranks, step
 from rtrain.training.exchange import Exchange
 from tests.tiny import VOCABULARY, make_encoder

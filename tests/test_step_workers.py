@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.multiprocessing.spawn import spawn
 
+from rtrain.batch import Head, Tokens
 from rtrain.config import Distill, Optim
 from rtrain.data.order import deal
-from rtrain.tasks.batch import Head, Tokens
 from rtrain.training import losses, optim, step
 from rtrain.training.exchange import Exchange
 from rtrain.training.scaling import Scale

@@ -9,12 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from rtrain.batch import Encoded, Ragged, Tokens, Window, batches, pack, padded, spread
 from rtrain.data import ingest, store
 from rtrain.data.ingest import Share
 from rtrain.data.order import Order
 from rtrain.data.store import Manifest, Store, Writer
 from rtrain.errors import UserError
-from rtrain.tasks.batch import Encoded, Ragged, Tokens, Window, batches, pack, padded, spread
 
 # Two shards of two rows. The split `train` takes both of the first and the second of the second; `valid` the other.
 SHARDS = [[[5, 6, 7], [8]], [[9, 9], [10, 11, 12, 13]]]

@@ -9,9 +9,9 @@ import sklearn.metrics
 import torch
 from hypothesis import given, settings, strategies as st
 
+from rtrain.batch import Head, Ragged, Tokens, single
 from rtrain.errors import UserError
 from rtrain.tasks import base, metrics
-from rtrain.tasks.batch import Head, Ragged, Tokens, single
 from rtrain.tasks.classification import Classification
 from rtrain.tasks.pooled import pooled
 

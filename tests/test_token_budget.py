@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rtrain import config, predict
+from rtrain.batch import Encoded, Floats, Head, Window
 from rtrain.compress import distill
 from rtrain.config import Serve
 from rtrain.predict import Predictor, parts
-from rtrain.tasks.batch import Encoded, Floats, Head, Window
 from rtrain.training.step import forward
 from serve.app import build_app
 from serve.batcher import Batcher

@@ -10,13 +10,13 @@ import tokenizers
 import torch
 
 from rtrain import config
+from rtrain.batch import IGNORED, Encoded, Head, Ragged, Tokens, pack
 from rtrain.compress import score
 from rtrain.config import Distill
 from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from rtrain.tasks import base, metrics
-from rtrain.tasks.batch import IGNORED, Encoded, Head, Ragged, Tokens, pack
 from rtrain.tasks.token_tags import TokenTags
 from rtrain.training import evaluate, losses, model, predictions, step
 from rtrain.training.exchange import Exchange

@@ -6,7 +6,7 @@ import re
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rtrain.tasks.words import word_spans
+from rtrain.words import word_spans
 
 
 def cut(text: str) -> list[str]:

@@ -14,8 +14,8 @@ from rtrain.config import Recipe
 if TYPE_CHECKING:
     import transformers
 
+    from rtrain.batch import Head
     from rtrain.data.store import Store
-    from rtrain.tasks.batch import Head
 
 VOCABULARY = 300
 MAX_TOKENS = 64

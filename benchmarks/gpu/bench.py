@@ -14,8 +14,8 @@ from benchmarks.gpu.report import Report
 if TYPE_CHECKING:
     import torch
 
+    from rtrain.batch import Tokens
     from rtrain.data.store import Store
-    from rtrain.tasks.batch import Tokens
 
 LABELS = tuple("abcdefgh")
 """Texts that are trained on for their time alone have these."""
@@ -223,7 +223,7 @@ def _random(bench: Bench, name: str, attention_dropout: float | None, labels: tu
 
 def texts(bench: Bench, name: str, rows: int = 4000) -> "Tokens":
     """Texts of a store as they are, a window a row, or `long` ones of equal length; each with some label."""
-    from rtrain.tasks.batch import single
+    from rtrain.batch import single
 
     draw = np.random.default_rng(0)
     if name == "long":

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.gpu.bench import CARRIED, LABELS, Bench, forget, network, texts
-from rtrain.tasks.batch import Head
+from rtrain.batch import Head
 
 if TYPE_CHECKING:
     import torch
 
-    from rtrain.tasks.batch import Tokens
+    from rtrain.batch import Tokens
 
 Answers = tuple["torch.Tensor", Mapping[str, "torch.Tensor"]]
 """Logits, and the gradient by parameter."""
@@ -90,7 +90,7 @@ def _plain(query: "torch.Tensor", key: "torch.Tensor", value: "torch.Tensor", si
 
 
 def _blank(lengths: Any) -> "Tokens":
-    from rtrain.tasks.batch import single
+    from rtrain.batch import single
 
     count = int(lengths.sum())
     ids = np.arange(count, dtype=np.int32)

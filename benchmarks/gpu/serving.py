@@ -88,7 +88,7 @@ def on_device(bench: Bench, predictor: "Predictor", precision: str) -> Answer:
     """rtrain's own forward pass of an evaluation, without padding."""
     import torch
 
-    from rtrain.tasks.batch import pack
+    from rtrain.batch import pack
     from rtrain.training import model, step
 
     made: Any = model.build(bench.scratch / "serving" / "artifact", predictor.task, predictor.artifact.labels, 0)

@@ -16,10 +16,10 @@ from benchmarks import figures
 from benchmarks.gpu import bench as common
 from benchmarks.gpu.bench import CARRIED, LABELS, Bench, forget, network, plain_network, texts
 from benchmarks.peers import one_device
-from rtrain.tasks.batch import Head
+from rtrain.batch import Head
 
 if TYPE_CHECKING:
-    from rtrain.tasks.batch import Tokens
+    from rtrain.batch import Tokens
 
 CELLS = (
     ("bert-large", "squadshifts"),

@@ -15,8 +15,8 @@ def batches(folder: Path, world: int, rank: int, seed: int) -> list[dict[str, An
     """This process's batches of one epoch, as tensors: the same rows in the same order as those of rtrain's worker."""
     import torch
 
+    from rtrain.batch import padded
     from rtrain.data import ingest, order, store
-    from rtrain.tasks.batch import padded
 
     opened = store.open_store(folder)
     rows_per_update = common.ROWS_PER_PASS * world

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rtrain import artifact, pooling, predict
+from rtrain.batch import Floats, Head, padded
 from rtrain.compress import score
 from rtrain.config import Recipe
 from rtrain.data.store import Store
@@ -27,7 +28,6 @@ from rtrain.errors import UserError
 from rtrain.inputs import accepted
 from rtrain.report import events
 from rtrain.tasks import base
-from rtrain.tasks.batch import Floats, Head, padded
 from rtrain.training import model
 from rtrain.training.worker import TOKENIZER_FILES
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rtrain.artifact import Artifact
+from rtrain.batch import Floats, Int32s, Ints, Ragged, Tokens, batches, pack
 from rtrain.config import Data, parse
 from rtrain.data import records
 from rtrain.data.store import Store
@@ -16,7 +17,6 @@ from rtrain.errors import ConfigError, Problem
 from rtrain.predict import BATCH_ROWS, MOST_TOKENS, Predictor
 from rtrain.scores import measure
 from rtrain.tasks.base import Input
-from rtrain.tasks.batch import Floats, Int32s, Ints, Ragged, Tokens, batches, pack
 from rtrain.tasks.metrics import metric_for
 from rtrain.training.evaluate import SEED
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rtrain.tasks.batch import Ragged
+from rtrain.batch import Ragged
 
 Mask = npt.NDArray[np.bool_]
 BLOCK = 8192

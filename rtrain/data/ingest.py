@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from rtrain.batch import Ints, Tokens
 from rtrain.data.order import Order, deal, rows_digest
 from rtrain.data.store import Store, open_store
 from rtrain.errors import UserError
-from rtrain.tasks.batch import Ints, Tokens
 
 if TYPE_CHECKING:
     import ray.data

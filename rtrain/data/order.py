@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from rtrain.batch import Ints, batches
 from rtrain.errors import UserError
-from rtrain.tasks.batch import Ints, batches
 
 WINDOW_ROWS = 1 << 18
 """Most rows that are shuffled with each other; a store with no more rows is shuffled as a whole."""

@@ -25,10 +25,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.ipc
 
-from rtrain.data import drafts
+from rtrain import drafts
+from rtrain.batch import Floats, Head, Int32s, Ints, Ragged, Tokens, ranges
 from rtrain.errors import UserError
 from rtrain.manifest import Entry, entry, flaw
-from rtrain.tasks.batch import Floats, Head, Int32s, Ints, Ragged, Tokens, ranges
 
 SCHEMA_VERSION = 3
 SPLITS = ("train", "valid", "test")

@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from rtrain import drafts
+from rtrain.batch import Encoded, Head, Ragged
 from rtrain.config import Recipe
 from rtrain.data import (
     columns,
     digests,
-    drafts,
     packing,
     paraphrase,
     parts,
@@ -34,7 +35,6 @@ from rtrain.data.values import printable
 from rtrain.errors import Problem, UserError
 from rtrain.manifest import Entry
 from rtrain.tasks import base
-from rtrain.tasks.batch import Encoded, Head, Ragged
 
 SHARD_ROWS = 8192
 _SPLIT = {name: code for code, name in enumerate(store.SPLITS)}

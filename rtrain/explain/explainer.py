@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rtrain.batch import Encoded, Floats, pack
 from rtrain.errors import UserError
 from rtrain.explain import gradients, words
 from rtrain.explain.integral import FIRST_STEPS, MOST_STEPS, TOLERANCE, Doubles, integrate
@@ -15,7 +16,6 @@ from rtrain.explain.targets import Target, check, check_label, choose, values
 from rtrain.explain.words import Part
 from rtrain.predict import Predictor
 from rtrain.tasks.base import Input, Task
-from rtrain.tasks.batch import Encoded, Floats, pack
 
 APART = 1e-3
 """Most by which the model may answer otherwise from embeddings than from tokens, relative to 1 + |value|."""

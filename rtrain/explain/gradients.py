@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from rtrain.batch import Tokens
 from rtrain.errors import UserError
 from rtrain.explain.integral import Doubles
-from rtrain.tasks.batch import Tokens
 
 if TYPE_CHECKING:
     import torch

@@ -6,11 +6,11 @@ The work is bounded by a number of tokens, not by a clock: the same rows get the
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rtrain.batch import Encoded, Tokens, Window
 from rtrain.explain import words
 from rtrain.explain.explainer import Explained, Explainer, Reading
 from rtrain.predict import Predictor
 from rtrain.tasks.base import Input, Task
-from rtrain.tasks.batch import Encoded, Tokens, Window
 
 if TYPE_CHECKING:
     import tokenizers

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from rtrain.batch import Encoded, Floats, Head, Tokens
 from rtrain.errors import UserError
 from rtrain.tasks.base import Input, Task
-from rtrain.tasks.batch import Encoded, Floats, Head, Tokens
 from rtrain.tasks.multi_head import heads
 from rtrain.tasks.multi_label import sigmoid, threshold
 from rtrain.tasks.pooled import pooled

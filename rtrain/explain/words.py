@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import regex
 
-from rtrain.tasks.batch import Encoded
-from rtrain.tasks.sentences import Span, sentence_spans
-from rtrain.tasks.words import LETTER, PIECE
+from rtrain.batch import Encoded
+from rtrain.words import LETTER, PIECE, Span, sentence_spans
 
 # Ideographs have no blanks between words.
 _LETTER = rf"(?:(?![\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]){LETTER})"

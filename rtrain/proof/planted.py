@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rtrain.tasks.batch import Ints, Tokens
+from rtrain.batch import Ints, Tokens
 from rtrain.training import step
 from rtrain.training.exchange import Exchange
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from rtrain import config as configuration, scores
+from rtrain.batch import Ints
 from rtrain.config import Config
 from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.report import attributions, events, predictions, summary
 from rtrain.tasks import base
-from rtrain.tasks.batch import Ints
 
 Event = dict[str, Any]
 

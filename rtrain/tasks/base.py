@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from rtrain.batch import Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens, Window
 from rtrain.config import Data
 from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.tasks.batch import Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens, Window
 
 if TYPE_CHECKING:
     import tokenizers

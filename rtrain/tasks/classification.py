@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rtrain.batch import OUTSIDE, Encoded, Floats, Head, Outputs, Ragged, Tokens
 from rtrain.errors import UserError
 from rtrain.metrics.calibration import softmax
 from rtrain.metrics.classification import choose_threshold
 from rtrain.tasks.base import Described, Input, Targets
-from rtrain.tasks.batch import OUTSIDE, Encoded, Floats, Head, Outputs, Ragged, Tokens
 from rtrain.tasks.pooled import PooledTask, pooled
 
 if TYPE_CHECKING:

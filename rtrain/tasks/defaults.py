@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rtrain.batch import Encoded, Head, Ints, Ragged, Tokens
 from rtrain.tasks import base
-from rtrain.tasks.batch import Encoded, Head, Ints, Ragged, Tokens
 
 if TYPE_CHECKING:
     import tokenizers

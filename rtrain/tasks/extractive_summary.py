@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rtrain.batch import Encoded, Floats, Head, Outputs, Ragged, Tokens
 from rtrain.errors import UserError
 from rtrain.metrics import text as scores
 from rtrain.metrics.additive import Floats as Wide, Ints
 from rtrain.tasks import base, summary_rows
 from rtrain.tasks.base import Described, Input, Targets
-from rtrain.tasks.batch import Encoded, Floats, Head, Outputs, Ragged, Tokens
 from rtrain.tasks.classification import divergence
 from rtrain.tasks.defaults import Defaults
-from rtrain.tasks.sentences import sentence_spans
+from rtrain.words import sentence_spans
 
 if TYPE_CHECKING:
     import tokenizers

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from rtrain.batch import IGNORED, Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens
 from rtrain.errors import UserError
 from rtrain.metrics.calibration import softmax
 from rtrain.tasks.base import Described, Input, Targets
-from rtrain.tasks.batch import IGNORED, Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens
 from rtrain.tasks.defaults import Defaults
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rtrain.batch import IGNORED, OUTSIDE, Head, Ragged
 from rtrain.metrics import classification, entities, regression, text
 from rtrain.metrics.additive import Additive, Floats, Ints, joined, means, ratio
 from rtrain.tasks import summary_rows, tables
-from rtrain.tasks.batch import IGNORED, OUTSIDE, Head, Ragged
 
 Scores = dict[str, float]
 Measured = Callable[[Ragged, Ragged, Head], Scores]

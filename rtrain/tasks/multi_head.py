@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rtrain.batch import IGNORED, Encoded, Head, Outputs, Ragged, Tokens
 from rtrain.errors import UserError, quoted
 from rtrain.metrics.calibration import softmax
 from rtrain.tasks.base import Described, Input, Targets
-from rtrain.tasks.batch import IGNORED, Encoded, Head, Outputs, Ragged, Tokens
 from rtrain.tasks.classification import divergence, ranked
 from rtrain.tasks.labels import BadLabel, flaw_of, parsed, text_of
 from rtrain.tasks.pooled import PooledTask, pooled

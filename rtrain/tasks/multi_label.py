@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rtrain.batch import Encoded, Head, Outputs, Ragged, Tokens
 from rtrain.errors import UserError
 from rtrain.tasks.base import Described, Input, Targets
-from rtrain.tasks.batch import Encoded, Head, Outputs, Ragged, Tokens
 from rtrain.tasks.classification import ranked
 from rtrain.tasks.labels import flaw_of, listed
 from rtrain.tasks.pooled import PooledTask, pooled

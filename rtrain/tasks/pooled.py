@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rtrain.batch import Floats, Head, Outputs, Ragged, Tokens
 from rtrain.tasks import base
-from rtrain.tasks.batch import Floats, Head, Outputs, Ragged, Tokens
 from rtrain.tasks.defaults import Defaults
 
 if TYPE_CHECKING:

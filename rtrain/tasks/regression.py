@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rtrain.batch import Encoded, Head, Outputs, Ragged, Tokens
 from rtrain.errors import UserError, quoted
 from rtrain.tasks.base import Described, Input, Targets
-from rtrain.tasks.batch import Encoded, Head, Outputs, Ragged, Tokens
 from rtrain.tasks.pooled import PooledTask, pooled
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from rtrain.batch import Encoded, Floats, Head, Outputs, Ragged, Tokens, Window
 from rtrain.errors import UserError, quoted
 from rtrain.metrics import spans
 from rtrain.metrics.calibration import softmax
 from rtrain.tasks import base
 from rtrain.tasks.base import Described, Input, Targets
-from rtrain.tasks.batch import Encoded, Floats, Head, Outputs, Ragged, Tokens, Window
 from rtrain.tasks.defaults import Defaults
 from rtrain.tasks.labels import parsed
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rtrain.batch import IGNORED, Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens
 from rtrain.errors import UserError, quoted
 from rtrain.metrics.calibration import softmax
 from rtrain.metrics.entities import entities
 from rtrain.tasks import base
 from rtrain.tasks.base import Described, Input, Targets
-from rtrain.tasks.batch import IGNORED, Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens
 from rtrain.tasks.classification import divergence
 from rtrain.tasks.defaults import Defaults
 from rtrain.tasks.labels import flaw_of, listed
-from rtrain.tasks.words import word_spans
+from rtrain.words import word_spans
 
 if TYPE_CHECKING:
     import tokenizers

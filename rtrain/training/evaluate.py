@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rtrain.batch import Floats, Ints, Ragged, Tokens, batches
 from rtrain.data.store import Store
 from rtrain.tasks.base import Task
-from rtrain.tasks.batch import Floats, Ints, Ragged, Tokens, batches
 from rtrain.tasks.metrics import metric_for
 from rtrain.training import model, ranks
 from rtrain.training.step import forward

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rtrain.tasks.batch import Int32s, Ints, Tokens
+from rtrain.batch import Int32s, Ints, Tokens
 from rtrain.training.device import moved
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rtrain.batch import Head, Ints, Ragged
 from rtrain.config import Recipe
 from rtrain.data.ingest import Update
 from rtrain.data.order import Order, chain, version
 from rtrain.data.store import Store
 from rtrain.tasks import base
-from rtrain.tasks.batch import Head, Ints, Ragged
 from rtrain.tasks.metrics import metric_for
 from rtrain.training import checkpoint, device, optim, ranks, scaling, sharded, step
 from rtrain.training.cadence import Cadence

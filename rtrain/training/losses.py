@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rtrain.batch import Head, Ints, Tokens
 from rtrain.config import Distill, Recipe
 from rtrain.errors import Problem
 from rtrain.tasks.base import Task, get
-from rtrain.tasks.batch import Head, Ints, Tokens
 
 if TYPE_CHECKING:
     import torch

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rtrain.batch import Tokens
 from rtrain.data.store import Store
 from rtrain.tasks.base import Task
-from rtrain.tasks.batch import Tokens
 from rtrain.training import step
 
 if TYPE_CHECKING:

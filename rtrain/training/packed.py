@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rtrain.batch import Int32s, Ints, Tokens
 from rtrain.inputs import LAYOUT
-from rtrain.tasks.batch import Int32s, Ints, Tokens
 from rtrain.training import attention, dropout as masks
 from rtrain.training.device import moved
 from rtrain.training.layout import Layout, layout_of

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from rtrain import scores
+from rtrain.batch import Head, Ragged
 from rtrain.data.store import Store
 from rtrain.tasks.base import Place, Task
-from rtrain.tasks.batch import Head, Ragged
 
 if TYPE_CHECKING:
     import tokenizers

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from rtrain.batch import Ints, Tokens, padded, single
 from rtrain.errors import UserError
 from rtrain.inputs import LAYOUT, accepted
-from rtrain.tasks.batch import Ints, Tokens, padded, single
 from rtrain.training import packed
 from rtrain.training.device import moved
 
