@@ -15,11 +15,11 @@ from rtrain.config import Config
 from rtrain.data import records, synthetic, tokens
 from rtrain.data.splits import Splits
 from rtrain.errors import UserError
+from rtrain.metrics.by_output import metric_for
 from rtrain.report.memory import PeakMemory
 from rtrain.report.progress import Line, say
 from rtrain.report.summary import summarise
 from rtrain.tasks import base
-from rtrain.tasks.metrics import metric_for
 from rtrain.training import driver, model, runs
 
 ASKED_TEXTS = 200

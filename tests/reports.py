@@ -9,11 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from rtrain import config, scores
+from rtrain import config
 from rtrain.batch import Head, Ragged
 from rtrain.compress import score
 from rtrain.config import Config
 from rtrain.data.store import open_store
+from rtrain.metrics import scores
 from rtrain.predict import Predictor
 from rtrain.report import events, html
 from rtrain.report.predictions import path_of

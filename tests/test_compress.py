@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain import artifact, scores
+from rtrain import artifact
 from rtrain.compress import distill, quantize, score
 from rtrain.config import with_overrides
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, UserError
+from rtrain.metrics import scores
 from rtrain.predict import Predictor
 from rtrain.report import events, summary
 from rtrain.training import driver, runs

@@ -11,8 +11,8 @@ import torch
 from rtrain import config
 from rtrain.batch import Head, Ragged
 from rtrain.data.store import Store
+from rtrain.metrics.by_output import METRICS
 from rtrain.tasks import base
-from rtrain.tasks.metrics import METRICS
 from rtrain.training import evaluate, step
 from rtrain.training.exchange import Exchange
 from tests.conftest import labelled_rows, write_rows

@@ -15,9 +15,9 @@ from rtrain.compress import score
 from rtrain.config import Distill
 from rtrain.data.store import Store
 from rtrain.errors import UserError
-from rtrain.metrics import bootstrap, text
+from rtrain.metrics import bootstrap, by_output, summary_rows, text
 from rtrain.predict import Predictor
-from rtrain.tasks import base, metrics, summary_rows
+from rtrain.tasks import base
 from rtrain.tasks.extractive_summary import ExtractiveSummary, places
 from rtrain.training import evaluate, losses, model, predictions, step
 from rtrain.training.exchange import Exchange
@@ -249,7 +249,7 @@ def test_scores_are_those_of_the_summaries_texts_beside_the_first_sentences(enco
     tokens = batch(encoded, documents, references)
     outputs = preferring(encoded, documents, [[2, 1, 3, 0], [0], [1, 0, 2]])
     outcomes = TASK.outcomes(outputs, tokens, HEAD)
-    found = metrics.metric_for("summary").all(outcomes, tokens.labelled, HEAD)
+    found = by_output.metric_for("summary").all(outcomes, tokens.labelled, HEAD)
     answers = TASK.decode(outputs, documents, encoded, HEAD, {})
     # 9 + 2 of 12 words, then one with 4 does not fit; the last row has 6 in all.
     assert [answer["summary"] for answer in answers] == [
@@ -269,7 +269,7 @@ def test_scores_are_those_of_the_summaries_texts_beside_the_first_sentences(enco
     sure, others = [8, 9, 9], [6, 7, 8, 9, 7]
     pairs = [(one > other) + (one == other) / 2 for one in sure for other in others]
     assert found["auc"] == pytest.approx(np.mean(pairs))
-    tables = metrics.METRICS["summary"].tables
+    tables = by_output.METRICS["summary"].tables
     assert tables is not None
     # Tenths of 4 sentences: 0, 2, 5, 7; of one: 0; of three: 0, 3, 6.
     positions = tables(outcomes, tokens.labelled, HEAD)["positions"]
@@ -287,7 +287,7 @@ def test_scores_are_those_of_the_summaries_texts_beside_the_first_sentences(enco
     assert found_tables["beside_lead"] == {"better": 1, "same": 2, "worse": 0}
     for name in (*expected, "rouge"):
         assert found[f"over_lead_{name}"] == pytest.approx(found[name] - found[f"lead_{name}"])
-    intervals = bootstrap.intervals(metrics.additive_summary(outcomes, tokens.labelled, HEAD), replicates=200)
+    intervals = bootstrap.intervals(by_output.additive_summary(outcomes, tokens.labelled, HEAD), replicates=200)
     assert {"oracle_rouge1", "oracle_rouge2", "oracle_rougeL", "over_lead_rouge", "over_lead_bleu"} <= set(intervals)
     # Two of three documents are the same for both: their difference is known better than either score.
     assert intervals["over_lead_rouge"].low >= -1e-12
@@ -298,7 +298,7 @@ def test_scores_are_those_of_the_summaries_texts_beside_the_first_sentences(enco
 
 def test_no_rows_have_scores_all_the_same() -> None:
     nothing = Ragged(np.empty(0), np.empty(0, dtype=np.int32))
-    found = metrics.summary(nothing, nothing, HEAD)
+    found = by_output.summary(nothing, nothing, HEAD)
     assert found.pop("rows") == 0
     assert set(found.values()) == {0.0}
 

@@ -32,10 +32,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 # Modules that are about to move, and the room that they are of.
 MOVING: dict[str, str] = {
-    "rtrain.tasks.metrics": "rtrain.metrics",
-    "rtrain.scores": "rtrain.metrics",
-    "rtrain.tasks.tables": "rtrain.metrics",
-    "rtrain.tasks.summary_rows": "rtrain.metrics",
     "rtrain.data.addresses": "rtrain.data",
     "rtrain.data.digests": "rtrain.data",
     "rtrain.data.parts": "rtrain.data",
@@ -64,7 +60,6 @@ MOVING: dict[str, str] = {
     "rtrain.training.compression": "rtrain.exchange",
     "rtrain.training.ranks": "rtrain.exchange",
     "rtrain.training.alive": "rtrain.exchange",
-    "rtrain.training.memory": "rtrain.training",
     "rtrain.training.checkpoint": "rtrain.checkpoints",
     "rtrain.training.saver": "rtrain.checkpoints",
     "rtrain.training.replica": "rtrain.checkpoints",

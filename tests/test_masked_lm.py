@@ -17,8 +17,9 @@ from rtrain.config import Distill
 from rtrain.data import packing
 from rtrain.data.records import Record
 from rtrain.errors import UserError
+from rtrain.metrics import by_output
 from rtrain.predict import Predictor
-from rtrain.tasks import base, metrics
+from rtrain.tasks import base
 from rtrain.tasks.masked_lm import MaskedLM
 from rtrain.training import evaluate, losses, model, predictions, step
 from rtrain.training.exchange import Exchange
@@ -105,7 +106,7 @@ def test_an_update_is_divided_by_its_masked_tokens(encoder: Path) -> None:
     assert found[0][0] == pytest.approx(np.mean(by_hand), rel=1e-12)
     assert TASK.counts(tokens, HEAD) == {"loss": len(by_hand)}
     outputs = TASK.outputs(logits.numpy()[TASK.wanted(tokens, HEAD)], tokens, HEAD)
-    scores = metrics.tokens(TASK.outcomes(outputs, tokens, HEAD), tokens.labelled, HEAD)
+    scores = by_output.tokens(TASK.outcomes(outputs, tokens, HEAD), tokens.labelled, HEAD)
     assert scores["perplexity"] == pytest.approx(math.exp(np.mean(by_hand)))
     assert scores["neg_loss"] == pytest.approx(-np.mean(by_hand))
     assert scores["rows"] == 6

@@ -13,8 +13,9 @@ from rtrain.config import Serve
 from rtrain.data import tokens
 from rtrain.data.store import Store
 from rtrain.errors import UserError
+from rtrain.metrics import by_output, tables
 from rtrain.predict import Predictor
-from rtrain.tasks import base, metrics, tables
+from rtrain.tasks import base
 from serve.app import build_app
 from tests.conftest import labelled_rows, write_rows
 from tests.serving import INFER, call, predict, tensor
@@ -76,11 +77,11 @@ def test_the_threshold_is_the_one_of_the_best_f1() -> None:
 
 
 def test_scores_are_of_the_rows_inside_and_of_telling_the_others() -> None:
-    before = metrics.classes(OUTCOMES, TARGETS, HEAD)
+    before = by_output.classes(OUTCOMES, TARGETS, HEAD)
     # Inside: a found, b taken for a, a found.
     assert before["accuracy"] == pytest.approx(2 / 3)
     assert "outside_f1" not in before
-    found = metrics.metric_for("classes").all(OUTCOMES, TARGETS, CHOSEN)
+    found = by_output.metric_for("classes").all(OUTCOMES, TARGETS, CHOSEN)
     assert {name: found[name] for name in before} == before
     # Below 0.7: rows 2, 4 and 5; rows 3, 4 and 5 are outside.
     assert found["outside_precision"] == found["outside_recall"] == found["outside_f1"] == pytest.approx(2 / 3)

@@ -11,13 +11,14 @@ import sklearn.metrics
 import torch
 from hypothesis import given, settings, strategies as st
 
-from rtrain import config, scores
+from rtrain import config
 from rtrain.batch import Head, Ragged, Tokens, single
 from rtrain.compress import score
 from rtrain.data.store import Store
 from rtrain.errors import UserError
+from rtrain.metrics import by_output, scores
 from rtrain.predict import Predictor
-from rtrain.tasks import base, metrics
+from rtrain.tasks import base
 from rtrain.tasks.regression import Regression
 from rtrain.training import evaluate, model, predictions
 from rtrain.training.exchange import Exchange
@@ -87,7 +88,7 @@ def test_answers_are_numbers_in_the_unit_of_the_scores() -> None:
 
 
 def scores_of(found: list[float], true: list[float], head: Head = GRADES) -> dict[str, float]:
-    return metrics.number(Ragged.even(np.array(found)), Ragged.even(np.array(true)), head)
+    return by_output.number(Ragged.even(np.array(found)), Ragged.even(np.array(true)), head)
 
 
 @given(st.lists(st.tuples(st.integers(2, 18), st.floats(-1, 11)), min_size=2, max_size=40))

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
+from rtrain.metrics import by_output, summary_rows
 from rtrain.report import collect, html
 from rtrain.report.blocks import Block, Cards, Figure, Section, Table
 from rtrain.report.sections import (
@@ -22,7 +23,6 @@ from rtrain.report.sections import (
     slices,
     summaries,
 )
-from rtrain.tasks import metrics, summary_rows
 from tests.reports import Page, make_answered
 from tests.test_report_page import table
 
@@ -200,7 +200,7 @@ def test_true_answers_of_questions_are_words(runs: dict[str, collect.Run]) -> No
 
 
 def test_each_kind_of_output_has_a_section_of_its_own() -> None:
-    assert set(answers._KINDS) == set(metrics.METRICS)
+    assert set(answers._KINDS) == set(by_output.METRICS)
 
 
 # ----------------------------------------------------------------------------------------------------------- summaries

@@ -15,8 +15,9 @@ from rtrain.batch import IGNORED, Head, Ragged, Tokens
 from rtrain.config import Distill
 from rtrain.data.store import Store
 from rtrain.errors import UserError
+from rtrain.metrics import by_output
 from rtrain.predict import Predictor
-from rtrain.tasks import base, metrics
+from rtrain.tasks import base
 from rtrain.tasks.multi_head import MultiHead
 from rtrain.tasks.multi_label import MultiLabel
 from rtrain.training import evaluate, losses, model, step
@@ -85,7 +86,7 @@ def test_scores_of_labels_are_those_of_scikit_learn() -> None:
     for threshold in (None, 0.7):
         facts = {} if threshold is None else {"threshold": threshold}
         given = 1 / (1 + np.exp(-logits)) >= (threshold or 0.5)
-        found = metrics.labels(Ragged.even(logits), Ragged.even(true), Head(TOPICS.labels, facts))
+        found = by_output.labels(Ragged.even(logits), Ragged.even(true), Head(TOPICS.labels, facts))
         for average in ("micro", "macro"):
             expected = sklearn.metrics.f1_score(true, given, average=average)
             assert found[f"{average}_f1"] == pytest.approx(expected)
@@ -99,10 +100,10 @@ def test_the_threshold_is_the_best_of_the_validation_rows() -> None:
     chances = np.array([[0.4], [0.3], [0.2], [0.1]])
     outcomes = Ragged.even(np.log(chances / (1 - chances)))
     targets, head = Ragged.even(np.array([[1], [1], [0], [0]])), Head(("a",))
-    assert metrics.labels(outcomes, targets, head)["micro_f1"] == 0
+    assert by_output.labels(outcomes, targets, head)["micro_f1"] == 0
     chosen = LABELS.calibrate(outcomes, targets, head)
     assert 0.2 < chosen["threshold"] <= 0.3
-    assert metrics.labels(outcomes, targets, Head(("a",), chosen))["micro_f1"] == 1
+    assert by_output.labels(outcomes, targets, Head(("a",), chosen))["micro_f1"] == 1
     assert LABELS.calibrate(Ragged.even(np.empty((0, 1))), Ragged.even(np.empty((0, 1))), head) == {}
 
 
@@ -183,7 +184,7 @@ def test_an_update_without_a_head_s_label_trains_the_others(tmp_path: Path) -> N
 def test_scores_of_heads_are_of_the_rows_that_have_their_label() -> None:
     logits = np.array([[0, 1, 1, 0], [0, 1, 5, 0], [1, 0, 0, 1]], dtype=np.float64)
     targets = Ragged.even(np.array([[1, 0], [0, IGNORED], [0, 0]]))
-    found = metrics.heads(Ragged.even(logits), targets, BOTH)
+    found = by_output.heads(Ragged.even(logits), targets, BOTH)
     assert [found["intent_accuracy"], found["mood_accuracy"]] == pytest.approx([2 / 3, 1 / 2])
     assert found["mean_accuracy"] == pytest.approx((2 / 3 + 1 / 2) / 2)
     assert found["rows"] == 3
@@ -227,7 +228,7 @@ def test_from_a_file_to_an_answer(task: str, settings: dict[str, Any], labels: t
     network: Any = model.build(encoder, found, labels, seed=0)
     scores = evaluate.evaluate(Exchange(network), found, store, "valid", pad_id=0, precision="fp32")
     assert scores["rows"] == store.rows("valid")
-    assert metrics.metric_for(found.output).headline in scores
+    assert by_output.metric_for(found.output).headline in scores
     folder = make_task_artifact(tmp_path / "artifact", task, store.manifest.head)
     predictor = Predictor.load(folder, threads=1)
     reply = call(build_app(predictor, config.Serve()), "POST", "/predict", json={"inputs": ["money back"] * 2})

@@ -13,8 +13,9 @@ import torch
 from rtrain import config
 from rtrain.batch import Encoded, Head, Ragged, Tokens, Window, pack
 from rtrain.compress import score
+from rtrain.metrics import by_output
 from rtrain.predict import Predictor
-from rtrain.tasks import base, metrics
+from rtrain.tasks import base
 from rtrain.tasks.span_qa import SpanQA, _best
 from rtrain.training import evaluate, model, predictions
 from rtrain.training.exchange import Exchange
@@ -141,9 +142,9 @@ def test_no_answer_is_right_where_there_is_none() -> None:
         [outcome(1, 2, True), outcome(0.5, 1, True), outcome(0, -1, False), outcome(0, 3, False)], np.float64
     )
     nothing = Ragged.of([[]] * 4, np.float32)
-    found = metrics.spans(rows, nothing, HEAD)
+    found = by_output.spans(rows, nothing, HEAD)
     assert found == {"f1": pytest.approx(2.5 / 4), "exact_match": 0.5, "answered": 0.75, "rows": 4}
-    always = metrics.spans(rows, nothing, Head(HEAD.labels, {"no_answer": False}))
+    always = by_output.spans(rows, nothing, Head(HEAD.labels, {"no_answer": False}))
     assert always["f1"] == pytest.approx(1.5 / 4)
 
 

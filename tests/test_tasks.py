@@ -11,7 +11,8 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain.batch import Head, Ragged, Tokens, single
 from rtrain.errors import UserError
-from rtrain.tasks import base, metrics
+from rtrain.metrics import by_output
+from rtrain.tasks import base
 from rtrain.tasks.classification import Classification
 from rtrain.tasks.pooled import pooled
 
@@ -105,7 +106,7 @@ def test_large_logits_do_not_overflow() -> None:
 
 def scores(predicted: list[int], targets: list[int], classes: int) -> dict[str, float]:
     outcomes = Ragged.even(logits_of(predicted, classes))
-    return metrics.classes(outcomes, Ragged.even(np.array(targets)), Head(tuple("abcde"[:classes])))
+    return by_output.classes(outcomes, Ragged.even(np.array(targets)), Head(tuple("abcde"[:classes])))
 
 
 def test_accuracy_and_macro_f1_by_hand() -> None:
@@ -147,7 +148,7 @@ def test_scores_are_those_of_scikit_learn(pairs: list[tuple[int, int]]) -> None:
 
 
 def test_the_kind_of_output_chooses_the_metric() -> None:
-    assert metrics.metric_for(TASK.output).headline == "accuracy"
+    assert by_output.metric_for(TASK.output).headline == "accuracy"
 
 
 def test_rows_are_described_for_people() -> None:

@@ -15,8 +15,9 @@ from rtrain.compress import score
 from rtrain.config import Distill
 from rtrain.data.store import Store
 from rtrain.errors import UserError
+from rtrain.metrics import by_output
 from rtrain.predict import Predictor
-from rtrain.tasks import base, metrics
+from rtrain.tasks import base
 from rtrain.tasks.token_tags import TokenTags
 from rtrain.training import evaluate, losses, model, predictions, step
 from rtrain.training.exchange import Exchange
@@ -182,13 +183,13 @@ def test_scores_count_whole_entities() -> None:
     true = [[1, 2, 0, 3], [0, IGNORED, 0]]
     found = [[1, 0, 0, 3], [0, 3]]
     outcomes = Ragged.of([[(tag, 0.5, 1.0) for tag in row] for row in found], np.float64)
-    scores = metrics.tags(outcomes, Ragged.of(true, np.float32), HEAD)
+    scores = by_output.tags(outcomes, Ragged.of(true, np.float32), HEAD)
     assert scores["precision"] == pytest.approx(1 / 3)
     assert scores["recall"] == pytest.approx(1 / 2)
     assert scores["f1"] == pytest.approx(2 / 5)
     assert scores["word_accuracy"] == pytest.approx(4 / 6)
     assert scores["rows"] == 2
-    assert metrics.metric_for("tags").headline == "f1"
+    assert by_output.metric_for("tags").headline == "f1"
 
 
 # ------------------------------------------------------------------------------------------------------- the whole way

@@ -8,9 +8,9 @@ from typing import Any
 
 from rtrain import config as configuration
 from rtrain.config import Config
+from rtrain.metrics.by_output import metric_for
 from rtrain.report import events
 from rtrain.tasks import base
-from rtrain.tasks.metrics import metric_for
 from rtrain.training import driver, runs
 
 Log = list[dict[str, Any]]

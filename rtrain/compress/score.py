@@ -14,10 +14,10 @@ from rtrain.config import Data, parse
 from rtrain.data import records
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem
+from rtrain.metrics.by_output import metric_for
+from rtrain.metrics.scores import measure
 from rtrain.predict import BATCH_ROWS, MOST_TOKENS, Predictor
-from rtrain.scores import measure
 from rtrain.tasks.base import Input
-from rtrain.tasks.metrics import metric_for
 from rtrain.training.evaluate import SEED
 
 
@@ -63,8 +63,8 @@ def settings(made: Artifact, overrides: Mapping[str, Any]) -> Data:
 
 
 def run(folder: Path, data: Data) -> dict[str, Any]:
-    """The scores of an artefact on the rows of a file, as `rtrain.scores` has them of a run's splits; `bad_rows`, which
-    could not be read; and `rows_per_second`. A strange label is wrong."""
+    """The scores of an artefact on the rows of a file, as `rtrain.metrics.scores` has them of a run's splits;
+    `bad_rows`, which could not be read; and `rows_per_second`. A strange label is wrong."""
     source = records.inspect(data)
     predictor = Predictor.load(folder)
     task = predictor.task

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from rtrain import config as configuration, scores
+from rtrain import config as configuration
 from rtrain.batch import Ints
 from rtrain.config import Config
 from rtrain.data.store import Store
 from rtrain.errors import UserError
+from rtrain.metrics import scores
 from rtrain.report import attributions, events, predictions, summary
 from rtrain.tasks import base
 
@@ -33,7 +34,7 @@ class Run:
     """artifact.json of a finished run."""
     predictions: predictions.Predictions | None
     scores: dict[str, Any] | None
-    """scores-<split>.json of the rows that `predictions` is about (`rtrain.scores`)."""
+    """scores-<split>.json of the rows that `predictions` is about (`rtrain.metrics.scores`)."""
     attributions: dict[str, Any] | None
     """attributions-<split>.json of the rows that `predictions` is about."""
 

@@ -73,7 +73,7 @@ class Task(Protocol):
 
     name: str
     output: str
-    """Kind of output: chooses the metric (`rtrain.tasks.metrics`) and what can be done with the answers."""
+    """Kind of output: chooses the metric (`rtrain.metrics.by_output`) and what can be done with the answers."""
     auto_model: str
     """Name of the transformers class that loads the float artefact."""
     by_token: bool

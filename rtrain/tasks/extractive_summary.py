@@ -16,9 +16,9 @@ import numpy as np
 
 from rtrain.batch import Encoded, Floats, Head, Outputs, Ragged, Tokens
 from rtrain.errors import UserError
-from rtrain.metrics import text as scores
+from rtrain.metrics import summary_rows, text as scores
 from rtrain.metrics.additive import Floats as Wide, Ints
-from rtrain.tasks import base, summary_rows
+from rtrain.tasks import base
 from rtrain.tasks.base import Described, Input, Targets
 from rtrain.tasks.classification import divergence
 from rtrain.tasks.defaults import Defaults

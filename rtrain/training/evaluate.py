@@ -11,8 +11,8 @@ import numpy as np
 
 from rtrain.batch import Floats, Ints, Ragged, Tokens, batches
 from rtrain.data.store import Store
+from rtrain.metrics.by_output import metric_for
 from rtrain.tasks.base import Task
-from rtrain.tasks.metrics import metric_for
 from rtrain.training import model, ranks
 from rtrain.training.step import forward
 

@@ -13,8 +13,8 @@ from rtrain.config import Recipe
 from rtrain.data.ingest import Update
 from rtrain.data.order import Order, chain, version
 from rtrain.data.store import Store
+from rtrain.metrics.by_output import metric_for
 from rtrain.tasks import base
-from rtrain.tasks.metrics import metric_for
 from rtrain.training import checkpoint, device, optim, ranks, scaling, sharded, step
 from rtrain.training.cadence import Cadence
 from rtrain.training.evaluate import evaluate

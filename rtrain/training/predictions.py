@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from rtrain import scores
 from rtrain.batch import Head, Ragged
 from rtrain.data.store import Store
+from rtrain.metrics import scores
 from rtrain.tasks.base import Place, Task
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def slices(store: Store, split: str) -> list[str]:
 def measured(
     store: Store, split: str, task: Task, head: Head, outcomes: Ragged, alive: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """The scores of the split, of its slices, and its tables; `alive` as in `rtrain.scores.measure`."""
+    """The scores of the split, of its slices, and its tables; `alive` as in `rtrain.metrics.scores.measure`."""
     origins = store.origins(split)
     columns = {name: origins[name].to_pylist() for name in slices(store, split)}
     lengths = store.column(split, "length")

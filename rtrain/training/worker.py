@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain import artifact, env, pooling, predict, scores, sentence
+from rtrain import artifact, env, pooling, predict, sentence
 from rtrain.batch import Head, Ragged, Tokens
 from rtrain.config import Recipe, parse
 from rtrain.data import ingest
 from rtrain.data.order import Order
 from rtrain.data.store import Store, open_store
 from rtrain.errors import ConfigError, UserError
+from rtrain.metrics import scores
+from rtrain.metrics.by_output import metric_for
 from rtrain.report import events
 from rtrain.tasks import base
-from rtrain.tasks.metrics import metric_for
 from rtrain.training import (
     decisions,
     evaluate,

@@ -21,7 +21,7 @@ RARE = 5
 
 
 def blocks(tables: Mapping[str, Any], head: str = "", unit: str = "label") -> list[Block]:
-    """Of `rtrain.tasks.tables`' classes; `head` goes before the titles."""
+    """Of `rtrain.metrics.tables`' classes; `head` goes before the titles."""
     found: list[Block] = []
     if tables["confused"]:
         found.append(_pairs(tables, head))

@@ -8,13 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from rtrain.data.store import Store
-from rtrain.metrics import text
+from rtrain.metrics import summary_rows, text
 from rtrain.report import charts
 from rtrain.report.blocks import Block, Card, Cards, Figure, Marked, Note, Piece, Table
 from rtrain.report.charts import Bar
 from rtrain.report.collect import Run
 from rtrain.report.svg import score_name, short, three
-from rtrain.tasks import summary_rows
 
 SYSTEMS = (("", "summary"), ("lead_", "first sentences"), ("oracle_", "oracle"))
 COMPARED = (*SYSTEMS[:2], ("over_lead_", "difference"), SYSTEMS[2])

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rtrain.batch import IGNORED, OUTSIDE, Head, Ragged
-from rtrain.metrics import classification, entities, regression, text
+from rtrain.metrics import classification, entities, regression, summary_rows, tables, text
 from rtrain.metrics.additive import Additive, Floats, Ints, joined, means, ratio
-from rtrain.tasks import summary_rows, tables
 
 Scores = dict[str, float]
 Measured = Callable[[Ragged, Ragged, Head], Scores]
@@ -30,7 +29,7 @@ class Metric(NamedTuple):
     more: Measured | None = None
     """Figures that are measured of a finished model only."""
     tables: Callable[[Ragged, Ragged, Head], dict[str, Any]] | None = None
-    """What is no single figure, as JSON of bounded size (`rtrain.tasks.tables`)."""
+    """What is no single figure, as JSON of bounded size (`rtrain.metrics.tables`)."""
 
     def all(self, outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
         """Every figure."""

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain import artifact, cli, scores
+from rtrain import artifact, cli
 from rtrain.batch import IGNORED, Head, Ragged
 from rtrain.compress import score
 from rtrain.errors import ConfigError
+from rtrain.metrics import scores, summary_rows
 from rtrain.predict import Predictor
-from rtrain.tasks import base, summary_rows
+from rtrain.tasks import base
 from tests.tiny import make_artifact, make_task_artifact
 
 INTENTS = base.get("classification")

@@ -26,11 +26,10 @@ from typing import Any
 import numpy as np
 
 from rtrain.batch import IGNORED, OUTSIDE, Head, Ragged
-from rtrain.metrics import calibration, classification, entities, regression
+from rtrain.metrics import calibration, classification, entities, regression, summary_rows
 from rtrain.metrics.additive import Bools, Floats, Ints
 from rtrain.metrics.calibration import softmax
 from rtrain.metrics.text import BLEU_COUNTS, ROUGES
-from rtrain.tasks import summary_rows
 
 MOST_CLASSES = 500
 MOST_CONFUSED = 200

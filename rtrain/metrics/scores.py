@@ -6,7 +6,7 @@
   "scores": {"accuracy": 0.93, ...}, every figure of all rows
   "intervals": {"confidence": 0.95, "replicates": 1000, "scores": {"accuracy": [0.90, 0.95], ...}},
   "slices": {"language": [...], "length": [...]},
-  "tables": {...}                    what is no single figure, by the kind of output: see rtrain.tasks.tables
+  "tables": {...}                    what is no single figure, by the kind of output: see rtrain.metrics.tables
 }
 
 A slice is {"value", "rows", "scores", "interval": of its headline, "merged": how many values are in it, "examples":
@@ -28,7 +28,7 @@ import numpy.typing as npt
 from rtrain.batch import Head, Int32s, Ragged
 from rtrain.metrics import bootstrap, slices
 from rtrain.metrics.additive import Additive
-from rtrain.tasks.metrics import Metric, metric_for
+from rtrain.metrics.by_output import Metric, metric_for
 
 SCHEMA_VERSION = 1
 MOST_SLICES = 50
