@@ -11,10 +11,10 @@ import torch
 from rtrain import config
 from rtrain.batch import Head, Ragged
 from rtrain.data.store import Store
+from rtrain.exchange.gradients import Exchange
 from rtrain.metrics.by_output import METRICS
 from rtrain.tasks import base
 from rtrain.training import evaluate, step
-from rtrain.training.exchange import Exchange
 from tests.conftest import labelled_rows, write_rows
 from tests.test_step import make_network, make_still_encoder
 from tests.test_step_workers import WORLDS, on_workers

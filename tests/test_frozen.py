@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from rtrain.batch import Head
 from rtrain.config import Distill, Model
 from rtrain.errors import UserError
+from rtrain.exchange.gradients import Exchange
 from rtrain.tasks import base
 from rtrain.training import frozen, losses, model, optim, step
-from rtrain.training.exchange import Exchange
 from tests import test_loop
 from tests.test_loop import UPDATES, Ran, fingerprint, recipe_of, start, update_name
 from tests.test_step import LABELS, TASK, cut, make_network, make_rows, make_still_encoder, norm, trained

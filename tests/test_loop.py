@@ -16,9 +16,9 @@ from rtrain.config import Distill, Model
 from rtrain.data.ingest import Share, Update, plan_update
 from rtrain.data.order import Order, chain, rows_digest
 from rtrain.data.store import Store
+from rtrain.exchange.gradients import Exchange
 from rtrain.tasks import base
 from rtrain.training import cadence, evaluate, loop, losses, model, optim, step
-from rtrain.training.exchange import Exchange
 from rtrain.training.replica import Replica
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder, make_store

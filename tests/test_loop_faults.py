@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 
 from rtrain.data.store import Store
+from rtrain.exchange.gradients import Exchange
 from rtrain.training import checkpoint, loop
-from rtrain.training.exchange import Exchange
 from rtrain.training.saver import Saver, Unwritten
 from tests import test_loop
 from tests.test_loop import (

@@ -10,9 +10,9 @@ import torch
 from rtrain.batch import Tokens
 from rtrain.config import Distill
 from rtrain.data.store import Store
+from rtrain.exchange.gradients import Exchange
 from rtrain.report import events
 from rtrain.training import decisions, losses, memory, model, worker
-from rtrain.training.exchange import Exchange
 from rtrain.training.memory import LEAST, MOST, Peak, fitting, longest_rows
 from tests import test_loop
 from tests.test_loop import TASK

@@ -12,10 +12,11 @@ import pytest
 from rtrain import config
 from rtrain.config import Config
 from rtrain.errors import ConfigError, UserError
+from rtrain.exchange import ranks
 from rtrain.proof import drill
 from rtrain.proof.faults import FAULTS, Fault
 from rtrain.report import events
-from rtrain.training import checkpoint, driver, failures, notice, ranks, runs, step
+from rtrain.training import checkpoint, driver, failures, notice, runs, step
 from rtrain.training.recovery import (
     Growth,
     Recovery,

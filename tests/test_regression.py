@@ -16,12 +16,12 @@ from rtrain.batch import Head, Ragged, Tokens, single
 from rtrain.compress import score
 from rtrain.data.store import Store
 from rtrain.errors import UserError
+from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import by_output, scores
 from rtrain.predict import Predictor
 from rtrain.tasks import base
 from rtrain.tasks.regression import Regression
 from rtrain.training import evaluate, model, predictions
-from rtrain.training.exchange import Exchange
 from serve.app import build_app
 from tests.conftest import labelled_rows
 from tests.serving import call

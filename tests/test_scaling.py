@@ -10,9 +10,9 @@ import torch
 
 from rtrain.batch import Head, Tokens
 from rtrain.config import Distill, Optim
+from rtrain.exchange.gradients import Exchange
 from rtrain.training import checkpoint, loop, losses, optim, scaling, step
 from rtrain.training.checkpoint import State
-from rtrain.training.exchange import Exchange
 from rtrain.training.scaling import Scale
 from tests import test_loop
 from tests.test_loop import UPDATES, Ran, fingerprint, start, weights_digest

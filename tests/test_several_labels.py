@@ -15,13 +15,13 @@ from rtrain.batch import IGNORED, Head, Ragged, Tokens
 from rtrain.config import Distill
 from rtrain.data.store import Store
 from rtrain.errors import UserError
+from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import by_output
 from rtrain.predict import Predictor
 from rtrain.tasks import base
 from rtrain.tasks.multi_head import MultiHead
 from rtrain.tasks.multi_label import MultiLabel
 from rtrain.training import evaluate, losses, model, step
-from rtrain.training.exchange import Exchange
 from serve.app import build_app
 from tests.conftest import labelled_rows
 from tests.serving import call

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from rtrain.config import Recipe, load
+from rtrain.exchange.gradients import Exchange
 from rtrain.training import optim, sharded
-from rtrain.training.exchange import Exchange
 from tests import test_loop
 from tests.test_transport import Network, joined, run
 

@@ -11,9 +11,10 @@ import torch
 
 from rtrain.batch import Head, Tokens, single
 from rtrain.config import Distill, Model
+from rtrain.exchange import ranks
+from rtrain.exchange.gradients import Exchange
 from rtrain.tasks import base
-from rtrain.training import losses, model, ranks, step
-from rtrain.training.exchange import Exchange
+from rtrain.training import losses, model, step
 from tests.tiny import VOCABULARY, make_encoder
 
 LABELS = ("a", "b", "c")

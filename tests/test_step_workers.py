@@ -21,8 +21,8 @@ from torch.multiprocessing.spawn import spawn
 from rtrain.batch import Head, Tokens
 from rtrain.config import Distill, Optim
 from rtrain.data.order import deal
+from rtrain.exchange.gradients import Exchange
 from rtrain.training import losses, optim, step
-from rtrain.training.exchange import Exchange
 from rtrain.training.scaling import Scale
 from tests.test_step import (
     LOSS,

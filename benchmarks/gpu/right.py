@@ -195,8 +195,8 @@ def scaling(bench: Bench) -> None:
     import torch
 
     from rtrain.config import Optim
+    from rtrain.exchange.gradients import Exchange
     from rtrain.training import optim, scaling as scales, step
-    from rtrain.training.exchange import Exchange
 
     tokens = texts(bench, "banking77").pick(np.arange(16))
     made = network(bench, CARRIED).eval()
@@ -280,8 +280,8 @@ class _Run:
 
     def __init__(self, start: Any):
         from rtrain.config import Optim
+        from rtrain.exchange.gradients import Exchange
         from rtrain.training import optim
-        from rtrain.training.exchange import Exchange
 
         self.start, self.made = start, copy.deepcopy(start)
         self.gradients: list[dict[str, torch.Tensor]] = []

@@ -63,9 +63,9 @@ class Ours:
     def __init__(self, made: Any, of: "Tokens", rows: int, tokens_per_pass: int, precision: str):
         from rtrain.config import Distill, Optim
         from rtrain.data.order import deal
+        from rtrain.exchange.gradients import Exchange
         from rtrain.tasks import base
         from rtrain.training import losses, optim
-        from rtrain.training.exchange import Exchange
 
         made.train()
         self.network, self._precision = made, precision

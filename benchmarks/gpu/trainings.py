@@ -62,9 +62,9 @@ def start(
     from rtrain import config
     from rtrain.data.ingest import Share, plan_update
     from rtrain.data.order import Order
+    from rtrain.exchange.gradients import Exchange
     from rtrain.tasks import base
     from rtrain.training import loop, losses, model
-    from rtrain.training.exchange import Exchange
 
     given = {
         **intent(),

@@ -17,11 +17,12 @@ from rtrain.config import parse
 from rtrain.data import ingest
 from rtrain.data.order import Order, chain
 from rtrain.data.store import open_store
+from rtrain.exchange import ranks
+from rtrain.exchange.gradients import Exchange
 from rtrain.proof import planted
 from rtrain.report import events
 from rtrain.tasks import base
-from rtrain.training import checkpoint, loop, losses, model, optim, ranks
-from rtrain.training.exchange import Exchange
+from rtrain.training import checkpoint, loop, losses, model, optim
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rtrain.batch import Ints, Tokens
+from rtrain.exchange.gradients import Exchange
 from rtrain.training import step
-from rtrain.training.exchange import Exchange
 
 if TYPE_CHECKING:
     import torch

@@ -11,13 +11,14 @@ import numpy as np
 
 from rtrain.batch import Floats, Ints, Ragged, Tokens, batches
 from rtrain.data.store import Store
+from rtrain.exchange import ranks
 from rtrain.metrics.by_output import metric_for
 from rtrain.tasks.base import Task
-from rtrain.training import model, ranks
+from rtrain.training import model
 from rtrain.training.step import forward
 
 if TYPE_CHECKING:
-    from rtrain.training.exchange import Exchange
+    from rtrain.exchange.gradients import Exchange
 
 ROWS_PER_PASS = 64
 TOKENS_PER_PASS = 1 << 13

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rtrain.errors import UserError
-from rtrain.training.ranks import Elsewhere
+from rtrain.exchange.ranks import Elsewhere
 from rtrain.training.recovery import memory_told
 
 

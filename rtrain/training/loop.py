@@ -13,12 +13,13 @@ from rtrain.config import Recipe
 from rtrain.data.ingest import Update
 from rtrain.data.order import Order, chain, version
 from rtrain.data.store import Store
+from rtrain.exchange import ranks
+from rtrain.exchange.gradients import Exchange
 from rtrain.metrics.by_output import metric_for
 from rtrain.tasks import base
-from rtrain.training import checkpoint, device, optim, ranks, scaling, sharded, step
+from rtrain.training import checkpoint, device, optim, scaling, sharded, step
 from rtrain.training.cadence import Cadence
 from rtrain.training.evaluate import evaluate
-from rtrain.training.exchange import Exchange
 from rtrain.training.replica import Replica
 from rtrain.training.saver import Saver
 from rtrain.training.totals import Totals

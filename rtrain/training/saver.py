@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rtrain.errors import UserError
+from rtrain.exchange.alive import Watch
 from rtrain.training import checkpoint
-from rtrain.training.alive import Watch
 from rtrain.training.replica import Replica, Unreachable
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from rtrain.training import optim
 if TYPE_CHECKING:
     import torch
 
-    from rtrain.training.exchange import Exchange
+    from rtrain.exchange.gradients import Exchange
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """State of the shape of its parameter; beside these there is `step`, one number."""

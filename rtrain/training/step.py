@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from rtrain.training.exchange import Exchange
+    from rtrain.exchange.gradients import Exchange
 
 
 HALF = {"bf16": "bfloat16", "fp16": "float16"}

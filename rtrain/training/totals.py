@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rtrain.training import step
 
 if TYPE_CHECKING:
-    from rtrain.training.exchange import Exchange
+    from rtrain.exchange.gradients import Exchange
 
 
 @dataclass

@@ -18,6 +18,9 @@ from rtrain.data import ingest
 from rtrain.data.order import Order
 from rtrain.data.store import Store, open_store
 from rtrain.errors import ConfigError, UserError
+from rtrain.exchange import ranks
+from rtrain.exchange.alive import Watch
+from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import scores
 from rtrain.metrics.by_output import metric_for
 from rtrain.report import events
@@ -33,12 +36,9 @@ from rtrain.training import (
     packed,
     precision,
     predictions,
-    ranks,
     recovery,
     replica,
 )
-from rtrain.training.alive import Watch
-from rtrain.training.exchange import Exchange
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-    from rtrain.training.exchange import Exchange
+    from rtrain.exchange.gradients import Exchange
 
 
 def table_of(module: Any) -> "tuple[str, torch.nn.Embedding] | None":

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from rtrain.config import Optim
-from rtrain.training import alive, optim, ranks, saver
-from rtrain.training.alive import Watch
+from rtrain.exchange import alive, ranks
+from rtrain.exchange.alive import Watch
+from rtrain.training import optim, saver
 from rtrain.training.replica import Replica
 from tests.test_checkpoint import make_network, train
 from tests.test_saver import state

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from rtrain.training.alive import Watch
+from rtrain.exchange.alive import Watch
 
 TOLD_S = 5.0
 """Seconds between two signs to those that wait, at most; a quarter of a stall where that is shorter."""

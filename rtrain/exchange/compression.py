@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from rtrain.training.transport import Transport
+    from rtrain.exchange.transport import Transport
 
 KINDS = {"none": None, "bf16": "bfloat16"}
 """Name of the type in which gradients are sent, by setting; None: their own."""

@@ -4,8 +4,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rtrain.training import compression, rows, transport
-from rtrain.training.alive import Watch
+from rtrain.exchange import compression, transport
+from rtrain.exchange.alive import Watch
+from rtrain.exchange.touched_rows import TouchedRows, table_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -36,8 +37,8 @@ class Exchange:
         self.world = dist.get_world_size() if self.distributed else 1
         self.rank = dist.get_rank() if self.distributed else 0
         self.model: torch.nn.Module = module
-        table = rows.table_of(module) if touched_rows else None
-        self.rows = rows.TouchedRows(table[1]) if table else None
+        table = table_of(module) if touched_rows else None
+        self.rows = TouchedRows(table[1]) if table else None
         if self.distributed:
             from torch.nn.parallel import DistributedDataParallel
 

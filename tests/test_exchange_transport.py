@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
-from rtrain.training import compression, transport
-from rtrain.training.exchange import Exchange
+from rtrain.exchange import compression, transport
+from rtrain.exchange.gradients import Exchange
 
 WORLDS = (2, 3)
 NUMBERS = 3 * transport.CHUNK // 2 + 77
