@@ -41,8 +41,9 @@ def exchange_seconds(folder: Path, model_folder: Path) -> tuple[dict[str, float]
     from rtrain.config import Distill, Model
     from rtrain.data import ingest, order, store
     from rtrain.exchange.gradients import Exchange
+    from rtrain.network import model
     from rtrain.tasks import base
-    from rtrain.training import losses, model, step
+    from rtrain.training import losses, step
 
     opened, task = store.open_store(folder), base.get("classification")
     network = model.build(model_folder, task, opened.manifest.labels, 0, Model(pooling="own"))

@@ -84,7 +84,7 @@ def prepare(data: Path, folder: Path, count: int) -> Work:
         raise SystemExit(f"{common.PROCESSES} processor cores are needed, one for each training process; here is one")
     os.sched_setaffinity(0, cores)
     from rtrain import hub
-    from rtrain.training import model
+    from rtrain.network import model
 
     folder.mkdir(parents=True, exist_ok=True)
     source = model.resolve(hub.PACKAGED)

@@ -16,11 +16,12 @@ from rtrain.data import records, synthetic, tokens
 from rtrain.data.splits import Splits
 from rtrain.errors import UserError
 from rtrain.metrics.by_output import metric_for
+from rtrain.network import model
 from rtrain.report.memory import PeakMemory
 from rtrain.report.progress import Line, say
 from rtrain.report.summary import summarise
 from rtrain.tasks import base
-from rtrain.training import driver, model, runs
+from rtrain.training import driver, runs
 
 ASKED_TEXTS = 200
 ASKED_TOGETHER = 16

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rtrain import artifact, pooling
+from rtrain import artifact
 from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
 from rtrain.batch import Encoded, Floats, Head, Ints, Outputs, Tokens, batches, pack, padded
 from rtrain.errors import UserError
-from rtrain.inputs import accepted
+from rtrain.network import pooling
+from rtrain.network.inputs import accepted
 from rtrain.tasks import base
 from rtrain.tasks.base import Input, Task
 

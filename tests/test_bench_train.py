@@ -15,8 +15,8 @@ from benchmarks.budgets import Budget
 from benchmarks.peers import common, mean_pooling
 from rtrain import config
 from rtrain.config import Model
+from rtrain.network import model
 from rtrain.tasks import base
-from rtrain.training import model
 from tests.tiny import make_encoder
 
 FOLDER = Path("/somewhere")

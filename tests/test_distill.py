@@ -13,8 +13,8 @@ from rtrain import artifact
 from rtrain.batch import single
 from rtrain.compress import distill
 from rtrain.errors import ConfigError
+from rtrain.network import model
 from rtrain.tasks import base
-from rtrain.training import model
 from rtrain.training.step import forward
 from tests.tiny import make_artifact
 

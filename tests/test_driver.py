@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from rtrain import artifact, config, manifest
+from rtrain.checkpoints import checkpoint
 from rtrain.config import Config
 from rtrain.data import ingest, store as token_store
 from rtrain.data.order import Order, chain, rows_digest
@@ -18,7 +19,7 @@ from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from rtrain.proof import ledger
 from rtrain.report import events
-from rtrain.training import checkpoint, driver
+from rtrain.training import driver
 from rtrain.training.loop import GENESIS
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder

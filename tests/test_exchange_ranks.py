@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
+from rtrain.checkpoints import saver
+from rtrain.checkpoints.replica import Replica
 from rtrain.config import Optim
 from rtrain.exchange import alive, ranks
 from rtrain.exchange.alive import Watch
-from rtrain.training import optim, saver
-from rtrain.training.replica import Replica
-from tests.test_checkpoint import make_network, train
-from tests.test_saver import state
+from rtrain.training import optim
+from tests.test_checkpoints_checkpoint import make_network, train
+from tests.test_checkpoints_saver import state
 
 ROOT = Path(__file__).resolve().parents[1]
 STALL_S = 2.0

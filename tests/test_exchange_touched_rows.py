@@ -9,8 +9,8 @@ import transformers
 
 from rtrain.exchange import touched_rows
 from rtrain.exchange.gradients import Exchange
+from rtrain.network import model
 from rtrain.tasks import base
-from rtrain.training import model
 from tests.tiny import make_encoder
 
 

@@ -20,9 +20,9 @@ import psutil
 import pytest
 
 from rtrain import config, env, manifest
+from rtrain.checkpoints import checkpoint
 from rtrain.cluster import supervise
 from rtrain.proof import ledger
-from rtrain.training import checkpoint
 from tests import test_cluster_yaml as cluster
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder

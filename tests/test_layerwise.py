@@ -8,11 +8,13 @@ import pytest
 import torch
 import transformers
 
+from rtrain.checkpoints import checkpoint
+from rtrain.checkpoints.checkpoint import State
 from rtrain.config import Model, Optim
 from rtrain.errors import ConfigError
+from rtrain.network import model
 from rtrain.tasks import base
-from rtrain.training import checkpoint, layerwise, model, optim
-from rtrain.training.checkpoint import State
+from rtrain.training import layerwise, optim
 from tests.tiny import make_encoder
 
 SMALL: dict[str, Any] = {"vocab_size": 50, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}

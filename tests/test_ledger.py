@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from rtrain import config
+from rtrain.checkpoints import checkpoint
 from rtrain.data.order import Order
 from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.proof import ledger
 from rtrain.report import events
-from rtrain.training import checkpoint, runs
+from rtrain.training import runs
 from tests import test_loop
 from tests.test_loop import UPDATES, Ran, recipe_of, start
 

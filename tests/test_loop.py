@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from rtrain import config
+from rtrain.checkpoints.replica import Replica
 from rtrain.config import Distill, Model
 from rtrain.data.ingest import Share, Update, plan_update
 from rtrain.data.order import Order, chain, rows_digest
 from rtrain.data.store import Store
 from rtrain.exchange.gradients import Exchange
+from rtrain.network import model
 from rtrain.tasks import base
-from rtrain.training import cadence, evaluate, loop, losses, model, optim, step
-from rtrain.training.replica import Replica
+from rtrain.training import cadence, evaluate, loop, losses, optim, step
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder, make_store
 

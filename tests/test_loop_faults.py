@@ -7,11 +7,13 @@ from unittest import mock
 
 import pytest
 
+from rtrain.checkpoints import checkpoint
+from rtrain.checkpoints.saver import Saver, Unwritten
 from rtrain.data.store import Store
 from rtrain.exchange.gradients import Exchange
-from rtrain.training import checkpoint, loop
-from rtrain.training.saver import Saver, Unwritten
+from rtrain.training import loop
 from tests import test_loop
+from tests.test_checkpoints_saver import full
 from tests.test_loop import (
     UPDATES,
     Recorder,
@@ -23,7 +25,6 @@ from tests.test_loop import (
     weights_digest,
 )
 from tests.test_loop_resume import weights_of
-from tests.test_saver import full
 from tests.test_step_workers import WORLDS, on_workers
 
 ground = test_loop.ground  # fixture

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from rtrain import manifest
+from rtrain.checkpoints import checkpoint
+from rtrain.checkpoints.saver import Saver
 from rtrain.data.order import Order
 from rtrain.data.store import Store
-from rtrain.training import checkpoint, loop, model
-from rtrain.training.saver import Saver
+from rtrain.network import model
+from rtrain.training import loop
 from tests import test_loop
 from tests.test_loop import (
     TASK,

@@ -11,8 +11,9 @@ from rtrain.batch import Tokens
 from rtrain.config import Distill
 from rtrain.data.store import Store
 from rtrain.exchange.gradients import Exchange
+from rtrain.network import model
 from rtrain.report import events
-from rtrain.training import decisions, losses, memory, model, worker
+from rtrain.training import decisions, losses, memory, worker
 from rtrain.training.memory import LEAST, MOST, Peak, fitting, longest_rows
 from tests import test_loop
 from tests.test_loop import TASK

@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from rtrain.checkpoints import checkpoint
+from rtrain.checkpoints.checkpoint import State
 from rtrain.config import Optim
-from rtrain.training import checkpoint, optim, radam
-from rtrain.training.checkpoint import State
-from tests.test_checkpoint import equal, make_network, train
+from rtrain.training import optim, radam
+from tests.test_checkpoints_checkpoint import equal, make_network, train
 
 SCALES = (1.0, 1e-3, 1e3, 1e8, 1e-20, 0.0)
 """Of the gradients, a tensor each. Nothing of 1e-20 is seen beside a weight of 1: it takes weights that start at 0."""

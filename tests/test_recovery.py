@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from rtrain import config
+from rtrain.checkpoints import checkpoint
 from rtrain.config import Config
 from rtrain.errors import ConfigError, UserError
 from rtrain.exchange import ranks
 from rtrain.proof import drill
 from rtrain.proof.faults import FAULTS, Fault
 from rtrain.report import events
-from rtrain.training import checkpoint, driver, failures, notice, runs, step
+from rtrain.training import driver, failures, notice, runs, step
 from rtrain.training.recovery import (
     Growth,
     Recovery,

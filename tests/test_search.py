@@ -12,11 +12,11 @@ import psutil
 import pytest
 
 from rtrain import config
+from rtrain.checkpoints import checkpoint
 from rtrain.config import with_overrides
 from rtrain.errors import ConfigError, UserError
 from rtrain.report import events, summary
 from rtrain.report.progress import search_text
-from rtrain.training import checkpoint
 from tests.test_driver import settings
 from tune import search, trial
 

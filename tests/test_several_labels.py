@@ -17,11 +17,12 @@ from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import by_output
+from rtrain.network import model
 from rtrain.predict import Predictor
 from rtrain.tasks import base
 from rtrain.tasks.multi_head import MultiHead
 from rtrain.tasks.multi_label import MultiLabel
-from rtrain.training import evaluate, losses, model, step
+from rtrain.training import evaluate, losses, step
 from serve.app import build_app
 from tests.conftest import labelled_rows
 from tests.serving import call

@@ -16,7 +16,7 @@ from rtrain.config import Recipe, load
 from rtrain.exchange.gradients import Exchange
 from rtrain.training import optim, sharded
 from tests import test_loop
-from tests.test_transport import Network, joined, run
+from tests.test_exchange_transport import Network, joined, run
 
 WORLDS = (2, 3)
 RADAM = {"name": "radam", "layer_decay": 0.8}

@@ -13,8 +13,9 @@ from rtrain.batch import Head, Tokens, single
 from rtrain.config import Distill, Model
 from rtrain.exchange import ranks
 from rtrain.exchange.gradients import Exchange
+from rtrain.network import model
 from rtrain.tasks import base
-from rtrain.training import losses, model, step
+from rtrain.training import losses, step
 from tests.tiny import VOCABULARY, make_encoder
 
 LABELS = ("a", "b", "c")

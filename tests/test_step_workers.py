@@ -19,11 +19,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.multiprocessing.spawn import spawn
 
 from rtrain.batch import Head, Tokens
+from rtrain.checkpoints.loss_scale import Scale
 from rtrain.config import Distill, Optim
 from rtrain.data.order import deal
 from rtrain.exchange.gradients import Exchange
 from rtrain.training import losses, optim, step
-from rtrain.training.scaling import Scale
 from tests.test_step import (
     LOSS,
     TASK,

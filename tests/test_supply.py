@@ -100,7 +100,7 @@ ray.shutdown()
 def test_a_run_takes_what_is_free_and_says_why_a_gpu_is_left_alone(tmp_path: Path) -> None:
     """Six CPUs of which others hold two, and a GPU of which a CPU build of torch can make nothing: an elastic run of
     four workers starts with two, beside its two data tasks, and not with four that could never be placed."""
-    from rtrain.training import device
+    from rtrain.network import device
 
     if device.usable():
         pytest.fail("this test is for a CPU build of torch, which the project's tests are run with")

@@ -10,14 +10,16 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from rtrain import config, pooling, sentence
+from rtrain import config
+from rtrain.checkpoints import checkpoint
 from rtrain.compress import distill, quantize
 from rtrain.config import Config
 from rtrain.data.store import Store
+from rtrain.network import pooling, sentence
 from rtrain.predict import Predictor
 from rtrain.report import events, summary
 from rtrain.tasks import base
-from rtrain.training import checkpoint, driver
+from rtrain.training import driver
 from tests import test_extractive_summary, test_several_labels, test_span_qa, test_token_tags
 from tests.conftest import labelled_rows
 from tests.tiny import make_encoder

@@ -17,10 +17,11 @@ from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import by_output
+from rtrain.network import model
 from rtrain.predict import Predictor
 from rtrain.tasks import base
 from rtrain.tasks.token_tags import TokenTags
-from rtrain.training import evaluate, losses, model, predictions, step
+from rtrain.training import evaluate, losses, predictions, step
 from serve.app import build_app
 from tests.serving import call
 from tests.test_step import make_still_encoder

@@ -14,9 +14,10 @@ from rtrain.config import Distill
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError
 from rtrain.exchange.gradients import Exchange
+from rtrain.network import model
 from rtrain.predict import Predictor
 from rtrain.tasks import base
-from rtrain.training import evaluate, losses, model, step
+from rtrain.training import evaluate, losses, step
 from serve.app import build_app
 from tests.conftest import labelled_rows
 from tests.serving import call

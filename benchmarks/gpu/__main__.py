@@ -127,8 +127,6 @@ def _import() -> None:
         transformers.utils.logging.set_verbosity_error()
         for name in ("AutoModelForSequenceClassification", "BertForSequenceClassification", "Trainer"):
             getattr(transformers, name)  # imported when it is first named, seconds each
-        import rtrain.training.loop
-        import rtrain.training.model  # noqa: F401
     gc.freeze()  # a section's collections pass over all of that
 
 

@@ -114,7 +114,7 @@ class Bench:
     @cached_property
     def precision(self) -> str:
         """What `auto` comes to here."""
-        from rtrain.training import precision
+        from rtrain.network import precision
 
         return precision.resolve("auto", precision.of(self.device))
 
@@ -162,8 +162,8 @@ def network(
     import torch
 
     from rtrain.config import Model
+    from rtrain.network import model, packed
     from rtrain.tasks import base
-    from rtrain.training import model, packed
 
     torch.manual_seed(seed)
     if bench.size.models[name] is None:

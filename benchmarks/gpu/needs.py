@@ -54,7 +54,9 @@ def run(bench: Bench) -> None:
         taken = inspect.signature(varlen_attn).parameters
         report.line("varlen_attn", "scale" in taken, parameters=list(taken))
     with report.attempt("rtrain"):
-        from rtrain.training import checkpoint, evaluate, loop, memory, model, step
+        from rtrain.checkpoints import checkpoint
+        from rtrain.network import model
+        from rtrain.training import evaluate, loop, memory, step
 
         rooms = (checkpoint, evaluate, loop, memory, model, step)
         report.line("rtrain", True, imported=[room.__name__ for room in rooms])

@@ -30,7 +30,7 @@ def prepare(data: Path, out: Path, name: str, questions: int = QUESTIONS) -> dic
     Of banking77 all rows are taken, about a megabyte: fewer do not reach an accuracy of 0.93.
     """
     from rtrain import config
-    from rtrain.training import model
+    from rtrain.network import model
 
     if out.exists():
         raise SystemExit(f"{out} exists; name a new folder, or remove it")

@@ -88,7 +88,7 @@ def _start(bench: Bench, folder: Path, settings: dict[str, Any], deterministic: 
 def _train(bench: Bench, folder: Path, settings: dict[str, Any], deterministic: bool, kill: bool) -> None:
     import torch
 
-    from rtrain.training import checkpoint
+    from rtrain.checkpoints import checkpoint
 
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what cuBLAS asks for, to add in one order
     torch.use_deterministic_algorithms(deterministic, warn_only=True)

@@ -33,7 +33,7 @@ def run(bench: Bench) -> None:
 
 def formats(bench: Bench) -> list[str]:
     """Those that the device computes; a processor emulates the others, slowly and as exactly."""
-    from rtrain.training import precision
+    from rtrain.network import precision
 
     found = precision.of(bench.device).formats
     return ["fp32", *sorted(found)] if bench.gpu else ["fp32", "bf16"]
@@ -46,8 +46,8 @@ def attention(bench: Bench) -> None:
     """Windows of many lengths in one pack, by the kernel that training takes, against plain products in float64."""
     import torch
 
-    from rtrain.training import attention as attending
-    from rtrain.training.layout import layout_of
+    from rtrain.network import attention as attending
+    from rtrain.network.layout import layout_of
 
     heads, dim = 4, 64
     lengths = np.random.default_rng(1).integers(1, bench.size.long + 1, 16 if bench.gpu else 5).astype(np.int32)
@@ -154,8 +154,8 @@ def dropout(bench: Bench) -> None:
     """The share of zeros, and the same ones from the same seed; of a layer, and of attention's weights."""
     import torch
 
-    from rtrain.training import attention as attending, dropout as masks
-    from rtrain.training.layout import layout_of
+    from rtrain.network import attention as attending, dropout as masks
+    from rtrain.network.layout import layout_of
 
     rate, count = 0.1, 1 << 20
     layer = torch.nn.Sequential(torch.nn.Dropout(rate)).train()
@@ -194,9 +194,10 @@ def scaling(bench: Bench) -> None:
     """fp16 with a scale under which the gradient is infinite: nothing is trained until it is finite, then all is."""
     import torch
 
+    from rtrain.checkpoints import loss_scale as scales
     from rtrain.config import Optim
     from rtrain.exchange.gradients import Exchange
-    from rtrain.training import optim, scaling as scales, step
+    from rtrain.training import optim, step
 
     tokens = texts(bench, "banking77").pick(np.arange(16))
     made = network(bench, CARRIED).eval()

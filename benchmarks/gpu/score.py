@@ -95,7 +95,7 @@ def _hf(bench: Bench, seed: int, mean: bool) -> Seen:
     import torch
     import transformers
 
-    from rtrain import pooling
+    from rtrain.network import pooling
 
     store = bench.store("banking77")
     per_update, epochs, every = _size(bench)

@@ -89,7 +89,8 @@ def on_device(bench: Bench, predictor: "Predictor", precision: str) -> Answer:
     import torch
 
     from rtrain.batch import pack
-    from rtrain.training import model, step
+    from rtrain.network import model
+    from rtrain.training import step
 
     made: Any = model.build(bench.scratch / "serving" / "artifact", predictor.task, predictor.artifact.labels, 0)
     model.place(made, bench.device)
@@ -108,8 +109,8 @@ def on_device(bench: Bench, predictor: "Predictor", precision: str) -> Answer:
 def artifact(bench: Bench, folder: Path) -> Path:
     """The carried model with a new head, as a complete float artefact."""
     from rtrain import artifact as artifacts, predict
+    from rtrain.network import model
     from rtrain.tasks import base
-    from rtrain.training import model
 
     labels, task = bench.store("banking77").manifest.labels, base.get("classification")
     folder.mkdir(parents=True)

@@ -63,8 +63,9 @@ def start(
     from rtrain.data.ingest import Share, plan_update
     from rtrain.data.order import Order
     from rtrain.exchange.gradients import Exchange
+    from rtrain.network import model
     from rtrain.tasks import base
-    from rtrain.training import loop, losses, model
+    from rtrain.training import loop, losses
 
     given = {
         **intent(),

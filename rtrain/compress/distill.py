@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rtrain import artifact, config as configuration, env, pooling
+from rtrain import artifact, config as configuration, env
 from rtrain.batch import Head, Ints, batches
 from rtrain.config import Config, Model
 from rtrain.data.store import Store, open_store
 from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.network import model, pooling, precision
 from rtrain.tasks import base
-from rtrain.training import driver, model, precision, runs
+from rtrain.training import driver, runs
 from rtrain.training.step import forward
 from rtrain.training.worker import TOKENIZER_FILES
 

@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rtrain import artifact, pooling, predict
+from rtrain import artifact, predict
 from rtrain.batch import Floats, Head, padded
 from rtrain.compress import score
 from rtrain.config import Recipe
 from rtrain.data.store import Store
 from rtrain.errors import UserError
-from rtrain.inputs import accepted
+from rtrain.network import model, pooling
+from rtrain.network.inputs import accepted
 from rtrain.report import events
 from rtrain.tasks import base
-from rtrain.training import model
 from rtrain.training.worker import TOKENIZER_FILES
 
 GRAPH = "model.int8.xml"

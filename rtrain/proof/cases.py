@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rtrain import env
+from rtrain.checkpoints import checkpoint
 from rtrain.config import parse
 from rtrain.data import ingest
 from rtrain.data.order import Order, chain
 from rtrain.data.store import open_store
 from rtrain.exchange import ranks
 from rtrain.exchange.gradients import Exchange
+from rtrain.network import model
 from rtrain.proof import planted
 from rtrain.report import events
 from rtrain.tasks import base
-from rtrain.training import checkpoint, loop, losses, model, optim
+from rtrain.training import loop, losses, optim
 
 if TYPE_CHECKING:
     import torch

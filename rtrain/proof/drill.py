@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from rtrain import config as configuration
+from rtrain.checkpoints import checkpoint
 from rtrain.config import Config
 from rtrain.data import tokens
 from rtrain.errors import UserError
 from rtrain.proof import ledger
 from rtrain.proof.faults import FAULTS, Fault, workers_left
 from rtrain.report import events, html, summary
-from rtrain.training import checkpoint, driver, nodes
+from rtrain.training import driver, nodes
 
 SAVE_EVERY = 8
 """Updates between two checkpoints, where the recipe names no number."""

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
+from rtrain.checkpoints import checkpoint
 from rtrain.errors import UserError
 from rtrain.report import memory
-from rtrain.training import checkpoint
 
 
 @dataclass(frozen=True)

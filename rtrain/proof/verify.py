@@ -16,11 +16,12 @@ from rtrain import config as configuration
 from rtrain.config import Config
 from rtrain.data import tokens
 from rtrain.errors import ConfigError, UserError
+from rtrain.network import model
 from rtrain.plan import preflight
 from rtrain.proof import planted
 from rtrain.proof.cases import REFERENCE, Case, Measured, run_group
 from rtrain.report import events
-from rtrain.training import driver, failures, group as worker_group, model, nodes
+from rtrain.training import driver, failures, group as worker_group, nodes
 
 TOLERANCE = 1e-8
 """Correct code stays below it by orders of magnitude, in float64; see `PLANTED`."""

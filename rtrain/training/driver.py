@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rtrain import config as configuration
+from rtrain.checkpoints import checkpoint, replica
 from rtrain.cluster import supply
 from rtrain.cluster.session import data_cpus
 from rtrain.config import Cluster, Config
@@ -15,24 +16,10 @@ from rtrain.data import records, refusals, tokens
 from rtrain.data.order import Order, refuse_other, version
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.network import device, model, precision
 from rtrain.plan import preflight
 from rtrain.report import attributions, events, html, summary, trackers, versions
-from rtrain.training import (
-    checkpoint,
-    decisions,
-    device,
-    failures,
-    group,
-    losses,
-    model,
-    nodes,
-    notice,
-    placement,
-    precision,
-    replica,
-    runs,
-    worker,
-)
+from rtrain.training import decisions, failures, group, losses, nodes, notice, placement, runs, worker
 from rtrain.training.recovery import Kind, Recovery, halvings, most_after, out_of_memory
 
 OnEvent = Callable[[dict[str, Any]], None]

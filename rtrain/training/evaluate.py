@@ -13,8 +13,8 @@ from rtrain.batch import Floats, Ints, Ragged, Tokens, batches
 from rtrain.data.store import Store
 from rtrain.exchange import ranks
 from rtrain.metrics.by_output import metric_for
+from rtrain.network import model
 from rtrain.tasks.base import Task
-from rtrain.training import model
 from rtrain.training.step import forward
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rtrain import env
-from rtrain.training.device import backend
+from rtrain.network.device import backend
 
 if TYPE_CHECKING:
     import ray.train

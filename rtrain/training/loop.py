@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rtrain.batch import Head, Ints, Ragged
+from rtrain.checkpoints import checkpoint, loss_scale
+from rtrain.checkpoints.replica import Replica
+from rtrain.checkpoints.saver import Saver
 from rtrain.config import Recipe
 from rtrain.data.ingest import Update
 from rtrain.data.order import Order, chain, version
@@ -16,12 +19,11 @@ from rtrain.data.store import Store
 from rtrain.exchange import ranks
 from rtrain.exchange.gradients import Exchange
 from rtrain.metrics.by_output import metric_for
+from rtrain.network import device
 from rtrain.tasks import base
-from rtrain.training import checkpoint, device, optim, scaling, sharded, step
+from rtrain.training import optim, sharded, step
 from rtrain.training.cadence import Cadence
 from rtrain.training.evaluate import evaluate
-from rtrain.training.replica import Replica
-from rtrain.training.saver import Saver
 from rtrain.training.totals import Totals
 
 if TYPE_CHECKING:
@@ -123,7 +125,7 @@ def _train(
 ) -> Outcome:
     optimizer = sharded.build(exchange, job.recipe, reporter.event)
     state = _restore(saver, identity(job.order), exchange, optimizer, reporter)
-    state = replace(state, scale=state.scale or scaling.first(job.precision))
+    state = replace(state, scale=state.scale or loss_scale.first(job.precision))
     cadence = Cadence(
         last=job.until,
         evaluate_every=job.recipe.train.evaluate_every or job.order.updates_per_epoch,
@@ -273,9 +275,9 @@ def _trained(
     optimizer: "torch.optim.Optimizer",
     update: Update,
     clock: Clock,
-    scale: scaling.Scale | None,
+    scale: loss_scale.Scale | None,
     reporter: Reporter,
-) -> tuple[step.Done, scaling.Scale | None]:
+) -> tuple[step.Done, loss_scale.Scale | None]:
     """Train on one update, with smaller and smaller loss scales where its gradient is infinite: each row counts once,
     with the dropout that it would have had. Returns the scale for the next one too."""
     notice = reporter.notice()

@@ -6,8 +6,9 @@ from rtrain import hub
 from rtrain.config import Config
 from rtrain.data import records, tokens
 from rtrain.errors import ConfigError, Problem
+from rtrain.network import model
 from rtrain.plan import preflight
-from rtrain.training import model, runs
+from rtrain.training import runs
 
 LOCAL = "file://"
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from rtrain.batch import Ints, Tokens, padded, single
 from rtrain.errors import UserError
-from rtrain.inputs import LAYOUT, accepted
-from rtrain.training import packed
-from rtrain.training.device import moved
+from rtrain.network import packed
+from rtrain.network.device import moved
+from rtrain.network.inputs import LAYOUT, accepted
 
 if TYPE_CHECKING:
     import numpy.typing as npt

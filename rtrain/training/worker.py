@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain import artifact, env, pooling, predict, sentence
+from rtrain import artifact, env, predict
 from rtrain.batch import Head, Ragged, Tokens
+from rtrain.checkpoints import replica
 from rtrain.config import Recipe, parse
 from rtrain.data import ingest
 from rtrain.data.order import Order
@@ -23,22 +24,10 @@ from rtrain.exchange.alive import Watch
 from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import scores
 from rtrain.metrics.by_output import metric_for
+from rtrain.network import model, packed, pooling, precision, sentence
 from rtrain.report import events
 from rtrain.tasks import base
-from rtrain.training import (
-    decisions,
-    evaluate,
-    loop,
-    losses,
-    memory,
-    model,
-    notice,
-    packed,
-    precision,
-    predictions,
-    recovery,
-    replica,
-)
+from rtrain.training import decisions, evaluate, loop, losses, memory, notice, predictions, recovery
 
 if TYPE_CHECKING:
     import torch

@@ -204,7 +204,7 @@ def hook_ingest(ingest: Any) -> None:
     ingest.plan_update = dying_plan
 
 
-HOOKS = {HOOKED: hook, "rtrain.data.ingest": hook_ingest, "rtrain.training.replica": hook_replica}
+HOOKS = {HOOKED: hook, "rtrain.data.ingest": hook_ingest, "rtrain.checkpoints.replica": hook_replica}
 
 
 class Finder(importlib.abc.MetaPathFinder):

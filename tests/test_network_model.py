@@ -9,8 +9,8 @@ import transformers
 
 from rtrain.config import Model
 from rtrain.errors import ConfigError
+from rtrain.network import model
 from rtrain.tasks import base
-from rtrain.training import model
 from tests.tiny import make_encoder
 
 TASK = base.get("classification")

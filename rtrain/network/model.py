@@ -7,11 +7,11 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rtrain import hub, pooling, sentence
+from rtrain import hub
 from rtrain.config import Config, Model, Recipe, with_overrides
 from rtrain.errors import ConfigError, Problem
+from rtrain.network import frozen, packed, pooling, sentence
 from rtrain.tasks import base
-from rtrain.training import frozen, packed
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rtrain.batch import Int32s, Ints, Tokens
-from rtrain.training.device import moved
+from rtrain.network.device import moved
 
 if TYPE_CHECKING:
     import torch

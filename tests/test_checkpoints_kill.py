@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rtrain.training import checkpoint
+from rtrain.checkpoints import checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 SAVES = 3
@@ -81,10 +81,10 @@ class Points:
 
 def saves(folder: Path, target: int | None) -> None:
     """In a fork: three checkpoints, one after another; the process does not return from point `target`."""
+    from rtrain.checkpoints.saver import Saver
     from rtrain.config import Optim
     from rtrain.training import optim
-    from rtrain.training.saver import Saver
-    from tests.test_checkpoint import RUN, make_network, train
+    from tests.test_checkpoints_checkpoint import RUN, make_network, train
 
     points = Points(target)
     points.install()
@@ -105,7 +105,7 @@ def forks(root: Path) -> None:
 
     from rtrain.config import Optim
     from rtrain.training import optim
-    from tests.test_checkpoint import make_network, train
+    from tests.test_checkpoints_checkpoint import make_network, train
 
     torch.set_num_threads(1)  # no thread may be lost by a fork
     network = make_network()
@@ -177,10 +177,10 @@ def test_the_points_are_every_boundary_of_a_save(killed: Killed) -> None:
 
 
 def test_after_a_kill_at_any_point_the_newest_whole_checkpoint_loads(killed: Killed, tmp_path: Path) -> None:
+    from rtrain.checkpoints.saver import Saver
     from rtrain.config import Optim
     from rtrain.training import optim
-    from rtrain.training.saver import Saver
-    from tests.test_checkpoint import RUN, equal, make_network, names, train
+    from tests.test_checkpoints_checkpoint import RUN, equal, make_network, names, train
 
     weights = {}
     network = make_network()

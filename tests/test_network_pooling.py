@@ -7,12 +7,12 @@ import pytest
 import torch
 import transformers
 
-from rtrain import artifact, config, pooling, predict
+from rtrain import artifact, config, predict
 from rtrain.batch import Head
 from rtrain.config import Model
 from rtrain.errors import UserError
+from rtrain.network import model, pooling
 from rtrain.tasks import base
-from rtrain.training import model
 from tests.tiny import make_encoder, make_tokenizer
 
 TASK = base.get("classification")

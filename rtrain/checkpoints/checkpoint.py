@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rtrain import manifest
+from rtrain.checkpoints.loss_scale import Scale
 from rtrain.errors import UserError
-from rtrain.training.scaling import Scale
 
 if TYPE_CHECKING:
     import torch

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rtrain.batch import Int32s, Ints, Tokens
-from rtrain.inputs import LAYOUT
-from rtrain.training import attention, dropout as masks
-from rtrain.training.device import moved
-from rtrain.training.layout import Layout, layout_of
+from rtrain.network import attention, dropout as masks
+from rtrain.network.device import moved
+from rtrain.network.inputs import LAYOUT
+from rtrain.network.layout import Layout, layout_of
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ def supports(network: Any) -> bool:
 
 def enable(network: "transformers.PreTrainedModel", head: str, *, fast_dropout: bool = True) -> None:
     """Let `network` be called with `inputs_of`. `head`: what its head reads, of each window the `first` token or the
-    `mean` of all, or each of the `tokens`. `fast_dropout`: draw masks as `rtrain.training.dropout` does."""
+    `mean` of all, or each of the `tokens`. `fast_dropout`: draw masks as `rtrain.network.dropout` does."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rtrain.errors import UserError
-from rtrain.inputs import LAYOUT
+from rtrain.network.inputs import LAYOUT
 
 if TYPE_CHECKING:
     import torch

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from rtrain import manifest
+from rtrain.checkpoints import checkpoint
+from rtrain.checkpoints.checkpoint import FILES, State
 from rtrain.config import Optim
-from rtrain.training import checkpoint, optim
-from rtrain.training.checkpoint import FILES, State
-from tests.test_checkpoint import RUN, equal, make_network, names, saved, train
+from rtrain.training import optim
+from tests.test_checkpoints_checkpoint import RUN, equal, make_network, names, saved, train
 
 UPDATES = (1, 2, 3)
 ALL = (*FILES, manifest.NAME)

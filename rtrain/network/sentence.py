@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rtrain.artifact import NAME
-from rtrain.pooling import FACT
+from rtrain.network.pooling import FACT
 
 MODULES, POOLING = "modules.json", "1_Pooling"
 FLAGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}

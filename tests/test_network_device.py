@@ -13,9 +13,10 @@ from torch.nn.attention.varlen import varlen_attn
 
 from rtrain import config
 from rtrain.errors import ConfigError
+from rtrain.network import attention, device, layout, model
 from rtrain.tasks import base
-from rtrain.training import attention, device, layout, model, step
-from tests.test_packed import LENGTHS, rows
+from rtrain.training import step
+from tests.test_network_packed import LENGTHS, rows
 from tests.tiny import make_encoder
 
 META = torch.device("meta")

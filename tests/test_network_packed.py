@@ -12,8 +12,9 @@ from hypothesis import given, settings, strategies as st
 from rtrain.batch import Tokens
 from rtrain.config import Model
 from rtrain.errors import ConfigError
+from rtrain.network import attention, dropout, layout, model, packed
 from rtrain.tasks import base
-from rtrain.training import attention, dropout, layout, model, packed, step
+from rtrain.training import step
 from tests.tiny import make_encoder
 
 WORDS = 300

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from rtrain.training import dropout as masks, precision
-from rtrain.training.layout import Group, Layout
+from rtrain.network import dropout as masks, precision
+from rtrain.network.layout import Group, Layout
 
 if TYPE_CHECKING:
     import torch

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from rtrain.errors import ConfigError
-from rtrain.training import decisions, memory, precision, worker
-from rtrain.training.precision import Native
+from rtrain.network import precision
+from rtrain.network.precision import Native
+from rtrain.training import decisions, memory, worker
 from tests import test_loop
-from tests.test_ranks import joined, started
+from tests.test_exchange_ranks import joined, started
 
 INTEL = "processor\t: 0\nflags\t\t: fpu sse2 avx2 avx512f {}\nbugs\t\t: none\n\nprocessor\t: 1\nflags\t\t: fpu\n"
 ARM = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd {}\nCPU part\t: 0xd40\n"

@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from rtrain.checkpoints import checkpoint
+from rtrain.checkpoints.checkpoint import Snapshot, State
+from rtrain.checkpoints.saver import Saver, Unwritten
 from rtrain.config import Optim
-from rtrain.training import checkpoint, optim
-from rtrain.training.checkpoint import Snapshot, State
-from rtrain.training.saver import Saver, Unwritten
-from tests.test_checkpoint import RUN, equal, make_network, names, train
+from rtrain.training import optim
+from tests.test_checkpoints_checkpoint import RUN, equal, make_network, names, train
 
 
 @pytest.fixture

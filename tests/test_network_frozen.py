@@ -15,8 +15,9 @@ from rtrain.batch import Head
 from rtrain.config import Distill, Model
 from rtrain.errors import UserError
 from rtrain.exchange.gradients import Exchange
+from rtrain.network import frozen, model
 from rtrain.tasks import base
-from rtrain.training import frozen, losses, model, optim, step
+from rtrain.training import losses, optim, step
 from tests import test_loop
 from tests.test_loop import UPDATES, Ran, fingerprint, recipe_of, start, update_name
 from tests.test_step import LABELS, TASK, cut, make_network, make_rows, make_still_encoder, norm, trained

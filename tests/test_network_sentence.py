@@ -11,13 +11,14 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from rtrain import artifact, config, manifest, pooling, predict, sentence
+from rtrain import artifact, config, manifest, predict
 from rtrain.batch import Head
+from rtrain.checkpoints import replica
 from rtrain.compress import distill
 from rtrain.config import Model
 from rtrain.errors import ConfigError, UserError
+from rtrain.network import model, pooling, sentence
 from rtrain.tasks import base
-from rtrain.training import model, replica
 from rtrain.training.worker import TOKENIZER_FILES, sentence_pooling
 from tests.tiny import VOCABULARY, make_encoder, make_tokenizer
 

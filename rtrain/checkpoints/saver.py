@@ -6,10 +6,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from rtrain.checkpoints import checkpoint
+from rtrain.checkpoints.replica import Replica, Unreachable
 from rtrain.errors import UserError
 from rtrain.exchange.alive import Watch
-from rtrain.training import checkpoint
-from rtrain.training.replica import Replica, Unreachable
 
 if TYPE_CHECKING:
     import torch

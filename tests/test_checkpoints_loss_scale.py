@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from rtrain.batch import Head, Tokens
+from rtrain.checkpoints import checkpoint, loss_scale
+from rtrain.checkpoints.checkpoint import State
+from rtrain.checkpoints.loss_scale import Scale
 from rtrain.config import Distill, Optim
 from rtrain.exchange.gradients import Exchange
-from rtrain.training import checkpoint, loop, losses, optim, scaling, step
-from rtrain.training.checkpoint import State
-from rtrain.training.scaling import Scale
+from rtrain.training import loop, losses, optim, step
 from tests import test_loop
 from tests.test_loop import UPDATES, Ran, fingerprint, start, weights_digest
 from tests.test_step import LOSS, TASK, cut, distance, gradients, make_network, make_rows, make_still_encoder, norm
@@ -32,8 +33,8 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_rules_are_those_of_torch_s_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling, "GROWS_AFTER", GROWS)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scaling.FIRST, growth_interval=GROWS)
+    monkeypatch.setattr(loss_scale, "GROWS_AFTER", GROWS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale.FIRST, growth_interval=GROWS)
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer, found, draw = torch.optim.SGD([weight], lr=1.0), Scale(), random.Random(0)
     seen = set()
@@ -48,27 +49,27 @@ def test_the_rules_are_those_of_torch_s_scaler(monkeypatch: pytest.MonkeyPatch) 
         assert (found.value, found.finite) == (scaler.get_scale(), scaler._get_growth_tracker())
         seen.add(found.value)
     assert len(seen) > 5
-    assert scaling.LEAST < min(seen) < max(seen) < scaling.MOST
+    assert loss_scale.LEAST < min(seen) < max(seen) < loss_scale.MOST
 
 
 def test_a_scale_is_given_up_after_so_many_infinite_gradients_or_so_small_a_one() -> None:
     scale = Scale()
-    for _ in range(scaling.TRIES - 1):
+    for _ in range(loss_scale.TRIES - 1):
         scale = scale.after(finite=False)
     assert not scale.hopeless
     assert scale.after(finite=False).hopeless
     assert not scale.after(finite=True).after(finite=False).hopeless  # counted in a row
-    assert not Scale(scaling.LEAST).hopeless
-    assert Scale(scaling.LEAST).after(finite=False).hopeless
+    assert not Scale(loss_scale.LEAST).hopeless
+    assert Scale(loss_scale.LEAST).after(finite=False).hopeless
 
 
 def test_a_scale_does_not_grow_for_ever() -> None:
-    full = Scale(scaling.MOST, scaling.GROWS_AFTER - 1)
-    assert full.after(finite=True) == Scale(scaling.MOST)
+    full = Scale(loss_scale.MOST, loss_scale.GROWS_AFTER - 1)
+    assert full.after(finite=True) == Scale(loss_scale.MOST)
 
 
 def test_fp16_alone_is_scaled() -> None:
-    assert [scaling.first(name) for name in ("fp32", "bf16", "fp64", "fp16")] == [None, None, None, Scale()]
+    assert [loss_scale.first(name) for name in ("fp32", "bf16", "fp64", "fp16")] == [None, None, None, Scale()]
 
 
 # ---------------------------------------------------------------------------------------------------------------- step
@@ -112,7 +113,7 @@ def test_a_scale_is_not_seen_in_the_gradient_its_norm_or_the_loss(encoder: Path)
 def test_fp16_is_near_fp32_where_it_is_scaled(encoder: Path) -> None:
     network = make_network(encoder).float()
     exact, expected = scaled(network, None)
-    done, found = scaled(network, scaling.FIRST, precision="fp16")
+    done, found = scaled(network, loss_scale.FIRST, precision="fp16")
     assert not done.skipped
     assert done.loss == pytest.approx(exact.loss, rel=1e-2)
     assert 0 < distance(found, expected) < 0.02
@@ -129,7 +130,7 @@ class Tiny(losses.RunLoss):
 def test_without_a_scale_small_gradients_would_vanish_in_fp16(encoder: Path) -> None:
     network = make_network(encoder).float()
     lengths = []
-    for scale in (None, scaling.FIRST):
+    for scale in (None, loss_scale.FIRST):
         optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
         loss = Tiny(TASK, Distill(), Head())
         done = step.run_update(
@@ -160,7 +161,7 @@ def test_an_infinite_gradient_trains_nothing(encoder: Path, name: Any) -> None:
         skipped = update(2.0**40)
         assert (skipped.skipped, skipped.rows) == (True, 7)
         assert all(torch.equal(one, other) for one, other in zip(everything(), before, strict=True))
-        done = update(scaling.FIRST)
+        done = update(loss_scale.FIRST)
         assert not done.skipped
         assert 0 < done.gradient_norm < 100
     assert all(bool(torch.isfinite(value).all()) for value in everything())
@@ -216,7 +217,7 @@ def test_an_update_is_done_again_with_half_the_scale(
 def test_a_killed_run_in_fp16_resumes_to_the_undisturbed_run_bit_for_bit(
     ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scaling, "GROWS_AFTER", 3)
+    monkeypatch.setattr(loss_scale, "GROWS_AFTER", 3)
     with monkeypatch.context() as during:
         overflowing(during, 1)
         straight = start(ground, tmp_path / "straight", precision="fp16", save_every=1)
@@ -268,5 +269,5 @@ def test_a_run_in_fp16_goes_on_from_a_checkpoint_without_a_scale(ground: Path, t
     start(ground, tmp_path, precision="bf16", kill=4)
     resumed = start(ground, tmp_path, precision="fp16")
     assert resumed.recorder.of("started")[0]["update"] == 3
-    assert resumed.recorder.of("trained")[0]["loss_scale"] == scaling.FIRST
+    assert resumed.recorder.of("trained")[0]["loss_scale"] == loss_scale.FIRST
     assert isinstance(resumed.outcome, loop.Outcome)

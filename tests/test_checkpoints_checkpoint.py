@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rtrain import manifest
+from rtrain.checkpoints import checkpoint
+from rtrain.checkpoints.checkpoint import State
 from rtrain.config import Optim
-from rtrain.training import checkpoint, optim
-from rtrain.training.checkpoint import State
+from rtrain.training import optim
 
 RUN = "the run"
 STATE = State(update=12, ledger="ab" * 32, best_update=None, best_score=None, run=RUN)

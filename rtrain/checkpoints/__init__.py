@@ -1,0 +1,1 @@
+"""Checkpoints: a folder each, written beside training, copied to storage, verified before use."""
