@@ -106,7 +106,7 @@ def train(
     config, folder, reuse = opened(recipe, assignments, out, resume, new, **short)
     from rtrain.cluster.session import session
     from rtrain.report.progress import Line, summary_text
-    from rtrain.training import driver
+    from rtrain.runs import driver
 
     source, _ = driver.check(config, folder.parent)
     with session(config, folder.parent), Line() as line:
@@ -135,7 +135,7 @@ def tune(
     config, folder, reuse = opened(recipe, assignments, out, resume, new, "-search", **short)
     from rtrain.cluster.session import session
     from rtrain.report.progress import Line, search_text
-    from rtrain.training import driver
+    from rtrain.runs import driver
     from tune import search
 
     search.check(config)
@@ -189,11 +189,11 @@ def _layouts(
     from rtrain.cluster.session import session
     from rtrain.proof import verify as proof
     from rtrain.report.progress import Line
-    from rtrain.training import driver, runs
+    from rtrain.runs import driver, opening
 
     assert recipe is not None
-    config = runs.absolute(configured(recipe, assignments, **short))
-    folder = runs.folder_for(f"{config.recipe.name}-verify", out)
+    config = opening.absolute(configured(recipe, assignments, **short))
+    folder = opening.folder_for(f"{config.recipe.name}-verify", out)
     driver.check(config, folder.parent)
     with session(proof.session_config(config, full), folder.parent), Line() as line:
         return proof.run(config, folder, full=full, bugs=planted, on_event=line)
@@ -214,10 +214,10 @@ def drill(
     from rtrain.cluster.session import session
     from rtrain.proof import drill as proof
     from rtrain.report.progress import Line
-    from rtrain.training import driver, runs
+    from rtrain.runs import driver, opening
 
-    config = runs.absolute(configured(recipe, assignments, data=data, test=test, model=model, workers=workers))
-    folder = runs.folder_for(f"{config.recipe.name}-drill", out)
+    config = opening.absolute(configured(recipe, assignments, data=data, test=test, model=model, workers=workers))
+    folder = opening.folder_for(f"{config.recipe.name}-drill", out)
     driver.check(config, folder.parent)
     with session(config, folder.parent), Line() as line:
         certificate = proof.run(config, folder, on_event=line)
@@ -245,10 +245,10 @@ def distill(
     as_json: Json = False,
 ) -> None:
     """Train a student with fewer layers on a run's rows and its model's answers."""
-    from rtrain.training import runs
+    from rtrain.runs import opening
 
     teacher, reuse = run.absolute(), reuse_of(resume, new)
-    config = runs.stored(teacher, overrides_of(assignments, address=address))
+    config = opening.stored(teacher, overrides_of(assignments, address=address))
     folder = Path(out).absolute() if out else teacher.with_name(f"{teacher.name}-student")
     leave_to_supervisor(config, folder, reuse)
     from rtrain.cluster.session import session

@@ -20,8 +20,8 @@ from rtrain.network import model
 from rtrain.report.memory import PeakMemory
 from rtrain.report.progress import Line, say
 from rtrain.report.summary import summarise
+from rtrain.runs import driver, opening
 from rtrain.tasks import base
-from rtrain.training import driver, runs
 
 ASKED_TEXTS = 200
 ASKED_TOGETHER = 16
@@ -67,7 +67,7 @@ def run(config: Config, out: str | None, keep: bool = False) -> dict[str, Any]:
     from serve import access
 
     started = time.perf_counter()
-    folder = runs.folder_for("demo", out)
+    folder = opening.folder_for("demo", out)
     config = _with_data(config, folder, refuse=out is not None)
     driver.check(config)
     access.check(config.deploy.serve, say)
@@ -103,7 +103,7 @@ def _with_data(config: Config, folder: Path, refuse: bool) -> Config:
     if refuse and folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"--out: {folder} is not empty; name a new folder")
     train, test = synthetic.write(folder / "data")
-    return runs.absolute(configuration.with_overrides(config, {"data.path": str(train), "data.test": str(test)}))
+    return opening.absolute(configuration.with_overrides(config, {"data.path": str(train), "data.test": str(test)}))
 
 
 def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> None:
@@ -132,7 +132,7 @@ def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> N
         stage.rows = max(0, winner["rows_seen"] - before)
     teacher = Path(found.best.run)
     with report.stage("distill", line) as stage:
-        settings = configuration.load(str(teacher / runs.CONFIG))
+        settings = configuration.load(str(teacher / opening.CONFIG))
         student, summary = distill.run(settings, teacher, folder / "student", on_event=line)
         stage.score, stage.rows = summary["metrics"]["test"][headline], summary["rows_seen"]
     with report.stage("quantize", line) as stage:
@@ -147,7 +147,7 @@ def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> N
 
 
 def _rows_per_update(trial: Any) -> int:
-    return configuration.load(str(Path(trial.run) / runs.CONFIG)).recipe.rows_per_update
+    return configuration.load(str(Path(trial.run) / opening.CONFIG)).recipe.rows_per_update
 
 
 def _baseline(recipe: configuration.Recipe) -> float:

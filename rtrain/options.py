@@ -9,7 +9,7 @@ import typer
 from rtrain.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from rtrain.training.runs import Reuse
+    from rtrain.runs.opening import Reuse
 
 Recipe = Annotated[
     str | None,
@@ -81,14 +81,14 @@ def opened(
 
     A resumed run's configuration is its own, with what is named here.
     """
-    from rtrain.training import runs
+    from rtrain.runs import opening
 
     reuse = reuse_of(resume, new)
     config = configured(_recipe(recipe, out, reuse), assignments, **short)
-    folder = runs.folder_for(f"{config.recipe.name}{suffix}", out)
-    config = runs.absolute(config, folder if reuse == "resume" else None)
+    folder = opening.folder_for(f"{config.recipe.name}{suffix}", out)
+    config = opening.absolute(config, folder if reuse == "resume" else None)
     leave_to_supervisor(config, folder, reuse)
-    from rtrain.training import driver  # a supervisor that imports torch could die with its child, of memory
+    from rtrain.runs import driver  # a supervisor that imports torch could die with its child, of memory
 
     return driver.chosen(config, folder, reuse)[1], folder, reuse
 
@@ -110,8 +110,8 @@ def _recipe(recipe: str | None, out: str | None, reuse: "Reuse") -> str:
 def leave_to_supervisor(config: Any, folder: Path, reuse: "Reuse") -> None:
     """In a job, does not return: the same command runs as the child of a supervisor, and this process ends with it."""
     from rtrain.cluster import supervise
-    from rtrain.training import runs
+    from rtrain.runs import opening
 
     if supervise.wanted():
-        run = folder if reuse == "resume" else runs.choose(folder, config, reuse)[0]
+        run = folder if reuse == "resume" else opening.choose(folder, config, reuse)[0]
         sys.exit(supervise.supervise([*sys.argv[1:], "--out", str(run)], run))

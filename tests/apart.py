@@ -59,7 +59,7 @@ def _drive(cluster: Any, folder: Path, own: Path, hub: Hub) -> dict[str, Any]:
     from rtrain import config
     from rtrain.cluster.session import session
     from rtrain.errors import ConfigError
-    from rtrain.training import driver, nodes
+    from rtrain.runs import driver, nodes
 
     def chosen(**overrides: Any) -> config.Config:
         dotted = {name.replace("__", "."): value for name, value in overrides.items()}

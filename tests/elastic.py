@@ -57,7 +57,7 @@ def main(folder: Path, short: bool) -> None:
 def _drive(cluster: Any, folder: Path, short: bool) -> dict[str, Any]:
     from rtrain.cluster.session import session
     from rtrain.proof import ledger
-    from rtrain.training import driver
+    from rtrain.runs import driver
 
     changes = [("joins", _join), ("drained", _drain), ("joins again", _join), ("vanishes", _vanish)]
     if short:

@@ -18,8 +18,8 @@ from rtrain.metrics import scores
 from rtrain.predict import Predictor
 from rtrain.report import events, html
 from rtrain.report.predictions import path_of
+from rtrain.runs import opening, predictions as answered
 from rtrain.tasks import base
-from rtrain.training import predictions as answered, runs
 from tests import test_task_runs
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.tiny import CORPUS, make_encoder, make_store, make_task_artifact
@@ -50,7 +50,7 @@ def begin(folder: Path, chosen: Config, *, trained: bool = True) -> Path:
         | {"train.save_every": 5},
     )
     run = folder / "run"
-    frozen = runs.freeze(run, chosen)
+    frozen = opening.freeze(run, chosen)
     created = {"recipe": chosen.recipe.name, "task": chosen.recipe.task, "data_digest": store.manifest.digest}
     origin = store.manifest.sources
     events.append(

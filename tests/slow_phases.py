@@ -50,7 +50,7 @@ def main(folder: Path) -> None:
 
 def _slow(folder: Path) -> dict[str, Any]:
     """A run that pauses, loses its checkpoints and goes on from its storage, with two workers."""
-    from rtrain.training import driver
+    from rtrain.runs import driver
 
     chosen = settings(folder, **{"cluster.storage": f"slow://{folder}/storage"})
     slow = folder / "slow"
@@ -64,7 +64,7 @@ def _slow(folder: Path) -> dict[str, Any]:
 
 def _hung(folder: Path) -> dict[str, Any]:
     """A run whose first worker hangs for ever when it makes the artefact."""
-    from rtrain.training import driver
+    from rtrain.runs import driver
 
     prepared = driver.prepare(settings(folder), folder / "hung")
     armed("artefact", rank=0)(prepared.run)

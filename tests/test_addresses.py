@@ -15,7 +15,7 @@ from rtrain.config import Data
 from rtrain.data import records
 from rtrain.data.addresses import is_glob, suffix
 from rtrain.errors import ConfigError
-from rtrain.training import runs
+from rtrain.runs import opening
 
 CONTENT = b"text,label\na,b\nc,d\n"
 QUERY = "X-Amz-Signature=" + "5f" * 200 + "&list[]=*&name=other.parquet"
@@ -92,5 +92,5 @@ def test_addresses_stay_and_paths_become_absolute(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows [final].csv").write_bytes(CONTENT)
     address = f"https://bucket.example/rows.csv?{QUERY}"
-    found = runs.absolute(config.load("intent", {"data.path": "rows [final].csv", "data.test": address})).recipe.data
+    found = opening.absolute(config.load("intent", {"data.path": "rows [final].csv", "data.test": address})).recipe.data
     assert (found.path, found.test) == (str(tmp_path / "rows [final].csv"), address)

@@ -17,9 +17,9 @@ from rtrain.errors import ConfigError, UserError
 from rtrain.metrics import scores
 from rtrain.predict import Predictor
 from rtrain.report import events, summary
-from rtrain.training import driver, runs
+from rtrain.runs import driver, opening
 from tests.conftest import labelled_rows
-from tests.test_driver import ROWS, settings
+from tests.test_runs_driver import ROWS, settings
 
 pytestmark = pytest.mark.ray
 
@@ -94,14 +94,14 @@ def test_a_student_that_was_cut_short_is_resumed_by_its_own_settings(
     asked = {"distill.layers": 1, "distill.epochs": 8, "distill.lr": 5e-3, "train.keep": 3}
     with monkeypatch.context() as patch:
         patch.setattr(driver, "fit", lambda prepared, **rest: whole(prepared, until=5, **rest))
-        _, paused = distill.run(with_overrides(runs.stored(teacher), asked), teacher, folder)
+        _, paused = distill.run(with_overrides(opening.stored(teacher), asked), teacher, folder)
     assert (paused["status"], paused["updates"]) == ("paused", 5)
     with pytest.raises(ConfigError, match=r"distill\.temperature=3\.0: the run was started with 2\.0"):
-        distill.run(runs.stored(teacher, {"distill.temperature": 3.0}), teacher, folder, "resume")
-    _, ended = distill.run(runs.stored(teacher, {"train.log_every": 7}), teacher, folder, "resume")
+        distill.run(opening.stored(teacher, {"distill.temperature": 3.0}), teacher, folder, "resume")
+    _, ended = distill.run(opening.stored(teacher, {"train.log_every": 7}), teacher, folder, "resume")
     assert [event["update"] for event in events.read(folder) if event["kind"] == "started"] == [0, 5]
     assert (ended["status"], ended["order_digest"]) == ("finished", summary.summarise(student)["order_digest"])
-    recipe = runs.stored(folder).recipe
+    recipe = opening.stored(folder).recipe
     assert (recipe.train.keep, recipe.train.log_every, recipe.distill.layers) == (3, 7, 1)
     one, other = ((run / "artifact" / "model.safetensors").read_bytes() for run in (student, folder))
     assert one == other

@@ -19,9 +19,10 @@ from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import bootstrap, by_output, summary_rows, text
 from rtrain.network import model
 from rtrain.predict import Predictor
+from rtrain.runs import predictions
 from rtrain.tasks import base
 from rtrain.tasks.extractive_summary import ExtractiveSummary, places
-from rtrain.training import evaluate, losses, predictions, step
+from rtrain.training import evaluate, losses, step
 from rtrain.words import sentence_spans
 from serve.app import build_app
 from tests.serving import call

@@ -15,7 +15,7 @@ from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.proof import ledger
 from rtrain.report import events
-from rtrain.training import runs
+from rtrain.runs import opening
 from tests import test_loop
 from tests.test_loop import UPDATES, Ran, recipe_of, start
 
@@ -30,9 +30,9 @@ def recorded(ground: Path, run: Path, **settings: Any) -> Path:
 
 
 def log(run: Path, ran: Ran, ground: Path) -> None:
-    if not (run / runs.CONFIG).is_file():
+    if not (run / opening.CONFIG).is_file():
         recipe = recipe_of(ground)
-        runs.freeze(run, config.Config(recipe, config.Deploy()))
+        opening.freeze(run, config.Config(recipe, config.Deploy()))
         store = Store(next((ground / ".tokens").iterdir()))
         events.append(run, "created", store=str(store.folder), data_digest=store.manifest.digest)
     for kind, fields in ran.recorder.events:
@@ -114,6 +114,6 @@ def test_bad_runs_are_refused_with_what_to_do(ground: Path, tmp_path: Path) -> N
     log(run, dataclasses.replace(start(ground, run, kill=0), recorder=test_loop.Recorder()), ground)
     with pytest.raises(UserError, match=r"--ledger: .* has recorded no update yet; train it first"):
         ledger.check(run)
-    shutil.copy(run / runs.CONFIG, tmp_path / runs.CONFIG)
+    shutil.copy(run / opening.CONFIG, tmp_path / opening.CONFIG)
     with pytest.raises(UserError, match=r"does not say where the run's token store is"):
         ledger.check(tmp_path)

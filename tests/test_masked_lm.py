@@ -21,9 +21,10 @@ from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import by_output
 from rtrain.network import model
 from rtrain.predict import Predictor
+from rtrain.runs import predictions
 from rtrain.tasks import base
 from rtrain.tasks.masked_lm import MaskedLM
-from rtrain.training import evaluate, losses, predictions, step
+from rtrain.training import evaluate, losses, step
 from serve.app import build_app
 from tests.serving import call
 from tests.test_step import make_still_encoder

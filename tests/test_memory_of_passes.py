@@ -13,7 +13,8 @@ from rtrain.data.store import Store
 from rtrain.exchange.gradients import Exchange
 from rtrain.network import model
 from rtrain.report import events
-from rtrain.training import decisions, losses, memory, worker
+from rtrain.runs import decisions, worker
+from rtrain.training import losses, memory
 from rtrain.training.memory import LEAST, MOST, Peak, fitting, longest_rows
 from tests import test_loop
 from tests.test_loop import TASK

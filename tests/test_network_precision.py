@@ -10,7 +10,8 @@ import torch
 from rtrain.errors import ConfigError
 from rtrain.network import precision
 from rtrain.network.precision import Native
-from rtrain.training import decisions, memory, worker
+from rtrain.runs import decisions, worker
+from rtrain.training import memory
 from tests import test_loop
 from tests.test_exchange_ranks import joined, started
 

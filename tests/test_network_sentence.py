@@ -18,8 +18,8 @@ from rtrain.compress import distill
 from rtrain.config import Model
 from rtrain.errors import ConfigError, UserError
 from rtrain.network import model, pooling, sentence
+from rtrain.runs.worker import TOKENIZER_FILES, sentence_pooling
 from rtrain.tasks import base
-from rtrain.training.worker import TOKENIZER_FILES, sentence_pooling
 from tests.tiny import VOCABULARY, make_encoder, make_tokenizer
 
 TASK = base.get("classification")

@@ -6,8 +6,8 @@ import pytest
 
 from rtrain.errors import UserError
 from rtrain.report import events
-from rtrain.training import driver
-from rtrain.training.recovery import Recovery, memory_told
+from rtrain.runs import driver
+from rtrain.runs.recovery import Recovery, memory_told
 
 OTHER = "python -m jupyter lab --notebook-dir=/home/someone/a/folder/with/a/long/name"
 NODE = (

@@ -20,9 +20,10 @@ from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import by_output, scores
 from rtrain.network import model
 from rtrain.predict import Predictor
+from rtrain.runs import predictions
 from rtrain.tasks import base
 from rtrain.tasks.regression import Regression
-from rtrain.training import evaluate, predictions
+from rtrain.training import evaluate
 from serve.app import build_app
 from tests.conftest import labelled_rows
 from tests.serving import call

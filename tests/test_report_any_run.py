@@ -10,7 +10,7 @@ import pytest
 from rtrain import cli
 from rtrain.errors import UserError
 from rtrain.report import events, html, predictions
-from rtrain.training import driver
+from rtrain.runs import driver
 from tests.reports import Page, answers_of, make_run, page_of, write_predictions, write_scores
 
 LABELS = ("login", "parcel", "refund")

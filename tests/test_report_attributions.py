@@ -16,7 +16,7 @@ from rtrain.explain.explainer import Explainer
 from rtrain.predict import Predictor
 from rtrain.report import attributions, events, html, predictions
 from rtrain.report.sections import marked
-from rtrain.training import driver
+from rtrain.runs import driver
 from tests.reports import answers_of, make_run, write_predictions
 from tests.tiny import CORPUS, make_artifact, make_task_artifact
 

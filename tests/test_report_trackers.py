@@ -13,7 +13,7 @@ from rtrain import config
 from rtrain.config import Config
 from rtrain.errors import ConfigError, UserError
 from rtrain.report import events, trackers
-from rtrain.training import driver, runs
+from rtrain.runs import driver, opening as runs
 from tests.conftest import labelled_rows
 from tests.reports import make_run, settings, train
 

@@ -17,7 +17,7 @@ from rtrain.config import with_overrides
 from rtrain.errors import ConfigError, UserError
 from rtrain.report import events, summary
 from rtrain.report.progress import search_text
-from tests.test_driver import settings
+from tests.test_runs_driver import settings
 from tune import search, trial
 
 pytestmark = pytest.mark.ray

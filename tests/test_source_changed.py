@@ -21,8 +21,9 @@ from rtrain.data import digests, order, pieces, records, tokens
 from rtrain.errors import UserError
 from rtrain.proof import ledger
 from rtrain.report import events
+from rtrain.runs import driver, opening
 from rtrain.tasks import base
-from rtrain.training import driver, loop, runs
+from rtrain.training import loop
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.tiny import make_encoder
 
@@ -64,7 +65,7 @@ def settings(ground: Path, **overrides: Any) -> Config:
     return config.load("intent", {**{name: str(path) for name, path in paths.items()}, **overrides})
 
 
-def start(ground: Path, reuse: runs.Reuse = "refuse") -> driver.Prepared:
+def start(ground: Path, reuse: opening.Reuse = "refuse") -> driver.Prepared:
     return driver.prepare(settings(ground), ground / "runs" / "run", reuse)
 
 
@@ -200,7 +201,7 @@ def test_the_store_and_the_run_say_what_they_are_made_from(ground: Path) -> None
 
 @pytest.mark.parametrize("reuse", ["refuse", "resume"])
 def test_a_file_of_rows_is_hashed_once_a_start(
-    ground: Path, monkeypatch: pytest.MonkeyPatch, reuse: runs.Reuse
+    ground: Path, monkeypatch: pytest.MonkeyPatch, reuse: opening.Reuse
 ) -> None:
     monkeypatch.setattr(digests, "SETTLED_S", 3600)  # what was hashed before is not trusted
     if reuse == "resume":

@@ -17,9 +17,10 @@ from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import by_output
 from rtrain.network import model
 from rtrain.predict import Predictor
+from rtrain.runs import predictions
 from rtrain.tasks import base
 from rtrain.tasks.span_qa import SpanQA, _best
-from rtrain.training import evaluate, predictions
+from rtrain.training import evaluate
 from serve.app import build_app
 from tests.serving import call
 from tests.tiny import CORPUS, make_encoder, make_store, make_task_artifact

@@ -18,7 +18,7 @@ from rtrain.data.order import Order
 from rtrain.data.store import SPLITS, Store
 from rtrain.errors import UserError
 from rtrain.report import events
-from rtrain.training import driver
+from rtrain.runs import driver
 from tests.conftest import labelled_rows, write_rows
 from tests.test_ingest import through_arrow
 from tests.test_store import NAMES, make

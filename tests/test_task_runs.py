@@ -18,8 +18,8 @@ from rtrain.data.store import Store
 from rtrain.network import pooling, sentence
 from rtrain.predict import Predictor
 from rtrain.report import events, summary
+from rtrain.runs import driver
 from rtrain.tasks import base
-from rtrain.training import driver
 from tests import test_extractive_summary, test_several_labels, test_span_qa, test_token_tags
 from tests.conftest import labelled_rows
 from tests.tiny import make_encoder

@@ -15,7 +15,7 @@ from rtrain import config as configuration
 from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.report import events, summary
-from rtrain.training import driver, placement, runs
+from rtrain.runs import driver, opening, placement
 from tune import space, trial as trials
 from tune.trial import part, run_folder
 
@@ -97,7 +97,7 @@ def check(config: Config) -> None:
 def run(
     config: Config,
     folder: Path,
-    reuse: runs.Reuse = "refuse",
+    reuse: opening.Reuse = "refuse",
     on_event: driver.OnEvent | None = None,
     tokens_root: Path | None = None,
 ) -> Found:
@@ -106,12 +106,12 @@ def run(
     The trials share the token store under `tokens_root`, by default the folder that holds the search. A search that is
     resumed goes on with the trial that was cut short; those that have come to their end are not run again.
     """
-    folder, config = runs.choose(folder, config, reuse)
-    config = runs.absolute(config, folder if reuse == "resume" else None)  # each trial asks for the same commits
+    folder, config = opening.choose(folder, config, reuse)
+    config = opening.absolute(config, folder if reuse == "resume" else None)  # each trial asks for the same commits
     if reuse == "resume":
-        _refuse_another(runs.stored(folder), config)
-    runs.freeze(folder, config)
-    with runs.hold(folder):
+        _refuse_another(opening.stored(folder), config)
+    opening.freeze(folder, config)
+    with opening.hold(folder):
         return _run(config, folder, on_event, tokens_root or folder.parent)
 
 
@@ -224,6 +224,6 @@ def continue_best(
 ) -> dict[str, Any]:
     """Continue the best trial's run from its checkpoint to its last update; returns its summary."""
     run = Path(found.best.run)
-    config = configuration.load(str(run / runs.CONFIG))
+    config = configuration.load(str(run / opening.CONFIG))
     prepared = driver.prepare(config, run, "resume", tokens_root or run.parent.parent)
     return driver.fit(prepared, on_event=on_event)

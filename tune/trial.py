@@ -10,8 +10,8 @@ from rtrain import config as configuration
 from rtrain.config import Config
 from rtrain.metrics.by_output import metric_for
 from rtrain.report import events
+from rtrain.runs import driver, opening
 from rtrain.tasks import base
-from rtrain.training import driver, runs
 
 Log = list[dict[str, Any]]
 
@@ -82,7 +82,7 @@ def run(
         ray.tune.report(result)
     if ended:
         return
-    begun = (folder / runs.CONFIG).is_file()
+    begun = (folder / opening.CONFIG).is_file()
     prepared = driver.prepare(config, folder, "resume" if begun else "refuse", Path(tokens_root))
     until, rungs = stops_at(config, number, prepared.updates)
     driver.fit(prepared, until=until, evaluate_at=rungs, callbacks=[TuneReportCallback()])

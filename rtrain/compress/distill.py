@@ -17,10 +17,10 @@ from rtrain.config import Config, Model
 from rtrain.data.store import Store, open_store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import model, pooling, precision
+from rtrain.runs import driver, opening
+from rtrain.runs.worker import TOKENIZER_FILES
 from rtrain.tasks import base
-from rtrain.training import driver, runs
 from rtrain.training.step import forward
-from rtrain.training.worker import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ def run(
     config: Config,
     teacher_run: Path,
     folder: Path,
-    reuse: runs.Reuse = "refuse",
+    reuse: opening.Reuse = "refuse",
     on_event: driver.OnEvent | None = None,
 ) -> tuple[Path, dict[str, Any]]:
     """Distil the artefact of `teacher_run` into a new run at `folder`; returns the run's folder and its summary."""
@@ -62,7 +62,7 @@ def run(
     source = None
     if reuse != "resume":
         source, _ = driver.check(config, folder.parent)
-        runs.choose(folder, config, reuse)
+        opening.choose(folder, config, reuse)
     # Beside the run, not in it: the run folder is made by driver.prepare once nothing is wrong.
     start = student_start(teacher_run / "artifact", config.recipe.distill.layers, folder.parent / ".students")
     values = (str(start), config.recipe.distill.epochs, config.recipe.distill.lr, teacher.version)
@@ -76,7 +76,7 @@ def run(
     return prepared.run, driver.fit(prepared, on_event=on_event)
 
 
-def settled(config: Config, folder: Path, reuse: runs.Reuse) -> Config:
+def settled(config: Config, folder: Path, reuse: opening.Reuse) -> Config:
     """What to distil by: `config`, or a resumed student's own configuration with what `config` names."""
     if reuse != "resume":
         return config

@@ -28,8 +28,8 @@ from rtrain.errors import UserError
 from rtrain.network import model, pooling
 from rtrain.network.inputs import accepted
 from rtrain.report import events
+from rtrain.runs.worker import TOKENIZER_FILES
 from rtrain.tasks import base
-from rtrain.training.worker import TOKENIZER_FILES
 
 GRAPH = "model.int8.xml"
 NUMBER_FLIPS = 0.05

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rtrain.errors import Problem
-from rtrain.training import decisions
+from rtrain.runs import decisions
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from rtrain.errors import UserError
 from rtrain.proof import ledger
 from rtrain.proof.faults import FAULTS, Fault, workers_left
 from rtrain.report import events, html, summary
-from rtrain.training import driver, nodes
+from rtrain.runs import driver, nodes
 
 SAVE_EVERY = 8
 """Updates between two checkpoints, where the recipe names no number."""

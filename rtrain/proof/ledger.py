@@ -17,7 +17,7 @@ from rtrain.data.order import Order, chain, refuse_other, rows_digest
 from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.report import events
-from rtrain.training import runs
+from rtrain.runs import opening
 from rtrain.training.loop import GENESIS
 
 
@@ -65,9 +65,9 @@ class Report:
 
 def check(run: Path) -> Report:
     """Recompute the order of `run` from its configuration and token store. Needs no Ray; reads the index alone."""
-    if not (run / runs.CONFIG).is_file():
-        raise UserError(f"--ledger: {run} holds no run (no {runs.CONFIG}); name the folder given to --out")
-    recipe = configuration.load(str(run / runs.CONFIG)).recipe
+    if not (run / opening.CONFIG).is_file():
+        raise UserError(f"--ledger: {run} holds no run (no {opening.CONFIG}); name the folder given to --out")
+    recipe = configuration.load(str(run / opening.CONFIG)).recipe
     store = _store(run)
     recorded = _recorded(run)
     if not recorded:

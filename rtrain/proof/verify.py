@@ -21,7 +21,7 @@ from rtrain.plan import preflight
 from rtrain.proof import planted
 from rtrain.proof.cases import REFERENCE, Case, Measured, run_group
 from rtrain.report import events
-from rtrain.training import driver, failures, group as worker_group, nodes
+from rtrain.runs import driver, failures, group as worker_group, nodes
 
 TOLERANCE = 1e-8
 """Correct code stays below it by orders of magnitude, in float64; see `PLANTED`."""

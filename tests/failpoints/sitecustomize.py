@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 FAILPOINT = "FAILPOINT"
-HOOKED = "rtrain.training.worker"
+HOOKED = "rtrain.runs.worker"
 
 
 def take(*actions: str, rank: int | None = None) -> str | None:

@@ -11,7 +11,7 @@ import yaml
 from rtrain import config
 from rtrain.config import Config
 from rtrain.errors import ConfigError, UserError
-from rtrain.training import runs
+from rtrain.runs import opening
 
 
 def made(**overrides: Any) -> Config:
@@ -24,8 +24,8 @@ DECIDED = {"model__pooling": "mean"}
 @pytest.fixture
 def used(tmp_path: Path) -> Path:
     """A folder with a run of the recipe as it stands: 2 workers, 64 rows an update, its pooling decided."""
-    folder, opened = runs.choose(tmp_path / "run", made(**DECIDED), "refuse")
-    runs.freeze(folder, opened)
+    folder, opened = opening.choose(tmp_path / "run", made(**DECIDED), "refuse")
+    opening.freeze(folder, opened)
     return folder
 
 
@@ -36,61 +36,61 @@ def test_without_out_a_run_is_named_by_recipe_and_time(monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
-    assert runs.folder_for("intent", None, now=1_700_000_000) == tmp_path / "runs" / "intent-20231114-221320"
+    assert opening.folder_for("intent", None, now=1_700_000_000) == tmp_path / "runs" / "intent-20231114-221320"
 
 
 @pytest.mark.parametrize("out", ["mine", "./mine", "a/../mine"])
 def test_out_is_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
-    assert runs.folder_for("intent", out).is_absolute()
-    assert runs.folder_for("intent", out).resolve() == tmp_path / "mine"
+    assert opening.folder_for("intent", out).is_absolute()
+    assert opening.folder_for("intent", out).resolve() == tmp_path / "mine"
 
 
 def test_the_home_folder_may_be_abbreviated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert runs.folder_for("intent", "~/mine") == tmp_path / "mine"
+    assert opening.folder_for("intent", "~/mine") == tmp_path / "mine"
 
 
 # ---------------------------------------------------------------------------------------------------------------- reuse
 
 
 @pytest.mark.parametrize("reuse", ["refuse", "new"])
-def test_a_free_name_is_taken(tmp_path: Path, reuse: runs.Reuse) -> None:
-    folder, opened = runs.choose(tmp_path / "deep" / "run", made(), reuse)
+def test_a_free_name_is_taken(tmp_path: Path, reuse: opening.Reuse) -> None:
+    folder, opened = opening.choose(tmp_path / "deep" / "run", made(), reuse)
     assert (folder, opened) == (tmp_path / "deep" / "run", made())
     assert list(tmp_path.iterdir()) == []  # nothing is written before all is checked
-    runs.freeze(folder, opened)
+    opening.freeze(folder, opened)
     assert [path.name for path in folder.iterdir()] == ["config.yaml"]
 
 
 def test_a_used_name_is_refused_with_both_ways_out(used: Path) -> None:
     with pytest.raises(UserError) as caught:
-        runs.choose(used, made(), "refuse")
+        opening.choose(used, made(), "refuse")
     assert str(caught.value) == (
         f"--out: {used} holds a run already; write --resume to continue it, or --new for run-2"
     )
 
 
 def test_new_takes_the_next_free_number(used: Path) -> None:
-    second, opened = runs.choose(used, made(optim__lr=1e-5), "new")
-    runs.freeze(second, opened)
-    third, _ = runs.choose(used, made(), "new")
+    second, opened = opening.choose(used, made(optim__lr=1e-5), "new")
+    opening.freeze(second, opened)
+    third, _ = opening.choose(used, made(), "new")
     assert [second.name, third.name] == ["run-2", "run-3"]
     assert opened == made(optim__lr=1e-5)
 
 
 def test_a_folder_with_something_else_in_it_is_never_used(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").touch()
-    reuses: tuple[runs.Reuse, ...] = ("refuse", "resume", "new")
+    reuses: tuple[opening.Reuse, ...] = ("refuse", "resume", "new")
     for reuse in reuses:
         with pytest.raises(UserError, match="is not empty and holds no run; name a new folder"):
-            runs.choose(tmp_path, made(), reuse)
+            opening.choose(tmp_path, made(), reuse)
 
 
 def test_nothing_to_resume_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no run to resume; leave --resume out to start one"):
-        runs.choose(tmp_path / "none", made(), "resume")
+        opening.choose(tmp_path / "none", made(), "resume")
     assert not (tmp_path / "none").exists()
 
 
@@ -98,7 +98,7 @@ def test_nothing_to_resume_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_resume_with_the_same_recipe_is_the_stored_run(used: Path) -> None:
-    folder, opened = runs.choose(used, made(), "resume")
+    folder, opened = opening.choose(used, made(), "resume")
     assert folder == used
     assert opened == config.load(str(used / "config.yaml"))
     assert opened.recipe.identity() == made(**DECIDED).recipe.identity()
@@ -109,8 +109,8 @@ def test_a_resume_with_the_same_recipe_is_the_stored_run(used: Path) -> None:
 def test_what_is_left_open_is_as_the_run_has_it(tmp_path: Path, pooling: str, precision: str) -> None:
     """A run of when a recipe named another default goes on as it is, by the recipe's name."""
     had = made(model__pooling=pooling, train__precision=precision)
-    runs.freeze(tmp_path / "run", had)
-    _, opened = runs.choose(tmp_path / "run", made(model__pooling="auto", train__precision="auto"), "resume")
+    opening.freeze(tmp_path / "run", had)
+    _, opened = opening.choose(tmp_path / "run", made(model__pooling="auto", train__precision="auto"), "resume")
     assert (opened.recipe.model.pooling, opened.recipe.train.precision) == (pooling, precision)
     assert opened.recipe.identity() == had.recipe.identity()
 
@@ -120,7 +120,7 @@ def test_a_run_of_before_there_was_a_choice_of_pooling_keeps_its_own(used: Path)
     del document["model"]["pooling"]
     (used / "config.yaml").write_text(yaml.safe_dump(document))
     assert config.load(str(used / "config.yaml")).recipe.model.pooling == "auto"
-    _, opened = runs.choose(used, made(), "resume")
+    _, opened = opening.choose(used, made(), "resume")
     assert opened.recipe.model.pooling == "own"
 
 
@@ -128,7 +128,7 @@ def test_a_run_of_before_there_was_a_choice_of_pooling_keeps_its_own(used: Path)
 def test_workers_and_micro_batch_may_change_and_the_rows_of_an_update_stay(used: Path, workers: int) -> None:
     """The recipe as it stands, with other workers, would have other rows: the run's were resolved once."""
     changed = made(train__workers=workers, train__micro_batch=5, train__log_every=3, train__keep=5)
-    _, opened = runs.choose(used, changed, "resume")
+    _, opened = opening.choose(used, changed, "resume")
     train = opened.recipe.train
     assert (train.workers, train.micro_batch, train.log_every, train.keep) == (workers, 5, 3, 5)
     assert (train.rows_per_update, train.aggregation_frequency) == (64, None)
@@ -140,27 +140,27 @@ def test_what_nobody_names_stays_the_run_s_own(tmp_path: Path) -> None:
     asked = {"data.path": "s3://bucket/rows.csv", "optim.lr": 1e-5, "train.workers": 8, "train.keep": 5}
     asked |= {"train.log_every": 50, "train.evaluate_every": 7, "cluster.storage": "s3://bucket/runs"}
     asked |= {"model.pooling": "mean"}
-    frozen = runs.freeze(tmp_path / "run", config.load("intent", asked))
-    _, opened = runs.choose(tmp_path / "run", made(train__keep=3), "resume")
+    frozen = opening.freeze(tmp_path / "run", config.load("intent", asked))
+    _, opened = opening.choose(tmp_path / "run", made(train__keep=3), "resume")
     assert opened == config.with_overrides(frozen, {"train.keep": 3})
 
 
 def test_all_that_a_file_of_the_user_s_says_is_named(used: Path, tmp_path: Path) -> None:
     """Also where it says what is the default anyway; its gaps are the run's own."""
-    runs.freeze(
+    opening.freeze(
         used, config.with_overrides(made(**DECIDED), {"train.keep": 5, "report.attributions": 3, "train.log_every": 50})
     )
     mine = tmp_path / "mine.yaml"
     mine.write_text("name: intent\ntask: classification\ntrain: {keep: 2, epochs: 5}\nreport: {attributions: 20}\n")
-    _, opened = runs.choose(used, config.load(str(mine)), "resume")
+    _, opened = opening.choose(used, config.load(str(mine)), "resume")
     assert (opened.recipe.train.keep, opened.deploy.report.attributions, opened.recipe.train.log_every) == (2, 20, 50)
-    _, again = runs.choose(used, config.load(str(used / "config.yaml"), {"train.keep": 9}), "resume")
+    _, again = opening.choose(used, config.load(str(used / "config.yaml"), {"train.keep": 9}), "resume")
     assert again == config.with_overrides(config.load(str(used / "config.yaml")), {"train.keep": 9})
 
 
 def test_another_recipe_is_refused(used: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        runs.choose(used, config.load("essay"), "resume")
+        opening.choose(used, config.load("essay"), "resume")
     assert [problem.field for problem in caught.value.problems] == ["name", "task"]
 
 
@@ -189,7 +189,7 @@ def others(name: str, value: Any) -> Iterator[Any]:
     section, _, leaf = name.rpartition(".")
     model: Any = config.Recipe if name in config.RECIPE_FIELDS or section in config.RECIPE_FIELDS else config.Deploy
     field = (model.model_fields[section].annotation if section else model).model_fields[leaf]
-    options = [one for one in literals(field.annotation) if not (name in runs.LEFT_OPEN and one == "auto")]
+    options = [one for one in literals(field.annotation) if not (name in opening.LEFT_OPEN and one == "auto")]
     yield from (option for option in options if option != value)
     yield from ([option] for option in options if [option] != value)
     if isinstance(value, bool):
@@ -202,7 +202,7 @@ def others(name: str, value: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("name", sorted(set(config.dotted_names())))
 def test_every_setting_is_taken_by_a_resume_or_refused_by_name(tmp_path: Path, name: str) -> None:
     """Refused are just those that change what the run is known by; nothing that was asked for is dropped."""
-    old = runs.freeze(tmp_path / "run", made(train__rows_per_update=64, **DECIDED))
+    old = opening.freeze(tmp_path / "run", made(train__rows_per_update=64, **DECIDED))
     for value in others(name, config.flat(old)[name]):
         asked = {name: value, **BESIDE.get(name, {})}
         try:
@@ -216,10 +216,10 @@ def test_every_setting_is_taken_by_a_resume_or_refused_by_name(tmp_path: Path, n
         return
     assert config.flat(changed)[name] != config.flat(old)[name]
     if changed.recipe.identity() == old.recipe.identity():
-        assert runs.choose(tmp_path / "run", new, "resume")[1] == changed
+        assert opening.choose(tmp_path / "run", new, "resume")[1] == changed
         return
     with pytest.raises(ConfigError) as caught:
-        runs.choose(tmp_path / "run", new, "resume")
+        opening.choose(tmp_path / "run", new, "resume")
     resolved = "train.rows_per_update" if name == "train.aggregation_frequency" else name
     assert resolved in [problem.field for problem in caught.value.problems]
     assert "train.workers" in str(caught.value)
@@ -244,7 +244,7 @@ def test_what_would_change_the_weights_is_refused_by_name(
     used: Path, overrides: dict[str, Any], field: str, before: object, after: object
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        runs.choose(used, made(**overrides), "resume")
+        opening.choose(used, made(**overrides), "resume")
     [problem] = caught.value.problems
     assert (problem.field, problem.value) == (field, after)
     assert problem.reason == f"the run was started with {before!r}"
@@ -253,15 +253,15 @@ def test_what_would_change_the_weights_is_refused_by_name(
 
 def test_all_changes_are_refused_at_once(used: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        runs.choose(used, made(optim__lr=1e-5, train__seed=3), "resume")
+        opening.choose(used, made(optim__lr=1e-5, train__seed=3), "resume")
     assert [problem.field for problem in caught.value.problems] == ["optim.lr", "train.seed"]
 
 
 def test_fewer_rows_than_the_new_workers_are_refused(tmp_path: Path) -> None:
-    folder, opened = runs.choose(tmp_path / "run", made(train__rows_per_update=4), "refuse")
-    runs.freeze(folder, opened)
+    folder, opened = opening.choose(tmp_path / "run", made(train__rows_per_update=4), "refuse")
+    opening.freeze(folder, opened)
     with pytest.raises(ConfigError, match="fewer rows than the 5 workers that share them"):
-        runs.choose(folder, made(train__workers=5), "resume")
+        opening.choose(folder, made(train__workers=5), "resume")
 
 
 # --------------------------------------------------------------------------------------------------------------- freeze
@@ -274,18 +274,18 @@ def test_the_frozen_configuration_is_complete_and_replayable(tmp_path: Path, mon
     wanted = made(
         data__path="rows.csv", data__test="parts/*.csv", model__name="weights", train__aggregation_frequency=3
     )
-    frozen = runs.freeze(tmp_path, wanted)
+    frozen = opening.freeze(tmp_path, wanted)
     assert config.load(str(tmp_path / "config.yaml")) == frozen
     recipe = frozen.recipe
     assert (recipe.train.rows_per_update, recipe.train.aggregation_frequency) == (2 * 8 * 3, None)
     assert (recipe.data.path, recipe.data.test) == (str(tmp_path / "rows.csv"), str(tmp_path / "parts" / "*.csv"))
     assert recipe.model.name == str(tmp_path / "weights")
-    again = runs.freeze(tmp_path, frozen)
+    again = opening.freeze(tmp_path, frozen)
     assert again == frozen
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/rows.csv", "banking77"])
 def test_urls_and_names_are_no_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.chdir(tmp_path)
-    assert runs.absolute(made(data__path=path)).recipe.data.path == path
-    assert runs.absolute(made()).recipe.model.name == "minilm"
+    assert opening.absolute(made(data__path=path)).recipe.data.path == path
+    assert opening.absolute(made()).recipe.model.name == "minilm"

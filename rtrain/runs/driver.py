@@ -19,8 +19,9 @@ from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import device, model, precision
 from rtrain.plan import preflight
 from rtrain.report import attributions, events, html, summary, trackers, versions
-from rtrain.training import decisions, failures, group, losses, nodes, notice, placement, runs, worker
-from rtrain.training.recovery import Kind, Recovery, halvings, most_after, out_of_memory
+from rtrain.runs import decisions, failures, group, nodes, notice, opening, placement, worker
+from rtrain.runs.recovery import Kind, Recovery, halvings, most_after, out_of_memory
+from rtrain.training import losses
 
 OnEvent = Callable[[dict[str, Any]], None]
 DEVICE = "device"
@@ -80,7 +81,7 @@ def check(
 def prepare(
     config: Config,
     folder: Path,
-    reuse: runs.Reuse = "refuse",
+    reuse: opening.Reuse = "refuse",
     tokens_root: Path | None = None,
     source: records.Source | None = None,
 ) -> Prepared:
@@ -109,7 +110,7 @@ def prepare(
         refuse_other("--resume", run, created.get("order", 1), store.rows("train"))
     if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config, layout.device)]:
         raise ConfigError(problems)
-    frozen = runs.freeze(run, config)
+    frozen = opening.freeze(run, config)
     if config.recipe.train.device == "auto":
         decisions.keep(run, DEVICE, layout.device)
     if not created:
@@ -146,13 +147,13 @@ def _layout(config: Config, run: Path) -> device.Choice:
     return device.choose(wanted, train.workers, train.min_workers, supply.most("gpu"), device.usable())
 
 
-def chosen(config: Config, folder: Path, reuse: runs.Reuse) -> tuple[Path, Config]:
+def chosen(config: Config, folder: Path, reuse: opening.Reuse) -> tuple[Path, Config]:
     """`runs.choose`, once a resumed run whose folder is lost, with the machine that held it, is back from its copy."""
-    if reuse == "resume" and not (folder / runs.CONFIG).is_file():
+    if reuse == "resume" and not (folder / opening.CONFIG).is_file():
         copy = replica.of(config.deploy.cluster, folder)
         if copy and copy.exists():
             copy.restore(folder)
-    return runs.choose(folder, config, reuse)
+    return opening.choose(folder, config, reuse)
 
 
 def _other_rows(run: Path, created: dict[str, Any], origin: dict[str, dict[str, str]]) -> UserError:
@@ -191,7 +192,7 @@ def fit(
         return summary.write(run)
     _announce(run, on_event)
     say = on_event or (lambda event: None)
-    with runs.hold(run), events.Follow([(run, {})], on_event), trackers.following(prepared.config, run, say):
+    with opening.hold(run), events.Follow([(run, {})], on_event), trackers.following(prepared.config, run, say):
         try:
             _attempts(prepared, until, evaluate_at, callbacks, say)
         except (KeyboardInterrupt, SystemExit):

@@ -8,7 +8,7 @@ from rtrain.data import records, tokens
 from rtrain.errors import ConfigError, Problem
 from rtrain.network import model
 from rtrain.plan import preflight
-from rtrain.training import runs
+from rtrain.runs import opening
 
 LOCAL = "file://"
 
@@ -19,7 +19,7 @@ def share(config: Config, source: records.Source, weights: Path, root: Path) -> 
     What came from the hub is copied under `root`, the packaged model only where some node lacks it. Raises `UserError`
     where a node does not share `root`, or cannot read what the user named.
     """
-    recipe, on_hub = config.recipe, runs.hub_names(config)
+    recipe, on_hub = config.recipe, opening.hub_names(config)
     for kind, name in on_hub.values():
         hub.keep(kind, name, root)
     if "model.name" in on_hub:

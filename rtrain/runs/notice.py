@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rtrain.cluster import supply
-from rtrain.training import placement
-from rtrain.training.recovery import Growth, workers_for
+from rtrain.runs import placement
+from rtrain.runs.recovery import Growth, workers_for
 
 Wanted = Callable[[Sequence[supply.Node]], int]
 """Workers of a start on such nodes; 0: wait for more."""

@@ -17,16 +17,9 @@ from rtrain.exchange import ranks
 from rtrain.proof import drill
 from rtrain.proof.faults import FAULTS, Fault
 from rtrain.report import events
-from rtrain.training import driver, failures, notice, runs, step
-from rtrain.training.recovery import (
-    Growth,
-    Recovery,
-    halvings,
-    most_after,
-    out_of_memory,
-    tokens_per_pass,
-    workers_for,
-)
+from rtrain.runs import driver, failures, notice, opening
+from rtrain.runs.recovery import Growth, Recovery, halvings, most_after, out_of_memory, tokens_per_pass, workers_for
+from rtrain.training import step
 from tests import test_loop
 from tests.conftest import labelled_rows, write_rows
 from tests.test_loop import Ran, start, weights_digest
@@ -170,12 +163,12 @@ def test_a_run_is_one_process_s_at_a_time(tmp_path: Path) -> None:
         assert other.stdout.readline() == "held\n"
         with (
             pytest.raises(UserError, match=rf"--out: .* trained by process {other.pid} on .*write --new"),
-            runs.hold(tmp_path),
+            opening.hold(tmp_path),
         ):
             pass
         other.kill()  # its lock goes with it
         other.wait()
-        with runs.hold(tmp_path):
+        with opening.hold(tmp_path):
             pass
 
 

@@ -26,8 +26,9 @@ from rtrain.metrics import scores
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import model, packed, pooling, precision, sentence
 from rtrain.report import events
+from rtrain.runs import decisions, notice, predictions, recovery
 from rtrain.tasks import base
-from rtrain.training import decisions, evaluate, loop, losses, memory, notice, predictions, recovery
+from rtrain.training import evaluate, loop, losses, memory
 
 if TYPE_CHECKING:
     import torch

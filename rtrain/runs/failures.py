@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rtrain.errors import UserError
 from rtrain.exchange.ranks import Elsewhere
-from rtrain.training.recovery import memory_told
+from rtrain.runs.recovery import memory_told
 
 
 def explain(run: Path, error: Exception) -> UserError:

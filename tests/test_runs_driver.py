@@ -19,7 +19,7 @@ from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from rtrain.proof import ledger
 from rtrain.report import events
-from rtrain.training import driver
+from rtrain.runs import driver
 from rtrain.training.loop import GENESIS
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder

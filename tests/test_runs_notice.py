@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rtrain.cluster import supply
-from rtrain.training import notice, placement
+from rtrain.runs import notice, placement
 
 
 def within(what: Callable[[], bool], seconds: float = 30.0) -> None:

@@ -1,0 +1,1 @@
+"""A run on Ray: opened, started, watched, started again, finished."""
