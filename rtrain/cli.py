@@ -286,8 +286,7 @@ def evaluate(
 ) -> None:
     """Score an artefact on a file of rows, through the path that answers requests; the columns are those of its own
     training rows, but for what --set data.label=... and so on say."""
-    from rtrain import artifact as artifacts, config
-    from rtrain.compress import score
+    from rtrain import artifact as artifacts, config, score
     from rtrain.metrics import scores
 
     overrides = {"data.path": data, **dict(config.parse_assignment(text) for text in assignments or ())}

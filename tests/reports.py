@@ -9,9 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from rtrain import config
+from rtrain import config, score
 from rtrain.batch import Head, Ragged
-from rtrain.compress import score
 from rtrain.config import Config
 from rtrain.data.store import open_store
 from rtrain.metrics import scores

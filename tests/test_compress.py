@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain import artifact
-from rtrain.compress import distill, quantize, score
+from rtrain import artifact, score
+from rtrain.compress import distill, quantize
 from rtrain.config import with_overrides
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, UserError

@@ -9,9 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from rtrain import config
+from rtrain import config, score
 from rtrain.batch import Encoded, Head, Ragged, Tokens, Window, pack
-from rtrain.compress import score
 from rtrain.config import Distill
 from rtrain.data.store import Store
 from rtrain.errors import UserError

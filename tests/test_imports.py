@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rtrain", "serve", "tune")
 # A room is a package or a module; the ground floor comes first.
 NEW = {
-    *("rtrain.evaluate",),
+    *("rtrain.score",),
     *("rtrain.network", "rtrain.exchange", "rtrain.checkpoints", "rtrain.runs"),
 }
 FLOORS: tuple[tuple[str, ...], ...] = (
@@ -22,7 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rtrain.tasks", "rtrain.cluster", "rtrain.checkpoints"),
     ("rtrain.data", "rtrain.network"),
     ("rtrain.training", "rtrain.predict"),
-    ("rtrain.explain", "rtrain.evaluate"),
+    ("rtrain.explain", "rtrain.score"),
     ("rtrain.report", "serve"),
     ("rtrain.runs",),
     ("rtrain.proof", "rtrain.compress", "tune"),
@@ -44,8 +44,6 @@ MOVING: dict[str, str] = {
     "rtrain.data.rewriting": "rtrain.data",
     "rtrain.data.paraphrase": "rtrain.data",
     "rtrain.runs.decisions": "rtrain.config",
-    "rtrain.plan.preflight": "rtrain.cluster",
-    "rtrain.compress.score": "rtrain.evaluate",
     "rtrain.sections": "rtrain.config",
     "rtrain.sections_data": "rtrain.config",
     "rtrain.options": "rtrain.cli",
@@ -61,7 +59,7 @@ RAY_ALLOWED = (
         "rtrain.runs.group",
     ),
     *("rtrain.compress.distill", "rtrain.cluster.", "rtrain.report.memory", "rtrain.proof.cases", "rtrain.demo"),
-    *("rtrain.plan.preflight", "rtrain.proof.faults", "rtrain.runs.notice", "rtrain.runs.placement"),
+    *("rtrain.cluster.preflight", "rtrain.proof.faults", "rtrain.runs.notice", "rtrain.runs.placement"),
     *("serve.deployment", "tune."),
 )
 # At module level: serving and the command line must start without them.
@@ -112,10 +110,10 @@ def test_a_module_imports_only_from_its_own_room_and_lower_floors() -> None:
     assert len(found) >= 40, "the walk lost its subject"
     wrong = []
     for module, path in found.items():
-        if module in ("rtrain", "rtrain.plan"):
+        if module in ("rtrain",):
             continue
         for imported in imports(ast.parse(path.read_text()), names):
-            if imported.split(".")[0] in PACKAGES and imported not in ("rtrain", "rtrain.plan"):
+            if imported.split(".")[0] in PACKAGES and imported not in ("rtrain",):
                 room, other = room_of(module), room_of(imported)
                 if room != other and floor_of(room) <= floor_of(other):
                     wrong.append(f"{module} imports {imported}")

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain import artifact, cli
+from rtrain import artifact, cli, score
 from rtrain.batch import IGNORED, Head, Ragged
-from rtrain.compress import score
 from rtrain.errors import ConfigError
 from rtrain.metrics import scores, summary_rows
 from rtrain.predict import Predictor

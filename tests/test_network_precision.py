@@ -11,7 +11,7 @@ from rtrain.errors import ConfigError
 from rtrain.network import precision
 from rtrain.network.precision import Native
 from rtrain.runs import decisions, worker
-from rtrain.training import memory
+from rtrain.training import pass_size
 from tests import test_loop
 from tests.test_exchange_ranks import joined, started
 
@@ -159,7 +159,7 @@ def _fits(rank: int, watch: Any, folder: Path) -> int | None:
     def measured(*rest: Any) -> int:
         raise AssertionError("measured again")
 
-    memory.measured = measured  # type: ignore[assignment]
+    pass_size.measured = measured  # type: ignore[assignment]
     if rank == 0:
         decisions.keep(folder / "three-0", worker.PASS, 4096)
     recipe: Any = test_loop.recipe_of(folder)

@@ -11,9 +11,8 @@ import sklearn.metrics
 import torch
 from hypothesis import given, settings, strategies as st
 
-from rtrain import config
+from rtrain import config, score
 from rtrain.batch import Head, Ragged, Tokens, single
-from rtrain.compress import score
 from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.exchange.gradients import Exchange

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from rtrain import config
+from rtrain import config, score
 from rtrain.batch import Encoded, Head, Ragged, Tokens, Window, pack
-from rtrain.compress import score
 from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import by_output
 from rtrain.network import model

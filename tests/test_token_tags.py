@@ -9,9 +9,8 @@ import pytest
 import tokenizers
 import torch
 
-from rtrain import config
+from rtrain import config, score
 from rtrain.batch import IGNORED, Encoded, Head, Ragged, Tokens, pack
-from rtrain.compress import score
 from rtrain.config import Distill
 from rtrain.data.store import Store
 from rtrain.errors import UserError

@@ -29,7 +29,7 @@ def main(folder: Path) -> None:
             ray.init(address=cluster.address, log_to_driver=False)
             while sum(node["Alive"] for node in ray.nodes()) < 2:
                 time.sleep(0.2)
-            from rtrain.plan import preflight
+            from rtrain.cluster import preflight
 
             preflight.shared(folder.parent)  # as far as all see the same, nothing is wrong
             try:

@@ -56,9 +56,9 @@ def run(bench: Bench) -> None:
     with report.attempt("rtrain"):
         from rtrain.checkpoints import checkpoint
         from rtrain.network import model
-        from rtrain.training import evaluate, loop, memory, step
+        from rtrain.training import evaluate, loop, pass_size, step
 
-        rooms = (checkpoint, evaluate, loop, memory, model, step)
+        rooms = (checkpoint, evaluate, loop, pass_size, model, step)
         report.line("rtrain", True, imported=[room.__name__ for room in rooms])
     with report.attempt("model"):
         from rtrain.tasks import base

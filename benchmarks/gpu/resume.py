@@ -123,14 +123,14 @@ def _repeated(ran: trainings.Ran) -> list[str]:
     """Tensors of the gradient of one update that are not the same when it is computed again, dropout and all."""
     import torch
 
-    from rtrain.training import memory
+    from rtrain.training import pass_size
 
     job, found = ran.job, list[dict[str, torch.Tensor]]()
     tokens = job.store.read("train", job.order.positions(0))
     for _ in range(2):
         torch.manual_seed(1)
         ran.network.train().zero_grad(set_to_none=True)
-        memory.one_pass(ran.network, job.loss, tokens, job.pad_id, job.precision)
+        pass_size.one_pass(ran.network, job.loss, tokens, job.pad_id, job.precision)
         named = ran.network.named_parameters()
         found.append({name: one.grad.clone() for name, one in named if one.grad is not None})
     return [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]

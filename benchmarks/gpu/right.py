@@ -332,7 +332,7 @@ def pass_size(bench: Bench) -> None:
     import torch
 
     from rtrain.config import Optim
-    from rtrain.training import memory, optim
+    from rtrain.training import optim, pass_size as passes
 
     long, loss = texts(bench, "long"), _loss()
 
@@ -342,12 +342,12 @@ def pass_size(bench: Bench) -> None:
     for name in bench.size.models:
         with bench.report.attempt(f"pass_size.{name}"):
             whole = network(bench, name)
-            fits = memory.measured(whole, loss, made, whole.config.pad_token_id, bench.precision)
+            fits = passes.measured(whole, loss, made, whole.config.pad_token_id, bench.precision)
             optimizer = optim.build(whole, Optim())
-            memory.one_pass(whole, loss, made(2048), whole.config.pad_token_id, bench.precision)
+            passes.one_pass(whole, loss, made(2048), whole.config.pad_token_id, bench.precision)
             optimizer.step()
             torch.cuda.reset_peak_memory_stats()
-            memory.one_pass(whole, loss, made(fits), whole.config.pad_token_id, bench.precision)
+            passes.one_pass(whole, loss, made(fits), whole.config.pad_token_id, bench.precision)
             share = torch.cuda.max_memory_allocated() / torch.cuda.get_device_properties(0).total_memory
             bench.report.line(
                 f"pass_size.{name}", share, "of the memory", most=0.95, tokens=fits, precision=bench.precision

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rtrain import artifact, predict
+from rtrain import artifact, predict, score
 from rtrain.batch import Floats, Head, padded
-from rtrain.compress import score
 from rtrain.config import Recipe
 from rtrain.data.store import Store
 from rtrain.errors import UserError

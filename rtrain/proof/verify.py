@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from rtrain import config as configuration
+from rtrain.cluster import preflight
 from rtrain.config import Config
 from rtrain.data import tokens
 from rtrain.errors import ConfigError, UserError
 from rtrain.network import model
-from rtrain.plan import preflight
 from rtrain.proof import planted
 from rtrain.proof.cases import REFERENCE, Case, Measured, run_group
 from rtrain.report import events

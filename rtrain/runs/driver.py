@@ -9,7 +9,7 @@ from typing import Any
 
 from rtrain import config as configuration
 from rtrain.checkpoints import checkpoint, replica
-from rtrain.cluster import supply
+from rtrain.cluster import preflight, supply
 from rtrain.cluster.session import data_cpus
 from rtrain.config import Cluster, Config
 from rtrain.data import records, refusals, tokens
@@ -17,7 +17,6 @@ from rtrain.data.order import Order, refuse_other, version
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import device, model, precision
-from rtrain.plan import preflight
 from rtrain.report import attributions, events, html, summary, trackers, versions
 from rtrain.runs import decisions, failures, group, nodes, notice, opening, placement, worker
 from rtrain.runs.recovery import Kind, Recovery, halvings, most_after, out_of_memory

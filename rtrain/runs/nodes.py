@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from rtrain import hub
+from rtrain.cluster import preflight
 from rtrain.config import Config
 from rtrain.data import records, tokens
 from rtrain.errors import ConfigError, Problem
 from rtrain.network import model
-from rtrain.plan import preflight
 from rtrain.runs import opening
 
 LOCAL = "file://"

@@ -28,7 +28,7 @@ from rtrain.network import model, packed, pooling, precision, sentence
 from rtrain.report import events
 from rtrain.runs import decisions, notice, predictions, recovery
 from rtrain.tasks import base
-from rtrain.training import evaluate, loop, losses, memory
+from rtrain.training import evaluate, loop, losses, pass_size
 
 if TYPE_CHECKING:
     import torch
@@ -186,9 +186,9 @@ def _fitting(
     task, teacher = base.get(recipe.task), recipe.distill.teacher
 
     def made(tokens: int) -> Tokens:
-        return memory.longest_rows(store, task, tokens, teacher)
+        return pass_size.longest_rows(store, task, tokens, teacher)
 
-    return memory.measured(network, loss, made, model.pad_id(source), chosen)
+    return pass_size.measured(network, loss, made, model.pad_id(source), chosen)
 
 
 def _smallest(exchange: Exchange, run: Path, fits: int | None) -> int | None:

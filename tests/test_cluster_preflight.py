@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from rtrain import config
+from rtrain.cluster import preflight
 from rtrain.config import Recipe
 from rtrain.errors import UserError
-from rtrain.plan import preflight
 
 ROOT = Path(__file__).resolve().parents[1]
 

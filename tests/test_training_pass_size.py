@@ -14,8 +14,8 @@ from rtrain.exchange.gradients import Exchange
 from rtrain.network import model
 from rtrain.report import events
 from rtrain.runs import decisions, worker
-from rtrain.training import losses, memory
-from rtrain.training.memory import LEAST, MOST, Peak, fitting, longest_rows
+from rtrain.training import losses, pass_size
+from rtrain.training.pass_size import LEAST, MOST, Peak, fitting, longest_rows
 from tests import test_loop
 from tests.test_loop import TASK
 
@@ -69,7 +69,7 @@ def test_the_memory_of_a_pass_is_a_line_in_its_tokens(ground: Path) -> None:
 
         made = longest_rows(store, TASK, tokens)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            memory.one_pass(network, loss, made, 0, "fp32")
+            pass_size.one_pass(network, loss, made, 0, "fp32")
         peaks.append(Peak(int(made.lengths.sum()), sum(kept.values())))
     assert peaks[2].bytes is not None
     assert fitting(peaks[0], peaks[1], peaks[2].bytes) == pytest.approx(peaks[2].tokens, rel=0.05)
@@ -82,7 +82,7 @@ def test_a_gpu_s_own_figures_decide(
     """The passes are real; what a GPU would say of its memory is given: 7.5 GB are free for us, of which 80 % count."""
     store = Store(next((ground / ".tokens").iterdir()))
     network = model.build(ground / "encoder", TASK, store.manifest.labels, 0)
-    left, whole = list(peaks), memory.one_pass
+    left, whole = list(peaks), pass_size.one_pass
 
     def one_pass(*arguments: Any) -> None:
         whole(*arguments)
@@ -90,7 +90,7 @@ def test_a_gpu_s_own_figures_decide(
             left.pop(0)
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(memory, "one_pass", one_pass)
+    monkeypatch.setattr(pass_size, "one_pass", one_pass)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * GB, 80 * GB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GB // 2)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
@@ -100,7 +100,7 @@ def test_a_gpu_s_own_figures_decide(
     def made(count: int) -> Tokens:
         return longest_rows(store, TASK, count)
 
-    found = memory.measured(network, losses.for_run(TASK, Distill()), made, 0, "fp32")
+    found = pass_size.measured(network, losses.for_run(TASK, Distill()), made, 0, "fp32")
     assert found == pytest.approx(tokens, abs=256)
     assert not left
     assert all(parameter.grad is None for parameter in network.parameters())
