@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.sets import number
-from rtrain.data.augment import Noise, noisy
+from rtrain.data.augment.noise import Noise, noisy
 
 SHARES = (0.0, 0.1, 0.2, 0.4)
 """Of words with a typing error."""

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from rtrain import config
-from rtrain.data import values
+from rtrain.data.formats import values
 from rtrain.data.store import Store
 from tests.tiny import make_store, make_tokenizer
 

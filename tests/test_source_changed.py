@@ -17,7 +17,8 @@ import pytest
 from rtrain import config
 from rtrain.cluster import supply
 from rtrain.config import Config
-from rtrain.data import digests, order, pieces, records, tokens
+from rtrain.data import order, pieces, records, tokens
+from rtrain.data.formats import digests
 from rtrain.errors import UserError
 from rtrain.proof import ledger
 from rtrain.report import events

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rtrain.config import Recipe
-from rtrain.data import parts
+from rtrain.data.formats import parts
 from rtrain.data.records import Piece, Source
 from rtrain.tasks import base
 

@@ -18,9 +18,9 @@ import pyarrow
 
 from rtrain import hub
 from rtrain.config import Data
-from rtrain.data import digests, formats, parts
-from rtrain.data.addresses import is_glob, opened, path_of, suffix
-from rtrain.data.values import not_words, string, text_of
+from rtrain.data.formats import digests, parts, readers
+from rtrain.data.formats.addresses import is_glob, opened, path_of, suffix
+from rtrain.data.formats.values import not_words, string, text_of
 from rtrain.errors import ConfigError, Problem, UserError, quoted
 
 SUFFIXES = {
@@ -227,8 +227,8 @@ def _hub_pieces(field: str, name: str, role: str, root: Path | None, nearby: str
 
 
 def _columns(field: str, piece: Piece) -> tuple[str, ...]:
-    if piece.format in formats.COLUMNS:
-        return formats.COLUMNS[piece.format]
+    if piece.format in readers.COLUMNS:
+        return readers.COLUMNS[piece.format]
     try:
         found = _header(field, piece)
     except DAMAGED as error:
@@ -257,18 +257,18 @@ def _header(field: str, piece: Piece) -> list[str]:
                 raise ConfigError([Problem(field, piece.uri, "the file is UTF-16, not UTF-8", fix)])
             file.seek(0)
         if piece.format in ("csv", "tsv"):
-            line, header = next(formats.csv_rows(file, piece.format), (1, []))
+            line, header = next(readers.csv_rows(file, piece.format), (1, []))
             if isinstance(header, str):
                 reason, _, fix = header.partition("; ")
                 raise ConfigError([Problem(field, piece.uri, f"line {line}: {reason}", fix)])
             return header
         if piece.format == "jsonl":
-            line, document = next(formats.json_rows(file), (1, None))
+            line, document = next(readers.json_rows(file), (1, None))
             if not isinstance(document, dict):
                 fix = 'write one JSON object a line, e.g. {"text": "...", "label": "..."}'
                 raise ConfigError([Problem(field, piece.uri, f"line {line} is not a JSON object", fix)])
             return list(document)
-        return list(formats.arrow_schema(file, piece.format).names)
+        return list(readers.arrow_schema(file, piece.format).names)
 
 
 def _missing(data: Data, columns: tuple[str, ...], name: str) -> list[Problem]:
@@ -312,7 +312,7 @@ def read(
 def _raw(file: IO[bytes], piece: Piece, data: Data, part: parts.Part) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """(line, columns by name), or (line, reason) where the line cannot be read."""
     if piece.format in ("csv", "tsv"):
-        rows = formats.csv_rows(file, piece.format, part.before)
+        rows = readers.csv_rows(file, piece.format, part.before)
         header = next(rows, (1, []))[1] if part.start == 0 else _header("data.path", piece)
         for line, values in rows:
             if isinstance(values, str):
@@ -322,15 +322,15 @@ def _raw(file: IO[bytes], piece: Piece, data: Data, part: parts.Part) -> Iterato
             elif values:
                 yield line, f"{len(values)} columns instead of {len(header)}; quote a text that holds the separator"
     elif piece.format == "jsonl":
-        for line, document in formats.json_rows(file, part.before):
+        for line, document in readers.json_rows(file, part.before):
             yield line, document if isinstance(document, dict) else "not a JSON object; write one object a line"
     elif piece.format == "conll":
-        yield from formats.conll_rows(file)
+        yield from readers.conll_rows(file)
     elif piece.format == "squad":
-        yield from formats.squad_rows(file)
+        yield from readers.squad_rows(file)
     else:
         wanted = list(dict.fromkeys(column for _, column in wanted_columns(data)))
-        found = formats.arrow_rows(file, piece.format, wanted, part)
+        found = readers.arrow_rows(file, piece.format, wanted, part)
         yield from enumerate(found, start=part.before + 1)
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from rtrain.config import Recipe
-from rtrain.data import digests, records
+from rtrain.data import records
+from rtrain.data.formats import digests
 from rtrain.errors import UserError
 
 

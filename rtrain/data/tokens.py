@@ -16,22 +16,11 @@ import pyarrow as pa
 from rtrain import drafts
 from rtrain.batch import Encoded, Head, Ragged
 from rtrain.config import Recipe
-from rtrain.data import (
-    columns,
-    digests,
-    packing,
-    paraphrase,
-    parts,
-    pieces,
-    quarantine,
-    records,
-    refusals,
-    rewriting,
-    store,
-    variants,
-)
+from rtrain.data import columns, packing, pieces, quarantine, records, refusals, store
+from rtrain.data.augment import paraphrase, rewriting, variants
+from rtrain.data.formats import digests, parts
+from rtrain.data.formats.values import printable
 from rtrain.data.splits import Splits, content_hashes
-from rtrain.data.values import printable
 from rtrain.errors import Problem, UserError
 from rtrain.manifest import Entry
 from rtrain.tasks import base

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from rtrain.config import Augment
-from rtrain.data import paraphrase
+from rtrain.data.augment import paraphrase
 from rtrain.data.store import map_table, write_table
 
 FOLDER = "rewritten"

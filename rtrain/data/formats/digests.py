@@ -4,7 +4,7 @@
 
 A file is taken as unchanged only where its storage would tell any change: by the time of the last change of a local
 file, which no program can set, or by the tag that an object store gives to each content. Who reads the rows hashes
-them again (`rtrain.data.parts`), so that no row is ever stored under the digest of another file.
+them again (`rtrain.data.formats.parts`), so that no row is ever stored under the digest of another file.
 """
 
 import hashlib

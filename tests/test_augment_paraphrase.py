@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from rtrain import config
-from rtrain.data import paraphrase, records, rewriting, splits, tokens
+from rtrain.data import records, splits, tokens
+from rtrain.data.augment import paraphrase, rewriting
 from rtrain.errors import UserError
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_tokenizer

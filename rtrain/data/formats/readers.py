@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, NamedTuple
 
-from rtrain.data.parts import WHOLE, Part, row_groups
+from rtrain.data.formats.parts import WHOLE, Part, row_groups
 from rtrain.errors import quoted
 
 
@@ -136,7 +136,7 @@ def _class_names(schema: Any) -> Callable[[str], list[str] | None]:
 
 def conll_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """Sentences as lists: columns `tokens` and `tags`."""
-    from rtrain.data import conll
+    from rtrain.data.formats import conll
 
     for sentence in conll.read(file):
         yield sentence.line, sentence.reason or {"tokens": list(sentence.tokens), "tags": list(sentence.tags)}
@@ -144,7 +144,7 @@ def conll_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 def squad_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """Questions: columns `id`, `title`, `question`, `context`, and `answers`, a list of `{"text", "start"}`."""
-    from rtrain.data import squad
+    from rtrain.data.formats import squad
 
     for row in squad.read(file):
         answers = [answer._asdict() for answer in row.answers]

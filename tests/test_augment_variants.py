@@ -12,8 +12,9 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain import config
 from rtrain.config import Augment, Recipe
-from rtrain.data import records, rewriting, tokens, variants
-from rtrain.data.augment import Noise
+from rtrain.data import records, tokens
+from rtrain.data.augment import rewriting, variants
+from rtrain.data.augment.noise import Noise
 from rtrain.data.records import Record
 from rtrain.data.splits import Splits
 from rtrain.data.store import Store

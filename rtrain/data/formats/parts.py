@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import fsspec.compression
 
-from rtrain.data import addresses
+from rtrain.data.formats import addresses
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

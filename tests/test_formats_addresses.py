@@ -13,7 +13,7 @@ import pytest
 from rtrain import config
 from rtrain.config import Data
 from rtrain.data import records
-from rtrain.data.addresses import is_glob, suffix
+from rtrain.data.formats.addresses import is_glob, suffix
 from rtrain.errors import ConfigError
 from rtrain.runs import opening
 

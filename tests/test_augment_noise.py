@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rtrain.data import augment
-from rtrain.data.augment import Noise
+from rtrain.data.augment.noise import Noise, noisy, noisy_tokens, variants
 from rtrain.errors import ConfigError
 
 SOME = Noise(typo=0.1, swap=0.1, drop=0.1, mask=0.1)
@@ -17,7 +16,7 @@ TEXT = "please send the refund for order 1234 back\n\nto my old account today"
 
 def test_the_same_text_everywhere() -> None:
     """Written down: a change of these is another data set for the same seed."""
-    found = [augment.noisy(TEXT, SOME, seed=1, copy=copy, row=2**64 - 1) for copy in (0, 1, 2)]
+    found = [noisy(TEXT, SOME, seed=1, copy=copy, row=2**64 - 1) for copy in (0, 1, 2)]
     assert found == [
         "send the reund forr order 1234 [MASK]\n\nto my old account today",
         "please snd [MASK] [MASK] for [MASK] 1234 [MASK]\n\not my account old today",
@@ -30,53 +29,53 @@ def test_another_process_gives_the_same() -> None:
         f"from rtrain.data import augment as a; print(repr(a.noisy({TEXT!r}, a.Noise(0.2, 0.2, 0.2, 0.2), 3, 4, 5)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == repr(augment.noisy(TEXT, Noise(0.2, 0.2, 0.2, 0.2), 3, 4, 5))
+    assert done.stdout.strip() == repr(noisy(TEXT, Noise(0.2, 0.2, 0.2, 0.2), 3, 4, 5))
 
 
 def test_seed_copy_and_row_each_change_it() -> None:
     strong = Noise(typo=0.5, mask=0.3)
-    found = {augment.noisy(TEXT, strong, *key) for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 11, 0))}
+    found = {noisy(TEXT, strong, *key) for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 11, 0))}
     assert len(found) == 5
 
 
 def test_only_training_rows_are_changed() -> None:
     for split in ("valid", "test"):
-        assert augment.variants(TEXT, SOME, split=split, row=1, seed=0, copies=5) == []
-    found = augment.variants(TEXT, SOME, split="train", row=1, seed=0, copies=5)
+        assert variants(TEXT, SOME, split=split, row=1, seed=0, copies=5) == []
+    found = variants(TEXT, SOME, split="train", row=1, seed=0, copies=5)
     assert len(found) == len(set(found)) == 5
     assert TEXT not in found
 
 
 def test_copies_that_change_nothing_or_repeat_are_left_out() -> None:
-    assert augment.variants(TEXT, Noise(), split="train", row=1, seed=0, copies=3) == []
-    assert augment.variants("ok then", Noise(swap=1.0), split="train", row=1, seed=0, copies=9) == ["then ok"]
+    assert variants(TEXT, Noise(), split="train", row=1, seed=0, copies=3) == []
+    assert variants("ok then", Noise(swap=1.0), split="train", row=1, seed=0, copies=9) == ["then ok"]
 
 
 def test_each_kind_by_hand() -> None:
-    assert augment.noisy("a bb ccc", Noise(mask=1.0, mask_token="<mask>"), 0, 0, 0) == "<mask> <mask> <mask>"
-    assert augment.noisy("a bb ccc", Noise(swap=1.0), 0, 0, 0) == "bb ccc a"  # a goes on with each change
-    assert augment.noisy("a bb", Noise(drop=1.0), 0, 0, 0) == "a bb"  # never empty
-    assert augment.noisy(" \n", Noise(drop=1.0), 0, 0, 0) == " \n"
-    assert augment.noisy("", SOME, 0, 0, 0) == ""
+    assert noisy("a bb ccc", Noise(mask=1.0, mask_token="<mask>"), 0, 0, 0) == "<mask> <mask> <mask>"
+    assert noisy("a bb ccc", Noise(swap=1.0), 0, 0, 0) == "bb ccc a"  # a goes on with each change
+    assert noisy("a bb", Noise(drop=1.0), 0, 0, 0) == "a bb"  # never empty
+    assert noisy(" \n", Noise(drop=1.0), 0, 0, 0) == " \n"
+    assert noisy("", SOME, 0, 0, 0) == ""
 
 
 def test_white_space_stays() -> None:
-    assert augment.noisy(" a  b\n\nc ", Noise(mask=1.0, mask_token="x"), 0, 0, 0) == " x  x\n\nx "
-    assert augment.noisy("1\n\n2\t3", Noise(typo=1.0), 0, 0, 0) == "1\n\n2\t3"
+    assert noisy(" a  b\n\nc ", Noise(mask=1.0, mask_token="x"), 0, 0, 0) == " x  x\n\nx "
+    assert noisy("1\n\n2\t3", Noise(typo=1.0), 0, 0, 0) == "1\n\n2\t3"
 
 
 def test_no_white_space_is_left_where_the_last_word_was() -> None:
-    found = {augment.noisy("one two\n", Noise(drop=0.5), 0, copy, 0) for copy in range(60)}
+    found = {noisy("one two\n", Noise(drop=0.5), 0, copy, 0) for copy in range(60)}
     assert found == {"one two\n", "one", "two\n"}
 
 
 @pytest.mark.parametrize("word", ["1234", "A4", "$5.00", "a", "?!"])
 def test_words_with_digits_or_one_letter_have_no_typos(word: str) -> None:
-    assert {augment.noisy(word, Noise(typo=1.0), 0, copy, 0) for copy in range(50)} == {word}
+    assert {noisy(word, Noise(typo=1.0), 0, copy, 0) for copy in range(50)} == {word}
 
 
 def test_typos_of_a_word_are_the_three_kinds() -> None:
-    found = Counter(augment.noisy("cat.", Noise(typo=1.0), 0, copy, 0) for copy in range(3000))
+    found = Counter(noisy("cat.", Noise(typo=1.0), 0, copy, 0) for copy in range(3000))
     assert set(found) == {"act.", "cta.", "at.", "ct.", "ca.", "ccat.", "caat.", "catt."}
     # Changing places is not possible at the last letter: there it is left out instead. Each pair (how, where) is 1/9.
     assert found["ca."] == pytest.approx(3000 * 2 / 9, rel=0.15)
@@ -85,11 +84,11 @@ def test_typos_of_a_word_are_the_three_kinds() -> None:
 
 def test_shares_are_those_asked_for() -> None:
     tokens = ["word"] * 20_000
-    found = augment.noisy_tokens(tokens, Noise(typo=0.2, swap=0.1, drop=0.1, mask=0.3), 0, 0, 0)
+    found = noisy_tokens(tokens, Noise(typo=0.2, swap=0.1, drop=0.1, mask=0.3), 0, 0, 0)
     assert len(found) == len(tokens)
     assert found.count("[MASK]") / 20_000 == pytest.approx(0.3, abs=0.015)
     assert sum(token not in ("word", "[MASK]") for token in found) / 20_000 == pytest.approx(0.2, abs=0.015)
-    left = augment.noisy(" ".join(tokens), Noise(drop=0.25), 0, 0, 0).split()
+    left = noisy(" ".join(tokens), Noise(drop=0.25), 0, 0, 0).split()
     assert len(left) / 20_000 == pytest.approx(0.75, abs=0.015)
 
 
@@ -99,12 +98,12 @@ noises = st.builds(Noise, *[st.floats(0, 0.25)] * 4)
 @settings(deadline=None)
 @given(st.text(max_size=60), noises, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
 def test_any_text_keeps_its_words_and_is_never_empty(text: str, noise: Noise, seed: int, row: int) -> None:
-    found = augment.noisy(text, noise, seed, 0, row)
-    assert found == augment.noisy(text, noise, seed, 0, row)
+    found = noisy(text, noise, seed, 0, row)
+    assert found == noisy(text, noise, seed, 0, row)
     assert bool(found.split()) == bool(text.split())
     assert len(found.split()) <= len(text.split())
     tokens = text.split()
-    changed = augment.noisy_tokens(tokens, noise, seed, 0, row)
+    changed = noisy_tokens(tokens, noise, seed, 0, row)
     assert len(changed) == len(tokens)
     assert all(changed)
 
@@ -113,9 +112,9 @@ def test_any_text_keeps_its_words_and_is_never_empty(text: str, noise: Noise, se
 @given(st.lists(st.sampled_from(["cat", "dog", "owl"]), min_size=1, max_size=12), st.integers(0, 99))
 def test_swaps_only_reorder_and_drops_only_remove(words: list[str], copy: int) -> None:
     text = " ".join(words)
-    assert Counter(augment.noisy(text, Noise(swap=0.5), 0, copy, 0).split()) == Counter(words)
+    assert Counter(noisy(text, Noise(swap=0.5), 0, copy, 0).split()) == Counter(words)
     rest = iter(words)
-    assert all(word in rest for word in augment.noisy(text, Noise(drop=0.5), 0, copy, 0).split())  # in their order
+    assert all(word in rest for word in noisy(text, Noise(drop=0.5), 0, copy, 0).split())  # in their order
 
 
 def test_shares_that_cannot_be_are_all_named() -> None:

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from rtrain.config import Data
-from rtrain.data import formats, parts, records, store, tokens
+from rtrain.data import records, store, tokens
+from rtrain.data.formats import parts, readers
 from rtrain.data.records import Piece, Record
 from tests import test_tokens
 from tests.conftest import labelled_rows
@@ -191,7 +192,7 @@ def test_the_limit_of_a_field_is_the_readers(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("text,label\n")
     with path.open("rb") as file:
-        list(formats.csv_rows(file, "csv"))
+        list(readers.csv_rows(file, "csv"))
     assert csv.field_size_limit() == parts.FIELD_BYTES
 
 

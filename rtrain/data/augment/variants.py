@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rtrain.config import Augment, Recipe
-from rtrain.data import augment
-from rtrain.data.augment import Noise
+from rtrain.data.augment.noise import Noise, noisy, noisy_tokens
 from rtrain.data.records import Record
 from rtrain.errors import ConfigError, Problem
 from rtrain.tasks.base import Task, Variation
@@ -91,9 +90,9 @@ def _keep(
 
 def _noisy(row: Record, content: int, noise: Noise, varies: Variation, seed: int, number: int) -> Record:
     if varies == "words":
-        return row._replace(text=" ".join(augment.noisy_tokens(row.text.split(" "), noise, seed, number, content)))
-    text = augment.noisy(row.text, noise, seed, number, content)
-    pair = None if row.pair is None else augment.noisy(row.pair, noise, seed, number, content ^ SECOND_TEXT)
+        return row._replace(text=" ".join(noisy_tokens(row.text.split(" "), noise, seed, number, content)))
+    text = noisy(row.text, noise, seed, number, content)
+    pair = None if row.pair is None else noisy(row.pair, noise, seed, number, content ^ SECOND_TEXT)
     return row._replace(text=text, pair=pair)
 
 
