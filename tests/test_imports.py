@@ -29,8 +29,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 # Modules that are about to move, and the room that they are of.
 MOVING: dict[str, str] = {
     "rtrain.runs.decisions": "rtrain.config",
-    "rtrain.sections": "rtrain.config",
-    "rtrain.sections_data": "rtrain.config",
     "rtrain.options": "rtrain.cli",
 }
 

@@ -1,7 +1,7 @@
-"""The configuration: `Recipe` says what is trained and is a run's identity, `Deploy` says where and how it runs.
+"""A YAML file, or a recipe's name, and dotted overrides -> a checked configuration; and back.
 
-Both are frozen pydantic models; a YAML file holds them together. The command line's `--set a.b=value` and a search
-trial change them through the same function, `with_overrides`, and every problem is reported at once.
+The command line's `--set a.b=value` and a search trial change settings through the same function, `with_overrides`, and
+every problem is reported at once.
 """
 
 import dataclasses
@@ -16,24 +16,9 @@ import pydantic
 import yaml
 from pydantic import BaseModel
 
+from rtrain.config.deploy import Deploy, deploy_contradictions
+from rtrain.config.recipe import Recipe, recipe_contradictions
 from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.sections import (
-    DEFAULT_FREQUENCY as DEFAULT_FREQUENCY,
-    SPEED as SPEED,
-    Cluster as Cluster,
-    Deploy as Deploy,
-    Distill as Distill,
-    Model as Model,
-    Optim as Optim,
-    Quantize as Quantize,
-    Recipe as Recipe,
-    Report as Report,
-    Serve as Serve,
-    Train as Train,
-    Tune as Tune,
-    contradictions,
-)
-from rtrain.sections_data import Augment as Augment, Data as Data, Section as Section
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +83,7 @@ def parse(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
         except pydantic.ValidationError as error:
             problems += [_problem(details) for details in error.errors()]
     if len(parts) == 2:
-        problems += contradictions(*parts)
+        problems += [*recipe_contradictions(parts[0]), *deploy_contradictions(parts[1])]
     if problems:
         raise ConfigError(problems)
     recipe, deploy = parts
