@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks import floors, large_store, noise, questions, sets, tasks
 from rtrain import config
+from rtrain.cli.options import SHORT
 from rtrain.data import records
-from rtrain.options import SHORT
 
 
 def rows_of(arguments: list[str]) -> list[dict[str, Any]]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rtrain import cli, config
+from rtrain import config
+from rtrain.cli import app as cli
 from rtrain.proof import ledger
 from rtrain.runs import opening
 from tests.conftest import Row, labelled_rows, write_rows

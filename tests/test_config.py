@@ -254,7 +254,7 @@ def test_contradictions_are_refused(overrides: dict[str, Any], field: str, reaso
 
 def test_several_contradictions_are_reported_together() -> None:
     found = problems(INTENT, {"tune.first_rung": 0.6, "data.label": "text", "data.text_pair": "text"})
-    assert [problem.field for problem in found] == ["tune.first_rung", "data.text_pair", "data.label"]
+    assert [problem.field for problem in found] == ["data.text_pair", "data.label", "tune.first_rung"]
 
 
 # ------------------------------------------------------------------------------------------------------------ identity

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain import artifact, cli, score
+from rtrain import artifact, score
 from rtrain.batch import IGNORED, Head, Ragged
+from rtrain.cli import app as cli
 from rtrain.errors import ConfigError
 from rtrain.metrics import scores, summary_rows
 from rtrain.predict import Predictor

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rtrain import cli
+from rtrain.cli import app as cli
 from rtrain.errors import UserError
 from rtrain.report import events, html, predictions
 from rtrain.runs import driver

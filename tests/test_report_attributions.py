@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rtrain import cli
 from rtrain.batch import Head, Tokens, Window, pack
+from rtrain.cli import app as cli
 from rtrain.data.store import open_store
 from rtrain.errors import UserError
 from rtrain.explain import rows

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rtrain import cli
+from rtrain.cli import app as cli
 from rtrain.config import Serve
 from rtrain.errors import ConfigError
 from serve import access

@@ -142,7 +142,7 @@ def test_the_wheel_holds_the_packages_with_their_data_and_one_command(wheel: Pat
 
 
 def test_every_module_comes_from_the_new_environment(installed: Installed) -> None:
-    script = "import rtrain.cli, serve.app, tune, ray, sys; print(*(sys.modules[n].__file__ for n in sys.argv[1:]))"
+    script = "import rtrain.cli.app, serve.app, tune, ray, sys; print(*(sys.modules[n].__file__ for n in sys.argv[1:]))"
     python = str(installed.environment / "bin" / "python")
     done = installed.run(python, "-P", "-c", script, "rtrain", "serve", "tune", "ray")
     *ours, theirs = done.stdout.split()

@@ -1,0 +1,1 @@
+"""The command line; `app` lists its verbs."""

@@ -1,0 +1,88 @@
+"""Verbs that prove a recipe on its own rows: verify and drill."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rtrain.cli.options import Address, DataOption, Json, ModelOption, Out, Set, TestOption, Workers, configured
+from rtrain.cli.output import show
+from rtrain.errors import ConfigError, Problem
+
+
+def verify(
+    recipe: Annotated[str | None, typer.Argument(help="A recipe's name or a YAML file.")] = None,
+    ledger: Annotated[Path | None, typer.Option("--ledger", help="Check which rows this run trained on.")] = None,
+    data: DataOption = None,
+    test: TestOption = None,
+    model: ModelOption = None,
+    workers: Workers = None,
+    out: Out = None,
+    assignments: Set = None,
+    address: Address = None,
+    full: Annotated[bool, typer.Option("--full", help="The large matrix, on up to 1,003 rows.")] = False,
+    planted: Annotated[bool, typer.Option("--planted", help="Plant five bugs: each must be seen.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show that workers, micro-batch and resumes change nothing but speed; or, by --ledger, which rows a run saw."""
+    if (recipe is None) == (ledger is None):
+        fix = "write rtrain verify RECIPE --data FILE, or rtrain verify --ledger RUN"
+        raise ConfigError([Problem("verify", recipe, "takes a recipe or --ledger, one of them", fix)])
+    report = (
+        _ledger(ledger)
+        if ledger
+        else _layouts(
+            recipe, out, full, planted, assignments, data=data, test=test, model=model, workers=workers, address=address
+        )
+    )
+    show(report.to_document(), as_json, report.text())
+    if not report.to_document()["passed"]:
+        raise typer.Exit(1)
+
+
+def _ledger(run: Path) -> Any:
+    from rtrain.proof import ledger
+
+    return ledger.check(run.absolute())
+
+
+def _layouts(
+    recipe: str | None, out: str | None, full: bool, planted: bool, assignments: list[str] | None, **short: Any
+) -> Any:
+    from rtrain.cluster.session import session
+    from rtrain.proof import verify as proof
+    from rtrain.report.progress import Line
+    from rtrain.runs import driver, opening
+
+    assert recipe is not None
+    config = opening.absolute(configured(recipe, assignments, **short))
+    folder = opening.folder_for(f"{config.recipe.name}-verify", out)
+    driver.check(config, folder.parent)
+    with session(proof.session_config(config, full), folder.parent), Line() as line:
+        return proof.run(config, folder, full=full, bugs=planted, on_event=line)
+
+
+def drill(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or a YAML file.")],
+    data: DataOption = None,
+    test: TestOption = None,
+    model: ModelOption = None,
+    workers: Workers = None,
+    out: Out = None,
+    assignments: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Kill a run again and again, resume it, and compare it with one that was never touched."""
+    from rtrain.cluster.session import session
+    from rtrain.proof import drill as proof
+    from rtrain.report.progress import Line
+    from rtrain.runs import driver, opening
+
+    config = opening.absolute(configured(recipe, assignments, data=data, test=test, model=model, workers=workers))
+    folder = opening.folder_for(f"{config.recipe.name}-drill", out)
+    driver.check(config, folder.parent)
+    with session(config, folder.parent), Line() as line:
+        certificate = proof.run(config, folder, on_event=line)
+    show(certificate.to_document(), as_json, certificate.text())
+    if not certificate.passed:
+        raise typer.Exit(1)

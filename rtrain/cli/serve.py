@@ -1,0 +1,86 @@
+"""Verbs that answer with an artefact: predict, explain, serve."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rtrain.cli.options import (
+    Address,
+    Insecure,
+    Json,
+    Set,
+    configured,
+)
+from rtrain.cli.output import answer_text
+
+
+def predict(
+    artifact: Annotated[Path, typer.Argument(help="Artefact folder.")],
+    texts: Annotated[list[str] | None, typer.Argument(help="Texts; without any, lines of standard input.")] = None,
+    top: Annotated[int, typer.Option("--top", help="Labels per text.", min=1)] = 1,
+    batch: Annotated[int, typer.Option("--batch", help="Most texts of one engine call.", min=1)] = 32,
+    as_json: Json = False,
+) -> None:
+    """Answer texts with an artefact, one line each."""
+    from rtrain.predict import Predictor
+
+    inputs = list(texts or [line.rstrip("\n") for line in sys.stdin])
+    answers = Predictor.load(artifact.absolute())(inputs, {"top_k": top}, batch_rows=batch)
+    if as_json:
+        print(json.dumps(answers, ensure_ascii=False))
+        return
+    for answer in answers:
+        print(answer_text(answer))
+
+
+def explain(
+    artifact: Annotated[Path, typer.Argument(help="Float artefact folder.")],
+    text: Annotated[str | None, typer.Argument(help="A text; without it standard input, as a whole.")] = None,
+    pair: Annotated[str | None, typer.Option("--pair", help="The second text, where there are two.")] = None,
+    label: Annotated[str | None, typer.Option("--label", help="Explain this label instead of the answer's.")] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", help="Of the integral; default: doubled until the error is below 1 %.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say which words, and which sentences, an answer rests on, by integrated gradients."""
+    from rtrain.explain.explainer import Explainer
+    from rtrain.predict import Predictor
+    from rtrain.report import explanation
+
+    predictor = Predictor.load(artifact.absolute())
+    first, second = predictor.task.fields
+    read = sys.stdin.read() if text is None else text
+    [found] = Explainer(predictor)([read if pair is None else {first: read, second: pair}], label, steps)
+    document = found.to_document()
+    if as_json:
+        print(json.dumps(document, ensure_ascii=False))
+    else:
+        explanation.show(document, sys.stdout)
+
+
+def serve(
+    artifact: Annotated[Path, typer.Argument(help="Artefact folder.")],
+    host: Annotated[str | None, typer.Option("--host", help="Address to listen on (default 127.0.0.1).")] = None,
+    port: Annotated[int | None, typer.Option("--port", help="Port (default 8000; 0 takes a free one).")] = None,
+    insecure: Insecure = False,
+    assignments: Set = None,
+    address: Address = None,
+) -> None:
+    """Answer HTTP requests with an artefact, on Ray Serve, until Ctrl-C."""
+    from rtrain import artifact as artifacts
+    from rtrain.cluster.session import session, until_interrupted
+    from rtrain.report.progress import say
+    from serve import access, deployment
+
+    config = configured("intent", assignments, host=host, port=port, insecure=insecure or None, address=address)
+    access.check(config.deploy.serve, say)
+    folder = artifact.absolute()
+    artifacts.read(folder)
+    with session(config, folder.parent), deployment.start(folder, config.deploy.serve) as endpoint:
+        say(f"serving {folder} at {endpoint.url} (Ctrl-C ends it)")
+        say(f"try: {access.curl(endpoint.url)}")
+        until_interrupted()

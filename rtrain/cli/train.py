@@ -1,0 +1,124 @@
+"""Verbs about runs: the recipes, train, tune, report, and the demo. Heavy imports are inside the verbs."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rtrain.cli.options import (
+    Address,
+    DataOption,
+    Json,
+    ModelOption,
+    New,
+    Out,
+    Recipe,
+    Resume,
+    Set,
+    TestOption,
+    ValidOption,
+    Workers,
+    configured,
+    opened,
+)
+from rtrain.cli.output import show
+from rtrain.errors import UserError
+
+
+def recipes_list() -> None:
+    """Names of the recipes that come with rtrain."""
+    from rtrain import config
+
+    print("\n".join(config.recipe_names()))
+
+
+def recipes_show(name: str) -> None:
+    """Print a recipe's commented YAML; save it, edit it, and give the file's name in place of the recipe's."""
+    from rtrain import config
+
+    print(config.recipe_text(name), end="")
+
+
+def train(
+    recipe: Recipe = None,
+    data: DataOption = None,
+    valid: ValidOption = None,
+    test: TestOption = None,
+    model: ModelOption = None,
+    workers: Workers = None,
+    out: Out = None,
+    assignments: Set = None,
+    address: Address = None,
+    resume: Resume = False,
+    new: New = False,
+    as_json: Json = False,
+) -> None:
+    """Fine-tune an encoder on a file of texts; ends with an artefact that predict and serve take."""
+    short = {"data": data, "valid": valid, "test": test, "model": model, "workers": workers, "address": address}
+    config, folder, reuse = opened(recipe, assignments, out, resume, new, **short)
+    from rtrain.cluster.session import session
+    from rtrain.report.progress import Line, summary_text
+    from rtrain.runs import driver
+
+    source, _ = driver.check(config, folder.parent)
+    with session(config, folder.parent), Line() as line:
+        prepared = driver.prepare(config, folder, reuse, source=source)
+        summary = driver.fit(prepared, on_event=line)
+    show(summary, as_json, summary_text(summary, prepared.run))
+
+
+def tune(
+    recipe: Recipe = None,
+    data: DataOption = None,
+    valid: ValidOption = None,
+    test: TestOption = None,
+    model: ModelOption = None,
+    workers: Workers = None,
+    out: Out = None,
+    assignments: Set = None,
+    address: Address = None,
+    resume: Resume = False,
+    new: New = False,
+    as_json: Json = False,
+) -> None:
+    """Search learning rate and aggregation frequency, then continue the best trial to its full budget."""
+    short = {"data": data, "valid": valid, "test": test, "model": model, "workers": workers, "address": address}
+    config, folder, reuse = opened(recipe, assignments, out, resume, new, "-search", **short)
+    from rtrain.cluster.session import session
+    from rtrain.report.progress import Line, search_text
+    from rtrain.runs import driver
+    from tune import search
+
+    search.check(config)
+    driver.check(config, folder.parent)
+    with session(config, folder.parent), Line() as line:
+        found = search.run(config, folder, reuse, on_event=line)
+        winner = search.continue_best(found, on_event=line)
+    show({**found.to_document(), "winner": winner}, as_json, search_text(found, winner))
+
+
+def report(run: Annotated[Path, typer.Argument(help="Run folder, also of a run that has not ended.")]) -> None:
+    """Write RUN/report.html: the rows, the curves, the answers, where the time went; one page, offline."""
+    from rtrain.report import html
+
+    print(html.make(run.absolute()))
+
+
+def demo(
+    out: Out = None,
+    model: ModelOption = None,
+    assignments: Set = None,
+    address: Address = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the endpoint up until Ctrl-C.")] = False,
+    as_json: Json = False,
+) -> None:
+    """The whole path on the embedded data: ingest, search, train, distill, quantize, serve, ask."""
+    from rtrain import demo as whole
+
+    config = configured("demo", assignments, model=model, address=address)
+    document = whole.run(config, out, keep=keep)
+    if as_json:
+        print(json.dumps(document, ensure_ascii=False))
+    if not document["answer_matches"]:
+        raise UserError("the endpoint's answers are not those of rtrain predict; see the table above")
