@@ -16,7 +16,7 @@ from benchmarks import budgets, ours
 from benchmarks.budgets import Budget
 from benchmarks.peers import common
 from benchmarks.rows import Files
-from rtrain.report import events
+from rtrain import events
 
 ROOT = Path(__file__).resolve().parents[1]
 

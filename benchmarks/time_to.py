@@ -17,7 +17,7 @@ from benchmarks import budgets, figures, ours, rows, sides
 from benchmarks.budgets import Budget
 from benchmarks.figures import Figure, evaluate
 from benchmarks.sides import Work
-from rtrain.report import events
+from rtrain import events
 
 ACCURACY = 0.90
 EPOCHS = 4

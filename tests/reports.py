@@ -9,13 +9,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from rtrain import config, score
+from rtrain import config, events, score
 from rtrain.batch import Head, Ragged
 from rtrain.config import Config
 from rtrain.data.store import open_store
 from rtrain.metrics import scores
 from rtrain.predict import Predictor
-from rtrain.report import events, html
+from rtrain.report import html
 from rtrain.report.predictions import path_of
 from rtrain.runs import opening, predictions as answered
 from rtrain.tasks import base

@@ -73,7 +73,7 @@ def _hung(folder: Path) -> dict[str, Any]:
 
 
 def _told(run: Path) -> dict[str, Any]:
-    from rtrain.report import events
+    from rtrain import events
 
     log = events.read(run)
     crashed = [event for event in log if event["kind"] == "crashed"]

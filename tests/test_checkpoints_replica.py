@@ -13,13 +13,12 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from rtrain import config, manifest
+from rtrain import config, events, manifest
 from rtrain.checkpoints import checkpoint, replica
 from rtrain.checkpoints.replica import Lost, Replica, Unreachable
 from rtrain.config import Cluster
 from rtrain.data.order import Order
 from rtrain.data.store import Store
-from rtrain.report import events
 from rtrain.training import loop
 from tests import test_loop
 from tests.test_loop import Ran, start, update_name, weights_digest

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain import artifact, score
+from rtrain import artifact, events, score
 from rtrain.compress import distill, quantize
 from rtrain.config import with_overrides
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, UserError
 from rtrain.metrics import scores
 from rtrain.predict import Predictor
-from rtrain.report import events, summary
+from rtrain.report import summary
 from rtrain.runs import driver, opening
 from tests.conftest import labelled_rows
 from tests.test_runs_driver import ROWS, settings

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from rtrain.report import events, summary
-from rtrain.report.events import Tail
+from rtrain import events
+from rtrain.events import Tail
+from rtrain.report import summary
 
 
 def write(run: Path, log: list[dict[str, Any]]) -> Path:

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from rtrain import config
+from rtrain import config, events
 from rtrain.checkpoints import checkpoint
 from rtrain.data.order import Order
 from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.proof import ledger
-from rtrain.report import events
 from rtrain.runs import opening
 from tests import test_loop
 from tests.test_loop import UPDATES, Ran, recipe_of, start

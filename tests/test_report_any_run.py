@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from rtrain import events
 from rtrain.cli import app as cli
 from rtrain.errors import UserError
-from rtrain.report import events, html, predictions
+from rtrain.report import html, predictions
 from rtrain.runs import driver
 from tests.reports import Page, answers_of, make_run, page_of, write_predictions, write_scores
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rtrain import events
 from rtrain.batch import Head, Tokens, Window, pack
 from rtrain.cli import app as cli
 from rtrain.data.store import open_store
@@ -14,7 +15,7 @@ from rtrain.errors import UserError
 from rtrain.explain import rows
 from rtrain.explain.explainer import Explainer
 from rtrain.predict import Predictor
-from rtrain.report import attributions, events, html, predictions
+from rtrain.report import attributions, html, predictions
 from rtrain.report.sections import marked
 from rtrain.runs import driver
 from tests.reports import answers_of, make_run, write_predictions

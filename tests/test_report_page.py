@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rtrain import config
-from rtrain.report import collect, events
+from rtrain import config, events
+from rtrain.report import collect
 from rtrain.report.blocks import Cards, Figure, Section, Table
 from rtrain.report.sections import answers, certificate, curves, data, hardest, labels, overview, slices, terms, timing
 from tests.conftest import labelled_rows

@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from rtrain import artifact, config, manifest
+from rtrain import artifact, config, events, manifest
 from rtrain.checkpoints import checkpoint
 from rtrain.config import Config
 from rtrain.data import ingest, store as token_store
@@ -18,7 +18,6 @@ from rtrain.data.order import Order, chain, rows_digest
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from rtrain.proof import ledger
-from rtrain.report import events
 from rtrain.runs import driver
 from rtrain.training.loop import GENESIS
 from tests.conftest import labelled_rows, write_rows

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from rtrain import config
+from rtrain import config, events
 from rtrain.checkpoints import checkpoint
 from rtrain.config import Config
 from rtrain.errors import ConfigError, UserError
 from rtrain.exchange import ranks
 from rtrain.proof import drill
 from rtrain.proof.faults import FAULTS, Fault
-from rtrain.report import events
 from rtrain.runs import driver, failures, notice, opening
 from rtrain.runs.recovery import Growth, Recovery, halvings, most_after, out_of_memory, tokens_per_pass, workers_for
 from rtrain.training import step

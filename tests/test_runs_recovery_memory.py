@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from rtrain import events
 from rtrain.errors import UserError
-from rtrain.report import events
 from rtrain.runs import driver
 from rtrain.runs.recovery import Recovery, memory_told
 

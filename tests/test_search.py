@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rtrain import config
+from rtrain import config, events
 from rtrain.checkpoints import checkpoint
 from rtrain.config import with_overrides
 from rtrain.errors import ConfigError, UserError
-from rtrain.report import events, summary
+from rtrain.report import summary
 from rtrain.report.progress import search_text
 from tests.test_runs_driver import settings
 from tune import search, trial

@@ -14,14 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from rtrain import config
+from rtrain import config, events
 from rtrain.cluster import supply
 from rtrain.config import Config
 from rtrain.data import order, pieces, records, tokens
 from rtrain.data.formats import digests
 from rtrain.errors import UserError
 from rtrain.proof import ledger
-from rtrain.report import events
 from rtrain.runs import driver, opening
 from rtrain.tasks import base
 from rtrain.training import loop

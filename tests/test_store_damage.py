@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rtrain import artifact, config, manifest
+from rtrain import artifact, config, events, manifest
 from rtrain.compress import distill
 from rtrain.config import Recipe
 from rtrain.data import ingest, records, store, tokens
@@ -17,7 +17,6 @@ from rtrain.data.ingest import Share
 from rtrain.data.order import Order
 from rtrain.data.store import SPLITS, Store
 from rtrain.errors import UserError
-from rtrain.report import events
 from rtrain.runs import driver
 from tests.conftest import labelled_rows, write_rows
 from tests.test_ingest import through_arrow

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rtrain import events
 from rtrain.checkpoints import checkpoint
 from rtrain.cluster import supervise
 from rtrain.cluster.session import IN_JOB
-from rtrain.report import events
 from tests.conftest import labelled_rows, write_rows
 from tests.processes import end
 from tests.tiny import make_encoder

@@ -10,14 +10,14 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from rtrain import config
+from rtrain import config, events
 from rtrain.checkpoints import checkpoint
 from rtrain.compress import distill, quantize
 from rtrain.config import Config
 from rtrain.data.store import Store
 from rtrain.network import pooling, sentence
 from rtrain.predict import Predictor
-from rtrain.report import events, summary
+from rtrain.report import summary
 from rtrain.runs import driver
 from rtrain.tasks import base
 from tests import test_extractive_summary, test_several_labels, test_span_qa, test_token_tags

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from rtrain import events
 from rtrain.batch import Tokens
 from rtrain.config import Distill
 from rtrain.data.store import Store
 from rtrain.exchange.gradients import Exchange
 from rtrain.network import model
-from rtrain.report import events
 from rtrain.runs import decisions, worker
 from rtrain.training import losses, pass_size
 from rtrain.training.pass_size import LEAST, MOST, Peak, fitting, longest_rows

@@ -11,10 +11,10 @@ import ray
 import ray.tune
 from ray.tune.schedulers import AsyncHyperBandScheduler
 
-from rtrain import config as configuration
+from rtrain import config as configuration, events
 from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.report import events, summary
+from rtrain.report import summary
 from rtrain.runs import driver, opening, placement
 from tune import space, trial as trials
 from tune.trial import part, run_folder

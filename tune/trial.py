@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration
+from rtrain import config as configuration, events
 from rtrain.config import Config
 from rtrain.metrics.by_output import metric_for
-from rtrain.report import events
 from rtrain.runs import driver, opening
 from rtrain.tasks import base
 

@@ -19,14 +19,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rtrain import artifact, predict, score
+from rtrain import artifact, events, predict, score
 from rtrain.batch import Floats, Head, padded
 from rtrain.config import Recipe
 from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.network import model, pooling
 from rtrain.network.inputs import accepted
-from rtrain.report import events
 from rtrain.runs.worker import TOKENIZER_FILES
 from rtrain.tasks import base
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rtrain import env
+from rtrain import env, events
 from rtrain.checkpoints import checkpoint
 from rtrain.config import parse
 from rtrain.data import ingest
@@ -22,7 +22,6 @@ from rtrain.exchange import ranks
 from rtrain.exchange.gradients import Exchange
 from rtrain.network import model
 from rtrain.proof import planted
-from rtrain.report import events
 from rtrain.tasks import base
 from rtrain.training import loop, losses, optim
 

@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration
+from rtrain import config as configuration, events
 from rtrain.checkpoints import checkpoint
 from rtrain.config import Config
 from rtrain.data import tokens
 from rtrain.errors import UserError
 from rtrain.proof import ledger
 from rtrain.proof.faults import FAULTS, Fault, workers_left
-from rtrain.report import events, html, summary
+from rtrain.report import html, summary
 from rtrain.runs import driver, nodes
 
 SAVE_EVERY = 8

@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from rtrain import config as configuration
+from rtrain import config as configuration, events
 from rtrain.checkpoints import checkpoint
 from rtrain.data.order import Order, chain, refuse_other, rows_digest
 from rtrain.data.store import Store
 from rtrain.errors import UserError
-from rtrain.report import events
 from rtrain.runs import opening
 from rtrain.training.loop import GENESIS
 

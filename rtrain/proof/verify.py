@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration
+from rtrain import config as configuration, events
 from rtrain.cluster import preflight
 from rtrain.config import Config
 from rtrain.data import tokens
@@ -20,7 +20,6 @@ from rtrain.errors import ConfigError, UserError
 from rtrain.network import model
 from rtrain.proof import planted
 from rtrain.proof.cases import REFERENCE, Case, Measured, run_group
-from rtrain.report import events
 from rtrain.runs import driver, failures, group as worker_group, nodes
 
 TOLERANCE = 1e-8

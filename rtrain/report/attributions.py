@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration
+from rtrain import config as configuration, events
 from rtrain.data.store import open_store
-from rtrain.report import events, predictions
+from rtrain.report import predictions
 
 SCHEMA_VERSION = 1
 

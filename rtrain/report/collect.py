@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from rtrain import config as configuration
+from rtrain import config as configuration, events
 from rtrain.batch import Ints
 from rtrain.config import Config
 from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.metrics import scores
-from rtrain.report import attributions, events, predictions, summary
+from rtrain.report import attributions, predictions, summary
 from rtrain.tasks import base
 
 Event = dict[str, Any]

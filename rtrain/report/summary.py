@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rtrain.report import events
+from rtrain import events
 
 STATUSES = ("finished", "paused", "stopped", "failed", "interrupted")
 SECONDS = ("setup", "first_batch", "train", "evaluate", "checkpoint", "input_wait")

@@ -14,10 +14,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rtrain import config as configuration
+from rtrain import config as configuration, events
 from rtrain.config import Config
 from rtrain.errors import Problem, UserError
-from rtrain.report import events
 
 Event = dict[str, Any]
 Outcome = Literal["finished", "failed", "interrupted"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration
+from rtrain import config as configuration, events
 from rtrain.checkpoints import checkpoint, replica
 from rtrain.cluster import preflight, supply
 from rtrain.cluster.session import data_cpus
@@ -17,7 +17,7 @@ from rtrain.data.order import Order, refuse_other, version
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import device, model, precision
-from rtrain.report import attributions, events, html, summary, trackers, versions
+from rtrain.report import attributions, html, summary, trackers, versions
 from rtrain.runs import decisions, failures, group, nodes, notice, opening, placement, worker
 from rtrain.runs.recovery import Kind, Recovery, halvings, most_after, out_of_memory
 from rtrain.training import losses

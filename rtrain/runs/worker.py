@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain import artifact, env, predict
+from rtrain import artifact, env, events, predict
 from rtrain.batch import Head, Ragged, Tokens
 from rtrain.checkpoints import replica
 from rtrain.config import Recipe, parse
@@ -25,7 +25,6 @@ from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import scores
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import model, packed, pooling, precision, sentence
-from rtrain.report import events
 from rtrain.runs import decisions, notice, predictions, recovery
 from rtrain.tasks import base
 from rtrain.training import evaluate, loop, losses, pass_size
