@@ -20,6 +20,7 @@ from rtrain.network import model
 from rtrain.report.memory import PeakMemory
 from rtrain.report.progress import Line, say
 from rtrain.report.summary import summarise
+from rtrain.run import Run
 from rtrain.runs import driver, opening
 from rtrain.tasks import base
 
@@ -132,7 +133,7 @@ def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> N
         stage.rows = max(0, winner["rows_seen"] - before)
     teacher = Path(found.best.run)
     with report.stage("distill", line) as stage:
-        settings = configuration.load(str(teacher / opening.CONFIG))
+        settings = configuration.load(str(Run(teacher).config))
         student, summary = distill.run(settings, teacher, folder / "student", on_event=line)
         stage.score, stage.rows = summary["metrics"]["test"][headline], summary["rows_seen"]
     with report.stage("quantize", line) as stage:
@@ -147,7 +148,7 @@ def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> N
 
 
 def _rows_per_update(trial: Any) -> int:
-    return configuration.load(str(Path(trial.run) / opening.CONFIG)).recipe.rows_per_update
+    return configuration.load(str(Run(Path(trial.run)).config)).recipe.rows_per_update
 
 
 def _baseline(recipe: configuration.Recipe) -> float:

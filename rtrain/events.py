@@ -41,11 +41,11 @@ def _parse(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 class Tail:
-    """Events that were added since the last call; for live progress."""
+    """Events that were added since the last call, or since this was made; `whole`: since the log was begun."""
 
-    def __init__(self, run: Path):
+    def __init__(self, run: Path, *, whole: bool = False):
         self._path = run / NAME
-        self._offset = self._path.stat().st_size if self._path.is_file() else 0
+        self._offset = 0 if whole or not self._path.is_file() else self._path.stat().st_size
 
     def new(self) -> list[dict[str, Any]]:
         if not self._path.is_file():

@@ -17,6 +17,7 @@ from rtrain.metrics import scores
 from rtrain.predict import Predictor
 from rtrain.report import html
 from rtrain.report.predictions import path_of
+from rtrain.run import Run
 from rtrain.runs import opening, predictions as answered
 from rtrain.tasks import base
 from tests import test_task_runs
@@ -49,7 +50,7 @@ def begin(folder: Path, chosen: Config, *, trained: bool = True) -> Path:
         | {"train.save_every": 5},
     )
     run = folder / "run"
-    frozen = opening.freeze(run, chosen)
+    frozen = opening.freeze(Run(run), chosen)
     created = {"recipe": chosen.recipe.name, "task": chosen.recipe.task, "data_digest": store.manifest.digest}
     origin = store.manifest.sources
     events.append(
@@ -128,7 +129,9 @@ def write_scores(
     logits = np.where(np.eye(len(names))[said] > 0, np.log(9 * max(1, len(names) - 1)), 0.0)
     task, lengths = base.get("classification"), np.arange(len(true))
     head, found = Head(tuple(names)), Ragged.even(logits)
-    return scores.write(run, scores.measure(task, head, split, found, Ragged.even(true), lengths, slices))
+    path = Run(run).scores(split)
+    scores.write(path, scores.measure(task, head, split, found, Ragged.even(true), lengths, slices))
+    return path
 
 
 def make_answered(folder: Path, task: str, seed: int = 3, **overrides: Any) -> Path:
@@ -147,9 +150,9 @@ def make_answered(folder: Path, task: str, seed: int = 3, **overrides: Any) -> P
     chosen_there = found.calibrate(outcomes["valid"], store.targets("valid"), head)
     head = Head(head.labels, {**head.facts, **chosen_there})
     for split, rows in outcomes.items():
-        answered.write(run, split, store, found, head, rows, predictor.tokenizer)
+        answered.write(Run(run).predictions(split), split, store, found, head, rows, predictor.tokenizer)
         document = answered.measured(store, split, found, head, rows)
-        scores.write(run, document)
+        scores.write(Run(run).scores(split), document)
         own = {name: value for name, value in document["scores"].items() if np.isfinite(value)}
         events.append(run, "evaluated", split=split, update=20, scores=own)
     return run

@@ -69,7 +69,7 @@ def _hung(folder: Path) -> dict[str, Any]:
     prepared = driver.prepare(settings(folder), folder / "hung")
     armed("artefact", rank=0)(prepared.run)
     driver.fit(prepared)
-    return _told(prepared.run) | {"taken": (folder / "taken.json").is_file()}
+    return _told(prepared.run.folder) | {"taken": (folder / "taken.json").is_file()}
 
 
 def _told(run: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from rtrain import config, env
 from rtrain.proof.faults import CONTROLLER, FAULTS, WORKER, Fault, processes
+from rtrain.run import Run
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder
 
@@ -30,8 +31,8 @@ ROUND = 12
 RPCS = ("CoreWorkerService.grpc_client.PushTask", "NodeManagerService.grpc_client.RequestWorkerLease")
 
 
-def armed(action: str, rank: int = 1) -> Callable[[Path], None]:
-    def inject(run: Path) -> None:
+def armed(action: str, rank: int = 1) -> Callable[[Run], None]:
+    def inject(run: Run) -> None:
         path = Path(os.environ["FAILPOINT"]) / "armed.json"
         draft = path.with_suffix(".draft")
         draft.write_text(json.dumps({"rank": rank, "action": action}))
@@ -40,15 +41,15 @@ def armed(action: str, rank: int = 1) -> Callable[[Path], None]:
     return inject
 
 
-def data_task(run: Path) -> None:
+def data_task(run: Run) -> None:
     """The first data task of the next start dies."""
     armed("data task")(run)
     os.kill(processes(WORKER)[0], signal.SIGKILL)
 
 
-def snapshots(run: Path) -> None:
+def snapshots(run: Run) -> None:
     """What Ray itself wrote down of this run is cut off, and its controller dies."""
-    for path in (run / "ray").rglob("*.json"):
+    for path in run.ray.rglob("*.json"):
         os.truncate(path, path.stat().st_size // 2)
     os.kill(processes(CONTROLLER)[-1], signal.SIGKILL)
 

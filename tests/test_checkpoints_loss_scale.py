@@ -81,8 +81,9 @@ def scaled(
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
     passes, seen = cut(make_rows(13), [5, 1, 4, 3]), {}
 
-    def look(module: torch.nn.Module) -> None:
-        seen.update(gradients(module))
+    class Looks(step.Observer):
+        def gradient(self, module: torch.nn.Module) -> None:
+            seen.update(gradients(module))
 
     done = step.run_update(
         Exchange(network),
@@ -93,7 +94,7 @@ def scaled(
         precision=precision,
         scale=scale,
         clip_norm=clip_norm,
-        on_gradient=look,
+        observer=Looks(),
     )
     assert clip_norm or distance(gradients(network), seen) == 0.0
     return done, gradients(network)

@@ -11,6 +11,7 @@ import pytest
 from rtrain import config
 from rtrain.cli import app as cli
 from rtrain.proof import ledger
+from rtrain.run import Run
 from rtrain.runs import opening
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.tiny import make_artifact, make_encoder
@@ -258,7 +259,7 @@ def test_a_resume_needs_the_folder_of_its_run_and_no_recipe(run: Cli, tmp_path: 
     for arguments in (["train"], ["tune"], ["train", "--resume", "--out", "none"]):
         code, _, err = run(*arguments)
         assert (code, "recipe: missing; write a recipe's name or a YAML file" in err) == (2, True), err
-    opening.freeze(tmp_path / "run", config.load("intent", {"data.path": str(tmp_path / "gone.csv")}))
+    opening.freeze(Run(tmp_path / "run"), config.load("intent", {"data.path": str(tmp_path / "gone.csv")}))
     code, _, err = run("train", "--resume", "--out", "run")
     assert (code, err.count("no such file")) == (2, 1), err  # of the run's own, which has gone
     code, _, err = run("train", "--resume", "--out", "run", "--set", "optim.lr=1e-5", "--workers", 3)

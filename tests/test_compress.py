@@ -17,6 +17,7 @@ from rtrain.errors import ConfigError, UserError
 from rtrain.metrics import scores
 from rtrain.predict import Predictor
 from rtrain.report import summary
+from rtrain.run import Run
 from rtrain.runs import driver, opening
 from tests.conftest import labelled_rows
 from tests.test_runs_driver import ROWS, settings
@@ -155,7 +156,7 @@ def test_evaluate_scores_a_file_through_the_serving_path(teacher: Path) -> None:
     scored = score.run(teacher / "artifact", score.settings(made, {"data.path": data.test}))
     assert scored["scores"]["accuracy"] == made.metrics["test"]["accuracy"]
     assert (scored["rows"], scored["bad_rows"]) == (20, 0)
-    kept = scores.read(teacher, "test")
+    kept = scores.read(Run(teacher).scores("test"))
     assert kept is not None
     same = ("scores", "intervals", "slices", "tables", "headline", "rows")
     # Not to the last bit: the file's rows are batched otherwise than in the run's evaluation, and what that leaves

@@ -18,6 +18,7 @@ from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import bootstrap, by_output, summary_rows, text
 from rtrain.network import model
 from rtrain.predict import Predictor
+from rtrain.run import Run
 from rtrain.runs import predictions
 from rtrain.tasks import base
 from rtrain.tasks.extractive_summary import ExtractiveSummary, places
@@ -337,8 +338,9 @@ def test_documents_become_rows_and_rows_scores(made: tuple[Store, Path], tmp_pat
     scores = evaluate.evaluate(Exchange(network), TASK, store, "test", pad_id=0, precision="fp32", keep=kept)
     assert scores["rows"] == store.rows("test")
     assert 0 < scores["lead_rouge1"] < 1
-    path = predictions.write(
-        tmp_path, "test", store, TASK, store.manifest.head, kept["test"], base.load_tokenizer(folder / "encoder", 32)
+    path = Run(tmp_path).predictions("test")
+    predictions.write(
+        path, "test", store, TASK, store.manifest.head, kept["test"], base.load_tokenizer(folder / "encoder", 32)
     )
     for row in pyarrow.parquet.read_table(path).to_pylist():
         assert "3" in row["target"]

@@ -18,6 +18,7 @@ import yaml
 
 from rtrain import config, hub, manifest
 from rtrain.errors import UserError
+from rtrain.run import Run
 from rtrain.runs import opening
 from tests.conftest import labelled_rows
 from tests.hub import Hub, make_rows, serving
@@ -123,7 +124,7 @@ def test_a_run_is_resumed_by_the_names_that_it_was_started_with(tmp_path: Path) 
         return config.load("intent", {"model.name": model, "model.pooling": "mean", "data.path": rows})
 
     first = made(f"a/b@{OLD}", f"c/d:e@{OLD}")
-    opening.freeze(tmp_path, first)
+    opening.freeze(Run(tmp_path), first)
     _, again = opening.choose(tmp_path, made("a/b", "c/d:e"), "resume")
     assert again.recipe.identity() == first.recipe.identity()
     assert opening.absolute(made("a/b", "c/d:e@main"), tmp_path).recipe.data.path == f"c/d:e@{OLD}"

@@ -22,7 +22,15 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "rtrain.batch",
         "rtrain.words",
     ),
-    ("rtrain.config", "rtrain.recipes", "rtrain.artifact", "rtrain.metrics", "rtrain.exchange", "rtrain.hub"),
+    (
+        "rtrain.config",
+        "rtrain.recipes",
+        "rtrain.artifact",
+        "rtrain.metrics",
+        "rtrain.exchange",
+        "rtrain.hub",
+        "rtrain.run",
+    ),
     ("rtrain.tasks", "rtrain.cluster", "rtrain.checkpoints"),
     ("rtrain.data", "rtrain.network"),
     ("rtrain.training", "rtrain.predict"),
@@ -34,11 +42,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rtrain.cli",),
     ("rtrain.__main__",),
 )
-# Modules that are about to move, and the room that they are of.
-MOVING: dict[str, str] = {
-    "rtrain.runs.decisions": "rtrain.config",
-}
-
 RAY_ALLOWED = (
     *(
         "rtrain.data.tokens",
@@ -83,8 +86,6 @@ def matches(name: str, pattern: str) -> bool:
 
 def room_of(module: str) -> str:
     """The longest name in the table that the module is, or is in."""
-    if module in MOVING:
-        return MOVING[module]
     rooms = [room for floor in FLOORS for room in floor if module == room or module.startswith(f"{room}.")]
     assert rooms, f"{module} is in no room: FLOORS names the rooms, from the ground up"
     return max(rooms, key=len)

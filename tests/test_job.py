@@ -23,6 +23,7 @@ from rtrain import config, env, manifest
 from rtrain.checkpoints import checkpoint
 from rtrain.cluster import supervise
 from rtrain.proof import ledger
+from rtrain.run import Run
 from tests import test_cluster_yaml as cluster
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder
@@ -325,7 +326,7 @@ def test_a_job_whose_driver_is_killed_starts_it_again_and_ends_its_run(head: Hea
     assert (summary["status"], summary["restarts"]) == ("finished", 1)
     job = next(job for job in head.jobs() if str(run) in job["entrypoint"])
     assert job["status"] == "SUCCEEDED"
-    report = ledger.check(run)
+    report = ledger.check(Run(run))
     assert (report.passed, report.updates) == (True, summary["updates"])
 
 

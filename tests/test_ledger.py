@@ -14,6 +14,7 @@ from rtrain.data.order import Order
 from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.proof import ledger
+from rtrain.run import Run
 from rtrain.runs import opening
 from tests import test_loop
 from tests.test_loop import UPDATES, Ran, recipe_of, start
@@ -29,9 +30,9 @@ def recorded(ground: Path, run: Path, **settings: Any) -> Path:
 
 
 def log(run: Path, ran: Ran, ground: Path) -> None:
-    if not (run / opening.CONFIG).is_file():
+    if not Run(run).exists:
         recipe = recipe_of(ground)
-        opening.freeze(run, config.Config(recipe, config.Deploy()))
+        opening.freeze(Run(run), config.Config(recipe, config.Deploy()))
         store = Store(next((ground / ".tokens").iterdir()))
         events.append(run, "created", store=str(store.folder), data_digest=store.manifest.digest)
     for kind, fields in ran.recorder.events:
@@ -40,7 +41,7 @@ def log(run: Path, ran: Ran, ground: Path) -> None:
 
 
 def test_a_finished_run_saw_every_row_once_per_epoch(ground: Path, tmp_path: Path) -> None:
-    report = ledger.check(recorded(ground, tmp_path / "run"))
+    report = ledger.check(Run(recorded(ground, tmp_path / "run")))
     rows = Store(next((ground / ".tokens").iterdir())).rows("train")
     assert (report.passed, report.rows, report.updates, report.updates_per_epoch) == (True, rows, UPDATES, 3)
     assert (report.repeated, report.missing, report.mismatched) == (0, 0, {})
@@ -51,11 +52,11 @@ def test_a_finished_run_saw_every_row_once_per_epoch(ground: Path, tmp_path: Pat
 
 def test_a_killed_run_is_checked_as_far_as_it_came(ground: Path, tmp_path: Path) -> None:
     run = recorded(ground, tmp_path / "run", kill=4)
-    report = ledger.check(run)
+    report = ledger.check(Run(run))
     assert (report.passed, report.updates) == (True, 4)
     assert "x 1 epochs and 1 updates, 4 updates" in report.text()
     log(run, start(ground, run, log_every=1), ground)
-    assert (ledger.check(run).passed, ledger.check(run).updates) == (True, UPDATES)
+    assert (ledger.check(Run(run)).passed, ledger.check(Run(run)).updates) == (True, UPDATES)
 
 
 def test_where_a_run_left_its_order_is_told(ground: Path, tmp_path: Path) -> None:
@@ -65,7 +66,7 @@ def test_where_a_run_left_its_order_is_told(ground: Path, tmp_path: Path) -> Non
     wrong = [fields | {"ledger": "0" * 64} for fields in other.recorder.of("progress") if fields["update"] > 4]
     for fields in wrong:
         events.append(run, "progress", **fields)
-    report = ledger.check(run)
+    report = ledger.check(Run(run))
     assert (report.passed, sorted(report.mismatched)) == (False, [5, 6])
     assert "trained on between update 4 and update 5 (recorded by progress)" in report.text()
     assert report.text().startswith("NOT every row once per epoch")
@@ -75,7 +76,7 @@ def test_a_checkpoint_with_another_ledger_is_told(ground: Path, tmp_path: Path) 
     run = recorded(ground, tmp_path / "run")
     path = checkpoint.path_of(run / "checkpoints", UPDATES) / "state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"ledger": "ab" * 32}))
-    report = ledger.check(run)
+    report = ledger.check(Run(run))
     assert (report.passed, report.mismatched) == (False, {UPDATES: "checkpoint"})
 
 
@@ -91,7 +92,7 @@ def test_rows_that_an_order_repeats_or_leaves_out_are_counted(
         return positions
 
     monkeypatch.setattr(Order, "positions", repeating)
-    report = ledger.check(run)
+    report = ledger.check(Run(run))
     assert not report.passed
     assert (report.repeated, report.missing) == (UPDATES, UPDATES)
 
@@ -102,17 +103,17 @@ def test_another_store_under_the_run_s_name_is_refused(ground: Path, tmp_path: P
     text = (run / events.NAME).read_text().replace(found["data_digest"], "f" * 16)
     (run / events.NAME).write_text(text.replace(f"{found['store'][:-16]}{'f' * 16}", found["store"]))
     with pytest.raises(UserError, match=f"is now {found['data_digest']}; the run was trained on ffffffffffffffff"):
-        ledger.check(run)
+        ledger.check(Run(run))
 
 
 def test_bad_runs_are_refused_with_what_to_do(ground: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--ledger: .*nothing holds no run .*name the folder given to --out"):
-        ledger.check(tmp_path / "nothing")
+        ledger.check(Run(tmp_path / "nothing"))
     run = tmp_path / "run"
     run.mkdir()
     log(run, dataclasses.replace(start(ground, run, kill=0), recorder=test_loop.Recorder()), ground)
     with pytest.raises(UserError, match=r"--ledger: .* has recorded no update yet; train it first"):
-        ledger.check(run)
-    shutil.copy(run / opening.CONFIG, tmp_path / opening.CONFIG)
+        ledger.check(Run(run))
+    shutil.copy(Run(run).config, Run(tmp_path).config)
     with pytest.raises(UserError, match=r"does not say where the run's token store is"):
-        ledger.check(tmp_path)
+        ledger.check(Run(tmp_path))

@@ -19,6 +19,7 @@ from rtrain.data.order import Order, chain, rows_digest
 from rtrain.data.store import Store
 from rtrain.exchange.gradients import Exchange
 from rtrain.network import model
+from rtrain.run import Run
 from rtrain.tasks import base
 from rtrain.training import cadence, evaluate, loop, losses, optim, step
 from tests.conftest import labelled_rows, write_rows
@@ -105,7 +106,7 @@ def start(
     network = model.build(ground / "encoder", TASK, store.manifest.labels, recipe.train.seed, Model(freeze=freeze))
     job = loop.Job(
         recipe=recipe,
-        run=run,
+        run=Run(run),
         store=store,
         task=TASK,
         loss=losses.for_run(TASK, Distill()),

@@ -95,8 +95,9 @@ def test_intervals_are_about_the_score_and_the_same_again() -> None:
 def test_an_empty_split_has_its_scores_and_nothing_more(tmp_path: Path) -> None:
     found = of_intents([], [])
     assert (found["rows"], found["scores"]["accuracy"], found["slices"], found["tables"]) == (0, 0, {}, {})
-    scores.write(tmp_path, found)
-    assert scores.read(tmp_path, "test") == found
+    path = tmp_path / "scores-test.json"
+    scores.write(path, found)
+    assert scores.read(path) == found
 
 
 HEADS = {
@@ -137,7 +138,8 @@ def test_every_kind_of_output_has_intervals_of_its_headline_and_tables(output: s
     for one in document["slices"]["length"]:  # of a single row each, whose resamples are all the same
         assert one["interval"] == [one["scores"][document["headline"]]] * 2
     assert sorted(one["value"] for one in document["slices"]["length"]) == ["3", "9"]
-    assert scores.read(scores.write(tmp_path, document).parent, "valid") == document
+    scores.write(tmp_path / "scores-valid.json", document)
+    assert scores.read(tmp_path / "scores-valid.json") == document
     assert document["headline"] in scores.text(document)
 
 

@@ -10,9 +10,8 @@ import torch
 from rtrain.errors import ConfigError
 from rtrain.network import precision
 from rtrain.network.precision import Native
-from rtrain.runs import decisions, worker
-from rtrain.training import pass_size
-from tests import test_loop
+from rtrain.run import Run
+from rtrain.runs import worker
 from tests.test_exchange_ranks import joined, started
 
 INTEL = "processor\t: 0\nflags\t\t: fpu sse2 avx2 avx512f {}\nbugs\t\t: none\n\nprocessor\t: 1\nflags\t\t: fpu\n"
@@ -109,18 +108,18 @@ def test_a_processor_is_not_asked_where_there_is_a_gpu(monkeypatch: pytest.Monke
 
 
 def test_a_run_keeps_its_first_decision(tmp_path: Path) -> None:
-    assert precision.decide(tmp_path, "auto", processor("bf16")) == "bf16"
+    assert precision.decide(Run(tmp_path), "auto", processor("bf16")) == "bf16"
     assert json.loads((tmp_path / "decisions.json").read_text()) == {"precision": "bf16"}
-    assert precision.decide(tmp_path, "auto", processor()) == "bf16"
-    assert precision.decide(tmp_path, "fp32", processor()) == "bf16"
+    assert precision.decide(Run(tmp_path), "auto", processor()) == "bf16"
+    assert precision.decide(Run(tmp_path), "fp32", processor()) == "bf16"
 
 
 def test_a_decision_leaves_the_others_alone(tmp_path: Path) -> None:
-    assert decisions.read(tmp_path) == {}
-    assert decisions.keep(tmp_path, "tokens_per_pass", 4096) == 4096
-    assert precision.decide(tmp_path, "auto", processor()) == "fp32"
-    assert decisions.keep(tmp_path, "tokens_per_pass", 1024) == 4096
-    assert decisions.read(tmp_path) == {"tokens_per_pass": 4096, "precision": "fp32"}
+    assert Run(tmp_path).decisions == {}
+    assert Run(tmp_path).decide("tokens_per_pass", 4096) == 4096
+    assert precision.decide(Run(tmp_path), "auto", processor()) == "fp32"
+    assert Run(tmp_path).decide("tokens_per_pass", 1024) == 4096
+    assert Run(tmp_path).decisions == {"tokens_per_pass": 4096, "precision": "fp32"}
 
 
 # ------------------------------------------------------------------------------------------------------ several workers
@@ -140,9 +139,9 @@ def apart(rank: int, world: int, folder: Path) -> list[str]:
         view = folder / f"{run}-{rank}"
         view.mkdir()
         if run == "three" and rank == 0:
-            decisions.keep(view, "precision", "fp16")
+            Run(view).decide("precision", "fp16")
         try:
-            found.append(worker._precision(watch, device, view, "auto"))
+            found.append(worker._precision(watch, device, Run(view), "auto"))
         except ConfigError as error:
             found.append(str(error.problems[0]))
     found.append(str(_fits(rank, watch, folder)))
@@ -151,20 +150,11 @@ def apart(rank: int, world: int, folder: Path) -> list[str]:
 
 
 def _fits(rank: int, watch: Any, folder: Path) -> int | None:
-    """What fits into a pass by rank 0's decision, which is in its view alone: nothing is measured again."""
-
-    class Network:
-        device = torch.device("cuda")
-
-    def measured(*rest: Any) -> int:
-        raise AssertionError("measured again")
-
-    pass_size.measured = measured  # type: ignore[assignment]
+    """What fits into a pass by rank 0's decision, which is in its view alone."""
+    run = Run(folder / f"three-{rank}")
     if rank == 0:
-        decisions.keep(folder / "three-0", worker.PASS, 4096)
-    recipe: Any = test_loop.recipe_of(folder)
-    none: Any = None
-    return worker._fitting(watch, Network(), folder / f"three-{rank}", folder, recipe, none, none, "fp16")
+        run.decide(worker.PASS, 4096)
+    return worker._decided_size(watch, run)
 
 
 def test_workers_that_do_not_see_what_was_decided_compute_in_rank_zero_s_choice_or_refuse(tmp_path: Path) -> None:
@@ -173,8 +163,8 @@ def test_workers_that_do_not_see_what_was_decided_compute_in_rank_zero_s_choice_
     refused = "train.precision=bf16: this processor has no native bf16"
     assert second.startswith(f"['fp32', '{refused}"), more
     assert second.endswith("'fp16', '4096']")
-    assert [decisions.read(tmp_path / f"{run}-0") for run in ("one", "two")] == [
+    assert [Run(tmp_path / f"{run}-0").decisions for run in ("one", "two")] == [
         {"precision": "fp32"},
         {"precision": "bf16"},
     ]
-    assert [decisions.read(tmp_path / f"{run}-1") for run in ("one", "two", "three")] == [{}, {}, {}]
+    assert [Run(tmp_path / f"{run}-1").decisions for run in ("one", "two", "three")] == [{}, {}, {}]

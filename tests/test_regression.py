@@ -19,6 +19,7 @@ from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import by_output, scores
 from rtrain.network import model
 from rtrain.predict import Predictor
+from rtrain.run import Run
 from rtrain.runs import predictions
 from rtrain.tasks import base
 from rtrain.tasks.regression import Regression
@@ -169,8 +170,9 @@ def test_a_finished_run_s_rows_are_written_with_their_slices(made: tuple[Store, 
     network: Any = model.build(folder / "encoder", TASK, store.manifest.labels, seed=0)
     outcomes = evaluate.gathered(Exchange(network), TASK, store, "test", pad_id=0, precision="fp32")
     tokenizer, head = base.load_tokenizer(folder / "encoder", 64), store.manifest.head
-    path = predictions.write(tmp_path, "test", store, TASK, head, outcomes, tokenizer)
-    assert path == tmp_path / "predictions-test.parquet"
+    path = tmp_path / "predictions-test.parquet"
+    predictions.write(path, "test", store, TASK, head, outcomes, tokenizer)
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
     table = pyarrow.parquet.read_table(path)
     assert [f"{field.name} {field.type}" for field in table.schema] == [
         "position int64", "row_id uint64", "source string", "line int64", "tokens int32", "text string",
@@ -185,9 +187,10 @@ def test_a_finished_run_s_rows_are_written_with_their_slices(made: tuple[Store, 
         assert row["score"] is None
     document = predictions.measured(store, "test", TASK, store.manifest.head, outcomes)
     assert list(document["slices"]) == ["kind", "prompt", "length"]
-    assert scores.read(tmp_path, "test") is None
-    assert scores.write(tmp_path, document) == tmp_path / "scores-test.json"
-    assert scores.read(tmp_path, "test") == document
+    path = tmp_path / "scores-test.json"
+    assert scores.read(path) is None
+    scores.write(path, document)
+    assert scores.read(path) == document
     for name, every in document["slices"].items():
         assert sum(one["rows"] for one in every) == store.rows("test")
         worst = [one["scores"]["neg_rmse"] for one in every]
@@ -229,7 +232,7 @@ def test_writing_and_scoring_the_rows_show_that_they_get_on(
         signs[0] += 1
 
     monkeypatch.setattr(predictions, "TEXT_ROWS", 4)
-    predictions.write(tmp_path, "test", store, TASK, head, outcomes, tokenizer, alive)
+    predictions.write(Run(tmp_path).predictions("test"), "test", store, TASK, head, outcomes, tokenizer, alive)
     assert signs[0] == 3 * -(-store.rows("test") // 4)  # texts, targets, predictions
     before = signs[0]
     document = predictions.measured(store, "test", TASK, head, outcomes, alive)

@@ -11,6 +11,7 @@ from rtrain import events
 from rtrain.cli import app as cli
 from rtrain.errors import UserError
 from rtrain.report import html, predictions
+from rtrain.run import Run
 from rtrain.runs import driver
 from tests.reports import Page, answers_of, make_run, page_of, write_predictions, write_scores
 
@@ -69,7 +70,7 @@ def test_a_file_of_other_columns_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_report_that_fails_is_said_and_does_not_fail_the_run(tmp_path: Path) -> None:
     run, said = make_run(tmp_path), list[str]()
     predictions.path_of(run, "test").write_bytes(b"no parquet")
-    driver._report(run, lambda event: said.append(event["text"]))
+    driver._report(Run(run), lambda event: said.append(event["text"]))
     (kept,) = run.glob("report-*.txt")
     assert "Traceback" in kept.read_text()
     assert said[-1].startswith(f"no report.html: {run}/predictions-test.parquet cannot be read")

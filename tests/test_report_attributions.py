@@ -17,6 +17,7 @@ from rtrain.explain.explainer import Explainer
 from rtrain.predict import Predictor
 from rtrain.report import attributions, html, predictions
 from rtrain.report.sections import marked
+from rtrain.run import Run
 from rtrain.runs import driver
 from tests.reports import answers_of, make_run, write_predictions
 from tests.tiny import CORPUS, make_artifact, make_task_artifact
@@ -175,7 +176,7 @@ def test_a_failure_is_said_and_costs_neither_run_nor_page(run: Path) -> None:
     with pytest.raises(UserError, match="damaged"):
         attributions.ensure(run)
     said: list[str] = []
-    driver._report(run, lambda event: said.append(event["text"]))
+    driver._report(Run(run), lambda event: said.append(event["text"]))
     assert len(said) == 1
     assert said[0].startswith("no attributions: ")
     assert len(list(run.glob("attributions-*.txt"))) == 1

@@ -224,7 +224,7 @@ def test_an_unknown_tracker_is_refused() -> None:
 def test_a_resumed_run_keeps_its_trackers_unless_others_are_asked_for(tmp_path: Path) -> None:
     trackers_on: dict[str, Any] = {"report.trackers": ["tensorboard"]}
     run = make_run(tmp_path, trained=False, **trackers_on)
-    stored = config.load(str(run / runs.CONFIG))
+    stored = config.load(str(run / "config.yaml"))
     plain = config.load(stored.recipe.name)
     assert runs.choose(run, plain, "resume")[1].deploy.report.trackers == ("tensorboard",)
     for asked in (["mlflow"], []):

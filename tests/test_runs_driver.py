@@ -18,6 +18,7 @@ from rtrain.data.order import Order, chain, rows_digest
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from rtrain.proof import ledger
+from rtrain.run import Run
 from rtrain.runs import driver
 from rtrain.training.loop import GENESIS
 from tests.conftest import labelled_rows, write_rows
@@ -273,7 +274,7 @@ def test_a_resized_run_trains_on_the_same_rows_and_its_ledger_shows_it(trained: 
         (1, stops[1]),
     ]
     assert found["order_digest"] == trained.summary["order_digest"]
-    report = ledger.check(folder / "resized")
+    report = ledger.check(Run(folder / "resized"))
     assert (report.passed, report.updates, report.order_digest) == (True, last, found["order_digest"])
     assert len(report.checked) == last  # log_every=1: every update's link was recorded, by whoever trained it
     assert report.text().startswith(f"every row once per epoch: {report.rows} rows x {EPOCHS} epochs")
@@ -300,10 +301,10 @@ def test_unexpected_error_leaves_its_traceback_in_a_file_of_the_run(trained: Tra
     with pytest.raises(UserError, match=r"training failed: .*nowhere") as caught:
         driver.fit(replace(prepared, model=folder / "nowhere"))
     path = Path(str(caught.value).rsplit(" ", 1)[-1])
-    assert path.parent == prepared.run
+    assert path.parent == prepared.run.folder
     assert "Traceback" in path.read_text()
-    assert json.loads((prepared.run / "summary.json").read_text())["status"] == "failed"
-    assert not (prepared.run / "artifact").exists()
+    assert json.loads(prepared.run.summary.read_text())["status"] == "failed"
+    assert not prepared.run.artifact.exists()
 
 
 def test_what_warms_a_worker_up_is_a_real_data_task(ray_session: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rtrain.cluster import supply
+from rtrain.run import Run
 from rtrain.runs import notice, placement
 
 
@@ -26,19 +27,19 @@ def test_a_look_that_fails_is_said_once_and_the_next_ones_see_a_preemption(
     said: list[dict[str, Any]] = []
     looks, whole = [0], placement.workers_by_node
 
-    def workers_by_node(run: Path) -> Counter[str]:
+    def workers_by_node(run: Run) -> Counter[str]:
         looks[0] += 1
         return whole(run)
 
     monkeypatch.setattr(notice, "LOOK_EVERY_S", 0.005)
     monkeypatch.setattr(placement, "workers_by_node", workers_by_node)
-    (tmp_path / placement.NAME).write_text("5a")  # half of an id, as a crashed write leaves it
-    with notice.Watch(tmp_path, 2, "cpu", lambda nodes: 2, said.append):
+    Run(tmp_path).placement_group.write_text("5a")  # half of an id, as a crashed write leaves it
+    with notice.Watch(Run(tmp_path), 2, "cpu", lambda nodes: 2, said.append):
         within(lambda: looks[0] > 5)
         monkeypatch.setattr(placement, "workers_by_node", lambda run: Counter({"a node": 2}))
         monkeypatch.setattr(supply, "leaving", lambda: {"a node"})
-        within(lambda: notice.given(tmp_path))
-    assert notice.take(tmp_path) == "preemption"
+        within(lambda: notice.given(Run(tmp_path)))
+    assert notice.take(Run(tmp_path)) == "preemption"
     [event] = said
     assert event["kind"] == "stage"
     assert event["text"].startswith("a look at the cluster's nodes failed (")
@@ -53,7 +54,7 @@ def test_the_file_of_the_workers_placement_is_whole_or_the_one_before(
         state = SimpleNamespace(placement_group_handle=SimpleNamespace(placement_group=group))
         return SimpleNamespace(get_worker_group_state=lambda: state)
 
-    remember, path, write = placement.Remember(tmp_path), tmp_path / placement.NAME, Path.write_text
+    remember, path, write = placement.Remember(Run(tmp_path)), Run(tmp_path).placement_group, Path.write_text
     remember.after_worker_group_start(started("5a" * 18))
 
     def torn(path: Path, text: str) -> int:
@@ -67,4 +68,4 @@ def test_the_file_of_the_workers_placement_is_whole_or_the_one_before(
     monkeypatch.undo()
     remember.after_worker_group_start(started("6b" * 18))
     assert path.read_text() == "6b" * 18
-    assert [found.name for found in tmp_path.iterdir()] == [placement.NAME]
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]

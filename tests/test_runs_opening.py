@@ -11,6 +11,7 @@ import yaml
 from rtrain import config
 from rtrain.config import Config
 from rtrain.errors import ConfigError, UserError
+from rtrain.run import Run
 from rtrain.runs import opening
 
 
@@ -25,7 +26,7 @@ DECIDED = {"model__pooling": "mean"}
 def used(tmp_path: Path) -> Path:
     """A folder with a run of the recipe as it stands: 2 workers, 64 rows an update, its pooling decided."""
     folder, opened = opening.choose(tmp_path / "run", made(**DECIDED), "refuse")
-    opening.freeze(folder, opened)
+    opening.freeze(Run(folder), opened)
     return folder
 
 
@@ -60,7 +61,7 @@ def test_a_free_name_is_taken(tmp_path: Path, reuse: opening.Reuse) -> None:
     folder, opened = opening.choose(tmp_path / "deep" / "run", made(), reuse)
     assert (folder, opened) == (tmp_path / "deep" / "run", made())
     assert list(tmp_path.iterdir()) == []  # nothing is written before all is checked
-    opening.freeze(folder, opened)
+    opening.freeze(Run(folder), opened)
     assert [path.name for path in folder.iterdir()] == ["config.yaml"]
 
 
@@ -74,7 +75,7 @@ def test_a_used_name_is_refused_with_both_ways_out(used: Path) -> None:
 
 def test_new_takes_the_next_free_number(used: Path) -> None:
     second, opened = opening.choose(used, made(optim__lr=1e-5), "new")
-    opening.freeze(second, opened)
+    opening.freeze(Run(second), opened)
     third, _ = opening.choose(used, made(), "new")
     assert [second.name, third.name] == ["run-2", "run-3"]
     assert opened == made(optim__lr=1e-5)
@@ -109,7 +110,7 @@ def test_a_resume_with_the_same_recipe_is_the_stored_run(used: Path) -> None:
 def test_what_is_left_open_is_as_the_run_has_it(tmp_path: Path, pooling: str, precision: str) -> None:
     """A run of when a recipe named another default goes on as it is, by the recipe's name."""
     had = made(model__pooling=pooling, train__precision=precision)
-    opening.freeze(tmp_path / "run", had)
+    opening.freeze(Run(tmp_path / "run"), had)
     _, opened = opening.choose(tmp_path / "run", made(model__pooling="auto", train__precision="auto"), "resume")
     assert (opened.recipe.model.pooling, opened.recipe.train.precision) == (pooling, precision)
     assert opened.recipe.identity() == had.recipe.identity()
@@ -140,7 +141,7 @@ def test_what_nobody_names_stays_the_run_s_own(tmp_path: Path) -> None:
     asked = {"data.path": "s3://bucket/rows.csv", "optim.lr": 1e-5, "train.workers": 8, "train.keep": 5}
     asked |= {"train.log_every": 50, "train.evaluate_every": 7, "cluster.storage": "s3://bucket/runs"}
     asked |= {"model.pooling": "mean"}
-    frozen = opening.freeze(tmp_path / "run", config.load("intent", asked))
+    frozen = opening.freeze(Run(tmp_path / "run"), config.load("intent", asked))
     _, opened = opening.choose(tmp_path / "run", made(train__keep=3), "resume")
     assert opened == config.with_overrides(frozen, {"train.keep": 3})
 
@@ -148,7 +149,8 @@ def test_what_nobody_names_stays_the_run_s_own(tmp_path: Path) -> None:
 def test_all_that_a_file_of_the_user_s_says_is_named(used: Path, tmp_path: Path) -> None:
     """Also where it says what is the default anyway; its gaps are the run's own."""
     opening.freeze(
-        used, config.with_overrides(made(**DECIDED), {"train.keep": 5, "report.attributions": 3, "train.log_every": 50})
+        Run(used),
+        config.with_overrides(made(**DECIDED), {"train.keep": 5, "report.attributions": 3, "train.log_every": 50}),
     )
     mine = tmp_path / "mine.yaml"
     mine.write_text("name: intent\ntask: classification\ntrain: {keep: 2, epochs: 5}\nreport: {attributions: 20}\n")
@@ -202,7 +204,7 @@ def others(name: str, value: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("name", sorted(set(config.dotted_names())))
 def test_every_setting_is_taken_by_a_resume_or_refused_by_name(tmp_path: Path, name: str) -> None:
     """Refused are just those that change what the run is known by; nothing that was asked for is dropped."""
-    old = opening.freeze(tmp_path / "run", made(train__rows_per_update=64, **DECIDED))
+    old = opening.freeze(Run(tmp_path / "run"), made(train__rows_per_update=64, **DECIDED))
     for value in others(name, config.flat(old)[name]):
         asked = {name: value, **BESIDE.get(name, {})}
         try:
@@ -259,7 +261,7 @@ def test_all_changes_are_refused_at_once(used: Path) -> None:
 
 def test_fewer_rows_than_the_new_workers_are_refused(tmp_path: Path) -> None:
     folder, opened = opening.choose(tmp_path / "run", made(train__rows_per_update=4), "refuse")
-    opening.freeze(folder, opened)
+    opening.freeze(Run(folder), opened)
     with pytest.raises(ConfigError, match="fewer rows than the 5 workers that share them"):
         opening.choose(folder, made(train__workers=5), "resume")
 
@@ -274,13 +276,13 @@ def test_the_frozen_configuration_is_complete_and_replayable(tmp_path: Path, mon
     wanted = made(
         data__path="rows.csv", data__test="parts/*.csv", model__name="weights", train__aggregation_frequency=3
     )
-    frozen = opening.freeze(tmp_path, wanted)
+    frozen = opening.freeze(Run(tmp_path), wanted)
     assert config.load(str(tmp_path / "config.yaml")) == frozen
     recipe = frozen.recipe
     assert (recipe.train.rows_per_update, recipe.train.aggregation_frequency) == (2 * 8 * 3, None)
     assert (recipe.data.path, recipe.data.test) == (str(tmp_path / "rows.csv"), str(tmp_path / "parts" / "*.csv"))
     assert recipe.model.name == str(tmp_path / "weights")
-    again = opening.freeze(tmp_path, frozen)
+    again = opening.freeze(Run(tmp_path), frozen)
     assert again == frozen
 
 

@@ -16,6 +16,7 @@ from rtrain.errors import ConfigError, UserError
 from rtrain.exchange import ranks
 from rtrain.proof import drill
 from rtrain.proof.faults import FAULTS, Fault
+from rtrain.run import Run
 from rtrain.runs import driver, failures, notice, opening
 from rtrain.runs.recovery import Growth, Recovery, halvings, most_after, out_of_memory, tokens_per_pass, workers_for
 from rtrain.training import step
@@ -71,20 +72,20 @@ def test_a_start_that_ran_out_of_memory_is_followed_by_one_with_smaller_passes(
     cause = MemoryError() if error == "MemoryError" else RuntimeError(error)  # Python's own says nothing more
     failure.worker_failures = {0: cause}  # type: ignore[attr-defined]
     failure.args = (f"a worker failed: {error}",)
-    driver._recover(tmp_path, failure, Recovery(max_crashes=1))
+    driver._recover(Run(tmp_path), failure, Recovery(max_crashes=1))
     [crashed] = events.read(tmp_path)
     assert (crashed["cause"], crashed["error"]) == ("memory" if found else "crash", error)
     assert halvings(events.read(tmp_path)) == found
     with pytest.raises(UserError, match=f"training failed: {re.escape(error)}"):
-        driver._recover(tmp_path, failure, Recovery(max_crashes=0))
+        driver._recover(Run(tmp_path), failure, Recovery(max_crashes=0))
 
 
 def test_what_is_told_is_the_error_of_the_worker_that_failed_not_of_those_that_waited_for_it(tmp_path: Path) -> None:
     failure, elsewhere = RuntimeError("training failed"), ranks.Elsewhere("another worker failed")
     failure.worker_failures = {0: OSError("no space left"), 1: elsewhere}  # type: ignore[attr-defined]
-    assert str(failures.explain(tmp_path, failure)).startswith("training failed: no space left\n")
+    assert str(failures.explain(Run(tmp_path), failure)).startswith("training failed: no space left\n")
     failure.worker_failures = {1: elsewhere}  # type: ignore[attr-defined]
-    assert str(failures.explain(tmp_path, failure)).startswith("training failed: another worker failed\n")
+    assert str(failures.explain(Run(tmp_path), failure)).startswith("training failed: another worker failed\n")
 
 
 def test_passes_are_halved_down_to_what_saves_memory_no_more() -> None:
@@ -143,9 +144,13 @@ def test_on_notice_a_start_ends_with_a_checkpoint_and_the_next_goes_on(
 
 
 def test_a_notice_is_taken_once(tmp_path: Path) -> None:
-    assert (notice.given(tmp_path), notice.take(tmp_path)) == (False, None)
-    notice.give(tmp_path, "preemption")
-    assert (notice.given(tmp_path), notice.take(tmp_path), notice.take(tmp_path)) == (True, "preemption", None)
+    assert (notice.given(Run(tmp_path)), notice.take(Run(tmp_path))) == (False, None)
+    notice.give(Run(tmp_path), "preemption")
+    assert (notice.given(Run(tmp_path)), notice.take(Run(tmp_path)), notice.take(Run(tmp_path))) == (
+        True,
+        "preemption",
+        None,
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- two of one
@@ -153,8 +158,8 @@ def test_a_notice_is_taken_once(tmp_path: Path) -> None:
 
 def test_a_run_is_one_process_s_at_a_time(tmp_path: Path) -> None:
     script = (
-        "import sys, pathlib; from rtrain.training import runs\n"
-        "with runs.hold(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+        "import sys, pathlib; from rtrain.run import Run; from rtrain.runs import opening\n"
+        "with opening.hold(Run(pathlib.Path(sys.argv[1]))): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -162,12 +167,12 @@ def test_a_run_is_one_process_s_at_a_time(tmp_path: Path) -> None:
         assert other.stdout.readline() == "held\n"
         with (
             pytest.raises(UserError, match=rf"--out: .* trained by process {other.pid} on .*write --new"),
-            opening.hold(tmp_path),
+            opening.hold(Run(tmp_path)),
         ):
             pass
         other.kill()  # its lock goes with it
         other.wait()
-        with opening.hold(tmp_path):
+        with opening.hold(Run(tmp_path)):
             pass
 
 
@@ -211,7 +216,7 @@ def test_a_drilled_run_ends_like_one_that_was_never_touched(ray_session: Path) -
     assert (summary["restarts"], summary["updates"]) == (3, certificate.updates)
     assert summary["certificate"] == json.loads(json.dumps(certificate.to_document()))
     assert certificate.left_behind == []
-    assert not (folder / "drilled" / notice.NAME).exists()
+    assert not Run(folder / "drilled").notice.exists()
 
 
 @pytest.mark.ray
@@ -220,10 +225,10 @@ def test_an_error_of_every_start_ends_the_run_after_its_budget(
 ) -> None:
     chosen = config.with_overrides(settings(ray_session / "budget"), {"cluster.max_crashes": 1})
     prepared = driver.prepare(chosen, ray_session / "budget" / "run")
-    (prepared.run / "checkpoints").write_text("in the way: no checkpoint can be written")
+    prepared.run.checkpoints.write_text("in the way: no checkpoint can be written")
     with pytest.raises(UserError, match=r"checkpoints"):
         driver.fit(prepared, until=3)
-    log = events.read(prepared.run)
+    log = events.read(prepared.run.folder)
     assert log[-1]["kind"] == "failed"
     assert sum(event["kind"] == "crashed" for event in log) <= 1
 

@@ -6,6 +6,7 @@ import pytest
 
 from rtrain import events
 from rtrain.errors import UserError
+from rtrain.run import Run
 from rtrain.runs import driver
 from rtrain.runs.recovery import Recovery, memory_told
 
@@ -68,11 +69,11 @@ def test_who_used_how_much_and_what_to_set(errors: list[str], told: str | None) 
 def test_the_run_s_log_and_the_last_error_say_so(tmp_path: Path) -> None:
     failure, cause = RuntimeError("Training failed"), RuntimeError(NODE + REASON + KILLED + USERS + HELP)
     failure.worker_failures = {0: cause}  # type: ignore[attr-defined]
-    driver._recover(tmp_path, failure, Recovery(max_crashes=1))
+    driver._recover(Run(tmp_path), failure, Recovery(max_crashes=1))
     [crashed] = events.read(tmp_path)
     assert (crashed["cause"], crashed["error"]) == ("memory", TOLD)
     with pytest.raises(UserError) as caught:
-        driver._recover(tmp_path, failure, Recovery(max_crashes=0))
+        driver._recover(Run(tmp_path), failure, Recovery(max_crashes=0))
     first, second = str(caught.value).splitlines()
     assert first == f"training failed: {TOLD}"
     assert Path(second.rsplit(" ", 1)[-1]).is_file()

@@ -91,7 +91,7 @@ def test_a_run_is_resumed_on_its_store(ground: Path, jobs: list[Path]) -> None:
     again = start(ground, "resume")
     assert again.store.folder == first.store.folder
     assert len(jobs) == 1
-    kinds = [event["kind"] for event in events.read(first.run)]
+    kinds = [event["kind"] for event in events.read(first.run.folder)]
     assert kinds == ["created", "tokenised", "tokens_reused"]
 
 
@@ -182,9 +182,9 @@ def test_a_run_of_another_version_is_told_from_one_on_other_files(
 
 def test_a_start_that_was_killed_before_its_first_event_is_made_up_for(ground: Path) -> None:
     first = start(ground)
-    (first.run / events.NAME).unlink()
+    first.run.log.unlink()
     again = start(ground, "resume")
-    created, reused = events.read(again.run)
+    created, reused = events.read(again.run.folder)
     assert (created["kind"], reused["kind"]) == ("created", "tokens_reused")
     assert created["data_digest"] == first.store.manifest.digest
 
@@ -196,7 +196,7 @@ def test_the_store_and_the_run_say_what_they_are_made_from(ground: Path) -> None
     tokenizer = digests.file_digest(str(ground / "encoder" / "tokenizer.json"))
     expected["tokenizer"] = {f"tokenizer.json of {ground / 'encoder'}": tokenizer}
     assert made.store.manifest.sources == expected
-    assert events.read(made.run)[0]["origin"] == expected
+    assert events.read(made.run.folder)[0]["origin"] == expected
 
 
 @pytest.mark.parametrize("reuse", ["refuse", "resume"])
@@ -231,7 +231,7 @@ def before_blocks(run: Path) -> None:
 
 def test_a_run_of_one_window_resumes_from_before_there_were_blocks(ground: Path) -> None:
     first = start(ground)
-    before_blocks(first.run)
+    before_blocks(first.run.folder)
     assert start(ground, "resume").store.folder == first.store.folder
 
 
@@ -242,7 +242,7 @@ def test_a_larger_run_of_before_there_were_blocks_is_refused_by_name(
     first = start(ground)
     assert first.store.rows("train") > 50
     start(ground, "resume")  # one of this version goes on
-    before_blocks(first.run)
+    before_blocks(first.run.folder)
     before = contents(ground / "runs")
     with pytest.raises(
         UserError, match=r"^--resume: .*run was started with an earlier order of rows.* \(--new\) has today's order\.$"
@@ -285,7 +285,7 @@ def test_what_a_trial_beside_it_has_hashed_is_not_hashed_again(ground: Path, mon
     monkeypatch.setattr(digests, "file_digest", lambda uri: "wrong" if uri.endswith(".csv") else whole(uri))
     other = driver.prepare(settings(ground), ground / "runs" / "search" / "1", tokens_root=ground / "runs")
     assert other.store.folder == first.store.folder
-    assert events.read(other.run)[0]["origin"] == events.read(first.run)[0]["origin"]
+    assert events.read(other.run.folder)[0]["origin"] == events.read(first.run.folder)[0]["origin"]
 
 
 def test_a_digest_that_is_wrong_is_forgotten_by_the_start_that_finds_out(

@@ -16,6 +16,7 @@ from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import by_output
 from rtrain.network import model
 from rtrain.predict import Predictor
+from rtrain.run import Run
 from rtrain.runs import predictions
 from rtrain.tasks import base
 from rtrain.tasks.span_qa import SpanQA, _best
@@ -190,7 +191,8 @@ def test_from_a_squad_file_to_answers(encoder: Path, tmp_path: Path) -> None:
     scores = evaluate.evaluate(Exchange(network), TASK, store, "valid", pad_id=0, precision="fp32", keep=kept)
     assert scores["rows"] == store.rows("valid")
     tokenizer = base.load_tokenizer(encoder, 48, 12)
-    path = predictions.write(tmp_path, "valid", store, TASK, store.manifest.head, kept["valid"], tokenizer)
+    path = Run(tmp_path).predictions("valid")
+    predictions.write(path, "valid", store, TASK, store.manifest.head, kept["valid"], tokenizer)
     for row in pyarrow.parquet.read_table(path).to_pylist():
         assert isinstance(row["prediction"], str)
         assert math.isfinite(row["loss"])

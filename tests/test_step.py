@@ -214,6 +214,11 @@ def test_row_sums_wrap_as_tensors_do() -> None:
 
 def test_the_gradient_can_be_looked_at_before_it_is_clipped(network: torch.nn.Module) -> None:
     rows, seen = make_rows(5), []
+
+    class Looks(step.Observer):
+        def gradient(self, module: torch.nn.Module) -> None:
+            seen.append(norm(gradients(module)))
+
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
     done = step.run_update(
         Exchange(network),
@@ -222,7 +227,7 @@ def test_the_gradient_can_be_looked_at_before_it_is_clipped(network: torch.nn.Mo
         [rows],
         pad_id=0,
         clip_norm=1e-3,
-        on_gradient=lambda module: seen.append(norm(gradients(module))),
+        observer=Looks(),
     )
     assert seen == [pytest.approx(done.gradient_norm)]
     assert norm(gradients(network)) == pytest.approx(1e-3, rel=1e-3)

@@ -283,6 +283,6 @@ def test_the_user_of_a_run_reads_which_file_was_changed_and_no_traceback(
         UserError, match=refusal(made.folder, "shards/000000-000000.arrow", "does not match its SHA-256")
     ):
         driver.fit(prepared)
-    said = [event["kind"] for event in events.read(prepared.run)]
+    said = [event["kind"] for event in events.read(prepared.run.folder)]
     assert said == ["created", "tokens_reused", "transport", "started", "failed"]
-    assert list(prepared.run.glob("error-*")) == []
+    assert list(prepared.run.folder.glob("error-*")) == []

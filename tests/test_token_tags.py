@@ -18,6 +18,7 @@ from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import by_output
 from rtrain.network import model
 from rtrain.predict import Predictor
+from rtrain.run import Run
 from rtrain.runs import predictions
 from rtrain.tasks import base
 from rtrain.tasks.token_tags import TokenTags
@@ -231,9 +232,8 @@ def test_evaluation_sees_every_word_and_writes_tags(made: tuple[Store, Path], tm
     kept: dict[str, Ragged] = {}
     scores = evaluate.evaluate(Exchange(network), TASK, store, "test", pad_id=0, precision="fp32", keep=kept)
     assert scores["rows"] == store.rows("test")
-    path = predictions.write(
-        tmp_path, "test", store, TASK, store.manifest.head, kept["test"], tokenizer_of(folder / "encoder")
-    )
+    path = Run(tmp_path).predictions("test")
+    predictions.write(path, "test", store, TASK, store.manifest.head, kept["test"], tokenizer_of(folder / "encoder"))
     for row in pyarrow.parquet.read_table(path).to_pylist():
         assert row["target"] in [["O", *tags] for _, tags in SENTENCES]
         assert len(row["prediction"]) == len(row["target"])

@@ -13,7 +13,8 @@ from rtrain.config import Distill
 from rtrain.data.store import Store
 from rtrain.exchange.gradients import Exchange
 from rtrain.network import model
-from rtrain.runs import decisions, worker
+from rtrain.run import Run
+from rtrain.runs import worker
 from rtrain.training import losses, pass_size
 from rtrain.training.pass_size import LEAST, MOST, Peak, fitting, longest_rows
 from tests import test_loop
@@ -108,7 +109,7 @@ def test_a_gpu_s_own_figures_decide(
 
 def test_a_run_keeps_the_size_of_its_passes(ground: Path, tmp_path: Path) -> None:
     exchange = Exchange(model.build(ground / "encoder", TASK, ("a", "b"), 0))
-    assert worker._smallest(exchange, tmp_path, None) is None  # a CPU, or as the recipe says
-    assert [worker._smallest(exchange, tmp_path, fits) for fits in (4096, 1024)] == [4096, 4096]
-    assert decisions.read(tmp_path) == {"tokens_per_pass": 4096}
+    assert worker._smallest(exchange, Run(tmp_path), None) is None  # a CPU, or as the recipe says
+    assert [worker._smallest(exchange, Run(tmp_path), fits) for fits in (4096, 1024)] == [4096, 4096]
+    assert Run(tmp_path).decisions == {"tokens_per_pass": 4096}
     assert [(event["kind"], event["tokens"]) for event in events.read(tmp_path)] == [("pass_size", 4096)]

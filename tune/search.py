@@ -15,6 +15,7 @@ from rtrain import config as configuration, events
 from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.report import summary
+from rtrain.run import Run
 from rtrain.runs import driver, opening, placement
 from tune import space, trial as trials
 from tune.trial import part, run_folder
@@ -72,17 +73,17 @@ class _FreeWorkers(ray.tune.Callback):
         self._search, self._config = search, config
 
     def on_trial_complete(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
-        run, number = self._folder(trial), trial.config["number"]
-        log, ended = part(events.read(run), self._config, number)
+        run, number = self._run(trial), trial.config["number"]
+        log, ended = part(run.events(), self._config, number)
         if log and not ended and summary.status(log) == "running":
-            events.append(run, "stopped")  # before its workers die, so that their end is not logged as a failure
+            run.append("stopped")  # before its workers die, so that their end is not logged as a failure
         placement.release(run)
 
     def on_trial_error(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
-        placement.release(self._folder(trial))
+        placement.release(self._run(trial))
 
-    def _folder(self, trial: Any) -> Path:
-        return run_folder(self._search, trial.config["number"])
+    def _run(self, trial: Any) -> Run:
+        return Run(run_folder(self._search, trial.config["number"]))
 
 
 def check(config: Config) -> None:
@@ -110,9 +111,10 @@ def run(
     config = opening.absolute(config, folder if reuse == "resume" else None)  # each trial asks for the same commits
     if reuse == "resume":
         _refuse_another(opening.stored(folder), config)
-    opening.freeze(folder, config)
-    with opening.hold(folder):
-        return _run(config, folder, on_event, tokens_root or folder.parent)
+    search = Run(folder)
+    opening.freeze(search, config)
+    with opening.hold(search):
+        return _run(config, search, on_event, tokens_root or folder.parent)
 
 
 def _refuse_another(old: Config, new: Config) -> None:
@@ -125,8 +127,8 @@ def _refuse_another(old: Config, new: Config) -> None:
         raise ConfigError([Problem(name, after[name], reason.format(before[name]), fix) for name in changed])
 
 
-def _run(config: Config, folder: Path, on_event: driver.OnEvent | None, tokens_root: Path) -> Found:
-    overrides = space.trials(config)
+def _run(config: Config, search: Run, on_event: driver.OnEvent | None, tokens_root: Path) -> Found:
+    folder, overrides = search.folder, space.trials(config)
     for override in overrides:
         configuration.with_overrides(config, override)  # a trial that cannot work is refused before the first starts
     trainable = partial(
@@ -137,7 +139,7 @@ def _run(config: Config, folder: Path, on_event: driver.OnEvent | None, tokens_r
         tokens_root=str(tokens_root),
         named=sorted(config.named),
     )
-    started = len(list((folder / "ray").iterdir())) if (folder / "ray").is_dir() else 0
+    started = len(list(search.ray.iterdir())) if search.ray.is_dir() else 0
     tuner = ray.tune.Tuner(
         ray.tune.with_resources(trainable, TRIAL_RESOURCES),
         param_space={"number": ray.tune.grid_search(list(range(len(overrides))))},
@@ -156,7 +158,7 @@ def _run(config: Config, folder: Path, on_event: driver.OnEvent | None, tokens_r
         run_config=ray.tune.RunConfig(
             # A new name per start: Ray's own state of the last one, which it would unpickle, is left alone.
             name=f"tune-{started:03d}",
-            storage_path=str(folder / "ray"),
+            storage_path=str(search.ray),
             callbacks=[_FreeWorkers(folder, config)],
             verbose=0,
         ),
@@ -182,7 +184,7 @@ def first_line(error: Any) -> str:
 
 def summarise(config: Config, run: Path, number: int, override: dict[str, Any], error: str | None) -> Trial:
     """A trial's row, from its own log as far as it is the search's."""
-    log, _ = part(events.read(run), config, number)
+    log, _ = part(Run(run).events(), config, number)
     scored = [event for event in log if event["kind"] == "evaluated" and event["split"] == "valid"]
     recipe = configuration.with_overrides(config, override).recipe
     if scored:
@@ -223,7 +225,7 @@ def continue_best(
     found: Found, on_event: driver.OnEvent | None = None, tokens_root: Path | None = None
 ) -> dict[str, Any]:
     """Continue the best trial's run from its checkpoint to its last update; returns its summary."""
-    run = Path(found.best.run)
-    config = configuration.load(str(run / opening.CONFIG))
-    prepared = driver.prepare(config, run, "resume", tokens_root or run.parent.parent)
+    run = Run(Path(found.best.run))
+    config = configuration.load(str(run.config))
+    prepared = driver.prepare(config, run.folder, "resume", tokens_root or run.folder.parent.parent)
     return driver.fit(prepared, on_event=on_event)

@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration, events
+from rtrain import config as configuration
 from rtrain.config import Config
 from rtrain.metrics.by_output import metric_for
-from rtrain.runs import driver, opening
+from rtrain.run import Run
+from rtrain.runs import driver
 from rtrain.tasks import base
 
 Log = list[dict[str, Any]]
@@ -75,13 +76,12 @@ def run(
         config = configuration.with_overrides(
             config, {"cluster.storage": f"{config.deploy.cluster.storage}/{Path(search).name}"}
         )
-    folder = run_folder(Path(search), number)
-    log, ended = part(events.read(folder), config, number)
+    run = Run(run_folder(Path(search), number))
+    log, ended = part(run.events(), config, number)
     for result in reported(log, headline_of(config)):
         ray.tune.report(result)
     if ended:
         return
-    begun = (folder / opening.CONFIG).is_file()
-    prepared = driver.prepare(config, folder, "resume" if begun else "refuse", Path(tokens_root))
+    prepared = driver.prepare(config, run.folder, "resume" if run.exists else "refuse", Path(tokens_root))
     until, rungs = stops_at(config, number, prepared.updates)
     driver.fit(prepared, until=until, evaluate_at=rungs, callbacks=[TuneReportCallback()])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.prepare import intent
+from rtrain.run import Run
 
 if TYPE_CHECKING:
     from rtrain.data.ingest import Update
@@ -81,7 +82,7 @@ def start(
     model.place(network, bench.device)
     job = loop.Job(
         recipe=recipe,
-        run=run,
+        run=Run(run),
         store=store,
         task=task,
         loss=losses.for_run(task, recipe.distill, store.manifest.head, train.label_smoothing),

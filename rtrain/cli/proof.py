@@ -42,8 +42,9 @@ def verify(
 
 def _ledger(run: Path) -> Any:
     from rtrain.proof import ledger
+    from rtrain.run import Run
 
-    return ledger.check(run.absolute())
+    return ledger.check(Run(run.absolute()))
 
 
 def _layouts(

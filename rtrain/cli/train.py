@@ -65,7 +65,7 @@ def train(
     with session(config, folder.parent), Line() as line:
         prepared = driver.prepare(config, folder, reuse, source=source)
         summary = driver.fit(prepared, on_event=line)
-    show(summary, as_json, summary_text(summary, prepared.run))
+    show(summary, as_json, summary_text(summary, prepared.run.folder))
 
 
 def tune(

@@ -73,7 +73,7 @@ def run(
     wanted, native = config.recipe.train.precision, precision.of_processor()
     decided = precision.resolve("auto" if precision.problems(wanted, native) else wanted, native)
     ensure_answers(prepared.store, teacher_run / "artifact", teacher, decided)
-    return prepared.run, driver.fit(prepared, on_event=on_event)
+    return prepared.run.folder, driver.fit(prepared, on_event=on_event)
 
 
 def settled(config: Config, folder: Path, reuse: opening.Reuse) -> Config:

@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rtrain import artifact, events, predict, score
+from rtrain import artifact, predict, score
 from rtrain.batch import Floats, Head, padded
 from rtrain.config import Recipe
 from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.network import model, pooling
 from rtrain.network.inputs import accepted
+from rtrain.run import Run
 from rtrain.runs.worker import TOKENIZER_FILES
 from rtrain.tasks import base
 
@@ -142,7 +143,7 @@ def _flips(left: list[Floats], right: list[Floats]) -> float:
 
 def store_of(run: Path) -> Path:
     """The token store that a run was trained from."""
-    store = next((event["store"] for event in events.read(run) if event["kind"] == "created"), None)
-    if store is None:
+    created = Run(run).first("created")
+    if created is None:
         raise UserError(f"{run} holds no run; name the folder of a finished one")
-    return Path(store)
+    return Path(created["store"])

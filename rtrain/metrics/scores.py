@@ -50,10 +50,6 @@ class Task(Protocol):
     output: str
 
 
-def path_of(run: Path, split: str) -> Path:
-    return run / f"scores-{split}.json"
-
-
 def measure(
     task: Task,
     head: Head,
@@ -93,18 +89,15 @@ def measure(
     }
 
 
-def write(run: Path, document: dict[str, Any]) -> Path:
-    """Beside the run's other files; there whole or not at all."""
-    final = path_of(run, document["split"])
-    draft = final.with_name(f".{final.name}")
+def write(path: Path, document: dict[str, Any]) -> None:
+    """There whole or not at all."""
+    draft = path.with_name(f".{path.name}")
     draft.write_text(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    draft.rename(final)
-    return final
+    draft.rename(path)
 
 
-def read(run: Path, split: str) -> dict[str, Any] | None:
-    """None where the run has none: it is not finished, or was made before there were any."""
-    path = path_of(run, split)
+def read(path: Path) -> dict[str, Any] | None:
+    """None where there are none: the run is not finished, or was made before there were any."""
     if not path.is_file():
         return None
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

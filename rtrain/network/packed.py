@@ -25,6 +25,8 @@ NAME = "rtrain_packed"
 """Of the attention implementation, as Transformers knows it."""
 STOCK_DROPOUT = "rtrain_packed_stock_dropout"
 """Of the one whose masks of dropout are drawn by torch."""
+MARK = "rtrain_packs"
+"""Attribute of a network that computes no padding; copies of the network have it too."""
 FIRST_POSITION: Mapping[str, Callable[[Any], int]] = {
     "bert": lambda config: 0,
     "distilbert": lambda config: 0,
@@ -51,6 +53,7 @@ def enable(network: "transformers.PreTrainedModel", head: str, *, fast_dropout: 
     AttentionInterface.register(name, partial(attention.packed, draw=draw))
     AttentionMaskInterface.register(name, _mask)
     network.set_attn_implementation(name)
+    setattr(network, MARK, True)
     if fast_dropout:
         masks.replace(network)
     if head != "tokens":
@@ -60,7 +63,7 @@ def enable(network: "transformers.PreTrainedModel", head: str, *, fast_dropout: 
 
 def enabled(network: Any) -> bool:
     """Whether the network may be called with `inputs_of`."""
-    return getattr(getattr(network, "config", None), "_attn_implementation", None) in (NAME, STOCK_DROPOUT)
+    return bool(getattr(network, MARK, False))
 
 
 def computed(network: Any, lengths: Int32s) -> int:

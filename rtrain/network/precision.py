@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rtrain.errors import Problem
-from rtrain.runs import decisions
+from rtrain.run import Run
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +78,6 @@ def refused_here(wanted: str) -> list[Problem]:
     return found
 
 
-def decide(run: Path, wanted: str, native: Native) -> str:
+def decide(run: Run, wanted: str, native: Native) -> str:
     """The run's precision: what was decided before, else what fits this device, which is then kept."""
-    return str(decisions.keep(run, "precision", resolve(wanted, native)))
+    return str(run.decide("precision", resolve(wanted, native)))

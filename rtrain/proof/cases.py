@@ -7,14 +7,14 @@ gradient is zero. What is trained with is the run's own stream, loop and step.
 import copy
 import hashlib
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rtrain import env, events
+from rtrain import env
 from rtrain.checkpoints import checkpoint
-from rtrain.config import parse
+from rtrain.config import Recipe
 from rtrain.data import ingest
 from rtrain.data.order import Order, chain
 from rtrain.data.store import open_store
@@ -22,8 +22,9 @@ from rtrain.exchange import ranks
 from rtrain.exchange.gradients import Exchange
 from rtrain.network import model
 from rtrain.proof import planted
+from rtrain.run import Run
 from rtrain.tasks import base
-from rtrain.training import loop, losses, optim
+from rtrain.training import loop, losses, optim, step
 
 if TYPE_CHECKING:
     import torch
@@ -69,35 +70,45 @@ class Measured:
     seconds: float = 0.0
 
 
-def run_group(settings: dict[str, Any]) -> None:
+@dataclass(frozen=True)
+class Slice:
+    """What the cases train: rows of a store, by a recipe, from a model's weights."""
+
+    recipe: Recipe
+    scratch: Path
+    store: Path
+    model: Path
+    rows: int
+    updates: int
+
+
+def run_group(trained: Slice, cases: Sequence[Case]) -> None:
     """The train function of one worker group. Rank 0 appends each case's figures to the scratch folder's log."""
     import ray.train
     import torch
 
     torch.set_num_threads(max(1, env.cores() // ray.train.get_context().get_local_world_size()))
-    group = _Group(settings)
-    for values in settings["cases"]:
-        group.run(Case(**values))
+    group = _Group(trained)
+    for case in cases:
+        group.run(case)
 
 
 @dataclass
 class _Group:
-    settings: dict[str, Any]
+    slice: Slice
     job: loop.Job = field(init=False)
     start: "torch.nn.Module" = field(init=False)
 
     def __post_init__(self) -> None:
-        settings = self.settings
-        recipe = parse(settings["config"], {}).recipe
-        folder, store = Path(settings["model"]), open_store(Path(settings["store"]))
+        recipe, folder, store = self.slice.recipe, self.slice.model, open_store(self.slice.store)
         task = base.get(recipe.task)
-        network = model.build(folder, task, store.manifest.labels, recipe.train.seed, recipe.model, recipe.train.packed)
+        network = model.build(folder, task, store.manifest.labels, recipe.train.seed, recipe.model)
         # Evaluation mode is dropout 0 for every architecture; encoders have no other layer that heeds it.
         self.start = cast("torch.nn.Module", network).double().eval()
-        order = Order(store.manifest.digest, settings["rows"], recipe.rows_per_update, 1, recipe.train.seed)
+        order = Order(store.manifest.digest, self.slice.rows, recipe.rows_per_update, 1, recipe.train.seed)
         self.job = loop.Job(
             recipe=recipe,
-            run=Path(settings["scratch"]),
+            run=Run(self.slice.scratch),
             store=store,
             task=task,
             loss=losses.for_run(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing),
@@ -112,13 +123,13 @@ class _Group:
         with clock.section("case"):
             train = self.job.recipe.train
             # Compression is left out: what it loses is asked for, and no fault of the sums.
-            exchange = Exchange(copy.deepcopy(self.start), touched_rows=train.touched_rows, by=train.transport)
-            reference = _Reference(self.job.run / REFERENCE, exchange.rank == 0, self.settings["updates"])
+            exchange = Exchange(copy.deepcopy(self.start), by=train.transport)
+            reference = _Reference(self.slice.scratch / REFERENCE, exchange.rank == 0, self.slice.updates)
             measured = self._train(case, exchange, reference)
             measured.workers_differ = _differing(exchange)
         measured.seconds = round(clock.seconds["case"], 2)
         if exchange.rank == 0:
-            events.append(self.job.run, "case", **asdict(case), name=case.name, measured=asdict(measured))
+            self.job.run.append("case", **asdict(case), name=case.name, measured=asdict(measured))
 
     def _train(self, case: Case, exchange: Exchange, reference: "_Reference") -> Measured:
         job, measured = self.job, Measured()
@@ -138,9 +149,8 @@ class _Group:
                 exchange,
                 optimizer,
                 update,
-                loop.Clock(),
-                planted.BUGS[case.bug] if case.bug else None,
-                on_gradient=partial(reference.gradient, update=update.number, measured=measured),
+                run_update=planted.BUGS[case.bug] if case.bug else None,
+                observer=_Compared(reference, update.number, measured),
             )
             link = chain(link, update.digest)
             measured.rows += done.rows
@@ -150,6 +160,18 @@ class _Group:
         measured.rows, measured.order_digest = _sum(exchange, measured.rows), link.hex()
         reference.weights(self.start, exchange.module, measured)
         return measured
+
+
+@dataclass
+class _Compared(step.Observer):
+    """Compares each gradient with the reference's."""
+
+    reference: "_Reference"
+    update: int
+    measured: Measured
+
+    def gradient(self, module: "torch.nn.Module") -> None:
+        self.reference.gradient(module, self.update, self.measured)
 
 
 class _Reference:

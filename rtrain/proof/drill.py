@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration, events
+from rtrain import config as configuration
 from rtrain.checkpoints import checkpoint
 from rtrain.config import Config
 from rtrain.data import tokens
@@ -19,6 +19,7 @@ from rtrain.errors import UserError
 from rtrain.proof import ledger
 from rtrain.proof.faults import FAULTS, Fault, workers_left
 from rtrain.report import html, summary
+from rtrain.run import Run
 from rtrain.runs import driver, nodes
 
 SAVE_EVERY = 8
@@ -90,7 +91,7 @@ class Certificate:
 class Saboteur:
     """Follows a run's events, and meets it with the next fault whenever it has got on far enough since the last."""
 
-    def __init__(self, run: Path, faults: Sequence[Fault], save_every: int, on_event: driver.OnEvent | None):
+    def __init__(self, run: Run, faults: Sequence[Fault], save_every: int, on_event: driver.OnEvent | None):
         self._run, self._left, self._save_every, self._on_event = run, list(faults), save_every, on_event
         self.met: list[Met] = []
 
@@ -144,9 +145,9 @@ def run(
     _fit(drilled, updates, saboteur)
     certificate = _judge(control, drilled, saboteur.met, len(faults), updates)
     certificate.seconds = round(time.monotonic() - begin, 1)
-    events.append(drilled.run, "drilled", certificate=certificate.to_document())
-    summary.write(drilled.run)
-    html.write(drilled.run)
+    drilled.run.append("drilled", certificate=certificate.to_document())
+    summary.write(drilled.run.folder)
+    html.write(drilled.run.folder)
     return certificate
 
 
@@ -171,7 +172,7 @@ def _fit(prepared: driver.Prepared, updates: int, saboteur: Saboteur) -> None:
                 raise
             before = len(saboteur.met)
             saboteur({"kind": "stage", "text": f"ended by: {str(error).splitlines()[0]}"})
-            prepared = driver.prepare(prepared.config, prepared.run, "resume", prepared.store.folder.parents[1])
+            prepared = driver.prepare(prepared.config, prepared.run.folder, "resume", prepared.store.folder.parents[1])
 
 
 def _judge(
@@ -200,20 +201,20 @@ def _judge(
     )
 
 
-def _left_behind(run: Path) -> list[str]:
+def _left_behind(run: Run) -> list[str]:
     """What should be gone: looked for again while it goes, since Ray ends its processes in the background."""
     give_up = time.monotonic() + GOES_WITHIN_S
     while True:
-        drafts = [path for folder in (run, run / "checkpoints") for path in folder.glob(".*")]
+        drafts = [path for folder in (run.folder, run.checkpoints) for path in folder.glob(".*")]
         found = [*(str(path) for path in sorted(drafts)), *workers_left()]
         if not found or time.monotonic() > give_up:
             return found
         time.sleep(0.5)
 
 
-def _weights(run: Path, update: int) -> str | None:
+def _weights(run: Run, update: int) -> str | None:
     """Digest of weights and optimizer state after `update`."""
-    folder = checkpoint.path_of(run / "checkpoints", update)
+    folder = checkpoint.path_of(run.checkpoints, update)
     files = [folder / name for name in ("model.safetensors", "optim.safetensors")]
     if not all(path.is_file() for path in files):
         return None

@@ -1,6 +1,6 @@
 """What `rtrain drill` does to its own run. Real signals to real processes, real damage to real files.
 
-Every fault is given the run folder and acts on processes of this machine that belong to this Ray job.
+Every fault is given the run and acts on processes of this machine that belong to this Ray job.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import psutil
 from rtrain.checkpoints import checkpoint
 from rtrain.errors import UserError
 from rtrain.report import memory
+from rtrain.run import Run
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Fault:
     """`inject` acts once. Where it spoils the newest checkpoint, one more interval of updates is recomputed."""
 
     name: str
-    inject: Callable[[Path], None]
+    inject: Callable[[Run], None]
     intervals: int = 1
 
 
@@ -53,27 +54,27 @@ def workers_left() -> list[str]:
     return found
 
 
-def _signal(class_name: str, number: int) -> Callable[[Path], None]:
-    def inject(run: Path) -> None:
+def _signal(class_name: str, number: int) -> Callable[[Run], None]:
+    def inject(run: Run) -> None:
         os.kill(processes(class_name)[-1], number)
 
     return inject
 
 
-def _full_disk(run: Path) -> None:
+def _full_disk(run: Run) -> None:
     """No worker may write a file beyond its next page: what a full disk does to a save, without filling one."""
     for pid in processes(WORKER):
         psutil.Process(pid).rlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
 
 
-def _torn(run: Path) -> None:
+def _torn(run: Run) -> None:
     """The newest checkpoint loses the end of its weights, as after a power cut, and the workers die."""
     path = _complete(run)[-1] / "model.safetensors"
     os.truncate(path, path.stat().st_size // 2)
     _kill_all()
 
 
-def _swapped(run: Path) -> None:
+def _swapped(run: Run) -> None:
     """The newest two checkpoints exchange their weights: both files are valid, neither is where it belongs."""
     one, other = (path / "model.safetensors" for path in _complete(run)[-2:])
     aside = one.with_suffix(".aside")
@@ -83,9 +84,8 @@ def _swapped(run: Path) -> None:
     _kill_all()
 
 
-def _complete(run: Path) -> list[Path]:
-    folder = run / "checkpoints"
-    return [checkpoint.path_of(folder, update) for update in checkpoint.updates(folder)]
+def _complete(run: Run) -> list[Path]:
+    return [checkpoint.path_of(run.checkpoints, update) for update in checkpoint.updates(run.checkpoints)]
 
 
 def _kill_all() -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from rtrain import config as configuration, events
+from rtrain import config as configuration
 from rtrain.checkpoints import checkpoint
 from rtrain.data.order import Order, chain, refuse_other, rows_digest
 from rtrain.data.store import Store
 from rtrain.errors import UserError
-from rtrain.runs import opening
+from rtrain.run import Run
 from rtrain.training.loop import GENESIS
 
 
@@ -62,11 +62,11 @@ class Report:
         return "\n".join(lines)
 
 
-def check(run: Path) -> Report:
+def check(run: Run) -> Report:
     """Recompute the order of `run` from its configuration and token store. Needs no Ray; reads the index alone."""
-    if not (run / opening.CONFIG).is_file():
-        raise UserError(f"--ledger: {run} holds no run (no {opening.CONFIG}); name the folder given to --out")
-    recipe = configuration.load(str(run / opening.CONFIG)).recipe
+    if not run.exists:
+        raise UserError(f"--ledger: {run} holds no run (no {run.config.name}); name the folder given to --out")
+    recipe = configuration.load(str(run.config)).recipe
     store = _store(run)
     recorded = _recorded(run)
     if not recorded:
@@ -94,35 +94,28 @@ def check(run: Path) -> Report:
     )
 
 
-def _store(run: Path) -> Store:
-    created = next((event for event in events.read(run) if event["kind"] == "created"), None)
+def _store(run: Run) -> Store:
+    created = run.first("created")
     if created is None:
-        raise UserError(
-            f"--ledger: {run / events.NAME} does not say where the run's token store is; the log is damaged"
-        )
+        raise UserError(f"--ledger: {run.log} does not say where the run's token store is; the log is damaged")
     store = Store(Path(created["store"]))
     if store.manifest.digest != created["data_digest"]:
         raise UserError(
             f"--ledger: the token store {store.folder} is now {store.manifest.digest}; the run was trained on "
             f"{created['data_digest']}"
         )
-    refuse_other("--ledger", run, created.get("order", 1), store.rows("train"))
+    refuse_other("--ledger", run.folder, created.get("order", 1), store.rows("train"))
     return store
 
 
-def _recorded(run: Path) -> list[tuple[int, str, str]]:
+def _recorded(run: Run) -> list[tuple[int, str, str]]:
     """(update, link, source) of everything that the run wrote down; a start that was killed recorded truly too."""
-    found = [
-        (event["update"], event["ledger"], "progress") for event in events.read(run) if event["kind"] == "progress"
-    ]
+    found = [(event["update"], event["ledger"], "progress") for event in run.events("progress")]
     found += [
-        (event["updates"], event["order_digest"], "trained")
-        for event in events.read(run)
-        if event["kind"] == "trained" and event["updates"]
+        (event["updates"], event["order_digest"], "trained") for event in run.events("trained") if event["updates"]
     ]
-    folder = run / "checkpoints"
-    for update in checkpoint.updates(folder):
-        state = checkpoint.read_state(checkpoint.path_of(folder, update))
+    for update in checkpoint.updates(run.checkpoints):
+        state = checkpoint.read_state(checkpoint.path_of(run.checkpoints, update))
         found.append((state.update, state.ledger, "checkpoint"))
     return found
 

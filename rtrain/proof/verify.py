@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from rtrain.data import tokens
 from rtrain.errors import ConfigError, UserError
 from rtrain.network import model
 from rtrain.proof import planted
-from rtrain.proof.cases import REFERENCE, Case, Measured, run_group
+from rtrain.proof.cases import REFERENCE, Case, Measured, Slice, run_group
+from rtrain.run import Run
 from rtrain.runs import driver, failures, group as worker_group, nodes
 
 TOLERANCE = 1e-8
@@ -218,34 +220,27 @@ def run(
     # The reference's gradients in float64, its weights and a checkpoint of three times its weights.
     preflight.disk(folder, (todo.updates + 4) * 2 * sum(path.stat().st_size for path in weights.glob("*.safetensors")))
     folder.mkdir(parents=True)
-    settings = {
-        "config": configuration.to_document(config),
-        "scratch": str(folder),
-        "store": str(store.folder),
-        "model": str(weights),
-        "rows": todo.rows,
-        "updates": todo.updates,
-    }
+    trained = Slice(config.recipe, folder, store.folder, weights, todo.rows, todo.updates)
     with events.Follow([(folder, {})], on_event):
         for group in todo.groups:
-            _run_group(group, settings, folder)
+            _run_group(group, trained)
     report = Report(todo.rows, todo.rows_per_update, todo.updates, _measured(folder))
     report.seconds = round(time.monotonic() - begin, 1)
     shutil.rmtree(folder)
     return report
 
 
-def _run_group(group: Sequence[Case], settings: dict[str, Any], folder: Path) -> None:
-    group_settings = {**settings, "cases": [asdict(case) for case in group]}
+def _run_group(group: Sequence[Case], trained: Slice) -> None:
+    folder = trained.scratch
     try:
         # On CPUs, also where there are GPUs: the claim is about sums and their order, and float64 is slow on most.
-        worker_group.trainer(run_group, group_settings, group[0].workers, folder / "ray").fit()
+        worker_group.trainer(partial(run_group, trained, group), group[0].workers, Run(folder).ray).fit()
     except (KeyboardInterrupt, SystemExit):
         shutil.rmtree(folder, ignore_errors=True)
         raise
     except Exception as error:
         shutil.rmtree(folder / REFERENCE, ignore_errors=True)  # gigabytes; the log and the traceback stay
-        raise failures.explain(folder, error) from error
+        raise failures.explain(Run(folder), error) from error
 
 
 def _measured(folder: Path) -> list[tuple[Case, Measured]]:
@@ -254,6 +249,5 @@ def _measured(folder: Path) -> list[tuple[Case, Measured]]:
             Case(**{name: event[name] for name in ("workers", "micro_batch", "resumed", "bug")}),
             Measured(**event["measured"]),
         )
-        for event in events.read(folder)
-        if event["kind"] == "case"
+        for event in Run(folder).events("case")
     ]

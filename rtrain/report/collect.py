@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rtrain import config as configuration, events
+from rtrain import config as configuration, events, run
 from rtrain.batch import Ints
 from rtrain.config import Config
 from rtrain.data.store import Store
@@ -88,7 +88,7 @@ def read(folder: Path) -> Run:
         tokenizer=_tokenizer(folder, config),
         artifact=made,
         predictions=answers,
-        scores=scores.read(folder, answers.split) if answers is not None else None,
+        scores=scores.read(run.Run(folder).scores(answers.split)) if answers is not None else None,
         attributions=explained,
     )
 

@@ -4,10 +4,11 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration, events
+from rtrain import events
 from rtrain.checkpoints import checkpoint, replica
 from rtrain.cluster import preflight, supply
 from rtrain.cluster.session import data_cpus
@@ -18,8 +19,10 @@ from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import device, model, precision
 from rtrain.report import attributions, html, summary, trackers, versions
-from rtrain.runs import decisions, failures, group, nodes, notice, opening, placement, worker
+from rtrain.run import Run
+from rtrain.runs import failures, group, nodes, notice, opening, placement, worker
 from rtrain.runs.recovery import Kind, Recovery, halvings, most_after, out_of_memory
+from rtrain.runs.start import ALL, Shortcuts, Start
 from rtrain.training import losses
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -33,7 +36,7 @@ SETTLE_S = 5.0
 class Prepared:
     """A run that may start: its folder, its frozen configuration, its rows."""
 
-    run: Path
+    run: Run
     config: Config
     store: Store
     model: Path
@@ -89,32 +92,30 @@ def prepare(
     The store lies under `tokens_root`, by default the folder that holds the run, so that runs side by side share it.
     `source` is what `check` found, where that was asked already: there may be thousands of files.
     """
-    run, config = chosen(config, folder, reuse)
-    root = tokens_root or run.parent
+    chosen_folder, config = chosen(config, folder, reuse)
+    run, root = Run(chosen_folder), tokens_root or chosen_folder.parent
     source, weights = nodes.share(config, *check(config, root, source), root)
     source = source.beside(root)
     config = model.resolved(config, weights)
-    origin = tokens.origin(config.recipe, source, weights)
-    created = next((event for event in events.read(run) if event["kind"] == "created"), None)
+    origin, created = tokens.origin(config.recipe, source, weights), run.first("created")
     if created and created["data_digest"] != tokens.digest(config.recipe, source, weights):
         raise _other_rows(run, created, origin)
-    preflight.disk(run, needed=_disk_needed(weights, config.recipe.train.keep))
-    if not created and (copy := replica.of(config.deploy.cluster, run)) and copy.exists():
+    preflight.disk(run.folder, needed=_disk_needed(weights, config.recipe.train.keep))
+    if not created and (copy := replica.of(config.deploy.cluster, run.folder)) and copy.exists():
         raise UserError(
             f"cluster.storage: {copy.url} holds a run already; write --resume to continue it, or another --out"
         )
     layout = _layout(config, run)
     store, made = tokens.ensure(config.recipe, source, weights, root)
     if created:
-        refuse_other("--resume", run, created.get("order", 1), store.rows("train"))
+        refuse_other("--resume", run.folder, created.get("order", 1), store.rows("train"))
     if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config, layout.device)]:
         raise ConfigError(problems)
     frozen = opening.freeze(run, config)
     if config.recipe.train.device == "auto":
-        decisions.keep(run, DEVICE, layout.device)
+        run.decide(DEVICE, layout.device)
     if not created:
-        events.append(
-            run,
+        run.append(
             "created",
             run=run.name,
             recipe=frozen.recipe.name,
@@ -127,8 +128,7 @@ def prepare(
             order=version(store.rows("train")),
             versions=versions.installed(),
         )
-    events.append(
-        run,
+    run.append(
         "tokenised" if made else "tokens_reused",
         rows=store.manifest.rows,
         quarantined=store.manifest.quarantined,
@@ -139,23 +139,23 @@ def prepare(
     return Prepared(run, frozen, store, weights, layout)
 
 
-def _layout(config: Config, run: Path) -> device.Choice:
+def _layout(config: Config, run: Run) -> device.Choice:
     """On what the run trains: as it is told, as it has done before, else by what the cluster has or may start."""
     train = config.recipe.train
-    wanted = train.device if train.device != "auto" else decisions.read(run).get(DEVICE, "auto")
+    wanted = train.device if train.device != "auto" else run.decisions.get(DEVICE, "auto")
     return device.choose(wanted, train.workers, train.min_workers, supply.most("gpu"), device.usable())
 
 
 def chosen(config: Config, folder: Path, reuse: opening.Reuse) -> tuple[Path, Config]:
     """`runs.choose`, once a resumed run whose folder is lost, with the machine that held it, is back from its copy."""
-    if reuse == "resume" and not (folder / opening.CONFIG).is_file():
+    if reuse == "resume" and not Run(folder).exists:
         copy = replica.of(config.deploy.cluster, folder)
         if copy and copy.exists():
             copy.restore(folder)
     return opening.choose(folder, config, reuse)
 
 
-def _other_rows(run: Path, created: dict[str, Any], origin: dict[str, dict[str, str]]) -> UserError:
+def _other_rows(run: Run, created: dict[str, Any], origin: dict[str, dict[str, str]]) -> UserError:
     """A run goes on with the rows that it was started on or not at all: its order and its scores are theirs."""
     changes = refusals.changes(created.get("origin", origin), origin)
     if not changes:
@@ -173,49 +173,63 @@ def _disk_needed(weights: Path, keep: int) -> int:
     return preflight.checkpoint_copies(keep) * sum(path.stat().st_size for path in weights.glob("*.safetensors"))
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What `fit` is asked for; see there."""
+
+    until: int | None
+    evaluate_at: tuple[int, ...]
+    callbacks: tuple[Any, ...]
+    shortcuts: Shortcuts
+
+
 def fit(
     prepared: Prepared,
     *,
     until: int | None = None,
     evaluate_at: Sequence[int] = (),
     callbacks: Sequence[Any] = (),
+    shortcuts: Shortcuts = ALL,
     on_event: OnEvent | None = None,
 ) -> dict[str, Any]:
     """Train from the newest checkpoint to update `until` (default: the last) and return the run's summary.
 
-    `callbacks` are Ray Train's own. A run that is finished already is left as it is.
+    At the updates `evaluate_at` the validation rows are scored beside those of the run's own cadence; `callbacks` are
+    Ray Train's own. A run that is finished already is left as it is.
     """
+    plan = _Plan(until, tuple(evaluate_at), tuple(callbacks), shortcuts)
     run = prepared.run
-    if (run / "artifact" / "artifact.json").is_file():
+    if run.finished:
         _copy_out(prepared)
-        return summary.write(run)
-    _announce(run, on_event)
+        return summary.write(run.folder)
     say = on_event or (lambda event: None)
-    with opening.hold(run), events.Follow([(run, {})], on_event), trackers.following(prepared.config, run, say):
+    if rows := run.last("tokenised", "tokens_reused"):
+        say(rows)  # logged before the run was followed
+    told = events.Follow([(run.folder, {})], on_event), trackers.following(prepared.config, run.folder, say)
+    with opening.hold(run), told[0], told[1]:
         try:
-            _attempts(prepared, until, evaluate_at, callbacks, say)
+            _attempts(prepared, plan, say)
         except (KeyboardInterrupt, SystemExit):
-            events.append(run, "interrupted")
-            summary.write(run)
+            run.append("interrupted")
+            summary.write(run.folder)
             raise
         finally:
             placement.release(run)
-            for path in run.glob(worker.STALLED.format("*")):
-                if not path.stat().st_size:
-                    path.unlink()
+            for path in set(run.folder.glob(run.stalled("*").name)) - set(run.tracebacks()):
+                path.unlink()
     last = _last_trained(run)
-    events.append(run, "finished" if last["finished"] else "paused", update=last["updates"])
+    run.append("finished" if last["finished"] else "paused", update=last["updates"])
     if last["finished"]:  # a run that is paused, interrupted or stopped goes on: `rtrain report` shows it meanwhile
         _report(run, say)
         _copy_out(prepared)
-    return summary.write(run)
+    return summary.write(run.folder)
 
 
-def _report(run: Path, say: OnEvent) -> None:
+def _report(run: Run, say: OnEvent) -> None:
     """Write the page about the run. What goes wrong in it is said and kept in a file, and costs no one the run."""
     for name, make in (("attributions", attributions.ensure), (html.NAME, html.write)):
         try:
-            make(run)
+            make(run.folder)
         except Exception as error:
             kept = failures.keep_traceback(run, Path(name).stem, error)
             text = f"no {name}: {failures.first_line([error])} (traceback in {kept})"
@@ -223,13 +237,11 @@ def _report(run: Path, say: OnEvent) -> None:
 
 
 def _copy_out(prepared: Prepared) -> None:
-    if copy := replica.of(prepared.config.deploy.cluster, prepared.run):
-        copy.push_artifact(prepared.run)
+    if copy := replica.of(prepared.config.deploy.cluster, prepared.run.folder):
+        copy.push_artifact(prepared.run.folder)
 
 
-def _attempts(
-    prepared: Prepared, until: int | None, evaluate_at: Sequence[int], callbacks: Sequence[Any], say: OnEvent
-) -> None:
+def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent) -> None:
     """Start the workers again and again until they have come to the end, or until that makes no sense.
 
     Each start is a worker group of its own, with its own controller: what Ray's retries inside of one controller do not
@@ -240,34 +252,34 @@ def _attempts(
     kind, least, most = prepared.layout.device, train.min_workers, prepared.layout.workers
     wanted, ceiling = notice.wanted(most, least, kind, data_cpus(cluster.data_cpus, most)), most
     if prepared.layout.why:
-        events.append(run, "device", device=kind, why=prepared.layout.why)
-    recovery = Recovery(cluster.max_crashes)
-    settings: dict[str, Any] = {
-        "config": configuration.to_document(prepared.config),
-        "run": str(run),
-        "store": str(prepared.store.folder),
-        "model": str(prepared.model),
-        "until": until,
-        "evaluate_at": list(evaluate_at),
-        "owners": _owners(run, cluster),
-    }
+        run.append("device", device=kind, why=prepared.layout.why)
+    recovery, owners = Recovery(cluster.max_crashes), _owners(run, cluster)
     while True:
         notice.take(run)  # one that was left by a driver that died is of no concern to the workers of this one
         workers = min(ceiling, _workers(wanted, kind, say))
-        settings["halvings"] = halvings(events.read(run))
-        start = group.trainer(
-            worker.run,
-            settings,
+        start = Start(
+            config=prepared.config,
+            run=run.folder,
+            store=prepared.store.folder,
+            model=prepared.model,
+            until=plan.until,
+            evaluate_at=plan.evaluate_at,
+            owners=owners,
+            halvings=halvings(run.events()),
+            shortcuts=plan.shortcuts,
+        )
+        trainer = group.trainer(
+            partial(worker.run, start),
             workers,
-            run / "ray",
+            run.ray,
             stall_s=cluster.stall_s,
             elastic=least is not None,
             device=kind,
-            callbacks=[*callbacks, placement.Remember(run)],
+            callbacks=[*plan.callbacks, placement.Remember(run)],
         )
         try:
             with notice.Watch(run, workers, kind, wanted, say):
-                start.fit()
+                trainer.fit()
         except Exception as error:
             placement.release(run)
             placed = not failures.is_unplaced(error)
@@ -279,31 +291,31 @@ def _attempts(
             continue
         ceiling = most
         reason, last = notice.take(run), _last_trained(run)
-        if reason is None or last["finished"] or last["updates"] == until:
+        if reason is None or last["finished"] or last["updates"] == plan.until:
             return
-        events.append(run, "yielded", reason=reason, update=last["updates"])
+        run.append("yielded", reason=reason, update=last["updates"])
 
 
-def _owners(run: Path, cluster: Cluster) -> list[str]:
+def _owners(run: Run, cluster: Cluster) -> tuple[str, ...]:
     """Tokens of the run folder's starts, this one's last, which is thereby the one that may write to the replica.
 
     Where the storage fails and there are checkpoints here, the run goes on; its next save claims the replica then.
     """
     if cluster.storage is None:
-        return []
-    events.append(run, "claimed", token=uuid.uuid4().hex)
-    owners = [event["token"] for event in events.read(run) if event["kind"] == "claimed"]
+        return ()
+    run.append("claimed", token=uuid.uuid4().hex)
+    owners = tuple(event["token"] for event in run.events("claimed"))
     try:
         replica.Replica(cluster.storage, run.name, owners).claim()
     except replica.Unreachable as error:
-        if not checkpoint.updates(run / "checkpoints"):
+        if not checkpoint.updates(run.checkpoints):
             raise
-        events.append(run, "unreachable", update=_newest(run), error=str(error))
+        run.append("unreachable", update=_newest(run), error=str(error))
     return owners
 
 
-def _last_trained(run: Path) -> dict[str, Any]:
-    return [event for event in events.read(run) if event["kind"] == "trained"][-1]
+def _last_trained(run: Run) -> dict[str, Any]:
+    return run.events("trained")[-1]
 
 
 def _workers(wanted: notice.Wanted, kind: str, say: OnEvent) -> int:
@@ -323,10 +335,10 @@ def _workers(wanted: notice.Wanted, kind: str, say: OnEvent) -> int:
         time.sleep(notice.LOOK_EVERY_S)
 
 
-def _recover(run: Path, error: Exception, recovery: Recovery) -> None:
-    """Return where the run should be started again; raise what the user should read where it should not."""
-    if summary.status(events.read(run)) == "stopped":  # a search ends the workers of a trial that it stops
-        summary.write(run)
+def _recover(run: Run, error: Exception, recovery: Recovery) -> None:
+    """Return if the run should start again; otherwise raise the error that the user should read."""
+    if summary.status(run.events()) == "stopped":  # a search ends the workers of a trial that it stops
+        summary.write(run.folder)
         raise failures.explain(run, error) from error
     causes = failures.causes(error)
     user_error = failures.user_error(causes)
@@ -335,33 +347,21 @@ def _recover(run: Path, error: Exception, recovery: Recovery) -> None:
     kind: Kind = "refused" if user_error else "preemption" if preempted else "memory" if short else "crash"
     update = _newest(run)
     if recovery.retry(kind, update):
-        events.append(
-            run, "crashed", cause=kind, resumes_from=update, error=failures.first_line(causes), stalled=_stalled(run)
-        )
+        stalled = [str(path) for path in run.tracebacks()]
+        run.append("crashed", cause=kind, resumes_from=update, error=failures.first_line(causes), stalled=stalled)
         return
-    events.append(run, "failed", error=str(error)[:2000])
-    summary.write(run)
+    run.append("failed", error=str(error)[:2000])
+    summary.write(run.folder)
     _report(run, lambda event: None)
     raise failures.explain(run, error) from error
 
 
-def _newest(run: Path) -> int:
+def _newest(run: Run) -> int:
     """Update of the newest complete checkpoint; whether it verifies is for the workers to find out."""
-    return max(checkpoint.updates(run / "checkpoints"), default=0)
-
-
-def _stalled(run: Path) -> list[str]:
-    """Tracebacks that hung workers left; those of workers that ended otherwise are empty."""
-    return [str(path) for path in sorted(run.glob(worker.STALLED.format("*"))) if path.stat().st_size]
+    return max(checkpoint.updates(run.checkpoints), default=0)
 
 
 def capacity(config: Config, kind: str = "cpu") -> list[Problem]:
     train = config.recipe.train
     spare = data_cpus(config.deploy.cluster.data_cpus, train.min_workers or train.workers)
     return preflight.capacity(config.recipe, supply.most("cpu"), spare, kind)
-
-
-def _announce(run: Path, on_event: OnEvent | None) -> None:
-    """Tell the caller what the run trains on; that was logged before the run was followed."""
-    if on_event:
-        on_event(next(event for event in reversed(events.read(run)) if event["kind"] in ("tokenised", "tokens_reused")))

@@ -1,16 +1,16 @@
 """What went wrong in a start, from the error that Ray Train raises: its causes, and what a user should read of them."""
 
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from rtrain.errors import UserError
 from rtrain.exchange.ranks import Elsewhere
+from rtrain.run import Run
 from rtrain.runs.recovery import memory_told
 
 
-def explain(run: Path, error: Exception) -> UserError:
+def explain(run: Run, error: Exception) -> UserError:
     """A worker's own UserError as it is; anything else with its traceback in a file of the run."""
     found = causes(error)
     if (told := user_error(found)) is not None:
@@ -18,9 +18,9 @@ def explain(run: Path, error: Exception) -> UserError:
     return UserError(f"training failed: {first_line(found)}\nThe traceback is in {keep_traceback(run, 'error', error)}")
 
 
-def keep_traceback(run: Path, name: str, error: Exception) -> Path:
+def keep_traceback(run: Run, name: str, error: Exception) -> Path:
     """Write it into a new file of the run."""
-    path = run / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    path = run.traceback(name)
     path.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="backslashreplace")
     return path
 

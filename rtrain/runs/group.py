@@ -17,8 +17,7 @@ PLACEMENT_S = 15.0
 
 
 def trainer(
-    train_function: Callable[[dict[str, Any]], None],
-    settings: dict[str, Any],
+    train_function: Callable[[], None],
     workers: int,
     storage: Path,
     *,
@@ -27,7 +26,7 @@ def trainer(
     device: str = "cpu",
     callbacks: Sequence[Any] = (),
 ) -> "ray.train.torch.TorchTrainer":
-    """A worker group that runs `train_function(settings)`, each worker with a CPU or, where `device` is `gpu`, a GPU.
+    """A worker group that runs `train_function`, each worker with a CPU or, where `device` is `gpu`, a GPU.
 
     `stall_s`: seconds after which a worker process that does not answer is taken for dead. A group that cannot be
     placed ends with an error after Ray's own minute; an `elastic` one sooner, for its number of workers to be chosen
@@ -56,7 +55,6 @@ def trainer(
     number = len(list(storage.iterdir())) if storage.is_dir() else 0
     return Trainer(
         train_function,
-        train_loop_config=settings,
         torch_config=ray.train.torch.TorchConfig(backend=backend(device), timeout_s=int(max(stall_s, JOIN_S))),
         scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=device == "gpu"),
         # A new name per start: Ray would otherwise load its own snapshot of the last one, which rtrain does not use.

@@ -8,36 +8,34 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rtrain.cluster import supply
+from rtrain.run import Run
 from rtrain.runs import placement
 from rtrain.runs.recovery import Growth, workers_for
 
 Wanted = Callable[[Sequence[supply.Node]], int]
 """Workers of a start on such nodes; 0: wait for more."""
 
-NAME = "notice"
 LOOK_EVERY_S = 1.0
 GROW_AFTER_S = 10.0
 """New CPUs must stay this long before a run is restarted on them: nodes that come and go would only cost restarts."""
 SAY_EVERY_S = 30.0
 
 
-def give(run: Path, reason: str) -> None:
-    (run / NAME).write_text(reason)
+def give(run: Run, reason: str) -> None:
+    run.notice.write_text(reason)
 
 
-def given(run: Path) -> bool:
-    return (run / NAME).is_file()
+def given(run: Run) -> bool:
+    return run.notice.is_file()
 
 
-def take(run: Path) -> str | None:
-    """The reason of a notice, which is thereby done with."""
-    path = run / NAME
-    reason = path.read_text() if path.is_file() else None
-    path.unlink(missing_ok=True)
+def take(run: Run) -> str | None:
+    """Read the reason of a notice, if there is one, and remove it."""
+    reason = run.notice.read_text() if given(run) else None
+    run.notice.unlink(missing_ok=True)
     return reason
 
 
@@ -50,7 +48,7 @@ def waiting(workers: int | None, device: str) -> dict[str, Any]:
 class Watch:
     """While it is entered, watches the cluster for one start of a run, from a thread of the driver."""
 
-    def __init__(self, run: Path, workers: int, device: str, wanted: Wanted, say: Callable[[dict[str, Any]], None]):
+    def __init__(self, run: Run, workers: int, device: str, wanted: Wanted, say: Callable[[dict[str, Any]], None]):
         self._run, self._workers, self._device, self._wanted, self._say = run, workers, device, wanted, say
         self._growth, self._said = Growth(GROW_AFTER_S), time.monotonic()
         self._done = threading.Event()

@@ -14,10 +14,9 @@ from rtrain import config as configuration, hub
 from rtrain.config import Config, Recipe
 from rtrain.data import records
 from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.run import Run
 
 Reuse = Literal["refuse", "resume", "new"]
-CONFIG = "config.yaml"
-LOCK = "lock"
 ROWS, FREQUENCY = "train.rows_per_update", "train.aggregation_frequency"
 LEFT_OPEN = ("model.pooling", "train.precision")
 """Settings whose `auto` is decided once for a run: to name that at a resume asks for nothing new."""
@@ -36,7 +35,7 @@ def choose(folder: Path, config: Config, reuse: Reuse) -> tuple[Path, Config]:
 
     Writes nothing: the folder is made by `freeze`, once nothing is wrong.
     """
-    used = (folder / CONFIG).is_file()
+    used = Run(folder).exists
     if not used and folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"--out: {folder} is not empty and holds no run; name a new folder")
     if not used and reuse == "resume":
@@ -66,8 +65,8 @@ def absolute(config: Config, resumed: Path | None = None) -> Config:
     }
     if resumed is None:
         paths |= {field: _pinned(kind, name) for field, (kind, name) in hub_names(config).items()}
-    elif (resumed / CONFIG).is_file():
-        paths |= _taken_over(configuration.load(str(resumed / CONFIG)), config)
+    elif Run(resumed).exists:
+        paths |= _taken_over(configuration.load(str(Run(resumed).config)), config)
     if config.deploy.report.tensorboard_dir is not None:
         paths["report.tensorboard_dir"] = _absolute(config.deploy.report.tensorboard_dir)
     if Path(recipe.model.name).expanduser().is_dir():
@@ -77,36 +76,36 @@ def absolute(config: Config, resumed: Path | None = None) -> Config:
 
 def stored(folder: Path, overrides: Mapping[str, Any] | None = None) -> Config:
     """The configuration that a run was started with, changed by `overrides`, of which alone a user may know."""
-    found = configuration.load(str(folder / CONFIG))
+    found = configuration.load(str(Run(folder).config))
     if found.recipe.model.pooling == "auto":  # it was made before there was a choice
         found = configuration.with_overrides(found, {"model.pooling": "own"})
     return configuration.with_overrides(replace(found, named=frozenset()), overrides or {})
 
 
-def freeze(folder: Path, config: Config) -> Config:
+def freeze(run: Run, config: Config) -> Config:
     """Make the run folder and write config.yaml, complete and replayable: rows_per_update resolved, paths absolute."""
     resolved = {ROWS: config.recipe.rows_per_update, FREQUENCY: None}
-    known = folder if (folder / CONFIG).is_file() else None
+    known = run.folder if run.exists else None
     frozen = configuration.with_overrides(absolute(config, known), resolved)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(configuration.to_yaml(frozen), encoding="utf-8")
+    run.folder.mkdir(parents=True, exist_ok=True)
+    run.config.write_text(configuration.to_yaml(frozen), encoding="utf-8")
     return frozen
 
 
 @contextmanager
-def hold(folder: Path) -> Iterator[None]:
+def hold(run: Run) -> Iterator[None]:
     """The run is this process's own: a second one that trains it, by any name of its folder, is refused.
 
     A lock (flock) that the kernel takes back however the process ends; shared storage must know locks between machines
     (NFS version 4 does) for it to count there.
     """
-    with (folder / LOCK).open("a+") as file:
+    with run.lock.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             raise UserError(
-                f"--out: {folder} is being trained by {file.read() or 'another process'}; wait until it has ended, "
+                f"--out: {run} is being trained by {file.read() or 'another process'}; wait until it has ended, "
                 "or write --new for another run"
             ) from None
         except OSError:

@@ -1,7 +1,6 @@
 """The CPUs or GPUs that a worker group holds, given back by us where Ray does not."""
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import ray.train.v2._internal.execution.callback
@@ -9,8 +8,7 @@ from ray._raylet import PlacementGroupID
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-NAME = "placement_group"
-"""File of a run folder with the id of the placement group of its workers."""
+from rtrain.run import Run
 
 
 class Remember(ray.train.v2._internal.execution.callback.WorkerGroupCallback):
@@ -21,8 +19,8 @@ class Remember(ray.train.v2._internal.execution.callback.WorkerGroupCallback):
     ever.
     """
 
-    def __init__(self, run: Path):
-        self._path = run / NAME
+    def __init__(self, run: Run):
+        self._path = run.placement_group
 
     def after_worker_group_start(self, worker_group: WorkerGroup) -> None:
         group = worker_group.get_worker_group_state().placement_group_handle.placement_group
@@ -31,9 +29,9 @@ class Remember(ray.train.v2._internal.execution.callback.WorkerGroupCallback):
         draft.rename(self._path)  # at once: the driver may look at it at any moment
 
 
-def workers_by_node(run: Path) -> Counter[str]:
+def workers_by_node(run: Run) -> Counter[str]:
     """How many of the run's workers are on each node, by its id; none while they wait for CPUs or GPUs."""
-    path = run / NAME
+    path = run.placement_group
     if not path.is_file():
         return Counter()
     group = PlacementGroup(PlacementGroupID.from_hex(path.read_text()))
@@ -41,9 +39,9 @@ def workers_by_node(run: Path) -> Counter[str]:
     return Counter(node for node in table.get("bundles_to_node_id", {}).values() if node)
 
 
-def release(run: Path) -> bool:
+def release(run: Run) -> bool:
     """Remove the group that is written down, with what still runs in it; whether there was one."""
-    path = run / NAME
+    path = run.placement_group
     if not path.is_file():
         return False
     remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(path.read_text())))

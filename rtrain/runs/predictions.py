@@ -27,12 +27,8 @@ TEXT_ROWS = 1024
 """Rows whose text is decoded at a time."""
 
 
-def path_of(run: Path, split: str) -> Path:
-    return run / f"predictions-{split}.parquet"
-
-
 def write(
-    run: Path,
+    path: Path,
     split: str,
     store: Store,
     task: Task,
@@ -40,8 +36,11 @@ def write(
     outcomes: Ragged,
     tokenizer: "tokenizers.Tokenizer",
     alive: Callable[[], None] = lambda: None,
-) -> Path:
-    """`outcomes` are those of all rows of the split, in index order. `alive` is called after every `TEXT_ROWS` rows."""
+) -> None:
+    """Write the rows of a split to `path`, whole or not at all.
+
+    `outcomes` are those of all its rows, in index order. `alive` is called after every `TEXT_ROWS` rows.
+    """
     described = task.describe(outcomes, store.targets(split), head)
     origins, lengths = store.origins(split), store.column(split, "length")
     columns: dict[str, Any] = {
@@ -58,10 +57,9 @@ def write(
     }
     for name in slices(store, split):
         columns[name if name not in columns else f"{name} (slice)"] = origins[name]
-    draft, final = path_of(run, f".{split}"), path_of(run, split)
+    draft = path.with_name(f".{path.name}")
     pyarrow.parquet.write_table(pa.table(columns), draft)
-    draft.rename(final)
-    return final
+    draft.rename(path)
 
 
 def slices(store: Store, split: str) -> list[str]:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain import artifact, env, events, predict
+from rtrain import artifact, env, predict
 from rtrain.batch import Head, Ragged, Tokens
 from rtrain.checkpoints import replica
-from rtrain.config import Recipe, parse
+from rtrain.config import Recipe
 from rtrain.data import ingest
 from rtrain.data.order import Order
 from rtrain.data.store import Store, open_store
@@ -24,8 +24,10 @@ from rtrain.exchange.alive import Watch
 from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import scores
 from rtrain.metrics.by_output import metric_for
-from rtrain.network import model, packed, pooling, precision, sentence
-from rtrain.runs import decisions, notice, predictions, recovery
+from rtrain.network import model, packed, pooling, precision as formats, sentence
+from rtrain.run import Run
+from rtrain.runs import notice, predictions, recovery
+from rtrain.runs.start import Start
 from rtrain.tasks import base
 from rtrain.training import evaluate, loop, losses, pass_size
 
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
     import torch
     import transformers
 
-STALLED = "stalled-{}.txt"
-"""Traceback of a worker, by rank, that hung in the newest start; empty where it did not."""
 TOKENS_PER_PASS = 2048
 """On a CPU. Measured (MiniLM, bf16, one thread): 500 tokens 1.55, 1,000 1.72, 2,000 1.83, 3,000 1.9, 6,000 1.73
 thousand tokens a second."""
@@ -46,12 +46,12 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 class _TrainReporter:
     """Events go to the run's log (rank 0), scores to Ray Train (every rank: it is a barrier)."""
 
-    def __init__(self, run: Path, rank: int):
+    def __init__(self, run: Run, rank: int):
         self._run, self._rank = run, rank
 
     def event(self, kind: str, **fields: Any) -> None:
         if self._rank == 0:
-            events.append(self._run, kind, **fields)
+            self._run.append(kind, **fields)
 
     def score(self, metrics: dict[str, Any]) -> None:
         import ray.train
@@ -62,83 +62,126 @@ class _TrainReporter:
         return self._rank == 0 and notice.given(self._run)
 
 
-def run(settings: dict[str, Any]) -> None:
-    """The train function of `driver.fit`; `settings` is what `driver` put together, plain values only."""
-    import ray.train
-    import torch
-
+def run(start: Start) -> None:
+    """The train function of `driver.fit`, on every worker: set up, train, finish."""
     clock = loop.Clock()
     ingest.warm_up()
     with clock.section("setup"):
+        worker = _Worker(start)
+        updates = worker.updates()
+    outcome = loop.train(worker.job, worker.exchange, updates, worker.reporter, clock)
+    if outcome.finished:
+        worker.finish(outcome)
+    worker.watch.stop()
+
+
+class _Worker:
+    """One worker of a start: its network on its device, its exchange, and its job."""
+
+    def __init__(self, start: Start):
+        import ray.train
+        import torch
+
         context = ray.train.get_context()
-        rank, world = context.get_world_rank(), context.get_world_size()
         torch.set_num_threads(max(1, env.cores() // context.get_local_world_size()))
-        config = parse(settings["config"], {})
-        recipe, folder, source = config.recipe, Path(settings["run"]), Path(settings["model"])
-        stall_s = config.deploy.cluster.stall_s
-        if not folder.is_dir():  # on a node that came after the driver had asked all nodes
+        recipe, self._start, self._source = start.config.recipe, start, start.model
+        self._run, self._rank, self._world = Run(start.run), context.get_world_rank(), context.get_world_size()
+        if not start.run.is_dir():  # on a node that came after the driver had asked all nodes
             raise UserError(
-                f"--out: {folder} is not there on {os.uname().nodename}; name one on storage that every node mounts"
+                f"--out: {start.run} is not there on {os.uname().nodename}; name one on storage that every node mounts"
             )
-        watch = Watch(folder / STALLED.format(rank), stall_s)
-        store, task = open_store(Path(settings["store"])), base.get(recipe.task)
-        how = {"pack": recipe.train.packed, "fast_dropout": recipe.train.fast_dropout}
-        labels, seed = store.manifest.labels, recipe.train.seed
-        read = watch.busy()(lambda: model.build(source, task, labels, seed, recipe.model, **how))
-        network = ranks.together(watch, read)
-        if recipe.train.gradient_checkpointing:
-            model.keep_inputs_alone(network)
-        model.place(network, _device())
+        self.watch = Watch(self._run.stalled(self._rank), start.config.deploy.cluster.stall_s)
+        self.reporter = _TrainReporter(self._run, self._rank)
+        store, task = open_store(start.store), base.get(recipe.task)
+        self.network = self._network(store, task)
         loss = losses.for_run(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing)
-        chosen = _precision(watch, network.device, folder, recipe.train.precision)
-        fits = _fitting(watch, network, folder, source, recipe, store, loss, chosen)
-        reporter = _TrainReporter(folder, rank)
-        exchange = Exchange(
-            network,
-            watch,
-            reporter.event,
-            touched_rows=recipe.train.touched_rows,
+        precision = _precision(self.watch, self.network.device, self._run, recipe.train.precision)
+        self._fits = self._fitting(store, task, loss, precision)
+        self.exchange = Exchange(
+            self.network,
+            self.watch,
+            self.reporter.event,
+            touched_rows=start.shortcuts.touched_rows,
             by=recipe.train.transport,
             compressed=recipe.train.gradient_compression,
         )
         order = Order(
             store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, recipe.train.seed
         )
-        job = loop.Job(
+        self.job = loop.Job(
             recipe=recipe,
-            run=folder,
+            run=self._run,
             store=store,
             task=task,
             loss=loss,
             order=order,
-            pad_id=model.pad_id(source),
-            precision=chosen,
-            until=min(settings["until"] or order.updates, order.updates),
-            evaluate_at=frozenset(settings["evaluate_at"]),
-            replica=replica.of(config.deploy.cluster, folder, settings["owners"]),
+            pad_id=model.pad_id(self._source),
+            precision=precision,
+            until=min(start.until or order.updates, order.updates),
+            evaluate_at=frozenset(start.evaluate_at),
+            replica=replica.of(start.config.deploy.cluster, start.run, start.owners),
         )
-    # Where padding costs nothing, the rows of a worker are regrouped: tokens alone say how many fit into a pass.
-    most_rows = None if packed.enabled(network) else recipe.train.micro_batch
-    asked = recipe.train.tokens_per_pass or _smallest(exchange, folder, fits) or TOKENS_PER_PASS
-    most_tokens = recovery.tokens_per_pass(asked, settings["halvings"])
-    if rank == 0 and most_tokens < asked:
-        events.append(folder, "smaller_passes", tokens=most_tokens)
-    share = ingest.Share(store.folder, order, world, rank, most_rows, most_tokens, recipe.distill.teacher)
-    outcome = loop.train(job, exchange, lambda start, stop: ingest.stream(share, start, stop), reporter, clock)
-    if outcome.finished:
-        answers = dict(outcome.outcomes)
+
+    def _network(self, store: Store, task: base.Task) -> "transformers.PreTrainedModel":
+        recipe, shortcuts = self._start.config.recipe, self._start.shortcuts
+        labels, how = store.manifest.labels, {"pack": shortcuts.packed, "fast_dropout": shortcuts.fast_dropout}
+        read = self.watch.busy()(
+            lambda: model.build(self._source, task, labels, recipe.train.seed, recipe.model, **how)
+        )
+        network = ranks.together(self.watch, read)
+        if recipe.train.gradient_checkpointing:
+            model.keep_inputs_alone(network)
+        model.place(network, _device())
+        return network
+
+    def _fitting(self, store: Store, task: base.Task, loss: losses.RunLoss, precision: str) -> int | None:
+        """Tokens of a pass that fits on this worker's GPU; None on a CPU, or where the recipe says how many.
+
+        Measured before the exchange is made, whose hooks only the passes of updates should meet.
+        """
+        recipe = self._start.config.recipe
+        if self.network.device.type == "cpu" or recipe.train.tokens_per_pass:
+            return None
+        if known := _decided_size(self.watch, self._run):
+            return known
+
+        def made(tokens: int) -> Tokens:
+            return pass_size.longest_rows(store, task, tokens, recipe.distill.teacher)
+
+        return pass_size.measured(self.network, loss, made, model.pad_id(self._source), precision)
+
+    def updates(self) -> loop.Updates:
+        """This worker's part of the run's updates, in passes that its device holds."""
+        start, train = self._start, self.job.recipe.train
+        # Where padding costs nothing, the rows of a worker are regrouped: tokens alone say how many fit into a pass.
+        most_rows = None if packed.enabled(self.network) else train.micro_batch
+        asked = train.tokens_per_pass or _smallest(self.exchange, self._run, self._fits) or TOKENS_PER_PASS
+        most_tokens = recovery.tokens_per_pass(asked, start.halvings)
+        if self._rank == 0 and most_tokens < asked:
+            self._run.append("smaller_passes", tokens=most_tokens)
+        teacher = self.job.recipe.distill.teacher
+        share = ingest.Share(
+            self.job.store.folder, self.job.order, self._world, self._rank, most_rows, most_tokens, teacher
+        )
+        return lambda first, last: ingest.stream(share, first, last)
+
+    def finish(self, outcome: loop.Outcome) -> None:
+        """After the last update: the answers to the rows, their scores, and the artefact, all made by rank 0."""
+        job, answers = self.job, dict(outcome.outcomes)
         if job.validates and "valid" not in answers:  # the best weights are an earlier start's
             answers["valid"] = evaluate.gathered(
-                exchange, task, store, "valid", pad_id=job.pad_id, precision=job.precision
+                self.exchange, job.task, job.store, "valid", pad_id=job.pad_id, precision=job.precision
             )
 
-        @watch.busy()
-        def finish() -> None:
-            if rank == 0:
-                _finish(network, source, *_calibrated(job, outcome, answers), answers, watch.alive)
+        @self.watch.busy()
+        def write() -> None:
+            if self._rank == 0:
+                chosen, scored = _calibrated(job, outcome, answers)
+                _keep_answers(chosen, self._source, answers, self.watch.alive)
+                self.watch.alive()
+                export(self.network, self._source, chosen, scored)
 
-        ranks.together(watch, finish)  # no rank leaves, and so ends the run, before the artefact is written
-    watch.stop()
+        ranks.together(self.watch, write)  # no rank leaves, and so ends the run, before the artefact is written
 
 
 def _device() -> "torch.device":
@@ -150,56 +193,35 @@ def _device() -> "torch.device":
     return ray.train.torch.get_device() if ray.get_gpu_ids() else torch.device("cpu")
 
 
-def _precision(watch: Watch, device: "torch.device", run: Path, wanted: str) -> str:
+def _precision(watch: Watch, device: "torch.device", run: Run, wanted: str) -> str:
     """Rank 0's device decides, once; a format that some other device lacks is refused there by name.
 
     Rank 0 alone reads what was decided before, and tells the others: on a mounted folder they may not see a file that
     was just written, and would decide apart.
     """
-    native = precision.of(device)
-    place = ranks.decided(watch, lambda: precision.FORMATS.index(precision.decide(run, wanted, native)))
-    chosen = precision.FORMATS[place]
-    if problems := precision.problems(chosen, native):
+    native = formats.of(device)
+    place = ranks.decided(watch, lambda: formats.FORMATS.index(formats.decide(run, wanted, native)))
+    chosen = formats.FORMATS[place]
+    if problems := formats.problems(chosen, native):
         raise ConfigError(problems)
     return chosen
 
 
-def _fitting(
-    watch: Watch,
-    network: Any,
-    run: Path,
-    source: Path,
-    recipe: Recipe,
-    store: Store,
-    loss: losses.RunLoss,
-    chosen: str,
-) -> int | None:
-    """Tokens of a pass that fits on this worker's GPU; None on a CPU, or where the recipe says how many.
-
-    Before the exchange, whose hooks an update's passes alone should meet.
-    """
-    if network.device.type == "cpu" or recipe.train.tokens_per_pass:
-        return None
-    if known := ranks.decided(watch, lambda: int(decisions.read(run).get(PASS, 0))):
-        return known
-    task, teacher = base.get(recipe.task), recipe.distill.teacher
-
-    def made(tokens: int) -> Tokens:
-        return pass_size.longest_rows(store, task, tokens, teacher)
-
-    return pass_size.measured(network, loss, made, model.pad_id(source), chosen)
+def _decided_size(watch: Watch, run: Run) -> int | None:
+    """Tokens of a pass as an earlier start has decided: rank 0 reads it and tells the others."""
+    return ranks.decided(watch, lambda: int(run.decisions.get(PASS, 0))) or None
 
 
-def _smallest(exchange: Exchange, run: Path, fits: int | None) -> int | None:
+def _smallest(exchange: Exchange, run: Run, fits: int | None) -> int | None:
     """What fits on every worker's GPU: rank 0 decides, once."""
     if fits is None:
         return None
     smallest = int(np.concatenate(exchange.gather(np.array([fits]))).min())
 
     def keep() -> int:
-        if PASS not in decisions.read(run):
-            events.append(run, "pass_size", tokens=smallest)
-        return int(decisions.keep(run, PASS, smallest))
+        if PASS not in run.decisions:
+            run.append("pass_size", tokens=smallest)
+        return int(run.decide(PASS, smallest))
 
     return ranks.decided(exchange.watch, keep)
 
@@ -213,22 +235,8 @@ def _calibrated(job: loop.Job, outcome: loop.Outcome, answers: dict[str, Ragged]
     metric, update, measured = metric_for(job.task.output), outcome.best_update, {}
     for split, found in answers.items():
         measured[split] = metric.scores(found, job.store.targets(split), head)
-        events.append(job.run, "evaluated", split=split, update=update, scores=measured[split], chosen=chosen)
+        job.run.append("evaluated", split=split, update=update, scores=measured[split], chosen=chosen)
     return replace(job, chosen=head), replace(outcome, scores=measured)
-
-
-def _finish(
-    network: "transformers.PreTrainedModel",
-    source: Path,
-    job: loop.Job,
-    outcome: loop.Outcome,
-    answers: dict[str, Ragged],
-    alive: Callable[[], None],
-) -> None:
-    """Rank 0's part, after the last update."""
-    _keep_answers(job, source, answers, alive)
-    alive()
-    export(network, source, job.run, job, outcome)
 
 
 def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged], alive: Callable[[], None]) -> None:
@@ -236,17 +244,15 @@ def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged], aliv
     tokenizer = base.load_tokenizer(source, job.recipe.data.max_tokens)
     for split, found in outcomes.items():
         alive()
-        predictions.write(job.run, split, job.store, job.task, job.head, found, tokenizer, alive)
+        predictions.write(job.run.predictions(split), split, job.store, job.task, job.head, found, tokenizer, alive)
         document = predictions.measured(job.store, split, job.task, job.head, found, alive)
-        scores.write(job.run, document)
-        events.append(job.run, "sliced", split=split, slices=scores.headlines(document))
+        scores.write(job.run.scores(split), document)
+        job.run.append("sliced", split=split, slices=scores.headlines(document))
 
 
-def export(
-    network: "transformers.PreTrainedModel", source: Path, run: Path, job: loop.Job, outcome: loop.Outcome
-) -> Path:
-    """Write `<run>/artifact` from the model as it stands, through a hidden draft: it appears whole or not at all."""
-    draft = run / f".artifact.{uuid.uuid4().hex[:8]}"
+def export(network: "transformers.PreTrainedModel", source: Path, job: loop.Job, outcome: loop.Outcome) -> Path:
+    """Write the run's artefact from the model as it stands, through a hidden draft: it appears whole or not at all."""
+    draft = job.run.folder / f".artifact.{uuid.uuid4().hex[:8]}"
     mean = job.recipe.model.pooling == "mean"
     pooling.save(network, draft, mean=mean)
     for name in TOKENIZER_FILES:
@@ -265,7 +271,7 @@ def export(
         data=job.recipe.data.model_dump(mode="json", include=set(artifact.COLUMNS)),
         metrics=outcome.scores,
         lineage={
-            "run": run.name,
+            "run": job.run.name,
             "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "recipe": job.recipe.identity(),
             "model": job.recipe.model.name,
@@ -275,7 +281,7 @@ def export(
         },
     )
     artifact.write(draft, made, predict.golden_logits, predict.golden_inputs(job.task, job.head))
-    return artifact.publish(draft, run / "artifact")
+    return artifact.publish(draft, job.run.artifact)
 
 
 def sentence_pooling(recipe: Recipe, source: Path) -> str | None:

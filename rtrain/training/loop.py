@@ -1,11 +1,8 @@
 """A run's loop: updates, cadence, evaluation, checkpoints. Talks to a small Reporter, not to Ray."""
 
 import hashlib
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rtrain.batch import Head, Ints, Ragged
@@ -20,11 +17,12 @@ from rtrain.exchange import ranks
 from rtrain.exchange.gradients import Exchange
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import device
+from rtrain.run import Run
 from rtrain.tasks import base
 from rtrain.training import optim, sharded, step
 from rtrain.training.cadence import Cadence
 from rtrain.training.evaluate import evaluate
-from rtrain.training.totals import Totals
+from rtrain.training.totals import Clock as Clock, Totals
 
 if TYPE_CHECKING:
     import torch
@@ -51,27 +49,12 @@ class Reporter(Protocol):
         ...
 
 
-@dataclass
-class Clock:
-    """Seconds of this start, by section."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def section(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-
 @dataclass(frozen=True)
 class Job:
     """One start of a run, as every rank sees it."""
 
     recipe: Recipe
-    run: Path
+    run: Run
     store: Store
     task: base.Task
     loss: step.Loss
@@ -107,58 +90,225 @@ class Outcome:
     """Of a finished run's best weights: for the test rows, and for the validation rows if they are of this start."""
 
 
-def train(
-    job: Job, exchange: Exchange, updates: Callable[[int, int], Iterator[Update]], reporter: Reporter, clock: Clock
-) -> Outcome:
+Updates = Callable[[int, int], Iterator[Update]]
+"""This worker's updates from one number to another, the second left out."""
+
+
+def train(job: Job, exchange: Exchange, updates: Updates, reporter: Reporter, clock: Clock) -> Outcome:
     """Run from the newest checkpoint to `job.until`; in the end the model holds the best checkpoint's weights."""
-    with Saver(job.run / "checkpoints", job.recipe.train.keep, job.replica, reporter.event, exchange.watch) as saver:
-        return _train(job, exchange, updates, reporter, clock, saver)
+    with Saver(job.run.checkpoints, job.recipe.train.keep, job.replica, reporter.event, exchange.watch) as saver:
+        return _Loop(job, exchange, reporter, clock, saver).run(updates)
 
 
-def _train(
-    job: Job,
-    exchange: Exchange,
-    updates: Callable[[int, int], Iterator[Update]],
-    reporter: Reporter,
-    clock: Clock,
-    saver: Saver,
-) -> Outcome:
-    optimizer = sharded.build(exchange, job.recipe, reporter.event)
-    state = _restore(saver, identity(job.order), exchange, optimizer, reporter)
-    state = replace(state, scale=state.scale or loss_scale.first(job.precision))
-    cadence = Cadence(
-        last=job.until,
-        evaluate_every=job.recipe.train.evaluate_every or job.order.updates_per_epoch,
-        save_every=job.recipe.train.save_every,
-        evaluate_at=job.evaluate_at,
-    )
-    where = device.named(next(exchange.module.parameters()).device)
-    known = {"workers": exchange.world, "device": where, "precision": job.precision, "lr": job.recipe.peak_lr}
-    reporter.event("started", update=state.update, of=job.order.updates, **known)
-    exchange.module.train()
-    settle(job, exchange)
-    totals, best = Totals(), dict[str, Ragged]()
-    stream = updates(state.update, job.until)
-    while state.update < job.until:
-        update = _next(stream, clock)
-        done, scale = _trained(job, exchange, optimizer, update, clock, state.scale, reporter)
-        totals.add(done)
-        finished = update.number + 1
-        state = replace(
-            state, scale=scale, update=finished, ledger=chain(bytes.fromhex(state.ledger), update.digest).hex()
+class _Loop(step.Observer):
+    """One start of a run on one worker."""
+
+    def __init__(self, job: Job, exchange: Exchange, reporter: Reporter, clock: Clock, saver: Saver):
+        self._job, self._exchange, self._reporter, self._clock, self._saver = job, exchange, reporter, clock, saver
+        self._optimizer = sharded.build(exchange, job.recipe, reporter.event)
+        state = self._restored()
+        self._state = replace(state, scale=state.scale or loss_scale.first(job.precision))
+        self._totals = Totals()
+        self._answers: dict[str, Ragged] = {}
+        """Outcomes by split, of the best weights of this start."""
+
+    def notice(self) -> bool:
+        return self._reporter.notice()
+
+    def run(self, updates: Updates) -> Outcome:
+        job, exchange = self._job, self._exchange
+        cadence = Cadence(
+            last=job.until,
+            evaluate_every=job.recipe.train.evaluate_every or job.order.updates_per_epoch,
+            save_every=job.recipe.train.save_every,
+            evaluate_at=job.evaluate_at,
         )
-        if finished % job.recipe.train.log_every == 0 or finished == job.until:
-            loss, sums = round(done.loss, 5), totals.over_workers(exchange)
-            seen = {"rows": sums.rows_seen, "real_tokens": sums.real_tokens}
-            reporter.event("progress", update=finished, of=job.order.updates, loss=loss, ledger=state.ledger, **seen)
-        due = cadence.due(finished) | ({"save"} if done.notice else set())
-        if "evaluate" in due and job.validates:
-            state = _evaluate(job, exchange, state, reporter, clock, best)
-        if "save" in due:
-            _save(saver, exchange, optimizer, state, clock)
-        if done.notice:
-            break
-    return _end(job, exchange, saver, state, totals, reporter, clock, best)
+        where = device.named(next(exchange.module.parameters()).device)
+        known = {"workers": exchange.world, "device": where, "precision": job.precision, "lr": job.recipe.peak_lr}
+        self._reporter.event("started", update=self._state.update, of=job.order.updates, **known)
+        exchange.module.train()
+        settle(job, exchange)
+        stream = updates(self._state.update, job.until)
+        while self._state.update < job.until:
+            done = self._trained(self._next(stream))
+            finished = self._state.update
+            if finished % job.recipe.train.log_every == 0 or finished == job.until:
+                self._progress(done)
+            due = cadence.due(finished) | ({"save"} if done.notice else set())
+            if "evaluate" in due and job.validates:
+                self._evaluate()
+            if "save" in due:
+                self._save()
+            if done.notice:
+                break
+        return self._end()
+
+    # ---------------------------------------------------------------------------------------------------- one update
+
+    def _next(self, stream: Iterator[Update]) -> Update:
+        with self._clock.section("input_wait" if "first_batch" in self._clock.seconds else "first_batch"):
+            return next(stream)
+
+    def _trained(self, update: Update) -> step.Done:
+        """Train on one update, with smaller and smaller loss scales where its gradient is infinite: each row counts
+        once, with the dropout that it would have had."""
+        job, scale = self._job, self._state.scale
+        while True:
+            value = None if scale is None else scale.value
+            with self._clock.section("train"):
+                done = one_update(job, self._exchange, self._optimizer, update, observer=self, scale=value)
+            scale = None if scale is None else scale.after(finite=not done.skipped)
+            if scale is None or not done.skipped:
+                break
+            self._reporter.event("skipped", update=update.number, scale=scale.value)
+            if scale.hopeless:
+                raise step.NonFinite(
+                    f"{_named(job, update.number)}: the gradient is not finite with any of {scale.infinite} loss "
+                    f"scales down to {2 * scale.value:g}: lower optim.lr, set train.precision=fp32, or set "
+                    "optim.clip_norm"
+                )
+        self._totals.add(done)
+        ledger = chain(bytes.fromhex(self._state.ledger), update.digest).hex()
+        self._state = replace(self._state, scale=scale, update=update.number + 1, ledger=ledger)
+        return done
+
+    def _progress(self, done: step.Done) -> None:
+        sums, state = self._totals.over_workers(self._exchange), self._state
+        self._reporter.event(
+            "progress",
+            update=state.update,
+            of=self._job.order.updates,
+            loss=round(done.loss, 5),
+            ledger=state.ledger,
+            rows=sums.rows_seen,
+            real_tokens=sums.real_tokens,
+        )
+
+    # ------------------------------------------------------------------------------------------------------ evaluation
+
+    def _evaluate(self) -> None:
+        """Score the validation rows; where that is the best so far, the state and the answers say so."""
+        kept: dict[str, Ragged] = {}
+        scores, state = self._scores("valid", kept), self._state
+        score = scores[self._headline]
+        self._reporter.event("evaluated", split="valid", update=state.update, scores=scores)
+        if state.best_score is None or score > state.best_score:
+            self._state = replace(state, best_update=state.update, best_score=score)
+            self._answers |= kept
+        percent = 100 * state.update / self._job.order.updates
+        self._reporter.score({"update": state.update, "percent": percent, "score": score})
+
+    def _scores(self, split: str, keep: dict[str, Ragged]) -> dict[str, float]:
+        job = self._job
+        with self._clock.section("evaluate"):
+            return evaluate(
+                self._exchange, job.task, job.store, split, pad_id=job.pad_id, precision=job.precision, keep=keep
+            )
+
+    @property
+    def _headline(self) -> str:
+        return metric_for(self._job.task.output).headline
+
+    # ----------------------------------------------------------------------------------------------------- checkpoints
+
+    def _restored(self) -> checkpoint.State:
+        """Rank 0 selects the checkpoint, once; the others follow, so that no two ranks start from different ones."""
+        folder, run = self._saver.folder, identity(self._job.order)
+
+        def select() -> int:
+            known = checkpoint.set_aside(folder)
+            chosen = self._saver.select(run)
+            for name, reason in checkpoint.set_aside(folder).items():
+                if name not in known:
+                    self._reporter.event("set_aside", checkpoint=name, reason=reason)
+            return NONE if chosen is None else chosen
+
+        update = ranks.decided(self._exchange.watch, select)
+        if update == NONE:
+            return checkpoint.State(update=0, ledger=GENESIS.hex(), best_update=None, best_score=None, run=run)
+        state = self._loaded(update, self._optimizer)
+        # The best one is loaded at the end, so it must verify too; where it does not, the best is sought from here on.
+        if self._best(state) == NONE:
+            return replace(state, best_update=None, best_score=None)
+        return state
+
+    def _loaded(self, update: int, optimizer: "torch.optim.Optimizer | None" = None) -> checkpoint.State:
+        """Put a checkpoint into the model of every rank; each reads it by itself, some slower than others."""
+        exchange, path = self._exchange, checkpoint.path_of(self._saver.folder, update)
+
+        @exchange.watch.busy()
+        def load() -> checkpoint.State:
+            return checkpoint.load(path, exchange.module, optimizer)
+
+        return ranks.together(exchange.watch, load)
+
+    def _best(self, state: checkpoint.State) -> int:
+        """Update of the best checkpoint, or NONE. Rank 0 verifies it, and reports where it is lost."""
+        best = state.best_update
+        if best is None:
+            return NONE
+        if best == state.update:  # verified when it was loaded, or the weights as they stand
+            return best
+        folder = self._saver.folder
+        found = ranks.decided(self._exchange.watch, lambda: best if checkpoint.sound(folder, best, state.run) else NONE)
+        if found == NONE:
+            self._reporter.event("best_lost", update=best)
+        return found
+
+    def _save(self) -> None:
+        def take() -> int:
+            self._saver.save(self._exchange.module, self._optimizer, self._state)
+            return self._state.update
+
+        with self._clock.section("checkpoint"), sharded.whole(self._optimizer):
+            ranks.decided(self._exchange.watch, take)
+
+    # ---------------------------------------------------------------------------------------------------------- the end
+
+    def _end(self) -> Outcome:
+        """Restore the best weights, score them on the test rows (a finished run only), and report the run's sums."""
+        job, state = self._job, self._state
+        finished = state.update == job.order.updates
+
+        def flush() -> int:
+            self._saver.flush(copied=finished)
+            return state.update
+
+        with self._clock.section("checkpoint"):
+            ranks.decided(self._exchange.watch, flush)
+            best = self._best(state)
+        if best not in (NONE, state.update):
+            self._loaded(best)
+        score = state.best_score if best != NONE else None
+        if finished and best == NONE:
+            best = state.update
+        if finished and score is None and job.validates:  # the best weights are lost: the last ones have a score too
+            found = self._scores("valid", self._answers)
+            self._reporter.event("evaluated", split="valid", update=best, scores=found)
+            score = found[self._headline]
+        scores = {"valid": {self._headline: score or 0.0}} if job.validates else {}
+        if finished:
+            scores["test"] = self._scores("test", self._answers)
+            self._reporter.event("evaluated", split="test", update=best, scores=scores["test"])
+        self._report_sums(finished, best)
+        return Outcome(finished, best, state.ledger, scores, self._answers)
+
+    def _report_sums(self, finished: bool, best: int) -> None:
+        exchange, state = self._exchange, self._state
+        sums = self._totals.over_workers(exchange)
+        self._reporter.event(
+            "trained",
+            updates=state.update,
+            best_update=best,
+            order_digest=state.ledger,
+            rows_seen=sums.rows_seen,
+            real_tokens=sums.real_tokens,
+            padded_tokens=sums.padded_tokens,
+            passes_per_update=round(sums.passes / exchange.world / max(1, self._totals.updates), 3),
+            seconds={name: round(value, 3) for name, value in self._clock.seconds.items()},
+            finished=finished,
+            **({} if state.scale is None else {"loss_scale": state.scale.value}),
+        )
 
 
 def settle(job: Job, exchange: Exchange) -> None:
@@ -171,62 +321,12 @@ def settle(job: Job, exchange: Exchange) -> None:
         step.idle_pass(exchange, job.pad_id, job.precision)
 
 
-def _restore(
-    saver: Saver, run: str, exchange: Exchange, optimizer: "torch.optim.Optimizer", reporter: Reporter
-) -> checkpoint.State:
-    """Rank 0 selects the checkpoint, once; the others follow, so that no two ranks ever start from different ones."""
-
-    def select() -> int:
-        known = checkpoint.set_aside(saver.folder)
-        chosen = saver.select(run)
-        for name, reason in checkpoint.set_aside(saver.folder).items():
-            if name not in known:
-                reporter.event("set_aside", checkpoint=name, reason=reason)
-        return NONE if chosen is None else chosen
-
-    update = ranks.decided(exchange.watch, select)
-    if update == NONE:
-        return checkpoint.State(update=0, ledger=GENESIS.hex(), best_update=None, best_score=None, run=run)
-    state = _loaded(exchange, checkpoint.path_of(saver.folder, update), optimizer)
-    # The best one is loaded at the end, so it must verify too; where it does not, the best is sought anew from here.
-    if _best(saver.folder, exchange, state, reporter) == NONE:
-        return replace(state, best_update=None, best_score=None)
-    return state
-
-
 def identity(order: Order) -> str:
     """What a run's checkpoints are known by: the rows of all of its updates."""
     rule = version(order.rows)
-    parts = astuple(order) if rule == 1 else (*astuple(order), rule)  # what is as it was is known as it was
+    # Orders of the first version have the identity that they had when there was no other.
+    parts = astuple(order) if rule == 1 else (*astuple(order), rule)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-def _best(folder: Path, exchange: Exchange, state: checkpoint.State, reporter: Reporter) -> int:
-    """Update of the best checkpoint, or NONE. Rank 0 verifies it, and reports where it is lost."""
-    best = state.best_update
-    if best is None:
-        return NONE
-    if best == state.update:  # verified when it was loaded, or the weights as they stand
-        return best
-    found = ranks.decided(exchange.watch, lambda: best if checkpoint.sound(folder, best, state.run) else NONE)
-    if found == NONE:
-        reporter.event("best_lost", update=best)
-    return found
-
-
-def _loaded(exchange: Exchange, path: Path, optimizer: "torch.optim.Optimizer | None" = None) -> checkpoint.State:
-    """Put a checkpoint into the model of every rank; each reads it by itself, some slower than others."""
-
-    @exchange.watch.busy()
-    def load() -> checkpoint.State:
-        return checkpoint.load(path, exchange.module, optimizer)
-
-    return ranks.together(exchange.watch, load)
-
-
-def _next(stream: Iterator[Update], clock: Clock) -> Update:
-    with clock.section("input_wait" if "first_batch" in clock.seconds else "first_batch"):
-        return next(stream)
 
 
 def one_update(
@@ -234,65 +334,39 @@ def one_update(
     exchange: Exchange,
     optimizer: "torch.optim.Optimizer",
     update: Update,
-    clock: Clock,
+    *,
     run_update: Callable[..., step.Done] | None = None,
-    notice: bool = False,
-    on_gradient: "Callable[[torch.nn.Module], None] | None" = None,
+    observer: step.Observer | None = None,
     scale: float | None = None,
 ) -> step.Done:
-    """Train on one update at its place in the run: its learning rate, its dropout, its rows and no others."""
+    """Train on one update at its place in the run: its learning rate, its dropout, its rows and no others.
+
+    `run_update` stands in for `step.run_update`; `observer` and `scale` are handed to it.
+    """
     import torch
 
     epoch = update.number // job.order.updates_per_epoch
     seed, head = job.recipe.train.seed, job.store.manifest.head
     passes = [job.task.prepare(tokens, head, seed, epoch) for tokens in update.passes]
     expected = step.row_sum(job.store.column("train", "row_id")[job.order.positions(update.number)])
-    with clock.section("train"):
-        optim.set_rate(optimizer, optim.learning_rate(job.recipe, update.number, job.order.updates))
-        # Dropout is a function of (seed, update, rank): a resumed run draws the same masks without stored state.
-        torch.manual_seed(_seed(job.recipe.train.seed, update.number, exchange.rank))
-        try:
-            return (run_update or step.run_update)(
-                exchange,
-                optimizer,
-                job.loss,
-                passes,
-                pad_id=job.pad_id,
-                precision=job.precision,
-                scale=scale,
-                clip_norm=job.recipe.optim.clip_norm,
-                rows=expected,
-                notice=notice,
-                on_gradient=on_gradient,
-            )
-        except (step.NonFinite, step.WrongRows) as error:
-            raise type(error)(f"{_named(job, update.number)}: {error}") from None
-
-
-def _trained(
-    job: Job,
-    exchange: Exchange,
-    optimizer: "torch.optim.Optimizer",
-    update: Update,
-    clock: Clock,
-    scale: loss_scale.Scale | None,
-    reporter: Reporter,
-) -> tuple[step.Done, loss_scale.Scale | None]:
-    """Train on one update, with smaller and smaller loss scales where its gradient is infinite: each row counts once,
-    with the dropout that it would have had. Returns the scale for the next one too."""
-    notice = reporter.notice()
-    while True:
-        value = None if scale is None else scale.value
-        done = one_update(job, exchange, optimizer, update, clock, notice=notice, scale=value)
-        scale = None if scale is None else scale.after(finite=not done.skipped)
-        if scale is None or not done.skipped:
-            return done, scale
-        reporter.event("skipped", update=update.number, scale=scale.value)
-        if scale.hopeless:
-            raise step.NonFinite(
-                f"{_named(job, update.number)}: the gradient is not finite with any of {scale.infinite} loss scales "
-                f"down to {2 * scale.value:g}: lower optim.lr, set train.precision=fp32, or set optim.clip_norm"
-            )
+    optim.set_rate(optimizer, optim.learning_rate(job.recipe, update.number, job.order.updates))
+    # Dropout is a function of (seed, update, rank): a resumed run draws the same masks without stored state.
+    torch.manual_seed(_seed(seed, update.number, exchange.rank))
+    try:
+        return (run_update or step.run_update)(
+            exchange,
+            optimizer,
+            job.loss,
+            passes,
+            pad_id=job.pad_id,
+            precision=job.precision,
+            scale=scale,
+            clip_norm=job.recipe.optim.clip_norm,
+            rows=expected,
+            observer=observer,
+        )
+    except (step.NonFinite, step.WrongRows) as error:
+        raise type(error)(f"{_named(job, update.number)}: {error}") from None
 
 
 def _named(job: Job, number: int) -> str:
@@ -309,85 +383,3 @@ def _places(store: Store, positions: Ints) -> str:
 
 def _seed(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
-
-
-def _scores(job: Job, exchange: Exchange, split: str, clock: Clock, keep: dict[str, Ragged]) -> dict[str, float]:
-    with clock.section("evaluate"):
-        return evaluate(exchange, job.task, job.store, split, pad_id=job.pad_id, precision=job.precision, keep=keep)
-
-
-def _evaluate(
-    job: Job, exchange: Exchange, state: checkpoint.State, reporter: Reporter, clock: Clock, best: dict[str, Ragged]
-) -> checkpoint.State:
-    """The state with the best score so far; the outcomes that have it are in `best`."""
-    kept: dict[str, Ragged] = {}
-    scores = _scores(job, exchange, "valid", clock, kept)
-    headline = metric_for(job.task.output).headline
-    score = scores[headline]
-    reporter.event("evaluated", split="valid", update=state.update, scores=scores)
-    if state.best_score is None or score > state.best_score:
-        state = replace(state, best_update=state.update, best_score=score)
-        best |= kept
-    reporter.score({"update": state.update, "percent": 100 * state.update / job.order.updates, "score": score})
-    return state
-
-
-def _save(
-    saver: Saver, exchange: Exchange, optimizer: "torch.optim.Optimizer", state: checkpoint.State, clock: Clock
-) -> None:
-    def take() -> int:
-        saver.save(exchange.module, optimizer, state)
-        return state.update
-
-    with clock.section("checkpoint"), sharded.whole(optimizer):
-        ranks.decided(exchange.watch, take)
-
-
-def _end(
-    job: Job,
-    exchange: Exchange,
-    saver: Saver,
-    state: checkpoint.State,
-    totals: Totals,
-    reporter: Reporter,
-    clock: Clock,
-    outcomes: dict[str, Ragged],
-) -> Outcome:
-    """Restore the best weights, score them on the test rows (a finished run only), and report the run's sums."""
-    finished, headline = state.update == job.order.updates, metric_for(job.task.output).headline
-
-    def flush() -> int:
-        saver.flush(copied=finished)
-        return state.update
-
-    with clock.section("checkpoint"):
-        ranks.decided(exchange.watch, flush)
-        best = _best(saver.folder, exchange, state, reporter)
-    if best not in (NONE, state.update):
-        _loaded(exchange, checkpoint.path_of(saver.folder, best))
-    score = state.best_score if best != NONE else None
-    if finished and best == NONE:
-        best = state.update
-    if finished and score is None and job.validates:  # the best weights are lost: the last ones have their own score
-        found = _scores(job, exchange, "valid", clock, outcomes)
-        reporter.event("evaluated", split="valid", update=best, scores=found)
-        score = found[headline]
-    scores = {"valid": {headline: score or 0.0}} if job.validates else {}
-    if finished:
-        scores["test"] = _scores(job, exchange, "test", clock, outcomes)
-        reporter.event("evaluated", split="test", update=best, scores=scores["test"])
-    sums = totals.over_workers(exchange)
-    reporter.event(
-        "trained",
-        updates=state.update,
-        best_update=best,
-        order_digest=state.ledger,
-        rows_seen=sums.rows_seen,
-        real_tokens=sums.real_tokens,
-        padded_tokens=sums.padded_tokens,
-        passes_per_update=round(sums.passes / exchange.world / max(1, totals.updates), 3),
-        seconds={name: round(value, 3) for name, value in clock.seconds.items()},
-        finished=finished,
-        **({} if state.scale is None else {"loss_scale": state.scale.value}),
-    )
-    return Outcome(finished, best, state.ledger, scores, outcomes)

@@ -1,7 +1,7 @@
 """ONE update: passes, global-count loss, exchange, clip, finite check, optimizer. Needs torch alone."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,6 +40,17 @@ class Loss(Protocol):
     def __call__(self, logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
         """Sum over the targets of each part, [parts]."""
         ...
+
+
+class Observer:
+    """Looks on at an update. This one sees nothing and says nothing."""
+
+    def notice(self) -> bool:
+        """Whether something is to be done after this update. Every worker learns by `Done.notice` if any says so."""
+        return False
+
+    def gradient(self, module: "torch.nn.Module") -> None:
+        """The module's gradient is complete, and not clipped yet."""
 
 
 class NonFinite(UserError):
@@ -143,8 +154,7 @@ def run_update(
     scale: float | None = None,
     clip_norm: float | None = None,
     rows: int | None = None,
-    notice: bool = False,
-    on_gradient: "Callable[[torch.nn.Module], None] | None" = None,
+    observer: Observer | None = None,
 ) -> Done:
     """Train on one update. Every worker exchanges exactly once, also one without rows: the others would wait for ever.
 
@@ -152,19 +162,19 @@ def run_update(
     DistributedDataParallel averages over workers, so each worker's sum is multiplied by their number:
     mean_w(world * sum_w / count) = sum / count. A part without a target in the update adds nothing.
 
-    `rows` is the `row_sum` that the rows of all workers must come to. It travels with the counts and with `notice`, by
-    which a worker tells all others that something is to be done after this update, in one exchange.
-    With a `scale`, a power of two, the loss is multiplied by it and the gradient divided by it again; where that is
-    infinite, nothing is trained and `Done.skipped` says so. The workers have added their gradients before: what is
-    infinite on one is so on all. `on_gradient` sees the module when its gradient is complete, before clipping.
+    `rows` is the `row_sum` that the rows of all workers must come to. It travels with the counts, and with what the
+    observers notice, in one exchange. With a `scale`, a power of two, the loss is multiplied by it and the gradient
+    divided by it again; where the gradient is infinite, nothing is trained and `Done.skipped` says so. The workers have
+    added their gradients before: what is infinite on one is so on all.
     Raises `WrongRows`, and `NonFinite` without a scale.
     """
     import torch
 
+    observer = observer or Observer()
     device = next(exchange.module.parameters()).device
     own = [sum(len(tokens) for tokens in passes), sum(row_sum(tokens.row_ids) for tokens in passes)]
     targets = [sum(part) for part in zip([0] * loss.parts, *(loss.counts(tokens) for tokens in passes), strict=True)]
-    facts = torch.tensor([own[0], _wrapped(own[1]), int(notice), *targets], dtype=torch.int64, device=device)
+    facts = torch.tensor([own[0], _wrapped(own[1]), int(observer.notice()), *targets], dtype=torch.int64, device=device)
     count, found, notices, *totals = exchange.sum(facts).tolist()
     if rows is not None and found != rows:
         raise WrongRows(f"the workers' {count} rows are not the update's: their ids sum to {found}, not to {rows}")
@@ -187,8 +197,7 @@ def run_update(
             idle_pass(exchange, pad_id, precision)
     if scale is not None:
         exchange.multiply(1.0 / scale)
-    if on_gradient is not None:
-        on_gradient(exchange.module)
+    observer.gradient(exchange.module)
     norm = torch.nn.utils.get_total_norm(exchange.gradients())
     finite = bool(torch.isfinite(norm))
     if not finite and scale is None:

@@ -1,6 +1,9 @@
 """What the updates of a start come to, on one worker and over all of them."""
 
-from dataclasses import astuple, dataclass, fields
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from rtrain.training import step
@@ -30,4 +33,19 @@ class Totals:
 
         # On the CPU, wherever the model is: the process group has a transport for both.
         sums = exchange.sum(torch.tensor(astuple(self), dtype=torch.int64)).tolist()
-        return Totals(**{field.name: value for field, value in zip(fields(self), sums, strict=True)})
+        return Totals(**{one.name: value for one, value in zip(fields(self), sums, strict=True)})
+
+
+@dataclass
+class Clock:
+    """Seconds of this start, by section."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -1,0 +1,157 @@
+"""A run's folder: the names of everything in it, its log, and what was decided once for all of its starts."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rtrain import events
+
+
+class Run:
+    """What a run is handed on as. Nothing is read or written before it is asked for.
+
+    The log is read once: later calls read what was added since. So an object is for one thread and one process.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._log = events.Tail(folder, whole=True)
+        self._events: list[dict[str, Any]] = []
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    # ------------------------------------------------------------------------------------------------------ the files
+
+    @property
+    def config(self) -> Path:
+        """The complete configuration; where it is, there is a run."""
+        return self.folder / "config.yaml"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / events.NAME
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def artifact(self) -> Path:
+        """The deployable folder of a finished run."""
+        return self.folder / "artifact"
+
+    @property
+    def int8(self) -> Path:
+        """Where `rtrain quantize` puts the artefact's int8 version."""
+        return self.folder / "artifact-int8"
+
+    @property
+    def summary(self) -> Path:
+        return self.folder / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        return self.folder / "report.html"
+
+    def predictions(self, split: str) -> Path:
+        """The rows of a split with their answers."""
+        return self.folder / f"predictions-{split}.parquet"
+
+    def scores(self, split: str) -> Path:
+        """All that is measured of a split."""
+        return self.folder / f"scores-{split}.json"
+
+    def attributions(self, split: str) -> Path:
+        """What the answers to the hardest rows of a split rest on."""
+        return self.folder / f"attributions-{split}.json"
+
+    @property
+    def ray(self) -> Path:
+        """Ray Train's own files, a folder a start."""
+        return self.folder / "ray"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the process that trains the run."""
+        return self.folder / "lock"
+
+    @property
+    def notice(self) -> Path:
+        """There while the running start is asked to end after the coming update."""
+        return self.folder / "notice"
+
+    @property
+    def placement_group(self) -> Path:
+        """The id of the placement group that the running start holds."""
+        return self.folder / "placement_group"
+
+    def stalled(self, rank: int | str) -> Path:
+        """Traceback of a worker, by rank, that hung in the newest start; empty where it did not. `*` for a pattern."""
+        return self.folder / f"stalled-{rank}.txt"
+
+    def tracebacks(self) -> list[Path]:
+        """Those that hung workers left."""
+        return [path for path in sorted(self.folder.glob(self.stalled("*").name)) if path.stat().st_size]
+
+    def traceback(self, name: str) -> Path:
+        """A new file for the traceback of what failed under that name."""
+        return self.folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+
+    @property
+    def exists(self) -> bool:
+        return self.config.is_file()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has its artefact, which appears whole or not at all."""
+        return (self.artifact / "artifact.json").is_file()
+
+    # -------------------------------------------------------------------------------------------------------- the log
+
+    def append(self, kind: str, **fields: Any) -> None:
+        """Add an event to the log."""
+        events.append(self.folder, kind, **fields)
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        """All events so far, or those of some kinds, the oldest first."""
+        self._events += self._log.new()
+        return [event for event in self._events if not kinds or event["kind"] in kinds]
+
+    def first(self, *kinds: str) -> dict[str, Any] | None:
+        return next(iter(self.events(*kinds)), None)
+
+    def last(self, *kinds: str) -> dict[str, Any] | None:
+        return next(reversed(self.events(*kinds)), None)
+
+    # -------------------------------------------------------------------------------------------------- the decisions
+
+    @property
+    def decisions(self) -> dict[str, Any]:
+        """What was measured, or depends on the machine, and so was decided once for all ranks and starts; by name.
+
+        Rank 0 alone reads and keeps decisions, and tells the other ranks (`ranks.decided`): a mounted folder may hide
+        from them what was just written.
+        """
+        path = self.folder / "decisions.json"
+        found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        return found
+
+    def decide(self, name: str, value: Any) -> Any:
+        """The decision of that name: what was decided before, else `value`, which is then kept."""
+        known = self.decisions
+        if name in known:
+            return known[name]
+        path = self.folder / "decisions.json"
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps({**known, name: value}))
+        draft.rename(path)  # at once: whoever reads it sees a whole file
+        return value

@@ -1,0 +1,39 @@
+"""What the driver hands to the workers of a start: plain values, the same for each of them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rtrain.config import Config
+
+
+@dataclass(frozen=True)
+class Shortcuts:
+    """Ways to compute the same in less time, all of them taken. A benchmark leaves one out to measure its gain."""
+
+    packed: bool = True
+    """Compute no padding, where the architecture can (`rtrain.network.packed`)."""
+    fast_dropout: bool = True
+    """On a CPU, draw the masks of dropout many at a time (`rtrain.network.dropout`)."""
+    touched_rows: bool = True
+    """Of the word embedding's gradient, exchange the rows that the update touched (`rtrain.exchange.touched_rows`)."""
+
+
+ALL = Shortcuts()
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run, up to `until` updates or to its end."""
+
+    config: Config
+    run: Path
+    store: Path
+    model: Path
+    until: int | None = None
+    evaluate_at: tuple[int, ...] = ()
+    """Updates at which the validation rows are scored beside those of the run's own cadence."""
+    owners: tuple[str, ...] = ()
+    """Tokens of the run folder's starts, this one's last; see `checkpoints.replica`."""
+    halvings: int = 0
+    """How often passes were made half as large, since a start ran out of memory."""
+    shortcuts: Shortcuts = ALL
