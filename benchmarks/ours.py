@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import without
 from benchmarks.peers import common
 
 TECHNIQUES: dict[str, dict[str, Any]] = {
-    "packing": {"train.packed": False},
-    "touched_rows": {"train.touched_rows": False},
-    "fast_dropout": {"train.fast_dropout": False},
+    "packing": {"shortcuts.packed": False},
+    "touched_rows": {"shortcuts.touched_rows": False},
+    "fast_dropout": {"shortcuts.fast_dropout": False},
     "shared_memory": {"train.transport": "stock"},
 }
-"""Settings that switch each technique off alone."""
+"""What switches each technique off alone: settings of the recipe, and shortcuts that no user can leave out."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "gradient_compression": {"train.gradient_compression": "bf16"},
     "sharded_optimizer": {"train.sharded_optimizer": True},
@@ -50,10 +51,13 @@ def settings(workers: int, passes: int, seed: int) -> dict[str, Any]:
 
 
 def command(python: str, rows: Path, test: Path, run: Path, settings: Mapping[str, Any]) -> list[str]:
-    shown = {name: str(value).lower() if isinstance(value, bool) else value for name, value in settings.items()}
+    left_out = [name.removeprefix(without.PREFIX) for name in settings if name.startswith(without.PREFIX)]
+    known = {name: value for name, value in settings.items() if not name.startswith(without.PREFIX)}
+    shown = {name: str(value).lower() if isinstance(value, bool) else value for name, value in known.items()}
     chosen = [part for name, value in shown.items() for part in ("--set", f"{name}={value}")]
     files = ["--data", str(rows), "--test", str(test), "--out", str(run)]
-    return [python, "-m", "rtrain", "train", "intent", *files, *chosen, "--json"]
+    program = ["benchmarks.without", ",".join(left_out)] if left_out else ["rtrain", "train", "intent"]
+    return [python, "-m", *program, *files, *chosen, "--json"]
 
 
 def measured(events: Events) -> dict[str, float]:

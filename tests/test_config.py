@@ -1,5 +1,6 @@
 """The configuration: every problem at once with its cure, one identity for one training, and recipes that load."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -306,7 +307,7 @@ def test_the_peak_of_the_learning_rate_follows_the_rows_of_an_update(overrides: 
         {"train.rows_per_update": 64},
         {"train.rows_per_update": 64, "train.workers": 7, "train.micro_batch": 3},
         {"train.evaluate_every": 5, "train.save_every": 2, "train.keep": 5, "train.log_every": 1},
-        {"train.packed": False, "train.tokens_per_pass": 512, "train.touched_rows": False, "train.fast_dropout": False},
+        {"train.tokens_per_pass": 512},
         {"train.transport": "stock"},
         {"train.transport": "shared_memory", "train.gradient_compression": "none", "train.sharded_optimizer": True},
         {"serve.port": 1, "tune.trials": 9, "cluster.address": "auto"},
@@ -364,3 +365,12 @@ def test_a_configuration_is_a_pair() -> None:
     made = config.load("intent")
     assert isinstance(made, Config)
     assert set(config.to_document(made)) == config.RECIPE_FIELDS | config.DEPLOY_FIELDS
+
+
+def test_a_run_of_an_earlier_version_is_read_without_the_settings_that_are_gone(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("name: intent\ntask: classification\ntrain: {packed: false, touched_rows: true, epochs: 7}\n")
+    assert (
+        config.load(str(path)).recipe.train
+        == config.Recipe.model_validate({"name": "intent", "task": "classification", "train": {"epochs": 7}}).train
+    )

@@ -78,7 +78,7 @@ def start(
     recipe, store, task = config.load("intent", given).recipe, bench.store("banking77"), base.get("classification")
     train = recipe.train
     order = Order(store.manifest.digest, store.rows("train"), recipe.rows_per_update, train.epochs, train.seed)
-    network: Any = model.build(bench.model, task, store.manifest.labels, train.seed, recipe.model, train.packed)
+    network: Any = model.build(bench.model, task, store.manifest.labels, train.seed, recipe.model)
     model.place(network, bench.device)
     job = loop.Job(
         recipe=recipe,

@@ -30,6 +30,8 @@ class Config:
     rest is as its recipe or its model has it, so that a resume takes it from the run."""
 
 
+RETIRED = ("packed", "fast_dropout", "touched_rows")
+"""Settings of `train` that earlier versions wrote into every run's config.yaml. They never changed its weights."""
 RECIPE_FIELDS = frozenset(Recipe.model_fields)
 DEPLOY_FIELDS = frozenset(Deploy.model_fields)
 
@@ -66,6 +68,8 @@ def load(name_or_file: str, overrides: Mapping[str, Any] | None = None) -> Confi
         raise UserError(f"{name_or_file} is not YAML: {error}") from None
     if not isinstance(document, dict):
         raise UserError(f"{name_or_file} must hold a mapping of sections (name, task, data, model, ...)")
+    if isinstance(document.get("train"), dict):
+        document["train"] = {name: value for name, value in document["train"].items() if name not in RETIRED}
     config = parse(document, overrides or {})
     return dataclasses.replace(config, named=config.named | (dotted(document).keys() if own else {"name", "task"}))
 

@@ -73,12 +73,6 @@ class Train(Section):
     gradient_checkpointing: bool = False
     """Keep each layer's input alone, and compute the layer again in the backward pass. Of MiniLM and 16 texts of 512
     tokens a pass took 1.1 GB in place of 2.6, and 1.0 to 1.25 times as long."""
-    packed: bool = True
-    """Train BERT and its kin without padding; false pads each pass, as Transformers does, to compare the two."""
-    fast_dropout: bool = True
-    """Draw dropout's masks many at a time, of BERT and its kin on a CPU; false draws them as torch does."""
-    touched_rows: bool = True
-    """Exchange the rows of the word embedding's gradient that an update touched; false exchanges the whole table."""
     transport: Literal["auto", "stock", "shared_memory"] = "auto"
     """How gradients go from worker to worker: `stock` is Gloo's sockets (NCCL on GPUs); `shared_memory` is for the
     workers of one host, and the stock one, with a word of it, where they are on several or on GPUs. `auto` takes memory
@@ -111,8 +105,8 @@ class Train(Section):
 
 
 SPEED = (
-    *("workers", "device", "min_workers", "micro_batch", "tokens_per_pass", "packed", "fast_dropout"),
-    *("touched_rows", "aggregation_frequency", "gradient_checkpointing", "transport", "sharded_optimizer"),
+    *("workers", "device", "min_workers", "micro_batch", "tokens_per_pass"),
+    *("aggregation_frequency", "gradient_checkpointing", "transport", "sharded_optimizer"),
     *("evaluate_every", "save_every", "keep", "log_every"),
 )
 """Settings of `train` that change speed or what is kept, never the weights, once rows_per_update is resolved; but for
