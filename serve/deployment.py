@@ -22,11 +22,11 @@ from fastapi import FastAPI
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from ray.actor import ActorHandle
-from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.config import BackpressureConfig, HTTPOptions, ProxyLocation
 from ray.serve.schema import LoggingConfig
 
 import rtrain.artifact
+from rtrain import ray_internals
 from rtrain.config import Serve
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
@@ -185,7 +185,8 @@ def cause(message: str) -> str:
 
 def _controller() -> ActorHandle[Any] | None:
     try:
-        return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+        name, namespace = ray_internals.serve_controller()
+        return ray.get_actor(name, namespace=namespace)
     except ValueError:
         return None
 
@@ -193,7 +194,7 @@ def _controller() -> ActorHandle[Any] | None:
 def _actors() -> list[str]:
     """Ray Serve's own actors: controller, proxies, replicas."""
     actors = ray.util.list_named_actors(all_namespaces=True)
-    return [actor["name"] for actor in actors if actor["namespace"] == SERVE_NAMESPACE]
+    return [actor["name"] for actor in actors if actor["namespace"] == ray_internals.serve_controller()[1]]
 
 
 def _until(condition: Callable[[], bool], timeout_s: float) -> bool:

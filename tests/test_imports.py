@@ -17,6 +17,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "rtrain.errors",
         "rtrain.env",
         "rtrain.events",
+        "rtrain.ray_internals",
         "rtrain.manifest",
         "rtrain.drafts",
         "rtrain.batch",
@@ -43,6 +44,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rtrain.__main__",),
 )
 RAY_ALLOWED = (
+    "rtrain.ray_internals",
     *(
         "rtrain.data.tokens",
         "rtrain.data.augment.rewriting",

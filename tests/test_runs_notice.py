@@ -25,15 +25,14 @@ def test_a_look_that_fails_is_said_once_and_the_next_ones_see_a_preemption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[dict[str, Any]] = []
-    looks, whole = [0], placement.workers_by_node
+    looks = [0]
 
     def workers_by_node(run: Run) -> Counter[str]:
         looks[0] += 1
-        return whole(run)
+        raise OSError("the folder is not there for a moment")
 
     monkeypatch.setattr(notice, "LOOK_EVERY_S", 0.005)
     monkeypatch.setattr(placement, "workers_by_node", workers_by_node)
-    Run(tmp_path).placement_group.write_text("5a")  # half of an id, as a crashed write leaves it
     with notice.Watch(Run(tmp_path), 2, "cpu", lambda nodes: 2, said.append):
         within(lambda: looks[0] > 5)
         monkeypatch.setattr(placement, "workers_by_node", lambda run: Counter({"a node": 2}))
@@ -54,7 +53,7 @@ def test_the_file_of_the_workers_placement_is_whole_or_the_one_before(
         state = SimpleNamespace(placement_group_handle=SimpleNamespace(placement_group=group))
         return SimpleNamespace(get_worker_group_state=lambda: state)
 
-    remember, path, write = placement.Remember(Run(tmp_path)), Run(tmp_path).placement_group, Path.write_text
+    remember, path, write = placement.remember(Run(tmp_path)), Run(tmp_path).placement_group, Path.write_text
     remember.after_worker_group_start(started("5a" * 18))
 
     def torn(path: Path, text: str) -> int:

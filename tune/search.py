@@ -14,6 +14,7 @@ from ray.tune.schedulers import AsyncHyperBandScheduler
 from rtrain import config as configuration, events
 from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.ray_internals import HEAD_RESOURCE
 from rtrain.report import summary
 from rtrain.run import Run
 from rtrain.runs import driver, opening, placement
@@ -21,7 +22,7 @@ from tune import space, trial as trials
 from tune.trial import part, run_folder
 
 # No CPU of its own, since its workers have theirs; Tune refuses an empty bundle, so a sliver of the head's mark.
-TRIAL_RESOURCES = {"CPU": 0, "node:__internal_head__": 0.001}
+TRIAL_RESOURCES = {"CPU": 0, HEAD_RESOURCE: 0.001}
 SPACE = ("points", "lr", "aggregation_frequency", "budget", "first_rung")
 """Settings of `tune` that say what its trials are."""
 REDUCTION = 2
@@ -67,7 +68,7 @@ class _Scheduler(AsyncHyperBandScheduler):
 
 
 class _FreeWorkers(ray.tune.Callback):
-    """Gives back the CPUs of a stopped trial's workers (see `placement.Remember`) and logs the stop."""
+    """Gives back the CPUs of a stopped trial's workers (see `placement.remember`) and logs the stop."""
 
     def __init__(self, search: Path, config: Config):
         self._search, self._config = search, config

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rtrain import env
+from rtrain import env, ray_internals
 from rtrain.cluster import supply
 from rtrain.config import Config
 from rtrain.errors import UserError
@@ -170,19 +170,15 @@ def _start_local(workers: int, spare: int) -> None:
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
-    # It reads every log file of the session again and again, for drivers that have logs forwarded: this one has not.
-    node: Any = ray._private.worker._global_node
-    node.kill_log_monitor(check_alive=False)
+    ray_internals.end_log_monitor()  # it serves drivers that have logs forwarded, which this one has not
 
 
 def _quiet() -> None:
     """Ray's libraries log each step of each data set at INFO; rtrain's own line says what a user needs."""
-    import ray._private.worker
-    import ray.data  # importing it sets its own level, so ours comes after
 
     # What raylets have to say of dead workers goes to stdout, where --json has promised one object; the run's log and
     # progress tell it too. Nothing else is printed this way, since the workers' output is not forwarded.
-    ray._private.worker.print_to_stdstream = lambda *data, **settings: None
+    ray_internals.drop_forwarded_output()
     for name in ("ray", "ray.data", "ray.train", "ray.tune", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from rtrain import ray_internals
+
 Node = Mapping[str, float]
 NEEDS = {"cpu": "CPU", "gpu": "GPU"}
 """The resource of which a worker takes one, by the device that it trains on. Ray gives a worker with a GPU no CPU."""
@@ -68,9 +70,7 @@ def here() -> list[Node]:
 
 def free(own: Mapping[str, int] | None = None, device: str = "cpu") -> list[Node]:
     """The same nodes with what nobody holds. `own`: workers by node, of which the places count as free."""
-    import ray
-
-    available = ray._private.state.state.available_resources_per_node()
+    available = ray_internals.available_by_node()
     found: list[Node] = []
     for name in _staying():
         node = dict(available.get(name, {}))
@@ -90,10 +90,7 @@ def most(device: str) -> int:
 
 def leaving() -> set[str]:
     """Nodes that are being drained: a spot notice, or the end of an idle node."""
-    import ray
-
-    found: dict[str, int] = ray._private.state.state.get_draining_nodes()
-    return set(found)
+    return ray_internals.draining_nodes()
 
 
 def _staying() -> dict[str, Node]:

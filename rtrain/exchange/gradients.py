@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rtrain import ray_internals
 from rtrain.exchange import compression, transport
 from rtrain.exchange.alive import Watch
 from rtrain.exchange.touched_rows import TouchedRows, table_of
@@ -43,7 +44,7 @@ class Exchange:
             from torch.nn.parallel import DistributedDataParallel
 
             if table:
-                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [table[0]])
+                ray_internals.leave_out(module, [table[0]])
             # gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them all per update.
             self.model = DistributedDataParallel(module, gradient_as_bucket_view=True)
             self._transport, hooked = self._carried(by, compressed)
@@ -101,10 +102,8 @@ class Exchange:
 
     def multiply(self, factor: float) -> None:
         """Multiply the complete gradient by `factor`."""
-        import torch
-
         if found := [one.grad for one in self._others() if one.grad is not None]:
-            torch._foreach_mul_(found, factor)
+            ray_internals.multiply(found, factor)
         if self.rows is not None:
             self.rows.gradient = self.rows.gradient * factor
 
@@ -149,7 +148,7 @@ class Exchange:
         own = torch.from_numpy(values)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(own)]))
-        # Of one length, which the transport asks for: the longest's.
+        # The transport takes vectors of one length only: all are padded to the longest.
         longest = max(int(size) for size in sizes)
         parts = [own.new_zeros(longest) for _ in range(self.world)]
         dist.all_gather(parts, torch.nn.functional.pad(own, (0, longest - len(own))))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rtrain.network import dropout as masks, precision
 from rtrain.network.layout import Group, Layout
+from rtrain.ray_internals import softmax_backward
 
 if TYPE_CHECKING:
     import torch
@@ -165,7 +166,7 @@ def _plain() -> Any:
             of_weights = torch.bmm(answer, value.transpose(1, 2))
             if kept is not None:
                 of_weights.mul_(kept)
-            of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
+            of_scores = softmax_backward(of_weights, weights)
             of_query = torch.bmm(of_scores, key).mul_(ctx.scale)
             of_key = torch.bmm(of_scores.transpose(1, 2), query)
             found = (part.view(-1, dim).index_select(0, group.scatter) for part in (of_query, of_key, of_value))

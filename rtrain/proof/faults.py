@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from rtrain import ray_internals
 from rtrain.checkpoints import checkpoint
 from rtrain.errors import UserError
 from rtrain.report import memory
@@ -35,7 +36,7 @@ def processes(class_name: str) -> list[int]:
     job, node = ray.get_runtime_context().get_job_id(), ray.get_runtime_context().get_node_id()
     actors = [
         actor
-        for actor in ray._private.state.actors().values()
+        for actor in ray_internals.actors()
         if actor["ActorClassName"].endswith(class_name) and actor["State"] == "ALIVE" and actor["JobID"] == job
     ]
     if any(actor["Address"]["NodeID"] != node for actor in actors):

@@ -6,9 +6,10 @@ import re
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import psutil
+
+from rtrain import ray_internals
 
 INTERVAL_S = 3.0
 """Reading the page counts of twenty processes takes a core 0.1 s; the peaks of a training last for many seconds."""
@@ -67,13 +68,8 @@ def session_processes() -> Iterable[int]:
 
 
 def _ray_session() -> str | None:
-    import ray
-    import ray._private.worker
-
-    if not ray.is_initialized():
-        return None
-    node: Any = ray._private.worker._global_node
-    return str(node.get_session_dir_path())
+    folder = ray_internals.session_folder()
+    return None if folder is None else str(folder)
 
 
 def _is_of(process: psutil.Process, session: str) -> bool:

@@ -275,7 +275,7 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent) -> None:
             stall_s=cluster.stall_s,
             elastic=least is not None,
             device=kind,
-            callbacks=[*plan.callbacks, placement.Remember(run)],
+            callbacks=[*plan.callbacks, placement.remember(run)],
         )
         try:
             with notice.Watch(run, workers, kind, wanted, say):

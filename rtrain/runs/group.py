@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rtrain import env
+from rtrain import env, ray_internals
 from rtrain.network.device import backend
 
 if TYPE_CHECKING:
@@ -34,26 +34,10 @@ def trainer(
     """
     import ray.train
     import ray.train.torch
-    from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
-
-    class Trainer(ray.train.torch.TorchTrainer):
-        """Leaves Ctrl-C to this process: Ray's own handler would end it with SystemExit, and stay behind after `fit`.
-
-        (A `fit` in a side thread sets no handler either, but the session then ends while that thread is still inside
-        Ray's core, which ended one interrupted search with a segmentation fault.)
-        """
-
-        def _register_sigint_handler(self, controller: Any) -> None:
-            pass
-
-        def _create_default_callbacks(self) -> list[Any]:
-            """Without the one that starts a process for the data sets of a Trainer: workers read their own streams."""
-            found = super()._create_default_callbacks()  # type: ignore[misc]
-            return [callback for callback in found if not isinstance(callback, DatasetsCallback)]
 
     env.set_limits(stall_s, PLACEMENT_S if elastic else None)
     number = len(list(storage.iterdir())) if storage.is_dir() else 0
-    return Trainer(
+    trainer: ray.train.torch.TorchTrainer = ray_internals.torch_trainer()(
         train_function,
         torch_config=ray.train.torch.TorchConfig(backend=backend(device), timeout_s=int(max(stall_s, JOIN_S))),
         scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=device == "gpu"),
@@ -66,3 +50,4 @@ def trainer(
             failure_config=ray.train.FailureConfig(controller_failure_limit=0),  # type: ignore[call-arg]
         ),
     )
+    return trainer

@@ -1,0 +1,146 @@
+"""Every private name of Ray and torch that rtrain uses, each by a function that says what it means.
+
+A new version of either may take any of them away: `tests/test_ray_internals.py` asks that each still exists and means
+the same. Neither library is imported before a function is called.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+    from ray.util.placement_group import PlacementGroup
+
+HEAD_RESOURCE = "node:__internal_head__"
+"""A resource that the head node has, and no other."""
+
+# ------------------------------------------------------------------------------------------------------------- cluster
+
+
+def available_by_node() -> Mapping[str, Mapping[str, float]]:
+    """What nobody holds of each node's resources, by node id."""
+    import ray
+
+    found: Mapping[str, Mapping[str, float]] = ray._private.state.state.available_resources_per_node()
+    return found
+
+
+def draining_nodes() -> set[str]:
+    """Ids of the nodes that are about to be taken away."""
+    import ray
+
+    return set(ray._private.state.state.get_draining_nodes())
+
+
+def actors() -> list[dict[str, Any]]:
+    """What the cluster knows of its actors: ActorClassName, State, JobID, Pid, StartTime, Address."""
+    import ray
+
+    return list(ray._private.state.actors().values())
+
+
+# -------------------------------------------------------------------------------------------------------- this process
+
+
+def session_folder() -> Path | None:
+    """Where the Ray that this process is connected to keeps its files; None without a connection."""
+    import ray
+    import ray._private.worker
+
+    if not ray.is_initialized():
+        return None
+    node: Any = ray._private.worker._global_node
+    return Path(node.get_session_dir_path())
+
+
+def end_log_monitor() -> None:
+    """End the process that reads every log file of the session again and again, of a Ray that this process started."""
+    import ray._private.worker
+
+    node: Any = ray._private.worker._global_node
+    node.kill_log_monitor(check_alive=False)
+
+
+def drop_forwarded_output() -> None:
+    """Print nothing of what other processes of the cluster send to this one's standard streams."""
+    import ray._private.worker
+
+    ray._private.worker.print_to_stdstream = lambda *data, **settings: None
+
+
+# ------------------------------------------------------------------------------------------------------- worker groups
+
+
+def on_group_start(tell: Callable[[str], None]) -> "WorkerGroupCallback":
+    """A callback of Ray Train's that tells the id, in hex, of the placement group that the workers hold."""
+    from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+
+    class Started(WorkerGroupCallback):
+        def after_worker_group_start(self, worker_group: Any) -> None:
+            tell(worker_group.get_worker_group_state().placement_group_handle.placement_group.id.hex())
+
+    return Started()
+
+
+def placement_group(identity: str) -> "PlacementGroup":
+    """The placement group of that id, in hex."""
+    from ray._raylet import PlacementGroupID
+    from ray.util.placement_group import PlacementGroup
+
+    return PlacementGroup(PlacementGroupID.from_hex(identity))
+
+
+def torch_trainer() -> type[Any]:
+    """Ray Train's TorchTrainer without two habits of it.
+
+    It leaves Ctrl-C to this process: Ray's own handler would end it with SystemExit, and stay behind after `fit`. (A
+    `fit` in a side thread sets no handler either, but the session then ends while that thread is still inside Ray's
+    core, which ended one interrupted search with a segmentation fault.) And it starts no process for the data sets of a
+    Trainer: workers read their own streams.
+    """
+    import ray.train.torch
+    from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
+
+    class Trainer(ray.train.torch.TorchTrainer):
+        def _register_sigint_handler(self, controller: Any) -> None:
+            pass
+
+        def _create_default_callbacks(self) -> list[Any]:
+            found = super()._create_default_callbacks()  # type: ignore[misc]
+            return [callback for callback in found if not isinstance(callback, DatasetsCallback)]
+
+    return Trainer
+
+
+def serve_controller() -> tuple[str, str]:
+    """Name and namespace of Ray Serve's controller; its other actors are in the same namespace."""
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    return SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+
+# --------------------------------------------------------------------------------------------------------------- torch
+
+
+def leave_out(module: "torch.nn.Module", names: Sequence[str]) -> None:
+    """Let DistributedDataParallel, when it is made of `module`, not exchange the parameters of these names."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(names))
+
+
+def multiply(tensors: "Sequence[torch.Tensor]", factor: float) -> None:
+    """Multiply each tensor by `factor`, in place, in one call for all of them."""
+    import torch
+
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def softmax_backward(gradient: "torch.Tensor", answer: "torch.Tensor") -> "torch.Tensor":
+    """Gradient of a softmax's input over the last axis, from that of its `answer`, in one pass over both."""
+    import torch
+
+    found: torch.Tensor = torch._softmax_backward_data(gradient, answer, -1, answer.dtype)
+    return found

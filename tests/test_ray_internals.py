@@ -1,0 +1,165 @@
+"""Private names of Ray and torch: each still exists, means the same, and stands in one module."""
+
+import inspect
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from rtrain import ray_internals
+
+ROOT = Path(__file__).resolve().parents[1]
+PRIVATE = re.compile(r"\b(ray|torch)(\.\w+)*\._\w+|\bray\.[\w.]*_internal\b|_set_params_and_buffers|__internal_head__")
+
+
+def test_private_names_stand_in_one_module() -> None:
+    found = {
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for folder in ("rtrain", "serve", "tune")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "ray_internals.py"
+        for line in path.read_text().splitlines()
+        if PRIVATE.search(line)
+    }
+    assert found == set()
+    assert PRIVATE.search(Path(ray_internals.__file__).read_text())
+
+
+# --------------------------------------------------------------------------------------------------------------- torch
+
+
+def test_multiply_is_a_product_in_place() -> None:
+    tensors = [torch.arange(3.0), torch.ones(2, 2)]
+    ray_internals.multiply(tensors, 0.5)
+    assert [tensor.tolist() for tensor in tensors] == [[0.0, 0.5, 1.0], [[0.5, 0.5], [0.5, 0.5]]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_softmax_s_gradient_is_autograd_s(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(2, 3, 5).to(dtype).requires_grad_()
+    answer, gradient = torch.softmax(scores, -1), torch.randn(2, 3, 5).to(dtype)
+    (expected,) = torch.autograd.grad(answer, scores, gradient)
+    found = ray_internals.softmax_backward(gradient, answer.detach())
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_what_is_left_out_is_not_in_the_buckets() -> None:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        module, sizes = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)), list[int]()
+        ray_internals.leave_out(module, ["0.weight"])
+        model = DistributedDataParallel(module)
+
+        def sent(state: None, bucket: dist.GradBucket) -> Any:
+            sizes.append(bucket.buffer().numel())
+            future: Any = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        model.register_comm_hook(None, sent)
+        model(torch.ones(1, 3)).sum().backward()
+        assert sum(sizes) == sum(one.numel() for one in module.parameters()) - 15
+    finally:
+        dist.destroy_process_group()
+
+
+# ----------------------------------------------------------------------------------------------------------------- Ray
+
+
+def test_the_trainer_s_two_habits_are_still_methods_that_it_calls() -> None:
+    import ray.train.torch
+
+    made, stock = ray_internals.torch_trainer(), ray.train.torch.TorchTrainer
+    assert issubclass(made, stock)
+    source = "".join(inspect.getsource(base) for base in stock.__mro__[:-1] if base.__module__.startswith("ray.train"))
+    for name in ("_register_sigint_handler", "_create_default_callbacks"):
+        assert f"self.{name}(" in source
+        assert list(inspect.signature(getattr(made, name)).parameters) == list(
+            inspect.signature(getattr(stock, name)).parameters
+        )
+
+
+def test_without_a_connection_there_is_no_session() -> None:
+    import ray
+
+    assert ray.is_initialized() or ray_internals.session_folder() is None
+
+
+@pytest.mark.ray
+def test_what_ray_knows_of_its_cluster(ray_session: Path) -> None:
+    import ray
+
+    [node] = ray.nodes()
+    free = ray_internals.available_by_node()
+    assert set(free) == {node["NodeID"]}
+    assert 0 <= free[node["NodeID"]]["CPU"] <= node["Resources"]["CPU"]
+    assert node["Resources"][ray_internals.HEAD_RESOURCE] == 1.0
+    assert ray_internals.draining_nodes() == set()
+    folder = ray_internals.session_folder()
+    assert folder is not None
+    assert (folder / "logs").is_dir()
+    ended = [process for process in psutil.process_iter(["cmdline"]) if _monitors(process, str(folder))]
+    assert ended == []  # the session of these tests was started by rtrain, which ends it
+
+
+def _monitors(process: psutil.Process, session: str) -> bool:
+    words = " ".join(process.info["cmdline"] or [])
+    return "log_monitor.py" in words and session in words
+
+
+@pytest.mark.ray
+def test_what_ray_knows_of_an_actor_and_of_a_placement_group(ray_session: Path) -> None:
+    import ray
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+    class Quiet:
+        def pid(self) -> int:
+            import os
+
+            return os.getpid()
+
+    actor: Any = ray.remote(num_cpus=0)(Quiet).remote()
+    pid = ray.get(actor.pid.remote())
+    [known] = [one for one in ray_internals.actors() if one["Pid"] == pid]
+    assert known["ActorClassName"].endswith("Quiet")
+    assert (known["State"], known["JobID"]) == ("ALIVE", ray.get_runtime_context().get_job_id())
+    assert known["Address"]["NodeID"] == ray.get_runtime_context().get_node_id()
+    ray.kill(actor)
+    made = placement_group([{"CPU": 0.001}])
+    assert made.wait(30)
+    again = ray_internals.placement_group(made.id.hex())
+    assert placement_group_table(again) == placement_group_table(made)
+    remove_placement_group(again)
+
+
+def test_the_serve_controller_s_name_is_what_serve_starts_it_by() -> None:
+    import ray.serve._private.default_impl as starts
+
+    name, namespace = ray_internals.serve_controller()
+    source = inspect.getsource(starts)
+    assert "name=SERVE_CONTROLLER_NAME" in source
+    assert "namespace=SERVE_NAMESPACE" in source
+    assert name
+    assert namespace
+
+
+def test_a_group_s_start_is_told_to_callbacks() -> None:
+    from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+    from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState
+
+    told: list[str] = []
+    made = ray_internals.on_group_start(told.append)
+    assert isinstance(made, WorkerGroupCallback)
+    assert "after_worker_group_start" in vars(WorkerGroupCallback)
+    assert "placement_group_handle" in inspect.signature(WorkerGroupState).parameters
