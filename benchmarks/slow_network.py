@@ -1,5 +1,6 @@
 """What `train.gradient_compression` gains over a slow network: two workers, each in a network namespace of its own,
-joined by a link that `tc tbf` holds to a rate. Needs Linux, root and iproute2; changes nothing outside of the two namespaces.
+joined by a link that `tc tbf` holds to a rate. Needs Linux, root and iproute2; changes nothing outside of the two
+namespaces.
 
     sudo .venv/bin/python -m benchmarks.slow_network --mbit 100 --rounds 5
 """

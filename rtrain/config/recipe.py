@@ -79,8 +79,8 @@ class Train(Section):
     where two workers share it, of whom gradients are the same by either, bit for bit; of more they differ in the last
     bit, and a run's would with the hosts that its starts were given."""
     gradient_compression: Literal["none", "bf16"] = "none"
-    """`bf16` sends gradients in half of the bytes; it changes the weights, and the log says by how much a gradient. Between
-    two machines over 100 Mbit/s an update of MiniLM took 3.5 s in place of 5.3."""
+    """`bf16` sends gradients in half of the bytes; it changes the weights, and the log says by how much a gradient. Of
+    two workers over 100 Mbit/s an update of MiniLM took 3.5 s in place of 5.3."""
     sharded_optimizer: bool = False
     """Each worker keeps the optimizer's state of a share of the weights (ZeRO stage 1), for less memory and the same
     weights, bit for bit; updated weights are then sent to the others, which takes time."""
