@@ -154,8 +154,8 @@ def test_a_notice_is_taken_once(tmp_path: Path) -> None:
 
 def test_a_run_is_one_process_s_at_a_time(tmp_path: Path) -> None:
     script = (
-        "import sys, pathlib; from rtrain.training import runs\n"
-        "with runs.hold(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+        "import sys, pathlib; from rtrain.runs import opening\n"
+        "with opening.hold(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
