@@ -5,11 +5,14 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from rtrain import env
+
+if TYPE_CHECKING:
+    from tests.trained import Trained
 
 env.prepare()
 # One thread per process: tests start several processes on few cores, and equal sums need equal thread counts.
@@ -50,6 +53,14 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with session(config.load("intent"), folder):
         yield folder
     os.chdir(before)
+
+
+@pytest.fixture(scope="session")
+def trained(ray_session: Path) -> "Trained":
+    """A finished run of two workers; whoever makes another beside it takes another name."""
+    from tests.trained import train
+
+    return train(ray_session / "trained")
 
 
 Row = tuple[str, str]

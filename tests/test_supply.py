@@ -65,7 +65,7 @@ from rtrain.errors import UserError
 env.prepare()
 import ray
 from ray.util.placement_group import placement_group
-from tests.test_runs_driver import settings
+from tests.trained import settings
 from rtrain.cluster import supply
 from rtrain.report import events
 from rtrain.runs import driver
