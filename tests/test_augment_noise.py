@@ -26,7 +26,8 @@ def test_the_same_text_everywhere() -> None:
 
 def test_another_process_gives_the_same() -> None:
     script = (
-        f"from rtrain.data import augment as a; print(repr(a.noisy({TEXT!r}, a.Noise(0.2, 0.2, 0.2, 0.2), 3, 4, 5)))"
+        "from rtrain.data.augment import noise as a\n"
+        f"print(repr(a.noisy({TEXT!r}, a.Noise(0.2, 0.2, 0.2, 0.2), 3, 4, 5)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == repr(noisy(TEXT, Noise(0.2, 0.2, 0.2, 0.2), 3, 4, 5))
