@@ -21,7 +21,7 @@ from rtrain.runs import driver, opening
 from tests.conftest import labelled_rows
 from tests.trained import ROWS, Trained, settings
 
-pytestmark = pytest.mark.ray  # by `trained`, a run in the `ray_session`
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")

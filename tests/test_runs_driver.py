@@ -23,7 +23,7 @@ from rtrain.training.loop import GENESIS
 from tests.conftest import labelled_rows
 from tests.trained import EPOCHS, TEST_ROWS, Trained, settings
 
-pytestmark = pytest.mark.ray  # by `trained`, a run in the `ray_session`
+pytestmark = pytest.mark.ray
 
 
 def kinds(log: list[dict[str, Any]]) -> list[str]:
