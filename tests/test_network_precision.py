@@ -12,7 +12,7 @@ from rtrain.network import precision
 from rtrain.network.precision import Native
 from rtrain.runs import decisions, worker
 from rtrain.training import pass_size
-from tests import test_loop
+from tests import test_training_loop
 from tests.test_exchange_ranks import joined, started
 
 INTEL = "processor\t: 0\nflags\t\t: fpu sse2 avx2 avx512f {}\nbugs\t\t: none\n\nprocessor\t: 1\nflags\t\t: fpu\n"
@@ -162,7 +162,7 @@ def _fits(rank: int, watch: Any, folder: Path) -> int | None:
     pass_size.measured = measured  # type: ignore[assignment]
     if rank == 0:
         decisions.keep(folder / "three-0", worker.PASS, 4096)
-    recipe: Any = test_loop.recipe_of(folder)
+    recipe: Any = test_training_loop.recipe_of(folder)
     none: Any = None
     return worker._fitting(watch, Network(), folder / f"three-{rank}", folder, recipe, none, none, "fp16")
 

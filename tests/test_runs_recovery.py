@@ -20,12 +20,12 @@ from rtrain.report import events
 from rtrain.runs import driver, failures, notice, opening
 from rtrain.runs.recovery import Growth, Recovery, halvings, most_after, out_of_memory, tokens_per_pass, workers_for
 from rtrain.training import step
-from tests import test_loop
+from tests import test_training_loop
 from tests.conftest import labelled_rows, write_rows
-from tests.test_loop import Ran, start, weights_digest
+from tests.test_training_loop import Ran, start, weights_digest
 from tests.tiny import make_encoder
 
-ground, straight = test_loop.ground, test_loop.straight  # fixtures
+ground, straight = test_training_loop.ground, test_training_loop.straight  # fixtures
 
 # ------------------------------------------------------------------------------------------------------------ decisions
 
@@ -132,7 +132,7 @@ def test_more_workers_at_least_than_at_most_are_refused() -> None:
 def test_on_notice_a_start_ends_with_a_checkpoint_and_the_next_goes_on(
     ground: Path, straight: tuple[Ran, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(test_loop.Recorder, "notice", lambda recorder: len(recorder.of("progress")) == 1)
+    monkeypatch.setattr(test_training_loop.Recorder, "notice", lambda recorder: len(recorder.of("progress")) == 1)
     noticed = start(ground, tmp_path, log_every=1)
     assert noticed.outcome is not None
     assert (noticed.outcome.finished, noticed.recorder.of("trained")[0]["updates"]) == (False, 2)

@@ -20,7 +20,7 @@ from rtrain.predict import Predictor
 from rtrain.report import events, summary
 from rtrain.runs import driver
 from rtrain.tasks import base
-from tests import test_extractive_summary, test_several_labels, test_span_qa, test_token_tags
+from tests import test_tasks_extractive_summary, test_tasks_several_labels, test_tasks_span_qa, test_tasks_token_tags
 from tests.conftest import labelled_rows
 from tests.tiny import make_encoder
 
@@ -29,18 +29,22 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 TASKS = ("regression", "multi_label", "multi_head", "token_tags", "span_qa", "extractive_summary")
 DISTILLED = ("multi_head", "token_tags")
 """One with an answer for each row and one with an answer for each token; the others' students are slow tests."""
-ASKED: dict[str, Any] = {"span_qa": {"question": "when was it due?", "context": test_span_qa.CONTEXT}}
+ASKED: dict[str, Any] = {"span_qa": {"question": "when was it due?", "context": test_tasks_span_qa.CONTEXT}}
 
 
 def rows_of(task: str, folder: Path) -> dict[str, Any]:
     """A file of rows for the task, and the settings to read it."""
     if task == "token_tags":
-        return {"data.path": str(test_token_tags.write(folder / "rows.conll")), "data.max_tokens": 32, "data.stride": 8}
+        return {
+            "data.path": str(test_tasks_token_tags.write(folder / "rows.conll")),
+            "data.max_tokens": 32,
+            "data.stride": 8,
+        }
     if task == "span_qa":
-        path = test_span_qa.write(folder / "squad.json.gz")
+        path = test_tasks_span_qa.write(folder / "squad.json.gz")
         return {"data.path": str(path), "data.window": 48, "data.stride": 12, "train.epochs": 1}
     if task == "extractive_summary":
-        path = test_extractive_summary.write(folder / "rows.jsonl")
+        path = test_tasks_extractive_summary.write(folder / "rows.jsonl")
         return {"data.path": str(path), "data.window": 32, "data.stride": 8, "data.max_bad_rows": 0.1}
     if task == "regression":
         lines = [f"{text},{1 + len(text.split()) // 3},{label}" for text, label in labelled_rows(160)]
@@ -49,7 +53,7 @@ def rows_of(task: str, folder: Path) -> dict[str, Any]:
         columns = {"data.text": "essay", "data.text_pair": None, "data.max_tokens": 64, "data.slices": ["kind"]}
         return {"data.path": str(path), **columns}
     both = {"data.label": ["intent", "mood"]} if task == "multi_head" else {"data.label": "topics"}
-    return {"data.path": str(test_several_labels.write(folder)), "data.separator": "|", **both}
+    return {"data.path": str(test_tasks_several_labels.write(folder)), "data.separator": "|", **both}
 
 
 def settings(task: str, folder: Path) -> Config:
