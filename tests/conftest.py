@@ -5,11 +5,14 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from rtrain import env
+
+if TYPE_CHECKING:
+    from tests.trained import Trained
 
 env.prepare()
 # One thread per process: tests start several processes on few cores, and equal sums need equal thread counts.
@@ -22,19 +25,25 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+TOGETHER = {
+    "ray": ("ray_session", "trained: Trained"),
+    "programs": ("mark.ray", "mark.serve"),
+    "workers": ("on_workers",),
+}
+"""What runs in one process, by words in the test files: those that share a Ray; those that start Rays of their own, as
+programs, since two trainings at a time are what two cores bear; those that look at one start of three workers."""
+
+
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of one file run in one process, all files that share a Ray in the same, and all that start Rays of their
-    own, as programs, in another: two trainings at a time are what two cores bear."""
+    """Tests of one file run in one process, and so do the files that `TOGETHER` names; those with most tests first."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
             text = (config.rootpath / path).read_text(encoding="utf-8")
-            if "ray_session" in text:
-                return "ray"
-            return "programs" if any(word in text for word in ("mark.ray", "mark.serve")) else path
+            return next((name for name, words in TOGETHER.items() if any(word in text for word in words)), path)
 
     return ByFile(config, log)
 
@@ -50,6 +59,14 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with session(config.load("intent"), folder):
         yield folder
     os.chdir(before)
+
+
+@pytest.fixture(scope="session")
+def trained(ray_session: Path) -> "Trained":
+    """A finished run of two workers; whoever makes another beside it takes another name."""
+    from tests.trained import train
+
+    return train(ray_session / "trained")
 
 
 Row = tuple[str, str]

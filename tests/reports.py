@@ -20,7 +20,7 @@ from rtrain.report.predictions import path_of
 from rtrain.run import Run
 from rtrain.runs import opening, predictions as answered
 from rtrain.tasks import base
-from tests import test_task_runs
+from tests import test_runs_tasks
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.tiny import CORPUS, make_encoder, make_store, make_task_artifact
 
@@ -165,7 +165,7 @@ def settings_of(task: str, folder: Path) -> Config:
         own = {"data.path": str(path), "data.max_tokens": 48, "data.window": None}
         model = {"model.name": str(make_encoder(folder / "encoder"))}
         return config.load("domain-adapt", {**own, **model, "data.label": None})
-    found = test_task_runs.settings(task, folder)
+    found = test_runs_tasks.settings(task, folder)
     if task == "regression":  # enough rows for slices
         lines = [f"{text},{1 + len(text.split()) // 3},{label}" for text, label in labelled_rows(900)]
         (folder / "essays.csv").write_text("essay,score,kind\n" + "\n".join(lines) + "\n")

@@ -145,7 +145,7 @@ class Killed:
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     root = tmp_path_factory.mktemp("killed")
     script = (
-        f"from pathlib import Path; from tests import test_checkpoint_kill as kill; kill.forks(Path({str(root)!r}))"
+        f"from pathlib import Path; from tests import test_checkpoints_kill as kill; kill.forks(Path({str(root)!r}))"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -15,12 +15,22 @@ from rtrain.checkpoints.loss_scale import Scale
 from rtrain.config import Distill, Optim
 from rtrain.exchange.gradients import Exchange
 from rtrain.training import loop, losses, optim, step
-from tests import test_loop
-from tests.test_loop import UPDATES, Ran, fingerprint, start, weights_digest
-from tests.test_step import LOSS, TASK, cut, distance, gradients, make_network, make_rows, make_still_encoder, norm
-from tests.test_step_workers import on_workers
+from tests import test_training_loop
+from tests.test_training_loop import UPDATES, Ran, fingerprint, start, weights_digest
+from tests.test_training_step import (
+    LOSS,
+    TASK,
+    cut,
+    distance,
+    gradients,
+    make_network,
+    make_rows,
+    make_still_encoder,
+    norm,
+)
+from tests.test_training_step_workers import on_workers
 
-ground = test_loop.ground  # a fixture
+ground = test_training_loop.ground  # a fixture
 GROWS = 4
 
 

@@ -20,10 +20,10 @@ from rtrain.config import Cluster
 from rtrain.data.order import Order
 from rtrain.data.store import Store
 from rtrain.training import loop
-from tests import test_loop
-from tests.test_loop import Ran, start, update_name, weights_digest
+from tests import test_training_loop
+from tests.test_training_loop import Ran, start, update_name, weights_digest
 
-ground, straight = test_loop.ground, test_loop.straight  # fixtures
+ground, straight = test_training_loop.ground, test_training_loop.straight  # fixtures
 
 BUCKET = "s3://runs"
 EVERY: dict[str, Any] = {"save_every": 1, "keep": 2, "log_every": 1}
@@ -71,7 +71,7 @@ def claimed(storage: str, name: str = "run") -> Replica:
 
 
 def identity_of(ground: Path) -> str:
-    recipe = test_loop.recipe_of(ground)
+    recipe = test_training_loop.recipe_of(ground)
     store = Store(next((ground / ".tokens").iterdir()))
     return loop.identity(Order(store.manifest.digest, store.rows("train"), recipe.rows_per_update, 2, 3))
 
@@ -116,11 +116,11 @@ def test_what_is_newer_here_is_not_fetched(ground: Path, tmp_path: Path, storage
 def test_the_best_checkpoint_comes_back_with_the_newest(
     ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
 ) -> None:
-    test_loop.scripted(monkeypatch, 0.9, 0.5, 0.4, 0.3, 0.2, 0.1)
+    test_training_loop.scripted(monkeypatch, 0.9, 0.5, 0.4, 0.3, 0.2, 0.1)
     every = {**EVERY, "evaluate_every": 1, "keep": 1}
     start(ground, tmp_path / "run", kill=4, replica=claimed(storage), **every)
     shutil.rmtree(tmp_path / "run")
-    test_loop.scripted(monkeypatch, 0.2, 0.1)
+    test_training_loop.scripted(monkeypatch, 0.2, 0.1)
     resumed = start(ground, tmp_path / "run", replica=claimed(storage), **every)
     assert resumed.outcome is not None
     assert resumed.outcome.best_update == 1
@@ -193,7 +193,7 @@ def test_a_finished_run_says_where_it_could_not_be_copied(
         start(ground, tmp_path / "run", replica=copy, **EVERY)
     monkeypatch.undo()
     again = start(ground, tmp_path / "run", replica=copy, **EVERY)
-    assert again.recorder.of("started")[0]["update"] == test_loop.UPDATES  # nothing was trained twice
+    assert again.recorder.of("started")[0]["update"] == test_training_loop.UPDATES  # nothing was trained twice
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_a_restart_with_its_best_checkpoint_in_the_storage_alone_does_not_go_on_
     ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next save would leave the storage without it too."""
-    test_loop.scripted(monkeypatch, 0.9, 0.5, 0.4, 0.3, 0.2, 0.1)
+    test_training_loop.scripted(monkeypatch, 0.9, 0.5, 0.4, 0.3, 0.2, 0.1)
     copy = claimed((tmp_path / "mounted").as_uri())
     start(ground, tmp_path / "run", kill=4, replica=copy, **{**EVERY, "evaluate_every": 1, "keep": 1})
     shutil.rmtree(checkpoint.path_of(tmp_path / "run" / "checkpoints", 1))

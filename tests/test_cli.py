@@ -165,20 +165,31 @@ def test_predict_of_a_folder_without_artefact_says_so(run: Cli, tmp_path: Path) 
 
 
 @pytest.mark.ray
-def test_train_prints_one_json_object_and_leaves_an_artefact(
+def test_train_prints_one_json_object_leaves_an_artefact_and_sets_a_bad_row_aside_with_its_reason(
     run: Cli, tmp_path: Path, encoder: Path, ray_session: Path
 ) -> None:
-    data = csv_of(tmp_path, labelled_rows(200))
+    import pyarrow.parquet
+
+    csv_of(tmp_path, [*labelled_rows(300), ("", "parcel")])
     code, out, err = run(
-        *("train", "intent", "--data", data, "--model", encoder, "--out", "here", "--json"),
-        *("--set", "train.epochs=1", "--set", "data.max_bad_rows=0.5"),
+        *("train", "intent", "--data", "rows.csv", "--model", encoder, "--out", "runs/here", "--json"),
+        *("--set", "train.epochs=1"),
     )
     assert code == 0, err
     summary = json.loads(out)
     assert summary["status"] == "finished"
-    assert (tmp_path / "here" / "artifact" / "MANIFEST.json").is_file()
+    assert (tmp_path / "runs" / "here" / "artifact" / "MANIFEST.json").is_file()
     assert "valid: accuracy" in err
     assert "test: accuracy" in err
+    assert "1 bad row set aside" in err
+    [table] = list((tmp_path / "runs" / ".tokens").glob("*/quarantine.parquet"))
+    assert pyarrow.parquet.read_table(table).to_pylist() == [
+        {
+            "source": str(tmp_path / "rows.csv"),
+            "line": 302,
+            "reason": "column 'text' is empty; write a text or remove the row",
+        }
+    ]
 
 
 # --------------------------------------------------------------------------------------- bad input, before Ray starts
@@ -326,28 +337,6 @@ def test_row_of_a_megabyte(run: Cli, tmp_path: Path, encoder: Path, ray_session:
     code, err = refused(run, tmp_path, encoder)
     assert code == 1
     assert "rows.csv:5: column 'text' has 1,000,000 bytes; split it, or raise data.max_row_bytes=200,000" in err
-
-
-@pytest.mark.ray
-def test_few_bad_rows_are_set_aside_with_their_reasons(
-    run: Cli, tmp_path: Path, encoder: Path, ray_session: Path
-) -> None:
-    import pyarrow.parquet
-
-    csv_of(tmp_path, [*labelled_rows(300), ("", "parcel")])
-    code, _, err = run(
-        *("train", "intent", "--data", "rows.csv", "--model", encoder, "--out", "runs/run", "--set", "train.epochs=1")
-    )
-    assert code == 0, err
-    [table] = list((tmp_path / "runs" / ".tokens").glob("*/quarantine.parquet"))
-    assert pyarrow.parquet.read_table(table).to_pylist() == [
-        {
-            "source": str(tmp_path / "rows.csv"),
-            "line": 302,
-            "reason": "column 'text' is empty; write a text or remove the row",
-        }
-    ]
-    assert "1 bad row set aside" in err
 
 
 @pytest.mark.ray

@@ -20,17 +20,14 @@ from rtrain.report import summary
 from rtrain.run import Run
 from rtrain.runs import driver, opening
 from tests.conftest import labelled_rows
-from tests.test_runs_driver import ROWS, settings
+from tests.trained import ROWS, Trained, settings
 
 pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
-def teacher(ray_session: Path) -> Path:
-    folder = ray_session / "compress"
-    run = folder / "teacher"
-    driver.fit(driver.prepare(settings(folder), run))
-    return run
+def teacher(trained: Trained) -> Path:
+    return trained.run
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ import pytest
 from rtrain import artifact, config, demo, predict
 from rtrain.report.progress import Line
 from tests.processes import end
-from tests.tiny import make_artifact, make_encoder
+from tests.test_serve_deployment import openvino_artifact
+from tests.tiny import make_encoder
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = [f"where is parcel number {number}" for number in range(20)]
@@ -46,7 +47,7 @@ def swap_labels(original: Path, copy: Path) -> Path:
 def test_swapped_labels_of_the_served_copy_are_seen(tmp_path: Path, ray_session: Path) -> None:
     from serve import deployment
 
-    original = make_artifact(tmp_path / "original")
+    original = openvino_artifact(tmp_path / "original")  # neither replica nor `rtrain predict` loads torch for it
     settings = config.Serve(port=0)
     with deployment.start(original, settings) as endpoint:
         same = demo.ask(endpoint.url, original, TEXTS)
@@ -104,16 +105,10 @@ def interrupt_at(stage: str, folder: Path) -> tuple[int, str, list[str]]:
 
 
 @pytest.mark.ray
-def test_ctrl_c_in_the_search_leaves_nothing_running_and_exits_130(tmp_path: Path) -> None:
-    code, log, left = interrupt_at("search", tmp_path)
-    assert (code, left) == (130, [])
-    assert "rtrain: interrupted" in log
-    assert "Traceback" not in log
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "search"])
-def test_ctrl_c_at_every_other_stage(tmp_path: Path, stage: str) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+def test_ctrl_c_leaves_nothing_running_and_exits_130(tmp_path: Path, stage: str) -> None:
     code, log, left = interrupt_at(stage, tmp_path)
     assert (code, left) == (130, [])
+    assert "rtrain: interrupted" in log
     assert "Traceback" not in log

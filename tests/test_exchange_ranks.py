@@ -35,7 +35,7 @@ BUSY = 4
 SIGNS = """
 import sys, time
 from pathlib import Path
-from rtrain.training import alive
+from rtrain.exchange import alive
 
 alive.SETUP_S, alive.BUSY = 0.0, 4
 watch = alive.Watch(Path(sys.argv[1]), 1.0)

@@ -84,7 +84,7 @@ def read(path: Path, format: str, part_bytes: int, buffer: int) -> tuple[list[Re
 @example(b"", b'5" pipe,a\n"quoted ""twice"" and\nmore",b\nplain,c\n', 1, 1, "csv")
 @example(b"", b'"closed"late"r,a\n"never closed,b\nx,c\n', 1, 3, "csv")
 @example(b"", b'a\rb","c\nx,"y\n",z\n', 1, 2, "csv")
-@settings(deadline=None, max_examples=600)
+@settings(deadline=None, max_examples=200)
 def test_a_file_in_parts_has_the_rows_of_the_whole_file(
     mark: bytes, content: bytes, part_bytes: int, buffer: int, format: str
 ) -> None:

@@ -248,6 +248,7 @@ def test_of_several_subsets_one_must_be_named(served: Hub, tmp_path: Path) -> No
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_run_by_hub_names_is_resumed_without_hub_and_cache(served: Hub, tmp_path: Path) -> None:
     home = tmp_path / "home"
 

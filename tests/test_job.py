@@ -38,8 +38,7 @@ STAGES = ["ingest", "search", "train", "distill", "quantize", "serve", "ask"]
 # The demo's path at a size of seconds. The encoder is too small to learn: the scores are those of chance.
 SMALL = (
     *("train.epochs=1", "train.workers=1", "train.micro_batch=32", "train.precision=fp32", "optim.lr=3e-3"),
-    *("tune.trials=2", "tune.points=[]", "tune.lr=[1e-6]", "tune.aggregation_frequency=[4]"),
-    *("distill.layers=1", "distill.epochs=1", "quantize.calibration_rows=32"),
+    *("tune.trials=1", "distill.layers=1", "distill.epochs=1", "quantize.calibration_rows=32"),
 )
 
 
@@ -235,14 +234,12 @@ def test_every_stage_ran_there_and_the_endpoint_answered(done: Done) -> None:
     assert done.document["baseline_score"] > 0.5  # the embedded data, not an empty file
 
 
-def test_both_trials_of_the_search_are_written_down(done: Done) -> None:
-    trials = [json.loads(line) for line in (done.run / "search" / "trials.jsonl").read_text().splitlines()]
-    assert [(trial["number"], trial["lr"], trial["aggregation_frequency"]) for trial in trials] == [
-        (0, 3e-3, config.DEFAULT_FREQUENCY),
-        (1, 1e-6, 4),
-    ]
-    assert trials[0]["status"] == "finished"
-    assert all(Path(trial["run"]).is_relative_to(done.run) for trial in trials)
+def test_the_search_s_trial_is_written_down(done: Done) -> None:
+    [line] = (done.run / "search" / "trials.jsonl").read_text().splitlines()
+    trial = json.loads(line)
+    assert (trial["number"], trial["lr"], trial["aggregation_frequency"]) == (0, 3e-3, config.DEFAULT_FREQUENCY)
+    assert trial["status"] == "finished"
+    assert Path(trial["run"]).is_relative_to(done.run)
 
 
 def test_the_artefacts_verify_and_answer(done: Done) -> None:

@@ -18,12 +18,12 @@ from rtrain.exchange.gradients import Exchange
 from rtrain.network import frozen, model
 from rtrain.tasks import base
 from rtrain.training import losses, optim, step
-from tests import test_loop
-from tests.test_loop import UPDATES, Ran, fingerprint, recipe_of, start, update_name
-from tests.test_step import LABELS, TASK, cut, make_network, make_rows, make_still_encoder, norm, trained
+from tests import test_training_loop
+from tests.test_training_loop import UPDATES, Ran, fingerprint, recipe_of, start, update_name
+from tests.test_training_step import LABELS, TASK, cut, make_network, make_rows, make_still_encoder, norm, trained
 from tests.tiny import _config, make_encoder, make_masked, make_tokenizer
 
-ground = test_loop.ground  # fixture
+ground = test_training_loop.ground  # fixture
 
 
 @pytest.fixture(scope="module")

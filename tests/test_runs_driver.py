@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import pytest
 
 from rtrain import artifact, config, events, manifest
 from rtrain.checkpoints import checkpoint
-from rtrain.config import Config
 from rtrain.data import ingest, store as token_store
 from rtrain.data.order import Order, chain, rows_digest
 from rtrain.errors import UserError
@@ -21,49 +20,10 @@ from rtrain.proof import ledger
 from rtrain.run import Run
 from rtrain.runs import driver
 from rtrain.training.loop import GENESIS
-from tests.conftest import labelled_rows, write_rows
-from tests.tiny import make_encoder
+from tests.conftest import labelled_rows
+from tests.trained import EPOCHS, TEST_ROWS, Trained, settings
 
 pytestmark = pytest.mark.ray
-
-ROWS = 403  # with 20 test rows apart: odd, so that every epoch ends in a short update that one worker may sit out
-TEST_ROWS = 20
-EPOCHS = 6
-
-
-@dataclass(frozen=True)
-class Trained:
-    run: Path
-    config: Config
-    summary: dict[str, Any]
-    events: list[dict[str, Any]]
-
-
-def settings(folder: Path, **overrides: Any) -> Config:
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = labelled_rows(ROWS + TEST_ROWS)
-    base = {
-        "data.path": str(write_rows(folder / "train.csv", rows[:ROWS])),
-        "data.test": str(write_rows(folder / "test.csv", rows[ROWS:])),
-        "data.max_bad_rows": 0.1,
-        "model.name": str(make_encoder(folder / "encoder")),
-        "optim.lr": 3e-3,
-        "train.epochs": EPOCHS,
-        "train.precision": "fp32",
-        "train.log_every": 1,
-        "train.rows_per_update": 24,
-    }
-    return config.load("intent", {**base, **overrides})
-
-
-@pytest.fixture(scope="module")
-def trained(ray_session: Path) -> Trained:
-    folder = ray_session / "driver"
-    chosen = settings(folder)
-    seen: list[dict[str, Any]] = []
-    prepared = driver.prepare(chosen, folder / "run")
-    summary = driver.fit(prepared, on_event=seen.append)
-    return Trained(folder / "run", prepared.config, summary, seen)
 
 
 def kinds(log: list[dict[str, Any]]) -> list[str]:
@@ -259,20 +219,18 @@ def test_a_run_whose_folder_is_lost_resumes_from_its_storage_and_ends_bit_for_bi
 
 
 def test_a_resized_run_trains_on_the_same_rows_and_its_ledger_shows_it(trained: Trained) -> None:
-    """One worker, then two, then one: each stops in the middle of an epoch."""
+    """Two workers, then one, which takes over in the middle of an epoch."""
     folder, last = trained.run.parent, trained.summary["updates"]
-    stops = (last // 3 + 1, 2 * last // 3 + 1, None)
-    assert all(stop is None or stop % (last // EPOCHS) for stop in stops)
-    for number, (workers, stop) in enumerate(zip((1, 2, 1), stops, strict=True)):
+    middle = last // 2 + 1
+    assert middle % (last // EPOCHS)
+    for workers, stop in ((2, middle), (1, None)):
         resized = settings(folder, **{"train.workers": workers, "train.micro_batch": 5})
-        found = driver.fit(driver.prepare(resized, folder / "resized", "resume" if number else "refuse"), until=stop)
+        found = driver.fit(
+            driver.prepare(resized, folder / "resized", "resume" if stop is None else "refuse"), until=stop
+        )
         assert found["updates"] == (stop or last)
     log = events.read(folder / "resized")
-    assert [(event["workers"], event["update"]) for event in log if event["kind"] == "started"] == [
-        (1, 0),
-        (2, stops[0]),
-        (1, stops[1]),
-    ]
+    assert [(event["workers"], event["update"]) for event in log if event["kind"] == "started"] == [(2, 0), (1, middle)]
     assert found["order_digest"] == trained.summary["order_digest"]
     report = ledger.check(Run(folder / "resized"))
     assert (report.passed, report.updates, report.order_digest) == (True, last, found["order_digest"])
@@ -295,14 +253,16 @@ def test_no_worker_or_placement_group_is_left(trained: Trained) -> None:
     assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
 
 
-def test_unexpected_error_leaves_its_traceback_in_a_file_of_the_run(trained: Trained) -> None:
+def test_an_error_of_every_start_ends_the_run_after_its_budget_with_its_traceback_in_a_file(trained: Trained) -> None:
     folder = trained.run.parent
-    prepared = driver.prepare(settings(folder), folder / "broken")
+    prepared = driver.prepare(settings(folder, **{"cluster.max_crashes": 1}), folder / "broken")
     with pytest.raises(UserError, match=r"training failed: .*nowhere") as caught:
         driver.fit(replace(prepared, model=folder / "nowhere"))
     path = Path(str(caught.value).rsplit(" ", 1)[-1])
     assert path.parent == prepared.run.folder
     assert "Traceback" in path.read_text()
+    logged = [event["kind"] for event in prepared.run.events("crashed", "failed")]
+    assert logged == ["crashed", "failed"]
     assert json.loads(prepared.run.summary.read_text())["status"] == "failed"
     assert not prepared.run.artifact.exists()
 

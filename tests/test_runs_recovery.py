@@ -15,17 +15,17 @@ from rtrain.config import Config
 from rtrain.errors import ConfigError, UserError
 from rtrain.exchange import ranks
 from rtrain.proof import drill
-from rtrain.proof.faults import FAULTS, Fault
+from rtrain.proof.faults import FAULTS
 from rtrain.run import Run
 from rtrain.runs import driver, failures, notice, opening
 from rtrain.runs.recovery import Growth, Recovery, halvings, most_after, out_of_memory, tokens_per_pass, workers_for
 from rtrain.training import step
-from tests import test_loop
+from tests import test_training_loop
 from tests.conftest import labelled_rows, write_rows
-from tests.test_loop import Ran, start, weights_digest
+from tests.test_training_loop import Ran, start, weights_digest
 from tests.tiny import make_encoder
 
-ground, straight = test_loop.ground, test_loop.straight  # fixtures
+ground, straight = test_training_loop.ground, test_training_loop.straight  # fixtures
 
 # ------------------------------------------------------------------------------------------------------------ decisions
 
@@ -132,7 +132,7 @@ def test_more_workers_at_least_than_at_most_are_refused() -> None:
 def test_on_notice_a_start_ends_with_a_checkpoint_and_the_next_goes_on(
     ground: Path, straight: tuple[Ran, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(test_loop.Recorder, "notice", lambda recorder: len(recorder.of("progress")) == 1)
+    monkeypatch.setattr(test_training_loop.Recorder, "notice", lambda recorder: len(recorder.of("progress")) == 1)
     noticed = start(ground, tmp_path, log_every=1)
     assert noticed.outcome is not None
     assert (noticed.outcome.finished, noticed.recorder.of("trained")[0]["updates"]) == (False, 2)
@@ -191,17 +191,15 @@ def settings(folder: Path, **train: Any) -> Config:
     return config.load("intent", {**base, **{f"train.{name}": value for name, value in train.items()}})
 
 
-def named(*words: str) -> list[Fault]:
-    return [fault for fault in FAULTS if any(word in fault.name for word in words)]
-
-
 @pytest.mark.ray
-@pytest.mark.timeout(900)  # four starts and a control: a minute alone, three beside other heavy work
+@pytest.mark.timeout(600)
 def test_a_drilled_run_ends_like_one_that_was_never_touched(ray_session: Path) -> None:
-    faults = named("worker killed", "controller killed", "torn")
+    """Its workers are killed and its newest checkpoint is torn; every other fault is in the slow tests."""
+    faults = [fault for fault in FAULTS if "torn" in fault.name]
     said: list[dict[str, Any]] = []
     folder = ray_session / "drill" / "run"
-    certificate = drill.run(settings(ray_session / "drill", save_every=50), folder, faults, said.append)
+    chosen = settings(ray_session / "drill", save_every=30, evaluate_every=90)
+    certificate = drill.run(chosen, folder, faults, said.append)
     assert [fault["name"] for fault in certificate.faults] == [fault.name for fault in faults]
     assert all(fault["resumed_from"] > 0 for fault in certificate.faults)
     assert all(0 <= fault["recomputed_updates"] <= fault["allowed"] for fault in certificate.faults)
@@ -209,28 +207,14 @@ def test_a_drilled_run_ends_like_one_that_was_never_touched(ray_session: Path) -
     assert (certificate.weights_identical, certificate.order_identical) == (True, True)
     assert (certificate.rows_lost, certificate.rows_repeated, certificate.passed) == (0, 0, True)
     log = events.read(folder / "drilled")
-    assert [event["cause"] for event in log if event["kind"] == "crashed"] == ["crash"] * 3
+    assert [event["cause"] for event in log if event["kind"] == "crashed"] == ["crash"]
     assert log[-1]["certificate"] == json.loads(json.dumps(certificate.to_document()))
     assert len(list((folder / "drilled" / "checkpoints" / "damaged").iterdir())) == 1
     summary = json.loads((folder / "drilled" / "summary.json").read_text())
-    assert (summary["restarts"], summary["updates"]) == (3, certificate.updates)
+    assert (summary["restarts"], summary["updates"]) == (1, certificate.updates)
     assert summary["certificate"] == json.loads(json.dumps(certificate.to_document()))
     assert certificate.left_behind == []
     assert not Run(folder / "drilled").notice.exists()
-
-
-@pytest.mark.ray
-def test_an_error_of_every_start_ends_the_run_after_its_budget(
-    ray_session: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = config.with_overrides(settings(ray_session / "budget"), {"cluster.max_crashes": 1})
-    prepared = driver.prepare(chosen, ray_session / "budget" / "run")
-    prepared.run.checkpoints.write_text("in the way: no checkpoint can be written")
-    with pytest.raises(UserError, match=r"checkpoints"):
-        driver.fit(prepared, until=3)
-    log = events.read(prepared.run.folder)
-    assert log[-1]["kind"] == "failed"
-    assert sum(event["kind"] == "crashed" for event in log) <= 1
 
 
 @pytest.mark.ray

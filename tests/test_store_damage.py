@@ -19,7 +19,7 @@ from rtrain.data.store import SPLITS, Store
 from rtrain.errors import UserError
 from rtrain.runs import driver
 from tests.conftest import labelled_rows, write_rows
-from tests.test_ingest import through_arrow
+from tests.test_data_ingest import through_arrow
 from tests.test_store import NAMES, make
 from tests.tiny import make_artifact, make_encoder, make_store
 

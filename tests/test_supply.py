@@ -65,10 +65,10 @@ from rtrain.errors import UserError
 env.prepare()
 import ray
 from ray.util.placement_group import placement_group
-from tests.test_runs_driver import settings
+from tests.trained import settings
 from rtrain.cluster import supply
-from rtrain.report import events
-from rtrain.training import driver
+from rtrain import events
+from rtrain.runs import driver
 folder = Path(sys.argv[1])
 ray.init(address="local", num_cpus=6, num_gpus=1, include_dashboard=False, log_to_driver=False)
 others = placement_group([{"CPU": 2}])

@@ -17,10 +17,10 @@ from rtrain.run import Run
 from rtrain.runs import worker
 from rtrain.training import losses, pass_size
 from rtrain.training.pass_size import LEAST, MOST, Peak, fitting, longest_rows
-from tests import test_loop
-from tests.test_loop import TASK
+from tests import test_training_loop
+from tests.test_training_loop import TASK
 
-ground = test_loop.ground  # a fixture
+ground = test_training_loop.ground  # a fixture
 GB = 1 << 30
 
 

@@ -157,31 +157,41 @@ def test_recipes_are_found_without_the_checkout(installed: Installed) -> None:
         assert installed.run(*start, "recipes", "list").stdout.split() == config.recipe_names()
 
 
-# ------------------------------------------------------------------------------------------------- train, search, serve
+# -------------------------------------------------------------------------------------------------------- search, serve
 
 
-def test_it_trains_searches_and_serves_beside_files_with_the_names_of_its_modules(installed: Installed) -> None:
+def test_it_searches_and_serves_beside_files_with_the_names_of_its_modules(installed: Installed) -> None:
+    """A search is two trainings on Ray's workers, where the decoys would come first on the module path too."""
     folder = installed.folder
-    write_rows(folder / "rows.csv", labelled_rows(240))
-    make_encoder(folder / "encoder")
-    given = ["--data", "rows.csv", "--model", "encoder", "--json"]  # relative to a folder that rtrain will leave
-
-    command = [*installed.console, "train", "intent", *given, "--out", "runs/one", *settings(SMALL)]
-    summary = succeeded(installed.run(*command))
-    assert (summary["status"], summary["workers"]) == ("finished", 1)
-    artifact = folder / "runs" / "one" / "artifact"
-    assert manifest.damage(artifact) is None
-
+    given = rows_and_encoder(folder)
     command = [*installed.module, "tune", "intent", *given, "--out", "runs/search", *settings(SEARCH)]
     found = succeeded(installed.run(*command))
     assert [trial["lr"] for trial in found["trials"]] == [5e-3, 1e-6]
     assert found["winner"]["status"] == "finished"
     assert Path(found["trials"][0]["run"]).parent == folder / "runs" / "search"
+    artifact = folder / "runs" / "search" / "trial-000" / "artifact"
+    assert manifest.damage(artifact) is None
 
     serve(installed, artifact)
     assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == [
         *("encoder", "rows.csv", "runs", "serve.py", "tune.py")
     ]
+
+
+@pytest.mark.slow
+def test_its_console_command_trains(installed: Installed) -> None:
+    given = rows_and_encoder(installed.folder)
+    command = [*installed.console, "train", "intent", *given, "--out", "runs/one", *settings(SMALL)]
+    summary = succeeded(installed.run(*command))
+    assert (summary["status"], summary["workers"]) == ("finished", 1)
+    assert manifest.damage(installed.folder / "runs" / "one" / "artifact") is None
+
+
+def rows_and_encoder(folder: Path) -> list[str]:
+    """The arguments that name them: relative to a folder that rtrain will leave."""
+    write_rows(folder / "rows.csv", labelled_rows(240))
+    make_encoder(folder / "encoder")
+    return ["--data", "rows.csv", "--model", "encoder", "--json"]
 
 
 def serve(installed: Installed, artifact: Path) -> None:

@@ -6,7 +6,7 @@ same seed gives the same bytes on every machine, so a score measured on it can b
 The phrase tables lie in ``phrases/<language>.yaml``. For each intent they hold two separate lists of core templates,
 one for each split: test messages say the same things with other words, so a model that only remembers words is left
 behind by one that knows what they mean. Side remarks about a matter already settled do the same to word counts.
-``tests/test_synthetic.py`` pins how hard the result is for a linear TF-IDF model.
+``tests/test_data_synthetic.py`` pins how hard the result is for a linear TF-IDF model.
 """
 
 from __future__ import annotations

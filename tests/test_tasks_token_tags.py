@@ -25,7 +25,7 @@ from rtrain.tasks.token_tags import TokenTags
 from rtrain.training import evaluate, losses, step
 from serve.app import build_app
 from tests.serving import call
-from tests.test_step import make_still_encoder
+from tests.test_training_step import make_still_encoder
 from tests.tiny import make_encoder, make_store, make_task_artifact
 
 TASK = TokenTags()

@@ -63,7 +63,52 @@ def test_a_driver_that_ends_by_itself_is_not_started_again(
     assert err.count("nonesuch") == 1
 
 
+# In place of `rtrain`: a driver that writes a checkpoint and is killed, as often as its run's folder says.
+DRIVER = """
+import json, os, pathlib, signal, sys
+run = pathlib.Path(os.environ["RUN"])
+starts = json.loads((run / "starts").read_text())
+(run / "starts").write_text(json.dumps([*starts, sys.argv[1:]]))
+(run / "config.yaml").touch()
+saved = os.environ["SAVED"].split()[len(starts):][:1]
+for update in saved:
+    (run / "checkpoints" / f"update-{update}").mkdir(parents=True, exist_ok=True)
+if saved:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("saved", "code", "starts", "said"),
+    [
+        ("3 9", 0, 3, "the driver was ended by SIGKILL; starting it again from update-9"),
+        ("3 9 9 9 9", 1, 5, "the driver was ended by SIGKILL, 4 times without a new checkpoint"),
+    ],
+)
+def test_a_killed_driver_is_started_again_while_it_gets_on(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    saved: str,
+    code: int,
+    starts: int,
+    said: str,
+) -> None:
+    (tmp_path / "rtrain").mkdir()
+    (tmp_path / "rtrain" / "__init__.py").touch()
+    (tmp_path / "rtrain" / "__main__.py").write_text(DRIVER)
+    (tmp_path / "starts").write_text("[]")
+    monkeypatch.chdir(tmp_path)  # `python -m rtrain` finds the stand-in first
+    monkeypatch.setenv("RUN", str(tmp_path))
+    monkeypatch.setenv("SAVED", saved)
+    assert supervise.supervise(["train", "intent", "--new"], tmp_path) == code
+    given = json.loads((tmp_path / "starts").read_text())
+    assert given == [["train", "intent", "--new"], *[["train", "intent", "--resume"]] * (starts - 1)]
+    assert said in capfd.readouterr().err
+
+
 @pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(2 * WITHIN_S + 100)
 def test_a_killed_driver_resumes_and_ends_its_run(tmp_path: Path) -> None:
     """A real driver with a Ray of its own, killed in the middle of its training."""

@@ -20,25 +20,31 @@ from rtrain.predict import Predictor
 from rtrain.report import summary
 from rtrain.runs import driver
 from rtrain.tasks import base
-from tests import test_extractive_summary, test_several_labels, test_span_qa, test_token_tags
+from tests import test_tasks_extractive_summary, test_tasks_several_labels, test_tasks_span_qa, test_tasks_token_tags
 from tests.conftest import labelled_rows
 from tests.tiny import make_encoder
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 TASKS = ("regression", "multi_label", "multi_head", "token_tags", "span_qa", "extractive_summary")
-ASKED: dict[str, Any] = {"span_qa": {"question": "when was it due?", "context": test_span_qa.CONTEXT}}
+DISTILLED = ("multi_head", "token_tags")
+"""One with an answer for each row and one with an answer for each token; the others' students are slow tests."""
+ASKED: dict[str, Any] = {"span_qa": {"question": "when was it due?", "context": test_tasks_span_qa.CONTEXT}}
 
 
 def rows_of(task: str, folder: Path) -> dict[str, Any]:
     """A file of rows for the task, and the settings to read it."""
     if task == "token_tags":
-        return {"data.path": str(test_token_tags.write(folder / "rows.conll")), "data.max_tokens": 32, "data.stride": 8}
+        return {
+            "data.path": str(test_tasks_token_tags.write(folder / "rows.conll")),
+            "data.max_tokens": 32,
+            "data.stride": 8,
+        }
     if task == "span_qa":
-        path = test_span_qa.write(folder / "squad.json.gz")
+        path = test_tasks_span_qa.write(folder / "squad.json.gz")
         return {"data.path": str(path), "data.window": 48, "data.stride": 12, "train.epochs": 1}
     if task == "extractive_summary":
-        path = test_extractive_summary.write(folder / "rows.jsonl")
+        path = test_tasks_extractive_summary.write(folder / "rows.jsonl")
         return {"data.path": str(path), "data.window": 32, "data.stride": 8, "data.max_bad_rows": 0.1}
     if task == "regression":
         lines = [f"{text},{1 + len(text.split()) // 3},{label}" for text, label in labelled_rows(160)]
@@ -47,7 +53,7 @@ def rows_of(task: str, folder: Path) -> dict[str, Any]:
         columns = {"data.text": "essay", "data.text_pair": None, "data.max_tokens": 64, "data.slices": ["kind"]}
         return {"data.path": str(path), **columns}
     both = {"data.label": ["intent", "mood"]} if task == "multi_head" else {"data.label": "topics"}
-    return {"data.path": str(test_several_labels.write(folder)), "data.separator": "|", **both}
+    return {"data.path": str(test_tasks_several_labels.write(folder)), "data.separator": "|", **both}
 
 
 def settings(task: str, folder: Path) -> Config:
@@ -64,15 +70,33 @@ def settings(task: str, folder: Path) -> Config:
     return config.load(recipes.get(task, "intent"), overrides)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", [task for task in TASKS if task not in DISTILLED])
+def test_from_rows_to_an_int8_answer(task: str, ray_session: Path) -> None:
+    chosen, run, _ = trained(task, ray_session / f"tasks-{task}")
+    answers_in_int8(task, chosen, run)
+
+
+@pytest.mark.parametrize(
+    "task", [pytest.param(task, marks=() if task in DISTILLED else pytest.mark.slow) for task in TASKS]
+)
 def test_from_rows_to_an_int8_student_s_answer(task: str, ray_session: Path) -> None:
-    folder = ray_session / f"tasks-{task}"
+    chosen, run, store = trained(task, ray_session / f"tasks-{task}-distilled")
+    student, report = distill.run(chosen, run, run.parent / "student")
+    assert report["status"] == "finished"
+    teacher = Store(quantize.store_of(student)).teacher(_version(run))
+    lines = store.manifest.tokens["train"] if base.get(task).by_token else store.rows("train")
+    assert teacher.shape == (lines, len(store.manifest.labels))
+    answers_in_int8(task, chosen, student)
+
+
+def trained(task: str, folder: Path) -> tuple[Config, Path, Store]:
+    """Train on two workers, and look at what the run keeps of its rows."""
     folder.mkdir()
     chosen, run = settings(task, folder), folder / "run"
     prepared = driver.prepare(chosen, run)
     found = driver.fit(prepared)
     assert found["status"] == "finished"
-    store, headline = prepared.store, base.get(task)
+    store = prepared.store
     assert found["metrics"]["test"]["rows"] == store.rows("test")
     for split in ("valid", "test"):
         table = pyarrow.parquet.read_table(run / f"predictions-{split}.parquet")
@@ -82,21 +106,18 @@ def test_from_rows_to_an_int8_student_s_answer(task: str, ray_session: Path) -> 
     assert np.isfinite(losses).all()
     if task == "regression":
         assert sum(scores["rows"] for scores in found["slices"]["test"]["kind"].values()) == store.rows("test")
-
-    student, report = distill.run(chosen, run, folder / "student")
-    assert report["status"] == "finished"
-    teacher = Store(quantize.store_of(student)).teacher(_version(run))
-    lines = store.manifest.tokens["train"] if headline.by_token else store.rows("train")
-    assert teacher.shape == (lines, len(store.manifest.labels))
-
-    made = quantize.run(chosen.recipe, quantize.store_of(student), student, student / "artifact-int8")
-    assert made["largest_logit_difference_alone_against_batch"] <= 0.05
-    assert made["test"]["rows"] == store.rows("test")
-    asked = ASKED.get(task, "please help with parcel number 4")
-    [answer] = Predictor.load(student / "artifact-int8")([asked])
-    [parent] = Predictor.load(student / "artifact")([asked])
-    assert type(answer) is type(parent)
     assert summary.summarise(run)["metrics"]["valid"] is not None
+    return chosen, run, store
+
+
+def answers_in_int8(task: str, chosen: Config, run: Path) -> None:
+    made = quantize.run(chosen.recipe, quantize.store_of(run), run, run / "artifact-int8")
+    assert made["largest_logit_difference_alone_against_batch"] <= 0.05
+    assert made["test"]["rows"] == Store(quantize.store_of(run)).rows("test")
+    asked = ASKED.get(task, "please help with parcel number 4")
+    [answer] = Predictor.load(run / "artifact-int8")([asked])
+    [parent] = Predictor.load(run / "artifact")([asked])
+    assert type(answer) is type(parent)
 
 
 def _version(run: Path) -> str:

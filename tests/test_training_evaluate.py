@@ -16,8 +16,8 @@ from rtrain.metrics.by_output import METRICS
 from rtrain.tasks import base
 from rtrain.training import evaluate, step
 from tests.conftest import labelled_rows, write_rows
-from tests.test_step import make_network, make_still_encoder
-from tests.test_step_workers import WORLDS, on_workers
+from tests.test_training_step import make_network, make_still_encoder
+from tests.test_training_step_workers import WORLDS, on_workers
 from tests.tiny import make_encoder, make_store
 
 TASK = base.get("classification")

@@ -14,8 +14,8 @@ from rtrain.data.order import Order
 from rtrain.data.store import Store
 from rtrain.network import model
 from rtrain.training import loop
-from tests import test_loop
-from tests.test_loop import (
+from tests import test_training_loop
+from tests.test_training_loop import (
     TASK,
     UPDATES,
     Ran,
@@ -26,9 +26,9 @@ from tests.test_loop import (
     update_name,
     weights_digest,
 )
-from tests.test_step_workers import WORLDS, on_workers
+from tests.test_training_step_workers import WORLDS, on_workers
 
-ground, straight = test_loop.ground, test_loop.straight  # fixtures
+ground, straight = test_training_loop.ground, test_training_loop.straight  # fixtures
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints

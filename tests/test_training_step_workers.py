@@ -24,7 +24,7 @@ from rtrain.config import Distill, Optim
 from rtrain.data.order import deal
 from rtrain.exchange.gradients import Exchange
 from rtrain.training import losses, optim, step
-from tests.test_step import (
+from tests.test_training_step import (
     LOSS,
     TASK,
     Gradients,
@@ -72,11 +72,13 @@ def _in_world(rank: int, world: int, folder: Path) -> None:
         results = {"updates": _updates(world, rank, folder), "exchanges": _exchanges(world, rank, folder)}
         results["rows"] = _touched_rows(world, rank, folder)
         results["infinite"] = _infinite(world, rank, folder)
-        from tests import test_evaluate, test_loop, test_loop_faults
+        from tests import test_training_evaluate, test_training_loop, test_training_loop_faults
 
-        results["scores"] = test_evaluate.scores_of(Exchange(make_network(folder / "encoder")), folder / "store")
-        results["loop"] = test_loop.straight_and_resumed(folder / "loop", world, rank)
-        results["faults"] = test_loop_faults.faults_on_workers(folder / "loop", world, rank)
+        results["scores"] = test_training_evaluate.scores_of(
+            Exchange(make_network(folder / "encoder")), folder / "store"
+        )
+        results["loop"] = test_training_loop.straight_and_resumed(folder / "loop", world, rank)
+        results["faults"] = test_training_loop_faults.faults_on_workers(folder / "loop", world, rank)
         (folder / f"{world}-{rank}.json").write_text(json.dumps(results))
     finally:
         if world > 1:
@@ -218,13 +220,13 @@ def _ran_once() -> Results | Exception:
 
 
 def _run_workers() -> Results:
-    from tests import test_evaluate, test_loop
+    from tests import test_training_evaluate, test_training_loop
 
     folder = Path(mkdtemp(prefix="rtrain-workers-"))
     atexit.register(shutil.rmtree, folder)
     make_still_encoder(folder / "encoder")
-    test_evaluate.make_scored_store(folder / "store", folder / "encoder")
-    test_loop.make_ground(folder / "loop")
+    test_training_evaluate.make_scored_store(folder / "store", folder / "encoder")
+    test_training_loop.make_ground(folder / "loop")
     context = spawn(_worker, args=(folder,), nprocs=max(WORLDS), join=False)
     end = time.monotonic() + 120
     while not context.join(timeout=1):  # raises where a process failed

@@ -362,7 +362,7 @@ def test_other_rows_under_an_update_s_number_stop_the_run(
     def mixed_up(store: Store, share: Share, number: int) -> Update:
         return replace(whole(store, share, number), passes=whole(store, share, max(number, 1)).passes)
 
-    monkeypatch.setattr("tests.test_loop.plan_update", mixed_up)
+    monkeypatch.setattr("tests.test_training_loop.plan_update", mixed_up)
     with pytest.raises(step.WrongRows, match=r"^update 0 \(\S+:\d+, .*\): the workers' 19 rows are not"):
         start(ground, tmp_path)
 

@@ -27,7 +27,7 @@ from rtrain.tasks.masked_lm import MaskedLM
 from rtrain.training import evaluate, losses, step
 from serve.app import build_app
 from tests.serving import call
-from tests.test_step import make_still_encoder
+from tests.test_training_step import make_still_encoder
 from tests.tiny import CORPUS, VOCABULARY, make_encoder, make_masked, make_store, make_task_artifact
 
 TASK = MaskedLM()

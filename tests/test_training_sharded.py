@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rtrain.config import Recipe, load
 from rtrain.exchange.gradients import Exchange
 from rtrain.training import optim, sharded
-from tests import test_loop
+from tests import test_training_loop
 from tests.test_exchange_transport import Network, joined, run
 
 WORLDS = (2, 3)
@@ -57,11 +57,15 @@ def _run(folder: Path, name: str, world: int, rank: int) -> dict[str, Any]:
     before, after = RUNS[name]
     chosen: dict[str, Any] = {"save_every": 1, "keep": 9, "world": world, "rank": rank, "rules": RADAM}
     if before is not None:
-        test_loop.start(ground, place, kill=KILLED_AT, **chosen, **before)
-    ran = test_loop.start(ground, place, **chosen, **after)
+        test_training_loop.start(ground, place, kill=KILLED_AT, **chosen, **before)
+    ran = test_training_loop.start(ground, place, **chosen, **after)
     assert ran.outcome is not None
     said = {kind: ran.recorder.of(kind) for kind in ("transport", "compressed", "sharded")}
-    return {"from": ran.recorder.of("started")[0]["update"], "weights": test_loop.weights_digest(ran.network), **said}
+    return {
+        "from": ran.recorder.of("started")[0]["update"],
+        "weights": test_training_loop.weights_digest(ran.network),
+        **said,
+    }
 
 
 def recipe(**train: Any) -> Recipe:
@@ -112,7 +116,7 @@ def _ran_once() -> Results | Exception:
     folder = Path(mkdtemp(prefix="rtrain-sharded-"))
     atexit.register(shutil.rmtree, folder)
     try:
-        test_loop.make_ground(folder / "ground")
+        test_training_loop.make_ground(folder / "ground")
         run(_worker, (folder,), max(WORLDS), within=400.0)
     except Exception as error:
         return error
@@ -130,7 +134,7 @@ def on_workers() -> Results:
 def checkpoints(folder: Path, world: int, name: str) -> list[dict[str, str]]:
     """Of every update, SHA-256 of weights, optimizer and state."""
     run = folder / f"{world} {name}"
-    return [test_loop.fingerprint(run, update) for update in range(1, test_loop.UPDATES + 1)]
+    return [test_training_loop.fingerprint(run, update) for update in range(1, test_training_loop.UPDATES + 1)]
 
 
 SAME = [

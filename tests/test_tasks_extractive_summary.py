@@ -26,7 +26,7 @@ from rtrain.training import evaluate, losses, step
 from rtrain.words import sentence_spans
 from serve.app import build_app
 from tests.serving import call
-from tests.test_step import make_still_encoder
+from tests.test_training_step import make_still_encoder
 from tests.tiny import CORPUS, make_encoder, make_store, make_task_artifact
 
 TASK = ExtractiveSummary()

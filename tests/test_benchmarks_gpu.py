@@ -72,7 +72,7 @@ def carried(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def document(carried: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of all sections, with an error planted in one."""
+    """Of all sections, with an error planted in one: minutes, as each section is a process that loads torch."""
     out = tmp_path_factory.mktemp("out") / "gpu.json"
     printed = json.loads(ended(start("--json", "--minutes", 40, "--plant", "profile", "--out", out, carried)))
     assert printed == json.loads(out.read_text(encoding="utf-8"))
@@ -95,6 +95,7 @@ def test_what_is_carried_is_half_as_large_and_needs_no_ray(carried: Path) -> Non
     assert len(json.loads((carried / "texts.json").read_text(encoding="utf-8"))) == 30
 
 
+@pytest.mark.slow
 def test_a_section_that_fails_is_told_and_the_next_ones_run(document: dict[str, Any]) -> None:
     assert list(document["sections"]) == list(runner.SHARES)
     status = {name: one["status"] for name, one in document["sections"].items()}
@@ -103,6 +104,7 @@ def test_a_section_that_fails_is_told_and_the_next_ones_run(document: dict[str, 
     assert "Traceback" in document["sections"]["profile"]["traceback"]
 
 
+@pytest.mark.slow
 def test_no_line_failed_and_every_check_is_met(document: dict[str, Any]) -> None:
     found = [one for section in document["sections"].values() for one in section["lines"]]
     assert len(found) > 60
@@ -111,6 +113,7 @@ def test_no_line_failed_and_every_check_is_met(document: dict[str, Any]) -> None
     assert len([one for one in found if one.get("met")]) >= 25
 
 
+@pytest.mark.slow
 def test_neither_ray_nor_what_else_is_forbidden_was_there(document: dict[str, Any]) -> None:
     about = lines(document, "needs")["packages"]["about"]
     assert (about["ray"], about["openvino"], about["missing"]) == (None, None, [])
@@ -118,6 +121,7 @@ def test_neither_ray_nor_what_else_is_forbidden_was_there(document: dict[str, An
     assert "rtrain.training.loop" in lines(document, "needs")["rtrain"]["about"]["imported"]
 
 
+@pytest.mark.slow
 def test_packed_is_padded_and_all_passes_are_one_training(document: dict[str, Any]) -> None:
     found = lines(document, "right")
     assert found["packed.fp64.logits"]["value"] <= 1e-10
@@ -129,6 +133,7 @@ def test_packed_is_padded_and_all_passes_are_one_training(document: dict[str, An
     assert 0 < found["attention.fp32"]["value"] <= 1e-5
 
 
+@pytest.mark.slow
 def test_a_killed_process_s_training_is_resumed_bit_for_bit(document: dict[str, Any]) -> None:
     found = lines(document, "resume")
     for way in ("dropout", "dropout.deterministic"):
@@ -138,6 +143,7 @@ def test_a_killed_process_s_training_is_resumed_bit_for_bit(document: dict[str, 
         assert one["about"]["of"] > 100
 
 
+@pytest.mark.slow
 def test_sides_are_compared_round_by_round(document: dict[str, Any]) -> None:
     found = lines(document, "speed")
     sides = ("packed", "packed_attention_dropout", "padded", "hf", "hf_grouped")
@@ -153,6 +159,7 @@ def test_sides_are_compared_round_by_round(document: dict[str, Any]) -> None:
     assert padding["hf"] > 1.0
 
 
+@pytest.mark.slow
 def test_other_sections_have_their_lines(document: dict[str, Any]) -> None:
     assert {"bert-base.pass_of_512", "bert-base.fused_optimizer"} <= lines(document, "pays").keys()
     scored = lines(document, "score")
@@ -163,6 +170,7 @@ def test_other_sections_have_their_lines(document: dict[str, Any]) -> None:
     assert lines(document, "serving")["same_answers"]["value"] <= 1e-3
 
 
+@pytest.mark.slow
 def test_the_table_has_every_line(document: dict[str, Any]) -> None:
     shown = report.table(document)
     for section in document["sections"].values():

@@ -17,7 +17,7 @@ from rtrain.config import with_overrides
 from rtrain.errors import ConfigError, UserError
 from rtrain.report import summary
 from rtrain.report.progress import search_text
-from tests.test_runs_driver import settings
+from tests.trained import settings
 from tune import search, trial
 
 pytestmark = pytest.mark.ray
@@ -107,6 +107,31 @@ def test_search_folder_in_use_is_refused(found: search.Found, ray_session: Path)
         search.run(settings(ray_session / "search"), ray_session / "search" / "search")
 
 
+def test_a_search_is_resumed_with_more_trials_and_one_that_cannot_work_ends_alone(
+    found: search.Found, ray_session: Path
+) -> None:
+    base, root = ray_session / "search", folder(found, 0).parent
+    (root / "trial-003").mkdir()
+    (root / "trial-003" / "thesis.txt").touch()
+    logs = [Path(one.run, "events.jsonl") for one in found.trials]
+    before = [path.read_bytes() for path in logs]
+    more = with_overrides(config.load("intent"), {"tune.trials": 4, "tune.lr": [5e-3]})
+    with pytest.raises(ConfigError, match=r"tune\.first_rung=0\.2: the search was started with 0\.25; leave it out"):
+        search.run(with_overrides(more, {"tune.first_rung": 0.2}), root, "resume", tokens_root=base)
+    resumed = search.run(more, root, "resume", tokens_root=base)
+    assert (resumed.trials[:3], resumed.best.number) == (found.trials, found.best.number)
+    lost = resumed.trials[3]
+    assert (lost.status, lost.score, lost.updates) == ("failed", None, 0)
+    assert str(lost.error).endswith("trial-003 is not empty and holds no run; name a new folder")
+    lines = (root / "trials.jsonl").read_text().splitlines()
+    assert [json.loads(line)["status"] for line in lines] == [one.status for one in resumed.trials]
+    text = search_text(resumed, json.loads((Path(resumed.trials[0].run) / "summary.json").read_text()))
+    assert f"1 of 4 trials failed: trial 3: {lost.error}" in text
+    assert [one["error"] for one in resumed.to_document()["trials"]] == [None, None, None, lost.error]
+    assert search.run(config.load("intent"), root, "resume", tokens_root=base) == resumed
+    assert [path.read_bytes() for path in logs] == before  # nothing that had come to its end was run again
+
+
 DRIVER = """
 import sys
 from pathlib import Path
@@ -119,11 +144,12 @@ with session(chosen, folder.parent):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_search_whose_driver_was_killed_goes_on_and_ends_like_one_that_was_not(
     found: search.Found, ray_session: Path
 ) -> None:
-    """SIGKILL in the middle of the first trial, with a Ray of its own. A fourth, that cannot work, is added after."""
+    """SIGKILL in the middle of the first trial, with a Ray of its own."""
     base, killed = ray_session / "search", ray_session / "search" / "killed"
     chosen = with_overrides(settings(base), SEARCH)
     (base / "search.yaml").write_text(config.to_yaml(chosen))
@@ -145,19 +171,14 @@ def test_a_search_whose_driver_was_killed_goes_on_and_ends_like_one_that_was_not
                 process.kill()
     psutil.wait_procs(processes, timeout=60)
     assert summary.status(events.read(cut_short)) == "running"
-    (killed / "trial-003").mkdir()
-    (killed / "trial-003" / "thesis.txt").touch()
-    more = with_overrides(config.load("intent"), {"tune.trials": 4, "tune.lr": [5e-3]})
-    with pytest.raises(ConfigError, match=r"tune\.first_rung=0\.2: the search was started with 0\.25; leave it out"):
-        search.run(with_overrides(more, {"tune.first_rung": 0.2}), killed, "resume", tokens_root=base)
-    resumed = search.run(more, killed, "resume", tokens_root=base)
+    resumed = search.run(config.load("intent"), killed, "resume", tokens_root=base)
 
     def row(one: search.Trial) -> search.Trial:
         """How far a stopped trial came before its workers were gone is a matter of timing, in any search."""
         one = replace(one, run="")
         return replace(one, updates=0, score=None) if one.status == "stopped" else one
 
-    assert [row(one) for one in resumed.trials[:3]] == [row(one) for one in found.trials]
+    assert [row(one) for one in resumed.trials] == [row(one) for one in found.trials]
     assert resumed.best.number == found.best.number
     told = events.read(cut_short)
     first, second = [event["update"] for event in told if event["kind"] == "started"]
@@ -168,18 +189,6 @@ def test_a_search_whose_driver_was_killed_goes_on_and_ends_like_one_that_was_not
     assert len(updates) - len(set(updates)) < 10
     scored = [event["update"] for event in told if event["kind"] == "evaluated" and event["split"] == "valid"]
     assert len(scored) - len(set(scored)) <= 1
-    lost = resumed.trials[3]
-    assert (lost.status, lost.score, lost.updates) == ("failed", None, 0)
-    assert str(lost.error).endswith("trial-003 is not empty and holds no run; name a new folder")
-    lines = (killed / "trials.jsonl").read_text().splitlines()
-    assert [json.loads(line)["status"] for line in lines] == [one.status for one in resumed.trials]
-    text = search_text(resumed, json.loads((Path(resumed.trials[0].run) / "summary.json").read_text()))
-    assert f"1 of 4 trials failed: trial 3: {lost.error}" in text
-    assert [one["error"] for one in resumed.to_document()["trials"]] == [None, None, None, lost.error]
-    logs = [Path(one.run, "events.jsonl") for one in resumed.trials[:3]]
-    before = [path.read_bytes() for path in logs]
-    assert search.run(config.load("intent"), killed, "resume", tokens_root=base) == resumed
-    assert [path.read_bytes() for path in logs] == before  # nothing that had come to its end was run again
 
 
 def made(number: int, score: float | None, status: str, error: str | None = None) -> search.Trial:

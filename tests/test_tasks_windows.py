@@ -21,7 +21,7 @@ from rtrain.training import evaluate, losses, step
 from serve.app import build_app
 from tests.conftest import labelled_rows
 from tests.serving import call
-from tests.test_step import make_still_encoder
+from tests.test_training_step import make_still_encoder
 from tests.tiny import make_store
 
 TASK = base.get("classification")

@@ -12,9 +12,9 @@ from rtrain.checkpoints.saver import Saver, Unwritten
 from rtrain.data.store import Store
 from rtrain.exchange.gradients import Exchange
 from rtrain.training import loop
-from tests import test_loop
+from tests import test_training_loop
 from tests.test_checkpoints_saver import full
-from tests.test_loop import (
+from tests.test_training_loop import (
     UPDATES,
     Recorder,
     fingerprint,
@@ -24,10 +24,10 @@ from tests.test_loop import (
     update_name,
     weights_digest,
 )
-from tests.test_loop_resume import weights_of
-from tests.test_step_workers import WORLDS, on_workers
+from tests.test_training_loop_resume import weights_of
+from tests.test_training_step_workers import WORLDS, on_workers
 
-ground = test_loop.ground  # fixture
+ground = test_training_loop.ground  # fixture
 
 
 # ------------------------------------------------------------------------------------------------- damaged checkpoints

@@ -16,10 +16,10 @@ from rtrain.errors import UserError
 from rtrain.proof import ledger
 from rtrain.run import Run
 from rtrain.runs import opening
-from tests import test_loop
-from tests.test_loop import UPDATES, Ran, recipe_of, start
+from tests import test_training_loop
+from tests.test_training_loop import UPDATES, Ran, recipe_of, start
 
-ground = test_loop.ground  # a fixture
+ground = test_training_loop.ground  # a fixture
 
 
 def recorded(ground: Path, run: Path, **settings: Any) -> Path:
@@ -111,7 +111,7 @@ def test_bad_runs_are_refused_with_what_to_do(ground: Path, tmp_path: Path) -> N
         ledger.check(Run(tmp_path / "nothing"))
     run = tmp_path / "run"
     run.mkdir()
-    log(run, dataclasses.replace(start(ground, run, kill=0), recorder=test_loop.Recorder()), ground)
+    log(run, dataclasses.replace(start(ground, run, kill=0), recorder=test_training_loop.Recorder()), ground)
     with pytest.raises(UserError, match=r"--ledger: .* has recorded no update yet; train it first"):
         ledger.check(Run(run))
     shutil.copy(Run(run).config, Run(tmp_path).config)

@@ -1,4 +1,4 @@
-"""Size and place of a local Ray's object store, by what shared memory there is."""
+"""What a private Ray is started with: processors for its data tasks, size and place of its object store."""
 
 import os
 import subprocess
@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from rtrain.cluster.session import LEAST_STORE_BYTES, OBJECT_STORE_BYTES, ObjectStore, object_store
+from rtrain import config
+from rtrain.cluster.session import (
+    DATA_CPUS,
+    LEAST_STORE_BYTES,
+    OBJECT_STORE_BYTES,
+    ObjectStore,
+    data_cpus,
+    object_store,
+)
+from rtrain.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 MB = 1 << 20
@@ -41,6 +50,23 @@ def test_without_enough_of_it_the_store_is_a_file(free: int | None, has: str) ->
     folder = tempfile.gettempdir()
     notice = f"{has}: Ray's objects go to {folder}, which is slower; in Docker, write docker run --shm-size=2g"
     assert object_store("linux", free) == ObjectStore(OBJECT_STORE_BYTES, folder, notice)
+
+
+@pytest.mark.parametrize(("workers", "cpus"), [(1, 2), (2, 2), (4, 2), (7, 2), (8, 3), (16, 4), (100, 14), (1000, 127)])
+def test_data_tasks_have_more_cpus_where_there_are_more_workers(workers: int, cpus: int) -> None:
+    assert data_cpus(None, workers) == cpus >= DATA_CPUS
+
+
+@pytest.mark.parametrize("workers", [1, 1000])
+def test_data_tasks_have_as_many_cpus_as_are_asked_for(workers: int) -> None:
+    assert config.load("intent").deploy.cluster.data_cpus is None
+    asked = config.load("intent", {"cluster.data_cpus": 5}).deploy.cluster.data_cpus
+    assert data_cpus(asked, workers) == 5
+
+
+def test_no_cpu_for_data_tasks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.data_cpus=0: "):
+        config.load("intent", {"cluster.data_cpus": 0})
 
 
 @pytest.mark.ray
