@@ -17,6 +17,7 @@ from rtrain.network import pooling
 from rtrain.network.inputs import accepted
 from rtrain.tasks import base
 from rtrain.tasks.base import Input, Task
+from rtrain.tasks.encode import load_tokenizer
 
 if TYPE_CHECKING:
     import transformers
@@ -52,7 +53,7 @@ class Predictor:
         self.artifact = artifact
         self.task = base.get(artifact.task)
         self.head = Head(artifact.labels, artifact.facts)
-        self.tokenizer = base.load_tokenizer(folder, artifact.max_tokens, artifact.facts.get("stride", 0))
+        self.tokenizer = load_tokenizer(folder, artifact.max_tokens, artifact.facts.get("stride", 0))
         self._engine: Engine = _ENGINES[artifact.engine](folder, artifact, threads)
         self.pad_id = _pad_id(folder)
 

@@ -19,7 +19,7 @@ from rtrain.metrics import bootstrap, by_output, summary_rows, text
 from rtrain.network import model
 from rtrain.predict import Predictor
 from rtrain.runs import predictions
-from rtrain.tasks import base
+from rtrain.tasks.encode import load_tokenizer
 from rtrain.tasks.extractive_summary import ExtractiveSummary, places
 from rtrain.training import evaluate, losses, step
 from rtrain.words import sentence_spans
@@ -41,7 +41,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def encode(encoder: Path, document: str, window: int = 64, stride: int = 0, most: int = 64) -> Encoded:
-    [found] = TASK.encode(base.load_tokenizer(encoder, window, stride), [document], max_windows=most)
+    [found] = TASK.encode(load_tokenizer(encoder, window, stride), [document], max_windows=most)
     return found
 
 
@@ -338,7 +338,7 @@ def test_documents_become_rows_and_rows_scores(made: tuple[Store, Path], tmp_pat
     assert scores["rows"] == store.rows("test")
     assert 0 < scores["lead_rouge1"] < 1
     path = predictions.write(
-        tmp_path, "test", store, TASK, store.manifest.head, kept["test"], base.load_tokenizer(folder / "encoder", 32)
+        tmp_path, "test", store, TASK, store.manifest.head, kept["test"], load_tokenizer(folder / "encoder", 32)
     )
     for row in pyarrow.parquet.read_table(path).to_pylist():
         assert "3" in row["target"]

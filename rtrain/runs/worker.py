@@ -28,6 +28,7 @@ from rtrain.network import model, packed, pooling, precision, sentence
 from rtrain.report import events
 from rtrain.runs import decisions, notice, predictions, recovery
 from rtrain.tasks import base
+from rtrain.tasks.encode import load_tokenizer, reading_of
 from rtrain.training import evaluate, loop, losses, pass_size
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def _finish(
 
 def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged], alive: Callable[[], None]) -> None:
     """Every row's prediction, for people; and the scores in full, of which the log keeps the slices' headlines."""
-    tokenizer = base.load_tokenizer(source, job.recipe.data.max_tokens)
+    tokenizer = load_tokenizer(source, job.recipe.data.max_tokens)
     for split, found in outcomes.items():
         alive()
         predictions.write(job.run, split, job.store, job.task, job.head, found, tokenizer, alive)
@@ -253,7 +254,7 @@ def export(
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, draft / name)
-    max_tokens = base.reading(job.task, job.recipe.data).max_tokens
+    max_tokens = reading_of(job.task, job.recipe.data).max_tokens
     if pooled := sentence_pooling(job.recipe, source):
         sentence.write(draft, pooled, network.config.hidden_size, max_tokens)
     made = artifact.Artifact(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from rtrain.batch import Encoded, Head, Ints, Ragged, Tokens
 from rtrain.tasks import base
+from rtrain.tasks.encode import encode
 
 if TYPE_CHECKING:
     import tokenizers
@@ -32,7 +33,7 @@ class Defaults:
         pairs: Sequence[str] | None = None,
         max_windows: int = 1,
     ) -> list[Encoded]:
-        return base.encode(tokenizer, texts, pairs if self.reads_pair else None, max_windows)
+        return encode(tokenizer, texts, pairs if self.reads_pair else None, max_windows)
 
     def marks(self, text: str, pair: str | None, label: str, encoded: Encoded) -> list[int]:
         return []

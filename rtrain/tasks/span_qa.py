@@ -18,6 +18,7 @@ from rtrain.metrics.calibration import softmax
 from rtrain.tasks import base
 from rtrain.tasks.base import Described, Input, Targets
 from rtrain.tasks.defaults import Defaults
+from rtrain.tasks.encode import encode
 from rtrain.tasks.labels import parsed
 
 if TYPE_CHECKING:
@@ -71,12 +72,12 @@ class SpanQA(Defaults):
         max_windows: int = 1,
     ) -> list[Encoded]:
         assert pairs is not None  # needs_pair
-        assert tokenizer.truncation is not None  # base.load_tokenizer
+        assert tokenizer.truncation is not None  # encode.load_tokenizer
         most = tokenizer.truncation["max_length"] // QUESTION_SHARE
         questions = []
         for text, row in zip(texts, tokenizer.encode_batch(list(texts), add_special_tokens=False), strict=True):
             questions.append(text if len(row.ids) <= most else text[: row.offsets[most - 1][1]])
-        found = base.encode(tokenizer, questions, pairs, max_windows)
+        found = encode(tokenizer, questions, pairs, max_windows)
         if any(window.second >= window.tokens for row in found for window in row.windows):
             raise UserError("model.name: its tokenizer does not mark the second text; question answering needs one")
         return found
