@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rtrain import artifact
+from rtrain import artifact, engines
 from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
 from rtrain.batch import Encoded, Floats, Head, Ints, Outputs, Tokens, batches, pack, padded
 from rtrain.errors import UserError
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import transformers
 
 BATCH_ROWS = 32
-# Logits of another processor's kernels differ in the last bits; of int8 kernels, by a rounding step of a few scales.
-GOLDEN_TOLERANCE = {"torch": 1e-3, "openvino": 0.1}
 
 MOST_TOKENS = 1 << 14
 """Of one engine call, padding included: texts of many windows go in smaller groups, and the windows of one text in
@@ -54,7 +52,7 @@ class Predictor:
         self.task = base.get(artifact.task)
         self.head = Head(artifact.labels, artifact.facts)
         self.tokenizer = load_tokenizer(folder, artifact.max_tokens, artifact.facts.get("stride", 0))
-        self._engine: Engine = _ENGINES[artifact.engine](folder, artifact, threads)
+        self._engine: Engine = engines.named(engines.get(artifact.engine).loader)(folder, artifact, threads)
         self.pad_id = _pad_id(folder)
 
     @classmethod
@@ -134,7 +132,7 @@ class Predictor:
     @property
     def network(self) -> tuple["transformers.PreTrainedModel", frozenset[str]]:
         """The float model itself, for its gradients, and the names that its forward takes."""
-        if isinstance(self._engine, _Torch):
+        if isinstance(self._engine, Torch):
             return self._engine.network, self._engine.accepted
         made = self.artifact
         parent = made.lineage.get("parent")
@@ -154,7 +152,7 @@ class Predictor:
             for output, row in zip(found, self.artifact.golden, strict=True)
         ]
         worst = float(np.max(apart))  # a NaN is the worst of all
-        tolerance = GOLDEN_TOLERANCE[self.artifact.engine]
+        tolerance = engines.get(self.artifact.engine).golden_tolerance
         if not worst <= tolerance:  # also where it is not a number
             raise ArtifactError(
                 f"artefact {self.artifact.name} {self.artifact.version} does not reproduce its golden answers: logits "
@@ -222,7 +220,7 @@ def _pad_id(folder: Path) -> int:
     return int(json.loads((folder / "config.json").read_text()).get("pad_token_id") or 0)
 
 
-class _Torch:
+class Torch:
     """The float model, in fp32 with torch."""
 
     def __init__(self, folder: Path, artifact: Artifact, threads: int | None):
@@ -250,7 +248,7 @@ class _Torch:
         return found
 
 
-class _OpenVino:
+class OpenVino:
     """The int8 graph, on OpenVINO's CPU plugin."""
 
     def __init__(self, folder: Path, artifact: Artifact, threads: int | None):
@@ -264,13 +262,11 @@ class _OpenVino:
         }
         if threads is not None:
             options["INFERENCE_NUM_THREADS"] = str(threads)
-        self._request = openvino.Core().compile_model(folder / "model.int8.xml", "CPU", options).create_infer_request()
+        graph = engines.get(artifact.engine).files[0]
+        self._request = openvino.Core().compile_model(folder / graph, "CPU", options).create_infer_request()
 
     def logits(self, inputs: Mapping[str, Any]) -> Floats:
         outputs = list(self._request.infer(dict(inputs), share_inputs=True).values())
         # A span model has two, its start and its end, as the last axis of one array everywhere else.
         found: Floats = outputs[0].copy() if len(outputs) == 1 else np.stack(outputs, axis=-1)
         return found
-
-
-_ENGINES: Mapping[str, type[_Torch] | type[_OpenVino]] = {"torch": _Torch, "openvino": _OpenVino}

@@ -14,6 +14,7 @@ PACKAGES = ("rtrain", "serve", "tune")
 # A room is a package or a module; the ground floor comes first.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("rtrain.errors", "rtrain.env", "rtrain.manifest", "rtrain.drafts", "rtrain.batch", "rtrain.words"),
+    ("rtrain.engines",),
     ("rtrain.config", "rtrain.recipes", "rtrain.artifact", "rtrain.metrics", "rtrain.exchange", "rtrain.hub"),
     ("rtrain.tasks", "rtrain.cluster", "rtrain.checkpoints"),
     ("rtrain.data", "rtrain.network"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rtrain import artifact, config as configuration, env
+from rtrain import artifact, config as configuration, engines, env
 from rtrain.batch import Head, Ints, batches
 from rtrain.config import Config, Model
 from rtrain.data.store import Store, open_store
@@ -46,7 +46,7 @@ def run(
 ) -> tuple[Path, dict[str, Any]]:
     """Distil the artefact of `teacher_run` into a new run at `folder`; returns the run's folder and its summary."""
     teacher = artifact.read(teacher_run / "artifact")
-    if teacher.engine != "torch":
+    if not engines.get(teacher.engine).gradients:
         raise UserError(f"{teacher_run / 'artifact'} is quantized; distil its float parent")
     if not teacher.labels:
         raise UserError(

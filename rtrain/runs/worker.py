@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain import artifact, env, predict
+from rtrain import artifact, engines, env, predict
 from rtrain.batch import Head, Ragged, Tokens
 from rtrain.checkpoints import replica
 from rtrain.config import Recipe, parse
@@ -262,7 +262,7 @@ def export(
         task=job.recipe.task,
         labels=job.store.manifest.labels,
         max_tokens=max_tokens,
-        engine="torch",
+        engine=engines.FLOAT,
         facts={**job.head.facts, **({pooling.FACT: "mean"} if mean else {})},
         data=job.recipe.data.model_dump(mode="json", include=set(artifact.COLUMNS)),
         metrics=outcome.scores,
