@@ -62,11 +62,6 @@ def scores(predicted: Sequence[str], references: Sequence[str]) -> dict[str, flo
     return additive_rouge(predicted, references).scores() | additive_bleu(predicted, references).scores()
 
 
-def lead(sentences: Sequence[str], budget: Budget) -> list[int]:
-    """The first sentences that the budget allows: the baseline that an extractive system must beat."""
-    return pick(range(len(sentences)), lengths(sentences), budget)
-
-
 def pick(order: Sequence[int], words: Sequence[int], budget: Budget) -> list[int]:
     """Positions of sentences of so many `words`, taken in `order` (the best first) until one does not fit; in the
     text's order."""
