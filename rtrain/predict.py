@@ -1,6 +1,5 @@
-"""Artefact + texts -> typed answers, with the engine that artifact.json names. No torch for an int8 artefact."""
+"""An artefact and texts -> answers, by the engine that artifact.json names. An int8 artefact needs no torch."""
 
-import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,8 +24,9 @@ if TYPE_CHECKING:
 BATCH_ROWS = 32
 
 MOST_TOKENS = 1 << 14
-"""Of one engine call, padding included: texts of many windows go in smaller groups, and the windows of one text in
-parts. Its memory grows with them: 64 windows of 384 tokens of a single text are 24,576, of 32 such texts 786,432."""
+"""Most tokens of one engine call, padding included, since its memory grows with them: a text of 64 windows of 384
+tokens has 24,576, and 32 such texts 786,432. Texts of many windows go in smaller groups, and the windows of one text in
+several calls."""
 
 
 class InputError(UserError):
@@ -174,11 +174,7 @@ def parts(lengths: Sequence[int], most_tokens: int) -> Iterator[slice]:
 
 def golden_inputs(task: Task, head: Head) -> list[Input]:
     """What an artefact's golden answers are asked of."""
-    if mask := head.facts.get("mask"):
-        return [f"{mask} {text}" for text in GOLDEN_INPUTS]  # at the end of a long text it would be cut off
-    if not task.needs_pair:
-        return list(GOLDEN_INPUTS)
-    return [dict(zip(task.fields, pair, strict=True)) for pair in itertools.pairwise(GOLDEN_INPUTS)]
+    return task.asks(GOLDEN_INPUTS, head)
 
 
 def golden_logits(folder: Path, artifact: Artifact) -> list[list[Any]]:

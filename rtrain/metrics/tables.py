@@ -246,7 +246,7 @@ def tags_of(outcomes: Ragged, targets: Ragged) -> tuple[list[Any], list[Any]]:
 
 
 def names_of(rows: Sequence[Any], head: Head) -> list[list[str]]:
-    """Tags by their numbers; one that the head has not is outside: no answer can be right."""
+    """Tags by their numbers. A tag that the head lacks (-1) is shown as outside: no answer to it can be right."""
     return [[head.labels[int(place)] if place >= 0 else "O" for place in row] for row in rows]
 
 

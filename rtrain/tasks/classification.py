@@ -25,6 +25,7 @@ class Classification(PooledTask):
     name = "classification"
     output = "classes"
     finds_outside = True
+    smooths = True
 
     def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
         if len(counts) < 2:

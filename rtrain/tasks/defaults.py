@@ -1,5 +1,6 @@
-"""What of the Task protocol most tasks leave as it is: one text or two, one part of the loss, nothing to calibrate."""
+"""The base class of tasks: what most of them have in common. One text or two, one loss, nothing to calibrate."""
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +13,18 @@ if TYPE_CHECKING:
 
 
 class Defaults:
-    """A task overrides what is otherwise in it, and adds its names, its model, its loss and its answers."""
+    """A task overrides what differs, and adds `name`, `output`, `auto_model`, `by_token`, `head`, `targets`, `counts`,
+    `loss`, `imitation`, `outputs`, `outcomes`, `describe` and `decode`."""
 
     fields = ("text", "text_pair")
     needs_pair = False
     reads_pair = True
-    """Without it a second text is left out."""
+    """Where False, a second text is left out."""
     never_cuts = False
     packs = False
     varies: base.Variation = "nothing"
     finds_outside = False
+    smooths = False
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         return None
@@ -49,6 +52,11 @@ class Defaults:
 
     def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
         return {}
+
+    def asks(self, texts: Sequence[str], head: Head) -> list[base.Input]:
+        if not self.needs_pair:
+            return list(texts)
+        return [dict(zip(self.fields, pair, strict=True)) for pair in itertools.pairwise(texts)]
 
     def judge(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
         return {}

@@ -110,6 +110,10 @@ class MaskedLM(Defaults):
         share = [f"{int(good)} of {int(count)} masked tokens" for good, count in zip(right, guessed, strict=True)]
         return Described([""] * len(share), share, right / np.maximum(1, guessed), mean)
 
+    def asks(self, texts: Sequence[str], head: Head) -> list[Input]:
+        """A mask before each text: at the end of a long one it would be cut off."""
+        return [f"{head.facts['mask']} {text}" for text in texts]
+
     def decode(
         self,
         outputs: Outputs,

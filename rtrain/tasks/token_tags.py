@@ -32,6 +32,7 @@ _TAG = re.compile(r"O|[BI]-.+")
 class TokenTags(Defaults):
     name = "token_tags"
     output = "tags"
+    smooths = True
     auto_model = "AutoModelForTokenClassification"
     by_token = True
     reads_pair = False
@@ -139,7 +140,7 @@ class TokenTags(Defaults):
 
 
 def names(places: Any, head: Head) -> list[str]:
-    """Tags by their numbers; of one that the head has not, that it is outside: no answer can be right."""
+    """Tags by their numbers. A tag that the head lacks (-1) is shown as outside: no answer to it can be right."""
     return [head.labels[int(place)] if place >= 0 else OUTSIDE for place in places]
 
 
