@@ -153,7 +153,7 @@ class Summary(_Closed):
 class TokenScore(_Closed):
     score: Annotated[float, Field(ge=0, le=1)]
     token: int
-    """Its number in the model's vocabulary."""
+    """The token's number in the model's vocabulary."""
 
 
 class PredictReply(
@@ -203,7 +203,7 @@ class ExplainedValue(_Closed):
     baseline: float
     """The value where every word is padding."""
     steps: int
-    """Of the integral."""
+    """Steps of the integral."""
     completeness_error: float | None
     """|sum of attributions - (value - baseline)| / |value - baseline|; null where the words change nothing."""
     words: list[WordAttribution]

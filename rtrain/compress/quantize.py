@@ -29,7 +29,7 @@ from rtrain.tasks import base
 
 NUMBER_FLIPS = 0.05
 ALONE_ROWS = 4000
-"""Test rows that are asked singly, to count the answers that depend on their batch."""
+"""Most test rows that are asked one at a time too, to count the answers that depend on their batch."""
 
 
 def run(recipe: Recipe, store_folder: Path, parent_run: Path, out: Path) -> dict[str, Any]:
@@ -89,7 +89,8 @@ def _samples(store: Store, rows: int, pad_id: int, names: frozenset[str]) -> Ite
 def _measure(
     parent_folder: Path, draft: Path, parent: artifact.Artifact, made: artifact.Artifact, store: Store
 ) -> dict[str, Any]:
-    """Scores of both on the test rows; flips of the int8 labels against the parent's, and alone against in a batch."""
+    """The scores of both artefacts on the test rows; the shares of int8 answers that differ from the parent's, and that
+    differ between being asked alone and in a batch."""
     alone_rows = np.arange(min(store.rows("test"), ALONE_ROWS))
     int8, every = predict.Predictor(draft, made), np.arange(store.rows("test"))
     float_answers = score.on_split(predict.Predictor(parent_folder, parent), store, "test", every)
@@ -110,8 +111,8 @@ def _measure(
 
 
 def _flips(left: list[Floats], right: list[Floats]) -> float:
-    """Share of the answers that are others: another best label; of a single number, one by a twentieth of a standard
-    deviation of the targets away."""
+    """The share of answers that differ: in their best label or, where they are single numbers, by more than
+    `NUMBER_FLIPS` standard deviations of the targets."""
     flips = [
         np.abs(one - other).ravel() > NUMBER_FLIPS if one.shape[-1] == 1 else one.argmax(-1) != other.argmax(-1)
         for one, other in zip(left, right, strict=True)

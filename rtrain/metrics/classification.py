@@ -3,8 +3,7 @@
 Precision = TP / predicted, recall = TP / true, F1 = 2 TP / (true + predicted), each 0 where nothing is to be divided
 by. Macro is the mean over the classes that occur or are predicted, micro the same ratio of the sums over classes. So
 macro recall is not balanced accuracy, which averages the classes that occur alone: a class that is predicted and never
-true adds a 0.
-These are scikit-learn's `precision_recall_fscore_support(zero_division=0)`.
+true adds a 0. These are scikit-learn's `precision_recall_fscore_support(zero_division=0)`.
 """
 
 from typing import Any, NamedTuple
@@ -107,10 +106,10 @@ def mean_average_precision(true: Bools, label_scores: Floats) -> float | None:
 
 
 def choose_threshold(confidence: Floats, outside: Bools) -> float:
-    """Rows whose confidence is below the threshold are called out of scope; choose it on validation rows.
+    """The threshold of confidence (rows,) below which a row is called out of scope; choose it on validation rows.
 
-    The threshold is that of the highest F1 of the out-of-scope rows, of equals the lowest. It lies half-way between two
-    confidences.
+    It is the threshold at which finding the out-of-scope rows has the highest F1; of equal ones the lowest. It lies
+    half-way between two confidences. Raises `UserError` unless there are rows of both kinds.
     """
     if outside.all() or not outside.any():
         raise UserError(

@@ -109,7 +109,7 @@ class TokenTags(Defaults):
             answered = targets != IGNORED
             chances, true = softmax(output[answered]), targets[answered].astype(np.int64)
             found, place = chances.argmax(axis=1), np.arange(len(true))
-            with np.errstate(divide="ignore"):  # a tag that training has not has chance 0 and an endless loss
+            with np.errstate(divide="ignore"):  # a tag that training lacks has probability 0 and an endless loss
                 loss = -np.log(np.where(true >= 0, chances[place, true], 0.0))
             rows.append(np.stack([found, chances[place, found], loss], axis=1))
         return Ragged.of(rows, np.float64)
