@@ -69,7 +69,7 @@ class Classification(PooledTask):
         chances, places = softmax(outcomes.matrix(len(head.labels))), targets.values.astype(np.int64)
         best, rows = chances.argmax(axis=1), np.arange(len(outcomes))
         sure = chances[rows, best]
-        names = [*head.labels, head.facts.get("outside"), None]  # the last two for OUTSIDE (-2) and an unknown class (-1)
+        names = [*head.labels, head.facts.get("outside"), None]  # at -2 and -1: OUTSIDE and an unknown class
         refused = sure < refusal(head)
         right = np.where(places == OUTSIDE, 1 - sure, np.where(places >= 0, chances[rows, places], 0.0))
         with np.errstate(divide="ignore"):  # a target that is no class has probability 0 and an endless loss
