@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rtrain import manifest
+from rtrain import engines, manifest
 from rtrain.errors import UserError
 
 NAME = "artifact.json"
@@ -49,7 +49,7 @@ class Artifact:
     labels: tuple[str, ...]
     max_tokens: int
     engine: str
-    """`torch` (float) or `openvino` (int8)."""
+    """What answers: a name in `rtrain.engines`."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the task needs to answer, beside the labels: how windows are pooled, the mean of the targets, ..."""
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -71,11 +71,8 @@ def write(
     inputs: Sequence[Any] = GOLDEN_INPUTS,
 ) -> Artifact:
     """Complete a folder that holds the model files: version, golden answers by `answer`, artifact.json, manifest."""
-    parts = [
-        path
-        for path in sorted(folder.iterdir())
-        if path.suffix in (".safetensors", ".bin", ".xml") or path.name == "tokenizer.json"
-    ]
+    answering = {*engines.get(artifact.engine).files, "tokenizer.json"}
+    parts = [path for path in sorted(folder.iterdir()) if path.name in answering]
     total = hashlib.sha256("\n".join(artifact.labels).encode())
     if artifact.facts:
         total.update(json.dumps(artifact.facts, sort_keys=True).encode())
@@ -110,8 +107,7 @@ def read(folder: Path, verify: bool = True) -> Artifact:
 
 def size_mb(folder: Path, engine: str) -> float:
     """Megabytes of the weights that answer."""
-    names = {"torch": ("model.safetensors",), "openvino": ("model.int8.xml", "model.int8.bin")}[engine]
-    return sum((folder / name).stat().st_size for name in names) / 1e6
+    return sum((folder / name).stat().st_size for name in engines.get(engine).files) / 1e6
 
 
 def publish(draft: Path, final: Path) -> Path:

@@ -1,6 +1,5 @@
-"""Artefact + texts -> typed answers, with the engine that artifact.json names. No torch for an int8 artefact."""
+"""An artefact and texts -> answers, by the engine that artifact.json names. An int8 artefact needs no torch."""
 
-import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rtrain import artifact
+from rtrain import artifact, engines
 from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
 from rtrain.batch import Encoded, Floats, Head, Ints, Outputs, Tokens, batches, pack, padded
 from rtrain.errors import UserError
@@ -17,17 +16,17 @@ from rtrain.network import pooling
 from rtrain.network.inputs import accepted
 from rtrain.tasks import base
 from rtrain.tasks.base import Input, Task
+from rtrain.tasks.encode import load_tokenizer
 
 if TYPE_CHECKING:
     import transformers
 
 BATCH_ROWS = 32
-# Logits of another processor's kernels differ in the last bits; of int8 kernels, by a rounding step of a few scales.
-GOLDEN_TOLERANCE = {"torch": 1e-3, "openvino": 0.1}
 
 MOST_TOKENS = 1 << 14
-"""Of one engine call, padding included: texts of many windows go in smaller groups, and the windows of one text in
-parts. Its memory grows with them: 64 windows of 384 tokens of a single text are 24,576, of 32 such texts 786,432."""
+"""Most tokens of one engine call, padding included, since its memory grows with them: a text of 64 windows of 384
+tokens has 24,576, and 32 such texts 786,432. Texts of many windows go in smaller groups, and the windows of one text in
+several calls."""
 
 
 class InputError(UserError):
@@ -52,8 +51,8 @@ class Predictor:
         self.artifact = artifact
         self.task = base.get(artifact.task)
         self.head = Head(artifact.labels, artifact.facts)
-        self.tokenizer = base.load_tokenizer(folder, artifact.max_tokens, artifact.facts.get("stride", 0))
-        self._engine: Engine = _ENGINES[artifact.engine](folder, artifact, threads)
+        self.tokenizer = load_tokenizer(folder, artifact.max_tokens, artifact.facts.get("stride", 0))
+        self._engine: Engine = engines.named(engines.get(artifact.engine).loader)(folder, artifact, threads)
         self.pad_id = _pad_id(folder)
 
     @classmethod
@@ -133,7 +132,7 @@ class Predictor:
     @property
     def network(self) -> tuple["transformers.PreTrainedModel", frozenset[str]]:
         """The float model itself, for its gradients, and the names that its forward takes."""
-        if isinstance(self._engine, _Torch):
+        if isinstance(self._engine, Torch):
             return self._engine.network, self._engine.accepted
         made = self.artifact
         parent = made.lineage.get("parent")
@@ -153,7 +152,7 @@ class Predictor:
             for output, row in zip(found, self.artifact.golden, strict=True)
         ]
         worst = float(np.max(apart))  # a NaN is the worst of all
-        tolerance = GOLDEN_TOLERANCE[self.artifact.engine]
+        tolerance = engines.get(self.artifact.engine).golden_tolerance
         if not worst <= tolerance:  # also where it is not a number
             raise ArtifactError(
                 f"artefact {self.artifact.name} {self.artifact.version} does not reproduce its golden answers: logits "
@@ -175,11 +174,7 @@ def parts(lengths: Sequence[int], most_tokens: int) -> Iterator[slice]:
 
 def golden_inputs(task: Task, head: Head) -> list[Input]:
     """What an artefact's golden answers are asked of."""
-    if mask := head.facts.get("mask"):
-        return [f"{mask} {text}" for text in GOLDEN_INPUTS]  # at the end of a long text it would be cut off
-    if not task.needs_pair:
-        return list(GOLDEN_INPUTS)
-    return [dict(zip(task.fields, pair, strict=True)) for pair in itertools.pairwise(GOLDEN_INPUTS)]
+    return task.asks(GOLDEN_INPUTS, head)
 
 
 def golden_logits(folder: Path, artifact: Artifact) -> list[list[Any]]:
@@ -221,7 +216,7 @@ def _pad_id(folder: Path) -> int:
     return int(json.loads((folder / "config.json").read_text()).get("pad_token_id") or 0)
 
 
-class _Torch:
+class Torch:
     """The float model, in fp32 with torch."""
 
     def __init__(self, folder: Path, artifact: Artifact, threads: int | None):
@@ -249,7 +244,7 @@ class _Torch:
         return found
 
 
-class _OpenVino:
+class OpenVino:
     """The int8 graph, on OpenVINO's CPU plugin."""
 
     def __init__(self, folder: Path, artifact: Artifact, threads: int | None):
@@ -263,13 +258,11 @@ class _OpenVino:
         }
         if threads is not None:
             options["INFERENCE_NUM_THREADS"] = str(threads)
-        self._request = openvino.Core().compile_model(folder / "model.int8.xml", "CPU", options).create_infer_request()
+        graph = engines.get(artifact.engine).files[0]
+        self._request = openvino.Core().compile_model(folder / graph, "CPU", options).create_infer_request()
 
     def logits(self, inputs: Mapping[str, Any]) -> Floats:
         outputs = list(self._request.infer(dict(inputs), share_inputs=True).values())
         # A span model has two, its start and its end, as the last axis of one array everywhere else.
         found: Floats = outputs[0].copy() if len(outputs) == 1 else np.stack(outputs, axis=-1)
         return found
-
-
-_ENGINES: Mapping[str, type[_Torch] | type[_OpenVino]] = {"torch": _Torch, "openvino": _OpenVino}

@@ -1,8 +1,8 @@
 """The HTTP application: routes, limits, errors and metrics of one model. Plain ASGI; what runs it is not its business.
 
-A request passes: body read under the size limit -> parsed and checked (`schema`) -> tokens -> `batcher` -> JSON, by way
-of `explanations` where it asks why. Each
-answer, an error too, carries the model's name and version; each error has the one form of `schema.ErrorReply`.
+A request passes: body read under the size limit -> parsed and checked (`schema`) -> tokens (`Predictor.encode`) ->
+`batcher` -> the task's `decode` -> JSON, by way of `explanations` where it asks why. Each answer, an error too, carries
+the model's name and version; each error has the one form of `schema.ErrorReply`.
 """
 
 import asyncio
@@ -290,7 +290,7 @@ def _characters(text: Input) -> int:
 
 
 class _Envelope:
-    """Round every request: the model's name and version on its answer, metrics, the answer to an unexpected error."""
+    """Wraps every request: puts the model's name and version on the answer, counts it, answers an unexpected error."""
 
     def __init__(self, app: ASGIApp, service: Service):
         self._app, self._service = app, service

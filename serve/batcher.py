@@ -19,7 +19,7 @@ from typing import NamedTuple
 from rtrain.batch import Encoded, Floats, Outputs
 
 SHORTEST_BUCKET = 16
-"""Tokens. Below it a call costs about the same whatever the length."""
+"""In tokens. Shorter rows share a bucket: below this length a call costs about the same whatever the length."""
 RATE_WEIGHT = 0.1
 """Weight of the newest engine call in the moving average of seconds per row."""
 
@@ -188,7 +188,7 @@ class Batcher:
                     windows += len(row.encoded.windows)
                     longest = max(longest, *(window.tokens for window in row.encoded.windows))
                     if batch and self._max_batch_tokens is not None and windows * longest > self._max_batch_tokens:
-                        break  # it is the first of its bucket, so none that came later goes before it
+                        break  # the first of its bucket: none that came later goes before it
                     batch.append(row)
                 else:
                     self.stats.dropped += 1

@@ -1,8 +1,12 @@
 """What goes over the wire: requests, replies and the one error form. Shared by the parser and the OpenAPI document.
 
 Requests are parsed straight from the body's bytes: pydantic's own JSON reader bounds the nesting and refuses text that
-is not UTF-8, lone surrogates included, so nothing hostile reaches Python objects. Replies are described here and built
-as plain dicts elsewhere: validating our own answers would cost more than a small model does.
+is not UTF-8, lone surrogates included, so nothing hostile reaches Python objects. The texts become tokens in
+`rtrain.predict.Predictor.encode`, by the task's `encode`.
+
+Replies are described here and built as plain dicts: validating our own answers would cost more than a small model does.
+The answers of /predict are built by `decode` of the model's task (`rtrain.tasks`), explanations beside them by
+`serve.explanations`, the output tensors of /v2 by `tensors` below, and all else, errors included, by `serve.app`.
 """
 
 import json
@@ -146,6 +150,12 @@ class Summary(_Closed):
     """In the document's order."""
 
 
+class TokenScore(_Closed):
+    score: Annotated[float, Field(ge=0, le=1)]
+    token: int
+    """The token's number in the model's vocabulary."""
+
+
 class PredictReply(
     pydantic.RootModel[
         list[list[LabelScore]]
@@ -155,10 +165,12 @@ class PredictReply(
         | list[SpanAnswer]
         | SpanAnswer
         | list[Summary]
+        | list[list[list[TokenScore]]]
     ]
 ):
     """For each text in order, what the model is for: its labels, best first; entities; a number; labels by head; the
-    answer to a question; a summary. A single text too is answered by a list of one, a single question by its answer."""
+    answer to a question; a summary; the likeliest tokens of each mask. A single text too is answered by a list of one,
+    a single question by its answer."""
 
 
 class _Part(_Closed):
@@ -191,7 +203,7 @@ class ExplainedValue(_Closed):
     baseline: float
     """The value where every word is padding."""
     steps: int
-    """Of the integral."""
+    """Steps of the integral."""
     completeness_error: float | None
     """|sum of attributions - (value - baseline)| / |value - baseline|; null where the words change nothing."""
     words: list[WordAttribution]
@@ -346,7 +358,7 @@ def output_tensors(output: str) -> dict[str, str]:
 
 
 def tensors(answers: list[Any], output: str) -> list[dict[str, Any]]:
-    """The same answers as tensors."""
+    """The answers of the Hugging Face form as /v2's output tensors; `output` is the task's kind of output."""
     if output == "classes":
         columns: dict[str, list[Any]] = {name: [row[0][name] for row in answers] for name in ("label", "score")}
     elif output == "number":

@@ -20,6 +20,7 @@ from rtrain.report.predictions import path_of
 from rtrain.run import Run
 from rtrain.runs import opening, predictions as answered
 from rtrain.tasks import base
+from rtrain.tasks.encode import reading_of
 from tests import test_runs_tasks
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.tiny import CORPUS, make_encoder, make_store, make_task_artifact
@@ -141,7 +142,7 @@ def make_answered(folder: Path, task: str, seed: int = 3, **overrides: Any) -> P
     run = begin(folder, chosen)
     store = open_store(Path(next(event["store"] for event in events.read(run) if "store" in event)))
     found, head = base.get(task), store.manifest.head
-    most = base.reading(found, chosen.recipe.data).max_tokens
+    most = reading_of(found, chosen.recipe.data).max_tokens
     predictor = Predictor.load(make_task_artifact(run / "artifact", task, head, seed, most), threads=1)
     outcomes = {
         split: score.on_split(predictor, store, split, np.arange(store.rows(split))).outcomes

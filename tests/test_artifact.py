@@ -96,9 +96,10 @@ def test_the_version_is_over_what_answers(tmp_path: Path) -> None:
 
 
 def test_an_int8_graph_is_part_of_the_version(tmp_path: Path) -> None:
-    float_one, int8 = model_files(tmp_path / "float"), model_files(tmp_path / "int8")
-    (int8 / "model.int8.bin").write_bytes(b"graph")
-    versions = {artifact.write(folder, described(), answer).version for folder in (float_one, int8)}
+    one, other = model_files(tmp_path / "one"), model_files(tmp_path / "other")
+    for folder, graph in ((one, b"graph"), (other, b"another")):
+        (folder / "model.int8.bin").write_bytes(graph)
+    versions = {artifact.write(folder, described(engine="openvino"), answer).version for folder in (one, other)}
     assert len(versions) == 2
 
 

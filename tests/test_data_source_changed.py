@@ -22,7 +22,7 @@ from rtrain.data.formats import digests
 from rtrain.errors import UserError
 from rtrain.proof import ledger
 from rtrain.runs import driver, opening
-from rtrain.tasks import base
+from rtrain.tasks.encode import load_tokenizer
 from rtrain.training import loop
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.tiny import make_encoder
@@ -357,7 +357,7 @@ def test_rows_of_a_file_that_changed_since_it_was_hashed_are_not_stored(
     assert not list((ground / "runs" / ".tokens").iterdir())
     made = driver.prepare(chosen, ground / "runs" / "run")
     assert made.store.manifest.sources["train"] == {str(path): hashlib.sha256(after).hexdigest()}
-    tokenizer = base.load_tokenizer(ground / "encoder", 64)
+    tokenizer = load_tokenizer(ground / "encoder", 64)
     ids = {tuple(tokenizer.encode(text).ids) for text, _ in ROWS[:60]}
     stored = {tuple(made.store.read("train", np.array([row])).ids.tolist()) for row in range(made.store.rows("train"))}
     assert len(stored) > 30

@@ -23,6 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "rtrain.batch",
         "rtrain.words",
     ),
+    ("rtrain.engines",),
     (
         "rtrain.config",
         "rtrain.recipes",

@@ -8,7 +8,6 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain.errors import UserError
 from rtrain.metrics import additive, bootstrap, classification, entities, regression, spans
-from rtrain.metrics.additive import Ints
 
 
 def test_interval_of_a_mean_is_as_wide_as_theory_says() -> None:
@@ -51,12 +50,14 @@ FOUND = [["B-X", "O", "O"], ["O", "B-Y"], ["B-X", "I-X"]] * 20
     ],
     ids=["classes", "labels", "numbers", "ratings", "entities", "spans"],
 )
-def test_sums_and_rows_give_the_same_interval(scores: additive.Additive) -> None:
+def test_an_interval_is_the_percentiles_of_the_scores_of_resampled_rows(scores: additive.Additive) -> None:
     by_sums = bootstrap.intervals(scores, seed=1, replicates=50)
-    by_rows = bootstrap.intervals_of(60, scores.of, seed=1, replicates=50)
-    assert by_sums.keys() == by_rows.keys()
+    resamples = np.random.Generator(np.random.PCG64(1)).integers(0, 60, size=(50, 60))
+    by_rows = [scores.of(rows) for rows in resamples]
+    assert by_sums.keys() == by_rows[0].keys()
     for name, interval in by_sums.items():
-        assert interval == pytest.approx(by_rows[name], abs=1e-9)
+        low, high = np.quantile([found[name] for found in by_rows], [0.025, 0.975])
+        assert interval == pytest.approx((scores.scores()[name], low, high), abs=1e-9)
         assert interval.low <= interval.high
 
 
@@ -67,26 +68,6 @@ def test_intervals_hold_the_middle_of_the_resamples(seed: int) -> None:
     wide = bootstrap.intervals(additive.means({"x": values}), seed, 200, 0.99)["x"]
     narrow = bootstrap.intervals(additive.means({"x": values}), seed, 200, 0.5)["x"]
     assert values.min() <= wide.low <= narrow.low <= narrow.high <= wide.high <= values.max()
-
-
-def test_a_score_that_is_no_function_of_sums() -> None:
-    found = bootstrap.intervals_of(
-        60,
-        lambda rows: {"spearman": regression.spearman(NUMBERS[rows], PREDICTIONS[rows])},
-        replicates=100,
-    )["spearman"]
-    assert found.value == regression.spearman(NUMBERS, PREDICTIONS)
-    assert found.low < found.value < found.high
-
-
-def test_resamples_that_lack_a_score_are_left_out() -> None:
-    """Of two rows half of the resamples have both, and only those define the second score."""
-
-    def scores(rows: Ints) -> dict[str, float]:
-        return {"rows": len(rows)} | ({"both": 1.0} if len(set(rows.tolist())) == 2 else {})
-
-    found = bootstrap.intervals_of(2, scores, replicates=50)
-    assert found == {"rows": (2, 2, 2), "both": (1, 1, 1)}
 
 
 def test_a_system_is_not_better_than_itself() -> None:

@@ -40,7 +40,7 @@ PREDICTED = [["B-PER", "I-PER", "O", "B-PER"], ["B-PER", "I-PER"]]
 
 def test_scores_by_hand() -> None:
     # True: PER, LOC, PER. Predicted: PER (right), PER where LOC is, PER one token too long.
-    assert entities.scores(TRUE, PREDICTED) == pytest.approx(
+    assert entities.additive(TRUE, PREDICTED).scores() == pytest.approx(
         {"precision": 1 / 3, "recall": 1 / 3, "f1": 1 / 3, "macro_f1": (0 + 2 / 5) / 2}
     )
     assert entities.per_type(TRUE, PREDICTED) == {
@@ -50,16 +50,16 @@ def test_scores_by_hand() -> None:
 
 
 def test_without_entities_scores_are_zero() -> None:
-    assert set(entities.scores([["O"]], [["O"]]).values()) == {0.0}
+    assert set(entities.additive([["O"]], [["O"]]).scores().values()) == {0.0}
     assert entities.per_type([["O"]], [["O"]]) == {}
-    assert set(entities.scores([], []).values()) == {0.0}
+    assert set(entities.additive([], []).scores().values()) == {0.0}
 
 
 def test_lengths_that_differ_name_the_sentence() -> None:
     with pytest.raises(UserError, match="sentence 1 has 2 tags, but 1 were predicted"):
-        entities.scores(TRUE, [PREDICTED[0], ["O"]])
+        entities.additive(TRUE, [PREDICTED[0], ["O"]]).scores()
     with pytest.raises(UserError, match="2 sentences, but tags were predicted for 1"):
-        entities.scores(TRUE, PREDICTED[:1])
+        entities.additive(TRUE, PREDICTED[:1]).scores()
 
 
 tag = st.sampled_from(["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "I-MISC"])
@@ -82,7 +82,7 @@ def test_scores_are_seqevals(rows: list[tuple[list[str], list[str]]]) -> None:
         micro = precision_recall_fscore_support(true, predicted, average="micro")
         macro = precision_recall_fscore_support(true, predicted, average="macro")
         each = precision_recall_fscore_support(true, predicted, average=None)
-    scores = entities.scores(true, predicted)
+    scores = entities.additive(true, predicted).scores()
     assert (scores["precision"], scores["recall"], scores["f1"]) == pytest.approx(micro[:3], abs=1e-12)
     assert scores["macro_f1"] == pytest.approx(macro[2], abs=1e-12)
     for column, values in enumerate(each[:3]):

@@ -6,11 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rtrain.errors import UserError
 from rtrain.metrics import spans
 
 
@@ -52,8 +50,8 @@ def test_one_question_by_hand(predicted: str, gold: list[str], exact: float, f1:
 
 
 def test_scores_by_hand() -> None:
-    gold = {"a": ["cat"], "b": ["red dog"], "c": [], "d": [], "e": ["owl"]}
-    found = spans.scores({"a": "the cat", "b": "dog", "c": "", "d": "bird", "zz": "other"}, gold)
+    gold: list[list[str]] = [["cat"], ["red dog"], [], [], ["owl"]]
+    found = spans.additive(["the cat", "dog", "", "bird", None], gold).scores()
     # f1: 1, 2/3, 1, 0, and 0 for the question without prediction; exact: 1, 0, 1, 0, 0.
     assert found == pytest.approx(
         {
@@ -68,62 +66,18 @@ def test_scores_by_hand() -> None:
 
 
 def test_without_questions_of_both_kinds_there_are_two_scores() -> None:
-    assert spans.scores({"a": "cat"}, {"a": ["cat"]}) == {"exact_match": 100, "f1": 100}
-    assert spans.scores({}, {"a": ["cat"]}) == {"exact_match": 0, "f1": 0}
-
-
-def test_no_answer_curve_by_hand() -> None:
-    predicted, gold = ["cat", "dog", "bird", "red owl"], [["cat"], [], [], ["owl"]]
-    curve = spans.no_answer_curve(predicted, gold, np.array([0.1, 0.4, 0.9, 0.4]))
-    # Silent: 2 of 4 right. At .1 the first is answered, rightly. At .4 two more together:
-    # one becomes wrong, one gains 2/3 of F1.
-    expected = [
-        (float("-inf"), 50, 50, 0),
-        (0.1, 75, 75, 1),
-        (0.4, 50, 100 * (2 + 2 / 3) / 4, 3),
-        (0.9, 25, 100 * 5 / 12, 4),
-    ]
-    assert [tuple(point) for point in curve] == [pytest.approx(point) for point in expected]
-    assert spans.best_threshold(curve).threshold == 0.1
-    assert spans.best_threshold(curve, by="exact_match").exact_match == 75
-
-
-def test_of_equal_thresholds_the_one_that_answers_least_is_best() -> None:
-    curve = spans.no_answer_curve(["cat", "dog"], [[], ["owl"]], np.array([0.2, 0.1]))
-    assert [point.f1 for point in curve] == [50, 50, 0]
-    assert spans.best_threshold(curve).answered == 0
-    with pytest.raises(UserError, match="needs questions"):
-        spans.best_threshold([])
-    with pytest.raises(UserError, match="1 predictions, 0 questions and 0"):
-        spans.no_answer_curve(["cat"], [], np.zeros(0))
+    assert spans.additive(["cat"], [["cat"]]).scores() == {"exact_match": 100, "f1": 100}
+    assert spans.additive([None], [["cat"]]).scores() == {"exact_match": 0, "f1": 0}
 
 
 words = st.sampled_from(["the", "cat", "dog", "owl", "red", "a", "!"])
 texts = st.lists(words, max_size=4).map(" ".join)
-questions = st.lists(
-    st.tuples(texts, st.lists(texts.filter(spans.normalise), max_size=3), st.integers(0, 4)), min_size=1, max_size=12
-)
+questions = st.lists(st.tuples(texts, st.lists(texts.filter(spans.normalise), max_size=3)), min_size=1, max_size=12)
 
 
 @settings(deadline=None)
 @given(questions)
-def test_each_point_of_the_curve_is_the_score_at_its_threshold(rows: list[tuple[str, list[str], int]]) -> None:
-    predicted, gold, score = (
-        [row[0] for row in rows],
-        [row[1] for row in rows],
-        np.array([float(row[2]) for row in rows]),
-    )
-    for point in spans.no_answer_curve(predicted, gold, score):
-        shown = [text if value <= point.threshold else "" for text, value in zip(predicted, score, strict=True)]
-        found = spans.additive(shown, gold).scores()
-        assert point.exact_match == pytest.approx(found["exact_match"])
-        assert point.f1 == pytest.approx(found["f1"])
-        assert point.answered == (score <= point.threshold).sum()
-
-
-@settings(deadline=None)
-@given(questions)
-def test_f1_is_never_below_exact_match(rows: list[tuple[str, list[str], int]]) -> None:
+def test_f1_is_never_below_exact_match(rows: list[tuple[str, list[str]]]) -> None:
     found = spans.additive([row[0] for row in rows], [row[1] for row in rows]).scores()
     assert 0 <= found["exact_match"] <= found["f1"] + 1e-9 <= 100 + 1e-8
 
@@ -150,7 +104,8 @@ def gold_answers(name: str) -> dict[str, list[str]]:
 def test_squad_1_scores_of_published_predictions(system: str) -> None:
     expected = load("squad_v1_dev/expected_scores.json")[system]
     gold = gold_answers("squad_v1_dev/dev-v1.1.json.gz")
-    found = spans.scores(load(f"squad_v1_dev/predictions_{system}.json.gz"), gold)
+    predicted = load(f"squad_v1_dev/predictions_{system}.json.gz")
+    found = spans.additive([predicted.get(question) for question in gold], list(gold.values())).scores()
     assert len(gold) == 10_570
     assert found["exact_match"] == pytest.approx(expected["exact_match"], abs=0.01)
     assert found["f1"] == pytest.approx(expected["f1"], abs=0.01)
@@ -160,7 +115,8 @@ def test_squad_1_scores_of_published_predictions(system: str) -> None:
 def test_squad_2_scores_of_published_predictions() -> None:
     expected = load("squad_v2_dev/expected_scores.json")["bert_single"]
     gold = gold_answers("squad_v2_dev/dev-v2.0.json.gz")
-    found = spans.scores(load("squad_v2_dev/predictions_bert_single.json.gz"), gold)
+    predicted = load("squad_v2_dev/predictions_bert_single.json.gz")
+    found = spans.additive([predicted.get(question) for question in gold], list(gold.values())).scores()
     assert sum(not answers for answers in gold.values()) == 5_945
     for part, prefix in (("overall", ""), ("has_ans", "has_answer_"), ("no_ans", "no_answer_")):
         assert found[f"{prefix}exact_match"] == pytest.approx(expected[part]["exact"], abs=0.01)

@@ -13,6 +13,7 @@ from rtrain.config import Model
 from rtrain.errors import UserError
 from rtrain.network import model, pooling
 from rtrain.tasks import base
+from rtrain.tasks.encode import load_tokenizer
 from tests.tiny import make_encoder, make_tokenizer
 
 TASK = base.get("classification")
@@ -96,7 +97,7 @@ def test_an_artefact_answers_as_it_was_trained(encoder: Path, tmp_path: Path) ->
     )
     artifact.write(draft, made, predict.golden_logits, predict.golden_inputs(TASK, head))
     [found] = predict.Predictor.load(draft).logits(["where is my parcel"])
-    ids = torch.tensor([base.load_tokenizer(draft, 16).encode("where is my parcel").ids])
+    ids = torch.tensor([load_tokenizer(draft, 16).encode("where is my parcel").ids])
     with torch.inference_mode():
         expected = network.eval()(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
     torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-5, atol=1e-6)

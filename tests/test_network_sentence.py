@@ -20,6 +20,7 @@ from rtrain.errors import ConfigError, UserError
 from rtrain.network import model, pooling, sentence
 from rtrain.runs.worker import TOKENIZER_FILES, sentence_pooling
 from rtrain.tasks import base
+from rtrain.tasks.encode import load_tokenizer
 from tests.tiny import VOCABULARY, make_encoder, make_tokenizer
 
 TASK = base.get("classification")
@@ -186,7 +187,7 @@ def test_its_encoder_loads_in_sentence_transformers(pooled: tuple[Any, Path]) ->
     network, folder = pooled
     theirs = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
     assert theirs.max_seq_length == 32
-    tokenizer = base.load_tokenizer(folder, 32)
+    tokenizer = load_tokenizer(folder, 32)
     for text in TEXTS:
         ids = torch.tensor([tokenizer.encode(text).ids])
         with torch.inference_mode():
@@ -200,7 +201,7 @@ def test_its_encoder_loads_in_sentence_transformers(pooled: tuple[Any, Path]) ->
 
 def test_ours_answers_with_it_and_trains_it_further(pooled: tuple[Any, Path], tmp_path: Path) -> None:
     network, folder = pooled
-    ids = torch.tensor([base.load_tokenizer(folder, 32).encode(TEXTS[1]).ids])
+    ids = torch.tensor([load_tokenizer(folder, 32).encode(TEXTS[1]).ids])
     mask = torch.ones_like(ids)
     with torch.inference_mode():
         expected = network(input_ids=ids, attention_mask=mask).logits[0]

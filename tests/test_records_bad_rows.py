@@ -15,6 +15,7 @@ from rtrain.data import records, tokens
 from rtrain.data.records import Record
 from rtrain.errors import ConfigError, UserError
 from rtrain.tasks import base
+from rtrain.tasks.encode import load_tokenizer
 from tests.test_records import read_bytes
 from tests.tiny import make_tokenizer
 
@@ -177,7 +178,7 @@ def test_a_list_of_more_than_words_is_bad(tmp_path: Path, words: list[object]) -
 def test_a_document_without_a_token_is_bad(tmp_path: Path) -> None:
     from rtrain.data.packing import packed
 
-    tokenizer = base.load_tokenizer(make_tokenizer(tmp_path), 32)
+    tokenizer = load_tokenizer(make_tokenizer(tmp_path), 32)
     rows = [Record(number, text, None, "", None) for number, text in enumerate(["one", "\u200b\x00", "two"])]
     found = list(packed(rows, tokenizer, 32, lambda record: "train"))
     assert [(row.text, row.reason) for row in found] == [

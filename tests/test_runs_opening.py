@@ -10,6 +10,7 @@ import yaml
 
 from rtrain import config
 from rtrain.config import Config
+from rtrain.config.data import OneOf
 from rtrain.errors import ConfigError, UserError
 from rtrain.run import Run
 from rtrain.runs import opening
@@ -191,7 +192,10 @@ def others(name: str, value: Any) -> Iterator[Any]:
     section, _, leaf = name.rpartition(".")
     model: Any = config.Recipe if name in config.RECIPE_FIELDS or section in config.RECIPE_FIELDS else config.Deploy
     field = (model.model_fields[section].annotation if section else model).model_fields[leaf]
-    options = [one for one in literals(field.annotation) if not (name in opening.LEFT_OPEN and one == "auto")]
+    named = [one for part in field.metadata if isinstance(part, OneOf) for one in part.names()]
+    options = [
+        one for one in [*literals(field.annotation), *named] if not (name in opening.LEFT_OPEN and one == "auto")
+    ]
     yield from (option for option in options if option != value)
     yield from ([option] for option in options if [option] != value)
     if isinstance(value, bool):

@@ -20,7 +20,7 @@ from rtrain.network import model
 from rtrain.predict import Predictor
 from rtrain.run import Run
 from rtrain.runs import predictions
-from rtrain.tasks import base
+from rtrain.tasks.encode import load_tokenizer
 from rtrain.tasks.extractive_summary import ExtractiveSummary, places
 from rtrain.training import evaluate, losses, step
 from rtrain.words import sentence_spans
@@ -42,7 +42,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def encode(encoder: Path, document: str, window: int = 64, stride: int = 0, most: int = 64) -> Encoded:
-    [found] = TASK.encode(base.load_tokenizer(encoder, window, stride), [document], max_windows=most)
+    [found] = TASK.encode(load_tokenizer(encoder, window, stride), [document], max_windows=most)
     return found
 
 
@@ -340,7 +340,7 @@ def test_documents_become_rows_and_rows_scores(made: tuple[Store, Path], tmp_pat
     assert 0 < scores["lead_rouge1"] < 1
     path = Run(tmp_path).predictions("test")
     predictions.write(
-        path, "test", store, TASK, store.manifest.head, kept["test"], base.load_tokenizer(folder / "encoder", 32)
+        path, "test", store, TASK, store.manifest.head, kept["test"], load_tokenizer(folder / "encoder", 32)
     )
     for row in pyarrow.parquet.read_table(path).to_pylist():
         assert "3" in row["target"]

@@ -22,7 +22,7 @@ from rtrain.metrics import by_output
 from rtrain.network import model
 from rtrain.predict import Predictor
 from rtrain.runs import predictions
-from rtrain.tasks import base
+from rtrain.tasks.encode import load_tokenizer
 from rtrain.tasks.masked_lm import MaskedLM
 from rtrain.training import evaluate, losses, step
 from serve.app import build_app
@@ -189,7 +189,7 @@ def whole_tokens(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
 
 
 def test_documents_become_full_blocks_and_lose_no_word(encoder: Path) -> None:
-    tokenizer = base.load_tokenizer(encoder, 32)
+    tokenizer = load_tokenizer(encoder, 32)
     documents = [" ".join(CORPUS[number : number + 1 + number % 5]) for number in range(12)]
     records = [Record(number, text, None, "", None) for number, text in enumerate(documents)]
     records.insert(3, Record(99, "", None, "", "empty"))
@@ -206,7 +206,7 @@ def test_documents_become_full_blocks_and_lose_no_word(encoder: Path) -> None:
 
 
 def test_a_word_longer_than_a_block_is_cut(encoder: Path) -> None:
-    tokenizer = base.load_tokenizer(encoder, 16)
+    tokenizer = load_tokenizer(encoder, 16)
     parts = packing.pieces("ab " + "c" * 80 + " de", tokenizer, 14)
     assert "".join(text for text, _ in parts).replace(" ", "") == "ab" + "c" * 80 + "de" or len(parts) == 1
 
@@ -221,7 +221,7 @@ def test_from_documents_to_answers(encoder: Path, tmp_path: Path) -> None:
     recipe = config.load("domain-adapt", {"data.path": str(path), "data.max_tokens": 32}).recipe
     store = make_store(recipe, encoder, tmp_path)
     assert store.manifest.labels == ()
-    head, pieces = store.manifest.head, base.load_tokenizer(encoder, 32).get_vocab_size()
+    head, pieces = store.manifest.head, load_tokenizer(encoder, 32).get_vocab_size()
     assert head.facts == {**HEAD.facts, "vocabulary": pieces}  # the tiny model has room for more
     assert store.manifest.truncated == 0
     assert store.manifest.tokens["train"] / store.rows("train") > 24
@@ -231,7 +231,7 @@ def test_from_documents_to_answers(encoder: Path, tmp_path: Path) -> None:
     again = evaluate.evaluate(Exchange(network), TASK, store, "valid", pad_id=0, precision="fp32")
     assert scores == again  # the same tokens are guessed each time
     assert scores["perplexity"] > 1
-    predictions.write(tmp_path, "valid", store, TASK, head, kept["valid"], base.load_tokenizer(encoder, 32))
+    predictions.write(tmp_path, "valid", store, TASK, head, kept["valid"], load_tokenizer(encoder, 32))
     folder = make_task_artifact(tmp_path / "artifact", "masked_lm", head)
     predictor = Predictor.load(folder, threads=1)
     app = build_app(predictor, config.Serve())
@@ -247,4 +247,4 @@ def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(path.read_text().replace("[MASK]", "[OTHER]"))
     with pytest.raises(UserError, match="its tokenizer has no mask token"):
-        TASK.head({}, base.load_tokenizer(tmp_path, 16))
+        TASK.head({}, load_tokenizer(tmp_path, 16))

@@ -22,6 +22,7 @@ from rtrain.predict import Predictor
 from rtrain.run import Run
 from rtrain.runs import predictions
 from rtrain.tasks import base
+from rtrain.tasks.encode import load_tokenizer
 from rtrain.tasks.regression import Regression
 from rtrain.training import evaluate
 from serve.app import build_app
@@ -169,7 +170,7 @@ def test_a_finished_run_s_rows_are_written_with_their_slices(made: tuple[Store, 
     store, folder = made
     network: Any = model.build(folder / "encoder", TASK, store.manifest.labels, seed=0)
     outcomes = evaluate.gathered(Exchange(network), TASK, store, "test", pad_id=0, precision="fp32")
-    tokenizer, head = base.load_tokenizer(folder / "encoder", 64), store.manifest.head
+    tokenizer, head = load_tokenizer(folder / "encoder", 64), store.manifest.head
     path = tmp_path / "predictions-test.parquet"
     predictions.write(path, "test", store, TASK, head, outcomes, tokenizer)
     assert [found.name for found in tmp_path.iterdir()] == [path.name]
@@ -226,7 +227,7 @@ def test_writing_and_scoring_the_rows_show_that_they_get_on(
     store, folder = made
     network: Any = model.build(folder / "encoder", TASK, store.manifest.labels, seed=0)
     outcomes = evaluate.gathered(Exchange(network), TASK, store, "test", pad_id=0, precision="fp32")
-    tokenizer, head, signs = base.load_tokenizer(folder / "encoder", 64), store.manifest.head, [0]
+    tokenizer, head, signs = load_tokenizer(folder / "encoder", 64), store.manifest.head, [0]
 
     def alive() -> None:
         signs[0] += 1

@@ -18,7 +18,7 @@ from rtrain.network import model
 from rtrain.predict import Predictor
 from rtrain.run import Run
 from rtrain.runs import predictions
-from rtrain.tasks import base
+from rtrain.tasks.encode import load_tokenizer
 from rtrain.tasks.span_qa import SpanQA, _best
 from rtrain.training import evaluate
 from serve.app import build_app
@@ -36,7 +36,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def encode(encoder: Path, question: str, context: str, window: int = 64, stride: int = 0) -> Encoded:
-    [row] = TASK.encode(base.load_tokenizer(encoder, window, stride), [question], [context], 64)
+    [row] = TASK.encode(load_tokenizer(encoder, window, stride), [question], [context], 64)
     return row
 
 
@@ -190,7 +190,7 @@ def test_from_a_squad_file_to_answers(encoder: Path, tmp_path: Path) -> None:
     kept: dict[str, Ragged] = {}
     scores = evaluate.evaluate(Exchange(network), TASK, store, "valid", pad_id=0, precision="fp32", keep=kept)
     assert scores["rows"] == store.rows("valid")
-    tokenizer = base.load_tokenizer(encoder, 48, 12)
+    tokenizer = load_tokenizer(encoder, 48, 12)
     path = Run(tmp_path).predictions("valid")
     predictions.write(path, "valid", store, TASK, store.manifest.head, kept["valid"], tokenizer)
     for row in pyarrow.parquet.read_table(path).to_pylist():

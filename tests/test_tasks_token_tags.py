@@ -20,7 +20,7 @@ from rtrain.network import model
 from rtrain.predict import Predictor
 from rtrain.run import Run
 from rtrain.runs import predictions
-from rtrain.tasks import base
+from rtrain.tasks.encode import load_tokenizer
 from rtrain.tasks.token_tags import TokenTags
 from rtrain.training import evaluate, losses, step
 from serve.app import build_app
@@ -43,7 +43,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tokenizer_of(encoder: Path, window: int = 64, stride: int = 0) -> tokenizers.Tokenizer:
-    return base.load_tokenizer(encoder, window, stride)
+    return load_tokenizer(encoder, window, stride)
 
 
 def encode(encoder: Path, text: str, window: int = 64, stride: int = 0) -> Encoded:

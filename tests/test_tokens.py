@@ -18,6 +18,7 @@ from rtrain.data.splits import Splits
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, UserError
 from rtrain.tasks import base
+from rtrain.tasks.encode import load_tokenizer
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.tiny import make_encoder, make_store
 
@@ -105,7 +106,7 @@ def test_a_folder_without_tokenizer_is_refused_before_a_job(tmp_path: Path, enco
         tokens.ensure(recipe, records.inspect(recipe.data), broken, tmp_path)
     (broken / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"no tokenizer\.json in the folder"):
-        base.load_tokenizer(broken, 16)
+        load_tokenizer(broken, 16)
     assert not (tmp_path / ".tokens").exists()
 
 
@@ -177,7 +178,7 @@ def test_ids_do_not_depend_on_how_rows_lie_in_files_and_shards(
 def encode(rows: list[Record], encoder: Path, max_tokens: int = 16, text_pair: str | None = None) -> Any:
     recipe = recipe_of(Path("rows.csv"), max_tokens=max_tokens, text_pair=text_pair)
     job = tokens.Job(recipe, encoder, Path("nowhere"), ALONE)
-    return tokens._encode(rows, "train", job, base.get("classification"), base.load_tokenizer(encoder, max_tokens), {})
+    return tokens._encode(rows, "train", job, base.get("classification"), load_tokenizer(encoder, max_tokens), {})
 
 
 def test_rows_become_tokens_and_bad_rows_none(encoder: Path) -> None:

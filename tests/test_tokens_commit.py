@@ -12,7 +12,7 @@ from rtrain.data.records import Record
 from rtrain.data.splits import content_hashes
 from rtrain.data.store import Store
 from rtrain.errors import UserError
-from rtrain.tasks import base
+from rtrain.tasks.encode import load_tokenizer
 from tests import test_tokens
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.test_tokens import ALONE, recipe_of, store_of
@@ -32,7 +32,7 @@ def test_a_store_holds_every_row_once_with_its_label(tmp_path: Path, encoder: Pa
     assert made.manifest.labels == ("login", "parcel", "refund")
     assert sum(made.manifest.rows.values()) == 300
     assert made.manifest.quarantined == made.manifest.truncated == 0
-    tokenizer = base.load_tokenizer(encoder, 64)
+    tokenizer = load_tokenizer(encoder, 64)
     expected = {tuple(tokenizer.encode(text).ids): made.manifest.labels.index(label) for text, label in rows}
     found = {}
     for split in ("train", "valid", "test"):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rtrain import artifact, config as configuration, env
+from rtrain import artifact, config as configuration, engines, env
 from rtrain.batch import Head, Ints, batches
 from rtrain.config import Config, Model
 from rtrain.data.store import Store, open_store
@@ -30,7 +30,8 @@ DERIVED = ("model.name", "train.epochs", "optim.lr", "distill.teacher")
 TEACHER_ROWS = 64
 """Rows of one pass of the teacher."""
 TEACHER_TOKENS = 1 << 14
-"""Tokens of one: its rows are neighbours in length, so the last passes would be as large as 64 of the longest rows."""
+"""Tokens of one pass of the teacher. Rows of similar length share a pass: without this limit the last passes would
+hold 64 of the longest rows."""
 BLOCK_ROWS = 1024
 """Rows that one data task answers."""
 TEACHER_CPUS = 1
@@ -46,7 +47,7 @@ def run(
 ) -> tuple[Path, dict[str, Any]]:
     """Distil the artefact of `teacher_run` into a new run at `folder`; returns the run's folder and its summary."""
     teacher = artifact.read(teacher_run / "artifact")
-    if teacher.engine != "torch":
+    if not engines.get(teacher.engine).gradients:
         raise UserError(f"{teacher_run / 'artifact'} is quantized; distil its float parent")
     if not teacher.labels:
         raise UserError(
@@ -54,7 +55,7 @@ def run(
             "not taught; distil the model that was tuned from it"
         )
     config = settled(config, folder, reuse)
-    # Its head was trained on it, and is the student's start.
+    # The teacher's head was trained on this pooling, and the student starts with that head.
     pooled, asked = teacher.facts.get(pooling.FACT, "own"), config.recipe.model.pooling
     if asked not in ("auto", pooled):
         fix = f"write {pooled}, or leave it out"
@@ -119,7 +120,7 @@ def student_start(teacher: Path, layers: int, root: Path) -> Path:
 
 
 def chosen_layers(depth: int, layers: int) -> list[int]:
-    """Evenly spaced, the last one included: 3 of 6 are 1, 3, 5 (counted from 0)."""
+    """Evenly spaced layers, counted from 0, with the last one included: 3 of 6 are 1, 3, 5."""
     return [math.ceil(depth * (place + 1) / layers) - 1 for place in range(layers)]
 
 
@@ -147,9 +148,10 @@ def ensure_answers(store: Store, folder: Path, teacher: artifact.Artifact, decid
     final = store.teacher_file(teacher.version)
     if final.is_file():
         return False
-    store.check(size_only=False)  # every row is about to be read; out of a data task the refusal comes as a traceback
+    # Every row is about to be read. A damaged store is refused here: from a data task it would come as a traceback.
+    store.check(size_only=False)
     rows = store.rows("train")
-    # A local Ray counts more logical CPUs than the machine has; a teacher uses a real one.
+    # A local Ray counts more logical CPUs than the machine has; each teacher process uses a real one.
     logical_per_real = ray.cluster_resources()["CPU"] / (env.cores() * len(ray.nodes()))
     blocks = max(env.cores(), math.ceil(rows / BLOCK_ROWS))
     dataset = ray.data.range(rows, override_num_blocks=blocks).map_batches(

@@ -1,13 +1,35 @@
 """The sections of a configuration that say which rows there are, and what of them is impossible together."""
 
-from typing import Annotated, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from rtrain.errors import Problem
 
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The type of a setting that names an entry of a table. Another name is a problem with the nearest ones."""
+
+    names: Callable[[], Sequence[str]]
+    """Asked at each check: the table may have grown since the settings' classes were made."""
+
+    def check(self, name: str) -> str:
+        if name not in self.names():
+            raise PydanticCustomError("unknown_name", "unknown", {"known": tuple(self.names())})
+        return name
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {**handler(schema), "enum": list(self.names())}
 
 
 class Section(BaseModel):

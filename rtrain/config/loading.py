@@ -163,7 +163,7 @@ def dotted_names() -> Iterator[str]:
 
 def _unknown(field: str, value: Any, known: Any) -> Problem:
     near = difflib.get_close_matches(str(value or field), list(known), n=3, cutoff=0.5)
-    suffix = "." + field.rsplit(".", 1)[-1]
+    suffix = "." + field.rsplit(".", 1)[-1]  # the right name in another section
     near += [name for name in sorted(known) if name.endswith(suffix) and name not in near]
     fix = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(known))}"
     return Problem(field, value, "unknown", fix)
@@ -174,6 +174,8 @@ def _problem(details: Any) -> Problem:
     reason = details["msg"][0].lower() + details["msg"][1:]
     if details["type"] == "extra_forbidden":
         return _unknown(field, None, set(dotted_names()))
+    if details["type"] == "unknown_name":
+        return _unknown(field, details["input"], details["ctx"]["known"])
     if details["type"] == "missing":
         return Problem(field, None, "missing", "add it")
     return Problem(field, details["input"], reason, "correct the value")

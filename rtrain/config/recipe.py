@@ -10,8 +10,30 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rtrain.config.data import Augment, Data, Positive, Section, Share, augment_contradictions, data_contradictions
+from rtrain import engines
+from rtrain.config.data import (
+    Augment,
+    Data,
+    OneOf,
+    Positive,
+    Section,
+    Share,
+    augment_contradictions,
+    data_contradictions,
+)
 from rtrain.errors import Problem
+
+TASKS = (
+    "classification",
+    "multi_label",
+    "multi_head",
+    "regression",
+    "token_tags",
+    "span_qa",
+    "extractive_summary",
+    "masked_lm",
+)
+"""Every task. The module `rtrain.tasks.<name>` holds it, as `TASK`; nothing else is listed by a task's name."""
 
 DEFAULT_FREQUENCY = 4
 
@@ -134,23 +156,16 @@ class Distill(Section):
 
 
 class Quantize(Section):
-    engine: Literal["openvino"] = "openvino"
+    engine: Annotated[str, OneOf(engines.quantized)] = engines.quantized()[0]
+    """What computes the int8 answers: an engine of `rtrain.engines` that has a quantizer."""
     calibration_rows: Positive = 256
     """Training rows that set the activation scales."""
 
 
 class Recipe(Section):
     name: str
-    task: Literal[
-        "classification",
-        "multi_label",
-        "multi_head",
-        "regression",
-        "token_tags",
-        "span_qa",
-        "extractive_summary",
-        "masked_lm",
-    ]
+    task: Annotated[str, OneOf(lambda: TASKS)]
+    """What the model is trained to answer."""
     data: Data = Data()
     augment: Augment = Augment()
     model: Model = Model()

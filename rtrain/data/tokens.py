@@ -24,6 +24,7 @@ from rtrain.data.splits import Splits, content_hashes
 from rtrain.errors import Problem, UserError
 from rtrain.manifest import Entry
 from rtrain.tasks import base
+from rtrain.tasks.encode import load_tokenizer, reading_of
 
 SHARD_ROWS = 8192
 _SPLIT = {name: code for code, name in enumerate(store.SPLITS)}
@@ -173,8 +174,8 @@ def _shards(
 
 
 def _tokenizer(recipe: Recipe, model: Path) -> Any:
-    reading = base.reading(base.get(recipe.task), recipe.data)
-    return base.load_tokenizer(model, reading.max_tokens, reading.stride)
+    reading = reading_of(base.get(recipe.task), recipe.data)
+    return load_tokenizer(model, reading.max_tokens, reading.stride)
 
 
 NOTHING = Encoded([], [], False, [])
@@ -237,7 +238,7 @@ def _encode(
     batch = [row.record for row in rows]
     good = [record for record in batch if record.reason is None]
     pairs = None if data.text_pair is None else [record.pair or "" for record in good]
-    most = base.reading(task, data).max_windows
+    most = reading_of(task, data).max_windows
     tokens = iter(task.encode(tokenizer, [record.text for record in good], pairs, most))
     encoded = [next(tokens) if record.reason is None else NOTHING for record in batch]
     marks = [
@@ -378,7 +379,7 @@ def _head(job: Job, task: base.Task, counts: Mapping[str, int]) -> Head:
     head = task.head(counts, _tokenizer(job.recipe, job.model))
     if job.recipe.data.outside is not None:
         head = Head(head.labels, {**head.facts, "outside": job.recipe.data.outside})
-    reading = base.reading(task, job.recipe.data)
+    reading = reading_of(task, job.recipe.data)
     if reading.max_windows == 1:
         return head
     windows = {"stride": reading.stride, "max_windows": reading.max_windows, "pooling": job.recipe.data.pooling}

@@ -5,7 +5,7 @@ scores, so intervals are reproduced, and the resamples of two systems are the sa
 where several come from one document, resample documents (give one row of sums per document).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -42,26 +42,6 @@ def intervals(
     samples = _resampled(additive, seed, replicates)
     return {
         name: Interval(value, *_percentiles(samples[name], confidence)) for name, value in additive.scores().items()
-    }
-
-
-def intervals_of(
-    rows: int,
-    scores: Callable[[Ints], Mapping[str, float]],
-    seed: int = 0,
-    replicates: int = REPLICATES,
-    confidence: float = 0.95,
-) -> dict[str, Interval]:
-    """The same for scores of any kind (AUC, Spearman): `scores` is called once per resample with its row positions.
-
-    It may leave out a score that is not defined there (the AUC of rows of one class): the interval is over the
-    resamples that have it, and a score that none has is left out.
-    """
-    values = scores(np.arange(rows, dtype=np.int64))
-    samples = [scores(positions) for block in _positions(rows, seed, replicates) for positions in block]
-    found = {name: np.array([sample[name] for sample in samples if name in sample]) for name in values}
-    return {
-        name: Interval(values[name], *_percentiles(sample, confidence)) for name, sample in found.items() if sample.size
     }
 
 

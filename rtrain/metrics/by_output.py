@@ -1,8 +1,8 @@
-"""Metrics over the whole of a split, in float64; chosen by the kind of output, not by the task.
+"""The scores of a split by the kind of output, in float64: `METRICS` lists them.
 
-Pure functions of every row's outcome and targets, in the same order on every worker: what is not a sum over rows (an
-area under a curve, a correlation) needs no other care than what is. The arithmetic is that of `rtrain.metrics`; here
-it is chosen for a kind of output, and named.
+Pure functions of all rows' outcomes and targets, in the same order on every worker, so that scores that are no sums
+over rows (an area under a curve, a correlation) need no special care. The arithmetic is in the other modules of this
+package; here it is chosen for a kind of output, and named.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,11 +25,11 @@ class Metric(NamedTuple):
     scores: Measured
     """The headline and the field's main figures, few enough for a line of the log; `rows` among them."""
     additive: Callable[[Ragged, Ragged, Head], Additive] | None = None
-    """Those of `scores` that are functions of sums over rows, the headline among them: what is resampled."""
+    """The same scores as a function of sums over rows, which can be resampled: the headline is one of them."""
     more: Measured | None = None
     """Figures that are measured of a finished model only."""
     tables: Callable[[Ragged, Ragged, Head], dict[str, Any]] | None = None
-    """What is no single figure, as JSON of bounded size (`rtrain.metrics.tables`)."""
+    """Results that are no single figure, as JSON of bounded size (`rtrain.metrics.tables`)."""
 
     def all(self, outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
         """Every figure."""
@@ -162,7 +162,7 @@ def additive_number(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
     parts = [regression.additive(true, found)]
     if step := head.facts.get("step"):
         low, high = head.facts["lowest"], head.facts["highest"]
-        # A score beyond or between the steps of the training scores is judged as the nearest of them.
+        # A score between or beyond the steps of the training scores counts as the nearest step.
         rated = low + step * regression.ratings(true, low, high, step)
         parts.append(_named(regression.additive_kappa(rated, found, low, high, step), ("qwk",)))
     every = joined(*parts)
@@ -229,7 +229,7 @@ def additive_summary(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
 
 
 def _rouges(prefix: str, columns: Floats) -> Additive:
-    """Of [rows, ROUGES]: each one's mean, and the mean of all."""
+    """`columns` is [rows, ROUGES]. The mean of each column, and the mean of all."""
     named = {name: column for name, column in zip(text.ROUGES, columns.T, strict=True)}
     return means({f"{prefix}{name}": column for name, column in {"rouge": columns.mean(axis=1), **named}.items()})
 
@@ -293,7 +293,7 @@ def _whole(values: Any) -> Ints:
 
 
 def _named(additive: Additive, names: tuple[str, ...], prefix: str = "") -> Additive:
-    """Those scores only, with a prefix before their names."""
+    """Only the scores in `names`, each with `prefix` before its name."""
 
     def score(sums: Floats) -> dict[str, Floats]:
         found = additive.score(sums)

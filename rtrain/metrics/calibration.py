@@ -1,4 +1,4 @@
-"""Whether a probability means what it says: reliability, expected calibration error, Brier score, temperature.
+"""Whether a probability means what it says: reliability and expected calibration error.
 
 `confidence` is a row's highest probability and `right` whether that label is true.
 """
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rtrain.metrics.additive import Additive, Bools, Floats, Ints, means, ratio
+from rtrain.metrics.additive import Additive, Bools, Floats, ratio
 
 BINS = 15
 
@@ -26,13 +26,6 @@ def softmax(logits: Any) -> Any:
     """Probabilities over the last axis, float64."""
     shifted = np.exp(logits - np.max(logits, axis=-1, keepdims=True), dtype=np.float64)
     return shifted / shifted.sum(axis=-1, keepdims=True)
-
-
-def probabilities(logits: Floats, temperature: float = 1.0) -> Floats:
-    """Softmax over the last axis, of the logits divided by the temperature."""
-    scaled = np.asarray(logits, dtype=np.float64) / temperature
-    powers = np.exp(scaled - scaled.max(axis=-1, keepdims=True))
-    return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
 
 
 def reliability(confidence: Floats, right: Bools, bins: int = BINS) -> list[Bin]:
@@ -56,51 +49,6 @@ def additive(confidence: Floats, right: Bools, bins: int = BINS) -> Additive:
 def expected_calibration_error(confidence: Floats, right: Bools, bins: int = BINS) -> float:
     """`additive` over all rows."""
     return additive(confidence, right, bins).scores()["ece"]
-
-
-def additive_brier(true: Ints, class_probabilities: Floats) -> Additive:
-    """brier: mean over rows of the squared distance of the probabilities (rows, classes) from the truth, 0 to 2.
-
-    As Brier 1950 has it: with two classes it is twice scikit-learn's `brier_score_loss` of one of them. The truth of a
-    label that is no class (-1) is 0 everywhere.
-    """
-    truth = np.zeros_like(class_probabilities, dtype=np.float64)
-    known = np.flatnonzero(true >= 0)
-    truth[known, true[known]] = 1
-    return means({"brier": ((class_probabilities - truth) ** 2).sum(axis=1)})
-
-
-def log_loss(true: Ints, logits: Floats, temperature: float = 1.0) -> float:
-    """Mean of -ln of the true class's probability over the rows that have a class (not -1); 0 without such rows."""
-    known = np.flatnonzero(true >= 0)
-    scaled = np.asarray(logits, dtype=np.float64)[known] / temperature
-    shifted = scaled - scaled.max(axis=1, keepdims=True)
-    losses = np.log(np.exp(shifted).sum(axis=1)) - shifted[np.arange(len(known)), true[known]]
-    return float(losses.mean()) if known.size else 0.0
-
-
-def fit_temperature(true: Ints, logits: Floats, lowest: float = 0.01, highest: float = 100.0) -> float:
-    """The temperature of the lowest log loss on validation rows (Guo et al. 2017); between the two bounds.
-
-    Log loss is convex in 1 / temperature, so the zero of its slope (mean expected logit - mean true logit) is the
-    minimum. Rows without a class (-1) are left out. Without a zero between the bounds the nearer bound is the
-    minimum: of logits that are all right the lowest temperature, of logits that are worse than none the highest.
-    """
-    from scipy.optimize import brentq
-
-    known = true >= 0
-    scores = np.asarray(logits, dtype=np.float64)[known]
-    scores = scores - scores.max(axis=1, keepdims=True)
-    own = scores[np.arange(len(scores)), true[known]]
-
-    def slope(inverse: float) -> float:
-        return float(((probabilities(scores, 1 / inverse) * scores).sum(axis=1) - own).mean())
-
-    if not len(scores) or slope(1 / highest) >= 0:
-        return highest if len(scores) else 1.0
-    if slope(1 / lowest) <= 0:
-        return lowest
-    return float(1 / brentq(slope, 1 / highest, 1 / lowest, xtol=1e-12, rtol=1e-12))
 
 
 def _binned(confidence: Floats, right: Bools, bins: int) -> Floats:

@@ -1,8 +1,9 @@
 """Classification of a whole split: one label per row, several labels per row, and rows outside every label.
 
 Precision = TP / predicted, recall = TP / true, F1 = 2 TP / (true + predicted), each 0 where nothing is to be divided
-by. Macro is the mean over the classes that occur or are predicted, micro the same ratio of the sums over classes.
-These are scikit-learn's `precision_recall_fscore_support(zero_division=0)`.
+by. Macro is the mean over the classes that occur or are predicted, micro the same ratio of the sums over classes. So
+macro recall is not balanced accuracy, which averages the classes that occur alone: a class that is predicted and never
+true adds a 0. These are scikit-learn's `precision_recall_fscore_support(zero_division=0)`.
 """
 
 from typing import Any, NamedTuple
@@ -56,11 +57,6 @@ def additive(true: Ints, predicted: Ints, classes: int) -> Additive:
     )
 
 
-def scores(true: Ints, predicted: Ints, classes: int) -> dict[str, float]:
-    """`additive` over all rows."""
-    return additive(true, predicted, classes).scores()
-
-
 def auc(true: Ints, class_scores: Floats) -> tuple[float | None, list[float | None]]:
     """One-vs-rest area under the ROC curve: the mean over classes, and each class.
 
@@ -106,23 +102,14 @@ def mean_average_precision(true: Bools, label_scores: Floats) -> float | None:
     return float(np.mean(each)) if each else None
 
 
-def multilabel(true: Bools, label_scores: Floats, threshold: float = 0.5) -> dict[str, float]:
-    """`additive_multilabel` of the labels that score at least `threshold`, and mean_average_precision if there is
-    one.
-    """
-    found = additive_multilabel(true, label_scores >= threshold).scores()
-    precision = mean_average_precision(true, label_scores)
-    return found if precision is None else found | {"mean_average_precision": precision}
-
-
 # ------------------------------------------------------------------------------------------------------- out of scope
 
 
-def choose_threshold(confidence: Floats, outside: Bools, recall: float | None = None) -> float:
-    """Rows whose confidence is below the threshold are called out of scope; choose it on validation rows.
+def choose_threshold(confidence: Floats, outside: Bools) -> float:
+    """The threshold of confidence (rows,) below which a row is called out of scope; choose it on validation rows.
 
-    Without `recall`: the threshold of the highest F1 of out-of-scope rows. With it: the lowest threshold (fewest rows
-    refused) that finds at least this share of them. Of equals the lowest. Lies half-way between two confidences.
+    It is the threshold at which finding the out-of-scope rows has the highest F1; of equal ones the lowest. It lies
+    half-way between two confidences. Raises `UserError` unless there are rows of both kinds.
     """
     if outside.all() or not outside.any():
         raise UserError(
@@ -136,23 +123,7 @@ def choose_threshold(confidence: Floats, outside: Bools, recall: float | None = 
     edges = np.concatenate([[values[0]], (values[:-1] + values[1:]) / 2, [np.nextafter(values[-1], np.inf)]])
     # Two neighbouring floats have no number between them: then the upper one is the edge, which refuses the lower.
     edges[1:-1] = np.where(edges[1:-1] > values[:-1], edges[1:-1], values[1:])
-    if recall is None:
-        return float(edges[np.argmax(ratio(2 * found, refused + outside.sum()))])
-    return float(edges[np.argmax(found >= recall * outside.sum())])
-
-
-def out_of_scope(confidence: Floats, outside: Bools, threshold: float) -> dict[str, float]:
-    """precision, recall, f1 and auc of finding the out-of-scope rows, and the share of in-scope rows that are kept."""
-    refused = confidence < threshold
-    right = float((refused & outside).sum())
-    found = {
-        "precision": float(ratio(right, refused.sum())),
-        "recall": float(ratio(right, outside.sum())),
-        "f1": float(ratio(2 * right, refused.sum() + outside.sum())),
-        "in_scope_kept": float(ratio((~refused & ~outside).sum(), (~outside).sum())),
-    }
-    area, _ = auc((~outside).astype(np.int64), np.stack([-confidence, confidence], axis=1))
-    return found if area is None else found | {"auc": area}
+    return float(edges[np.argmax(ratio(2 * found, refused + outside.sum()))])
 
 
 # ------------------------------------------------------------------------------------------------------------- shared

@@ -56,11 +56,6 @@ def additive(true: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) 
     return Additive(counts.reshape(len(true), 3 * len(types)), lambda sums: _scores(sums, len(types)))
 
 
-def scores(true: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> dict[str, float]:
-    """`additive` over all sentences."""
-    return additive(true, predicted).scores()
-
-
 def per_type(true: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> dict[str, TypeScores]:
     """The scores of each type, by name."""
     counts, types = _counts(true, predicted)

@@ -37,11 +37,6 @@ def additive(true: Floats, predicted: Floats) -> Additive:
     return Additive(rows, score)
 
 
-def scores(true: Floats, predicted: Floats) -> dict[str, float]:
-    """rmse, mae, r2, pearson and spearman of all rows."""
-    return {**additive(true, predicted).scores(), "spearman": spearman(true, predicted)}
-
-
 def spearman(true: Floats, predicted: Floats) -> float:
     """Rank correlation, ties at their mean rank; by scipy."""
     from scipy.stats import spearmanr

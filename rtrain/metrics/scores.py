@@ -1,4 +1,4 @@
-"""All that is measured of a split: `scores-<split>.json` of a finished run, and what `rtrain evaluate` prints.
+"""All that is measured on a split: `scores-<split>.json` of a finished run, and what `rtrain evaluate` prints.
 
 {
   "schema_version": 1, "split": "test", "task": "classification", "output": "classes", "rows": 300,
@@ -32,19 +32,19 @@ from rtrain.metrics.by_output import Metric, metric_for
 
 SCHEMA_VERSION = 1
 MOST_SLICES = 50
-"""Values of a column that are scored apart."""
+"""Most values of a column that get scores of their own."""
 EXAMPLES = 10
-"""Values of a merged slice that are named."""
+"""Most values that are named of a merged slice."""
 LENGTH = "length"
 CONFIDENCE = 0.95
 MOST_DRAWS = 50_000_000
-"""Rows times resamples: 1000 resamples of up to 50,000 rows, fewer of more."""
+"""Most rows x resamples: 1,000 resamples of up to 50,000 rows, and fewer resamples of more rows."""
 SLICE_REPLICATES = 400
-"""Resamples of a slice: there are many."""
+"""Resamples of a slice; fewer than of the split, since there are many slices."""
 
 
 class Task(Protocol):
-    """What of a task its scores depend on."""
+    """The part of a task on which its scores depend."""
 
     name: str
     output: str
@@ -90,14 +90,14 @@ def measure(
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
-    """There whole or not at all."""
+    """Write the file, whole or not at all."""
     draft = path.with_name(f".{path.name}")
     draft.write_text(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
     draft.rename(path)
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """None where there are none: the run is not finished, or was made before there were any."""
+    """The document; None where the run is not finished, or is older than these files."""
     if not path.is_file():
         return None
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -114,7 +114,7 @@ def headlines(document: Mapping[str, Any]) -> dict[str, dict[str, dict[str, floa
 
 
 def text(document: Mapping[str, Any]) -> str:
-    """For a terminal: the figures with their intervals, then the slices, the worst first."""
+    """The document as a terminal shows it: figures with intervals, then slices, the worst first."""
     spread = document.get("intervals", {}).get("scores", {})
     lines = []
     for name, value in document["scores"].items():
@@ -145,7 +145,8 @@ def _slices(
     least: int = slices.LEAST,
 ) -> list[dict[str, Any]]:
     counts = sorted(Counter(values).values(), reverse=True)
-    if len(counts) > MOST_SLICES:  # one more than the first value has that is one too many: it and rarer ones merge
+    if len(counts) > MOST_SLICES:
+        # One more row than the first value that is one too many: that value and all rarer ones merge.
         least = max(least, counts[MOST_SLICES] + 1)
 
     def scores(rows: npt.NDArray[np.int64]) -> dict[str, float]:
@@ -166,12 +167,12 @@ def _slices(
 
 
 def _interval(additive: Additive, rows: npt.NDArray[np.int64], headline: str) -> list[float]:
-    """Of a slice's headline."""
+    """The interval of a slice's headline."""
     replicates = max(100, min(SLICE_REPLICATES, MOST_DRAWS // len(additive)))
     one = bootstrap.intervals(Additive(additive.rows[rows], additive.score), 0, replicates, CONFIDENCE)[headline]
     return [one.low, one.high]
 
 
 def _finite(scores: Mapping[str, float]) -> dict[str, float]:
-    """Without what JSON cannot hold, such as the perplexity of a model that has learned nothing."""
+    """Only the finite scores: JSON cannot hold, say, the endless perplexity of a model that has learned nothing."""
     return {name: value for name, value in scores.items() if np.isfinite(value)}

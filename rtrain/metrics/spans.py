@@ -11,12 +11,10 @@ Scores are percentages, as the field prints them.
 import re
 import string
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
-from rtrain.errors import UserError
 from rtrain.metrics.additive import Additive, Floats, ratio
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -84,60 +82,3 @@ def additive(predicted: Sequence[str | None], gold: Sequence[Sequence[str]]) -> 
         return found
 
     return Additive(rows, score)
-
-
-def scores(predicted: Mapping[str, str], gold: Mapping[str, Sequence[str]]) -> dict[str, float]:
-    """`additive` over all questions of `gold`, both by question id; predictions for other ids are not looked at."""
-    return additive([predicted.get(question) for question in gold], list(gold.values())).scores()
-
-
-class Point(NamedTuple):
-    """Scores if a question is answered where its no-answer score is at most `threshold`, and left unanswered above."""
-
-    threshold: float
-    exact_match: float
-    f1: float
-    answered: int
-
-
-def no_answer_curve(predicted: Sequence[str], gold: Sequence[Sequence[str]], no_answer_score: Floats) -> list[Point]:
-    """One point per distinct no-answer score, after a first one (-infinity) that answers nothing.
-
-    `predicted` are the texts that would be given if every question were answered. Questions of equal score are answered
-    together, so each point can be reached by its threshold.
-    """
-    if not len(predicted) == len(gold) == len(no_answer_score):
-        raise UserError(
-            f"{len(predicted)} predictions, {len(gold)} questions and {len(no_answer_score)} no-answer scores: "
-            "give one of each per question"
-        )
-    rows = len(gold)
-    exact = np.array([exact_match(text, answers) for text, answers in zip(predicted, gold, strict=True)])
-    words = np.array([f1(text, answers) for text, answers in zip(predicted, gold, strict=True)])
-    silent = np.array([exact_match("", answers) for answers in gold])
-    thresholds, group = np.unique(no_answer_score, return_inverse=True)
-    # Points are sums of whole groups: at each threshold the rows up to it change from silence to their answer.
-    gains = [
-        np.cumsum(np.bincount(group, weights=gain, minlength=len(thresholds)))
-        for gain in (exact - silent, words - silent)
-    ]
-    answered = np.cumsum(np.bincount(group, minlength=len(thresholds)))
-    start = float(silent.sum())
-    points = [Point(float("-inf"), 100 * start / rows, 100 * start / rows, 0)] if rows else []
-    for threshold, gain_exact, gain_words, count in zip(thresholds, *gains, answered, strict=True):
-        points.append(
-            Point(
-                float(threshold),
-                100 * (start + float(gain_exact)) / rows,
-                100 * (start + float(gain_words)) / rows,
-                int(count),
-            )
-        )
-    return points
-
-
-def best_threshold(curve: Sequence[Point], by: str = "f1") -> Point:
-    """The point of the highest `f1` or `exact_match`; of equals the one that answers fewest questions."""
-    if not curve:
-        raise UserError("a no-answer threshold needs questions; there are none")
-    return max(curve, key=lambda point: (getattr(point, by), -point.answered))

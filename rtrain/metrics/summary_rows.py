@@ -22,20 +22,20 @@ FIGURES = 2 * (len(text.ROUGES) + text.BLEU_COUNTS) + len(text.ROUGES) + 1
 """Of a row's outcome, before its sentences: ROUGE-1, 2 and L of the summary and the counts of its BLEU; the same of the
 first sentences; ROUGE-1, 2 and L of the oracle's sentences; the mean loss of a sentence."""
 OTHER = "-"
-"""Any word that the reference has not."""
+"""Stands for any word that the reference lacks."""
 
 
 class Sentences(NamedTuple):
     """[sentences of the document] each, in order."""
 
     first: Ints
-    """First token, of the row's."""
+    """Place of each sentence's first token in the row."""
     end: Ints
-    """The token behind its last one; equal to `first` where the sentence was not read."""
+    """Place behind its last token; equal to `first` where the sentence was not read."""
     taken: Bools
-    """Whether the oracle takes it: what is learned."""
+    """Whether the oracle takes the sentence, which is what the model learns."""
     words: Ints
-    """By blanks: what a budget counts."""
+    """Words between blanks, as a budget counts them."""
 
     @property
     def read(self) -> Bools:
@@ -66,20 +66,20 @@ def write(
 
 
 def sentences_of(values: Any) -> Sentences:
-    """Of a row's targets."""
+    """The sentences that a row's targets describe."""
     count = int(values[0])
     table = np.asarray(values[1 : 1 + COLUMNS * count], dtype=np.int64).reshape(count, COLUMNS)
     return Sentences(table[:, 0], table[:, 1], table[:, 2] > 0, table[:, 3])
 
 
 def answered(outcome: Floats) -> tuple[Floats, Bools]:
-    """Of a row's outcome: the chance of each sentence (-1 where it was not read), and whether it is in the summary."""
+    """From a row's outcome, the chance of each sentence (-1 where not read), and whether it is in the summary."""
     chances, given = outcome[FIGURES:].reshape(-1, 2).T
     return chances, given > 0
 
 
 def words_of(values: Any) -> tuple[Words, Words]:
-    """Of a row's targets: for ROUGE, and for BLEU."""
+    """The words that a row's targets hold, as ROUGE cuts them and as BLEU does."""
     count = int(values[0])
     rest = iter(np.asarray(values[1 + COLUMNS * count :], dtype=np.int64).tolist())
     return _words(rest, count), _words(rest, count)

@@ -1,4 +1,4 @@
-"""What of a split is no single figure: scores of each class, the confusion matrix, calibration. Plain JSON, bounded.
+"""Results that are no single figure: scores of each class, the confusion matrix, calibration. Plain JSON, bounded.
 
 classes   per_class: [{class, precision, recall, f1, auc, support, predicted}, ...], worst F1 first, at most
           `MOST_CLASSES`, with `classes` saying how many there are; confusion: {labels, counts [true][predicted],
@@ -37,9 +37,9 @@ MOST_CONFUSED = 200
 MOST_PAIRS = 50
 BINS = 30
 TENTHS = 10
-"""Of a document, by its sentences."""
+"""Parts of a document, with equally many sentences each."""
 SAME = 1e-9
-"""Of two summaries' ROUGE: a difference that is one of rounding."""
+"""A difference of two summaries' ROUGE up to this is one of rounding."""
 MOST_POINTS = 100
 ANSWER_TOKENS = (1, 2, 3, 4, 5, 7, 10, 15, 25)
 """Lengths at which a group of answers begins."""
@@ -49,7 +49,7 @@ def classes(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
     chances, true = chances_of(outcomes, head), targets.values.astype(np.int64)
     if "outside" not in head.facts:
         return _of_classes(chances, true, head.labels)
-    # One class more: the rows that are refused, by what the best class leaves over.
+    # Being outside is one class more; its probability is what the best class leaves over.
     sure, place = chances.max(axis=1), len(head.labels)
     refused = sure < head.facts.get("threshold", 0.0)
     outside, wide = true == OUTSIDE, np.concatenate([chances, 1 - sure[:, None]], axis=1)
@@ -196,7 +196,7 @@ def _no_answer(f1: Floats, exact: Floats, margin: Floats, there: Bools) -> dict[
 
 
 def chances_of(outcomes: Ragged, head: Head) -> Floats:
-    """Of single-label rows: [rows, classes]."""
+    """Probabilities [rows, classes] of rows with a single label."""
     found: Floats = softmax(outcomes.matrix(len(head.labels)))
     return found
 
@@ -211,7 +211,7 @@ def threshold_of(head: Head) -> float:
 
 
 def labels_given(outcomes: Ragged, targets: Ragged, head: Head) -> tuple[Bools, Bools]:
-    """Of multi-label rows: which labels are true, and which are given; [rows, labels] each."""
+    """For rows with several labels, which are true and which are given; [rows, labels] each."""
     size, chance = len(head.labels), threshold_of(head)
     return targets.matrix(size) > 0, outcomes.matrix(size) >= np.log(chance / (1 - chance))
 
@@ -232,7 +232,8 @@ def least_margin(head: Head) -> float | None:
 
 
 def answers_of(outcomes: Ragged, head: Head) -> tuple[Floats, Floats, Bools, Bools]:
-    """Of questions: F1, exact match, whether an answer is given, whether there is one; silence is right where not."""
+    """For each question: F1, exact match, whether an answer is given, whether there is one. Where there is none, giving
+    none scores 1."""
     rows, least = outcomes.matrix(7), least_margin(head)
     given = rows[:, 2] > (-np.inf if least is None else least)
     there = rows[:, 3] > 0
@@ -241,17 +242,17 @@ def answers_of(outcomes: Ragged, head: Head) -> tuple[Floats, Floats, Bools, Boo
 
 
 def tags_of(outcomes: Ragged, targets: Ragged) -> tuple[list[Any], list[Any]]:
-    """Of tagged rows: the numbers of the true and of the found tag of each word."""
+    """For each row the numbers of its words' true tags, and of the tags that were found."""
     return [row[row != IGNORED] for row in targets], [row.reshape(-1, 3)[:, 0] for row in outcomes]
 
 
 def names_of(rows: Sequence[Any], head: Head) -> list[list[str]]:
-    """Tags by their numbers; one that the head has not is outside: no answer can be right."""
+    """Tags by their numbers. A tag that the head lacks (-1) is shown as outside: no answer to it can be right."""
     return [[head.labels[int(place)] if place >= 0 else "O" for place in row] for row in rows]
 
 
 def sentences_of(outcomes: Ragged, targets: Ragged) -> tuple[Bools, Bools, Floats, Ints]:
-    """Of all sentences of summarised rows: taken by the oracle, in the summary, chance, tenth of the document."""
+    """For each sentence of all rows: taken by the oracle; in the summary; its chance; its tenth of the document."""
     rows = [
         (summary_rows.sentences_of(wanted).taken, *summary_rows.answered(row))
         for row, wanted in zip(outcomes, targets, strict=True)
@@ -281,7 +282,8 @@ def _of_classes(chances: Floats, true: Ints, names: Sequence[str], given: Ints |
 
 
 def _listed(each: list[dict[str, Any]]) -> dict[str, Any]:
-    """Worst F1 first, of equals the more frequent one; classes that neither occur nor are predicted come last."""
+    """The worst F1 first; of equals, the more frequent class first. Classes that neither occur nor are predicted come
+    last."""
     each.sort(key=lambda one: (not one["support"] + one["predicted"], one["f1"], -one["support"]))
     return {"classes": len(each), "per_class": each[:MOST_CLASSES]}
 

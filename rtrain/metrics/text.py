@@ -62,14 +62,9 @@ def scores(predicted: Sequence[str], references: Sequence[str]) -> dict[str, flo
     return additive_rouge(predicted, references).scores() | additive_bleu(predicted, references).scores()
 
 
-def lead(sentences: Sequence[str], budget: Budget) -> list[int]:
-    """The first sentences that the budget allows: the baseline that an extractive system must beat."""
-    return pick(range(len(sentences)), lengths(sentences), budget)
-
-
 def pick(order: Sequence[int], words: Sequence[int], budget: Budget) -> list[int]:
-    """Positions of sentences of so many `words`, taken in `order` (the best first) until one does not fit; in the
-    text's order."""
+    """Positions of the chosen sentences, in the text's order. Sentences are taken in `order` (the best first) until one
+    exceeds the budget; `words` counts those of each sentence."""
     chosen: list[int] = []
     for position in order:
         if not budget.allows([words[index] for index in chosen], words[position]):
@@ -112,7 +107,7 @@ def oracle(sentences: Sequence[str], reference: str, budget: Budget) -> list[int
 
 
 # -------------------------------------------------------------------------------- by words, one text at a time
-# Any words that are equal where the texts' are, such as their numbers: scores can be had without keeping the texts.
+# Words may be anything that is equal where the texts' words are, e.g. their numbers: so no texts need be kept.
 
 
 def rouge_words(text: str) -> list[str]:
@@ -142,7 +137,7 @@ def bleu_counts(predicted: Sequence[str], reference: Sequence[str]) -> list[floa
 
 
 def bleu(sums: Floats) -> Floats:
-    """Of the sums (..., BLEU_COUNTS) of `bleu_counts`: (...)."""
+    """BLEU (...) of summed counts (..., BLEU_COUNTS) as `bleu_counts` gives them."""
     from sacrebleu.metrics.bleu import BLEU
 
     def one(row: Floats) -> float:

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration, events
+from rtrain import config as configuration, engines, events
 from rtrain.data.store import open_store
 from rtrain.report import predictions
 
@@ -44,7 +44,7 @@ def ensure(run: Path) -> Path | None:
     from rtrain.tasks import base
 
     made = json.loads(path.read_text(encoding="utf-8"))
-    if made["engine"] != "torch" or base.get(made["task"]).output not in targets.KINDS:
+    if not engines.get(made["engine"]).gradients or base.get(made["task"]).output not in targets.KINDS:
         return None
     wanted = answers.hardest(most)
     kept = read(run, answers.split, made["version"])

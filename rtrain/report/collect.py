@@ -15,6 +15,7 @@ from rtrain.errors import UserError
 from rtrain.metrics import scores
 from rtrain.report import attributions, predictions, summary
 from rtrain.tasks import base
+from rtrain.tasks.encode import Reading, reading_of
 
 Event = dict[str, Any]
 
@@ -55,9 +56,9 @@ class Run:
         return base.get(self.config.recipe.task).output
 
     @property
-    def reading(self) -> base.Reading:
+    def reading(self) -> Reading:
         """How the rows were read: whole, or in windows."""
-        return base.reading(base.get(self.config.recipe.task), self.config.recipe.data)
+        return reading_of(base.get(self.config.recipe.task), self.config.recipe.data)
 
     def classes(self) -> Ints | None:
         """The place of its label for each training row, where the task gives a text one label."""

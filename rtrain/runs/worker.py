@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain import artifact, env, predict
+from rtrain import artifact, engines, env, predict
 from rtrain.batch import Head, Ragged, Tokens
 from rtrain.checkpoints import replica
 from rtrain.config import Recipe
@@ -29,6 +29,7 @@ from rtrain.run import Run
 from rtrain.runs import notice, predictions, recovery
 from rtrain.runs.start import Start
 from rtrain.tasks import base
+from rtrain.tasks.encode import load_tokenizer, reading_of
 from rtrain.training import evaluate, loop, losses, pass_size
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ def _calibrated(job: loop.Job, outcome: loop.Outcome, answers: dict[str, Ragged]
 
 def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged], alive: Callable[[], None]) -> None:
     """Every row's prediction, for people; and the scores in full, of which the log keeps the slices' headlines."""
-    tokenizer = base.load_tokenizer(source, job.recipe.data.max_tokens)
+    tokenizer = load_tokenizer(source, job.recipe.data.max_tokens)
     for split, found in outcomes.items():
         alive()
         predictions.write(job.run.predictions(split), split, job.store, job.task, job.head, found, tokenizer, alive)
@@ -258,7 +259,7 @@ def export(network: "transformers.PreTrainedModel", source: Path, job: loop.Job,
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, draft / name)
-    max_tokens = base.reading(job.task, job.recipe.data).max_tokens
+    max_tokens = reading_of(job.task, job.recipe.data).max_tokens
     if pooled := sentence_pooling(job.recipe, source):
         sentence.write(draft, pooled, network.config.hidden_size, max_tokens)
     made = artifact.Artifact(
@@ -266,7 +267,7 @@ def export(network: "transformers.PreTrainedModel", source: Path, job: loop.Job,
         task=job.recipe.task,
         labels=job.store.manifest.labels,
         max_tokens=max_tokens,
-        engine="torch",
+        engine=engines.FLOAT,
         facts={**job.head.facts, **({pooling.FACT: "mean"} if mean else {})},
         data=job.recipe.data.model_dump(mode="json", include=set(artifact.COLUMNS)),
         metrics=outcome.scores,

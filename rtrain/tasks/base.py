@@ -1,16 +1,18 @@
-"""The Task protocol and its registry. No torch or transformers at module level: serving needs neither."""
+"""The Task protocol: all that the other rooms know of a task. `get` finds a task by its name.
+
+The name of a task is that of its module in this package; `rtrain.config.recipe.TASKS` lists the names that a recipe may
+give. Scores, charts and explanations are chosen by the kind of its answers, `Task.output`. docs/adding.md lists the
+steps to another task. No torch or transformers at module level: serving needs neither.
+"""
 
 import importlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.batch import Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens, Window
-from rtrain.config import Data
-from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.batch import Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens
 
 if TYPE_CHECKING:
     import tokenizers
@@ -20,22 +22,11 @@ Input = str | Mapping[str, str]
 """What a request asks of: a text, or texts by name."""
 
 
-class Reading(NamedTuple):
-    """How a text becomes tokens, the same in training and in serving."""
-
-    max_tokens: int
-    """Of a window."""
-    stride: int = 0
-    """Tokens that neighbouring windows share."""
-    max_windows: int = 1
-    """With 1, what does not fit is cut."""
-
-
 class Targets(NamedTuple):
     values: Ragged
     """float32."""
     unknown: npt.NDArray[np.bool_]
-    """Rows with a label that the head has not."""
+    """Whether a row has a label that the head lacks, one entry per row."""
 
 
 class Place(NamedTuple):
@@ -61,35 +52,37 @@ class Described(NamedTuple):
 
 
 Variation = Literal["text", "words", "nothing"]
-"""Anything; the words, but neither their number nor their order (a label is about their places); nothing."""
+"""`text`: anything. `words`: each word, but neither their number nor their order, where a label is about places.
+`nothing`: not a character."""
 
 
 class Task(Protocol):
     """What the loop, the compressors and the endpoint need to know of a task, and all that they know.
 
-    A model gives outputs for each window [windows, outputs], or for each token [tokens, outputs], tokens one after
-    another as in `Tokens.ids`; which of them is the task's own business. Of the tokens it gives those `wanted`.
+    A model gives its outputs per window, [windows, outputs], or per token, [tokens, outputs], in the order of
+    `Tokens.ids`: the task's `by_token` says which. Of the tokens, only those that `wanted` names have outputs.
     """
 
     name: str
     output: str
-    """Kind of output: chooses the metric (`rtrain.metrics.by_output`) and what can be done with the answers."""
+    """Kind of the answers: chooses scores (`rtrain.metrics.by_output`), charts, explanations and reply tensors."""
     auto_model: str
     """Name of the transformers class that loads the float artefact."""
     by_token: bool
-    """Its model answers each token, not each window."""
+    """The model answers each token, not each window."""
     fields: tuple[str, str]
     """Names of the two texts in a request."""
     needs_pair: bool
     never_cuts: bool
-    """Reads a text in windows whatever the settings: an answer may lie anywhere in it."""
+    """Long texts are read in windows whatever the settings: an answer may lie anywhere in them."""
     varies: Variation
-    """What augmentation may change of a training text, its label staying true."""
+    """What augmentation may change in a training text without making its label false."""
     finds_outside: bool
-    """Tells rows that belong to none of its labels: those of the head's fact `outside`, which are never trained on."""
-
+    """Supports `data.outside`: rows that belong to none of the labels, and are never trained on, are told apart."""
+    smooths: bool
+    """Supports `train.label_smoothing`: each target is one label out of several."""
     packs: bool
-    """Its rows are blocks of text that fill the model's window (`rtrain.data.packing`), not the file's rows."""
+    """Rows are blocks of text that fill the model's window (`rtrain.data.packing`), not the file's rows."""
 
     # ---------------------------------------------------------------------------------------------- rows to targets
 
@@ -98,7 +91,7 @@ class Task(Protocol):
         ...
 
     def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer") -> Head:
-        """From the training rows' labels and how often each occurs."""
+        """What the outputs mean, from the training rows' labels (`counts`: how often each occurs)."""
         ...
 
     def encode(
@@ -112,7 +105,7 @@ class Task(Protocol):
         ...
 
     def marks(self, text: str, pair: str | None, label: str, encoded: Encoded) -> list[int]:
-        """What of a row's targets can be known only beside its text: where in its tokens they lie. May be empty."""
+        """Where in a row's tokens its targets lie, which can be told only while the text is at hand. May be empty."""
         ...
 
     def targets(self, labels: Sequence[str], marks: Ragged, head: Head) -> Targets:
@@ -122,50 +115,51 @@ class Task(Protocol):
     # ----------------------------------------------------------------------------------------------------- training
 
     def prepare(self, tokens: Tokens, head: Head, seed: int, epoch: int) -> Tokens:
-        """The rows as they are trained on in that epoch; a pure function of its arguments, row by row."""
+        """The rows as they are trained on in that epoch, e.g. masked; a pure function of its arguments, row by row."""
         ...
 
     def wanted(self, tokens: Tokens, head: Head) -> Ints | None:
-        """Places in `tokens.ids`, ascending, of the tokens whose logits `loss` and `outputs` get; None for all. A head
-        as wide as a vocabulary is computed for these alone."""
+        """Places in `tokens.ids`, ascending, of the tokens whose logits `loss` and `outputs` need; None for all. The
+        logits of other tokens are not computed, which matters for a head as wide as a vocabulary."""
         ...
 
     def parts(self, head: Head) -> tuple[str, ...]:
-        """Names of the parts of the loss; each is divided by its own count, and they are added."""
+        """Names of the parts of the loss. Each part is divided by its own count of targets; the quotients are added."""
         ...
 
     def counts(self, tokens: Tokens, head: Head) -> dict[str, int]:
-        """Number of targets of each part. With `loss` the (sum, count) pairs: never a mean, so that passes and workers
-        add up exactly. Apart from it, because all workers' counts must be known before the first backward pass."""
+        """Number of targets of each part: what the sums of `loss` are divided by. Sums and counts add up exactly over
+        passes and workers, means would not. The counts are a method of their own because those of all workers must be
+        known before the first backward pass."""
         ...
 
     def loss(self, logits: "torch.Tensor", tokens: Tokens, head: Head) -> dict[str, "torch.Tensor"]:
-        """Sum over the targets of each part."""
+        """The loss of each part, summed over its targets (not averaged)."""
         ...
 
     def imitation(
         self, logits: "torch.Tensor", tokens: Tokens, head: Head, temperature: float
     ) -> dict[str, "torch.Tensor"]:
-        """Distance to `tokens.teacher`, summed over the same targets; at the scale of `loss` (a KL times T^2)."""
+        """Distance to `tokens.teacher`, summed over the same targets as `loss` and on its scale (a KL times T^2)."""
         ...
 
     # ------------------------------------------------------------------------------------------------------ answers
 
     def outputs(self, logits: Floats, tokens: Tokens, head: Head) -> Outputs:
-        """The model's output for each row: what a teacher teaches, an artefact's golden answers hold, and `decode`
-        turns into the HTTP answer. Windows are pooled here."""
+        """The model's output for each row, its windows pooled. A teacher teaches it, golden answers hold it, and
+        `decode` turns it into the HTTP answer."""
         ...
 
     def outcomes(self, outputs: Outputs, tokens: Tokens, head: Head) -> Ragged:
-        """What the metric needs to know of each row, compact: it is gathered from all workers. float64."""
+        """What the metric needs of each row, float64. Compact, since all workers' rows are gathered."""
         ...
 
     def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
-        """Facts that are chosen on the validation rows once the model is trained, e.g. a threshold; often none."""
+        """Facts for the head, e.g. a threshold, chosen on the validation rows of the trained model; often none."""
         ...
 
     def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
-        """Evaluated rows, for people."""
+        """The answers to evaluated rows beside what they should be, for the report."""
         ...
 
     def decode(
@@ -176,11 +170,15 @@ class Task(Protocol):
         head: Head,
         parameters: Mapping[str, Any],
     ) -> list[Any]:
-        """The HTTP answer to each input."""
+        """The answer of /predict to each input, JSON; `serve.schema.PredictReply` describes its forms."""
+        ...
+
+    def asks(self, texts: Sequence[str], head: Head) -> list[Input]:
+        """Requests made of arbitrary `texts`: an artefact's golden answers are the answers to these."""
         ...
 
     def judge(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
-        """Scores that need the answers' texts beside the labels, e.g. those of a published script; often none."""
+        """Scores that compare the answers' texts with the labels, e.g. those of a published script; often none."""
         ...
 
 
@@ -188,60 +186,3 @@ def get(name: str) -> Task:
     """The task of that name, from `rtrain.tasks.<name>`."""
     found: Task = importlib.import_module(f"rtrain.tasks.{name}").TASK
     return found
-
-
-def reading(task: Task, data: Data) -> Reading:
-    """How the rows of `data` are read by `task`."""
-    if data.window is None and not task.never_cuts:
-        return Reading(data.max_tokens)
-    return Reading(data.window_tokens, data.stride, data.max_windows)
-
-
-def load_tokenizer(folder: Path, max_tokens: int, stride: int = 0) -> "tokenizers.Tokenizer":
-    """The folder's fast tokenizer, cutting into windows of `max_tokens`, never padding. A private object: its settings
-    are state."""
-    import tokenizers
-
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(
-            [
-                Problem(
-                    "model.name",
-                    str(folder),
-                    "no tokenizer.json in the folder",
-                    "save the fast tokenizer into it: AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER)",
-                )
-            ]
-        )
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the Rust side raises plain Exception
-        raise UserError(f"{path} cannot be read as a tokenizer: {error}") from None
-    tokenizer.no_padding()
-    tokenizer.enable_truncation(max_tokens, stride=stride)
-    return tokenizer
-
-
-def encode(
-    tokenizer: "tokenizers.Tokenizer", texts: Sequence[str], pairs: Sequence[str] | None = None, max_windows: int = 1
-) -> list[Encoded]:
-    """Texts, or pairs of texts, to tokens. Of a pair the longer text is read in windows, beside the other whole."""
-    rows = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
-    encoded = []
-    for row in tokenizer.encode_batch(rows):
-        every = [row, *row.overflowing]
-        kept = every[:max_windows]
-        encoded.append(
-            Encoded(
-                ids=[token for window in kept for token in window.ids],
-                windows=[Window(len(window.ids), _second(window.type_ids)) for window in kept],
-                truncated=len(every) > max_windows,
-                spans=[span for window in kept for span in window.offsets],
-            )
-        )
-    return encoded
-
-
-def _second(types: list[int]) -> int:
-    return types.index(1) if 1 in types else len(types)

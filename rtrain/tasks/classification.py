@@ -25,6 +25,7 @@ class Classification(PooledTask):
     name = "classification"
     output = "classes"
     finds_outside = True
+    smooths = True
 
     def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
         if len(counts) < 2:
@@ -68,10 +69,10 @@ class Classification(PooledTask):
         chances, places = softmax(outcomes.matrix(len(head.labels))), targets.values.astype(np.int64)
         best, rows = chances.argmax(axis=1), np.arange(len(outcomes))
         sure = chances[rows, best]
-        names = [*head.labels, head.facts.get("outside"), None]  # OUTSIDE and -1, from the end
+        names = [*head.labels, head.facts.get("outside"), None]  # at -2 and -1: OUTSIDE and an unknown class
         refused = sure < refusal(head)
         right = np.where(places == OUTSIDE, 1 - sure, np.where(places >= 0, chances[rows, places], 0.0))
-        with np.errstate(divide="ignore"):  # a target without a class has chance 0 and an endless loss
+        with np.errstate(divide="ignore"):  # a target that is no class has probability 0 and an endless loss
             loss = -np.log(right)
         return Described(
             target=[names[place] for place in places],
@@ -102,7 +103,8 @@ class Classification(PooledTask):
 
 
 def refusal(head: Head) -> float:
-    """Chance of the best class below which a text is outside of all; 0, refusing none, where there is no such thing."""
+    """The threshold below which the best class's chance makes a text one outside of all classes. 0, which refuses no
+    text, where the head has no `outside`."""
     return float(head.facts.get("threshold", 0.0)) if "outside" in head.facts else 0.0
 
 

@@ -1,26 +1,30 @@
-"""What of the Task protocol most tasks leave as it is: one text or two, one part of the loss, nothing to calibrate."""
+"""The base class of tasks: what most of them have in common. One text or two, one loss, nothing to calibrate."""
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rtrain.batch import Encoded, Head, Ints, Ragged, Tokens
 from rtrain.tasks import base
+from rtrain.tasks.encode import encode
 
 if TYPE_CHECKING:
     import tokenizers
 
 
 class Defaults:
-    """A task overrides what is otherwise in it, and adds its names, its model, its loss and its answers."""
+    """A task overrides what differs, and adds `name`, `output`, `auto_model`, `by_token`, `head`, `targets`, `counts`,
+    `loss`, `imitation`, `outputs`, `outcomes`, `describe` and `decode`."""
 
     fields = ("text", "text_pair")
     needs_pair = False
     reads_pair = True
-    """Without it a second text is left out."""
+    """Where False, a second text is left out."""
     never_cuts = False
     packs = False
     varies: base.Variation = "nothing"
     finds_outside = False
+    smooths = False
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         return None
@@ -32,7 +36,7 @@ class Defaults:
         pairs: Sequence[str] | None = None,
         max_windows: int = 1,
     ) -> list[Encoded]:
-        return base.encode(tokenizer, texts, pairs if self.reads_pair else None, max_windows)
+        return encode(tokenizer, texts, pairs if self.reads_pair else None, max_windows)
 
     def marks(self, text: str, pair: str | None, label: str, encoded: Encoded) -> list[int]:
         return []
@@ -48,6 +52,11 @@ class Defaults:
 
     def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
         return {}
+
+    def asks(self, texts: Sequence[str], head: Head) -> list[base.Input]:
+        if not self.needs_pair:
+            return list(texts)
+        return [dict(zip(self.fields, pair, strict=True)) for pair in itertools.pairwise(texts)]
 
     def judge(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
         return {}

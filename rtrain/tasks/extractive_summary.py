@@ -53,7 +53,7 @@ class ExtractiveSummary(Defaults):
         return Head(("left out", "taken"), {"max_words": max(1, round(words / sum(counts.values())))})
 
     def marks(self, text: str, pair: str | None, label: str, encoded: Encoded) -> list[int]:
-        """What `summary_rows` describes."""
+        """The numbers that `rtrain.metrics.summary_rows` describes."""
         spans = sentence_spans(text)
         sentences = [text[start:end] for start, end in spans]
         taken = scores.oracle(sentences, label, scores.Budget(sentences=max(1, len(sentences))))
@@ -148,7 +148,7 @@ class ExtractiveSummary(Defaults):
 
 
 def places(encoded: Encoded, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """For each sentence its first token and the one behind its last, in one window; (0, 0) where it was not read.
+    """For each sentence its first token and the token behind its last, in one window; (0, 0) where it was not read.
 
     Of the windows the one that has most of its tokens, of equals that in which it is farthest from an edge; the text's
     own beginning and end are no edges.
@@ -199,14 +199,14 @@ def _pooled(logits: "torch.Tensor", first: Ints, end: Ints) -> "torch.Tensor":
 
 
 def _means(output: Floats, first: Ints, end: Ints) -> Wide:
-    """[sentences, 2]; zeros where one was not read."""
+    """[sentences, 2]: the mean output of each sentence's tokens; zeros where a sentence was not read."""
     spans = zip(first.tolist(), end.tolist(), strict=True)
     means = [output[a:b].mean(axis=0, dtype=np.float64) if b > a else np.zeros(2) for a, b in spans]
     return np.array(means, dtype=np.float64).reshape(-1, 2)
 
 
 def _margins(output: Floats, first: Ints, end: Ints) -> Wide:
-    """Logit of being taken of each sentence; -inf where it was not read."""
+    """For each sentence the logit that it is taken; -inf where it was not read."""
     means = _means(output, first, end)
     return np.where(end > first, means[:, 1] - means[:, 0], -np.inf)
 

@@ -46,7 +46,7 @@ class MaskedLM(Defaults):
         return Head((), {**facts, "vocabulary": tokenizer.get_vocab_size()})
 
     def targets(self, labels: Sequence[str], marks: Ragged, head: Head) -> Targets:
-        """None are stored: see `prepare`."""
+        """No targets are stored: `prepare` draws them anew in each epoch."""
         nothing = Ragged(np.empty(0, dtype=np.float32), np.zeros(len(labels), dtype=np.int32))
         return Targets(nothing, np.zeros(len(labels), dtype=np.bool_))
 
@@ -67,7 +67,7 @@ class MaskedLM(Defaults):
         return replace(tokens, ids=ids.astype(np.int32), targets=targets, counts=lengths)
 
     def wanted(self, tokens: Tokens, head: Head) -> Ints:
-        """Those with a target, or the masks of a text that is asked."""
+        """The tokens with a target; of a request's text, which has none, its masks."""
         if len(tokens.targets):
             return np.flatnonzero(tokens.targets != IGNORED)
         return np.flatnonzero(tokens.ids == head.facts["mask_id"])
@@ -110,6 +110,10 @@ class MaskedLM(Defaults):
         share = [f"{int(good)} of {int(count)} masked tokens" for good, count in zip(right, guessed, strict=True)]
         return Described([""] * len(share), share, right / np.maximum(1, guessed), mean)
 
+    def asks(self, texts: Sequence[str], head: Head) -> list[Input]:
+        """A mask before each text: at the end of a long one it would be cut off."""
+        return [f"{head.facts['mask']} {text}" for text in texts]
+
     def decode(
         self,
         outputs: Outputs,
@@ -137,7 +141,7 @@ def _mix(value: Words) -> Words:
 
 
 def _unit(word: Words) -> npt.NDArray[np.float64]:
-    """[0, 1)."""
+    """A number in [0, 1) from each word."""
     return (word >> np.uint64(11)).astype(np.float64) / 2**53
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 class MultiHead(PooledTask):
     name = "multi_head"
     output = "heads"
+    smooths = True
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         if not label.startswith("{"):

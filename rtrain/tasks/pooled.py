@@ -65,10 +65,3 @@ def pooled(logits: "torch.Tensor", tokens: Tokens, head: Head) -> "torch.Tensor"
             return wide[torch.cumsum(windows, 0) - windows]
         case _:
             return wide.new_zeros(shape).index_add(0, row, wide) / windows[:, None]
-
-
-def targets_of(tokens: Tokens, logits: "torch.Tensor", width: int = 1) -> "torch.Tensor":
-    """The targets [rows, width] beside the logits, in their precision."""
-    import torch
-
-    return torch.from_numpy(tokens.targets.reshape(len(tokens), width)).to(logits)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 SMALLEST, LARGEST = 1e-30, 1e37
-"""Of scores and of what lies between two of them: models compute in float32, with squares and differences."""
+"""Bounds of scores and of their differences: models square them in float32."""
 MOST_STEPS = 100
 """Training scores with more steps than this are no scale of grades."""
 
@@ -110,7 +110,7 @@ def _step(values: Any) -> float | None:
     """The distance of neighbouring grades where all scores lie on one scale."""
     gaps = np.diff(values)
     step = float(gaps.min())
-    if values[-1] - values[0] > (MOST_STEPS + 1) * step:  # their quotient may be more than a float holds
+    if values[-1] - values[0] > (MOST_STEPS + 1) * step:  # not as a quotient, which may exceed what a float holds
         return None
     steps = (values - values[0]) / step
     on_scale = np.abs(steps - np.rint(steps)).max() < 1e-6 and steps[-1] <= MOST_STEPS

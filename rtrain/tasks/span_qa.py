@@ -18,6 +18,7 @@ from rtrain.metrics.calibration import softmax
 from rtrain.tasks import base
 from rtrain.tasks.base import Described, Input, Targets
 from rtrain.tasks.defaults import Defaults
+from rtrain.tasks.encode import encode
 from rtrain.tasks.labels import parsed
 
 if TYPE_CHECKING:
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
     import torch
 
 QUESTION_SHARE = 4
-"""A question takes at most this part of a window, one fourth; the rest of it is left out."""
+"""A question takes at most a fourth of a window; its end is cut off where it is longer."""
 MOST_ANSWER_TOKENS = 30
 MOST_STARTS = 20
-"""Best starts of a window that are tried with every end behind them."""
+"""How many of a window's best starts are tried, each with every end behind it."""
 EXAMPLE = '[{"text": "on monday", "start": 12}]'
 """Answers as they are written in a column."""
 HIDDEN = -1e4
@@ -71,12 +72,12 @@ class SpanQA(Defaults):
         max_windows: int = 1,
     ) -> list[Encoded]:
         assert pairs is not None  # needs_pair
-        assert tokenizer.truncation is not None  # base.load_tokenizer
+        assert tokenizer.truncation is not None  # encode.load_tokenizer
         most = tokenizer.truncation["max_length"] // QUESTION_SHARE
         questions = []
         for text, row in zip(texts, tokenizer.encode_batch(list(texts), add_special_tokens=False), strict=True):
             questions.append(text if len(row.ids) <= most else text[: row.offsets[most - 1][1]])
-        found = base.encode(tokenizer, questions, pairs, max_windows)
+        found = encode(tokenizer, questions, pairs, max_windows)
         if any(window.second >= window.tokens for row in found for window in row.windows):
             raise UserError("model.name: its tokenizer does not mark the second text; question answering needs one")
         return found
@@ -142,7 +143,7 @@ class SpanQA(Defaults):
         return Ragged.of(found, np.float64)
 
     def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
-        """The margin above which an answer is given: of the best mean F1, half-way to the next."""
+        """The margin above which an answer is given: that of the best mean F1, half-way between two rows' margins."""
         rows = outcomes.matrix(7)
         if not head.facts["no_answer"] or not len(rows):
             return {}
@@ -201,10 +202,10 @@ class SpanQA(Defaults):
 
 class _Span(NamedTuple):
     first: int
-    """Of the row's tokens, the last one included."""
+    """Place of its first token in the row. `last` is the place of its last one, included."""
     last: int
     margin: float
-    """Its score less that of no answer: sums of a start's and an end's logit."""
+    """Its score minus the score of no answer; a score is the sum of a start's and an end's logit."""
     score: float
     """Chance of its start times that of its end, in its window."""
 
@@ -214,8 +215,8 @@ def threshold(head: Head) -> float:
 
 
 def _best(output: Floats, windows: Sequence[Window]) -> _Span:
-    """The best span of all windows. No answer scores what the windows' first tokens do, in the one that is surest that
-    there is one (the least): any window may hold the answer."""
+    """The best span of all windows. The score of no answer is the lowest of the scores of the windows' first tokens,
+    from the window that is surest that it holds an answer: a single window may hold it."""
     best, nothing, begin = (-np.inf, 0, 0, 0.0), np.inf, 0
     for window in windows:
         logits = output[begin : begin + window.tokens].astype(np.float64)

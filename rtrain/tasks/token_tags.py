@@ -32,6 +32,7 @@ _TAG = re.compile(r"O|[BI]-.+")
 class TokenTags(Defaults):
     name = "token_tags"
     output = "tags"
+    smooths = True
     auto_model = "AutoModelForTokenClassification"
     by_token = True
     reads_pair = False
@@ -108,7 +109,7 @@ class TokenTags(Defaults):
             answered = targets != IGNORED
             chances, true = softmax(output[answered]), targets[answered].astype(np.int64)
             found, place = chances.argmax(axis=1), np.arange(len(true))
-            with np.errstate(divide="ignore"):  # a tag that training has not has chance 0 and an endless loss
+            with np.errstate(divide="ignore"):  # a tag that training lacks has probability 0 and an endless loss
                 loss = -np.log(np.where(true >= 0, chances[place, true], 0.0))
             rows.append(np.stack([found, chances[place, found], loss], axis=1))
         return Ragged.of(rows, np.float64)
@@ -139,7 +140,7 @@ class TokenTags(Defaults):
 
 
 def names(places: Any, head: Head) -> list[str]:
-    """Tags by their numbers; of one that the head has not, that it is outside: no answer can be right."""
+    """Tags by their numbers. A tag that the head lacks (-1) is shown as outside: no answer to it can be right."""
     return [head.labels[int(place)] if place >= 0 else OUTSIDE for place in places]
 
 

@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     import torch
 
 
-SMOOTHED = ("classes", "heads", "tags")
-"""Kinds of output whose labels can be smoothed: one label out of several."""
-
-
 class RunLoss:
     """The task's loss for a run; see `step.Loss`. Distillation and smoothing change it and nothing else of a run."""
 
@@ -63,7 +59,7 @@ class RunLoss:
 def problems(recipe: Recipe) -> list[Problem]:
     """Settings of the loss that the recipe's task cannot use."""
     smoothing, task = recipe.train.label_smoothing, get(recipe.task)
-    if not smoothing or task.output in SMOOTHED:
+    if not smoothing or task.smooths:
         return []
     reason = f"{task.name} does not choose one label out of several"
     return [Problem("train.label_smoothing", smoothing, reason, "set it to 0")]

@@ -1,0 +1,256 @@
+"""docs/adding.md: what it names exists, and its steps, taken as they are written, lead to the end."""
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import rtrain.tasks
+from rtrain import artifact, config, engines
+from rtrain.batch import Floats, Head, Ragged, pack
+from rtrain.compress import quantize
+from rtrain.config import Recipe, loading, recipe
+from rtrain.config.recipe import Optim, Quantize
+from rtrain.data.store import Store
+from rtrain.errors import ConfigError, UserError
+from rtrain.explain import targets
+from rtrain.metrics import by_output, scores
+from rtrain.metrics.additive import Additive, joined, ratio
+from rtrain.metrics.by_output import METRICS, Metric, metric_for
+from rtrain.predict import Predictor, golden_logits
+from rtrain.tasks import base
+from rtrain.tasks.encode import load_tokenizer
+from serve.app import build_app
+from tests import reports
+from tests.conftest import labelled_rows
+from tests.tiny import CORPUS, make_encoder, make_store, make_task_artifact, make_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
+EXAMPLE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
+HEAD = Head(("no", "yes"))
+
+
+# ---------------------------------------------------------------------------------------------------------- the page
+
+
+def items() -> list[str]:
+    """The steps of all lists."""
+    text = re.sub(r"(?ms)^```.*?^```", "", PAGE)
+    found: list[str] = re.findall(r"(?ms)^(?:\d\.|-) (.*?)(?=^(?:\d\.|-) |\n\n|\Z)", text)
+    return [" ".join(step.split()) for step in found]
+
+
+def test_every_file_and_name_of_the_page_exists() -> None:
+    assert len(items()) == 19
+    paths = 0
+    for step in items():
+        words = re.findall(r"`([^`]+)`", step)
+        files = [word for word in words if ("/" in word and not word.startswith("/")) or word.endswith(".toml")]
+        paths += len(files)
+        text = ""
+        for file in files:
+            if "NAME" in file:
+                assert (ROOT / file).parent.is_dir(), step
+            else:
+                assert (ROOT / file).exists(), step
+                text += (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).is_file() else ""
+        for name in words:
+            if re.fullmatch(r"\w+", name) and name not in ("TASK", "train", "optim", "model"):
+                assert re.search(rf"(?m)^\s*(?:def |class )?{name}\b", text), f"{name}: {step}"
+    assert paths >= 20
+
+
+def test_the_kinds_of_output_that_the_page_lists_are_those_that_are_scored() -> None:
+    found = re.search(r"\(its `output`: (.*?)\)", PAGE, re.DOTALL)
+    assert found is not None
+    assert set(re.findall(r"`(\w+)`", found[1])) == set(METRICS)
+
+
+# ------------------------------------------------------------------------------------------------------------ a task
+
+
+@pytest.fixture
+def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The example of the page as a module of the package, its name among the tasks, its kind of answer scored."""
+    assert EXAMPLE is not None
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "yes_no.py").write_text(EXAMPLE[1])
+    monkeypatch.setattr(rtrain.tasks, "__path__", [*rtrain.tasks.__path__, str(folder)])
+    monkeypatch.setattr(recipe, "TASKS", (*recipe.TASKS, "yes_no"))
+    metric = Metric("accuracy", by_output.classes, by_output.additive_classes)
+    monkeypatch.setattr(by_output, "METRICS", {**METRICS, "verdict": metric})
+    return "yes_no"
+
+
+def test_an_unknown_task_is_answered_with_the_nearest_names_among_all_other_problems(added: str) -> None:
+    assert config.parse({"name": "x", "task": added}, {}).recipe.task == added
+    with pytest.raises(ConfigError) as caught:
+        config.parse({"name": "x", "task": "yes_on"}, {"optim.lr": 3})
+    first, second = caught.value.problems
+    assert (first.field, first.value, first.reason) == ("task", "yes_on", "unknown")
+    assert "did you mean yes_no" in first.fix
+    assert second.field == "optim.lr"
+
+
+def test_every_task_that_is_listed_is_found_under_its_name() -> None:
+    assert len(recipe.TASKS) >= 8
+    assert [base.get(name).name for name in recipe.TASKS] == list(recipe.TASKS)
+    assert {base.get(name).output for name in recipe.TASKS} == set(METRICS)
+
+
+def test_an_added_task_learns_and_is_scored(added: str, tmp_path: Path) -> None:
+    import torch
+
+    task = base.get(added)
+    assert task.flaw("a text", None, "perhaps") == "the label 'perhaps' is neither yes nor no"
+    assert task.head({"yes": 2, "no": 1}, load_tokenizer(make_tokenizer(tmp_path), 16)) == HEAD
+    encoded = task.encode(load_tokenizer(tmp_path, 16), CORPUS[:2])
+    wanted = task.targets(["yes", "no"], Ragged.of([[], []], np.int32), HEAD).values
+    tokens = pack(encoded)
+    tokens = type(tokens)(**{**vars(tokens), "targets": wanted.values, "counts": wanted.counts})
+    logits = np.array([[0.0, 2.0], [0.0, 1.0]], dtype=np.float32)
+    found = task.loss(torch.from_numpy(logits), tokens, HEAD)["loss"].item()
+    assert found == pytest.approx(np.log1p(np.exp(-2)) + np.log1p(np.exp(1)), rel=1e-6)
+    assert task.decode(logits, CORPUS[:2], encoded, HEAD, {}) == [{"verdict": True}, {"verdict": True}]
+    outcomes = task.outcomes(task.outputs(logits, tokens, HEAD), tokens, HEAD)
+    assert metric_for(task.output).scores(outcomes, wanted, HEAD)["accuracy"] == 0.5
+
+
+async def _post(predictor: Predictor, path: str, document: dict[str, Any]) -> Any:
+    transport = httpx.ASGITransport(app=build_app(predictor, config.Deploy().serve))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        return (await client.post(path, json=document)).json()
+
+
+def test_an_added_task_answers_requests(added: str, tmp_path: Path) -> None:
+    predictor = Predictor.load(make_task_artifact(tmp_path / "artifact", added, HEAD), threads=1)
+    answers = asyncio.run(_post(predictor, "/predict", {"inputs": list(CORPUS)}))
+    assert answers == [{"verdict": bool(row.argmax() == 1)} for row in predictor.logits(CORPUS)]
+    tensor = {"name": "text", "shape": [1], "datatype": "BYTES", "data": [CORPUS[0]]}
+    reply = asyncio.run(_post(predictor, "/v2/models/tiny/infer", {"inputs": [tensor]}))
+    verdict = str(answers[0]["verdict"]).lower()
+    assert reply["outputs"] == [
+        {"name": "answer", "datatype": "BYTES", "shape": [1], "data": [f'{{"verdict": {verdict}}}']}
+    ]
+    with pytest.raises(UserError, match="answers of kind 'verdict' \\(task yes_no\\) are not explained"):
+        targets.check(predictor.task)
+
+
+def test_an_added_task_has_a_report(added: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [(f"{text} {number}", "no" if number % 3 else "yes") for number, (text, _) in enumerate(labelled_rows(200))]
+    monkeypatch.setattr(reports, "settings_of", lambda task, folder: reports.settings(folder, rows, task=task))
+    page = reports.page_of(reports.make_answered(tmp_path, added))
+    assert "Scores and how sure they are" in page.text
+    assert "accuracy" in page.text
+
+
+# --------------------------------------------------------------------------------------------------------- an engine
+
+
+class Halved:
+    """Answers with half of the numbers in its file, for each window."""
+
+    def __init__(self, folder: Path, made: artifact.Artifact, threads: int | None):
+        self._logits = np.frombuffer((folder / "model.toy").read_bytes(), dtype=np.float32) / 2
+
+    def logits(self, inputs: Mapping[str, Any]) -> Floats:
+        return np.tile(self._logits, (len(inputs["input_ids"]), 1))
+
+
+def write(network: Any, samples: Sequence[Mapping[str, npt.NDArray[np.int64]]], path: Path) -> None:
+    path.write_bytes(np.full(network.config.num_labels, len(samples), dtype=np.float32).tobytes())
+
+
+def test_an_added_engine_is_set_quantizes_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = engines.Entry(f"{__name__}:Halved", ("model.toy",), 1e-3, f"{__name__}:write")
+    monkeypatch.setattr(engines, "ENGINES", {**engines.ENGINES, "toy": entry})
+    chosen = config.with_overrides(reports.settings(tmp_path, labelled_rows(60)), {"quantize.engine": "toy"}).recipe
+    store: Store = make_store(chosen, make_encoder(tmp_path / "encoder"), tmp_path)
+    parent_folder = make_task_artifact(tmp_path / "parent", "classification", HEAD)
+    parent, draft = artifact.read(parent_folder), tmp_path / "int8"
+    draft.mkdir()
+    quantize._write_model(parent_folder, parent, store, Quantize(engine="toy", calibration_rows=4), draft)
+    for name in ("tokenizer.json", "config.json"):
+        (draft / name).write_bytes((parent_folder / name).read_bytes())
+    made = artifact.Artifact("toy", "classification", HEAD.labels, 16, chosen.quantize.engine)
+    made = artifact.write(draft, made, golden_logits)
+    assert made.version != parent.version
+    assert artifact.size_mb(draft, made.engine) == 2 * 4 / 1e6
+    predictor = Predictor.load(draft)
+    assert [row.tolist() for row in predictor.logits(CORPUS[:2])] == [[2.0, 2.0], [2.0, 2.0]]
+    with pytest.raises(UserError, match="has no gradients"):
+        _ = predictor.network
+
+
+def test_the_table_names_what_exists_and_an_unknown_engine_is_refused(tmp_path: Path) -> None:
+    assert len(engines.ENGINES) >= 2
+    for entry in engines.ENGINES.values():
+        assert callable(engines.named(entry.loader))
+        assert entry.quantizer is None or callable(engines.named(entry.quantizer))
+    with pytest.raises(UserError, match=r"engine 'abacus' is unknown; this rtrain has torch, openvino"):
+        engines.get("abacus")
+    with pytest.raises(ConfigError, match=r"quantize.engine=torch: unknown; known: openvino"):
+        config.parse({"name": "x", "task": "classification"}, {"quantize.engine": "torch"})
+
+
+# ---------------------------------------------------------------------------------------------------------- a metric
+
+
+def worst_class(outcomes: Ragged, wanted: Ragged, head: Head) -> Additive:
+    """Recall of the class that is found worst: a function of sums over rows."""
+    predicted, true = outcomes.matrix(2).argmax(axis=1), wanted.values.astype(np.int64)
+    own = np.eye(2)[true]
+    columns = np.concatenate([own * (predicted == true)[:, None], own], axis=1)
+    return Additive(columns, lambda sums: {"worst_recall": ratio(sums[..., :2], sums[..., 2:]).min(axis=-1)})
+
+
+def test_an_added_metric_is_measured_with_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    def additive(outcomes: Ragged, wanted: Ragged, head: Head) -> Additive:
+        return joined(by_output.additive_classes(outcomes, wanted, head), worst_class(outcomes, wanted, head))
+
+    def every(outcomes: Ragged, wanted: Ragged, head: Head) -> dict[str, float]:
+        return {**additive(outcomes, wanted, head).scores(), "rows": len(outcomes)}
+
+    metric = METRICS["classes"]._replace(scores=every, additive=additive)
+    monkeypatch.setattr(by_output, "METRICS", {**METRICS, "classes": metric})
+    true = np.array([0, 1] * 20)
+    said = np.where(np.arange(40) < 8, 0, true)  # four rows of class 1 are taken for 0
+    outcomes, wanted = Ragged.even(np.eye(2)[said]), Ragged.even(true.astype(np.float32))
+    found = scores.measure(base.get("classification"), HEAD, "test", outcomes, wanted, np.arange(40), {})
+    assert found["scores"]["worst_recall"] == pytest.approx(16 / 20)
+    low, high = found["intervals"]["scores"]["worst_recall"]
+    assert low < 16 / 20 < high
+
+
+# --------------------------------------------------------------------------------------------------------- a setting
+
+
+class WithSetting(Optim):
+    momentum: float = 0.5
+    """A setting that older runs lack, and what all of them had in its place."""
+
+
+class Grown(Recipe):
+    optim: WithSetting = WithSetting()
+
+
+def test_an_added_setting_is_set_and_leaves_older_runs_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = {"name": "x", "task": "classification"}
+    before = config.parse(document, {}).recipe.identity()
+    monkeypatch.setattr(loading, "Recipe", Grown)
+    monkeypatch.setattr(recipe, "ADDED", {**recipe.ADDED, "momentum": 0.5})
+    assert "optim.momentum" in set(config.dotted_names())
+    assert config.parse(document, {}).recipe.identity() == before
+    changed = config.parse(document, {"optim.momentum": 0.9}).recipe
+    assert changed.model_dump()["optim"]["momentum"] == 0.9
+    assert changed.identity() != before
+    monkeypatch.setattr(recipe, "ADDED", {name: value for name, value in recipe.ADDED.items() if name != "momentum"})
+    assert config.parse(document, {}).recipe.identity() != before  # as step 2 warns
