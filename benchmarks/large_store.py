@@ -24,9 +24,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rtrain.batch import Ints, Ragged
-from rtrain.data import store, tokens
+from rtrain.data import store
 from rtrain.data.ingest import Share, plan_update
 from rtrain.data.order import Order, deal, rows_digest
+from rtrain.data.shards import SHARD_ROWS
 from rtrain.data.store import Store
 from rtrain.manifest import Entry
 
@@ -43,7 +44,7 @@ def named(positions: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     return positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
 
-def make(final: Path, rows: int, shard_rows: int = tokens.SHARD_ROWS, wanted: Ints | None = None) -> Store:
+def make(final: Path, rows: int, shard_rows: int = SHARD_ROWS, wanted: Ints | None = None) -> Store:
     """A store as the tokeniser's job would have left it: rows of 16 to 48 tokens, the first of them the row's position,
     and one of 7 labels. Only the shards `wanted` are written; all of them without."""
     writer, random = store.Writer(final), np.random.default_rng(0)
@@ -176,7 +177,7 @@ def main() -> None:
     order = order_of(final.name, given.rows, LAYOUTS[0][0])
     try:
         start = time.perf_counter()
-        make(final, given.rows, wanted=np.unique(order.positions(resumed(order)) // tokens.SHARD_ROWS))
+        make(final, given.rows, wanted=np.unique(order.positions(resumed(order)) // SHARD_ROWS))
         made = round(time.perf_counter() - start, 1)
         command = [sys.executable, "-m", "benchmarks.large_store", str(final), "--measure"]
         done = subprocess.run(command, check=True, capture_output=True, text=True)

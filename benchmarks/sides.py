@@ -67,7 +67,6 @@ OWN = {
     **{f"without_{name}": Own(settings=settings) for name, settings in ours.TECHNIQUES.items()},
 }
 PROBE = "probe"
-ALL = (*OWN, *PEERS, PROBE)
 
 
 @dataclass(frozen=True)

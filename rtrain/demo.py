@@ -12,7 +12,7 @@ from typing import Any
 
 from rtrain import config as configuration
 from rtrain.config import Config
-from rtrain.data import records, synthetic, tokens
+from rtrain.data import files, records, synthetic, tokens
 from rtrain.data.splits import Splits
 from rtrain.errors import UserError
 from rtrain.metrics.by_output import metric_for
@@ -176,7 +176,7 @@ def _serve_stages(report: Report, config: Config, folder: Path, line: Line) -> I
     with endpoint:
         with report.stage("ask", line) as stage:
             assert config.recipe.data.test
-            rows = list(records.read(records.Piece(config.recipe.data.test, "csv", "test"), config.recipe.data))
+            rows = list(records.read(files.Piece(config.recipe.data.test, "csv", "test"), config.recipe.data))
             asked = rows[:: len(rows) // ASKED_TEXTS][:ASKED_TEXTS]
             answer = ask(endpoint.url, artifact, [row.text for row in asked])
             right = sum(label == row.label for label, row in zip(answer.labels, asked, strict=True))

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import floors, large_store, noise, questions, sets, tasks
 from rtrain import config
 from rtrain.cli.options import SHORT
-from rtrain.data import records
+from rtrain.data import files, records
 
 
 def rows_of(arguments: list[str]) -> list[dict[str, Any]]:
@@ -87,7 +87,7 @@ def test_the_last_tweets_choose_and_none_is_lost(tmp_path: Path) -> None:
     sets.twitter(tmp_path, tmp_path / "work")
     found = {}
     for split in ("train", "valid"):
-        piece = records.Piece(str(tmp_path / "work" / f"{split}.conll"), "conll", split)
+        piece = files.Piece(str(tmp_path / "work" / f"{split}.conll"), "conll", split)
         recipe = config.load("entities", {"data.path": piece.uri}).recipe
         found[split] = [record.text for record in records.read(piece, recipe.data)]
     assert found["valid"] == ["h2", "h3"]

@@ -67,19 +67,19 @@ def intent() -> dict[str, Any]:
 
 def _store(recipe: "Recipe", source: Path, root: Path) -> "Store":
     """The token store that a run makes, by the same functions one after another, without Ray."""
-    from rtrain.data import pieces, records, store, tokens
+    from rtrain.data import commit, pieces, records, shards, store, tokens
     from rtrain.data.splits import Splits
 
     rows = records.inspect(recipe.data)
     writer = store.Writer(root / ".tokens" / tokens.digest(recipe, rows, source))
-    job = tokens.Job(recipe, source, writer.folder, Splits.of(recipe.data, rows))
-    shards = [
+    job = shards.Job(recipe, source, writer.folder, Splits.of(recipe.data, rows))
+    written = [
         row
         for piece in pieces.tasks(rows)
         for part in pieces.cut(piece, recipe)
-        for row in tokens._write_piece(part, job)
+        for row in shards.write_piece(part, job)
     ]
-    return tokens._commit(job, rows, writer, shards)
+    return commit.commit(job, rows, writer, written)
 
 
 def _questions(folder: Path, target: Path, count: int) -> Path:
