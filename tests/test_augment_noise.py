@@ -25,7 +25,8 @@ def test_the_same_text_everywhere() -> None:
 
 
 def test_another_process_gives_the_same() -> None:
-    script = f"from rtrain.data.augment import noise as a; print(repr(a.noisy({TEXT!r}, a.Noise(0.2, 0.2, 0.2, 0.2), 3, 4, 5)))"
+    asked = f"a.noisy({TEXT!r}, a.Noise(0.2, 0.2, 0.2, 0.2), 3, 4, 5)"
+    script = f"from rtrain.data.augment import noise as a; print(repr({asked}))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == repr(noisy(TEXT, Noise(0.2, 0.2, 0.2, 0.2), 3, 4, 5))
 

@@ -240,7 +240,7 @@ def test_a_store_made_of_numbers_is_resumed_from_the_shards_of_one_update(tmp_pa
     rows = 20_000
     order = large_store.order_of("numbers", rows, 64)
     wanted = np.unique(order.positions(large_store.resumed(order)) // 8192)[:2]
-    made = large_store.make(tmp_path / "numbers", rows, shard_rows=8192, wanted=wanted)
+    made = large_store.make(tmp_path / "numbers", rows, shard_rows=8192, made=wanted)
     assert len(made.manifest.shards) == 3
     assert len(list((made.folder / "shards").iterdir())) == len(wanted) == 2
     found = made.read("train", np.array([wanted[0] * 8192 + 5]))
