@@ -1,8 +1,9 @@
-"""What adapting an encoder to a domain's text is worth: `python -m benchmarks.adapt DATA --out DIR [--only notes]`.
+"""Measure what adapting an encoder to a domain's text is worth: `python -m benchmarks.adapt DATA --out DIR [--only
+notes]`.
 
-The packaged weights have no language-model head. So a run of the recipe `domain-adapt` stands beside its control,
-`domain-adapt-head`: as many updates on the same blocks, of a head alone. Both are compared by the perplexity of
-held-out text, and by a classifier of the same domain that starts from the adapted encoder, or from the packaged one.
+The packaged weights have no language-model head. So a run of the recipe `domain-adapt` is compared with a control run,
+`domain-adapt-head`, which trains only a head, for as many updates on the same blocks. They are compared by the
+perplexity of held-out text, and by classifiers of the domain that start from the adapted and from the packaged encoder.
 """
 
 import argparse
@@ -19,10 +20,10 @@ BLOCKS = {"data.max_tokens": 256, "data.max_row_bytes": 2_000_000, "model.attent
 class Domain(NamedTuple):
     folder: str
     text: Any
-    """Its plain text, a function of `sets`."""
+    """The function of `sets` that gives its plain text."""
     recipe: str
     rows: Any
-    """Rows of the classifier, a function of `sets`."""
+    """The function of `sets` that gives the classifier's rows."""
     settings: dict[str, object]
 
 
@@ -47,7 +48,7 @@ DOMAINS = {
 def measure(
     name: str, data: Path, out: Path, epochs: int, share: float, classify: bool, assignments: list[str]
 ) -> dict[str, Figures]:
-    """Figures of the runs by their names: of two, or of four with the classifiers."""
+    """The figures of each run, by its name: two runs, or four with the classifiers."""
     domain, folder = DOMAINS[name], out / f"adapt-{name}"
     work = folder / "data"
     work.mkdir(parents=True, exist_ok=True)

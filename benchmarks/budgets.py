@@ -1,7 +1,7 @@
-"""What a side may vary without changing what it trains: threads, allocator, loader processes, attention kernel.
+"""Settings that change a side's speed and not what it trains: threads, allocator, loader processes, attention kernel.
 
-A peer runs with what was the fastest for it in a small sweep (`python -m benchmarks.train --sweep`), rtrain with what
-it gives itself.
+A peer runs with the settings that were fastest for it in a small sweep (`python -m benchmarks.train --sweep`). rtrain
+runs with its own defaults.
 """
 
 import ctypes.util
@@ -15,16 +15,16 @@ from typing import Any
 from rtrain import env
 
 OWN = ("OMP_", "MKL_", "MALLOC_", "LD_PRELOAD", "TORCH_", "RAY_", "RANK", "WORLD_SIZE", "ACCELERATE_")
-"""Beginnings of the names of variables that a side is not to inherit from whoever runs the benchmark."""
+"""Prefixes of environment variables that a side must not inherit from the caller's shell."""
 LIBRARIES = ("jemalloc", "tcmalloc_minimal")
 
 
 @dataclass(frozen=True)
 class Budget:
     threads: int = 1
-    """Of each process."""
+    """Threads of each process."""
     allocator: str = "glibc"
-    """`glibc` as it is, `kept`: glibc told to keep large blocks, as rtrain tells it, or a library that is preloaded."""
+    """`glibc` (as it is), `kept` (glibc keeps large blocks, as rtrain sets it), or the name of a preloaded library."""
     loader_workers: int = 0
     """Processes that prepare batches, for each training process."""
     attention: str = "sdpa"
@@ -32,14 +32,14 @@ class Budget:
 
 
 def allocators() -> dict[str, dict[str, str]]:
-    """Environment by allocator, of those that this machine has."""
+    """The environment variables that select each allocator that this machine has."""
     kept = {name: value for name, value in env.SETTINGS.items() if name.startswith("MALLOC_")}
     found = {name: path for name in LIBRARIES if (path := ctypes.util.find_library(name))}
     return {"glibc": {}, "kept": kept, **{name: {"LD_PRELOAD": path} for name, path in found.items()}}
 
 
 def environment(budget: Budget, inherited: Mapping[str, str], root: Path) -> dict[str, str]:
-    """Of a side's processes: nothing is downloaded, and no setting of the caller's shell counts."""
+    """The environment of a side's processes: nothing is downloaded, and no setting of the caller's shell counts."""
     clean = {name: value for name, value in inherited.items() if not name.startswith(OWN)}
     return {
         **clean,
@@ -55,18 +55,20 @@ def environment(budget: Budget, inherited: Mapping[str, str], root: Path) -> dic
 
 
 def axes(peer: str) -> dict[str, tuple[Any, ...]]:
-    """What is swept for a peer, and the values that are tried beside the default."""
+    """The settings that are swept for a peer, each with the values that are tried beside the default."""
     others = tuple(name for name in allocators() if name != "glibc")
     found: dict[str, tuple[Any, ...]] = {"allocator": others, "threads": (2,)}
     if peer == "ddp":
-        # Its ratio is to show what a loop costs, so that it gets the kernel that is the fastest here too.
+        # Its ratio shows what a loop costs, so both sides must use the kernel that is fastest here.
         return {**found, "attention": ("eager",)}
     return found if peer == "ray_documented" else {**found, "loader_workers": (1,)}
 
 
 def sweep(axes: Mapping[str, Iterable[Any]], measure: Callable[[Budget], float]) -> tuple[Budget, dict[str, float]]:
-    """Walk along one axis after another and keep what is faster; `measure` gives rows per second. Returns the best
-    budget, and every rate by what was tried."""
+    """Try the values of one axis after another, and keep what is faster. `measure` gives rows per second.
+
+    Returns the best budget, and the rate of every budget that was tried, by its label.
+    """
     best, tried = Budget(), dict[str, float]()
     tried[label(best)] = rate = measure(best)
     for axis, values in axes.items():
@@ -92,7 +94,7 @@ def load(path: Path) -> dict[str, Budget]:
 
 
 def save(path: Path, found: Mapping[str, tuple[Budget, Mapping[str, float]]], about: Mapping[str, Any]) -> None:
-    """Add what was swept to the file; peers that were not swept now stay in it."""
+    """Add the results of a sweep to the file; results of other peers stay in it."""
     peers = json.loads(path.read_text(encoding="utf-8"))["peers"] if path.is_file() else {}
     for peer, (best, tried) in found.items():
         peers[peer] = {"best": dataclasses.asdict(best), "rows_per_second": dict(tried)}

@@ -1,4 +1,4 @@
-"""What `benchmarks.train` reports: figures of one round, their medians and spreads, the table. Pure."""
+"""The figures of `benchmarks.train`: those of one round, their medians and spreads, and the table. Pure."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,21 +7,21 @@ from typing import Any
 
 Side = Mapping[str, float]
 Round = Mapping[str, Side]
-"""What each side measured in one round, by the side's name."""
+"""The measurements of each side in one round, by the side's name."""
 
 
 @dataclass(frozen=True)
 class Figure:
     key: str
     sides: tuple[str, ...]
-    """Those that must run for it."""
+    """The sides that must run for this figure."""
     value: Callable[[Round], float]
     floor: float | None = None
     goal: float | None = None
     lower: bool = False
-    """Less is better."""
+    """Whether less is better."""
     default: bool = True
-    """Measured by a call that names no keys."""
+    """Whether a call that names no keys measures it."""
 
 
 def rate(side: Side) -> float:
@@ -30,45 +30,50 @@ def rate(side: Side) -> float:
 
 
 def ratio(key: str, ours: str, theirs: str, floor: float | None = None, goal: float | None = None) -> Figure:
-    """How many times as fast as `theirs` side `ours` is."""
+    """The speed of side `ours` over that of side `theirs`."""
     return Figure(key, (ours, theirs), lambda found: rate(found[ours]) / rate(found[theirs]), floor, goal)
 
 
 def sooner(key: str, theirs: str, floor: float, goal: float) -> Figure:
-    """How many times as soon as `theirs` side `ours` gets there."""
+    """The time that side `theirs` takes to get there, over the time of side `ours`."""
     return Figure(key, ("ours", theirs), lambda found: found[theirs]["seconds"] / found["ours"]["seconds"], floor, goal)
 
 
 def own(key: str, side: str, floor: float | None = None, goal: float | None = None, lower: bool = True) -> Figure:
-    """Something that a side says of itself under this name."""
+    """A measurement of one side, which the side reports under the name `key`."""
     return Figure(key, (side,), lambda found: found[side][key], floor, goal, lower)
 
 
 def linear_flops(probe: Side, tokens: float, rows: float) -> float:
-    """Of training: a multiplication and an addition for each weight that a token, or a row, meets, three times: for the
-    answers, for the gradients of the inputs and for those of the weights."""
+    """Floating-point operations of training the linear layers.
+
+    Each weight that a token (or a row) meets takes a multiplication and an addition, three times: for the outputs, for
+    the gradients of the inputs and for the gradients of the weights.
+    """
     return 6 * (probe["weights_per_token"] * tokens + probe["weights_per_row"] * rows)
 
 
 def peak_share(found: Round) -> float:
-    """Linear layers' operations per second over those of the best matrix product, both of one core."""
+    """Operations per second of the linear layers, over those of the best matrix product; both for one core."""
     ours, probe = found["ours"], found["probe"]
     flops = linear_flops(probe, ours["real_tokens"], ours["rows"]) / ours["seconds"] / probe["processes"]
     return flops / probe["gemm_flops"]
 
 
 def figures(techniques: Iterable[str], options: Iterable[str] = ()) -> tuple[Figure, ...]:
-    """All of them. Each of the `techniques` has its gain, the full loop over the loop without it; and so have the
-    `options`, which the full loop does not take by itself: the loop with one over the loop."""
+    """All figures. Each technique has its gain: the speed of the full loop over that of the loop without it.
+
+    Each option, which is off in the full loop, has its gain too: the speed of the loop with it over the full loop's.
+    """
     names = tuple(techniques)
-    # Where there is one technique, the loop without it is the plain one.
+    # If there is only one technique, the loop without it is the plain loop.
     without = {name: "harness" if len(names) == 1 else f"without_{name}" for name in names}
     return (
         ratio("vs_hf_default", "ours", "hf_default", 2.0, 2.8),
         ratio("vs_hf_grouped", "ours", "hf_grouped", 1.15, 1.5),
         ratio("vs_hf_grouped_k4", "ours_k4", "hf_grouped_k4", 1.15, 1.4),
         ratio("vs_ray_documented", "ours", "ray_documented", 2.5, 3.5),
-        # A loop of one's own with Accelerate pads as HF Trainer's default does, and is as fast.
+        # A handwritten loop with Accelerate pads as HF Trainer does by default, and is as fast.
         replace(ratio("vs_accelerate", "ours", "accelerate"), default=False),
         ratio("harness_vs_ddp", "harness", "ddp", 0.97, 1.0),
         ratio("vs_ddp", "ours", "ddp", 1.1, 1.25),
@@ -91,21 +96,22 @@ TIMES = (
     sooner("time_to_090_vs_hf_grouped", "hf_grouped", 1.3, 1.8),
     sooner("time_to_090_vs_hf_grouped_mean", "hf_grouped_mean", 1.2, 1.4),
 )
-"""Here a round is a seed."""
+"""The figures of times to an accuracy. Their rounds are seeds."""
 
 
 def sides(chosen: Iterable[Figure]) -> list[str]:
-    """Those that `chosen` need, each once."""
+    """The sides that the chosen figures need, each once."""
     return list(dict.fromkeys(side for figure in chosen for side in figure.sides))
 
 
 def turn(sides: Sequence[str], number: int) -> list[str]:
-    """Their order in round `number`: forth and back, so that a drift of the machine's speed hits both of a pair."""
+    """The order of the sides in round `number`. It alternates, so that a drift of the machine's speed affects both
+    sides of a ratio alike."""
     return list(sides if number % 2 == 0 else reversed(sides))
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:
-    """One figure over the rounds."""
+    """Median, extremes and number of a figure's rounds."""
     return {
         "median": statistics.median(values),
         "min": min(values),
@@ -116,7 +122,7 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
 
 
 def verdict(figure: Figure, found: Mapping[str, Any]) -> dict[str, Any]:
-    """A summary beside its floor and its goal. A floor is met by the worst round, a goal by the median."""
+    """A summary with its floor and goal. The worst round must meet the floor, the median must meet the goal."""
     worst, median = found["max" if figure.lower else "min"], found["median"]
 
     def met(value: float, bound: float | None) -> bool | None:
@@ -127,12 +133,12 @@ def verdict(figure: Figure, found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def evaluate(chosen: Iterable[Figure], rounds: Sequence[Round]) -> dict[str, dict[str, Any]]:
-    """Every figure by its key."""
+    """The summary of every figure, by its key."""
     return {figure.key: verdict(figure, summary([figure.value(one) for one in rounds])) for figure in chosen}
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """For a terminal and for Markdown."""
+    """The table of the figures, as Markdown that a terminal shows well."""
     lines = ["| key | median | min .. max | rounds | floor | goal |", "|---|---|---|---|---|---|"]
     for key, one in found.items():
         spread = f"{one['min']:.4g} .. {one['max']:.4g}"
@@ -142,7 +148,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def side_table(found: Mapping[str, Sequence[Side]]) -> str:
-    """What each side reached: medians over the rounds."""
+    """The medians of each side's measurements over the rounds."""
     lines = ["| side | rows/s | loss of the last quarter | rows |", "|---|---|---|---|"]
     for name, rounds in found.items():
         if "rows" in rounds[0]:

@@ -1,9 +1,9 @@
-"""What a linear model reaches: `python -m benchmarks.floors DATA`. An encoder must beat it.
+"""The scores of a linear model, which an encoder must beat: `python -m benchmarks.floors DATA`.
 
-TF-IDF of two to four characters with logarithmic counts, and a linear support vector machine, both with scikit-learn's
-defaults. Of `umsab` and `nusax_senti` each language has a model of its own, as those who published them report it; of
-`xsid` the one that was trained on English answers all. The scores of `ielts_essays` are a ridge regression's on words
-and pairs of words, in five folds by distinct essay.
+The model is TF-IDF of two to four characters with logarithmic counts, and a linear support vector machine, both with
+scikit-learn's defaults. In `umsab` and `nusax_senti` each language has its own model, as the authors of the sets report
+it. In `xsid` the model trained on English answers all languages. The scores of `ielts_essays` come from a ridge
+regression on words and pairs of words, in five folds by distinct essay.
 """
 
 import argparse
@@ -22,7 +22,7 @@ SETS |= {"xsid": (sets.xsid, "intent", False)}
 
 
 def floors(rows: list[dict[str, Any]], label: str, apart: bool) -> dict[str, tuple[float, float]]:
-    """(accuracy, macro F1) of the test rows by language."""
+    """(accuracy, macro F1) on the test rows, by language."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.metrics import accuracy_score, f1_score
     from sklearn.pipeline import make_pipeline
@@ -47,7 +47,8 @@ def floors(rows: list[dict[str, Any]], label: str, apart: bool) -> dict[str, tup
 
 
 def essays(rows: list[dict[str, str]]) -> dict[str, float]:
-    """Scores of the essays that have one, each predicted by the four folds without it or its equals."""
+    """Predicted scores of the essays that have a score; each is predicted from the four folds without it or its
+    equals."""
     import numpy as np
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import Ridge

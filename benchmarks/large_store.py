@@ -1,9 +1,9 @@
-"""A store of 10^8 rows opened, put in order and resumed: seconds, and the memory of the process.
+"""Measure a store of 10^8 rows as it is opened, put in order and resumed: seconds, and the memory of the process.
 
     python -m benchmarks.large_store FOLDER [--rows 100000000] [--json]      # 3 GB of disk, 4 GB of memory to make it
 
-The store is made of numbers, under FOLDER, and removed at the end: its index, 28 bytes a row, and of its shards those
-that the resumed update reads. What is measured runs in a process of its own, which has read nothing before.
+The store is made of numbers under FOLDER, and removed at the end. Only its index (28 bytes a row) and the shards that
+the resumed update reads are made. The measured work runs in its own process, which has read nothing before.
 """
 
 import argparse
@@ -24,28 +24,32 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rtrain.batch import Ints, Ragged
-from rtrain.data import store, tokens
+from rtrain.data import store
 from rtrain.data.ingest import Share, plan_update
 from rtrain.data.order import Order, deal, rows_digest
+from rtrain.data.shards import SHARD_ROWS
 from rtrain.data.store import Store
 from rtrain.manifest import Entry
 
 ROWS = 100_000_000
 UPDATES = 1000
-"""Updates whose shards are counted."""
+"""Number of updates whose shards are counted."""
 LAYOUTS = ((64, 2), (8_000, 1000), (32_000, 1000))
-"""Rows of an update and workers."""
+"""Rows of an update, and workers."""
 UNWRITTEN: Entry = {"size": 0, "sha256": ""}
 
 
 def named(positions: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """Row ids: distinct and without order, since the factor is odd and products wrap."""
+    """Row ids for positions. They are distinct and in no order, since the factor is odd and products wrap."""
     return positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
 
-def make(final: Path, rows: int, shard_rows: int = tokens.SHARD_ROWS, wanted: Ints | None = None) -> Store:
-    """A store as the tokeniser's job would have left it: rows of 16 to 48 tokens, the first of them the row's position,
-    and one of 7 labels. Only the shards `wanted` are written; all of them without."""
+def make(final: Path, rows: int, shard_rows: int = SHARD_ROWS, made: Ints | None = None) -> Store:
+    """Make a store as the token job would leave it, and return it.
+
+    A row has 16 to 48 tokens, of which the first is the row's position, and one of 7 labels. `made` has the numbers of
+    the shards that are written (None: all of them).
+    """
     writer, random = store.Writer(final), np.random.default_rng(0)
     lengths = random.integers(16, 49, rows, dtype=np.int32)
     files = {}
@@ -62,7 +66,7 @@ def make(final: Path, rows: int, shard_rows: int = tokens.SHARD_ROWS, wanted: In
         )
         files[f"index-{split}.arrow"] = store.write_table(writer.folder / f"index-{split}.arrow", table)
     shards = math.ceil(rows / shard_rows)
-    chosen = set(range(shards) if wanted is None else wanted.tolist())
+    chosen = set(range(shards) if made is None else made.tolist())
     for part in range(shards):
         name = f"shards/000000-{part:06d}.arrow"
         files[name] = UNWRITTEN
@@ -94,19 +98,19 @@ def order_of(digest: str, rows: int, rows_per_update: int) -> Order:
 
 
 def resumed(order: Order) -> int:
-    """The update in the middle of the run."""
+    """The number of the update in the middle of the run."""
     return order.updates // 2
 
 
 def megabytes() -> dict[str, int]:
-    """Of this process: its own memory, and pages of mapped files, which all processes of a machine share."""
+    """Memory of this process: its own, and pages of mapped files, which all processes of a machine share."""
     status = Path("/proc/self/status").read_text()
     kinds = (("own", "RssAnon"), ("mapped", "RssFile"))
     return {name: int(re.search(rf"{key}:\s+(\d+)", status)[1]) // 1000 for name, key in kinds}  # type: ignore[index]
 
 
 def opened(shards: list[Ints], kept: int) -> int:
-    """Shards that a reader opens for these updates, one after another, which keeps so many of them open."""
+    """How often a reader opens a shard for these updates, if it keeps `kept` shards open."""
     known: OrderedDict[int, None] = OrderedDict()
     count = 0
     for needed in shards:
@@ -126,7 +130,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """What a worker does that starts in the middle of a run, as far as the store and the order are concerned."""
+    """Do with store and order what a worker does that starts in the middle of a run; returns the figures."""
     found: dict[str, Any] = {"mb_before": megabytes()}
     start = time.perf_counter()
     read = Store(folder)
@@ -176,7 +180,7 @@ def main() -> None:
     order = order_of(final.name, given.rows, LAYOUTS[0][0])
     try:
         start = time.perf_counter()
-        make(final, given.rows, wanted=np.unique(order.positions(resumed(order)) // tokens.SHARD_ROWS))
+        make(final, given.rows, made=np.unique(order.positions(resumed(order)) // SHARD_ROWS))
         made = round(time.perf_counter() - start, 1)
         command = [sys.executable, "-m", "benchmarks.large_store", str(final), "--measure"]
         done = subprocess.run(command, check=True, capture_output=True, text=True)

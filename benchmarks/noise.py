@@ -1,7 +1,7 @@
-"""What artefacts make of typing errors: `python -m benchmarks.noise DATA ARTIFACT [ARTIFACT ...]`.
+"""Measure how artefacts answer texts with typing errors: `python -m benchmarks.noise DATA ARTIFACT [ARTIFACT ...]`.
 
-The test of banking77 as it is, and with the noise on its words by which `augment` makes copies of training rows, drawn
-anew: artefacts of runs with such copies and without them, side by side.
+Artefacts are scored on the test rows of banking77 as they are, and with noise on their words: the noise by which
+`augment` makes copies of training rows, drawn anew. Artefacts of runs with and without such copies stand side by side.
 """
 
 import argparse
@@ -16,13 +16,13 @@ from benchmarks.sets import number
 from rtrain.data.augment.noise import Noise, noisy
 
 SHARES = (0.0, 0.1, 0.2, 0.4)
-"""Of words with a typing error."""
+"""Shares of words with a typing error."""
 SEED = 1
-"""Another one than that of the copies."""
+"""Seed of the noise; copies of training rows have another seed."""
 
 
 def mistyped(source: Path, target: Path, share: float) -> Path:
-    """The rows of a csv file with errors in that share of the words of `text`."""
+    """The rows of a csv file, with typing errors in the share `share` of the words of `text`."""
     with (
         source.open(encoding="utf-8", newline="") as original,
         target.open("w", encoding="utf-8", newline="") as file,

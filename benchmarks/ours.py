@@ -1,4 +1,4 @@
-"""rtrain's own side of a comparison: the command of a run, and what the run's events say."""
+"""rtrain's own side of a comparison: the command of a run, and the figures that the run's events give."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,24 +16,24 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "fast_dropout": {"shortcuts.fast_dropout": False},
     "shared_memory": {"train.transport": "stock"},
 }
-"""What switches each technique off alone: settings of the recipe, and shortcuts that no user can leave out."""
+"""What switches off one technique, by technique: settings, and shortcuts that only a benchmark leaves out."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "gradient_compression": {"train.gradient_compression": "bf16"},
     "sharded_optimizer": {"train.sharded_optimizer": True},
 }
-"""Settings that are not the default, each of them alone."""
+"""Settings other than the default, each measured alone."""
 PLAIN: dict[str, Any] = {name: value for settings in TECHNIQUES.values() for name, value in settings.items()}
-"""All of them off: rtrain's harness round what PyTorch and Transformers do."""
+"""All techniques switched off: rtrain's harness around what PyTorch and Transformers do."""
 
 Events = Sequence[Mapping[str, Any]]
 
 
 def settings(workers: int, passes: int, seed: int) -> dict[str, Any]:
-    """Of a run that trains what the peers train, with no evaluation between its first update and its last."""
+    """The command of a run that trains what the peers train, without an evaluation before its last update."""
     return {
         "data.valid_share": 0,
         "data.max_tokens": common.MAX_TOKENS,
-        "model.pooling": "own",  # as Transformers' classifiers, which the peers train, have it
+        "model.pooling": "own",  # as in Transformers' classifiers, which the peers train
         "optim.lr": common.LEARNING_RATE,
         "optim.weight_decay": common.WEIGHT_DECAY,
         "optim.clip_norm": common.CLIP_NORM,
@@ -76,14 +76,14 @@ def measured(events: Events) -> dict[str, float]:
         "pad_ratio": trained["padded_tokens"] / trained["real_tokens"],
         "input_wait_share": seconds.get("input_wait", 0.0) / busy,
         "first_batch_s": seconds["first_batch"],
-        # The same without what the loop does beside its updates: events, ledger, cadence.
+        # The same, without the loop's other work: events, ledger, cadence.
         "seconds_in_updates": busy,
     }
 
 
 def progress(events: Events) -> tuple[list[float], list[int]]:
-    """Time, and rows that were trained on until then, from the begin of the first update on, when its rows are there,
-    to the end of each."""
+    """(times, rows trained on until then): at the begin of the first update, when its rows are there, and at the end of
+    each update that was logged."""
     (started,) = (event for event in events if event["kind"] == "started")
     (trained,) = (event for event in events if event["kind"] == "trained")
     updates = [event for event in events if event["kind"] == "progress"]
@@ -92,7 +92,7 @@ def progress(events: Events) -> tuple[list[float], list[int]]:
 
 
 def together(runs: Sequence[Events]) -> dict[str, float]:
-    """Figures of runs side by side: their rows over the time in which all of them train."""
+    """Figures of runs that train at the same time: their rows over the time in which all of them train."""
     found = [progress(events) for events in runs]
     begin, end = max(times[0] for times, _ in found), min(times[-1] for times, _ in found)
     if end <= begin:
@@ -102,9 +102,11 @@ def together(runs: Sequence[Events]) -> dict[str, float]:
     return {"rows": float(sum(rows)), "seconds": end - begin, "loss": statistics.fmean(losses)}
 
 
-def seconds_until(events: Events, score: str, wanted: float) -> float | None:
-    """Training time until an evaluation finds `score` to be `wanted`, evaluations and checkpoints left out; None where
-    it never is. An interval with an evaluation counts as much as the median one without."""
+def seconds_until(events: Events, score: str, goal: float) -> float | None:
+    """Seconds of training until an evaluation finds `score` to be at least `goal`; None if none does.
+
+    Evaluations and checkpoints are left out: an interval with an evaluation counts as the median interval without one.
+    """
     times, _ = progress(events)
     found = [event for event in events if event["kind"] == "evaluated" and event["split"] == "valid"]
     evaluated = {event["update"]: event["scores"][score] for event in found}
@@ -112,5 +114,5 @@ def seconds_until(events: Events, score: str, wanted: float) -> float | None:
     # An evaluation after update u lies between the ends of u and u + 1.
     disturbed = [update for update in evaluated if update < len(intervals)]
     intervals[disturbed] = np.median(np.delete(intervals, disturbed))
-    reached = [update for update, value in sorted(evaluated.items()) if value >= wanted]
+    reached = [update for update, value in sorted(evaluated.items()) if value >= goal]
     return float(intervals[: reached[0]].sum()) if reached else None

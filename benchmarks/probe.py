@@ -1,5 +1,6 @@
-"""Parts of an update, alone: what rtrain's exchange adds to a pass, what gloo takes for the same bytes, and the best
-matrix product of a core. `torchrun --nproc-per-node 2 -m benchmarks.probe --model FOLDER --store STORE --out FILE`.
+"""Measure parts of an update alone: the time that rtrain's exchange adds to a pass, gloo's time for the same bytes, and
+the best matrix product of a core. `torchrun --nproc-per-node 2 -m benchmarks.probe --model FOLDER --store STORE --out
+FILE`.
 """
 
 import argparse
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 REPEATS = 15
 TRANSPORTS = ("stock", "shared_memory")
 SHAPES = ((2048, 2048, 2048), (1024, 384, 1536), (1024, 1536, 384), (4096, 1024, 1024))
-"""Of matrix products in bf16; the best one is the peak."""
+"""Sizes of matrix products in bf16; the fastest product is the peak."""
 
 
 def median_seconds(work: Callable[[], Any], repeats: int = REPEATS) -> float:
-    """Of calls that all processes begin together, after one that is not counted."""
+    """Median seconds of calls that all processes begin together, after a first one that is not counted."""
     import torch.distributed as dist
 
     found = []
@@ -36,8 +37,10 @@ def median_seconds(work: Callable[[], Any], repeats: int = REPEATS) -> float:
 
 
 def exchange_seconds(folder: Path, model_folder: Path) -> tuple[dict[str, float], "torch.nn.Module"]:
-    """What an exchange adds to a pass, by transport: passes that exchange by each of them take turns with passes that
-    do not, on the same rows."""
+    """Milliseconds that an exchange adds to a pass, by transport.
+
+    Passes with an exchange by each transport take turns with passes without one, on the same rows.
+    """
     from rtrain.config import Distill, Model
     from rtrain.data import ingest, order, store
     from rtrain.exchange.gradients import Exchange
@@ -71,12 +74,12 @@ def exchange_seconds(folder: Path, model_folder: Path) -> tuple[dict[str, float]
         at = number % max(1, rows.updates - 1)
         for name, each in by.items():
             seconds = one(each, at, last=True) - one(each, at, last=False)
-            added[name] += [seconds] if number else []  # after one that is not counted
+            added[name] += [seconds] if number else []  # the first one is not counted
     return {name: statistics.median(found) for name, found in added.items()}, exchange.module
 
 
 def weights(network: Any) -> tuple[int, int]:
-    """Weights of linear layers that each token meets, and those that only a row's one vector does."""
+    """The numbers of linear layers' weights that each token meets, and that only a row's one vector meets."""
     import torch
 
     linear = {name: part.weight.numel() for name, part in network.named_modules() if isinstance(part, torch.nn.Linear)}
@@ -85,7 +88,7 @@ def weights(network: Any) -> tuple[int, int]:
 
 
 def gemm_flops() -> float:
-    """Operations per second of one process's best product, while the others compute too."""
+    """Operations per second of this process's fastest matrix product, while the other processes compute too."""
     import torch
 
     found = []

@@ -1,6 +1,7 @@
-"""A question-answering artefact in twelve languages: `python -m benchmarks.questions DATA ARTIFACT [--every 4]`.
+"""Score a question-answering artefact in twelve languages: `python -m benchmarks.questions DATA ARTIFACT [--every 4]`.
 
-The files are those of XQuAD, the same questions in each; the encoder that rtrain packages has read English alone.
+The files are those of XQuAD, which hold the same questions in each language. The encoder that rtrain packages has read
+only English.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from pathlib import Path
 
 
 def thinned(source: Path, target: Path, every: int) -> Path:
-    """A SQuAD file with every so many of its paragraphs: the same ones of each language."""
+    """Write a SQuAD file with every n-th paragraph of another, the same ones for each language."""
     document = json.loads(gzip.decompress(source.read_bytes()))
     count = 0
     for article in document["data"]:

@@ -1,4 +1,4 @@
-"""The rows that all sides of `benchmarks.train` train on, as csv files with the columns text and label."""
+"""The rows that all sides of `benchmarks.train` train on: csv files with the columns text and label."""
 
 import csv
 import json
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 TEST_ROWS = 64
-"""A run ends with a score on test rows, outside of every clock: few are enough."""
+"""Test rows. A run ends with a score on them, outside of every clock, so few are enough."""
 EQUAL_WORDS = 30
-"""Words of a row of equal length; with the two tokens round a text that makes 32 tokens."""
+"""Words of each row where all rows have equal lengths: with the two tokens around a text they make 32 tokens."""
 CLASSES = 8
 
 Row = tuple[str, str]
@@ -36,7 +36,7 @@ def read(path: Path) -> list[Row]:
 
 
 def sample(source: Path, folder: Path, count: int) -> Files:
-    """`count` rows of `source`, the same in every call, and a few others with labels of theirs."""
+    """`count` rows of `source`, the same in every call, and a few other rows that have labels of the first."""
     rows = list(dict.fromkeys(read(source)))
     if len(rows) < count + TEST_ROWS:
         raise SystemExit(f"--rows {count}: {source} has {len(rows)} rows; {TEST_ROWS} of them are kept as a test")
@@ -47,8 +47,10 @@ def sample(source: Path, folder: Path, count: int) -> Files:
 
 
 def equal(words: list[str], folder: Path, count: int) -> Files:
-    """Rows of `EQUAL_WORDS` words each, no two alike: padding costs nobody anything. A class has a word of its own,
-    which stands at three places of a row."""
+    """Rows of `EQUAL_WORDS` words each, so that padding costs no side anything. No two rows are alike.
+
+    Each class has its own word, which stands at three places of a row.
+    """
     draw = random.Random(0)
     names, others = words[:CLASSES], words[CLASSES:]
     rows: dict[str, str] = {}
@@ -64,7 +66,7 @@ def equal(words: list[str], folder: Path, count: int) -> Files:
 
 
 def whole_words(model: Path) -> list[str]:
-    """Words of the model's vocabulary that are one token each, in the order of their numbers."""
+    """Words that are one token of the model's vocabulary, in the order of their token ids."""
     vocabulary: dict[str, int] = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     words = (word for word in sorted(vocabulary, key=lambda word: vocabulary[word]))
     return [word for word in words if word.isascii() and word.isalpha() and word.islower() and len(word) > 3]

@@ -1,4 +1,4 @@
-"""Published data sets, as their authors give them -> files that a recipe reads. Nothing here is trained or scored.
+"""Published data sets, as their authors publish them -> files that a recipe reads. Nothing here is trained or scored.
 
 Each function takes the folder of a set and an empty folder to write into, and returns arguments of `rtrain train`.
 """
@@ -16,24 +16,24 @@ Arguments = list[str]
 Row = Mapping[str, Any]
 
 CLAUSES_LEFT_OUT = ("Document Name", "Parties", "Agreement Date", "Effective Date")
-"""Categories of CUAD whose text is a title, a name or a date: the published floor is without them."""
+"""Categories of CUAD whose text is a title, a name or a date. The published floor leaves them out."""
 ASAP_RANGES = {1: (2, 12), 2: (1, 6), 3: (0, 3), 4: (0, 3), 5: (0, 4), 6: (0, 4), 7: (0, 30), 8: (0, 60)}
 """Lowest and highest score by prompt."""
 
 
 FEW = 10
-"""Rows of each intent."""
+"""Training rows of each intent."""
 PASSAGE = 1500
-"""Characters of a contract that a question is asked about."""
+"""Length of the passage of a contract that a question is about, in characters."""
 
 
 def number(text: str) -> int:
-    """The same for the same text, everywhere: to draw by."""
+    """A number to draw by, which is the same for the same text everywhere."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def write(path: Path, rows: Iterable[Row]) -> Path:
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -46,7 +46,7 @@ def parquet(path: Path) -> list[dict[str, Any]]:
 
 
 def setting(**values: object) -> Arguments:
-    """`--set data.<name>=<value>` of each; lists as YAML takes them."""
+    """The arguments `--set data.<name>=<value>` for each setting; lists are written as YAML."""
     shown = {name: f"[{', '.join(value)}]" if isinstance(value, list) else value for name, value in values.items()}
     return [part for name, value in shown.items() for part in ("--set", f"data.{name}={value}")]
 
@@ -59,7 +59,7 @@ def banking77(source: Path, work: Path) -> Arguments:
 
 
 def few_of_banking77(source: Path, work: Path) -> Arguments:
-    """Ten rows of each intent, those of the lowest hashes; the whole test."""
+    """Ten rows of each intent, those with the lowest hashes, and all test rows."""
     found: dict[str, list[dict[str, str]]] = {}
     with (source / "train.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
@@ -69,7 +69,7 @@ def few_of_banking77(source: Path, work: Path) -> Arguments:
 
 
 def labelled_sentences(source: Path, work: Path) -> Arguments:
-    """Reviews of three shops; lines end at newline alone, other separators of Unicode are text."""
+    """Reviews of three shops. A line ends only at a newline; Unicode's other line separators are part of the text."""
     rows = []
     for path in sorted(source.glob("*_labelled.txt")):
         for line in path.read_text(encoding="utf-8").split("\n"):
@@ -97,7 +97,7 @@ def nusax(source: Path, work: Path) -> Arguments:
 
 
 def xsid(source: Path, work: Path) -> Arguments:
-    """Trained on English alone; every language is tested."""
+    """Training rows are English only; test rows are in every language."""
     rows = [
         {"text": row["text"], "intent": row["intent"], "lang": row["lang"], "split": split}
         for split in ("train", "valid", "test")
@@ -112,7 +112,7 @@ def xsid(source: Path, work: Path) -> Arguments:
 
 
 def asap(source: Path, work: Path, fold: int = 0) -> Arguments:
-    """Scores of each prompt on a scale from 0 to 1; the number of the prompt stands before the essay."""
+    """Scores are put on a scale from 0 to 1 for each prompt; the prompt's number stands before the essay."""
     rows = []
     for row in parquet(source / "asap_aes.parquet"):
         low, high = ASAP_RANGES[row["essay_set"]]
@@ -129,7 +129,7 @@ def asap(source: Path, work: Path, fold: int = 0) -> Arguments:
 
 
 def ielts(source: Path, work: Path) -> Arguments:
-    """As it is: rows without a score are set aside by the recipe, and equal essays stay in one fold."""
+    """The set as it is: the recipe sets rows without a score aside, and keeps equal essays in one fold."""
     columns = setting(text="Question", text_pair="Essay", label="Overall", split_by="Essay", slices=["Task_Type"])
     return ["--data", f"{source}/ielts_writing_dataset.csv", *columns]
 
@@ -138,7 +138,7 @@ def ielts(source: Path, work: Path) -> Arguments:
 
 
 def clauses(source: Path, work: Path) -> Arguments:
-    """Clause -> category; of a clause that is in several categories the first is taken, and contracts are not split."""
+    """Clause -> category. A clause of several categories gets the first one. Each contract is in one split."""
     found: dict[str, dict[str, str]] = {}
     for row in parquet(source / "clauses.parquet"):
         if row["category"] not in CLAUSES_LEFT_OUT:
@@ -148,8 +148,10 @@ def clauses(source: Path, work: Path) -> Arguments:
 
 
 def spans(source: Path, work: Path) -> Arguments:
-    """Questions on contracts as SQuAD 2.0 files: a passage in which a category's clause is, or one of the same contract
-    in which none is. Whole contracts, of 12,000 tokens each, would take days on a CPU; so is a part of them taken.
+    """Questions on contracts as SQuAD 2.0 files.
+
+    Each is about a passage that holds a clause of the category, or a passage of the same contract that holds none.
+    Whole contracts have 12,000 tokens each and would take days on a CPU, so only a part of them is taken.
     """
     texts = {row["contract"]: row["text"] for row in parquet(source / "contracts.parquet")}
     with (source / "category_descriptions.csv").open(encoding="utf-8-sig", newline="") as file:
@@ -168,8 +170,8 @@ def spans(source: Path, work: Path) -> Arguments:
 
 
 def _question(row: Row, text: str, others: list[Row], asked: Mapping[str, str]) -> Row:
-    """One article of one passage and one question: of the clause's category, or, for one in three, of a category that
-    the contract has elsewhere and the passage has not."""
+    """An article with one passage and one question. The question asks for the clause's category; in one of three
+    articles it asks for a category that occurs elsewhere in the contract, and not in the passage."""
     draw = number(repr(row))
     room = PASSAGE - (row["end"] - row["start"])
     begin = max(0, row["start"] - draw % room)
@@ -188,7 +190,7 @@ def _question(row: Row, text: str, others: list[Row], asked: Mapping[str, str]) 
 
 
 def legal(source: Path, work: Path) -> Arguments:
-    """Sections of contracts, and what someone made of them in plain words."""
+    """Sections of contracts, each with a summary that someone wrote in plain words."""
     rows = json.loads((source / "all_v1.json").read_text(encoding="utf-8")).values()
     found = (
         {"text": row["original_text"], "summary": row["reference_summary"], "part": row["uid"].rstrip("0123456789")}
@@ -211,7 +213,7 @@ def fin(source: Path, work: Path) -> Arguments:
 
 
 def twitter(source: Path, work: Path) -> Arguments:
-    """Section f is the test and the second half of h chooses, as is usual for this set."""
+    """The test rows are section f and the validation rows the second half of section h, as is usual for this set."""
     lines = (source / "h.conll").read_text(encoding="utf-8").rstrip("\n").split("\n\n")
     half = len(lines) // 2
     train = [
@@ -225,7 +227,7 @@ def twitter(source: Path, work: Path) -> Arguments:
 
 
 def squad(source: Path, work: Path) -> Arguments:
-    """Trained on questions over Wikipedia and reviews that share no article with the test."""
+    """Training rows are questions about Wikipedia and reviews that share no article with the test rows."""
     return ["--data", f"{source}/*.json.gz", "--test", f"{source.parent}/squad_v1_dev/dev-v1.1.json.gz"]
 
 
@@ -233,7 +235,8 @@ def squad(source: Path, work: Path) -> Arguments:
 
 
 def notes(source: Path, work: Path, share: float = 1) -> Arguments:
-    """Distinct clinical notes; those that the set holds out are the test. `share` of the others, by hash."""
+    """Distinct clinical notes. The notes that the set holds out are the test rows; of the others `share` is taken, by
+    hash."""
     found = {
         row["transcription"]: row["split"] for row in parquet(source / "mtsamples.parquet") if row["transcription"]
     }
@@ -242,13 +245,17 @@ def notes(source: Path, work: Path, share: float = 1) -> Arguments:
 
 
 def part(rows: Iterable[Row], share: float) -> list[Row]:
-    """The test, and `share` of the rest: the same documents each time, and a smaller share within a larger one. Not by
-    the hash of the text alone, by which rtrain draws the validation rows among them."""
+    """The test documents, and `share` of the others.
+
+    The same documents are taken each time, and a smaller share is part of a larger one. They are not drawn by the hash
+    of the text alone, since rtrain draws the validation rows by it.
+    """
     return [row for row in rows if row["split"] == "test" or number(f"part {row['text']}") < share * 2**64]
 
 
 def specialties(source: Path, work: Path) -> Arguments:
-    """Note -> medical specialty; of a note that is filed under several, the first. The test has none of its own."""
+    """Note -> medical specialty. A note that is filed under several gets the first. No specialty occurs in the test
+    alone."""
     found: dict[str, dict[str, str]] = {}
     for row in parquet(source / "mtsamples.parquet"):
         label = (row["medical_specialty"] or "").strip()
@@ -261,8 +268,8 @@ def specialties(source: Path, work: Path) -> Arguments:
 
 
 def contracts(source: Path, work: Path, share: float = 1) -> Arguments:
-    """Whole contracts, `share` of them by hash and every eighth of the test; the clauses of the test are of none that
-    is trained on."""
+    """Whole contracts: `share` of them by hash, and every eighth of the test. No contract that gives test clauses is
+    trained on."""
     found = [{"text": row["text"], "split": row["split"]} for row in parquet(source / "contracts.parquet")]
     rows = [row for row in part(found, share) if row["split"] == "train" or number(row["text"]) % 8 == 0]
     return ["--data", str(write(work / "contracts.jsonl", rows)), *setting(split="split", valid_share=0.1)]

@@ -1,4 +1,4 @@
-"""The sides of `benchmarks.train`: which programs each runs, and how. Every side runs in processes of its own."""
+"""The sides of `benchmarks.train`: the programs that each runs, and how. Every side runs in its own processes."""
 
 import dataclasses
 import json
@@ -26,9 +26,9 @@ class Peer:
     module: str
     arguments: tuple[str, ...] = ()
     torchrun: bool = True
-    """Started by torchrun, a process each; else one program that starts processes itself."""
+    """Whether torchrun starts its processes. If not, it is one program that starts processes itself."""
     equal: bool = False
-    """On rows of equal length."""
+    """Whether it trains on rows of equal length."""
 
 
 GROUPED = ("--sampling", "group_by_length")
@@ -43,12 +43,12 @@ PEERS = {
     "ddp": Peer("benchmarks.peers.ddp_loop"),
 }
 SAME_BUDGET = {"hf_equal": "hf_default", "hf_grouped_mean": "hf_grouped"}
-"""Sides that are not swept themselves."""
+"""Sides that are not swept themselves: each runs with the budget of the peer named here."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """A run of rtrain's, or as many independent ones at once as the peers have processes."""
+    """A run of rtrain; with `apart`, as many independent runs at once as the peers have processes."""
 
     passes: int = 1
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -67,12 +67,11 @@ OWN = {
     **{f"without_{name}": Own(settings=settings) for name, settings in ours.TECHNIQUES.items()},
 }
 PROBE = "probe"
-ALL = (*OWN, *PEERS, PROBE)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What all sides have in common."""
+    """The rows, the model and the cores that all sides share."""
 
     folder: Path
     model: Path
@@ -80,7 +79,7 @@ class Work:
     equal: Files
     cores: tuple[int, ...]
     store: Path | None = None
-    """Token store of `files`, once there is one."""
+    """Token store of `files`; None until a run has made it."""
 
     def of(self, equal: bool) -> Files:
         return self.equal if equal else self.files
@@ -105,7 +104,7 @@ def probe_command(work: Work, out: Path) -> list[str]:
 
 
 def own_commands(name: str, work: Work, seed: int) -> dict[Path, list[str]]:
-    """Command by run folder; runs apart have a seed each, and so rows in an order of their own."""
+    """The command of each run, by run folder. Runs apart have different seeds, and so different orders of rows."""
     side = OWN[name]
     files = work.of(side.equal)
     seeds = [seed + number for number in range(common.PROCESSES if side.apart else 1)]
@@ -118,7 +117,7 @@ def own_commands(name: str, work: Work, seed: int) -> dict[Path, list[str]]:
 
 
 def commands(name: str, work: Work, seed: int, budget: Budget) -> list[list[str]]:
-    """What a side runs, at once."""
+    """The programs that a side runs at the same time."""
     if name in OWN:
         return list(own_commands(name, work, seed).values())
     out = result_of(name, work)
@@ -145,7 +144,7 @@ def _run_own(name: str, work: Work, seed: int) -> dict[str, float]:
     started, apart = own_commands(name, work, seed), OWN[name].apart
     for folder in started:
         shutil.rmtree(folder, ignore_errors=True)
-    # Independent runs get a core each, so that each has one thread, as a worker has.
+    # Each independent run gets one core, so that it has one thread, as a worker has.
     run_all({folder.name: command for folder, command in started.items()}, own_environment(), work, apart)
     logs = [events.read(folder) for folder in started]
     for folder in started:
@@ -154,7 +153,7 @@ def _run_own(name: str, work: Work, seed: int) -> dict[str, float]:
 
 
 def own_environment() -> dict[str, str]:
-    """rtrain gives its processes what they need."""
+    """The environment of rtrain's runs: rtrain itself sets what its processes need."""
     found = budgets.environment(Budget(), os.environ, ROOT)
     del found["OMP_NUM_THREADS"]
     return found
@@ -163,7 +162,8 @@ def own_environment() -> dict[str, str]:
 def run_all(
     programs: Mapping[str, Sequence[str]], environment: Mapping[str, str], work: Work, apart: bool = False
 ) -> None:
-    """Run programs at once, each with its output in a file of its name; where one fails, or Ctrl-C comes, all end."""
+    """Run programs at the same time, each with its output in a file of its name. If one fails, or at Ctrl-C, all
+    end."""
     started: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for place, (name, command) in enumerate(programs.items()):
@@ -192,7 +192,7 @@ def log(name: str, work: Work) -> Path:
 
 
 def make_store(work: Work) -> Work:
-    """A run that is not counted: it warms the machine up, and leaves the token store that others read from."""
+    """Make a run that is not counted. It warms the machine up, and leaves the token store that other sides read."""
     ((folder, command),) = own_commands("ours", work, seed=0).items()
     shutil.rmtree(folder, ignore_errors=True)
     run_all({"warm-up": command}, own_environment(), work)

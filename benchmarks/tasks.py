@@ -1,7 +1,7 @@
 """Every task on published data sets: `python -m benchmarks.tasks DATA --out DIR [--only banking77 ...]`.
 
-Each line of the table is one or more runs of `rtrain train` in processes of their own, by the commands that are
-printed; a run that is finished already is not repeated. `results.json` in DIR holds what was measured, and when.
+Each line of the table is one or more runs of `rtrain train`, in their own processes, by the commands that are printed.
+A finished run is not repeated. `results.json` in DIR holds what was measured, and when.
 """
 
 import argparse
@@ -27,7 +27,7 @@ Figures = dict[str, float]
 
 
 def headline(run: Path) -> Figures:
-    """The scores of the test rows by which models are compared, and those of each slice."""
+    """The scores on test rows by which models are compared, and those of each slice."""
     document = json.loads((run / "scores-test.json").read_text(encoding="utf-8"))
     name = document["headline"]
     found = dict(document["scores"])
@@ -38,7 +38,7 @@ def headline(run: Path) -> Figures:
 
 
 def macro_f1(run: Path) -> Figures:
-    """As `headline`, with macro F1 by slice, and their mean."""
+    """The figures of `headline`, the macro F1 of each slice, and the mean of these."""
     document = json.loads((run / "scores-test.json").read_text(encoding="utf-8"))
     sliced = {
         f"{column}={one['value']}": one["scores"]["macro_f1"]
@@ -50,14 +50,14 @@ def macro_f1(run: Path) -> Figures:
 
 
 def kappa_by_prompt(run: Path) -> Figures:
-    """Quadratic weighted kappa of each prompt, on its own scale, and their mean, as the papers on ASAP give it."""
+    """Quadratic weighted kappa of each prompt on its own scale, and their mean, as the papers on ASAP report it."""
     table = pyarrow.parquet.read_table(run / "predictions-test.parquet")
     prompt = np.array([int(value) for value in table["set"].to_pylist()])
     found = {}
     for number, (low, high) in sets.ASAP_RANGES.items():
         rows = prompt == number
         true, predicted = (low + (high - low) * table[name].to_numpy()[rows] for name in ("target", "prediction"))
-        # Scores came through float32, in which 0.6 of 60 is not 36.
+        # Scores were stored as float32, in which 0.6 of 60 is not exactly 36.
         found[f"prompt {number}"] = regression.quadratic_weighted_kappa(np.rint(true), predicted, low, high)
     return {**headline(run), **found, "mean_qwk": statistics.fmean(found.values())}
 
@@ -69,15 +69,15 @@ class Job:
     name: str
     recipe: str
     folder: str
-    """Of the set."""
+    """Folder of the set."""
     prepare: Callable[[Path, Path], sets.Arguments]
     figure: str
-    """The score that the line is about."""
+    """Name of the score that the line is about."""
     settings: Mapping[str, object] = field(default_factory=dict)
     variants: tuple[Mapping[str, object], ...] = ({},)
     measure: Callable[[Path], Figures] = headline
     floor: float | None = None
-    """Of a TF-IDF model on the same test rows."""
+    """The score of a TF-IDF model on the same test rows."""
     target: float | None = None
     published: str = ""
 
@@ -91,14 +91,14 @@ def folds(number: int) -> tuple[Mapping[str, object], ...]:
 
 
 REFIT = {"data.valid_share": 0}
-"""Epochs and learning rates were chosen on validation rows before."""
+"""The lines of the table. Epochs and learning rates were chosen on validation rows before."""
 
 FEW_ROWS = {
     **{"train.epochs": 20, "optim.lr": 3e-4, "train.label_smoothing": 0.1, "train.rows_per_update": 32},
     **{"train.evaluate_every": 1000, **REFIT},
 }
 NOISE = {"augment.copies": 1, "augment.typo": 0.1, "augment.drop": 0.05, "augment.swap": 0.05}
-"""A copy of each row: as many updates in half as many epochs."""
+"""Settings that give each row a copy; half as many epochs then make as many updates."""
 
 JOBS = (
     Job(
@@ -299,8 +299,11 @@ JOBS = (
 
 
 def commands(job: Job, data: Path, out: Path, assignments: list[str]) -> list[tuple[Path, list[str]]]:
-    """(run folder, command) of each of the job's runs; the files that they read are written. `assignments` are for all
-    runs: rows_per_update is set for each, so that number of workers and size of passes change the speed alone."""
+    """(run folder, command) of each of the job's runs, whose files are written on the way.
+
+    `assignments` hold for all runs. Each run sets rows_per_update, so that the number of workers and the size of passes
+    change only its speed.
+    """
     folder = out / re.sub(r"[^\w-]+", "", job.name.replace(" ", "-"))
     work = folder / "data"
     work.mkdir(parents=True, exist_ok=True)
@@ -321,7 +324,7 @@ def finished(run: Path) -> bool:
 
 
 def train(run: Path, arguments: list[str]) -> float:
-    """Seconds of a run: it is made, or continued where it was stopped; a finished one is left as it is."""
+    """Make a run, or continue it where it was stopped; returns its seconds. A finished run is left as it is."""
     print(f"$ {shlex.join(['rtrain', *arguments])}", flush=True)
     if not finished(run):
         resume = ["--resume"] if (run / "config.yaml").is_file() else []
@@ -331,7 +334,7 @@ def train(run: Path, arguments: list[str]) -> float:
 
 
 def run(job: Job, data: Path, out: Path, assignments: list[str]) -> dict[str, Any]:
-    """Train what is not finished, and the line of the table."""
+    """Make the job's runs that are not finished; returns the line of the table."""
     figures: list[Figures] = []
     shown, seconds = [], 0.0
     for folder, arguments in commands(job, data, out, assignments):
@@ -356,7 +359,7 @@ def run(job: Job, data: Path, out: Path, assignments: list[str]) -> dict[str, An
 
 
 def table(lines: Iterable[Mapping[str, Any]]) -> str:
-    """For a terminal and for Markdown."""
+    """The table, as Markdown that a terminal shows well."""
     found = [
         "| set | score | floor | ours | runs | target | published | seconds |",
         "|---|---|---|---|---|---|---|---|",

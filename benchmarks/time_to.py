@@ -1,8 +1,9 @@
-"""Time until a test accuracy of 0.90 on banking77: rtrain's full loop, and HF Trainer that groups by length, with the
-classifier that comes with Transformers, and with one written by hand that reads the mean of the tokens, as rtrain does.
+"""Measure the time until a test accuracy of 0.90 on banking77.
 
-All train the same epochs at the same settings and are scored on all test rows at the same updates; nobody's
-evaluations, checkpoints and start count. HF Trainer stops where it gets there; rtrain goes on to its end, unclocked.
+The sides are rtrain's full loop, and HF Trainer that groups by length: once with Transformers' own classifier, and once
+with a handwritten one that reads the mean of the tokens, as rtrain does. All train the same epochs at the same
+settings, and are scored on all test rows at the same updates. Evaluations, checkpoints and the start are not counted
+for any side. HF Trainer stops when it reaches the accuracy; rtrain trains to its end, outside of the clock.
 """
 
 import json
@@ -33,7 +34,7 @@ def hf_command(name: str, work: Work, seed: int, budget: Budget, out: Path) -> l
 
 
 def own_command(work: Work, seed: int, run: Path) -> list[str]:
-    """The test rows are given as validation rows too: those are scored while it trains."""
+    """Write the rows. The test rows are also the validation rows, which are scored during training."""
     settings = {
         **ours.settings(2, 1, seed),
         "data.valid_share": None,
@@ -47,16 +48,16 @@ def own_command(work: Work, seed: int, run: Path) -> list[str]:
 
 
 def hf_seconds(document: dict[str, Any]) -> float | None:
-    """None where it did not get there."""
+    """Seconds until the accuracy; None if the side did not reach it."""
     return next((seconds for seconds, score in document["seen"] if score >= ACCURACY), None)
 
 
 Seed = Mapping[str, float | None]
-"""Seconds of each side, and the seed; None where a side did not get there."""
+"""The seed and the seconds of each side; None if a side did not reach the accuracy."""
 
 
 def measure(data: Path, work: Work, chosen: Mapping[str, Budget], wants: Sequence[Figure]) -> dict[str, Any]:
-    """Figures by their keys: of each seed, how many times as soon as a peer rtrain gets there."""
+    """Figures by their keys: a peer's time over rtrain's time, for each seed."""
     folder = work.folder / "time-to"
     folder.mkdir(parents=True, exist_ok=True)
     train, test = (rows.write(folder / f"{name}.csv", rows.read(data / f"{name}.csv")) for name in ("train", "test"))
@@ -79,8 +80,10 @@ def measure(data: Path, work: Work, chosen: Mapping[str, Budget], wants: Sequenc
 
 
 def result(found: Sequence[Seed], wants: Sequence[Figure]) -> dict[str, Any]:
-    """Of each figure the seeds in which both sides got there; the others are in `seconds`, with null. A figure without
-    any is left out, unless it is all of them."""
+    """Each figure over the seeds in which both sides reached the accuracy; other seeds are in `seconds`, with null.
+
+    A figure without such a seed is left out, unless no figure has one.
+    """
     shown: dict[str, Any] = {}
     for figure in wants:
         pairs = [{name: one[name] for name in figure.sides} for one in found]

@@ -1,14 +1,14 @@
 """rtrain's training side by side with others': `python -m benchmarks.train [--json] DATA`.
 
-The packaged MiniLM on rows of banking77 in bf16, 2 processes of 1 thread, 32 rows a pass. Rounds in which every side
-trains once, in processes of its own; a figure is the median, with its spread, of the rounds' ratios. Clocks run from
-the begin of a side's first update, when its rows are there, to the end of its last; starting, evaluating, checkpoints
-and exports are outside of them, everybody's. `k4` is four passes between two exchanges, 256 rows an update, on both
-sides.
+All sides train the packaged MiniLM on rows of banking77 in bf16, with 2 processes of 1 thread and 32 rows a pass. In
+each round every side trains once, in its own processes; a figure is the median of the rounds' ratios, with its spread.
+A side's clock runs from the begin of its first update, when its rows are there, to the end of its last update.
+Starting, evaluations, checkpoints and exports are outside of every clock. `k4` means four passes between two exchanges,
+256 rows an update, on both sides.
 
 `--sweep` first finds each peer's fastest threads, allocator and loader processes, and keeps them beside the results for
-later calls. A default call ends within 40 minutes. Only when they are named it measures the gain of each technique, by
-the loop without it, and of each setting that is not the default (`--only gains`), the ratio to Accelerate
+later calls. A default call ends within 40 minutes. Some figures are measured only if they are named: the gain of each
+technique, by the loop without it, and of each setting that is not the default (`--only gains`), the ratio to Accelerate
 (`--only vs_accelerate`), and the time to an accuracy (`--only time_to_090`, about an hour and a half).
 """
 
@@ -32,7 +32,7 @@ from benchmarks.peers import common
 from benchmarks.sides import Work
 
 ROWS = 1024
-"""A multiple of the 256 rows of an update at k = 4."""
+"""Training rows by default: a multiple of the 256 rows of an update at k = 4."""
 SWEEP_ROWS = 768
 GAINS = tuple(f"gain_{name}" for name in (*ours.TECHNIQUES, *ours.OPTIONS))
 ALIAS = {"time_to_090": tuple(one.key for one in figures.TIMES), "gains": GAINS}
@@ -54,7 +54,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sweep", action="store_true", help="find the peers' fastest settings first")
     chosen = parser.parse_args(arguments)
     if chosen.data is None and chosen.only and chosen.only[-1] not in keys:
-        chosen.data = chosen.only.pop()  # the folder that was written after the keys
+        chosen.data = chosen.only.pop()  # argparse took the folder, written after the keys, as a key
     if chosen.data is None:
         parser.error("name the folder that holds `banking77`")
     chosen.data = Path(chosen.data).absolute()
@@ -69,8 +69,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return chosen
 
 
-def wanted(only: Sequence[str] | None) -> tuple[list[Figure], list[Figure]]:
-    """Figures of the rounds, and those of the time to an accuracy."""
+def figures_for(only: Sequence[str] | None) -> tuple[list[Figure], list[Figure]]:
+    """The figures to measure, by the keys that the call names: those of the rounds, and those of times to an
+    accuracy."""
     keys = None if only is None else {key for name in only for key in ALIAS.get(name, (name,))}
     known = figures.figures(ours.TECHNIQUES, ours.OPTIONS)
     rounds = [one for one in known if (one.default if keys is None else one.key in keys)]
@@ -78,7 +79,7 @@ def wanted(only: Sequence[str] | None) -> tuple[list[Figure], list[Figure]]:
 
 
 def prepare(data: Path, folder: Path, count: int) -> Work:
-    """Write the rows. On a machine with more cores, all that is measured stays on as many as there are processes."""
+    """Write the rows. Everything that is measured stays on as many cores as a side has processes, if there are more."""
     cores = sorted(os.sched_getaffinity(0))[: common.PROCESSES]
     if len(cores) < common.PROCESSES:
         raise SystemExit(f"{common.PROCESSES} processor cores are needed, one for each training process; here is one")
@@ -93,7 +94,7 @@ def prepare(data: Path, folder: Path, count: int) -> Work:
 
 
 def sweep(names: Sequence[str], work: Work, path: Path) -> None:
-    """Measure the settings of each of the peers, and keep the best."""
+    """Sweep the settings of each of the peers, and save the best."""
     for name in names:
         say(f"sweep of {name}")
 
@@ -108,7 +109,7 @@ def sweep(names: Sequence[str], work: Work, path: Path) -> None:
 def measure(
     names: Sequence[str], work: Work, chosen: Mapping[str, Budget], limit: argparse.Namespace, begun: float
 ) -> list[Round]:
-    """Rounds, until there are enough or the next would end too late after `begun` (of time.monotonic)."""
+    """Measure rounds, until there are enough or the next would end too late after `begun` (by time.monotonic)."""
     found: list[Round] = []
     longest = 0.0
     for number in range(limit.rounds):
@@ -129,13 +130,13 @@ def measure(
 
 
 def budgets_of(names: Sequence[str], swept: Mapping[str, Budget]) -> dict[str, Budget]:
-    """Of each peer: what its sweep chose. Without a sweep, the allocator that rtrain gives itself."""
+    """The budget of each peer: what its sweep chose, or without a sweep the allocator that rtrain gives itself."""
     peers = [name for name in names if name in sides.PEERS]
     return {name: swept.get(sides.SAME_BUDGET.get(name, name), Budget(allocator="kept")) for name in peers}
 
 
 def about() -> dict[str, Any]:
-    """Where and with what this was measured."""
+    """The machine, versions and settings of the measurement."""
     found = {name: importlib.metadata.version(name) for name in PACKAGES}
     processor = next(
         (line.partition(":")[2].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")), ""
@@ -161,7 +162,7 @@ def document(
     work: Work,
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The result: every figure by its key, then what it was made from."""
+    """The result as a document: every figure by its key, and then the measurements that it was made from."""
     names = list(rounds[0]) if rounds else []
     shown = {}
     for name in names:
@@ -183,7 +184,7 @@ def main() -> None:
     out = chosen.out.absolute()
     folder, swept = out.parent / f"{out.stem}-work", out.parent / f"{out.stem}-sweep.json"
     facts = {**about(), "processes": common.PROCESSES, "rows": chosen.rows, "rows_per_pass": common.ROWS_PER_PASS}
-    wants, timed = wanted(chosen.only)
+    wants, timed = figures_for(chosen.only)
     names = figures.sides(wants)
     needed = [*names, *figures.sides(timed)]
     work = prepare(chosen.data, folder, chosen.rows)

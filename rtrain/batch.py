@@ -1,7 +1,7 @@
 """Rows on their way through a model: as tokens in windows, as targets, as answers. Plain numpy; no torch, no Ray.
 
-A row is one or more windows. Whatever has a varying number of values per row is flat, with a count per row: a batch of
-single-window classification rows costs what it would cost without windows, and nothing is padded before the model.
+A row is one or more windows. Values of which rows have different numbers lie flat, with a count for each row. So a
+batch of rows with one window costs what it would cost without windows, and nothing is padded before the model.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,23 +15,23 @@ Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Outputs = Sequence[Floats] | Floats
-"""A model's output for each row: [outputs], or [tokens, outputs] where each token is answered."""
+"""A model's output for each row: [outputs], or [tokens, outputs] if each token is answered."""
 
 IGNORED = -100
-"""A target that no loss and no metric counts; PyTorch's own `ignore_index`."""
+"""A target that no loss and no metric counts; it equals PyTorch's default `ignore_index`."""
 
 OUTSIDE = -2
-"""A target: the row belongs to none of the classes. Never trained on. (-1 is a class that the head has not.)"""
+"""A target: the row belongs to none of the classes, and is never trained on. (-1 is a class that the head lacks.)"""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What a model's outputs mean; made from the training rows, kept in the token store and in the artefact."""
+    """The meaning of a model's outputs. It is made from the training rows, and kept in the token store and artefact."""
 
     labels: tuple[str, ...] = ()
     """Names of the outputs, in their order."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What else the task needs to know, as JSON: the mean of the targets, how windows are pooled, ..."""
+    """What else the task needs to know, as JSON values: the mean of the targets, how windows are pooled, and so on."""
 
 
 class Window(NamedTuple):
@@ -39,36 +39,37 @@ class Window(NamedTuple):
 
     tokens: int
     second: int
-    """Positions from here on belong to the second text (`tokens` where there is none)."""
+    """Position where the second text begins; equal to `tokens` if there is no second text."""
 
 
 class Encoded(NamedTuple):
-    """Tokens of one row, window after window."""
+    """One row as tokens, window after window."""
 
     ids: list[int]
     windows: list[Window]
     truncated: bool
-    """Whether tokens at the end were left out."""
+    """Whether tokens at the end of the text were left out."""
     spans: list[tuple[int, int]]
-    """Characters [start, end) of each token in the text that it is of; (0, 0) for special tokens."""
+    """The characters [start, end) of each token in its text; (0, 0) for special tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """`counts[row]` values of each row, one row after another."""
+    """Rows of different lengths: row `r` has `counts[r]` values, and `values` holds one row after another."""
 
     values: npt.NDArray[Any]
     counts: Int32s
 
     @classmethod
     def of(cls, rows: Sequence[Any], dtype: Any) -> "Ragged":
+        """The rows given as sequences or arrays; each is flattened."""
         arrays = [np.asarray(row, dtype=dtype).ravel() for row in rows]
         counts = np.fromiter((len(row) for row in arrays), dtype=np.int32, count=len(arrays))
         return cls(np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype), counts)
 
     @classmethod
     def even(cls, matrix: npt.NDArray[Any]) -> "Ragged":
-        """Of rows with equally many values; a vector has one for each row."""
+        """The rows of a matrix; a vector has one value for each row."""
         width = 1 if matrix.ndim == 1 else matrix.shape[1]
         return cls(matrix.reshape(-1), np.full(len(matrix), width, dtype=np.int32))
 
@@ -80,20 +81,21 @@ class Ragged:
         return (self.values[end - count : end] for end, count in zip(ends, self.counts, strict=True))
 
     def matrix(self, width: int) -> npt.NDArray[Any]:
-        """[rows, width]; every row has `width` values."""
+        """The values as [rows, width], if every row has `width` values."""
         return self.values.reshape(len(self), width)
 
     def take(self, rows: Ints) -> "Ragged":
+        """Some of the rows, in the order given."""
         return Ragged(self.values[spread(self.counts, rows)], self.counts[rows])
 
 
 def spread(counts: Int32s, rows: Ints) -> Ints:
-    """Places of the values of `rows`, row after row, where all rows lie flat with `counts` values each."""
+    """Where the values of `rows` stand, row after row, if all rows lie flat and row `r` has `counts[r]` values."""
     return ranges((np.cumsum(counts, dtype=np.int64) - counts)[rows], counts[rows])
 
 
 def ranges(starts: Ints, counts: Int32s) -> Ints:
-    """`counts[n]` places from `starts[n]` on, one range after another."""
+    """For each n the `counts[n]` places from `starts[n]` on, one range after another."""
     ends = np.cumsum(counts, dtype=np.int64)
     places: Ints = np.repeat(starts - (ends - counts), counts) + np.arange(counts.sum(dtype=np.int64))
     return places
@@ -101,22 +103,22 @@ def ranges(starts: Ints, counts: Int32s) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Rows without padding: `ids` are all windows' tokens one after another, `lengths` says where each ends."""
+    """Rows without padding. `ids` holds the tokens of all windows, one window after another."""
 
     ids: Int32s
     lengths: Int32s
     """Tokens of each window."""
     second: Int32s
-    """Of each window, where its second text begins."""
+    """Position in each window where its second text begins (`Window.second`)."""
     windows: Int32s
     """Windows of each row."""
     targets: Floats
-    """All rows' targets, one after another: whole numbers are exact up to 2^24, beyond any vocabulary."""
+    """All rows' targets, one after another. Whole numbers are exact up to 2^24, which is beyond any vocabulary."""
     counts: Int32s
     """Targets of each row."""
     row_ids: npt.NDArray[np.uint64]
     teacher: Floats
-    """A teacher's answers, [rows or tokens, outputs]; no columns where there is no teacher."""
+    """A teacher's outputs, [rows or tokens, outputs]; with no columns if there is no teacher."""
 
     def __len__(self) -> int:
         return len(self.row_ids)
@@ -130,12 +132,13 @@ class Tokens:
 
     @property
     def first_windows(self) -> Ints:
-        """Place of each row's first window."""
+        """The place of each row's first window among all windows."""
         first: Ints = np.cumsum(self.windows, dtype=np.int64) - self.windows
         return first
 
     @property
     def labelled(self) -> Ragged:
+        """The targets by row."""
         return Ragged(self.targets, self.counts)
 
     def pick(self, rows: Sequence[int] | Ints) -> "Tokens":
@@ -164,7 +167,7 @@ def single(
     row_ids: npt.NDArray[np.uint64],
     teacher: Floats | None = None,
 ) -> Tokens:
-    """Rows of one window and one target each."""
+    """Rows with one window and one target each. `teacher`: [rows, outputs], None without a teacher."""
     ones = np.ones(len(lengths), dtype=np.int32)
     nothing = np.empty((len(lengths), 0), dtype=np.float32)
     answers = nothing if teacher is None else teacher
@@ -172,7 +175,7 @@ def single(
 
 
 def pack(encoded: Sequence[Encoded]) -> Tokens:
-    """Encoded rows as a batch without targets; the row ids are 0, 1, 2, ..."""
+    """Encoded rows as a batch without targets; the row ids are 0, 1, 2 and so on."""
     windows = [window for row in encoded for window in row.windows]
     total = sum(len(row.ids) for row in encoded)
     return Tokens(
@@ -188,7 +191,7 @@ def pack(encoded: Sequence[Encoded]) -> Tokens:
 
 
 def padded(tokens: Tokens, pad_id: int) -> dict[str, npt.NDArray[Any]]:
-    """The model's inputs, [windows, longest window]: input_ids, attention_mask, token_type_ids; all int64."""
+    """The model's inputs input_ids, attention_mask and token_type_ids, each int64 of [windows, longest window]."""
     rows, width = len(tokens.lengths), int(tokens.lengths.max(initial=1))
     columns = np.arange(width)
     mask = columns[None, :] < tokens.lengths[:, None]
@@ -199,7 +202,11 @@ def padded(tokens: Tokens, pad_id: int) -> dict[str, npt.NDArray[Any]]:
 
 
 def batches(lengths: Int32s, order: Ints, most_rows: int, most_tokens: int) -> Iterable[Ints]:
-    """Cut `order` into batches of at most `most_rows` rows and `most_tokens` tokens; a longer row is alone."""
+    """Cut `order` into batches of at most `most_rows` rows and `most_tokens` tokens; a longer row is alone in its
+    batch.
+
+    `lengths` has the tokens of every row, `order` the indices of the rows to batch.
+    """
     start, tokens = 0, 0
     for place, row in enumerate(order):
         tokens += int(lengths[row])

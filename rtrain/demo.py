@@ -12,7 +12,7 @@ from typing import Any
 
 from rtrain import config as configuration
 from rtrain.config import Config
-from rtrain.data import records, synthetic, tokens
+from rtrain.data import files, records, synthetic, tokens
 from rtrain.data.splits import Splits
 from rtrain.errors import UserError
 from rtrain.metrics.by_output import metric_for
@@ -26,13 +26,14 @@ from rtrain.tasks import base
 
 ASKED_TEXTS = 200
 ASKED_TOGETHER = 16
-# Both sides load the same artefact, so labels must be equal; scores of an int8 engine move a little with the batch.
+# The endpoint and `rtrain predict` load the same artefact, so that their labels must be equal. Their scores may differ
+# by so much, since an int8 engine's scores move a little with the batch.
 SCORE_TOLERANCE = 0.02
 
 
 @dataclass
 class Stage:
-    """A line of the table; what a stage has no figure for stays None."""
+    """A line of the table. A figure that a stage does not have is None."""
 
     name: str
     seconds: float = 0.0
@@ -52,7 +53,7 @@ class Report:
 
     @contextmanager
     def stage(self, name: str, line: Line) -> Iterator[Stage]:
-        """Times a stage and says when it is done."""
+        """Time the stage in the `with` block, and say when it begins and when it is done."""
         stage, start = Stage(name), time.perf_counter()
         line({"kind": "stage", "text": f"{name} ..."})
         yield stage
@@ -63,7 +64,10 @@ class Report:
 
 
 def run(config: Config, out: str | None, keep: bool = False) -> dict[str, Any]:
-    """Run all stages; returns what `rtrain demo --json` prints. What a stage raises leaves nothing running."""
+    """Run all stages; returns what `rtrain demo --json` prints.
+
+    With `keep`, the endpoint is served until Ctrl-C. Nothing is left running if a stage raises an error.
+    """
     from rtrain.cluster.session import session, until_interrupted
     from serve import access
 
@@ -84,7 +88,7 @@ def run(config: Config, out: str | None, keep: bool = False) -> dict[str, Any]:
 
 
 def _finish(report: Report, folder: Path, seconds: float, peak_mb: float) -> dict[str, Any]:
-    """Write and show the result; before the endpoint is kept, since it is Ctrl-C that ends that."""
+    """Write and show the result. It must come before the endpoint is kept, which only Ctrl-C ends."""
     document = {
         "stages": [{"name": stage.name, "seconds": stage.seconds, "score": stage.score} for stage in report.stages],
         "baseline_score": round(report.baseline, 4),
@@ -137,7 +141,7 @@ def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> N
         student, summary = distill.run(settings, teacher, folder / "student", on_event=line)
         stage.score, stage.rows = summary["metrics"]["test"][headline], summary["rows_seen"]
     with report.stage("quantize", line) as stage:
-        # In a process of its own, which gives the memory of torch, NNCF and two engines back when it ends.
+        # It runs in a process of its own, whose end frees the memory of torch, NNCF and two engines.
         task = ray.remote(num_cpus=1)(quantize.run)
         made = ray.get(task.remote(recipe, store.folder, student, student / "artifact-int8"))
         stage.score, stage.size_mb, stage.rows = (
@@ -152,7 +156,7 @@ def _rows_per_update(trial: Any) -> int:
 
 
 def _baseline(recipe: configuration.Recipe) -> float:
-    """The TF-IDF baseline on the rows that the encoder is trained, chosen and tested on."""
+    """The test accuracy of the TF-IDF baseline, on the same training, validation and test rows as the encoder."""
     from rtrain.report import baseline
 
     parts: dict[str, tuple[list[str], list[str]]] = {name: ([], []) for name in ("train", "valid", "test")}
@@ -168,7 +172,7 @@ def _baseline(recipe: configuration.Recipe) -> float:
 
 @contextmanager
 def _serve_stages(report: Report, config: Config, folder: Path, line: Line) -> Iterator[str]:
-    """Serve the int8 student and ask it; the endpoint, whose address is given, lives as long as the block."""
+    """Serve the int8 student and ask it. Gives the endpoint's address; the endpoint lives as long as the block."""
     from serve import deployment
 
     artifact = folder / "student" / "artifact-int8"
@@ -177,7 +181,7 @@ def _serve_stages(report: Report, config: Config, folder: Path, line: Line) -> I
     with endpoint:
         with report.stage("ask", line) as stage:
             assert config.recipe.data.test
-            rows = list(records.read(records.Piece(config.recipe.data.test, "csv", "test"), config.recipe.data))
+            rows = list(records.read(files.Piece(config.recipe.data.test, "csv", "test"), config.recipe.data))
             asked = rows[:: len(rows) // ASKED_TEXTS][:ASKED_TEXTS]
             answer = ask(endpoint.url, artifact, [row.text for row in asked])
             right = sum(label == row.label for label, row in zip(answer.labels, asked, strict=True))
@@ -191,6 +195,8 @@ def _serve_stages(report: Report, config: Config, folder: Path, line: Line) -> I
 
 @dataclass(frozen=True)
 class Answer:
+    """What the endpoint answered."""
+
     labels: list[str]
     matches: bool
     latency_ms: float
@@ -198,7 +204,7 @@ class Answer:
 
 
 def ask(url: str, artifact: Path, texts: Sequence[str]) -> Answer:
-    """Ask the endpoint each text alone and all in batches, and compare with `rtrain predict` on `artifact`."""
+    """Ask the endpoint for each text alone and for all in batches; compare the answers with `rtrain predict`'s."""
     import httpx
 
     alone, together, times = [], [], []
@@ -243,7 +249,8 @@ def _predict(artifact: Path, texts: Sequence[str]) -> list[tuple[str, float]]:
 
 
 def table(report: Report, document: dict[str, Any]) -> str:
-    """One line per stage; the baseline and the default recipe stand beside the winner, also when it loses."""
+    """The table of the demo: a line per stage, and the scores of the baseline, the default recipe and the winner, which
+    are shown even if the winner loses."""
     lines = [f"{'stage':<10} {'seconds':>8} {'rows':>8} {'score':>8} {'MB':>7} {'ms/text':>8}"]
     for stage in report.stages:
         cells = [

@@ -1,13 +1,13 @@
 """Drafts: hidden folders in which a job writes before it moves them to their final name, `.<name>.<8 hex digits>`.
 
-A job that fails removes its draft; one that is killed cannot, so the next job of the same name does. Several jobs may
-write drafts of one name at a time, on several machines, so what lives must be told from what is left over:
+A job that fails removes its draft. A job that is killed cannot, so the next job of the same name removes it. Several
+jobs may write drafts of one name at a time, on several machines, so drafts in use must be told from drafts left over:
 
-- The writer holds a lock (flock) on a file of the draft, which the kernel takes back however the process ends. Neither
-  an age nor a process id tells a killed writer from a slow one, or from another machine's.
-- A free lock proves the writer dead only to those who would have seen it held: some shared storage keeps locks to one
-  machine, or to one mount. So the writer notes its kernel and mount; elsewhere a free lock counts only after a day in
-  which nothing was written.
+- The writer holds a lock (flock) on a file of the draft, which the kernel releases however the process ends. Neither
+  an age nor a process id would tell a killed writer from a slow one, or from a writer on another machine.
+- Some shared storage keeps locks to one machine, or to one mount. There a free lock does not prove that the writer is
+  dead. So the writer notes its kernel and mount in the file. A process with another kernel or mount removes a draft
+  with a free lock only after a day in which nothing was written to it.
 """
 
 import fcntl
@@ -21,22 +21,25 @@ from pathlib import Path
 
 LOCK = "writer.lock"
 SILENT_S = 24 * 3600
-"""A living writer adds a shard within minutes; the rest is room for suspended machines and wrong clocks."""
+"""Seconds without a write after which a draft counts as left over. A living writer adds a shard within minutes; the
+rest is room for suspended machines and wrong clocks."""
 
 
 class Draft:
-    """A new draft of `final`, this process's own until it is released or the process ends."""
+    """A new draft of `final`. It belongs to this process until it is released, or the process ends."""
 
     def __init__(self, final: Path):
         self.folder = _new_name(final)
         self.folder.mkdir(parents=True)
         self._lock: int | None = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        with suppress(OSError):  # storage without locks: then the age alone tells
+        with suppress(OSError):  # on storage without locks, only the age tells
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            # After the lock: a draft that says where its lock counts is never seen unlocked while its writer lives.
+            # This is written after the lock is taken: a draft that says where its lock counts must never be seen
+            # unlocked while its writer lives.
             os.write(self._lock, _where(self._lock))
 
     def release(self) -> None:
+        """Give the lock back. The folder stays."""
         if self._lock is not None:
             os.close(self._lock)
         self._lock = None
@@ -45,11 +48,11 @@ class Draft:
 def sweep(final: Path) -> None:
     """Remove the drafts of `final` that no living process writes."""
     for folder in final.parent.glob(f".{final.name}.*"):
-        # Swept or finished by another process meanwhile, or not ours to write: no reason to stop a job.
+        # Another process may have swept or finished it meanwhile, or it is not ours to write: no reason to stop a job.
         with suppress(OSError):
             if _is_dead(folder):
-                # Moved before it is emptied: should its writer live after all, then its own move to the final name
-                # fails, where otherwise a store that is just finished could be emptied.
+                # The draft is moved before it is emptied. Should its writer live after all, its own move to the final
+                # name then fails; otherwise a store that was just finished could be emptied.
                 shutil.rmtree(folder.rename(_new_name(final)), ignore_errors=True)
 
 
@@ -73,7 +76,8 @@ def _is_dead(folder: Path) -> bool:
 
 
 def _where(lock: int) -> bytes:
-    """The kernel that runs this process, and the mount of an open file: who shares both sees each other's locks."""
+    """The kernel that runs this process, and the mount of an open file. Processes that share both see each other's
+    locks."""
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

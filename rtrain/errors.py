@@ -1,4 +1,4 @@
-"""Errors that a user can act on. Whatever is raised from here is printed without a traceback."""
+"""Errors that a user can act on. The command line prints them without a traceback."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: where, what was found, why it cannot work, and what to write instead."""
+    """One thing that is wrong: the setting, the value found, why it cannot work, and what to write instead."""
 
     field: str
     value: Any
@@ -35,7 +35,7 @@ class ConfigError(UserError):
         super().__init__("\n".join([*map(str, problems), *([advice] if advice else [])]))
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[Problem, ...], str | None]]:
-        return type(self), (self.problems, self.advice)  # so that it survives the way back from a Ray worker
+        return type(self), (self.problems, self.advice)  # pickling must keep both, on the way back from a Ray worker
 
 
 def quoted(value: object, limit: int = 60) -> str:

@@ -2,9 +2,10 @@
 
 A name is `owner/name` or `name`, with `:subset` behind it for a part of a data set, and `@revision` (a branch, a tag or
 a commit) last.
-What is fetched lies in the cache of this machine's user, which other nodes do not have, and a branch may be another
-commit tomorrow. So a run freezes the commit into its configuration and keeps the files beside its token store, each
-with its SHA-256: workers and tasks on any node read that copy, and a resume asks no hub.
+
+Fetched files lie in the cache of this machine's user, which other nodes do not have, and a branch may be another commit
+tomorrow. So a run freezes the commit into its configuration and keeps the files beside its token store, each with its
+SHA-256. Workers and tasks on any node read that copy, and a resume asks no hub.
 """
 
 import re
@@ -20,21 +21,21 @@ from rtrain import drafts, manifest
 from rtrain.errors import UserError
 
 PACKAGED = "minilm"
-"""Has the form of a name, and is a package of Python's."""
+"""The model that comes as a Python package. It has the form of a hub name, but the hub is not asked for it."""
 Kind = Literal["model", "dataset"]
 FOLDERS: dict[Kind, str] = {"model": ".models", "dataset": ".data"}
-"""Where the copies lie, beside `.tokens`."""
+"""Folders of the copies under the run root, beside `.tokens`."""
 CALLED: dict[Kind, str] = {"model": "model", "dataset": "data set"}
 FILES = (
     *("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.safetensors"),
     *("model.safetensors.index.json", "modules.json", "1_Pooling/config.json"),
 )
-"""Of a model; the last two say how a sentence encoder pools."""
+"""The files of a model that are fetched; the last two say how a sentence encoder pools."""
 ANSWER_S = 10.0
-"""Seconds that the hub has to answer the first question. Its client would ask six times, the last after 23 s."""
+"""Seconds in which the hub must answer the first question. Its client would try six times, the last time after 23 s."""
 LINKED_BYTES = 1 << 20
-"""Larger files are linked where copy and cache share a disk, and cost no room. Small ones, which someone may edit in
-place, are copied: a link would change the cache too."""
+"""Larger files are linked if copy and cache share a disk, so that they take no room. Smaller files are copied: someone
+may edit them in place, and a link would change the cache too."""
 
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _NAME = re.compile(rf"(?P<repo>{_WORD}(?:/{_WORD})?)(?::(?P<subset>{_WORD}))?(?:@(?P<revision>[A-Za-z0-9._/-]+))?")
@@ -42,6 +43,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Name(NamedTuple):
+    """A hub name in its parts."""
+
     repo: str
     subset: str | None = None
     revision: str | None = None
@@ -52,7 +55,10 @@ class Name(NamedTuple):
 
 
 class Refused(UserError):
-    """The hub does not have it, does not give it, or does not answer (`silent`). `reason`, `fix`: a `Problem`'s."""
+    """The hub lacks what was asked for, does not give it, or does not answer (`silent`).
+
+    `reason` and `fix` are meant for a `Problem`.
+    """
 
     def __init__(self, reason: str, fix: str, silent: bool = False):
         self.reason, self.fix, self.silent = reason, fix, silent
@@ -60,19 +66,22 @@ class Refused(UserError):
 
 
 def parse(text: str) -> Name | None:
-    """The name that a text may be, or None where it has not the form of one."""
+    """The parts of a hub name, or None if the text does not have the form of one."""
     found = _NAME.fullmatch(text)
     return Name(**found.groupdict()) if found else None
 
 
 def is_name(text: str) -> bool:
-    """Whether a text has the form of a hub name, and nothing on this machine has that path."""
+    """Whether a text has the form of a hub name, and no file or folder here has that path."""
     return parse(text) is not None and not Path(text).exists()
 
 
 def takes_over(new: str, old: str) -> bool:
-    """Whether `new` asks for what `old` is at its commit: the same name, without a revision, or with one that is no
-    commit (a branch is what it was when the run began)."""
+    """Whether a resumed run that asks for `new` goes on with `old`, whose commit is known.
+
+    It does if the names are equal and `new` has no revision, or a branch or tag: these mean what they meant when the
+    run began. A commit in `new` is another request.
+    """
     asked, known = parse(new), parse(old)
     if asked is None or known is None or not _COMMIT.fullmatch(known.revision or ""):
         return False
@@ -81,12 +90,15 @@ def takes_over(new: str, old: str) -> bool:
 
 
 def pinned(kind: Kind, text: str) -> str:
-    """The name with its commit. Raises `Refused`."""
+    """The name with the commit that it means now. Raises `Refused`."""
     return str(_pinned(kind, _parsed(text)))
 
 
 def model(text: str, root: Path | None = None) -> Path:
-    """The folder of a hub model: its copy under `root`, else in this machine's cache. Raises `Refused`."""
+    """The folder of a hub model: its copy under `root`, or else in this machine's cache, where it is fetched if needed.
+
+    Raises `Refused`.
+    """
     import huggingface_hub
 
     name = _pinned("model", _parsed(text))
@@ -108,14 +120,17 @@ def model(text: str, root: Path | None = None) -> Path:
         found = huggingface_hub.snapshot_download(
             name.repo, revision=name.revision, allow_patterns=list(FILES), local_files_only=silent is not None
         )
-    except Exception as error:  # names, answers, silence and lacking files share no base class
+    except Exception as error:  # the client's errors share no base class
         raise silent or _refused("model", name, error) from None
     return Path(found)
 
 
 def dataset(text: str, root: Path | None = None) -> dict[str, list[Path]]:
-    """Arrow files of each split of a hub data set, sorted: of its copy under `root`, else in this machine's cache.
-    Raises `Refused`."""
+    """The Arrow files of each split of a hub data set, sorted.
+
+    They are those of its copy under `root`, or else in this machine's cache, where it is fetched if needed. Raises
+    `Refused`.
+    """
     name = _pinned("dataset", _parsed(text))
     if copy := _copy("dataset", name, root):
         found: dict[str, list[Path]] = {}
@@ -126,7 +141,7 @@ def dataset(text: str, root: Path | None = None) -> dict[str, list[Path]]:
 
 
 def keep(kind: Kind, text: str, root: Path) -> None:
-    """Copy what a name stands for under `root`, once."""
+    """Copy the files of a hub name to their place under `root`, unless they are there. Raises `Refused`."""
     name = _pinned(kind, _parsed(text))
     if _copy(kind, name, root):
         return
@@ -139,13 +154,17 @@ def keep(kind: Kind, text: str, root: Path) -> None:
 
 
 def model_files(folder: Path) -> dict[str, Path]:
-    """The files of a model folder by their names in it; a cache may hold the same weights in three formats more."""
+    """The files of a model folder that rtrain reads, by their names in it. The folder may hold the same weights in
+    other formats too."""
     found = sorted(path for pattern in FILES for path in folder.glob(pattern))
     return {path.relative_to(folder).as_posix(): path for path in found}
 
 
 def keep_files(files: Mapping[str, Path], final: Path) -> Path:
-    """A folder with these files, by their names in it, and a manifest; complete or not there. Returns the folder."""
+    """Make the folder `final` of these files, given by their names in it, and a manifest; returns the folder.
+
+    The folder is complete or does not exist. Raises `UserError` if it exists and is damaged.
+    """
     if final.is_dir():
         return _verified(final)
     drafts.sweep(final)
@@ -157,7 +176,7 @@ def keep_files(files: Mapping[str, Path], final: Path) -> Path:
             _lay(path.resolve(), target)
         (draft.folder / drafts.LOCK).unlink()
         manifest.write(draft.folder)
-        with suppress(OSError):  # another run has made the same one meanwhile
+        with suppress(OSError):  # another run may have made the same folder meanwhile
             draft.folder.rename(final)
     finally:
         shutil.rmtree(draft.folder, ignore_errors=True)
@@ -184,7 +203,8 @@ def _copy(kind: Kind, name: Name, root: Path | None) -> Path | None:
 
 @lru_cache
 def _verified(folder: Path) -> Path:
-    """Read once per process: gigabytes, and a run looks several times."""
+    """The folder, if it matches its manifest. It is read once per process: it may hold gigabytes, and a run asks
+    several times."""
     if problem := manifest.damage(folder):
         raise UserError(f"{folder}: {problem}; remove the folder, and it is fetched again")
     return folder
@@ -203,8 +223,11 @@ def _pinned(kind: Kind, name: Name) -> Name:
 
 @lru_cache
 def _commit(kind: Kind, repo: str, revision: str | None, ask: bool = False) -> str:
-    """The commit that a revision is, asked once per process. Where the hub does not answer: what it was when it last
-    did. With `ask` a commit is asked for as well."""
+    """The commit that a revision means; the hub is asked once per process.
+
+    If the hub does not answer, it is the commit of the hub's last answer. A `revision` that is a commit is returned
+    without a question, unless `ask` is set.
+    """
     import huggingface_hub
 
     if revision and _COMMIT.fullmatch(revision) and not ask:
@@ -212,7 +235,7 @@ def _commit(kind: Kind, repo: str, revision: str | None, ask: bool = False) -> s
     api = huggingface_hub.HfApi()
     try:
         api.repo_info(repo, repo_type=kind, revision=revision, timeout=ANSWER_S)
-        return str(api.resolve_revision(repo, repo_type=kind, revision=revision).resolved)  # and remembers it
+        return str(api.resolve_revision(repo, repo_type=kind, revision=revision).resolved)  # this also remembers it
     except Exception as error:
         if not ask and _is_silence(error):
             with suppress(huggingface_hub.errors.RevisionResolutionError):
@@ -234,7 +257,7 @@ def _loaded(name: Name) -> dict[str, list[Path]]:
     except Exception as error:
         raise _refused("dataset", name, error, _subsets(name)) from None
     found = {split: [Path(entry["filename"]) for entry in rows.cache_files] for split, rows in sorted(loaded.items())}
-    # Where anything fails, `datasets` takes the latest that it has in its cache, of whatever commit.
+    # If anything fails, `datasets` takes the latest files in its cache, of whatever commit.
     if not all(name.revision in path.parts for paths in found.values() for path in paths):
         reason = f"the cache of `datasets` holds another commit of {name.repo} than {name.revision}"
         raise Refused(reason, "try again where the hub answers")
@@ -260,7 +283,7 @@ def _endpoint() -> str:
 
 
 def _is_silence(error: Exception) -> bool:
-    """Whether the hub did not answer at all, or that it cannot now."""
+    """Whether the hub did not answer at all, or answered that it cannot now (status 500 and above)."""
     import huggingface_hub
 
     if isinstance(error, huggingface_hub.errors.HfHubHTTPError):

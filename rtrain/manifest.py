@@ -1,4 +1,4 @@
-"""MANIFEST.json: the size and SHA-256 of every file of a folder. Written last, so that its presence means complete."""
+"""MANIFEST.json: the size and SHA-256 of every file of a folder. It is written last: its presence means complete."""
 
 import hashlib
 import json
@@ -10,22 +10,24 @@ from typing import Any, TypedDict
 NAME = "MANIFEST.json"
 SCHEMA_VERSION = 1
 PART = 1 << 22
-"""Bytes of a file that are hashed at a time."""
+"""Bytes of a file that are read and hashed at a time."""
 
 
 class Entry(TypedDict):
-    """What a manifest records of a file."""
+    """What a manifest records of a file: its size in bytes, and its SHA-256 in hex."""
 
     size: int
     sha256: str
 
 
 def entry(path: Path) -> Entry:
+    """The entry of a file as it is now."""
     return {"size": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def write(folder: Path) -> None:
-    """Record every file of `folder`, by its path in it, and put files, manifest and the folders on the disk."""
+    """Record every file of `folder` by its path in the folder, and sync the files, the folders and the manifest to
+    disk."""
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path != folder / NAME:
@@ -37,9 +39,9 @@ def write(folder: Path) -> None:
 
 
 def damage(folder: Path, needed: Iterable[str] = ()) -> str | None:
-    """What is wrong with the folder, or None: presence, sizes and hashes of all recorded files are checked.
+    """What is wrong with the folder, or None. All recorded files are checked: their presence, sizes and hashes.
 
-    The `needed` files must be among those that are recorded.
+    The `needed` files must be among the recorded files.
     """
     try:
         document: Any = json.loads((folder / NAME).read_text())
@@ -57,7 +59,7 @@ def damage(folder: Path, needed: Iterable[str] = ()) -> str | None:
 
 
 def flaw(path: Path, recorded: Entry, *, size_only: bool = False) -> str | None:
-    """What is wrong with a file, or None. With `size_only`, what shows without reading it."""
+    """What is wrong with a file, or None. With `size_only` the file is not read, and only its size is compared."""
     if not path.is_file():
         return "is missing"
     if (size := path.stat().st_size) != recorded["size"]:
@@ -80,7 +82,8 @@ def sync(path: Path) -> None:
 
 
 def _sha256(path: Path) -> str:
-    """In large parts: each takes Python's global lock, and a training beside it would wait for each."""
+    """SHA-256 of a file. It is read in large parts, since each read takes Python's global lock, and a training in the
+    same process would wait each time."""
     digest, part = hashlib.sha256(), memoryview(bytearray(min(PART, path.stat().st_size) or 1))
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(part):

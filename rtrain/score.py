@@ -11,7 +11,7 @@ import numpy as np
 from rtrain.artifact import Artifact
 from rtrain.batch import Floats, Int32s, Ints, Ragged, Tokens, batches, pack
 from rtrain.config import Data, parse
-from rtrain.data import records
+from rtrain.data import files, records
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem
 from rtrain.metrics.by_output import metric_for
@@ -56,7 +56,7 @@ def _answered(predictor: Predictor, lengths: Int32s, read: Callable[[Ints], Toke
 def settings(made: Artifact, overrides: Mapping[str, Any]) -> Data:
     """How a file is read for an artefact: as its own training rows were, but for what `overrides` and its name say."""
     data = dict(made.data)
-    if records.tells_format(str(overrides.get("data.path", ""))):
+    if files.tells_format(str(overrides.get("data.path", ""))):
         data["format"] = None
     document = {"name": made.name, "task": made.task, "data": data}
     return parse(document, overrides).recipe.data

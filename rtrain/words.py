@@ -1,7 +1,7 @@
-"""Where the words and the sentences of running text are, in any script; no model needed.
+"""The words and the sentences of running text, as spans of characters, in any script. No model is needed.
 
-`re` knows neither marks nor pictographs: its \\w ends a word at each vowel sign of Hindi or Thai, at the harakat of
-Arabic and at an accent that stands behind its letter, and an emoji of several code points falls into pieces.
+The module `re` knows neither marks nor pictographs: its \\w ends a word at each vowel sign of Hindi or Thai, at the
+harakat of Arabic and at an accent behind its letter, and it cuts an emoji of several code points into pieces.
 """
 
 import re
@@ -12,15 +12,17 @@ import regex
 LETTER: Final = r"(?:[\p{L}\p{N}_][\p{M}\u200c\u200d]*)"
 """Part of a pattern: a letter or digit with its marks, and with the joiners that shape it (Persian, Malayalam)."""
 PIECE: Final = r"(?:\p{Cf}|(?![\s\x1c-\x1f])\X)"
-"""Anything else that is no blank: a punctuation mark, a whole emoji, a mark without its letter, an unseen control."""
+"""Part of a pattern: anything else but a blank, such as a punctuation mark, a whole emoji, a mark without its letter or
+an invisible control character."""
 
 _WORD = regex.compile(rf"{LETTER}(?:\S*{LETTER})?|{PIECE}")
 
 
 def word_spans(text: str) -> list[tuple[int, int]]:
-    """As annotators cut words: punctuation inside a word stays, before and after it is a word of its own.
+    """The characters [start, end) of each word, cut as annotators cut words.
 
-    Scripts without blanks between words (Thai, Chinese) are cut at punctuation alone: their words take a dictionary.
+    Punctuation inside a word stays in it; punctuation before or behind a word is a word of its own. Scripts without
+    blanks between words (Thai, Chinese) are cut only at punctuation, since finding their words takes a dictionary.
     """
     return [match.span() for match in _WORD.finditer(text)]
 
@@ -28,8 +30,8 @@ def word_spans(text: str) -> list[tuple[int, int]]:
 Span = tuple[int, int]
 """Characters [start, end)."""
 
-# Of Latin script, Hindi (dandas), Arabic and Urdu, then what closes a quotation; the full-width marks of Chinese and
-# Japanese need no blank behind them.
+# The ends of sentences in Latin script, Hindi (dandas), Arabic and Urdu, and then the marks that close a quotation. The
+# full-width marks of Chinese and Japanese need no blank behind them.
 _END = re.compile(
     r"""[.!?\u2026\u0964\u0965\u061f\u06d4]+["'\u2019\u201d\xbb)\]]*(?=\s)|[\u3002\uff01\uff1f]+[\u300d\u300f\u2019\u201d\uff09]*|\n\s*"""
 )
@@ -37,8 +39,11 @@ _TITLES = frozenset({"mr", "mrs", "ms", "dr", "prof", "st", "vs"})
 
 
 def sentence_spans(text: str) -> list[Span]:
-    """Sentences without the blanks around them. A full stop before a small letter, or after a title or an initial, ends
-    none; in a text without capitals one before a small letter does."""
+    """The characters [start, end) of each sentence, without the blanks around it.
+
+    A full stop after a title or an initial ends no sentence. Before a small letter it ends one only in texts without
+    any capitals.
+    """
     found: list[Span] = []
     start, capitals = 0, any(character.isupper() for character in text)
     for match in _END.finditer(text):

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rtrain.data.augment.noise import Noise, noisy, noisy_tokens, variants
+from rtrain.data.augment.noise import Noise, noisy, noisy_tokens
 from rtrain.errors import ConfigError
 
 SOME = Noise(typo=0.1, swap=0.1, drop=0.1, mask=0.1)
@@ -37,19 +37,6 @@ def test_seed_copy_and_row_each_change_it() -> None:
     strong = Noise(typo=0.5, mask=0.3)
     found = {noisy(TEXT, strong, *key) for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 11, 0))}
     assert len(found) == 5
-
-
-def test_only_training_rows_are_changed() -> None:
-    for split in ("valid", "test"):
-        assert variants(TEXT, SOME, split=split, row=1, seed=0, copies=5) == []
-    found = variants(TEXT, SOME, split="train", row=1, seed=0, copies=5)
-    assert len(found) == len(set(found)) == 5
-    assert TEXT not in found
-
-
-def test_copies_that_change_nothing_or_repeat_are_left_out() -> None:
-    assert variants(TEXT, Noise(), split="train", row=1, seed=0, copies=3) == []
-    assert variants("ok then", Noise(swap=1.0), split="train", row=1, seed=0, copies=9) == ["then ok"]
 
 
 def test_each_kind_by_hand() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain import config
 from rtrain.config import Augment, Recipe
-from rtrain.data import records, tokens
+from rtrain.data import records, shards, tokens
 from rtrain.data.augment import rewriting, variants
 from rtrain.data.augment.noise import Noise
 from rtrain.data.records import Record
@@ -181,7 +181,7 @@ def test_texts_are_rewritten_in_chunks_and_read_back(tmp_path: Path, monkeypatch
 def test_only_training_texts_are_rewritten(path: Path, encoder: Path, plain: Store, tmp_path: Path) -> None:
     recipe = recipe_of(path, paraphrase="some/model")
     source = records.inspect(recipe.data)
-    job = tokens.Job(recipe, encoder, tmp_path, Splits.of(recipe.data, source))
-    found = list(tokens.texts_to_rewrite({"number": 0, "piece": list(source.pieces[0])}, job))
+    job = shards.Job(recipe, encoder, tmp_path, Splits.of(recipe.data, source))
+    found = list(shards.texts_to_rewrite({"number": 0, "piece": list(source.pieces[0])}, job))
     assert len(found) == plain.rows("train")
     assert {key for key, _ in found} == set(plain.column("train", "row_id").tolist())  # each row occurs once

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import floors, large_store, noise, questions, sets, tasks
 from rtrain import config
 from rtrain.cli.options import SHORT
-from rtrain.data import records
+from rtrain.data import files, records
 
 
 def rows_of(arguments: list[str]) -> list[dict[str, Any]]:
@@ -87,7 +87,7 @@ def test_the_last_tweets_choose_and_none_is_lost(tmp_path: Path) -> None:
     sets.twitter(tmp_path, tmp_path / "work")
     found = {}
     for split in ("train", "valid"):
-        piece = records.Piece(str(tmp_path / "work" / f"{split}.conll"), "conll", split)
+        piece = files.Piece(str(tmp_path / "work" / f"{split}.conll"), "conll", split)
         recipe = config.load("entities", {"data.path": piece.uri}).recipe
         found[split] = [record.text for record in records.read(piece, recipe.data)]
     assert found["valid"] == ["h2", "h3"]
@@ -240,7 +240,7 @@ def test_a_store_made_of_numbers_is_resumed_from_the_shards_of_one_update(tmp_pa
     rows = 20_000
     order = large_store.order_of("numbers", rows, 64)
     wanted = np.unique(order.positions(large_store.resumed(order)) // 8192)[:2]
-    made = large_store.make(tmp_path / "numbers", rows, shard_rows=8192, wanted=wanted)
+    made = large_store.make(tmp_path / "numbers", rows, shard_rows=8192, made=wanted)
     assert len(made.manifest.shards) == 3
     assert len(list((made.folder / "shards").iterdir())) == len(wanted) == 2
     found = made.read("train", np.array([wanted[0] * 8192 + 5]))

@@ -54,8 +54,8 @@ def side(speed: float, **more: float) -> dict[str, float]:
 def test_the_keys_are_those_that_were_promised() -> None:
     known = {figure.key for figure in figures.figures(ours.TECHNIQUES, ours.OPTIONS)}
     assert known == {*KEYS, *GAINS, ACCELERATE}
-    assert [figure.key for figure in train.wanted(None)[0]] == list(KEYS)
-    assert [figure.key for figure in train.wanted(["gains", "pad_ratio"])[0]] == ["pad_ratio", *GAINS]
+    assert [figure.key for figure in train.figures_for(None)[0]] == list(KEYS)
+    assert [figure.key for figure in train.figures_for(["gains", "pad_ratio"])[0]] == ["pad_ratio", *GAINS]
 
 
 def test_a_ratio_is_of_one_round_and_its_median_of_all() -> None:
@@ -97,7 +97,7 @@ def test_a_technique_alone_is_compared_with_the_loop_without_it() -> None:
 def test_sides_run_once_a_round_and_take_turns() -> None:
     names = figures.sides(figures.figures(ours.TECHNIQUES, ours.OPTIONS))
     assert len(names) == len(set(names))
-    assert set(names) <= set(sides.ALL)
+    assert set(names) <= {*sides.OWN, *sides.PEERS, sides.PROBE}
     assert figures.turn(["a", "b", "c"], 0) == ["a", "b", "c"]
     assert figures.turn(["a", "b", "c"], 1) == ["c", "b", "a"]
 
@@ -300,11 +300,11 @@ def test_a_wrong_command_line_is_refused(
 
 
 def test_only_what_is_asked_for_runs() -> None:
-    wants, timed = train.wanted(["pad_ratio", "harness_vs_ddp"])
+    wants, timed = train.figures_for(["pad_ratio", "harness_vs_ddp"])
     assert (figures.sides(wants), timed) == (["harness", "ddp", "ours"], [])
-    assert train.wanted(["time_to_090"]) == ([], list(figures.TIMES))
-    assert train.wanted(["time_to_090_vs_hf_grouped_mean"])[1] == [figures.TIMES[1]]
-    assert not train.wanted(None)[1]
+    assert train.figures_for(["time_to_090"]) == ([], list(figures.TIMES))
+    assert train.figures_for(["time_to_090_vs_hf_grouped_mean"])[1] == [figures.TIMES[1]]
+    assert not train.figures_for(None)[1]
 
 
 # -------------------------------------------------------------------------------------------------------------- budgets

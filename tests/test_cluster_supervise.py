@@ -46,11 +46,11 @@ def test_a_search_gets_on_with_each_checkpoint_of_each_trial(tmp_path: Path) -> 
 
 def test_only_a_job_is_supervised_and_no_child_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(IN_JOB, raising=False)
-    assert not supervise.wanted()
+    assert not supervise.is_needed()
     monkeypatch.setenv(IN_JOB, "{}")
-    assert supervise.wanted()
+    assert supervise.is_needed()
     monkeypatch.setenv(supervise.CHILD, "1")
-    assert not supervise.wanted()
+    assert not supervise.is_needed()
 
 
 def test_a_driver_that_ends_by_itself_is_not_started_again(

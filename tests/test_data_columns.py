@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain import config
 from rtrain.batch import Ragged
-from rtrain.data import columns, records, store, tokens
+from rtrain.data import columns, commit, records, shards, store
 from rtrain.data.splits import Splits
 from tests.conftest import write_rows
 from tests.tiny import make_tokenizer
@@ -56,8 +56,8 @@ def test_the_commit_takes_a_fixed_number_of_bytes_a_row(tmp_path: Path, distinct
         recipe = recipe.model_copy(update={"task": "span_qa"})
     source = records.inspect(recipe.data)
     writer = store.Writer(tmp_path / ".tokens" / "0123456789abcdef")
-    job = tokens.Job(recipe, tmp_path / "encoder", writer.folder, Splits.of(recipe.data, source))
-    shards, rows = [], 2000
+    job = shards.Job(recipe, tmp_path / "encoder", writer.folder, Splits.of(recipe.data, source))
+    written, rows = [], 2000
     for number in range(40):
         first = number * rows
         answers = [f'[{{"text": "{"x" * 60}{k}", "start": 0}}]' for k in range(first, first + rows)]
@@ -77,10 +77,10 @@ def test_the_commit_takes_a_fixed_number_of_bytes_a_row(tmp_path: Path, distinct
         }
         name = f"000000-{number:06d}.arrow"
         entry = store.write_table(writer.folder / "shards" / name, pa.table(columns_of_shard))
-        shards.append({"number": 0, "shard": name, "entry": entry})
+        written.append({"number": 0, "shard": name, "entry": entry})
     tracemalloc.start()
     try:
-        made = tokens._commit(job, source, writer, shards)
+        made = commit.commit(job, source, writer, written)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -23,7 +23,7 @@ import pytest
 from benchmarks.large_store import make, named
 from rtrain.data import ingest
 from rtrain.data.ingest import Share, Update, plan_update
-from rtrain.data.order import BLOCK_ROWS, WINDOW_ROWS, Order, rows_digest
+from rtrain.data.order import BLOCK_ROWS, SHUFFLE_WINDOW_ROWS, Order, rows_digest
 from rtrain.data.store import SHARDS_OPEN, Store
 from rtrain.errors import UserError
 
@@ -260,7 +260,7 @@ def test_a_stream_of_ten_times_its_limit_stays_within_bounds(
 
 def test_a_shard_is_opened_once_for_all_updates_of_a_window(large: Store) -> None:
     order, updates = order_of(large, 64), 1000
-    windows = math.ceil(ROWS / WINDOW_ROWS)
+    windows = math.ceil(ROWS / SHUFFLE_WINDOW_ROWS)
     assert updates * 64 < ROWS / windows
     shards = shards_of(large, order, 0, updates)
     assert len(shards) <= ROWS / windows / BLOCK_ROWS + 3  # the short block, and those at the ends of the window

@@ -17,7 +17,7 @@ import pytest
 from rtrain import config, events
 from rtrain.cluster import supply
 from rtrain.config import Config
-from rtrain.data import order, pieces, records, tokens
+from rtrain.data import files, order, pieces, records, shards, tokens
 from rtrain.data.formats import digests
 from rtrain.errors import UserError
 from rtrain.proof import ledger
@@ -35,13 +35,13 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The token jobs of a test, which run without Ray: the tasks one after another, and a cluster of four CPUs."""
     ran: list[Path] = []
 
-    def run(job: tokens.Job, source: records.Source) -> list[dict[str, Any]]:
+    def run(job: shards.Job, source: records.Source) -> list[dict[str, Any]]:
         ran.append(job.folder)
         return [
             row
             for piece in pieces.tasks(source)
             for part in pieces.cut(piece, job.recipe)
-            for row in tokens._write_piece(part, job)
+            for row in shards.write_piece(part, job)
         ]
 
     monkeypatch.setattr(tokens, "_run", run)
@@ -238,7 +238,7 @@ def test_a_run_of_one_window_resumes_from_before_there_were_blocks(ground: Path)
 def test_a_larger_run_of_before_there_were_blocks_is_refused_by_name(
     ground: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(order, "WINDOW_ROWS", 50)
+    monkeypatch.setattr(order, "SHUFFLE_WINDOW_ROWS", 50)
     first = start(ground)
     assert first.store.rows("train") > 50
     start(ground, "resume")  # one of this version goes on
@@ -258,7 +258,7 @@ def test_what_checkpoints_are_known_by_has_the_order_s_version_where_there_are_b
 ) -> None:
     made = order.Order("digest", 262_144, 64, epochs=2, seed=7)
     assert loop.identity(made) == "dfc2f151a4266ef6"
-    monkeypatch.setattr(order, "WINDOW_ROWS", 262_143)
+    monkeypatch.setattr(order, "SHUFFLE_WINDOW_ROWS", 262_143)
     assert loop.identity(made) == "d766ddfaea3d2d1d"
 
 
@@ -268,7 +268,7 @@ def test_files_that_were_looked_at_already_are_not_looked_at_again(
     looked: list[str] = []
     columns = records._columns
 
-    def counted(field: str, piece: records.Piece) -> tuple[str, ...]:
+    def counted(field: str, piece: files.Piece) -> tuple[str, ...]:
         looked.append(Path(piece.uri).name)
         return columns(field, piece)
 
@@ -318,7 +318,7 @@ def at_the_job(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None]) -> N
     """Have something done once, after the files were hashed and before their rows are read."""
     run, changes = tokens._run, [change]
 
-    def late(job: tokens.Job, source: records.Source) -> list[dict[str, Any]]:
+    def late(job: shards.Job, source: records.Source) -> list[dict[str, Any]]:
         if changes:
             changes.pop()()
         return run(job, source)

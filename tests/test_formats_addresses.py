@@ -12,7 +12,7 @@ import pytest
 
 from rtrain import config
 from rtrain.config import Data
-from rtrain.data import records
+from rtrain.data import files, records
 from rtrain.data.formats.addresses import is_glob, suffix
 from rtrain.errors import ConfigError
 from rtrain.runs import opening
@@ -83,7 +83,7 @@ def test_an_address_that_is_not_there_is_a_problem(web: str) -> None:
 def test_a_suffix_is_that_of_the_path() -> None:
     assert suffix(f"https://bucket/a/rows.jsonl.gz?{QUERY}") == ".jsonl"
     assert suffix("/data/what?.csv") == ".csv"
-    assert records.tells_format(f"https://bucket/rows.parquet?{QUERY}")
+    assert files.tells_format(f"https://bucket/rows.parquet?{QUERY}")
     assert [is_glob(uri) for uri in ("https://bucket/*.csv?a", "s3://bucket/*.csv", "/data/a.csv")] == [0, 1, 0]
 
 

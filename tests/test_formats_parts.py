@@ -15,9 +15,10 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from rtrain.config import Data
-from rtrain.data import records, store, tokens
+from rtrain.data import files, records, store, tokens
+from rtrain.data.files import Piece
 from rtrain.data.formats import parts, readers
-from rtrain.data.records import Piece, Record
+from rtrain.data.records import Record
 from tests import test_tokens
 from tests.conftest import labelled_rows
 from tests.test_tokens import recipe_of
@@ -146,7 +147,7 @@ def test_a_file_that_is_another_by_now_is_not_cut(tmp_path: Path, monkeypatch: p
 def test_files_that_can_be_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, large: bool) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 99)
     path = tmp_path / name
-    format = records.SUFFIXES[Path(name.removesuffix(".gz")).suffix]
+    format = files.SUFFIXES[Path(name.removesuffix(".gz")).suffix]
     for size, expected in ((99, False), (100, large)):
         path.write_bytes(bytes(size))
         assert parts.is_large(f"file://{path}", format) is expected

@@ -36,7 +36,7 @@ def assert_every_row_once(made: Order, epoch: int) -> None:
 @pytest.mark.parametrize("rows", SIZES)
 @pytest.mark.parametrize("rows_per_update", [1, 7, 64, 2000])
 def test_every_row_comes_once_an_epoch(rows: int, rows_per_update: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "WINDOW_ROWS", WINDOW)
+    monkeypatch.setattr(order, "SHUFFLE_WINDOW_ROWS", WINDOW)
     monkeypatch.setattr(order, "BLOCK_ROWS", 16)
     made = Order("digest", rows, rows_per_update, epochs=3, seed=5)
     for epoch in range(3):
@@ -45,7 +45,7 @@ def test_every_row_comes_once_an_epoch(rows: int, rows_per_update: int, monkeypa
 
 @pytest.mark.parametrize("difference", [-1, 0, 1])
 def test_every_row_comes_once_round_the_real_window(difference: int) -> None:
-    assert_every_row_once(Order("digest", order.WINDOW_ROWS + difference, 100_000, epochs=1, seed=0), 0)
+    assert_every_row_once(Order("digest", order.SHUFFLE_WINDOW_ROWS + difference, 100_000, epochs=1, seed=0), 0)
 
 
 @settings(deadline=None, max_examples=60)
@@ -60,7 +60,7 @@ def test_every_row_comes_once_round_the_real_window(difference: int) -> None:
 def test_every_row_comes_once_whatever_the_windows_and_blocks(
     rows: int, blocks: int, block: int, rows_per_update: int, seed: int, epoch: int
 ) -> None:
-    with mock.patch.multiple(order, WINDOW_ROWS=blocks * block, BLOCK_ROWS=block):
+    with mock.patch.multiple(order, SHUFFLE_WINDOW_ROWS=blocks * block, BLOCK_ROWS=block):
         assert_every_row_once(Order("digest", rows, rows_per_update, epoch + 1, seed), epoch)
 
 
@@ -85,14 +85,14 @@ def test_the_order_is_pinned() -> None:
 
 def test_a_store_of_one_window_keeps_the_order_that_it_had_before_there_were_blocks() -> None:
     """Of the largest such store, as its rows were before: a run on it resumes."""
-    made = Order("digest", order.WINDOW_ROWS, rows_per_update=8, epochs=2, seed=7)
+    made = Order("digest", order.SHUFFLE_WINDOW_ROWS, rows_per_update=8, epochs=2, seed=7)
     assert order.version(made.rows) == 1
     assert made.positions(0).tolist() == [236220, 137066, 51502, 53673, 120067, 84253, 119978, 197786]
     assert made.positions(40_000).tolist() == [228098, 202367, 177701, 162740, 49673, 233831, 253285, 18040]
 
 
 def test_the_order_of_a_larger_store_is_pinned() -> None:
-    made = Order("digest", order.WINDOW_ROWS + 1, rows_per_update=8, epochs=2, seed=7)
+    made = Order("digest", order.SHUFFLE_WINDOW_ROWS + 1, rows_per_update=8, epochs=2, seed=7)
     assert order.version(made.rows) == 2
     assert made.positions(0).tolist() == [158758, 25110, 130862, 115625, 69890, 61213, 69801, 178573]
     assert made.positions(40_000).tolist() == [151522, 243876, 187889, 194318, 189463, 223911, 2312, 112216]
@@ -130,7 +130,7 @@ def test_the_order_of_an_epoch_does_not_depend_on_the_rows_per_update() -> None:
 @pytest.mark.parametrize(("rows", "window"), [(30, 30), (122, 64)])
 def test_each_row_is_equally_often_at_each_place(rows: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one window; and of two, where 30 blocks of 4 rows and a short one of 2 are permuted first."""
-    monkeypatch.setattr(order, "WINDOW_ROWS", window)
+    monkeypatch.setattr(order, "SHUFFLE_WINDOW_ROWS", window)
     monkeypatch.setattr(order, "BLOCK_ROWS", 4)
     seeds = 1500
     found = np.zeros((rows, rows))
@@ -149,7 +149,7 @@ def test_neighbours_in_the_store_are_scattered_over_the_epoch() -> None:
 
 
 def test_an_update_reads_the_blocks_of_few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "WINDOW_ROWS", 64)
+    monkeypatch.setattr(order, "SHUFFLE_WINDOW_ROWS", 64)
     monkeypatch.setattr(order, "BLOCK_ROWS", 8)
     made = Order("digest", rows=64 * 20 + 44, rows_per_update=16, epochs=1, seed=2)
     rows = np.concatenate(epoch_of(made, 0))

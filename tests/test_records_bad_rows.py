@@ -11,7 +11,7 @@ import pytest
 
 from rtrain import config
 from rtrain.config import Data
-from rtrain.data import records, tokens
+from rtrain.data import files, records, tokens
 from rtrain.data.records import Record
 from rtrain.errors import ConfigError, UserError
 from rtrain.tasks import base
@@ -137,7 +137,7 @@ def test_a_value_that_python_has_not_is_a_bad_row(tmp_path: Path) -> None:
     texts = pa.array([b"one", b"caf\xe9", b"three"]).view(pa.string())
     labels = pa.array([0, 10**18, 10**18 + 1]).cast(pa.timestamp("us"))
     path = write_parquet(tmp_path / "a.parquet", text=texts, label=labels)
-    found = list(records.read(records.Piece(str(path), "parquet", "train"), Data()))
+    found = list(records.read(files.Piece(str(path), "parquet", "train"), Data()))
     assert [record.reason for record in found] == [
         None,
         "column 'text' is not UTF-8; write the file again with texts that are",
@@ -152,7 +152,7 @@ def test_a_class_that_has_no_name_is_a_bad_row(tmp_path: Path) -> None:
     table = pa.table({"text": ["x"] * 4, "label": [1, 2, -1, None]}).replace_schema_metadata(metadata)
     with pyarrow.ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
         stream.write_table(table)
-    found = list(records.read(records.Piece(str(tmp_path / "a.arrow"), "datasets", "train"), Data()))
+    found = list(records.read(files.Piece(str(tmp_path / "a.arrow"), "datasets", "train"), Data()))
     empty = "column 'label' is empty; write a label or remove the row"
     assert [(record.label, record.reason) for record in found] == [
         ("b", None),
@@ -164,7 +164,7 @@ def test_a_class_that_has_no_name_is_a_bad_row(tmp_path: Path) -> None:
 
 def test_bytes_are_text(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", text=pa.array(["é".encode(), b"\xe9"]), label=pa.array(["a", "b"]))
-    one, other = records.read(records.Piece(str(path), "parquet", "train"), Data())
+    one, other = records.read(files.Piece(str(path), "parquet", "train"), Data())
     assert (one.text, one.reason) == ("é", None)
     assert other.reason == "column 'text' is not UTF-8; convert the file, e.g. iconv -f latin1 -t utf-8"
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain import config
 from rtrain.config import Recipe
-from rtrain.data import columns, records, tokens
+from rtrain.data import columns, records, shards, tokens
 from rtrain.data.records import Record
 from rtrain.data.splits import Splits
 from rtrain.data.store import Store
@@ -156,7 +156,7 @@ def test_ids_do_not_depend_on_how_rows_lie_in_files_and_shards(
 ) -> None:
     rows = [*labelled_rows(150), *labelled_rows(30)]  # 30 of them twice
     whole = store_of(tmp_path / "whole", rows, encoder)
-    monkeypatch.setattr(tokens, "SHARD_ROWS", 7)
+    monkeypatch.setattr(shards, "SHARD_ROWS", 7)
     parts = tmp_path / "parts"
     parts.mkdir()
     for number in range(3):
@@ -177,8 +177,8 @@ def test_ids_do_not_depend_on_how_rows_lie_in_files_and_shards(
 
 def encode(rows: list[Record], encoder: Path, max_tokens: int = 16, text_pair: str | None = None) -> Any:
     recipe = recipe_of(Path("rows.csv"), max_tokens=max_tokens, text_pair=text_pair)
-    job = tokens.Job(recipe, encoder, Path("nowhere"), ALONE)
-    return tokens._encode(rows, "train", job, base.get("classification"), load_tokenizer(encoder, max_tokens), {})
+    job = shards.Job(recipe, encoder, Path("nowhere"), ALONE)
+    return shards._encode(rows, "train", job, base.get("classification"), load_tokenizer(encoder, max_tokens), {})
 
 
 def test_rows_become_tokens_and_bad_rows_none(encoder: Path) -> None:
@@ -200,7 +200,7 @@ def test_rows_become_tokens_and_bad_rows_none(encoder: Path) -> None:
     assert table["label"].to_pylist() == ["x", "?", "y"]
     assert table["line"].to_pylist() == [2, 3, 4]
     assert table["reason"].to_pylist() == [None, "bad", None]
-    assert table["split"].to_pylist()[1] == tokens._BAD
+    assert table["split"].to_pylist()[1] == shards.BAD
     assert set(table["split"].to_pylist()[::2]) <= {0, 1, 2}
 
 

@@ -98,19 +98,19 @@ def make_task_artifact(
 
 def make_store(recipe: Recipe, encoder: Path, root: Path) -> "Store":
     """The token store that `tokens.ensure` makes, by the same functions one after another, without Ray."""
-    from rtrain.data import pieces, records, store, tokens
+    from rtrain.data import commit, pieces, records, shards, store, tokens
     from rtrain.data.splits import Splits
 
     source = records.inspect(recipe.data)
     writer = store.Writer(root / ".tokens" / tokens.digest(recipe, source, encoder))
-    job = tokens.Job(recipe, encoder, writer.folder, Splits.of(recipe.data, source))
-    shards = [
+    job = shards.Job(recipe, encoder, writer.folder, Splits.of(recipe.data, source))
+    written = [
         row
         for piece in pieces.tasks(source)
         for part in pieces.cut(piece, recipe)
-        for row in tokens._write_piece(part, job)
+        for row in shards.write_piece(part, job)
     ]
-    return tokens._commit(job, source, writer, shards)
+    return commit.commit(job, source, writer, written)
 
 
 def _config(num_labels: int = 2) -> "transformers.BertConfig":

@@ -21,18 +21,21 @@ from rtrain.runs import driver, opening, placement
 from tune import space, trial as trials
 from tune.trial import part, run_folder
 
-# No CPU of its own, since its workers have theirs; Tune refuses an empty bundle, so a sliver of the head's mark.
+# A trial takes no CPU itself, since its workers take theirs. Tune refuses an empty bundle, so the trial takes a sliver
+# of the resource that marks the head node.
 TRIAL_RESOURCES = {"CPU": 0, HEAD_RESOURCE: 0.001}
 SPACE = ("points", "lr", "aggregation_frequency", "budget", "first_rung")
-"""Settings of `tune` that say what its trials are."""
+"""Settings of `tune` that define the trials."""
 REDUCTION = 2
 """ASHA keeps the better half of the trials at each rung."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of a trial. `score` is its validation score at the search's budget, or where it was stopped; a trial
-    that failed may have none."""
+    """The result of a trial.
+
+    `score` is its best validation score within the search's budget, or before it was stopped; None if it has none.
+    """
 
     number: int
     lr: float
@@ -42,17 +45,19 @@ class Trial:
     status: str
     run: str
     error: str | None = None
-    """First line of what a failed trial failed with."""
+    """First line of the error with which the trial failed; None if it did not fail."""
 
 
 @dataclass(frozen=True)
 class Found:
+    """The result of a search: all trials, and the best of them."""
+
     trials: tuple[Trial, ...]
     best: Trial
 
     @property
     def failures(self) -> str:
-        """The failed trials in one line; empty where there are none."""
+        """The failed trials in one line; empty if none failed."""
         return _failures(self.trials)
 
     def to_document(self) -> dict[str, Any]:
@@ -60,7 +65,7 @@ class Found:
 
 
 class _Scheduler(AsyncHyperBandScheduler):
-    """ASHA (Li et al. 2018, arXiv:1810.05934), but trial 0, the recipe as it stands, is compared and never stopped."""
+    """ASHA (Li et al. 2018, arXiv:1810.05934), except that trial 0, the recipe as it stands, is never stopped."""
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         decision = super().on_trial_result(tune_controller, trial, result)
@@ -68,7 +73,7 @@ class _Scheduler(AsyncHyperBandScheduler):
 
 
 class _FreeWorkers(ray.tune.Callback):
-    """Gives back the CPUs of a stopped trial's workers (see `placement.remember`) and logs the stop."""
+    """A Tune callback that frees the CPUs of an ended trial's workers (see `placement.remember`), and logs stops."""
 
     def __init__(self, search: Path, config: Config):
         self._search, self._config = search, config
@@ -88,7 +93,8 @@ class _FreeWorkers(ray.tune.Callback):
 
 
 def check(config: Config) -> None:
-    """Refuse a search without the rows that choose among its trials: each would be trained, and none have a score."""
+    """Raise `ConfigError` if there will be no validation rows: the trials would be trained, and none would get a
+    score."""
     data = config.recipe.data
     if data.valid_share == 0 and not (data.valid or data.split):
         reason = "trials are compared on validation rows, and there are none"
@@ -103,13 +109,16 @@ def run(
     on_event: driver.OnEvent | None = None,
     tokens_root: Path | None = None,
 ) -> Found:
-    """Run all trials under `folder`; every trial keeps its run, `trials.jsonl` lists them.
+    """Run all trials under `folder`. Every trial keeps its run folder; `trials.jsonl` lists the trials.
 
-    The trials share the token store under `tokens_root`, by default the folder that holds the search. A search that is
-    resumed goes on with the trial that was cut short; those that have come to their end are not run again.
+    The trials share the token store under `tokens_root`, by default the folder that holds the search. A resumed search
+    continues the trials that were cut short; ended trials are not run again. Raises `ConfigError` if a resumed search
+    has other trials, and `UserError` if no trial has a score.
     """
     folder, config = opening.choose(folder, config, reuse)
-    config = opening.absolute(config, folder if reuse == "resume" else None)  # each trial asks for the same commits
+    config = opening.absolute(
+        config, folder if reuse == "resume" else None
+    )  # all trials use the same commits of hub names
     if reuse == "resume":
         _refuse_another(opening.stored(folder), config)
     search = Run(folder)
@@ -119,7 +128,10 @@ def run(
 
 
 def _refuse_another(old: Config, new: Config) -> None:
-    """A search goes on over the same trials, of which there may be more; its workers count in a trial's rows."""
+    """Raise `ConfigError` if a resumed search would have other trials. Their number alone may change.
+
+    The number of workers counts too, since it sets a trial's rows per update.
+    """
     fixed = ("train.workers", "train.micro_batch", *(f"tune.{name}" for name in SPACE))
     before, after = configuration.flat(old), configuration.flat(new)
     fix = "leave it out, or start another search with --new"
@@ -150,14 +162,14 @@ def _run(config: Config, search: Run, on_event: driver.OnEvent | None, tokens_ro
             max_concurrent_trials=config.deploy.tune.concurrent,
             scheduler=_Scheduler(
                 time_attr="percent",
-                # The largest share is 100 %; a limit of 100 would kill a trial that is writing its artefact.
+                # Time goes to 100 %. A limit of 100 would kill a trial while it writes its artefact.
                 max_t=1000,
                 grace_period=max(1, round(100 * config.deploy.tune.first_rung)),
                 reduction_factor=REDUCTION,
             ),
         ),
         run_config=ray.tune.RunConfig(
-            # A new name per start: Ray's own state of the last one, which it would unpickle, is left alone.
+            # Each start has a new name. Under an old name Ray would unpickle its state of the last start.
             name=f"tune-{started:03d}",
             storage_path=str(search.ray),
             callbacks=[_FreeWorkers(folder, config)],
@@ -177,19 +189,20 @@ def _run(config: Config, search: Run, on_event: driver.OnEvent | None, tokens_ro
 
 
 def first_line(error: Any) -> str:
-    """Of what ended a trial, as a person would want it: of an error from a process of Ray's, what was raised there."""
+    """The first line of the error that ended a trial. For an error from a Ray process, it is that of the error raised
+    there."""
     cause = getattr(error, "cause", None)
     lines = [line for line in str(cause or error).splitlines() if line.strip()]
     return lines[0 if cause else -1].strip() if lines else type(cause or error).__name__
 
 
 def summarise(config: Config, run: Path, number: int, override: dict[str, Any], error: str | None) -> Trial:
-    """A trial's row, from its own log as far as it is the search's."""
+    """A trial's result, from the part of its log that belongs to the search."""
     log, _ = part(Run(run).events(), config, number)
     scored = [event for event in log if event["kind"] == "evaluated" and event["split"] == "valid"]
     recipe = configuration.with_overrides(config, override).recipe
     if scored:
-        summary.write(run)  # a stopped trial was killed before it could
+        summary.write(run)  # a stopped trial was killed before it could write it
     budget = trials.stops_at(config, 1, trials.updates_of(log))[0] if scored else 0
     compared = [event for event in scored if event["update"] <= budget] or scored
     headline = trials.headline_of(config)
@@ -206,9 +219,9 @@ def summarise(config: Config, run: Path, number: int, override: dict[str, Any], 
 
 
 def best(found: Sequence[Trial]) -> Trial:
-    """The highest score at the common budget among the trials that reached it; of equals the first.
+    """The trial with the highest score among those that reached the common budget; the first of equal ones.
 
-    A search of which no trial came to a score without failing has none: `UserError`.
+    If no trial reached it, all scored trials count. Raises `UserError` if no trial has a score without a failure.
     """
     scored = [(trial.score, -trial.number, trial) for trial in found if trial.score is not None and not trial.error]
     reached = [entry for entry in scored if entry[2].status in ("finished", "paused")] or scored

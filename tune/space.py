@@ -1,4 +1,4 @@
-"""Which settings a search tries: pure, so that a search is replayed by its configuration and seed."""
+"""The settings that a search tries. Pure: the configuration and its seed give the same search again."""
 
 import itertools
 import random
@@ -8,7 +8,7 @@ from rtrain.config import Config, Tune
 
 
 def trials(config: Config) -> list[dict[str, Any]]:
-    """Overrides of each trial: none for trial 0, then `tune.points`, then draws without repetition from the grid."""
+    """Overrides of each trial: none for trial 0, then `tune.points`, then points of the grid in random order."""
     tune, recipe = config.deploy.tune, config.recipe
     chosen: list[dict[str, Any]] = [{}, *(_point(dict(point)) for point in tune.points)]
     default = (recipe.optim.lr, recipe.rows_per_update)
@@ -29,5 +29,6 @@ def _shuffled(tune: Tune, seed: int) -> list[dict[str, Any]]:
 
 
 def _point(point: dict[str, Any]) -> dict[str, Any]:
-    """A trial that sets the aggregation frequency takes rows_per_update back from the recipe: both is an error."""
+    """The overrides of a point. One that sets the aggregation frequency unsets the recipe's rows_per_update, since a
+    configuration with both is an error."""
     return {**point, "train.rows_per_update": None} if "train.aggregation_frequency" in point else point

@@ -1,4 +1,4 @@
-"""What a Tune trial runs: an ordinary run in the search's folder, reported to Tune at each evaluation."""
+"""A trial of Ray Tune: an ordinary run in the search's folder, which reports each evaluation to Tune."""
 
 import math
 from collections.abc import Iterable
@@ -21,14 +21,21 @@ def run_folder(search: Path, number: int) -> Path:
 
 
 def stops_at(config: Config, number: int, updates: int) -> tuple[int, list[int]]:
-    """(updates after which trial `number` ends, updates at which it is compared). Trial 0 uses the full budget."""
+    """(the update after which trial `number` ends, the updates at which it is compared), for a run of `updates`
+    updates.
+
+    Trial 0 is not limited to the search's budget: it trains the whole run.
+    """
     tune = config.deploy.tune
     budget = math.ceil(tune.budget * updates)
     return updates if number == 0 else budget, [math.ceil(tune.first_rung * updates), budget]
 
 
 def part(log: Log, config: Config, number: int) -> tuple[Log, bool]:
-    """(a trial's log as far as it is the search's, whether that has come to its end): a winner's log goes on."""
+    """(the part of a trial's log that belongs to the search, whether that part is complete).
+
+    The log of a winner goes on after the search.
+    """
     for place, event in enumerate(log):
         ended = event["kind"] in ("paused", "finished")
         if event["kind"] == "stopped" or (ended and event["update"] >= stops_at(config, number, updates_of(log))[0]):
@@ -37,13 +44,15 @@ def part(log: Log, config: Config, number: int) -> tuple[Log, bool]:
 
 
 def reported(log: Log, headline: str) -> list[dict[str, Any]]:
-    """What a trial has reported to Tune, for one that takes the search up again and knows nothing."""
+    """The results that a trial has reported to Tune. A resumed search reports them again, since the new Tune lacks
+    them."""
     found = {event["update"]: event["scores"][headline] for event in log if compared(event)}
     return [{"update": u, "percent": 100 * u / updates_of(log), "score": score} for u, score in sorted(found.items())]
 
 
 def compared(event: dict[str, Any]) -> bool:
-    """An evaluation that Tune is told of; one with what was chosen on the same rows afterwards is not."""
+    """Whether Tune is told of an event: of evaluations on validation rows, but not of those after a choice was made on
+    the same rows (field `chosen`)."""
     return event["kind"] == "evaluated" and event["split"] == "valid" and "chosen" not in event
 
 
@@ -52,7 +61,7 @@ def headline_of(config: Config) -> str:
 
 
 def updates_of(log: Log) -> int:
-    """Updates of the whole run."""
+    """The number of updates of the whole run, as its log says."""
     return int(next(event["of"] for event in reversed(log) if event["kind"] in ("started", "progress")))
 
 
@@ -64,8 +73,11 @@ def run(
     tokens_root: str,
     named: Iterable[str] = (),
 ) -> None:
-    """The trainable: trial `settings["number"]` of the search; `document` is the search's configuration, of which
-    `named` was asked for. One that was begun reports again what it has reported, and goes on from there."""
+    """The trainable of Ray Tune: run trial `settings["number"]` of the search.
+
+    `document` is the search's configuration, and `named` lists the settings that the user gave. A trial that was begun
+    before reports again what it has reported, and continues from its checkpoint.
+    """
     import ray.tune
     from ray.tune.integration.ray_train import TuneReportCallback
 

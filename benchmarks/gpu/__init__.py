@@ -1,1 +1,1 @@
-"""What a GPU must show, in one command: `python -m benchmarks.gpu --help`."""
+"""Checks and measurements on a GPU, in one command: `python -m benchmarks.gpu --help`."""

@@ -1,26 +1,29 @@
-"""What a GPU must show, in 40 minutes, without Ray or network: `python -m benchmarks.gpu [--json] [FOLDER]`.
+"""Check and measure rtrain on a GPU in 40 minutes: `python -m benchmarks.gpu [--json] [FOLDER]`. It needs no Ray or
+network.
 
 1. Prepare, where the data and all of rtrain are: `python -m benchmarks.gpu --prepare DATA FOLDER`. DATA holds
    `banking77` and `squadshifts`; FOLDER gets their token stores and the packaged model in half precision, under 64 MB.
 2. Carry the checkout and FOLDER to the machine that has the GPU (inside the checkout, say as `.gpu`, which is where the
    command looks by itself). It needs Python 3.11 or later with torch, transformers, numpy, pyarrow, pydantic, PyYAML,
-   tokenizers, safetensors and regex; HF Trainer is the peer where `accelerate` is there too, else a plain loop. What
-   is missing, `--only needs` says; wheels can be carried beside FOLDER (pydantic's are those of pydantic,
+   tokenizers, safetensors and regex. The peer is HF Trainer if `accelerate` is installed too, or else a plain loop.
+   `--only needs` says what is missing. Wheels can be carried beside FOLDER (for pydantic those of pydantic,
    pydantic-core, typing-inspection and annotated-types).
-3. Run `python -m benchmarks.gpu --json --out gpu.json`. Sections come in order of worth, each in a process of its own
-   with a share of the minutes, at which it is cut off; what one leaves over goes to those after it. The file is
-   complete after every line. Where a command may take ten minutes only, run several, each with a file of its own:
-   `--only needs right resume --minutes 9`, then `--only speed --minutes 9`, and so on.
-4. Read. A line stands by itself: its key, a value with its unit, of rounds the median and the spread, what was wanted
-   (`most`, `floor`, `goal`), whether it was met, and under `about` what it was measured with. First `right` and
-   `resume`: a line that is not met there counts for more than any speed. A line with `error` failed alone. Then
-   `speed`: `mfu` is 6 x weights x tokens + attention, of real tokens, over the device's peak; where it misses,
-   `profile` names the kernels and the gaps between them, and `pays` what would be faster.
+3. Run `python -m benchmarks.gpu --json --out gpu.json`. The most important sections come first. Each runs in its own
+   process with a share of the minutes, and is cut off when they are over; minutes that it leaves go to the sections
+   after it. The file is complete after every line. If a command may take only ten minutes, run several, each with its
+   own file: `--only needs right resume --minutes 9`, then `--only speed --minutes 9`, and so on.
+4. Read the file. A line stands by itself: its key, a value with its unit (with rounds, their median and spread), its
+   bounds (`most`, `floor`, `goal`), whether it met them, and the circumstances under `about`. Read `right` and
+   `resume` first: a line that is not met there counts for more than any speed. A line with `error` failed alone. Then
+   read `speed`: `mfu` is 6 x weights x tokens + attention, of real tokens, over the device's peak. If it misses its
+   bound, `profile` names the kernels and the gaps between them, and `pays` what would be faster.
 
 needs    versions, the device, what is missing
 right    attention's kernels against plain attention, packed against padded, dropout's rate, fp16 with a forced
-         overflow, recomputed layers, the same training in float64 whatever the passes, their size on the real memory
-resume   killed at update 20 of 40 and resumed: bit for bit? If not, which tensor differs first, and what torch says
+         overflow, recomputed layers, the same training in float64 by different passes, the pass size chosen for the
+         real memory
+resume   whether a run killed at update 20 of 40 resumes bit for bit; if not, which tensor differs first, and what torch
+         says
 speed    tokens a second and share of the peak, side by side with HF Trainer, both at their largest pass
 profile  the five largest kernels of an update and the gaps between kernels
 pays     compiled encoders, the fused optimizer, CUDA graphs, larger passes
@@ -63,7 +66,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plant", metavar="NAME", choices=runner.SHARES, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if chosen.folder is None and chosen.only and chosen.only[-1] not in runner.SHARES:
-        chosen.folder = Path(chosen.only.pop())  # the folder that was written after the names
+        chosen.folder = Path(chosen.only.pop())  # argparse took the folder, written after the names, as a name
     if chosen.folder is None:
         chosen.folder = FOLDER
     if unknown := [name for name in chosen.only or () if name not in runner.SHARES]:
@@ -92,10 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sizes = prepare.prepare(chosen.prepare, chosen.folder, chosen.model)
         print(f"{chosen.folder}: " + ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sizes.items()))
         return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the section ends too, and the file says so
-    # Nothing is loaded from elsewhere; and whether there is a GPU is asked without waking it, before the forks.
+    # SIGTERM acts as Ctrl-C does: the section ends too, and the file says so.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Nothing may be loaded from the network. Before the forks, torch must look for a GPU without starting CUDA.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # HF Trainer would take all of them
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # HF Trainer would take all GPUs
     _import()
     out = chosen.out.absolute()
     scratch = out.parent / f"{out.stem}-work"
@@ -120,18 +124,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _import() -> None:
-    """What every section needs, once. What is missing, `needs` says."""
+    """Import what every section needs, once, before the forks. The section `needs` says what is missing."""
     with contextlib.suppress(ImportError):
         import transformers
 
         transformers.utils.logging.set_verbosity_error()
         for name in ("AutoModelForSequenceClassification", "BertForSequenceClassification", "Trainer"):
-            getattr(transformers, name)  # imported when it is first named, seconds each
-    gc.freeze()  # a section's collections pass over all of that
+            getattr(transformers, name)  # naming it imports it, which takes seconds
+    gc.freeze()  # garbage collections of the sections need not visit all of that
 
 
 def _gpu() -> bool:
-    """Whether there is one. Where a process that was started so cannot use it, this one ends with an error."""
+    """Whether there is a GPU. Ends this process with an error if the processes that it starts cannot use the GPU."""
     try:
         import torch
     except ImportError:

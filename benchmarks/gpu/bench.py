@@ -1,4 +1,4 @@
-"""What the sections have in common: sizes, networks, texts, clocks, and what a device can do at most."""
+"""Parts that the sections share: sizes, networks, texts, clocks, and the peak of a device."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -18,37 +18,37 @@ if TYPE_CHECKING:
     from rtrain.data.store import Store
 
 LABELS = tuple("abcdefgh")
-"""Texts that are trained on for their time alone have these."""
+"""Labels of texts that are trained on only to measure the time."""
 CARRIED = "minilm"
-"""The model that the folder of the data holds; the others have random weights."""
+"""The model that the folder of the data holds; other models have random weights."""
 PEAKS = {
     **{"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12},
     **{"L4": 121e12, "V100": 125e12, "T4": 65e12},
 }
-"""Dense matrix products a second in half precision (bf16, or fp16 where there is no bf16), by a part of the device's
-name, the longer names first. From the makers' data sheets."""
+"""Operations per second of dense matrix products in half precision (bf16, or fp16 if there is no bf16), from the
+makers' data sheets. The key is a part of the device's name; longer names come first."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured."""
+    """The extent of the measurements."""
 
     models: Mapping[str, Mapping[str, int] | None]
-    """BERT's shape by name; None for the one that is carried."""
+    """BERT's shape by the model's name; None for the carried model, which has its own."""
     long: int
-    """Tokens of a text where all are equally long."""
+    """Tokens of each text where all texts are equally long."""
     tokens_per_update: int
     rows_per_update: int
-    """At most."""
+    """Rows of an update at most."""
     largest_pass: int
     """Tokens beyond which no larger pass is tried."""
     seconds: float
-    """What one timed stretch came to."""
+    """Length of a timed stretch, which is about so many seconds."""
     rounds: int
     cells: int
     """Pairs of a model and texts whose speed is measured."""
     product: int
-    """Rows and columns of the matrix product whose speed is the peak, where no data sheet is known."""
+    """Rows and columns of the matrix product whose speed counts as the peak if no data sheet is known."""
 
 
 def _shape(hidden: int, layers: int, heads: int) -> dict[str, int]:
@@ -82,18 +82,18 @@ TINY = Size(
 
 @dataclass
 class Bench:
-    """What a section is given."""
+    """The machine, the data and the time that a section is given."""
 
     data: Path
-    """As `prepare` left it."""
+    """The folder that `prepare` made."""
     model: Path
     """The carried model, in fp32."""
     scratch: Path
     gpu: bool
     start: str = "fork"
-    """How processes are started: by fork, or by spawn where that would not leave them the GPU."""
+    """How processes are started: by fork, or by spawn if forked processes could not use the GPU."""
     ends: float = 0.0
-    """When the section is killed, of time.monotonic."""
+    """The time at which the section is killed, by time.monotonic."""
     report: Report = field(default_factory=lambda: Report(Path("/dev/null"), ""))
 
     @property
@@ -102,7 +102,7 @@ class Bench:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds that the section has left."""
         return self.ends - time.monotonic()
 
     @property
@@ -113,7 +113,7 @@ class Bench:
 
     @cached_property
     def precision(self) -> str:
-        """What `auto` comes to here."""
+        """The precision that `auto` chooses on this device."""
         from rtrain.network import precision
 
         return precision.resolve("auto", precision.of(self.device))
@@ -126,7 +126,7 @@ class Bench:
 
 
 def synchronize(bench: Bench) -> None:
-    """Wait until the GPU has done what it was told to."""
+    """Wait until the GPU has done all its work."""
     if bench.gpu:
         import torch
 
@@ -134,7 +134,7 @@ def synchronize(bench: Bench) -> None:
 
 
 def forget(bench: Bench) -> None:
-    """Give back what nothing refers to any more."""
+    """Free memory that nothing refers to any more."""
     import gc
 
     gc.collect()
@@ -158,7 +158,7 @@ def network(
     labels: tuple[str, ...] = LABELS,
     seed: int = 0,
 ) -> Any:
-    """A classifier as rtrain trains it, on the device. Attention without dropout takes a GPU's fastest kernel."""
+    """A classifier as rtrain trains it, on the device. A GPU takes its fastest kernel if attention has no dropout."""
     import torch
 
     from rtrain.config import Model
@@ -180,7 +180,7 @@ def network(
 
 
 def plain_network(bench: Bench, name: str, attention: str, labels: tuple[str, ...] = LABELS) -> Any:
-    """The same as Transformers makes it, without dropout of attention weights too."""
+    """The same classifier as Transformers makes it; its attention weights have no dropout either."""
     import torch
     import transformers
 
@@ -222,7 +222,8 @@ def _random(bench: Bench, name: str, attention_dropout: float | None, labels: tu
 
 
 def texts(bench: Bench, name: str, rows: int = 4000) -> "Tokens":
-    """Texts of a store as they are, a window a row, or `long` ones of equal length; each with some label."""
+    """Texts with one window a row: those of a store as they are, or `long` ones of equal length. Labels are
+    arbitrary."""
     from rtrain.batch import single
 
     draw = np.random.default_rng(0)
@@ -247,7 +248,7 @@ def _vocabulary(model: Path) -> int:
 
 
 def rows_per_update(size: Size, of: "Tokens") -> int:
-    """A power of two, so that passes of any smaller one divide it."""
+    """Rows of an update: a power of two, so that any smaller power of two divides it into whole passes."""
     rows = min(size.rows_per_update, len(of), int(size.tokens_per_update / float(of.lengths.mean())))
     return 1 << max(3, rows.bit_length() - 1)
 
@@ -256,7 +257,7 @@ def rows_per_update(size: Size, of: "Tokens") -> int:
 
 
 def timed(bench: Bench, work: Callable[[int], Any], seconds: float, warm: int = 2) -> tuple[int, float]:
-    """How often `work` was done, and in how many seconds, after `warm` times that do not count."""
+    """(how often `work` was done, in how many seconds), after `warm` times that do not count."""
     for number in range(warm):
         work(number)
     synchronize(bench)
@@ -269,7 +270,7 @@ def timed(bench: Bench, work: Callable[[int], Any], seconds: float, warm: int = 
 
 
 def largest(attempt: Callable[[int], None], start: int, cap: int, free: Callable[[], None]) -> int:
-    """The largest of `start`, its double and so on, up to `cap`, that does not run out of memory."""
+    """The largest of `start`, 2 `start`, 4 `start` and so on up to `cap` with which the memory suffices."""
     import torch
 
     found = 0
@@ -287,8 +288,11 @@ def largest(attempt: Callable[[int], None], start: int, cap: int, free: Callable
 
 
 def flops(network: Any, lengths: Any) -> float:
-    """Of training on texts of these lengths: six for each weight that a token, or a row, meets; and attention, where
-    each token meets each of its text: two products, 2 x hidden operations each, three times, in every layer."""
+    """Floating-point operations of training on texts of these lengths.
+
+    Each weight that a token (or a row) meets takes six. In the attention of every layer each token meets each token of
+    its text, in two products of 2 x hidden operations, three times.
+    """
     from benchmarks import probe
     from benchmarks.figures import linear_flops
 
@@ -302,7 +306,7 @@ def flops(network: Any, lengths: Any) -> float:
 
 
 def peak(bench: Bench, precision: str) -> tuple[float, str]:
-    """Operations a second at most, and how that is known."""
+    """The device's most operations per second, and where this number is from."""
     if bench.gpu and precision != "fp32":
         import torch
 
@@ -314,7 +318,7 @@ def peak(bench: Bench, precision: str) -> tuple[float, str]:
 
 
 def product_flops(bench: Bench, precision: str) -> float:
-    """Operations a second of a large matrix product."""
+    """Operations per second of a large matrix product."""
     import torch
 
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]

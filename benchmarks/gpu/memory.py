@@ -1,6 +1,7 @@
-"""The most memory that an update takes, against what arithmetic forecasts; and the price of computing layers again.
+"""The peak memory of an update against its forecast by arithmetic, and the price of computing layers again.
 
-A processor has no such counter: there, what autograd keeps for the backward pass is counted, as a test of the report.
+A CPU has no counter of peak memory. There the memory that autograd keeps for the backward pass is counted, so that the
+report can be tested.
 """
 
 from dataclasses import dataclass
@@ -15,18 +16,18 @@ from benchmarks.gpu.speed import Ours
 
 TOKENS = 1 << 14
 NEAR = 1.25
-"""Times the forecast that a peak may be."""
+"""Largest ratio of a peak to its forecast."""
 STATE = 4 * 4
-"""Bytes of each weight: itself, its gradient, two moments."""
+"""Bytes that each weight takes: the weight, its gradient and two moments."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What memory depends on."""
+    """The facts of a network on which its memory depends."""
 
     weights: int
     linear: int
-    """Of these, those of linear layers."""
+    """Weights of linear layers among these."""
     layers: int
     hidden: int
 
@@ -38,12 +39,13 @@ class Shape:
 
 
 def activations(shape: Shape, tokens: int, precision: str, recompute: bool) -> int:
-    """Bytes that the backward pass needs of a pass without padding, attention by a kernel that keeps no squares. Pure.
+    """Bytes that a pass keeps for its backward pass. Pure.
 
-    A layer keeps, in multiples of the hidden size: its input 1, query, key and value 3, what attention answers 1, the
-    inputs of both normalisations 2, of the feed-forward layers 1 + 4, and of the activation between them 4; and two
-    masks of dropout of a byte each. In half precision the normalisations' inputs stay fp32; in fp32, which that kernel
-    does not know, what attention answers is there twice. (Korthikanti et al. 2022, arXiv:2205.05198, count likewise.)
+    The pass has no padding, and its attention kernel keeps no matrix of tokens by tokens. For each token a layer keeps,
+    in multiples of the hidden size: its input 1, query, key and value 3, the output of attention 1, the inputs of both
+    normalisations 2, of the feed-forward layers 1 + 4, and of the activation between them 4; and two dropout masks of
+    one byte each. In half precision the normalisations' inputs stay fp32. In fp32, which that kernel does not support,
+    the output of attention is kept twice. (Korthikanti et al. 2022, arXiv:2205.05198, count in this way.)
     """
     half = precision != "fp32"
     layer = (2 * 14 + 4 * 2 if half else 4 * 17) + 2
@@ -53,7 +55,7 @@ def activations(shape: Shape, tokens: int, precision: str, recompute: bool) -> i
 
 
 def forecast(shape: Shape, tokens: int, precision: str, recompute: bool) -> int:
-    """Bytes in all: state, activations, and in half precision the linear layers' weights once more. Pure."""
+    """Bytes of an update: state, activations, and in half precision the linear layers' weights once more. Pure."""
     copies = 2 * shape.linear if precision != "fp32" else 0
     return STATE * shape.weights + copies + activations(shape, tokens, precision, recompute)
 
@@ -97,7 +99,7 @@ def _one(bench: Bench, model: str, precision: str) -> None:
 
 
 def _peak(bench: Bench, ours: Ours, shape: Shape, tokens: int, precision: str, recompute: bool) -> tuple[float, int]:
-    """Bytes as measured and as forecast: of a whole update on a GPU, of what autograd keeps on a processor."""
+    """(bytes measured, bytes forecast): for a whole update on a GPU, for what autograd keeps on a CPU."""
     import torch
 
     if bench.gpu:

@@ -1,4 +1,4 @@
-"""What is there: versions, the device, and what of all that is needed is missing."""
+"""The section `needs`: versions, the device, and the needed packages that are missing."""
 
 import importlib.metadata
 import importlib.util
@@ -10,11 +10,11 @@ from benchmarks.gpu.bench import PEAKS, Bench
 
 NEEDED = ("torch", "transformers", "numpy", "pyarrow", "pydantic", "PyYAML", "tokenizers", "safetensors", "regex")
 ELSE = ("accelerate", "flash_attn", "openvino", "triton", "ray")
-"""What is used where it is there; rtrain's training must do without the last."""
+"""Packages that are used if they are installed; rtrain's training must do without the last."""
 
 
 def version(name: str) -> str | None:
-    """None where it cannot be imported, whatever is installed."""
+    """A package's version; None if the package cannot be imported, even if it is installed."""
     if importlib.util.find_spec({"PyYAML": "yaml"}.get(name, name)) is None:
         return None
     try:

@@ -1,4 +1,5 @@
-"""What would pay: compiled encoders, the fused optimizer, CUDA graphs, larger passes; each beside the loop as it is."""
+"""The gain of what rtrain could do: compiled encoders, the fused optimizer, CUDA graphs, larger passes. Each is
+measured beside the loop as it is."""
 
 import copy
 import time
@@ -15,7 +16,7 @@ PASSES = (1 << 9, 1 << 11, 1 << 13, 1 << 15, 1 << 16, 1 << 17)
 
 
 def run(bench: Bench) -> None:
-    # A processor compiles other code, in minutes.
+    # For a CPU torch.compile makes other code, and takes minutes.
     works = (_passes, _optimizer, *((_compiled, _graphs) if bench.gpu else ()))
     for model in MODELS if bench.gpu else MODELS[:1]:
         for work in works:
@@ -47,7 +48,7 @@ def _passes(bench: Bench, model: str) -> None:
 
 
 def _optimizer(bench: Bench, model: str) -> None:
-    """A step of AdamW, fused in one kernel as it is, and by torch's loops over tensors."""
+    """The time of a step of AdamW: fused in one kernel, as rtrain has it, and by torch's loops over tensors."""
     import torch
 
     made = network(bench, model)
@@ -69,7 +70,7 @@ def _step(optimizer: Any, number: int) -> None:
 
 
 def _compiled(bench: Bench, model: str) -> None:
-    """torch.compile of each encoder layer, for any number of tokens."""
+    """The gain of torch.compile for each encoder layer, for any number of tokens."""
     import torch
 
     def compiled(made: Any) -> None:
@@ -81,7 +82,7 @@ def _compiled(bench: Bench, model: str) -> None:
 
 
 def _graphs(bench: Bench, model: str) -> None:
-    """Passes of one shape alone as CUDA graphs, by torch.compile: equal texts."""
+    """The gain of CUDA graphs, by torch.compile. They need passes of one shape, so all texts have equal lengths."""
     import torch
 
     torch._dynamo.reset()
@@ -89,7 +90,7 @@ def _graphs(bench: Bench, model: str) -> None:
 
 
 def _compare(bench: Bench, key: str, model: str, kind: str, compile: Callable[[Any], None]) -> None:
-    """In turns, so that a drift of the clocks hits both."""
+    """Time both in turns, so that a drift of the clocks affects both alike."""
     plain, other = _ours(bench, model, kind, _usual(bench)), _ours(bench, model, kind, _usual(bench), compile)
     begun = time.perf_counter()
     for number in range(Ours.UPDATES):

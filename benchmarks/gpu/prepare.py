@@ -1,10 +1,10 @@
-"""What is carried to a machine that has a GPU and neither Ray nor data: token stores, the model in half precision, and
-a few texts. And there: the model in fp32 again.
+"""Make the folder to carry to a GPU machine that has neither Ray nor data: token stores, the model in half precision,
+and a few texts. On that machine, make the model in fp32 again.
 
     OUT/model/       config.json, tokenizer.json, model.safetensors (fp16)
     OUT/banking77/.tokens/<digest>/      all of its rows; the test rows are the validation rows too
     OUT/squadshifts/.tokens/<digest>/    some thousand questions
-    OUT/texts.json   texts of banking77's test, to be asked of an endpoint
+    OUT/texts.json   texts of banking77's test rows, for the section `serving`
 """
 
 import csv
@@ -27,7 +27,7 @@ WINDOW, STRIDE = 256, 96
 def prepare(data: Path, out: Path, name: str, questions: int = QUESTIONS) -> dict[str, int]:
     """Make the folder `out` from a folder that holds `banking77` and `squadshifts`; returns bytes by part.
 
-    Of banking77 all rows are taken, about a megabyte: fewer do not reach an accuracy of 0.93.
+    All rows of banking77 are taken, about a megabyte, since fewer do not reach an accuracy of 0.93.
     """
     from rtrain import config
     from rtrain.network import model
@@ -61,29 +61,29 @@ def prepare(data: Path, out: Path, name: str, questions: int = QUESTIONS) -> dic
 
 
 def intent() -> dict[str, Any]:
-    """Settings of the runs on banking77 that shape its token store."""
+    """The settings of runs on banking77 that shape its token store."""
     return {"data.text": "text", "data.label": "category", "data.max_tokens": 64}
 
 
 def _store(recipe: "Recipe", source: Path, root: Path) -> "Store":
-    """The token store that a run makes, by the same functions one after another, without Ray."""
-    from rtrain.data import pieces, records, store, tokens
+    """The token store that a run would make, made by the same functions one after another, without Ray."""
+    from rtrain.data import commit, pieces, records, shards, store, tokens
     from rtrain.data.splits import Splits
 
     rows = records.inspect(recipe.data)
     writer = store.Writer(root / ".tokens" / tokens.digest(recipe, rows, source))
-    job = tokens.Job(recipe, source, writer.folder, Splits.of(recipe.data, rows))
-    shards = [
+    job = shards.Job(recipe, source, writer.folder, Splits.of(recipe.data, rows))
+    written = [
         row
         for piece in pieces.tasks(rows)
         for part in pieces.cut(piece, recipe)
-        for row in tokens._write_piece(part, job)
+        for row in shards.write_piece(part, job)
     ]
-    return tokens._commit(job, rows, writer, shards)
+    return commit.commit(job, rows, writer, written)
 
 
 def _questions(folder: Path, target: Path, count: int) -> Path:
-    """The first questions of the folder's files, as one SQuAD file."""
+    """Write the first questions of the folder's files as one SQuAD file."""
     articles: list[Any] = []
     for path in sorted(folder.glob("*.json*")):
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
@@ -99,13 +99,15 @@ def _questions(folder: Path, target: Path, count: int) -> Path:
 
 
 def half(source: Path, target: Path) -> None:
-    """A model folder with its weights in fp16: half of the bytes to carry."""
+    """Write a model folder with its weights in fp16, which halves the bytes to carry."""
     _converted(source, target, "float32", "float16")
 
 
 def widened(source: Path, target: Path) -> None:
-    """A model folder with its weights in fp32, in which models are trained. By numpy: what is forked afterwards must
-    not have computed with torch."""
+    """Write a model folder with its weights in fp32, in which models are trained.
+
+    numpy converts them: this process is forked afterwards, and must not have computed with torch before.
+    """
     _converted(source, target, "float16", "float32")
 
 

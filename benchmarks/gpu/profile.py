@@ -1,6 +1,6 @@
 """Where an update's time goes: the five largest kernels, and the gaps in which the GPU has nothing to do.
 
-Of a processor, the largest operators, for a look at the report: it has no gaps of that kind.
+On a CPU the largest operators are shown, so that the report can be tested; it has no such gaps.
 """
 
 from collections.abc import Iterable, Sequence
@@ -58,7 +58,7 @@ def _kernels(events: Iterable[Any]) -> tuple[dict[str, float], list[Span]]:
     by: dict[str, float] = {}
     spans = []
     for one in events:
-        # What the optimizer's step is named for spans its kernels, and is none.
+        # The event of the optimizer's step spans the step's kernels, and is no kernel itself.
         named = getattr(one, "is_user_annotation", False) or "#" in one.name
         if str(one.device_type).endswith("CUDA") and not named and one.time_range.end > one.time_range.start:
             by[one.name] = by.get(one.name, 0.0) + one.time_range.end - one.time_range.start
@@ -71,7 +71,7 @@ def _operators(averages: Iterable[Any]) -> tuple[dict[str, float], list[Span]]:
 
 
 def gaps(spans: Sequence[Span]) -> tuple[float, float, list[float]]:
-    """Time that no span covers, time from the first begin to the last end, and the gaps, largest first. Pure."""
+    """(time that no span covers, time from the first begin to the last end, gaps with the largest first). Pure."""
     found, reached = [], None
     for begin, end in sorted(spans):
         if reached is not None and begin > reached:

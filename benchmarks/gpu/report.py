@@ -1,4 +1,4 @@
-"""What a section found, line by line: on the disk before the next line is measured. And the table of all of them."""
+"""The lines of a section's report, each of which is on disk before the next is measured; and the table of all lines."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ Value = float | int | bool | str | None
 
 
 class Report:
-    """The lines of one section. Each stands by itself, with all that it was measured with."""
+    """The lines of one section. Each stands by itself, with the circumstances under which it was measured."""
 
     def __init__(self, path: Path, section: str):
         self._path, self._section = path, section
@@ -30,8 +30,11 @@ class Report:
         goal: float | None = None,
         **about: Any,
     ) -> None:
-        """`values`, of rounds, stand beside their median. A check is a truth, or a figure and the `most` that it may
-        be; the worst of the rounds meets a `floor`, their median a `goal`."""
+        """Add a line. `values` are those of the rounds; the line's value is then their median.
+
+        A line is a check if its value is True or False, or has a bound: a value must not exceed `most`, the worst round
+        must meet `floor`, and the median must meet `goal`.
+        """
         found: dict[str, Any] = {"key": f"{self._section}.{key}", "value": value, "unit": unit}
         worst = value
         if values:
@@ -53,7 +56,7 @@ class Report:
 
     @contextlib.contextmanager
     def attempt(self, key: str) -> Iterator[None]:
-        """What goes wrong inside is a line of its own, and the section goes on."""
+        """Make an error inside the `with` block a line of the report, and let the section go on."""
         try:
             yield
         except Exception as error:
@@ -77,7 +80,7 @@ def _number(value: Any) -> bool:
 
 
 def _free() -> None:
-    """Give back what a failed line left on the GPU."""
+    """Free the memory that a failed line left on the GPU."""
     import gc
 
     import torch
@@ -88,7 +91,7 @@ def _free() -> None:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Those that are complete."""
+    """The lines of a file that are complete."""
     if not path.is_file():
         return []
     return [
@@ -97,7 +100,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def table(document: Mapping[str, Any]) -> str:
-    """For a terminal and for Markdown: every line of every section, and how each section ended."""
+    """Every line of every section, and how each section ended, as Markdown that a terminal shows well."""
     shown = ["| line | value | spread | wanted | met |", "|---|---|---|---|---|"]
     for name, section in document["sections"].items():
         for one in section["lines"]:

@@ -1,4 +1,5 @@
-"""Does it resume bit for bit: 40 updates at once, and 40 of which a process made 20 until it was killed."""
+"""Whether a run resumes bit for bit: 40 updates in one start are compared with 40 in two, the first of which is killed
+behind the checkpoint at 20."""
 
 import json
 import multiprocessing
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
     from rtrain.data.ingest import Update
 
 UPDATES, KILLED_AT, BEYOND = 40, 20, 23
-"""The checkpoint at 20 is whole before the process is killed, in the midst of update 23."""
+"""The process is killed in the midst of update 23 (`BEYOND`), when the checkpoint at 20 is complete."""
 ATTENTION: Mapping[str, float | None] = {"dropout": None, "no_dropout": 0.0}
-"""Of attention's weights, as the model has it and without: a GPU takes another kernel for each."""
+"""Dropout of attention weights: the model's own, and none. A GPU takes a different kernel for each."""
 SAID = "said.json"
 
 
 def run(bench: Bench) -> None:
-    """This process computes nothing itself: those that it starts would not get the GPU any more."""
+    """Run the section. This process computes nothing itself, or its child processes could not use the GPU any more."""
     ways = ATTENTION if bench.gpu else {"dropout": None}
     for way, rate in ways.items():
         for deterministic in (False, True):
@@ -50,7 +51,8 @@ def _compare(bench: Bench, key: str, rate: float | None, deterministic: bool) ->
     about |= {"said": said["warnings"], "updates": UPDATES, "precision": said["precision"]}
     equal = not other and said["from"] == KILLED_AT
     bench.report.line(f"bit_for_bit.{key}", equal, **about)
-    # The same update of the same weights again, in one process: where that differs, no checkpoint is to blame.
+    # The same update of the same weights is computed twice in one process. If the two differ, no checkpoint is to
+    # blame.
     bench.report.line(
         f"repeated.{key}", len(said["repeated"]), "tensors of a gradient differ", most=0, first=said["repeated"][:3]
     )
@@ -90,7 +92,7 @@ def _train(bench: Bench, folder: Path, settings: dict[str, Any], deterministic: 
 
     from rtrain.checkpoints import checkpoint
 
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what cuBLAS asks for, to add in one order
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS needs it to add in a fixed order
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
     whole = checkpoint.path_of(folder / "checkpoints", KILLED_AT)
 
@@ -120,7 +122,7 @@ def _train(bench: Bench, folder: Path, settings: dict[str, Any], deterministic: 
 
 
 def _repeated(ran: trainings.Ran) -> list[str]:
-    """Tensors of the gradient of one update that are not the same when it is computed again, dropout and all."""
+    """The tensors of an update's gradient that differ when it is computed again, with the same dropout."""
     import torch
 
     from rtrain.training import pass_size
@@ -137,8 +139,10 @@ def _repeated(ran: trainings.Ran) -> list[str]:
 
 
 def differing(mine: Path, theirs: Path) -> tuple[list[str], int, float]:
-    """Tensors that are not equal, bit for bit, of the weights and of the optimizer's state; of how many; and the
-    largest difference. By numpy, see `run`."""
+    """(tensors that differ in some bit, number of tensors, largest difference) of the weights and optimizer states.
+
+    numpy compares them, since this process must not compute with torch (see `run`).
+    """
     import numpy as np
     from safetensors.numpy import load_file
 

@@ -1,4 +1,4 @@
-"""Is it right: what a GPU's kernels answer, beside plain arithmetic in float64 and beside each other."""
+"""Whether a GPU's kernels are right: their results against plain arithmetic in float64, and against each other."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 Answers = tuple["torch.Tensor", Mapping[str, "torch.Tensor"]]
 """Logits, and the gradient by parameter."""
 ROUNDING = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 3e-3}
-"""Of attention's answers and gradients, to the largest of them."""
+"""Largest difference of attention's outputs and gradients, relative to the largest of them, by precision."""
 SIGMAS = 5.0
-"""A share of drops that is farther from its rate is no chance."""
+"""Standard deviations by which the share of dropped values may differ from its rate; chance explains no more."""
 TOLERANCE, SEEN = 1e-8, 1e-2
-"""How far the same training in other passes may be apart, in float64; and what a planted bug must reach."""
+"""How far the same training in other passes may differ in float64, and how far a planted bug must differ."""
 
 
 def run(bench: Bench) -> None:
@@ -32,7 +32,7 @@ def run(bench: Bench) -> None:
 
 
 def formats(bench: Bench) -> list[str]:
-    """Those that the device computes; a processor emulates the others, slowly and as exactly."""
+    """The precisions that the device computes itself. A CPU emulates the others, slowly and as exactly."""
     from rtrain.network import precision
 
     found = precision.of(bench.device).formats
@@ -43,7 +43,7 @@ def formats(bench: Bench) -> list[str]:
 
 
 def attention(bench: Bench) -> None:
-    """Windows of many lengths in one pack, by the kernel that training takes, against plain products in float64."""
+    """Check attention over windows of many lengths in one pack: training's kernel against plain products in float64."""
     import torch
 
     from rtrain.network import attention as attending
@@ -78,7 +78,7 @@ def attention(bench: Bench) -> None:
 
 
 def _plain(query: "torch.Tensor", key: "torch.Tensor", value: "torch.Tensor", sizes: list[int]) -> "torch.Tensor":
-    """[1, tokens, heads, dim] window by window."""
+    """Attention by plain products, window by window; [1, tokens, heads, dim] -> the same."""
     import torch
 
     found, begin = [], 0
@@ -125,14 +125,15 @@ def answers(made: Any, tokens: "Tokens", precision: str) -> Answers:
 
 
 def _differences(mine: Answers, theirs: Answers) -> tuple[float, float]:
-    """Of the logits, to the largest; of the whole gradient, to its norm."""
+    """The differences of logits, relative to the largest logit, and of the whole gradient, relative to its norm."""
     whole = sum(float(one.norm()) ** 2 for one in theirs[1].values()) ** 0.5
     apart = sum(float((mine[1][name] - one).norm()) ** 2 for name, one in theirs[1].items()) ** 0.5
     return _apart(mine[0], theirs[0]), apart / whole
 
 
 def packed(bench: Bench) -> None:
-    """The same texts without padding and with it. In half precision both are rounded; neither may be much more so."""
+    """Check the same texts without padding and with it. In half precision both are rounded, and neither may be rounded
+    much more than the other."""
     report, made = bench.report, texts(bench, "squadshifts").pick(np.arange(24))
     pack, pad = (network(bench, CARRIED, pack=way).eval() for way in (True, False))
     exact = [answers(copy.deepcopy(one).double(), made, "fp64") for one in (pack, pad)]
@@ -151,7 +152,8 @@ def packed(bench: Bench) -> None:
 
 
 def dropout(bench: Bench) -> None:
-    """The share of zeros, and the same ones from the same seed; of a layer, and of attention's weights."""
+    """Check the share of zeros of dropout, and that the same seed gives the same zeros: in a layer, and in
+    attention."""
     import torch
 
     from rtrain.network import attention as attending, dropout as masks
@@ -171,7 +173,8 @@ def dropout(bench: Bench) -> None:
     same, other = torch.equal(drawn(0), drawn(0)), torch.equal(drawn(0), drawn(1))
     bench.report.line("dropout.by_seed", same and not other)
 
-    # All weights of a window are alike, and the values are the unit matrix: the answers are the weights that were kept.
+    # All weights of a window are equal, and the values are the unit matrix. So the outputs are the weights that were
+    # kept.
     heads, width, windows = 2, 64, 16
     layout = layout_of(_blank(np.full(windows, width, dtype=np.int32)), heads, bench.device)
     unit = torch.eye(width, device=bench.device).repeat(windows, 1).expand(1, heads, windows * width, width)
@@ -191,7 +194,8 @@ def _line(bench: Bench, key: str, kept: "torch.Tensor", rate: float) -> None:
 
 
 def scaling(bench: Bench) -> None:
-    """fp16 with a scale under which the gradient is infinite: nothing is trained until it is finite, then all is."""
+    """Check fp16 from a loss scale at which the gradient is infinite: no update is made until the gradient is
+    finite."""
     import torch
 
     from rtrain.checkpoints import loss_scale as scales
@@ -229,7 +233,7 @@ def scaling(bench: Bench) -> None:
 
 
 def recomputed(bench: Bench) -> None:
-    """Layers that are computed again in the backward pass, dropout and all: the same gradient, bit for bit."""
+    """Check that layers computed again in the backward pass, with dropout, give the same gradient bit for bit."""
     import torch
 
     tokens = texts(bench, "squadshifts").pick(np.arange(16))
@@ -250,7 +254,8 @@ def recomputed(bench: Bench) -> None:
 
 
 def verify(bench: Bench) -> None:
-    """Four updates in float64 by passes of all rows, of eight and of three; and with a bug that must be seen."""
+    """Check that four updates in float64 are equal by passes of all rows, of eight and of three, and that a planted bug
+    shows."""
     from rtrain.data.order import deal
     from rtrain.proof import planted
     from rtrain.training import step
@@ -325,7 +330,8 @@ class _Run:
 
 
 def pass_size(bench: Bench) -> None:
-    """What two passes say of the memory, and whether a pass of that size then runs, with the optimizer's moments."""
+    """Check the pass size that two measured passes suggest: whether a pass of that size runs beside the optimizer's
+    moments."""
     if not bench.gpu:
         bench.report.line("pass_size", None, note="a processor's passes have a size of their own")
         return

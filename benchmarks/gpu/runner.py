@@ -1,7 +1,7 @@
-"""One section after another, each in a process of its own with its share of the minutes; the file after every line.
+"""Run one section after another, each in its own process with its share of the minutes; write the file after each line.
 
-The processes are forked from one that has imported torch and transformers and computed nothing: a section starts at
-once, has a GPU of its own to run out of memory on, and is killed where it hangs.
+The processes are forked from one that has imported torch and transformers and computed nothing. So a section starts at
+once, may run out of the GPU's memory without harm to others, and can be killed if it hangs.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ SHARES: Mapping[str, float] = {
     "memory": 3.5,
     "serving": 2.5,
 }
-"""Sections in order of worth, each a module of this package with a function `run`, and their parts of the time."""
+"""The sections, most important first, with their parts of the time. Each is a module here with a function `run`."""
 LOOK_S = 0.2
 PLANTED = "an error that was asked for (--plant)"
 
@@ -45,16 +45,16 @@ class Plan:
     scratch: Path
     bench: Bench
     planted: str | None = None
-    """A section that is to fail at its begin: whoever reads the report sees how that looks."""
+    """Name of a section that must fail when it begins, which shows how the report tells of a failure."""
 
 
 def share(left: float, names: list[str]) -> float:
-    """Seconds of the first of `names`, of which those that are still to come have theirs. Pure."""
+    """Seconds for the first of `names`; the rest of the time is for the other names, by their parts. Pure."""
     return left * SHARES[names[0]] / sum(SHARES[name] for name in names)
 
 
 def run(plan: Plan, about: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """The document, which is also in `plan.out`, complete at any moment."""
+    """Run the sections; returns the document. It is also in the file `plan.out`, which is complete at any moment."""
     document: dict[str, Any] = {"about": dict(about), "sections": {}}
     ends = time.monotonic() + plan.seconds
     for place, name in enumerate(plan.names):
@@ -114,7 +114,7 @@ def _run_section(
 
 
 def _child(name: str, bench: Bench, planted: bool) -> None:
-    os.setpgid(0, 0)  # what it starts ends with it
+    os.setpgid(0, 0)  # so that processes that the section starts end with it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
     try:
@@ -128,7 +128,7 @@ def _child(name: str, bench: Bench, planted: bool) -> None:
 
 
 def _watch(parent: int) -> None:
-    """No section outlives the command."""
+    """End a section's processes, so that none outlives the command."""
     while os.getppid() == parent:
         time.sleep(LOOK_S)
     os.killpg(0, signal.SIGKILL)
@@ -137,20 +137,21 @@ def _watch(parent: int) -> None:
 def _end(process: Any) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    if process.is_alive():  # before it had a group of its own
+    if process.is_alive():  # it had no process group yet
         process.kill()
     process.join()
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write a file so that it is never seen incomplete."""
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     draft.rename(path)
 
 
 def in_child(work: Callable[[], Any], start: str) -> Any:
-    """What `work` gives in a process of its own: this one must not wake the GPU, or it could not fork any more."""
+    """The result of `work`, done in another process. This process must not start CUDA, or it could not fork any
+    more."""
     context: Any = multiprocessing.get_context(start)
     mine, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_tell, args=(work, theirs))

@@ -1,7 +1,8 @@
 """Seconds of training until an accuracy on banking77's test rows: rtrain, and Transformers in the same precision.
 
-Both train the same epochs at the same settings, are scored at the same updates, and stop at the last of the goals;
-evaluations, checkpoints and the start are outside of the clock. Transformers as it comes, and with the mean of tokens.
+Both train the same epochs at the same settings, are scored at the same updates, and stop at the last of the goals.
+Evaluations, checkpoints and the start are outside of the clock. Transformers pools in its own way, and by the mean of
+tokens.
 """
 
 import shutil
@@ -22,7 +23,7 @@ SEEDS = (0, 1, 2)
 EPOCHS, TINY_EPOCHS = 8, 2
 ROWS_PER_UPDATE = 64
 Seen = list[tuple[float, float]]
-"""Seconds, and the accuracy that was seen then."""
+"""Pairs of seconds, and the accuracy at that time."""
 
 
 def run(bench: Bench) -> None:
@@ -51,7 +52,7 @@ def run(bench: Bench) -> None:
 
 
 def until(seen: Seen, goal: float) -> float | None:
-    """Seconds; None where it did not get there. Pure."""
+    """Seconds until the accuracy; None if it was not reached. Pure."""
     return next((seconds for seconds, score in seen if score >= goal), None)
 
 
@@ -131,7 +132,7 @@ def _hf(bench: Bench, seed: int, mean: bool) -> Seen:
 
 
 def _accuracy(made: Any, store: "Store", bench: Bench) -> float:
-    """Over all test rows, in fp32's place by autocast as it is trained."""
+    """The accuracy on all test rows, by autocast in the precision of the training."""
     import torch
 
     from rtrain.training import evaluate, step

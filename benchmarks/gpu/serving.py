@@ -1,6 +1,7 @@
-"""A float artefact's answers by batch: on the GPU, and on the processor beside it, in int8 too where that can be made.
+"""The speed of an artefact's answers by batch size: on the GPU, and on the CPU beside it, there also in int8 if
+possible.
 
-From text to logits, tokenizer included, one caller: what an endpoint's engine takes, without HTTP.
+One caller is timed from text to logits, tokenizer included: this is the time of an endpoint's engine without HTTP.
 """
 
 import importlib.util
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 BATCHES = (1, 8, 32)
 NEAR = 1e-3
-"""Of logits on another device, the tolerance of golden answers."""
+"""Largest difference of logits between devices; it is the tolerance of golden answers."""
 Answer = Callable[[Sequence[str]], "np.ndarray[Any, Any]"]
 
 
@@ -57,7 +58,7 @@ def run(bench: Bench) -> None:
 
 
 def _gains(bench: Bench, found: dict[tuple[str, int], float]) -> None:
-    """How many processors' worth of texts a GPU answers: below one it does not pay."""
+    """The texts per second of the GPU over those of the CPU; below 1 the GPU does not pay."""
     if not bench.gpu:
         return
     for size in BATCHES:
@@ -79,13 +80,13 @@ def measure(bench: Bench, answer: Answer, texts: Sequence[str], size: int) -> li
         start = time.perf_counter()
         answer(batch)
         times.append(time.perf_counter() - start)
-        if begun is None and len(times) == 5:  # these were to warm up
+        if begun is None and len(times) == 5:  # the first five calls are a warm-up
             begun, times = time.perf_counter(), []
     return times
 
 
 def on_device(bench: Bench, predictor: "Predictor", precision: str) -> Answer:
-    """rtrain's own forward pass of an evaluation, without padding."""
+    """The speed of rtrain's own forward pass of an evaluation, without padding."""
     import torch
 
     from rtrain.batch import pack
@@ -107,7 +108,7 @@ def on_device(bench: Bench, predictor: "Predictor", precision: str) -> Answer:
 
 
 def artifact(bench: Bench, folder: Path) -> Path:
-    """The carried model with a new head, as a complete float artefact."""
+    """Make a complete float artefact of the carried model with a new head."""
     from rtrain import artifact as artifacts, predict
     from rtrain.network import model
     from rtrain.tasks import base

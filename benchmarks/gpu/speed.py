@@ -1,8 +1,8 @@
 """How fast: tokens a second and the share of the device's peak, of rtrain and of Transformers side by side.
 
-Every side trains the same texts with as many rows an update, in the largest passes that its memory holds; its rows are
-there before the clock runs, or come from processes of their own (the Trainer's loader). Attention weights have no
-dropout, but on the side that says so. Rounds in which every side trains once, with a model of its own.
+Every side trains the same texts with equally many rows an update, in the largest passes for which its memory suffices.
+Its rows are there before the clock runs, or come from other processes (the Trainer's loader). Attention weights have no
+dropout, except on the side whose name says so. In each round every side trains once, with its own model.
 """
 
 import importlib.util
@@ -30,33 +30,33 @@ CELLS = (
     ("bert-base", "long"),
     (CARRIED, "long"),
 )
-"""Model and texts, in order of worth."""
+"""Pairs of model and texts, most important first."""
 MFU: Mapping[str, Any] = {"floor": 0.35, "goal": 0.48}
-"""Of the largest model, by the side that is fastest."""
+"""Bounds for the share of the peak that the largest model reaches, packed."""
 AS_THEY_ARE: Mapping[str, Any] = {"floor": 1.2, "goal": 1.5}
-"""Times as fast as Transformers at its best, on texts of many lengths."""
+"""Bounds for the speed over that of Transformers at its best, on texts of many lengths."""
 OWN: Mapping[str, Mapping[str, Any]] = {
     "packed": {},
     "packed_attention_dropout": {"attention_dropout": 0.1},
     "padded": {"pack": False},
 }
 HF: Mapping[str, bool] = {"hf": False, "hf_grouped": True}
-"""By whether it groups by length."""
+"""Transformers' sides, and whether each groups its rows by length."""
 START_TOKENS, START_ROWS = 256, 2
 
 
 @dataclass(frozen=True)
 class Speed:
     tokens: float
-    """Real ones, a second."""
+    """Real tokens per second."""
     flops: float
-    """A second, of real tokens alone."""
+    """Floating-point operations per second, counted for real tokens only."""
     padding: float
-    """Tokens computed for each real one."""
+    """Tokens computed for each real token."""
 
 
 class Ours:
-    """rtrain's update over passes that are made beforehand, round and round."""
+    """rtrain's update over passes that are made beforehand, and used again and again."""
 
     UPDATES = 4
 
@@ -172,7 +172,7 @@ def _cell(bench: Bench, model: str, kind: str, highest: float, precision: str) -
 def _tokens_per_pass(
     bench: Bench, model: str, of: "Tokens", rows: int, precision: str, settings: Mapping[str, Any]
 ) -> int:
-    """Of the longest texts: rows of other lengths take no more."""
+    """The largest pass, found with the longest texts; shorter rows take no more memory."""
     ours = Ours(network(bench, model, **settings), of, rows, 1 << 30, precision)
     longest = of.pick(np.argsort(-of.lengths, kind="stable"))
     ends = np.cumsum(longest.lengths)
@@ -181,9 +181,9 @@ def _tokens_per_pass(
         chosen = longest.pick(np.arange(min(len(of), int(np.searchsorted(ends, tokens)) + 1)))
         ours.updates = [[chosen]] * Ours.UPDATES
         ours.update(0)
-        ours.update(1)  # beside the optimizer's moments
+        ours.update(1)  # so that the optimizer's moments are there
 
-    # An update has no more tokens than this in any pass.
+    # No pass of an update has more tokens than this.
     cap = min(bench.size.largest_pass, int(of.lengths.mean() * rows) * 2)
     return common.largest(attempt, START_TOKENS, max(START_TOKENS, cap), lambda: forget(bench))
 
@@ -198,7 +198,7 @@ def _own_side(
 
 
 def rows_of(of: "Tokens") -> list[dict[str, Any]]:
-    """As `one_device` takes them."""
+    """The texts as rows for `one_device`."""
     ends = np.cumsum(of.lengths)
     return [
         {"input_ids": of.ids[end - length : end], "labels": int(label)}
@@ -209,7 +209,7 @@ def rows_of(of: "Tokens") -> list[dict[str, Any]]:
 def _best(
     bench: Bench, model: str, of: "Tokens", rows: int, precision: str, grouped: bool
 ) -> tuple[one_device.Plan, str, str]:
-    """Its largest pass by each attention that is there; and of these the faster."""
+    """The largest pass by each attention implementation that is installed, and the fastest of these."""
     found = []
     for attention in ("sdpa", *(["flash_attention_2"] if bench.gpu and importlib.util.find_spec("flash_attn") else [])):
         made = plain_network(bench, model, attention)
@@ -233,13 +233,13 @@ def _best(
 
 
 def _most_rows(bench: Bench, of: "Tokens") -> int:
-    """A power of two of the longest rows that together have no more than the largest pass's tokens."""
+    """The most rows of a pass, as a power of two: so many of the longest rows fit into the largest pass's tokens."""
     count = max(START_ROWS, int(bench.size.largest_pass / int(of.lengths.max())))
     return 1 << (count.bit_length() - 1)
 
 
 def _updates(bench: Bench, speed: Speed, of: "Tokens", rows: int) -> int:
-    """As many as a timed stretch has."""
+    """The number of updates of a timed stretch."""
     return max(2, int(bench.size.seconds * speed.tokens / (rows * float(of.lengths.mean()))))
 
 
@@ -250,6 +250,6 @@ def _hf_side(bench: Bench, model: str, of: "Tokens", plan: one_device.Plan, atte
 def _trained(bench: Bench, model: str, of: "Tokens", plan: one_device.Plan, attention: str) -> tuple[Speed, str]:
     made = plain_network(bench, model, attention)
     done = one_device.train(made, rows_of(of), made.config.pad_token_id, plan)
-    # Of the texts that it happened to draw the squares are not known; over whole epochs they are these.
+    # The squared lengths of the texts that it happened to draw are not known. Over whole epochs they are these.
     flops = common.flops(made, of.lengths) / float(of.lengths.sum()) * done.real_tokens
     return Speed(done.real_tokens / done.seconds, flops / done.seconds, done.padded_tokens / done.real_tokens), done.by

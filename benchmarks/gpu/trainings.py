@@ -1,4 +1,4 @@
-"""Whole trainings on banking77 by rtrain's loop, its evaluation and its checkpoints, in this process, without Ray."""
+"""Whole trainings on banking77 in this process, without Ray: rtrain's loop with its evaluation and its checkpoints."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 Stream = Callable[[int, int], Iterator["Update"]]
 PASS = {True: 1 << 16, False: 1 << 11}
-"""Tokens, by whether there is a GPU."""
+"""Tokens of a pass, by whether there is a GPU."""
 
 
 @dataclass
 class Reporter:
-    """Keeps what the loop says, with the seconds of training until then."""
+    """Keeps the events of the loop, with the seconds of training until each."""
 
     clock: "Clock"
     enough: Callable[[float], bool] = lambda score: False
-    """Given each evaluation's score: whether the training may end there."""
+    """Says for each evaluation's score whether the training may end there."""
     events: list[dict[str, Any]] = field(default_factory=list)
     ends: bool = False
 
@@ -59,7 +59,8 @@ def start(
     stop: int | None = None,
     wrap: Callable[[Stream], Stream] = lambda stream: stream,
 ) -> Ran:
-    """One start of the run at `run`, from its newest checkpoint to update `stop`. `settings` of the recipe `intent`."""
+    """Start the run at `run` once, from its newest checkpoint to update `stop`. `settings` are of the recipe
+    `intent`."""
     from rtrain import config
     from rtrain.data.ingest import Share, plan_update
     from rtrain.data.order import Order

@@ -1,4 +1,4 @@
-"""What the peers' programs have in common: the training's settings, their options, the rows, the file they leave."""
+"""Parts that the peers' programs share: the training's settings, the options, the rows, and the file of results."""
 
 import argparse
 import csv
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 ROWS_PER_PASS = 32
-"""Rows of one forward and backward pass of a process."""
+"""Rows of a pass (forward and backward) of one process."""
 PROCESSES = 2
 LEARNING_RATE = 2e-4
 WEIGHT_DECAY = 0.01
 CLIP_NORM = 1.0
 WARMUP = 0.1
-"""Share of the updates over which the learning rate rises; it falls to 0 with the last."""
+"""Share of the updates over which the learning rate rises; afterwards it falls, to 0 at the last update."""
 MAX_TOKENS = 64
 
 
@@ -42,7 +42,7 @@ def read(path: Path) -> tuple[list[str], list[str]]:
 
 
 def rank() -> int:
-    """As torchrun has it."""
+    """The process's rank, as torchrun sets it."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -71,24 +71,24 @@ def optimizer(model: Any, updates: int) -> tuple[Any, Any]:
 
 
 def last_quarter(losses: Sequence[float]) -> float:
-    """Mean loss of the last quarter of the updates (or of the passes), of one at least."""
+    """The mean loss of the last quarter of the updates (or passes); of at least one."""
     return statistics.fmean(losses[-max(1, len(losses) // 4) :])
 
 
 class Watch:
-    """Seconds from the begin of the first update, when its rows are there, to the end of the last."""
+    """Clock from the begin of the first update, when its rows are there, to the end of the last."""
 
     def __init__(self) -> None:
         self.begun: float | None = None
         self.ended = 0.0
 
     def begin(self) -> None:
-        """Before each update; the first one counts."""
+        """To be called before each update; the first call starts the clock."""
         if self.begun is None:
             self.begun = time.perf_counter()
 
     def end(self) -> None:
-        """After each update; the last one counts."""
+        """To be called after each update; the last call stops the clock."""
         self.ended = time.perf_counter()
 
     @property
@@ -98,6 +98,6 @@ class Watch:
 
 
 def write(out: Path, *, rows: int, seconds: float, updates: int, loss: float, **more: Any) -> None:
-    """`rows`: of all processes; `loss`: see `last_quarter`."""
+    """Write the file of results. `rows`: rows of all processes; `loss`: see `last_quarter`."""
     document = {"rows": rows, "seconds": seconds, "updates": updates, "loss": loss, **more}
     out.write_text(json.dumps(document) + "\n", encoding="utf-8")

@@ -1,8 +1,8 @@
 """A plain DistributedDataParallel loop over the very batches that rtrain trains on, made before its clock starts:
 `torchrun --nproc-per-node 2 -m benchmarks.peers.ddp_loop --store STORE --model FOLDER --rows FILE --out FILE`.
 
-Padded, exchanged and stepped as PyTorch and Transformers do it. It waits for no input and knows no Ray: what a training
-loop costs at least that has these batches and these parts.
+It pads, exchanges gradients and steps as PyTorch and Transformers do. It waits for no input and uses no Ray, so that it
+shows the least that a training loop can cost with these batches and these parts.
 """
 
 from pathlib import Path
@@ -12,7 +12,8 @@ from benchmarks.peers import common
 
 
 def batches(folder: Path, world: int, rank: int, seed: int) -> list[dict[str, Any]]:
-    """This process's batches of one epoch, as tensors: the same rows in the same order as those of rtrain's worker."""
+    """This process's batches of one epoch, as tensors, with the rows and the order of rtrain's worker of the same
+    rank."""
     import torch
 
     from rtrain.batch import padded
@@ -24,7 +25,7 @@ def batches(folder: Path, world: int, rank: int, seed: int) -> list[dict[str, An
     share = ingest.Share(folder, epoch, world, rank, common.ROWS_PER_PASS)
     found = []
     for number in range(epoch.updates):
-        # Rows of a short text are at most ROWS_PER_PASS in an update, so there is one pass.
+        # A worker has at most ROWS_PER_PASS rows of short texts in an update, so there is one pass.
         (tokens,) = ingest.plan_update(opened, share, number).passes
         inputs = {name: torch.from_numpy(values) for name, values in padded(tokens, 0).items()}
         found.append({**inputs, "labels": torch.from_numpy(tokens.targets).long()})

@@ -1,7 +1,7 @@
 """HF Trainer: `torchrun --nproc-per-node 2 -m benchmarks.peers.hf_trainer --model FOLDER --rows FILE --out FILE`.
 
-With its defaults, or with `--sampling group_by_length`, its own way to pad less. `--pooling mean` gives it a classifier
-of one's own, that reads the mean of the tokens.
+It trains with its defaults, or with `--sampling group_by_length`, its own way to pad less. `--pooling mean` gives it a
+handwritten classifier that reads the mean of the tokens.
 """
 
 import tempfile
@@ -46,7 +46,7 @@ def main() -> None:
 
     class Clock(transformers.TrainerCallback):
         paused = 0.0
-        """Seconds of evaluations."""
+        """Seconds that evaluations took."""
 
         def on_step_begin(self, *of: Any, **more: Any) -> None:
             watch.begin()
@@ -67,14 +67,12 @@ def main() -> None:
     if chosen.pooling == "mean":
         from benchmarks.peers.mean_pooling import MeanPooled
 
-        transformers.set_seed(
-            chosen.seed
-        )  # what is drawn is the same in all processes, as the Trainer's own start has it
+        transformers.set_seed(chosen.seed)  # all processes draw the same, as when the Trainer makes the model
         model: Any = MeanPooled(chosen.model, len(labels), chosen.attention)
     else:
         model = common.network(chosen.model, len(labels), chosen.attention)
 
-    # The loss that the Trainer logs for a classifier is the sum over processes and passes of means.
+    # For a classifier the Trainer logs the sum of the means of all processes and passes.
     def keep_loss(module: Any, inputs: Any, output: Any) -> None:
         if module.training:
             losses.append(output.loss.detach())

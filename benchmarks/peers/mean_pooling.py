@@ -1,4 +1,5 @@
-"""What someone writes who wants HF Trainer to pool by mean: an encoder, the mean of a text's tokens, a linear head."""
+"""A classifier as one writes it so that HF Trainer pools by mean: an encoder, the mean of a text's tokens, a linear
+head."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 
 class MeanPooled(torch.nn.Module):
-    """Called as a classifier of Transformers is: padded inputs [rows, tokens] and labels [rows] -> loss and logits."""
+    """It is called as a classifier of Transformers: padded inputs [rows, tokens] and labels [rows] -> loss and
+    logits."""
 
     def __init__(self, folder: Path, labels: int, attention: str):
         super().__init__()
@@ -24,7 +26,7 @@ class MeanPooled(torch.nn.Module):
         self.encoder, self.config = encoder, encoder.config
         self.dropout = torch.nn.Dropout(self.config.hidden_dropout_prob)
         self.classifier = torch.nn.Linear(self.config.hidden_size, labels)
-        # As Transformers draws the head of a classifier.
+        # The head is drawn as Transformers draws the head of a classifier.
         torch.nn.init.normal_(self.classifier.weight, std=self.config.initializer_range)
         torch.nn.init.zeros_(self.classifier.bias)
 

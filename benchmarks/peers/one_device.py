@@ -1,5 +1,7 @@
-"""Transformers' padded model on one device, in this process: by HF Trainer, or where `accelerate` is missing by a plain
-loop that groups, pads, accumulates and steps as the Trainer does. For `benchmarks.gpu`; the other peers are programs.
+"""Train Transformers' padded model on one device, in this process, for `benchmarks.gpu`.
+
+HF Trainer trains it, or, if `accelerate` is missing, a plain loop that groups, pads, accumulates and steps as the
+Trainer does. The other peers are programs.
 """
 
 import contextlib
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 TRAINER, LOOP = "HF Trainer", "plain loop"
 HALF = {"bf16": "bfloat16", "fp16": "float16"}
 Row = Mapping[str, Any]
-"""`input_ids`, and `labels`: one number."""
+"""A row: its `input_ids`, and its `labels`, which is one number."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +29,19 @@ class Plan:
     updates: int
     rows_per_pass: int
     passes: int = 1
-    """Of an update."""
+    """Rows of an update."""
     grouped: bool = True
-    """By length, the Trainer's own way to pad less."""
+    """Whether rows are grouped by length, the Trainer's own way to pad less."""
     precision: str = "bf16"
     seed: int = 0
     warm: int = 0
-    """Updates before the clock runs."""
+    """Updates that are made before the clock runs."""
     loader_workers: int = 0
     after: Callable[[float], bool] = lambda seconds: False
-    """Called after every so many updates, out of the clock, with the seconds until then; True ends the training."""
+    """Called with the seconds until then, after every `every` updates and outside of the clock; True ends the
+    training."""
     every: int = 0
-    """After each so many; 0 for never."""
+    """Updates between two calls of the function above; 0 for never."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def peer() -> str:
 
 
 def train(model: "torch.nn.Module", rows: Sequence[Row], pad_id: int, plan: Plan) -> Measured:
-    """Train the model, which is on its device. The loss is not kept."""
+    """Train the model, which must be on its device already. The loss is not kept."""
     clock = Clock(model, plan)
     with clock.counting():
         (_by_trainer if peer() == TRAINER else _by_loop)(model, rows, pad_id, plan, clock)
@@ -63,7 +66,8 @@ def train(model: "torch.nn.Module", rows: Sequence[Row], pad_id: int, plan: Plan
 
 
 class Clock:
-    """Seconds of the updates after the first `plan.warm`, and the tokens that the model is given in them."""
+    """Measures the seconds of the updates after the first `plan.warm`, and counts the tokens given to the model in
+    them."""
 
     def __init__(self, model: "torch.nn.Module", plan: Plan):
         import torch
@@ -71,7 +75,7 @@ class Clock:
         self._model, self._plan = model, plan
         device = next(model.parameters()).device
         self._synchronize: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-        # Real tokens are counted where the batch is: asking for them would make the GPU wait.
+        # Real tokens are counted on the batch's device, since reading the count would make the GPU wait.
         self._real = torch.zeros((), dtype=torch.int64, device=device)
         self._rows = self._padded = 0
         self._begun = self._ended = self._paused = 0.0
@@ -93,13 +97,13 @@ class Clock:
             hook.remove()
 
     def begin(self) -> None:
-        """Before each update."""
+        """To be called before each update."""
         if self.updates == self._plan.warm:
             self._synchronize()
             self._begun = self._ended = time.perf_counter()
 
     def end(self) -> bool:
-        """After each update: whether it was to be the last."""
+        """To be called after each update; returns whether the training should end."""
         self.updates += 1
         if self.updates <= self._plan.warm:
             return False
@@ -205,7 +209,7 @@ def _by_loop(model: Any, rows: Sequence[Row], pad_id: int, plan: Plan, clock: Cl
 
 
 def _batches(rows: Sequence[Row], plan: Plan) -> Iterator[list[Row]]:
-    """Of endless epochs, without their tails, as the Trainer draws them."""
+    """The passes of endless epochs without their short last ones, as the Trainer draws them."""
     import torch
     from transformers.trainer_pt_utils import LengthGroupedSampler
 

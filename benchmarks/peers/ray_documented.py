@@ -14,7 +14,7 @@ def encode(batch: dict[str, Any], tokenizer: Any, labels: dict[str, int]) -> dic
     import numpy as np
 
     ids = tokenizer(list(batch["text"]), truncation=True, max_length=common.MAX_TOKENS)["input_ids"]
-    # Of rows of equal length numpy would make one matrix.
+    # numpy would make a matrix of rows of equal length.
     rows = np.empty(len(ids), dtype=object)
     rows[:] = [np.array(row) for row in ids]
     return {"input_ids": rows, "labels": np.array([labels[name] for name in batch["label"]])}
@@ -31,7 +31,7 @@ def collate(batch: dict[str, Any], pad_id: int) -> dict[str, Any]:
 
 
 def train(config: dict[str, Any]) -> None:
-    """What each worker runs."""
+    """The training of each worker."""
     import ray.train
     import ray.train.torch
     import torch
@@ -75,7 +75,7 @@ def main() -> None:
     import ray.train.torch
     import transformers
 
-    # CPUs by name alone: the workers take all of two, and the data tasks would never start.
+    # Ray is told of more CPUs than there are: the workers would take both, and the data tasks would never start.
     ray.init(num_cpus=2 * common.PROCESSES, include_dashboard=False)
     texts, names = common.read(chosen.rows)
     labels = {name: number for number, name in enumerate(sorted(set(names)))}

@@ -112,6 +112,6 @@ def leave_to_supervisor(config: Any, folder: Path, reuse: "Reuse") -> None:
     from rtrain.cluster import supervise
     from rtrain.runs import opening
 
-    if supervise.wanted():
+    if supervise.is_needed():
         run = folder if reuse == "resume" else opening.choose(folder, config, reuse)[0]
         sys.exit(supervise.supervise([*sys.argv[1:], "--out", str(run)], run))

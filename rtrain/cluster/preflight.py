@@ -1,4 +1,7 @@
-"""What can be known to fail before a training starts. Pure, facts in and problems out, but for `shared`."""
+"""Checks of what would fail later, before a training starts.
+
+Most are pure: facts in, problems out. `shared` asks every node of the cluster, `disk` and `described` look at files.
+"""
 
 import hashlib
 import shutil
@@ -13,15 +16,15 @@ from rtrain.errors import Problem, UserError
 
 
 def checkpoint_copies(keep: int) -> int:
-    """How many times its fp32 weights a run's checkpoints come to.
+    """The size of a run's checkpoints, as a multiple of the size of its fp32 weights.
 
-    Each holds the weights and two moments; there are `keep`, the best, and one in the making.
+    A checkpoint holds the weights and two moments. There are `keep` of them, the best, and one in the making.
     """
     return 3 * (keep + 2)
 
 
 def rows(recipe: Recipe, train_rows: int) -> list[Problem]:
-    """Every worker needs a row in at least one update."""
+    """A problem if there are fewer training rows than workers: each worker needs a row in at least one update."""
     workers = recipe.train.workers
     if train_rows < workers:
         return [
@@ -36,9 +39,10 @@ def rows(recipe: Recipe, train_rows: int) -> list[Problem]:
 
 
 def capacity(recipe: Recipe, cpus: int, spare: int, device: str = "cpu") -> list[Problem]:
-    """A layout that can never be placed would wait for ever; a data stream without a CPU would too.
+    """A problem if the cluster can never place the workers or their data tasks, which would then wait for ever.
 
-    `cpus`: logical CPUs of the cluster, with what its autoscaler may start. Workers with GPUs take none of them.
+    `cpus`: logical CPUs of the cluster, with those that its autoscaler may start; workers with GPUs take none of them.
+    `spare`: logical CPUs that the data tasks need.
     """
     workers = recipe.train.min_workers or recipe.train.workers
     if device != "cpu":
@@ -58,34 +62,36 @@ def capacity(recipe: Recipe, cpus: int, spare: int, device: str = "cpu") -> list
 
 
 ANSWER_S = 60.0
-"""Seconds that a node has to answer whether it shares a folder: the first task on a node starts a process."""
+"""Seconds in which a node must answer whether it shares a folder; the first task on a node starts a process."""
 LOOKS = 5
-"""Looks for a new file, a second apart: network file systems show it late."""
+"""How often a new file is looked for, a second apart, since network file systems show it late."""
 
 
 HASHED_BYTES = 1 << 25
-"""Files up to this size, a model's configuration and its tokenizer, are compared by content, larger ones by size."""
+"""Files up to this size (a model's configuration, its tokenizer) are compared by content, larger ones by size."""
 Files = Mapping[Path, tuple[int, str | None]]
-"""Size and SHA-256 (None: not compared) by path."""
+"""(size in bytes, SHA-256) by path; None instead of a SHA-256 that is not compared."""
 
 
 def described(paths: Iterable[Path]) -> dict[Path, tuple[int, str | None]]:
-    """Files as this process sees them."""
+    """The files as this process sees them."""
     sizes = {path: path.stat().st_size for path in paths}
     return {path: (size, _digest(path) if size <= HASHED_BYTES else None) for path, size in sizes.items()}
 
 
-def shared(folder: Path, wanted: Mapping[str, Files] | None = None) -> dict[str, list[str]]:
-    """Refuse a folder that some node of the Ray cluster does not share: workers there would read nothing, or write
-    checkpoints that no other node ever sees. Every node reads a file of this process and writes one of its own.
+def shared(folder: Path, needed: Mapping[str, Files] | None = None) -> dict[str, list[str]]:
+    """Raise `UserError` if some node of the Ray cluster does not share `folder`.
 
-    In the same pass every node looks for the files that are `wanted` there, by what a user calls them. Returns the
-    nodes that lack some of them, or have others of that name.
+    Workers there would read nothing, or write checkpoints that no other node sees. The check has every node read a file
+    of this process and write a file of its own.
+
+    In the same pass every node looks for the files of `needed`, which are grouped by the name that a user gives them.
+    Returns, by that name, the nodes that lack such a file or have another one in its place.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    if not ray.is_initialized():  # there is this machine alone
+    if not ray.is_initialized():  # there is only this machine
         return {}
     nodes = {
         node["NodeID"]: f"{node['NodeManagerHostname']} {node['NodeID'][:8]}" for node in ray.nodes() if node["Alive"]
@@ -99,7 +105,7 @@ def shared(folder: Path, wanted: Mapping[str, Files] | None = None) -> dict[str,
         answer = ray.remote(num_cpus=0, max_retries=0)(_answer)
         asked = {
             answer.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-                str(marker), f"{marker}-{node}", wanted or {}
+                str(marker), f"{marker}-{node}", needed or {}
             ): node
             for node in nodes
         }
@@ -112,20 +118,22 @@ def shared(folder: Path, wanted: Mapping[str, Files] | None = None) -> dict[str,
             path.unlink(missing_ok=True)
     if problem := unshared(folder, {nodes[node]: (reads[node], writes[node]) for node in reads}):
         raise UserError(problem)
-    lack = {what: sorted(nodes[node] for node in answers if what in answers[node][1]) for what in wanted or {}}
+    lack = {what: sorted(nodes[node] for node in answers if what in answers[node][1]) for what in needed or {}}
     return {what: names for what, names in lack.items() if names}
 
 
 def unreadable(field: str, what: str, nodes: Sequence[str]) -> Problem:
-    """What to say where these nodes lack what a setting names."""
+    """The problem of a setting `field` whose file `what` these nodes lack."""
     named = ", ".join(nodes[:5]) + (f" and {len(nodes) - 5} more" if len(nodes) > 5 else "")
     reason = f"cannot be read, or is another file, on {'node' if len(nodes) == 1 else 'nodes'} {named}"
     return Problem(field, what, reason, "put it on storage that every node mounts (NFS, EFS)")
 
 
 def unshared(folder: Path, nodes: Mapping[str, tuple[bool, bool]]) -> str | None:
-    """What is wrong with a folder, or None. By node: whether it reads our file, and we its file. Nodes that have gone
-    meanwhile did not answer; whoever comes later finds out by itself."""
+    """What is wrong with a folder, or None. `nodes` says of each node whether it read our file, and we its file.
+
+    Nodes that have gone meanwhile are not among them, since they did not answer.
+    """
     apart = [name for name, answer in nodes.items() if not all(answer)]
     if not apart:
         return None
@@ -135,10 +143,12 @@ def unshared(folder: Path, nodes: Mapping[str, tuple[bool, bool]]) -> str | None
     )
 
 
-def _answer(marker: str, own: str, wanted: Mapping[str, Files]) -> tuple[bool, list[str]]:
-    """On a node: whether it sees the marker, and what it lacks of what is wanted. It leaves a file of its own where the
-    folder is there at all."""
-    lacking = [what for what, files in wanted.items() if not all(_same(path, *known) for path, known in files.items())]
+def _answer(marker: str, own: str, needed: Mapping[str, Files]) -> tuple[bool, list[str]]:
+    """What a node answers: whether it sees the file `marker`, and the names of the files in `needed` that it lacks.
+
+    A node that sees the marker writes the file `own` beside it.
+    """
+    lacking = [what for what, files in needed.items() if not all(_same(path, *known) for path, known in files.items())]
     if not _seen(Path(marker)):
         return False, lacking
     Path(own).write_text(Path(own).name)
@@ -147,7 +157,7 @@ def _answer(marker: str, own: str, wanted: Mapping[str, Files]) -> tuple[bool, l
 
 def _same(path: Path, size: int, sha256: str | None) -> bool:
     try:
-        with path.open("rb"):  # it may be there and not be ours to read
+        with path.open("rb"):  # a file may exist and not be readable
             return path.stat().st_size == size and sha256 in (None, _digest(path))
     except OSError:
         return False
@@ -167,7 +177,7 @@ def _seen(path: Path) -> bool:
 
 
 def _result(reference: Any) -> tuple[bool, list[str]] | None:
-    """A node's answer; None where it has gone. One that cannot read or write at all has answered no."""
+    """A node's answer, or None if the node has gone. An error on the node (it cannot read or write) counts as no."""
     import ray
 
     try:
@@ -180,7 +190,7 @@ def _result(reference: Any) -> tuple[bool, list[str]] | None:
 
 
 def disk(folder: Path, needed: int) -> None:
-    """Refuse to start a run that cannot write its checkpoints."""
+    """Raise `UserError` if the disk of `folder` has less than `needed` bytes free for a run's checkpoints."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:

@@ -22,13 +22,15 @@ IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Ray's job manager sets it for the entry point of a job."""
 
 DATA_CPUS = 2
-"""Ray Data needs logical CPUs of its own beside the workers', or the stream starves without a word. These are the
-fewest: a task that reads, and one that may wait for it."""
+"""Fewest logical CPUs that Ray Data gets beside the workers' CPUs: for a task that reads, and one that may wait for it.
+Without them a data stream waits for ever, and nothing says so."""
 WORKERS_PER_DATA_CPU = 8
+"""Workers for which Ray Data gets one more CPU."""
 OBJECT_STORE_BYTES = 512 << 20
-"""Streams hold tens of megabytes ahead; Ray's default of 30 % of the memory would be counted as used by no one."""
+"""Size of a local object store. Streams hold tens of megabytes ahead; by default Ray would set 30 % of the memory
+aside, which nobody would use."""
 LEAST_STORE_BYTES = 128 << 20
-"""Of shared memory: two streams of 64 MB. Ray itself refuses less than 75 MiB."""
+"""Least size of an object store in shared memory: two streams of 64 MB. Ray itself refuses less than 75 MiB."""
 SHARED_MEMORY = "/dev/shm"
 
 
@@ -38,7 +40,10 @@ def package_root() -> Path:
 
 
 def refuse_shadowed_names() -> None:
-    """`serve` and `tune` are common names: a file of the user's that hides ours would fail later, in a Ray worker."""
+    """Raise `UserError` if `serve` or `tune` is not rtrain's own package.
+
+    These names are common. A user's file that hides ours would make Ray workers fail later.
+    """
     for name in ("serve", "tune"):
         spec = importlib.util.find_spec(name)
         origin = Path(spec.origin).resolve() if spec and spec.origin else None
@@ -52,7 +57,8 @@ def refuse_shadowed_names() -> None:
 def forget_folder() -> None:
     """Take the current folder off the module path, so that no file of the user's shadows a module of ours.
 
-    In a job it stays, and what it shadows is refused: Ray has put it on the path of every worker, ahead of ours.
+    In a job the folder stays on the path, since Ray has put it ahead of ours for every worker. Names that it shadows
+    are then refused.
     """
     here = Path.cwd()
     if here != package_root() and IN_JOB not in os.environ:
@@ -61,16 +67,17 @@ def forget_folder() -> None:
 
 
 def leave_folder(folder: Path) -> None:
-    """Change into `folder`; neither the old folder nor the new one is left to shadow a module."""
+    """Change into `folder`. Neither the old folder nor the new one can shadow a module then."""
     forget_folder()
     folder.mkdir(parents=True, exist_ok=True)
     os.chdir(folder)
 
 
 def _token_file() -> None:
-    """Ray writes its token with the umask's permissions; make the file first, readable by its owner alone.
+    """Make the file of Ray's token, readable by its owner alone. Ray would write it with the umask's permissions.
 
-    Ray reads its mode once, when it is imported: where that has happened, its own default (token mode) is left alone.
+    Ray reads its mode of authentication when it is imported. If that has happened, Ray's default (token mode) stands,
+    and nothing is done.
     """
     if "ray" in sys.modules or os.environ.get("RAY_AUTH_MODE", "token") != "token" or os.environ.get("RAY_AUTH_TOKEN"):
         return
@@ -84,7 +91,10 @@ def _token_file() -> None:
 
 @contextmanager
 def session(config: Config, folder: Path) -> Iterator[None]:
-    """Be connected to Ray, from inside `folder`. A cluster started by this call ends with it; another is left alone."""
+    """Connect to Ray for the `with` block, from inside `folder`.
+
+    A cluster that this call starts ends with the block; any other cluster is left alone.
+    """
     address = config.deploy.cluster.address or os.environ.get("RAY_ADDRESS")
     if address is None:
         _token_file()
@@ -107,37 +117,43 @@ def session(config: Config, folder: Path) -> Iterator[None]:
 
 
 def _worker_env() -> dict[str, dict[str, str]]:
-    """The settings that processes of a cluster started by others would not inherit. A job's own have gone before."""
-    os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # the same values again are no conflict
+    """Environment settings for Ray's processes on a cluster that others started, which would not inherit them."""
+    os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # else Ray refuses values that the job has set already
     return {"env_vars": {name: os.environ[name] for name in env.SETTINGS if name in os.environ}}
 
 
 def on_node_start(parameters: Any, head: bool) -> None:
-    """RAY_START_HOOK of cluster.yaml: `ray start --head` opens the Ray Client's port, and has no option against it. And
-    the head leaves its jobs the path of its autoscaler's file, which says what nodes there may be (`supply.most`)."""
+    """The hook RAY_START_HOOK of cluster.yaml, which Ray calls when a node starts.
+
+    It closes the Ray Client's port, which `ray start --head` opens without an option against it. On the head it leaves
+    jobs the path of the autoscaler's file, which says what nodes there may be (`supply.most`).
+    """
     parameters.ray_client_server_port = None
     if head and parameters.autoscaling_config:
         os.environ[supply.AUTOSCALER_FILE] = str(Path(parameters.autoscaling_config).expanduser())
 
 
 def data_cpus(asked: int | None, workers: int) -> int:
-    """Logical CPUs for the data tasks of so many workers; `asked` is `cluster.data_cpus`."""
+    """Logical CPUs for the data tasks of so many workers; `asked` is the setting `cluster.data_cpus`, None to
+    choose."""
     return DATA_CPUS + workers // WORKERS_PER_DATA_CPU if asked is None else asked
 
 
 class ObjectStore(NamedTuple):
+    """Size and place of Ray's object store, and what to tell the user about it."""
+
     size: int
     """Bytes."""
     folder: str | None = None
-    """Where it lies; None for Ray's own choice: shared memory on Linux, the folder for temporary files elsewhere."""
+    """Its folder; None for Ray's own choice, which is shared memory on Linux and the temporary folder elsewhere."""
     notice: str | None = None
 
 
 def object_store(platform: str, free: int | None) -> ObjectStore:
-    """Size and place of a local Ray's object store; `free`: bytes of /dev/shm, None where there is none.
+    """Size and place of a local Ray's object store. `free`: free bytes of /dev/shm, None if there is no /dev/shm.
 
-    Docker gives a container 64 MB of it, of which Ray can make no object store. A file on disk does as well, slower by
-    what the system writes back; that is better than to refuse a training that needs a few megabytes at a time.
+    Docker gives a container 64 MB of /dev/shm, too little for Ray's object store. Then it goes to a file on disk. That
+    is slower, as the system writes it back, but better than refusing a training that needs a few megabytes at a time.
     """
     if platform != "linux":
         return ObjectStore(OBJECT_STORE_BYTES)
@@ -153,7 +169,7 @@ def object_store(platform: str, free: int | None) -> ObjectStore:
 def _start_local(workers: int, spare: int) -> None:
     import ray
 
-    # Processes that Ray starts find rtrain where this one found it, also in a checkout that is not installed.
+    # Processes that Ray starts must find rtrain where this one found it, also in a checkout that is not installed.
     root = str(package_root())
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root]
     os.environ["PYTHONPATH"] = os.pathsep.join([root, *paths])
@@ -170,20 +186,22 @@ def _start_local(workers: int, spare: int) -> None:
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
-    ray_internals.end_log_monitor()  # it serves drivers that have logs forwarded, which this one has not
+    # The log monitor reads every log file of the session again and again, to forward logs. This driver forwards none.
+    ray_internals.end_log_monitor()
 
 
 def _quiet() -> None:
-    """Ray's libraries log each step of each data set at INFO; rtrain's own line says what a user needs."""
+    """Silence Ray's libraries, which log each step of each data set at INFO; rtrain's own line says what users need."""
+    import ray.data  # noqa: F401  importing it sets its own level, so ours comes after
 
-    # What raylets have to say of dead workers goes to stdout, where --json has promised one object; the run's log and
-    # progress tell it too. Nothing else is printed this way, since the workers' output is not forwarded.
+    # Raylets report dead workers on stdout, where --json has promised one object; the run's log and progress report
+    # them too. Nothing else is printed this way, since the workers' output is not forwarded.
     ray_internals.drop_forwarded_output()
     for name in ("ray", "ray.data", "ray.train", "ray.tune", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def until_interrupted() -> None:
-    """Stay until Ctrl-C (KeyboardInterrupt) or SIGTERM (SystemExit, by Ray's handler)."""
+    """Wait until Ctrl-C (raises KeyboardInterrupt) or SIGTERM (raises SystemExit, by Ray's handler)."""
     while True:
         time.sleep(0.2)

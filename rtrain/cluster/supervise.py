@@ -1,8 +1,8 @@
-"""In a Ray job, a verb that trains runs as the child of a small supervisor, which starts it again where it is killed.
+"""In a Ray job, a verb that trains runs as the child of a small supervisor, which starts it again if it is killed.
 
-Ray starts the entry point of a job once. The supervisor imports neither Ray nor torch, so that what ends a driver, a
-segmentation fault or the machine's last free memory, does not end it too. The child resumes from its run's newest
-checkpoint; the loss of the whole head needs another submit, with --resume.
+Ray starts the entry point of a job once. The supervisor imports neither Ray nor torch, so that a segmentation fault or
+a lack of memory ends the child, the driver, and not the supervisor. A new child resumes from its run's newest
+checkpoint. If the whole head is lost, the job must be submitted again, with --resume.
 """
 
 import os
@@ -16,22 +16,27 @@ from types import FrameType
 from rtrain.cluster.session import IN_JOB
 
 CHILD = "RTRAIN_CHILD"
+"""Environment variable that tells a child that it has a supervisor."""
 MAX_DEATHS = 3
-"""Deaths of the driver without a new checkpoint between them."""
+"""Deaths of the driver without a new checkpoint between them, after which it is not started again."""
 
 
-def wanted() -> bool:
+def is_needed() -> bool:
+    """Whether this process is the entry point of a Ray job, and not yet a supervisor's child."""
     return IN_JOB in os.environ and CHILD not in os.environ
 
 
 def resumed(arguments: Sequence[str], run: Path) -> list[str]:
-    """The command line that continues `run`, once it has a configuration."""
+    """The command line that starts `run` again: it resumes the run if the run has a configuration."""
     plain = [argument for argument in arguments if argument not in ("--new", "--resume")]
     return [*plain, *(["--resume"] if (run / "config.yaml").is_file() else [])]
 
 
 def supervise(arguments: Sequence[str], run: Path) -> int:
-    """Run `rtrain ARGUMENTS` until it ends by itself; returns its exit code. `run` is the run folder that it names."""
+    """Run `rtrain ARGUMENTS` until it ends by itself; returns its exit code. `run` is the run folder that it writes.
+
+    Returns 1 after more than `MAX_DEATHS` deaths without a new checkpoint.
+    """
     deaths, newest = 0, tuple[str, ...]()
     while True:
         code = _child(arguments)
@@ -50,7 +55,8 @@ def supervise(arguments: Sequence[str], run: Path) -> int:
 
 
 def _reached(run: Path) -> tuple[str, ...]:
-    """The newest checkpoint of a run, and of each trial of a search; what came further is greater."""
+    """The newest checkpoint of a run, and of each trial of a search. Tuples compare: a run that came further is
+    greater."""
     found = {}
     for path in sorted([*run.glob("checkpoints/update-*"), *run.glob("trial-*/checkpoints/update-*")]):
         owner = path.parent.parent.relative_to(run)

@@ -1,7 +1,7 @@
-"""What a Ray cluster has for the workers of a run, what of it is free, and what its autoscaler may add.
+"""Room for a run's workers on a Ray cluster: what its nodes have, what is free, and what its autoscaler may add.
 
 A node is a map from the name of a resource (`CPU`, `GPU`) to how much of it the node has. The functions that count are
-pure; `here`, `free` and `most` ask the Ray that this process is connected to.
+pure. `here`, `free`, `most` and `leaving` ask the Ray that this process is connected to.
 """
 
 import os
@@ -15,32 +15,32 @@ from rtrain import ray_internals
 
 Node = Mapping[str, float]
 NEEDS = {"cpu": "CPU", "gpu": "GPU"}
-"""The resource of which a worker takes one, by the device that it trains on. Ray gives a worker with a GPU no CPU."""
+"""The resource of which a worker takes one, by its device. A worker with a GPU takes no CPU."""
 AUTOSCALER_FILE = "RTRAIN_AUTOSCALER_FILE"
-"""Environment variable with the path of the autoscaler's file, left by the head's start (`session.on_node_start`): Ray
-itself keeps nowhere what its autoscaler may start (2.60)."""
+"""Environment variable with the path of the autoscaler's file; `session.on_node_start` sets it on the head. Ray itself
+(2.60) does not keep what its autoscaler may start."""
 
 
 # ------------------------------------------------------------------------------------------------------------- counting
 
 
 def count(nodes: Iterable[Node], device: str) -> int:
-    """Workers that the nodes have room for, data tasks aside. Each is on one node: two halves of a CPU are no room."""
+    """How many workers the nodes have room for, without data tasks. A worker needs a whole CPU or GPU of one node."""
     return sum(int(node.get(NEEDS[device], 0.0)) for node in nodes)
 
 
 def fits(nodes: Sequence[Node], device: str, spare: int) -> int:
-    """Workers that the nodes have room for beside the `spare` CPUs of the data tasks."""
+    """How many workers the nodes have room for, beside the `spare` CPUs of the data tasks."""
     if device == "cpu":
         return max(0, count(nodes, "cpu") - spare)
     return count(nodes, device) if count(nodes, "cpu") >= spare else 0
 
 
 def largest(nodes: Sequence[Node], types: Sequence[tuple[Node, int]], most_workers: int, device: str) -> int:
-    """`count` of the cluster once the autoscaler has started all that it may for such workers.
+    """How many workers the cluster has room for once the autoscaler has started all the nodes that it may.
 
-    `nodes`: those that are up whatever the autoscaler does (the head); `types`: a node of each type and how many of it
-    there may be; `most_workers`: how many nodes of all types together.
+    `nodes`: the nodes that are always up (the head). `types`: a node of each type, and how many of this type there may
+    be. `most_workers`: how many nodes of all types there may be together.
     """
     each = sorted((count([node], device) for node, number in types for _ in range(number)), reverse=True)
     return count(nodes, device) + sum(each[:most_workers])
@@ -64,12 +64,13 @@ def startable(document: Mapping[str, Any]) -> tuple[list[Node], list[tuple[Node,
 
 
 def here() -> list[Node]:
-    """The nodes that are up and are to stay, with all that they have."""
+    """The nodes that are up and will stay, with all their resources."""
     return list(_staying().values())
 
 
 def free(own: Mapping[str, int] | None = None, device: str = "cpu") -> list[Node]:
-    """The same nodes with what nobody holds. `own`: workers by node, of which the places count as free."""
+    """The nodes of `here` with their free resources. `own`: the run's own workers by node; their places count as
+    free."""
     available = ray_internals.available_by_node()
     found: list[Node] = []
     for name in _staying():
@@ -80,7 +81,8 @@ def free(own: Mapping[str, int] | None = None, device: str = "cpu") -> list[Node
 
 
 def most(device: str) -> int:
-    """`count` of the nodes that are up, or of those that the autoscaler may start, whichever is more."""
+    """How many workers the nodes that are up have room for, or the nodes that the autoscaler may start, if that is
+    more."""
     up = count(here(), device)
     if (path := os.environ.get(AUTOSCALER_FILE)) and Path(path).expanduser().is_file():
         document = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
@@ -89,7 +91,7 @@ def most(device: str) -> int:
 
 
 def leaving() -> set[str]:
-    """Nodes that are being drained: a spot notice, or the end of an idle node."""
+    """Ids of the nodes that are being drained, after a spot notice or because they were idle."""
     return ray_internals.draining_nodes()
 
 

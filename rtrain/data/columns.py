@@ -1,4 +1,5 @@
-"""What the commit of a token store needs of all rows at once, as columns: a string of Python's is 60 bytes more."""
+"""Columns of all rows of a token store at once, for its commit. They stay in Arrow and numpy, since a Python string
+costs 60 bytes more per row."""
 
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,11 +12,11 @@ from rtrain.batch import Ragged
 
 Mask = npt.NDArray[np.bool_]
 BLOCK = 8192
-"""Labels that are strings of Python's at a time."""
+"""Labels that are turned into Python strings at a time."""
 
 
 class Counts(Mapping[str, int]):
-    """How often each label of a column occurs, in the order in which they occur first."""
+    """How often each label of a column occurs; labels come in the order of their first occurrence."""
 
     def __init__(self, labels: pa.ChunkedArray):
         counted = labels.cast(pa.large_string()).value_counts()  # large: all labels together may be over 2 GB
@@ -42,7 +43,8 @@ class Counts(Mapping[str, int]):
 
 
 class _Items(ItemsView[str, int]):
-    """As they lie: a search for each label would cost the square of their number."""
+    """Items in the order of the labels. The default would search each label, at a cost of the square of their
+    number."""
 
     _mapping: Counts
 
@@ -51,18 +53,20 @@ class _Items(ItemsView[str, int]):
 
 
 def chosen(column: pa.ChunkedArray, rows: Mask) -> pa.ChunkedArray:
-    """The column of the rows that are marked. Chunk by chunk: `take` would make one of all, of at most 2 GB."""
+    """The column's values at the marked rows. It filters chunk by chunk, since `take` would join all chunks into one,
+    which can hold at most 2 GB."""
     return column.filter(pa.array(rows))
 
 
 def lists(column: pa.ChunkedArray) -> Ragged:
-    """Of one shard."""
+    """A shard's column of lists."""
     array = column.combine_chunks()
     ends = array.offsets.to_numpy()
     return Ragged(array.values.to_numpy(), np.diff(ends))
 
 
 def joined(parts: Sequence[Ragged]) -> Ragged:
+    """The rows of all parts, one after another; values are float32."""
     values = [np.empty(0, dtype=np.float32), *(part.values for part in parts)]
     return Ragged(
         np.concatenate(values), np.concatenate([np.empty(0, dtype=np.int32), *(part.counts for part in parts)])
@@ -70,7 +74,7 @@ def joined(parts: Sequence[Ragged]) -> Ragged:
 
 
 def named(names: Sequence[str], numbers: npt.NDArray[np.integer[Any]]) -> pa.DictionaryArray:
-    """A column of `names[number]`; its dictionary has those that occur, each once."""
+    """The column of `names[number]` for each number; its dictionary holds the names that occur, each once."""
     once = list(dict.fromkeys(names))
     place = {name: number for number, name in enumerate(once)}
     used, codes = np.unique(np.array([place[name] for name in names], dtype=np.int32)[numbers], return_inverse=True)
@@ -80,7 +84,7 @@ def named(names: Sequence[str], numbers: npt.NDArray[np.integer[Any]]) -> pa.Dic
 
 
 def identify(content: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """64-bit row ids from content hashes: equal rows get distinct ids by their occurrence number, in source order."""
+    """64-bit row ids from content hashes. Equal rows get distinct ids by their occurrence number, in source order."""
     order = np.argsort(content, kind="stable")
     ordered = content[order]
     starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))

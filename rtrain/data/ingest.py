@@ -2,8 +2,8 @@
 
 Each worker streams its own share: a range of update numbers, mapped by data tasks to that worker's passes, in order.
 Ray's `streaming_split` is not used: it deals blocks by fill level, so the rows of an update would depend on the number
-of workers, and with `equal=True` it drops the tail. A stream of update numbers also starts anywhere: a resume at update
-u reads u's rows first, without skipping. The stream runs in its worker, without a coordinator process per worker.
+of workers, and with `equal=True` it drops the tail. A stream of update numbers can also start anywhere: a resume at
+update u reads the rows of u first and skips nothing. The stream runs in its worker, without a coordinator process.
 """
 
 import contextlib
@@ -28,21 +28,23 @@ if TYPE_CHECKING:
     import ray.data
 
 UPDATES_PER_TASK = 16
-"""Updates that one data task prepares: enough to hide its few milliseconds, few enough for a quick first batch."""
+"""Updates that one data task prepares: enough to hide the task's own few milliseconds, and few enough for a quick first
+batch."""
 BLOCK_BYTES = 2 << 20
-"""Fewer updates where they are large: Ray holds some ten blocks beyond the limit of a stream (384 MB at 38 MB each)."""
+"""A task prepares fewer updates if they would exceed so many bytes. Ray holds some ten blocks beyond a stream's limit,
+which came to 384 MB with blocks of 38 MB."""
 STREAM_BYTES = 64 << 20
 """Object store memory that one worker's stream may fill ahead of its worker."""
 SEGMENT_UPDATES = 4096
-"""Updates of one Ray data set. Ray makes all of its tasks before the first batch: 90 s for a million updates; a stream
-of many data sets starts at once, for 0.6 s between two of them."""
+"""Updates of one Ray data set. Ray makes all tasks of a data set before the first batch, which takes 90 s for a million
+updates. A stream of many data sets starts at once, and pays 0.6 s between two of them."""
 
 
 _COLUMNS = tuple(field.name for field in fields(Tokens))
 
 
 class IngestMismatch(RuntimeError):
-    """The stream gave another update than the one to be trained: a bug or a mixed-up store, never to be trained on."""
+    """The stream gave another update than the expected one: a bug or a mixed-up store. It must not be trained on."""
 
 
 @dataclass(frozen=True)
@@ -51,30 +53,30 @@ class Update:
 
     number: int
     first_row: int
-    """Id of the update's first row, the same on every worker."""
+    """Id of the update's first row; it is the same on every worker."""
     digest: bytes
-    """Digest of all of the update's row ids, in order, the same on every worker."""
+    """Digest of all row ids of the update, in order (`order.rows_digest`); it is the same on every worker."""
     passes: tuple[Tokens, ...]
-    """Empty where the update has fewer rows than there are workers."""
+    """The worker's passes. There may be none if the update has fewer rows than there are workers."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of which run a stream reads."""
+    """The part of a run's rows that one worker's stream reads, and how it is cut into passes."""
 
     store: Path
     order: Order
     workers: int
     rank: int
     micro_batch: int | None
-    """Most rows of a pass; None where tokens alone decide."""
+    """Rows of a pass at most; None if only tokens limit it."""
     tokens_per_pass: int | None = None
     teacher: str | None = None
-    """Version of the teacher whose logits go with each row."""
+    """Version of the teacher whose outputs go with each row; None without a teacher."""
 
 
 def plan_update(store: Store, share: Share, number: int) -> Update:
-    """Pure but for reading the store: the part of update `number` that belongs to the share's worker."""
+    """The part of update `number` that belongs to the share's worker. It reads the store and is pure otherwise."""
     positions = share.order.positions(number)
     row_ids = store.column("train", "row_id")[positions]
     lengths = store.column("train", "length")[positions]
@@ -93,7 +95,10 @@ def _read(store: Store, positions: Ints, teacher: str | None) -> Tokens:
 
 
 def stream(share: Share, start: int, stop: int) -> Iterator[Update]:
-    """Updates `start` to `stop - 1` of a worker, read ahead by Ray Data tasks. Checks that each is the one expected."""
+    """A worker's part of updates `start` to `stop - 1`, read ahead by Ray Data tasks.
+
+    Raises `IngestMismatch` if an update has other rows than the order says, and `UserError` if the store is damaged.
+    """
     row_ids = open_store(share.store).column("train", "row_id")
     segments = (
         _dataset(share, begin, min(begin + SEGMENT_UPDATES, stop)) for begin in range(start, stop, SEGMENT_UPDATES)
@@ -110,19 +115,21 @@ def stream(share: Share, start: int, stop: int) -> Iterator[Update]:
 
 
 def warm_up() -> None:
-    """Have Ray Data start a task in the background, while the worker still makes its model: when a stream begins, it is
-    imported in this process and in a data task's. On two busy cores the first batch came after 0.4 s in place of 6, and
-    a start as a whole took no longer."""
+    """Run one Ray Data task in the background, while the worker still makes its model.
+
+    Ray Data is then imported, in this process and in a data task's, when the stream begins. On two busy cores the first
+    batch came after 0.4 s instead of 6 s, and a start as a whole took no longer.
+    """
 
     def quietly() -> None:
-        with contextlib.suppress(Exception):  # what fails here fails in the stream too, and is told there
+        with contextlib.suppress(Exception):  # a failure here comes again in the stream, and is reported there
             one_task()
 
     threading.Thread(target=quietly, daemon=True).start()
 
 
 def one_task() -> list[dict[str, Any]]:
-    """What a data task made of one row: the row."""
+    """Send one row through a data task that returns it unchanged."""
     import ray.data
 
     dataset = ray.data.range(1, override_num_blocks=1)
@@ -140,7 +147,7 @@ def _dataset(share: Share, start: int, stop: int) -> "ray.data.Dataset":
     dataset = ray.data.range(stop - start, override_num_blocks=blocks).map_batches(
         partial(_materialise, share=share, start=start), batch_size=None, zero_copy_batch=True
     )
-    # Ray counts time in which the worker alone does nothing, a long evaluation say, and would end the stream after it.
+    # Ray ends a stream from which nothing is taken for some time. A worker takes nothing during a long evaluation.
     dataset.context.execution_no_progress_timeout_s = -1
     options = dataset.context.execution_options
     options.preserve_order = True
@@ -159,18 +166,19 @@ def _updates_per_task(share: Share) -> int:
 
 
 def _materialise(batch: dict[str, Any], share: Share, start: int) -> pa.Table:
-    """The lines of some updates; one line with the error where the store is refused."""
+    """The lines of some updates as a table; a single line with the error if the store is refused."""
     try:
         store = open_store(share.store)
         lines = [line for number in batch["id"] for line in _lines(plan_update(store, share, start + int(number)))]
     except UserError as error:
-        # As data: an error that is raised here comes to the worker as Ray's own, with this one in its traceback alone.
+        # The error goes as data: raised here, it would reach the worker as an error of Ray's, with ours in its
+        # traceback.
         lines = [{"error": str(error)}]
     return pa.Table.from_pylist(lines, schema=_SCHEMA)
 
 
 def _lines(update: Update) -> list[dict[str, Any]]:
-    """One line per pass, or one empty line for an update in which this worker is idle."""
+    """One line per pass, or one empty line if this worker has no rows of the update."""
     head = {"update": update.number, "first_row": update.first_row, "digest": update.digest}
     lines = []
     for place, tokens in enumerate(update.passes):

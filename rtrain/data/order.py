@@ -1,11 +1,12 @@
 """Which rows make which update: a pure function of (digest, seed, rows_per_update, update). No Ray, no I/O, no state.
 
-An epoch is a fresh permutation of all rows. A store of up to `WINDOW_ROWS` rows is permuted as a whole. A larger one is
-permuted in two levels, so that reads of a store larger than memory stay local: its blocks of `BLOCK_ROWS` consecutive
-rows are permuted, their sequence is cut into windows, and the rows of a window are permuted. A window is thus made of
-blocks from all over the store, and an update of a sorted file has labels from all over the file. Permutations are keyed
-Feistel networks with cycle walking (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"), so that any
-position of any epoch is found in O(1), without a table of rows.
+An epoch is a fresh permutation of all rows. A store of up to `SHUFFLE_WINDOW_ROWS` rows is permuted as a whole. A
+larger store is permuted in two levels, so that reads stay local where the store is larger than memory: its blocks of
+`BLOCK_ROWS` consecutive rows are permuted, their sequence is cut into shuffle windows, and the rows of each shuffle
+window are permuted. A shuffle window thus holds blocks from all over the store, so that even in a sorted file the
+labels of an update come from all over the file. Permutations are keyed Feistel networks with cycle walking (Black and
+Rogaway 2002, "Ciphers with Arbitrary Finite Domains"), so that any position of any epoch is found in O(1), without a
+table of rows.
 """
 
 import hashlib
@@ -20,31 +21,45 @@ import numpy.typing as npt
 from rtrain.batch import Ints, batches
 from rtrain.errors import UserError
 
-WINDOW_ROWS = 1 << 18
-"""Most rows that are shuffled with each other; a store with no more rows is shuffled as a whole."""
+SHUFFLE_WINDOW_ROWS = 1 << 18
+"""Rows of a shuffle window at most; a store with no more rows is shuffled as a whole."""
 BLOCK_ROWS = 512
-"""Consecutive rows of a larger store that stay in one window. The labels of a window's 512 blocks are a sample of the
-store's. Of a sorted file of 3 million rows, the mix of labels of an update of 64 rows is 1.09 times as far from the
-file's as that of independent draws (blocks of 256: 1.04, of 1,024: 1.12; before there were blocks 6.3), of 256 rows
-1.23 times (1.11, 1.33). With 256 a window's rows lie in twice as many shards, more than a reader keeps open."""
+"""Consecutive rows of a larger store that stay in one shuffle window.
+
+The labels of a shuffle window's 512 blocks are a sample of the store's labels. How good a sample was measured on a
+sorted file of 3 million rows, as the distance between the mix of labels in an update and that in the file, divided by
+the same distance for independent draws:
+
+    rows of an update    blocks of 256    of 512    of 1,024    no blocks
+    64                   1.04             1.09      1.12        6.3
+    256                  1.11             1.23      1.33
+
+With blocks of 256 the rows of a shuffle window lie in twice as many shards, more than a reader keeps open.
+"""
 
 Words = npt.NDArray[np.uint64]
 _ROUNDS = 6
 
 
 def version(rows: int) -> int:
-    """Which rule orders so many rows: 2 since there are blocks; a store of one window has the order that it always had.
-    A run that began by another rule cannot go on."""
-    return 1 if rows <= WINDOW_ROWS else 2
+    """The number of the rule that orders a store of so many rows; a run that began by another rule cannot go on.
+
+    Rule 1 has no blocks. Rule 2 permutes blocks, and holds for stores of more than one shuffle window: smaller ones
+    keep the order that they always had.
+    """
+    return 1 if rows <= SHUFFLE_WINDOW_ROWS else 2
 
 
 def refuse_other(option: str, run: Path, began: int, rows: int) -> None:
-    """A run that was started by another rule: it would go on with rows that it has trained on, and leave others out."""
+    """Raise `UserError` if `run` was started by another rule than `version(rows)`; `began` is the rule it started by.
+
+    Such a run would train on some rows twice in an epoch and leave others out. `option` names what asked to go on.
+    """
     if began != version(rows):
         raise UserError(
             f"{option}: {run} was started with {'an earlier' if began < version(rows) else 'a later'} order of rows: "
-            f"of its {rows:,} rows, more than {WINDOW_ROWS:,}, others would follow. Use the version of rtrain that it "
-            "was started with; a new run (--new) has today's order."
+            f"of its {rows:,} rows, more than {SHUFFLE_WINDOW_ROWS:,}, others would follow. Use the version of rtrain "
+            "that it was started with; a new run (--new) has today's order."
         )
 
 
@@ -60,28 +75,31 @@ class Order:
 
     @property
     def updates_per_epoch(self) -> int:
-        """The last update of an epoch may be short: its rows are kept, not dropped, and no row is repeated."""
+        """Updates that an epoch takes. The last may be short: no row is dropped, and none is repeated to fill it."""
         return math.ceil(self.rows / self.rows_per_update)
 
     @property
     def updates(self) -> int:
         return self.epochs * self.updates_per_epoch
 
-    # A worker asks twice: whether the stream gave the update's rows, and whether all workers together have them.
+    # A worker needs the positions of an update twice: to check the stream, and to check that all workers together have
+    # the update's rows.
     @lru_cache(maxsize=1)  # noqa: B019 - a few numbers
     def positions(self, update: int) -> Ints:
         """Store positions of the rows of `update` (counted from 0), in training order; not to be written to."""
         epoch, index = divmod(update, self.updates_per_epoch)
         start = index * self.rows_per_update
-        places = self._in_windows(epoch, start, min(start + self.rows_per_update, self.rows))
+        places = self._in_shuffle_windows(epoch, start, min(start + self.rows_per_update, self.rows))
         found = places if version(self.rows) == 1 else self._in_blocks(epoch, places)
         found.setflags(write=False)
         return found
 
-    def _in_windows(self, epoch: int, start: int, stop: int) -> Ints:
-        """Places `start` to `stop - 1` of an epoch, permuted inside their windows, which are equally long but for a few
-        rows: the rows of a very short one would be of one or two blocks."""
-        width = math.ceil(self.rows / math.ceil(self.rows / WINDOW_ROWS))
+    def _in_shuffle_windows(self, epoch: int, start: int, stop: int) -> Ints:
+        """Places `start` to `stop - 1` of an epoch, permuted inside their shuffle windows.
+
+        The windows have equal lengths but for a few rows: a very short one would hold the rows of one or two blocks.
+        """
+        width = math.ceil(self.rows / math.ceil(self.rows / SHUFFLE_WINDOW_ROWS))
         parts = []
         for window in range(start // width, math.ceil(stop / width)):
             first = window * width
@@ -91,14 +109,14 @@ class Order:
         return np.concatenate(parts)
 
     def _in_blocks(self, epoch: int, places: Ints) -> Ints:
-        """Positions in the store of places in the epoch's sequence of blocks."""
+        """The position in the store of each place in the epoch's sequence of blocks."""
         whole, rest = divmod(self.rows, BLOCK_ROWS)
-        # The short last block stands anywhere among the others: what comes after it is shifted by its rows.
+        # The store's last block is short. It stands anywhere among the others, and shifts the places after it.
         begin = int(self._key(epoch, "short block")[0] % np.uint64(whole + 1)) * BLOCK_ROWS
         short = (places >= begin) & (places < begin + rest)
         slot, inside = np.divmod(np.where(places < begin, places, places - rest), BLOCK_ROWS)
-        slot = np.clip(slot, 0, whole - 1)  # beyond are places of the short block alone
-        # Places are of one window or two, so that their slots are few and lie side by side.
+        slot = np.clip(slot, 0, whole - 1)  # only places of the short block are outside, and they are replaced below
+        # The places come from one shuffle window or two, so that their slots are few and lie side by side.
         first = int(slot.min())
         near = np.arange(first, int(slot.max()) + 1, dtype=np.uint64)
         block = permute(near, whole, self._key(epoch, "blocks")).astype(np.int64)[slot - first]
@@ -112,11 +130,11 @@ class Order:
 def permute(index: Words, size: int, key: Words) -> Words:
     """`index` (values below `size`) mapped by the permutation of range(size) that `key` names."""
     half = max(1, math.ceil(math.log2(size) / 2)) if size > 1 else 1
-    # Halves are so few (512 of a window's rows) that the rounds' images of all of them cost less than one round of each
-    # value's own.
+    # A half has few values (512 for a shuffle window), so a table of each round's images of all of them costs less than
+    # a computation for every entry of `index`.
     rounds = _mix(np.arange(1 << half, dtype=np.uint64) ^ key[:, None]) & np.uint64((1 << half) - 1)
     result = _feistel(index, half, rounds)
-    # A value that falls outside the domain is mapped again until it falls inside: at most 4 times in the mean.
+    # A value that falls outside the domain is mapped again until it falls inside: at most 4 times on average.
     outside = np.flatnonzero(result >= size)
     while len(outside):
         result[outside] = again = _feistel(result[outside], half, rounds)
@@ -125,7 +143,8 @@ def permute(index: Words, size: int, key: Words) -> Words:
 
 
 def _feistel(value: Words, half: int, rounds: Words) -> Words:
-    """`rounds[n]` holds the image of each half in round n."""
+    """`value` through a Feistel network of two halves of `half` bits; `rounds[n]` has the image of each half in round
+    n."""
     shift = np.uint64(half)
     left, right = value >> shift, value & np.uint64((1 << half) - 1)
     for images in rounds:
@@ -134,7 +153,7 @@ def _feistel(value: Words, half: int, rounds: Words) -> Words:
 
 
 def _mix(value: Words) -> Words:
-    """The finalizer of splitmix64 (Steele, Lea and Flood 2014); uint64 products wrap by design."""
+    """Mixes bits by the finalizer of splitmix64 (Steele, Lea and Flood 2014); uint64 products wrap by design."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
@@ -143,11 +162,12 @@ def _mix(value: Words) -> Words:
 def deal(
     lengths: npt.NDArray[np.int32], workers: int, rank: int, most_rows: int | None, most_tokens: int | None = None
 ) -> list[Ints]:
-    """The passes of one of the workers that share the rows of an update: each the indices of at most `most_rows` rows
-    and of rows with at most `most_tokens` tokens; a longer row is alone.
+    """The passes of worker `rank` in an update whose rows have these `lengths` (in tokens), as arrays of row indices.
 
-    Rows are sorted by length and dealt forth and back, so that workers get equal tokens; a worker's rows are cut into
-    passes in that order, so that a pass pads little. Where an update has fewer rows than workers, some get no pass.
+    A pass has at most `most_rows` rows and `most_tokens` tokens (None: no limit); a longer row is alone in its pass.
+    Rows are sorted by length and dealt to the workers forth and back, so that all get about equally many tokens. A
+    worker's rows are cut into passes in that order, so that a pass pads little. If the update has fewer rows than
+    there are workers, some get no pass.
     """
     turns = np.arange(math.ceil(len(lengths) / workers))
     places = turns * workers + np.where(turns % 2, workers - 1 - rank, rank)
@@ -158,12 +178,12 @@ def deal(
 
 def _longest_first(lengths: npt.NDArray[np.int32]) -> Ints:
     below = lengths.max(initial=0) - lengths
-    # numpy sorts 16-bit numbers by radix, several times as fast.
+    # numpy sorts 16-bit numbers by radix, which is several times as fast as its other sorts.
     return np.argsort(below.astype(np.uint16) if below.max(initial=0) < 1 << 16 else below, kind="stable")
 
 
 def rows_digest(update: int, row_ids: Words) -> bytes:
-    """Digest of an update's rows, in order."""
+    """SHA-256 of an update's number and its row ids, in order."""
     return hashlib.sha256(update.to_bytes(8, "little") + row_ids.astype("<u8").tobytes()).digest()
 
 

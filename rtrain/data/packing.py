@@ -1,6 +1,7 @@
-"""Documents of any length -> texts that fill the model's window: long ones are cut between words, short ones joined.
+"""Documents of any length -> blocks of text that fill the model's input: long documents are cut between words, short
+ones are joined.
 
-Only documents of one split are joined, so that no block straddles two splits, and each word is in one block.
+Only documents of one split are joined, so that no block straddles two splits. Each word is in one block.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -9,18 +10,16 @@ from typing import Any
 from rtrain.data.records import Record
 
 SPECIAL_TOKENS = 2
-"""At the beginning and end of a block."""
+"""Tokens that the tokenizer adds at the beginning and the end of a block."""
 BETWEEN = "\n\n"
-DOCUMENTS = 64
-"""Documents that are tokenised at a time."""
 
 
 def packed(
     records: Iterable[Record], tokenizer: Any, max_tokens: int, split_of: Callable[[Record], str]
 ) -> Iterator[Record]:
-    """Blocks of at most `max_tokens` tokens as records, in order; bad records as they are.
+    """Blocks of at most `max_tokens` tokens as records, in order; bad records come as they are.
 
-    A block has the line of its first document, and its `group`: where that document goes, the block goes.
+    A block takes its line and its `group` from its first document, and so goes to that document's split.
     """
     open_blocks: dict[str, tuple[Record, int]] = {}  # by split: the block being filled, and its tokens
     room = max_tokens - SPECIAL_TOKENS
@@ -46,7 +45,8 @@ def packed(
 
 
 def pieces(text: str, tokenizer: Any, room: int) -> list[tuple[str, int]]:
-    """(text, tokens) of consecutive parts of at most `room` tokens, cut where a word begins."""
+    """Consecutive parts of a text of at most `room` tokens, cut where a word begins: (text, number of tokens) of
+    each."""
     row = tokenizer.encode(text, add_special_tokens=False)
     # The tokenizer cuts into windows that overlap by `stride`, which is 0 here.
     spans = [span for window in [row, *row.overflowing] for span in window.offsets]
@@ -54,7 +54,7 @@ def pieces(text: str, tokenizer: Any, room: int) -> list[tuple[str, int]]:
     while first < len(spans):
         last = min(first + room, len(spans))
         if last < len(spans):
-            # Back to where a word begins; of a word longer than half the room, somewhere inside.
+            # Go back to where a word begins. A word longer than half the room is cut inside.
             last = next((cut for cut in range(last, first + room // 2, -1) if _begins(text, spans[cut][0])), last)
         end = spans[last][0] if last < len(spans) else len(text)
         part = text[spans[first][0] if first else 0 : end].strip()

@@ -1,4 +1,4 @@
-"""Rows that cannot be used: where they come from, why, and whether they are too many."""
+"""Rows that cannot be used: where each comes from, why it is bad, and whether they are too many."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,30 +14,37 @@ from rtrain.data import records
 from rtrain.errors import UserError, quoted
 
 Where = Callable[[int], str]
-"""Row of the store in the making -> file:line."""
+"""Maps the number of a row of the store in the making to its place, as file:line."""
 
 
 class Bad(NamedTuple):
-    """Rows of the store in the making, ascending, and why each cannot be used."""
+    """Bad rows of the store in the making: their numbers, ascending, and the reason of each."""
 
     rows: npt.NDArray[np.int64]
     reasons: pa.Array
 
     def plus(self, other: "Bad") -> "Bad":
+        """These rows and the other's, ascending."""
         rows = np.concatenate([self.rows, other.rows])
         order = np.argsort(rows, kind="stable")
         return Bad(rows[order], pa.concat_arrays([self.reasons, other.reasons]).take(pa.array(order)))
 
 
 def refuse_if_too_bad(recipe: Recipe, bad: Bad, total: int, where: Where) -> None:
+    """Raise `UserError` if more than the share `data.max_bad_rows` of `total` rows is bad, naming the first five."""
     first = zip(bad.rows[:5], bad.reasons[:5].to_pylist(), strict=True)
     records.refuse_if_too_bad(len(bad.rows), total, [f"{where(row)}: {reason}" for row, reason in first], recipe.data)
 
 
-def unseen(rows: npt.NDArray[np.int64], given: npt.NDArray[np.bool_], labels: pa.ChunkedArray, where: Where) -> Bad:
-    """The rows with a label that training lacks. In a validation or test file (`given`, of every row of the store) that
-    is the user's mistake; in our own split of a rare label it is not."""
-    wrong = rows[given[rows]]
+def unseen(
+    rows: npt.NDArray[np.int64], from_own_file: npt.NDArray[np.bool_], labels: pa.ChunkedArray, where: Where
+) -> Bad:
+    """The rows with a label that training lacks, as bad rows.
+
+    `from_own_file` says of every row of the store whether it comes from a validation or test file. There such a label
+    is the user's mistake, and raises `UserError`. Elsewhere our own split has put all rows of a rare label aside.
+    """
+    wrong = rows[from_own_file[rows]]
     if len(wrong):
         listed = "\n  ".join(f"{where(row)}: label {quoted(labels[int(row)].as_py())}" for row in wrong[:5])
         raise UserError(
@@ -49,11 +56,13 @@ def unseen(rows: npt.NDArray[np.int64], given: npt.NDArray[np.bool_], labels: pa
 
 
 def locator(source: records.Source, shards: list[str], shard: npt.NDArray[np.uint32], lines: Any) -> Where:
+    """The places of rows, from the names of the shards, and the shard number and the line of each row."""
     pieces = [source.pieces[int(name.split("-")[0])].uri.removeprefix("file://") for name in shards]
     return lambda row: f"{pieces[shard[row]]}:{lines[row]}"
 
 
 def write(folder: Path, bad: Bad, where: Where) -> None:
+    """Write `quarantine.parquet` of a store's folder: source, line and reason of each bad row."""
     places = [where(row).rsplit(":", 1) for row in bad.rows]
     table = pa.table(
         {

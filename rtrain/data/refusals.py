@@ -1,4 +1,4 @@
-"""Rows that no store is made of: too few of a kind, or others than were asked for."""
+"""Reasons to refuse the rows of a store: too few of a kind, or files that were changed while they were read."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,10 @@ from rtrain.errors import UserError
 
 
 def changed_files(source: records.Source, shards: list[dict[str, Any]], root: Path) -> None:
-    """Rows of a file that was changed since it was hashed would lie under the address of other rows."""
+    """Raise `UserError` if a file was changed between its digest and the reading of its rows.
+
+    Its rows would lie under the address of other rows. A row of `shards` without a name tells of such a file.
+    """
     numbers = dict.fromkeys(row["number"] for row in shards if not row["shard"])  # a file is read in many parts
     changed = [source.pieces[number].uri.removeprefix("file://") for number in numbers]
     if changed:
@@ -24,7 +27,7 @@ def changed_files(source: records.Source, shards: list[dict[str, Any]], root: Pa
 
 
 def empty_splits(recipe: Recipe, rows: Mapping[str, int]) -> None:
-    """A split without rows that was not asked to be empty."""
+    """Raise `UserError` if a split has no rows, unless the settings ask for that; `rows` counts them by split."""
     if not rows["train"]:
         where = f"column {recipe.data.split!r}" if recipe.data.split else "data.path"
         raise UserError(f"{where}: no row to train on; {rows['valid']} are for validation, {rows['test']} for the test")
@@ -43,8 +46,10 @@ def empty_splits(recipe: Recipe, rows: Mapping[str, int]) -> None:
 
 
 def without_outside(recipe: Recipe, rows: int, named: int) -> None:
-    """What tells the rows outside of the classes from others is chosen on the validation rows: so many, and so many of
-    the label `data.outside`."""
+    """Raise `UserError` unless the validation rows include rows with the label `data.outside` and rows without it.
+
+    The threshold that tells the two apart is chosen on these rows. `rows` counts them all, `named` those with it.
+    """
     outside = recipe.data.outside
     if outside is not None and named in (0, rows):
         raise UserError(
@@ -54,7 +59,7 @@ def without_outside(recipe: Recipe, rows: int, named: int) -> None:
 
 
 def changes(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> list[str]:
-    """What happened to which file between two origins."""
+    """What happened to which file between two stores, by their origins (`commit.origin`)."""
     found = []
     for role in sorted({*before, *after}):
         old, new = before.get(role, {}), after.get(role, {})

@@ -1,4 +1,4 @@
-"""Which rows are trained on, which choose, and which are the test: from the file, a column, or a hash of the texts."""
+"""The split of each row: train, valid (which chooses among weights) or test; by its file, a column, or a hash."""
 
 import hashlib
 from dataclasses import dataclass
@@ -7,13 +7,16 @@ from rtrain.config import Data
 from rtrain.data.records import Record, Source
 
 SHARE = 0.1
-"""Of the rows, where nothing says otherwise: for validation, and for the test."""
+"""Default share of the rows for validation, and also for the test."""
 
 
 @dataclass(frozen=True)
 class Splits:
-    """What is known before a row is read. Equal texts (or values of `data.split_by`) never straddle two splits, unless
-    a file or a column says so."""
+    """How rows are split, as known before any row is read.
+
+    Rows with equal texts (or equal values of `data.split_by`) are in one split, unless a file or a column says
+    otherwise.
+    """
 
     has_test: bool
     """Test rows come from a file of their own, or are named by a column."""
@@ -32,7 +35,10 @@ class Splits:
         return self.at(record.split or role, content_hashes(record)[0])
 
     def at(self, named: str, text_hash: int) -> str:
-        """By what names the row, a file or a column, and the first of its `content_hashes`."""
+        """The split of a row that its file or column puts into `named`; `text_hash` is the first of `content_hashes`.
+
+        Rows that are named `train` are split further by their hash.
+        """
         if named != "train":
             return named
         share = text_hash / 2**64
@@ -48,7 +54,8 @@ class Splits:
 
 
 def content_hashes(record: Record) -> tuple[int, int]:
-    """(hash of what keeps rows in one split, by default the texts; hash of texts and label), 64 bits each."""
+    """Two hashes of 64 bits each. Rows with equal first hashes stay in one split: it is of the texts, or of the group
+    where there is one. The second is of texts and label, and makes the row's id."""
     text = _bytes("\x00".join((record.text, record.pair or "")))
     whole = text + b"\x00" + _bytes(record.label)
     kept = text if record.group is None else _bytes(record.group)
@@ -56,7 +63,10 @@ def content_hashes(record: Record) -> tuple[int, int]:
 
 
 def _bytes(text: str) -> bytes:
-    """The file's own bytes where they are not UTF-8; JSON can hold halves of characters that no bytes are read as."""
+    """The text as bytes: the file's own, even where they are not UTF-8.
+
+    JSON can hold half of a character, which no bytes are read as; it is encoded as it stands.
+    """
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:

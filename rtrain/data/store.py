@@ -1,14 +1,14 @@
-"""The token store: tokenised rows on the run storage, addressed by what made them. Read by every worker, without Ray.
+"""The token store: tokenised rows on the run's storage, addressed by what they were made from. Reading needs no Ray.
 
 <root>/.tokens/<digest>/
-    manifest.json               written last: its presence means complete; size and SHA-256 of the next three
+    manifest.json               written last: its presence means complete; size and SHA-256 of indexes, rows and shards
     index-{train,valid,test}.arrow   one line per row: row_id, shard, offset, length (tokens), targets
     rows-{train,valid,test}.arrow    where each row came from (source, line), and its values of data.slices
-    shards/<piece>-<part>.arrow      tokens (ids; windows: length and second of each), what the index was made from
+    shards/<piece>-<part>.arrow      tokens (ids; windows: length and second of each), and what the index was made from
     quarantine.parquet          bad rows: source, line, reason
 
-A file is checked against its SHA-256 when a process first maps it: no row of a changed file is trained on, and a start
-reads the index (28 bytes a row) and the shards that it needs, never the store as a whole.
+A file is checked against its SHA-256 when a process first maps it, so that no row of a changed file is trained on. A
+start reads the index (28 bytes a row) and the shards that it needs, never the whole store.
 """
 
 import hashlib
@@ -33,15 +33,18 @@ from rtrain.manifest import Entry, entry, flaw
 SCHEMA_VERSION = 3
 SPLITS = ("train", "valid", "test")
 MOST_VALUES = (1 << 31) - 1
-"""Values of a column of lists that offsets of 32 bits can name."""
+"""Most values of a column of lists with offsets of 32 bits."""
 SUMMED_ROWS = 256
-"""Rows between two sums of tokens: 3 MB for 10^8 rows, where a sum for each row takes 800 in every process."""
+"""Rows between two stored sums of tokens. For 10^8 rows these sums take 3 MB in every process; one for each row would
+take 800 MB."""
 SHARDS_OPEN = 1280
-"""Shards that a process keeps mapped: two windows of the order, each of 512 blocks that lie in one shard or two."""
+"""Shards that a process keeps mapped: those of two shuffle windows, each of 512 blocks that lie in one shard or two."""
 
 
 @dataclass(frozen=True)
 class Manifest:
+    """What `manifest.json` says of a store. `rows` and `tokens` count by split."""
+
     schema_version: int
     digest: str
     rows: dict[str, int]
@@ -50,15 +53,16 @@ class Manifest:
     truncated: int
     quarantined: int
     files: dict[str, Entry]
-    """What training reads, by path in the folder: the indexes and, in the order of their numbers, the shards."""
+    """The files that training reads, by path in the folder: the indexes, then the shards in the order of their
+    numbers."""
     sources: dict[str, dict[str, str]]
-    """SHA-256 of the files that it was made from: role, name, digest."""
+    """SHA-256 of the files that the store was made from, by role and name."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """With the labels, the `Head` of a model for these rows."""
+    """Makes, with the labels, the `Head` of a model for these rows."""
     copies: int = 0
-    """Training rows that augmentation made."""
+    """Training rows that augmentation has made."""
     left_out: int = 0
-    """Rows of the label `data.outside` that would have been trained on."""
+    """Training rows with the label `data.outside`, which are not trained on."""
 
     @property
     def head(self) -> Head:
@@ -83,7 +87,8 @@ class Store:
         return self.manifest.rows[split]
 
     def check(self, *, size_only: bool) -> None:
-        """Refuse a store that was changed; with `size_only`, one that shows it without a file being read."""
+        """Raise `UserError` if a file was changed. With `size_only` no file is read: only missing files and changed
+        sizes are found."""
         for name in self.manifest.files:
             self._check(name, size_only)
 
@@ -92,7 +97,8 @@ class Store:
             raise _damaged(self.folder, name, wrong)
 
     def _open(self, name: str) -> pa.Table:
-        """Map a file. Checked once: shards come and go by the thousand, and a hash reads the whole of one."""
+        """Map a file. It is checked the first time only: shards are mapped by the thousand, and a hash reads a whole
+        file."""
         if name not in self._sound:
             self._check(name)
             self._sound.add(name)
@@ -109,31 +115,34 @@ class Store:
         return array.chunk(0).to_numpy(zero_copy_only=True) if array.num_chunks else np.empty(0, dtype=np.int64)
 
     def targets(self, split: str, positions: Ints | None = None) -> Ragged:
-        """Targets of the rows at `positions`; of all rows without."""
+        """The targets of the rows at `positions` (None: of all rows)."""
         array = self._index(split)["targets"]
         if not array.num_chunks:
             return Ragged(np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int32))
         return ragged(array.chunk(0), positions)
 
     def num_targets(self, split: str) -> int:
-        """Targets of all rows together, without reading them."""
+        """How many targets all rows have together; counted without reading them."""
         array = self._index(split)["targets"]
         return sum(chunk.offsets[-1].as_py() - chunk.offsets[0].as_py() for chunk in array.chunks)
 
     def origins(self, split: str) -> pa.Table:
-        """Of each row, in index order: `source`, `line`, and a column for each of `data.slices`. Strings but `line`."""
+        """Where each row came from, in index order: `source` (text), `line` (integer), a text column for each of
+        `data.slices`."""
         return self._open(f"rows-{split}.arrow")
 
     @lru_cache(maxsize=SHARDS_OPEN)  # noqa: B019 - a store lives as long as its process
     def _shard(self, number: int) -> tuple[Int32s, Int32s, Int32s, Int32s]:
-        """(tokens, where each row's begin, windows, where each row's begin), all of them where the file is mapped: a
-        copy of the places alone would take 130 KB for each shard that is open."""
+        """(tokens, offsets of each row's tokens, windows, offsets of each row's windows) of a shard.
+
+        All four are views of the mapped file: copies of the offsets would take 130 KB for each open shard.
+        """
         table = self._open(self._shards[number])
         ids, windows = table["ids"].chunk(0), table["windows"].chunk(0)
         return (*(part.to_numpy() for part in (ids.values, ids.offsets, windows.values, windows.offsets)),)
 
     def read(self, split: str, positions: Ints) -> Tokens:
-        """The rows at `positions`, in that order."""
+        """The rows at `positions` of a split, in that order; without a teacher's outputs."""
         shards, offsets = self.column(split, "shard")[positions], self.column(split, "offset")[positions]
         parts: list[Int32s] = [np.empty(0, dtype=np.int32)]
         described: list[Int32s] = [np.empty(0, dtype=np.int32)]
@@ -155,19 +164,22 @@ class Store:
         )
 
     def teacher_file(self, version: str) -> Path:
-        """Outputs for the training rows, in index order, by that teacher: [rows, outputs], or one line for each of
-        their tokens. The store's digest pins the rows."""
+        """The file of a teacher's outputs for the training rows, in index order: [rows or tokens, outputs].
+
+        It fits this store alone, since the store's digest pins the rows.
+        """
         return self.folder / f"teacher-{version}.npy"
 
     def taught(self, version: str, positions: Ints) -> Floats:
-        """The teacher's outputs for the training rows at `positions`."""
+        """The teacher's outputs for the training rows at `positions`: [rows or their tokens, outputs]."""
         answers = self.teacher(version)
         if len(answers) == self.rows("train"):
             return answers[positions]
         return answers[self.token_places(positions)]
 
     def token_places(self, positions: Ints) -> Ints:
-        """Places of the tokens of the training rows at `positions`, row after row, among those of all training rows."""
+        """Where the tokens of the training rows at `positions` stand among the tokens of all training rows, row after
+        row."""
         lengths = self.column("train", "length")
         known, firsts = self._tokens_before[positions // SUMMED_ROWS], positions // SUMMED_ROWS * SUMMED_ROWS
         rest = [lengths[first:position].sum(dtype=np.int64) for first, position in zip(firsts, positions, strict=True)]
@@ -175,13 +187,14 @@ class Store:
 
     @cached_property
     def _tokens_before(self) -> Ints:
-        """Tokens before every `SUMMED_ROWS`th training row."""
+        """How many tokens come before training rows 0, `SUMMED_ROWS`, 2 `SUMMED_ROWS`, and so on."""
         lengths = self.column("train", "length")
         whole = lengths[: len(lengths) // SUMMED_ROWS * SUMMED_ROWS].reshape(-1, SUMMED_ROWS)
         return np.concatenate([[0], np.cumsum(whole.sum(axis=1, dtype=np.int64))])
 
     @lru_cache(maxsize=4)  # noqa: B019 - as above
     def teacher(self, version: str) -> Floats:
+        """All of a teacher's outputs (`teacher_file`), memory-mapped. Raises `UserError` if there are none."""
         try:
             found: Floats = np.load(self.teacher_file(version), mmap_mode="r", allow_pickle=False)
         except FileNotFoundError:
@@ -193,7 +206,7 @@ class Store:
 
 @lru_cache(maxsize=8)
 def open_store(folder: Path) -> Store:
-    """The store of a folder, opened once per process: data tasks come by the hundred."""
+    """The store of a folder, opened once per process, since a process runs hundreds of data tasks."""
     return Store(folder)
 
 
@@ -215,7 +228,7 @@ def _read_manifest(folder: Path) -> Manifest:
 
 
 def _digest(document: dict[str, Any]) -> str:
-    """Of the manifest's own content: the labels and numbers of rows in it are trained on as well."""
+    """SHA-256 of the manifest's own content: training reads labels and counts of rows from it."""
     return hashlib.sha256(json.dumps(document).encode()).hexdigest()
 
 
@@ -227,12 +240,13 @@ def _damaged(folder: Path, name: str, wrong: str) -> UserError:
 
 
 def map_table(path: Path) -> pa.Table:
+    """The table of an Arrow file, memory-mapped."""
     with pa.memory_map(str(path)) as source:
         return pyarrow.ipc.open_file(source).read_all()
 
 
 def lists(rows: Ragged) -> pa.ListArray | pa.LargeListArray:
-    """A column of lists; a large one (offsets of 64 bits) where its values are more than 32 bits can count."""
+    """A column of lists; with offsets of 64 bits if it has more than `MOST_VALUES` values."""
     large = rows.counts.sum(dtype=np.int64) > MOST_VALUES
     offsets = np.zeros(len(rows) + 1, dtype=np.int64 if large else np.int32)
     np.cumsum(rows.counts, dtype=offsets.dtype, out=offsets[1:])
@@ -240,7 +254,7 @@ def lists(rows: Ragged) -> pa.ListArray | pa.LargeListArray:
 
 
 def ragged(column: pa.ListArray | pa.LargeListArray, positions: Ints | None = None) -> Ragged:
-    """The lists at `positions` of a column that `lists` made; all of them without."""
+    """The lists at `positions` (None: all) of a column that `lists` made."""
     ends, values = column.offsets.to_numpy(), column.values.to_numpy()
     if positions is None:
         return Ragged(values[ends[0] : ends[-1]], np.diff(ends).astype(np.int32, copy=False))
@@ -250,14 +264,18 @@ def ragged(column: pa.ListArray | pa.LargeListArray, positions: Ints | None = No
 
 
 def write_table(path: Path, table: pa.Table) -> Entry:
-    """One uncompressed record batch, so that a reader maps it without copying. Returns what a manifest says of it."""
+    """Write a table as one uncompressed record batch, which a reader can map without copying. Returns the file's entry
+    for a manifest."""
     with pyarrow.ipc.new_file(str(path), table.schema) as writer:
         writer.write_table(table.combine_chunks())
     return entry(path)
 
 
 class Writer:
-    """Makes a store beside its final name and moves it there when complete: an interrupted job leaves no half store."""
+    """Makes a store in a draft folder beside its final name, and moves it there when it is complete.
+
+    An interrupted job therefore leaves no half store.
+    """
 
     def __init__(self, final: Path):
         drafts.sweep(final)
@@ -267,13 +285,14 @@ class Writer:
         (self.folder / "shards").mkdir()
 
     def commit(self, manifest: Manifest) -> Store:
+        """Write the manifest and move the store to its final name; returns it, opened from there."""
         document = asdict(manifest)
         text = json.dumps({**document, "sha256": _digest(document)}, indent=1, ensure_ascii=False)
         (self.folder / "manifest.json").write_text(text, encoding="utf-8")
         try:
             self.folder.rename(self.final)
         except OSError:
-            # Another run made the same store meanwhile; both hold the same rows, since the name is their digest.
+            # Another run has made the same store meanwhile. Both hold the same rows, since the name is their digest.
             if not (self.final / "manifest.json").is_file():
                 raise
             self.abandon()
@@ -283,5 +302,6 @@ class Writer:
         return Store(self.final)
 
     def abandon(self) -> None:
+        """Remove the draft."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._draft.release()

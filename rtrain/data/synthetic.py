@@ -1,11 +1,11 @@
 """The embedded demo data set: short customer-service messages in four languages, made by a phrase grammar.
 
-A real data set would bring a licence, a download and someone's private words. A grammar brings none of these, and the
-same seed gives the same bytes on every machine, so a score measured on it can be compared between machines.
+A real data set would bring a licence, a download and someone's private words. A grammar brings none of these. The same
+seed gives the same bytes on every machine, so that scores can be compared between machines.
 
 The phrase tables lie in ``phrases/<language>.yaml``. For each intent they hold two separate lists of core templates,
-one for each split: test messages say the same things with other words, so a model that only remembers words is left
-behind by one that knows what they mean. Side remarks about a matter already settled do the same to word counts.
+one for each split: test messages say the same things in other words, so that a model that only remembers words scores
+less than one that knows what they mean. Side remarks about a settled matter make it hard for models that count words.
 ``tests/test_data_synthetic.py`` pins how hard the result is for a linear TF-IDF model.
 """
 
@@ -56,7 +56,7 @@ ROWS: Final[Mapping[Split, Mapping[str, int]]] = {
     "test": {"en": 400, "es": 200, "de": 200, "fr": 200},
 }
 SENTIMENT_WEIGHTS: Final = (0.31, 0.45, 0.24)
-IMBALANCE: Final = 0.25  # an intent's share of a language lies within this of the even share
+IMBALANCE: Final = 0.25  # an intent's share of a language differs from the even share by at most this part of it
 
 # A message voices a feeling or makes an aside, seldom both: that keeps it short.
 ASIDE_RATES: Final[Mapping[str, float]] = {"negative": 0.07, "neutral": 0.52, "positive": 0.07}
@@ -123,7 +123,7 @@ def core_templates(language: str, intent: str, split: Split) -> tuple[str, ...]:
 
 
 def expansions(template: str) -> Iterator[str]:
-    """Every reading of a template's choices, with the slots left in place."""
+    """Every text that a template's choices can give, with the slots left in place."""
     found = _CHOICE.search(template)
     if found is None:
         yield " ".join(template.split())
@@ -134,7 +134,7 @@ def expansions(template: str) -> Iterator[str]:
 
 def generate(seed: int = 0) -> tuple[list[Message], list[Message]]:
     """The two splits (train, test). No text occurs twice, whatever its case, neither in a split nor between them."""
-    taken: set[str] = set()  # asked for membership only: its order never reaches the output
+    taken: set[str] = set()  # used for membership only, so that its order never reaches the output
     test = _split("test", seed, taken)
     train = _split("train", seed, taken)
     return train, test
@@ -163,14 +163,15 @@ def _split(split: Split, seed: int, taken: set[str]) -> list[Message]:
     for language in LANGUAGES:
         sizes = _sizes(ROWS[split][language], random.Random(f"{seed}/{split}/{language}/sizes"))
         for intent, size in zip(INTENTS, sizes, strict=True):
-            # One stream for each cell: editing one intent's phrases leaves the other cells' messages as they were.
+            # Each cell draws from its own stream, so that editing one intent's phrases leaves the other cells
+            # unchanged.
             rng = random.Random(f"{seed}/{split}/{language}/{intent}")
             messages.extend(_cell(rng, split, language, intent, size, taken))
     return _shuffled(random.Random(f"{seed}/{split}/order"), messages)
 
 
 def _sizes(total: int, rng: random.Random) -> list[int]:
-    """Rows for each intent: near the even share but not on it, as in a real inbox, and summing to the total."""
+    """How many rows each intent gets: about the even share, uneven as in a real inbox, with `total` as their sum."""
     weights = [1 + IMBALANCE * (2 * rng.random() - 1) for _ in INTENTS]
     exact = [total * weight / sum(weights) for weight in weights]
     sizes = [int(share) for share in exact]
@@ -201,7 +202,7 @@ def _cell(
 
 
 def _compose(rng: random.Random, split: Split, language: str, intent: str, template: str, sentiment: str) -> str:
-    """A whole message: the core, what goes around it, and how carelessly it was typed."""
+    """A whole message: the core, the phrases around it, and the slips of careless typing."""
     tables = grammar(language)
     core = _fill(rng, tables, template)
     parts = [core if core.endswith("?") else core + "."]
@@ -233,13 +234,14 @@ def _fill(rng: random.Random, tables: Grammar, template: str) -> str:
 
 
 def _capitalised(text: str) -> str:
-    """Raise the first letter, past an inverted mark: str.capitalize would lower German nouns and product codes."""
+    """The text with its first letter raised, also behind an inverted mark. `str.capitalize` would lower German nouns
+    and product codes."""
     at = 1 if text[:1] in "¿¡" else 0
     return text[:at] + text[at : at + 1].upper() + text[at + 1 :]
 
 
 def _careless(rng: random.Random, text: str, language: str) -> str:
-    """What hurried typing does to a message: typos, no final mark, no capitals, no accents."""
+    """The message as hurried typing leaves it: with typos, without a final mark, capitals or accents."""
     if rng.random() < TYPO_RATE:
         for _ in range(2 if rng.random() < SECOND_TYPO_RATE else 1):
             text = _typo(rng, text, language)
@@ -271,7 +273,8 @@ def _typo(rng: random.Random, text: str, language: str) -> str:
 
 
 def _neighbour(rng: random.Random, letter: str, language: str) -> str:
-    """A key beside this one on the language's keyboard; a letter with an accent, on no plain key, stays."""
+    """The letter of a key beside this one on the language's keyboard. An accented letter has no plain key, and
+    stays."""
     for row in _KEYBOARDS[language]:
         at = row.find(letter.lower())
         if at >= 0:
@@ -280,7 +283,7 @@ def _neighbour(rng: random.Random, letter: str, language: str) -> str:
 
 
 # random.Random promises the same random() for the same seed in every Python version, but not the same choice() or
-# shuffle(): the three helpers below rest on random() alone.
+# shuffle(). So the three helpers below use random() alone.
 
 
 def _pick(rng: random.Random, options: Sequence[T]) -> T:

@@ -13,7 +13,7 @@ from rtrain.checkpoints import checkpoint, replica
 from rtrain.cluster import preflight, supply
 from rtrain.cluster.session import data_cpus
 from rtrain.config import Cluster, Config
-from rtrain.data import records, refusals, tokens
+from rtrain.data import commit, records, refusals, tokens
 from rtrain.data.order import Order, refuse_other, version
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
@@ -97,7 +97,7 @@ def prepare(
     source, weights = nodes.share(config, *check(config, root, source), root)
     source = source.beside(root)
     config = model.resolved(config, weights)
-    origin, created = tokens.origin(config.recipe, source, weights), run.first("created")
+    origin, created = commit.origin(config.recipe, source, weights), run.first("created")
     if created and created["data_digest"] != tokens.digest(config.recipe, source, weights):
         raise _other_rows(run, created, origin)
     preflight.disk(run.folder, needed=_disk_needed(weights, config.recipe.train.keep))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rtrain import config as configuration, hub
 from rtrain.config import Config, Recipe
-from rtrain.data import records
+from rtrain.data import files
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.run import Run
 
@@ -60,7 +60,7 @@ def absolute(config: Config, resumed: Path | None = None) -> Config:
         # An address first: a presigned one is longer than the name of any file may be, and asking for it would fail.
         if value is not None
         and "://" not in value
-        and not records.is_hub_name(value, recipe.data.format)
+        and not files.is_hub_name(value, recipe.data.format)
         and (Path(value).expanduser().exists() or any(sign in value for sign in "/*?["))
     }
     if resumed is None:
@@ -121,7 +121,7 @@ def hub_names(config: Config) -> dict[str, tuple[hub.Kind, str]]:
     data, model = config.recipe.data, config.recipe.model.name
     rows = (("data.path", data.path), ("data.valid", data.valid), ("data.test", data.test))
     found: dict[str, tuple[hub.Kind, str]] = {
-        field: ("dataset", name) for field, name in rows if name and records.is_hub_name(name, data.format)
+        field: ("dataset", name) for field, name in rows if name and files.is_hub_name(name, data.format)
     }
     if model != hub.PACKAGED and hub.is_name(model):
         found["model.name"] = ("model", model)

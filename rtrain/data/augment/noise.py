@@ -1,8 +1,7 @@
 """Noise on the words of training rows: typos, swaps, drops and masks, without a model (EDA, Wei and Zou 2019).
 
-A pure function of (seed, copy, row id) and the text: the same on every worker, node and resume, and of rows in any
-order. Only training rows are changed, and a copy belongs to the split of its row: hash the row, never the copy, to
-choose the split, else near-duplicates of a training row would be tested on.
+The noise is a pure function of (seed, copy, row id) and the text: it is the same on every worker, node and resume, and
+for rows in any order.
 """
 
 import hashlib
@@ -16,15 +15,18 @@ from rtrain.errors import ConfigError, Problem
 
 _WORDS = re.compile(r"(\S+)(\s*)")
 _DRAWS = 3
-"""Random numbers per word: what is done to it, how, and where."""
+"""Random numbers per word: they choose what is done to it, how, and where."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Shares of words, 0 to 1, to each of which one thing is done. Words are separated by white space."""
+    """The share of words, 0 to 1, that gets each kind of noise; a word gets one kind at most.
+
+    Words are separated by white space. Raises `ConfigError` for a share outside 0 to 1, or a sum over 1.
+    """
 
     typo: float = 0.0
-    """Two neighbouring letters change places, or a letter is left out or written twice. Not in words with a digit."""
+    """Two neighbouring letters change places, or a letter is left out or written twice. Words with a digit stay."""
     swap: float = 0.0
     """The word changes places with the next."""
     drop: float = 0.0
@@ -32,7 +34,7 @@ class Noise:
     mask: float = 0.0
     """The word is replaced by `mask_token`."""
     mask_token: str = "[MASK]"
-    """As the tokenizer of the model writes it."""
+    """The mask token as the model's tokenizer writes it."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -52,16 +54,9 @@ class Noise:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "mask_token"}
 
 
-def variants(text: str, noise: Noise, *, split: str, row: int, seed: int, copies: int = 1) -> list[str]:
-    """Up to `copies` noisy texts, unlike the text and each other. None of a row of another split than `train`."""
-    if split != "train":
-        return []
-    found = dict.fromkeys(noisy(text, noise, seed, copy, row) for copy in range(copies))
-    return [variant for variant in found if variant != text]
-
-
 def noisy(text: str, noise: Noise, seed: int, copy: int, row: int) -> str:
-    """The text with noise on its words; white space between words stays. `copy` may be the number of the epoch."""
+    """The text with noise on its words; white space between words stays. `copy` is the number of the copy of row
+    `row`."""
     start = len(text) - len(text.lstrip())
     pairs = _WORDS.findall(text)
     words, gaps = [word for word, _ in pairs], [gap for _, gap in pairs]
@@ -81,7 +76,7 @@ def noisy(text: str, noise: Noise, seed: int, copy: int, row: int) -> str:
 
 
 def noisy_tokens(tokens: Sequence[str], noise: Noise, seed: int, copy: int, row: int) -> list[str]:
-    """The same number of tokens, so that tags stay true: typos and masks only, swaps and drops are left out."""
+    """The tokens with typos and masks. Swaps and drops are left out, so that each tag still belongs to its token."""
     actions = _actions(len(tokens), noise, seed, copy, row)
     return [
         _changed(token, action, how, where, noise) if action in ("typo", "mask") else token
@@ -90,9 +85,9 @@ def noisy_tokens(tokens: Sequence[str], noise: Noise, seed: int, copy: int, row:
 
 
 def _actions(words: int, noise: Noise, seed: int, copy: int, row: int) -> Iterator[tuple[str, float, float]]:
-    """(kind or empty, two numbers in [0, 1)) of each word."""
+    """(kind of noise or empty, and two numbers in [0, 1) that say how and where) for each word."""
     key = hashlib.blake2b(f"{seed} {copy} {row} noise".encode(), digest_size=16).digest()
-    # The raw stream, since numpy keeps only that the same from version to version.
+    # Only the raw stream is used: numpy promises that alone to be the same from version to version.
     raw = np.random.Philox(key=np.frombuffer(key, dtype=np.uint64)).random_raw(words * _DRAWS)
     draws = (np.asarray(raw, dtype=np.uint64) >> np.uint64(11)).astype(np.float64) / (1 << 53)
     for what, how, where in draws.reshape(words, _DRAWS).tolist():
@@ -110,7 +105,7 @@ def _changed(word: str, action: str, how: float, where: float, noise: Noise) -> 
 
 
 def _typo(word: str, how: float, where: float) -> str:
-    # A changed digit is no typo but another amount or date. A word of one letter has nothing to confuse.
+    # A changed digit would not be a typo but another amount or date. A word of one letter has nothing to confuse.
     letters = [index for index, character in enumerate(word) if character.isalpha()]
     if len(letters) < 2 or any(character.isdigit() for character in word):
         return word

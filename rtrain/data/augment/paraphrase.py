@@ -1,7 +1,8 @@
 """Paraphrases and back-translations of training texts, by any encoder-decoder model of transformers.
 
-Decoding is greedy, or by beams where several variants are asked for: no random number is drawn. Padding moves logits by
-rounding, so a text can come out differently in another batch where two tokens are equally probable: keep what was made.
+Decoding is greedy, or by beams if several variants are asked for; no random number is drawn. Padding changes logits by
+rounding errors. Where two tokens are about equally probable, a text can therefore come out differently in another
+batch. So callers must keep what was made, and not make it again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +21,9 @@ class Rewriter:
     prefix: str = ""
     """Written before each text, for models that are told their job (`paraphrase: `)."""
     count: int = 1
-    """Variants per text: 1 decodes greedily, more by as many beams."""
+    """Variants per text. One is decoded greedily, several with as many beams."""
     max_tokens: int = 512
-    """Longer texts are not rewritten: a rewritten half of a text is no variant of it."""
+    """Texts of more tokens are not rewritten, since half of a text, rewritten, is no variant of the text."""
     batch: int = 16
     """Texts decoded together."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -37,7 +38,8 @@ class Rewriter:
             [len(ids) for ids in self.tokenizer([self.prefix + text for text in texts]).input_ids] if texts else []
         )
         fit = [row for row, length in enumerate(lengths) if texts[row].strip() and length <= self.max_tokens]
-        # Like lengths together: less padding. The sort is stable, so batches follow from the texts alone.
+        # Texts of like lengths are batched, which saves padding. The sort is stable: the texts alone decide the
+        # batches.
         fit.sort(key=lambda row: lengths[row])
         for start in range(0, len(fit), self.batch):
             rows = fit[start : start + self.batch]
@@ -54,7 +56,7 @@ class Rewriter:
                     **self.options,
                 )
             for index, output in enumerate(ids.tolist()):
-                # Without its end an output was cut off.
+                # An output without an end token was cut off at `max_new_tokens`.
                 if self._ends & set(output[1:]):
                     text = self.tokenizer.decode(output, skip_special_tokens=True).strip()
                     found[rows[index // self.count]].append(text)
@@ -67,7 +69,7 @@ class Rewriter:
 
 
 def check(name: str) -> None:
-    """Refuse, without its weights being read, what `load` could not load."""
+    """Raise `UserError` if `load` could not load the model. Its weights are not read."""
     from transformers import AutoConfig
 
     try:
@@ -86,7 +88,10 @@ def _refused(name: str, reason: str) -> UserError:
 
 
 def load(name: str, **settings: Any) -> Rewriter:
-    """The model of that hub name or folder, on the CPU, from safetensors; `settings` are `Rewriter`'s."""
+    """The model of a hub name or folder, on the CPU, from safetensors; `settings` are fields of `Rewriter`.
+
+    Raises `UserError` if it cannot be loaded.
+    """
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     try:
@@ -98,12 +103,15 @@ def load(name: str, **settings: Any) -> Rewriter:
 
 
 def paraphrases(model: Rewriter, texts: Sequence[str]) -> list[list[str]]:
-    """For each text, the model's variants that are not the text itself, each once."""
+    """For each text, the variants that the model makes of it, without the text itself and without repetition."""
     return [_new(text, found) for text, found in zip(texts, model.generate(texts), strict=True)]
 
 
 def back_translations(there: Rewriter, back: Rewriter, texts: Sequence[str]) -> list[list[str]]:
-    """For each text, what it becomes in another language and back (Sennrich, Haddow and Birch 2016), each once."""
+    """For each text, its translations into another language and back, without the text itself and without repetition.
+
+    Source: Sennrich, Haddow and Birch 2016, "Improving Neural Machine Translation Models with Monolingual Data".
+    """
     pivots = there.generate(texts)
     returned = iter(back.generate([pivot for row in pivots for pivot in row]))
     variants = [[text for _ in row for text in next(returned)] for row in pivots]
@@ -111,7 +119,7 @@ def back_translations(there: Rewriter, back: Rewriter, texts: Sequence[str]) -> 
 
 
 def _new(text: str, found: Sequence[str]) -> list[str]:
-    """Without empty ones and those that differ from the text or each other by case and white space alone."""
+    """The variants that are not empty, and differ from the text and each other by more than case and white space."""
     seen = {"", _form(text)}
     kept = []
     for variant in found:

@@ -2,8 +2,8 @@
 
 <store>/rewritten/<piece>-<chunk>.arrow     content (u64), texts (list of strings)
 
-A chunk is the same texts whatever the number of processes: a text's paraphrase can depend on those that it is decoded
-with, so what was made is kept in the store.
+A chunk holds the same texts for any number of processes. Still, a text's paraphrase can depend on the texts that it is
+decoded with, so the store keeps what was made.
 """
 
 import itertools
@@ -20,14 +20,14 @@ from rtrain.data.store import map_table, write_table
 
 FOLDER = "rewritten"
 CHUNK = 64
-"""Texts of one call."""
+"""Texts that a model is given in one call."""
 
 Texts = Callable[[dict[str, Any]], Iterable[tuple[int, str]]]
-"""A piece -> (hash of its content, text) of each training row."""
+"""Gives for a piece (a task of `pieces.tasks`) the (hash of the content, text) of each training row."""
 
 
 class Rewriter:
-    """The models, loaded once in each process; called with a chunk, it writes the chunk's file."""
+    """A Ray actor that loads the models once. A call with a chunk writes the chunk's file, and returns counts."""
 
     def __init__(self, settings: Augment, folder: Path):
         self._folder = folder
@@ -53,13 +53,13 @@ def chunks(piece: dict[str, Any], texts: Texts) -> Iterator[dict[str, Any]]:
         if not part:
             return
         content, written = zip(*part, strict=True)
-        # As bytes of text: Ray would make a float array of integers beyond 2^63.
+        # The hashes go as text, since Ray would turn integers beyond 2^63 into an array of floats.
         keys = [str(key) for key in content]
         yield {"piece": piece["number"], "chunk": number, "content": keys, "texts": list(written)}
 
 
 def run(pieces: list[dict[str, Any]], texts: Texts, settings: Augment, folder: Path) -> None:
-    """Write the files of all pieces under `folder`, with as many processes as there are CPUs to spare."""
+    """Write the files of all pieces under `folder`, with as many processes as there are free CPUs."""
     import ray.data
 
     (folder / FOLDER).mkdir()
@@ -71,14 +71,14 @@ def run(pieces: list[dict[str, Any]], texts: Texts, settings: Augment, folder: P
 
 
 def write(folder: Path, chunk: dict[str, Any], texts: list[list[str]]) -> None:
-    """A chunk's file."""
+    """Write the file of a chunk; `texts` are the new texts for each of its rows."""
     content = pa.array([int(key) for key in chunk["content"]], pa.uint64())
     table = pa.table({"content": content, "texts": pa.array(texts, pa.list_(pa.string()))})
     write_table(folder / FOLDER / f"{chunk['piece']:06d}-{chunk['chunk']:06d}.arrow", table)
 
 
 def read(folder: Path, piece: int) -> dict[int, list[str]]:
-    """What was written for a piece's rows, by the hash of their content; nothing where nothing was."""
+    """The new texts for a piece's rows, by the hash of the row's content; empty if none were made."""
     found: dict[int, list[str]] = {}
     for path in sorted((folder / FOLDER).glob(f"{piece:06d}-*.arrow")):
         table = map_table(path)

@@ -1,9 +1,9 @@
-"""Copies of training rows: which there are, what they are called, and which are refused. Pure; the texts themselves are
-made by `augment` (noise) and `rewriting` (models).
+"""Copies of training rows: which copies a row has, their hashes, and which are refused. Pure; `noise` makes texts with
+noise, `rewriting` has models make texts.
 
-A copy belongs to the training rows because its row does, whatever its own text would hash to; and it is left out where
-that text would hash to another split, so that no copy can be equal to a row that is evaluated. It keeps its row's
-label, line, slices and group.
+A copy is a training row because its row is one, whatever the copy's own text would hash to. A copy whose text would
+hash to another split is left out, so that no copy can equal a row that is evaluated. A copy keeps its row's label,
+line, slices and group.
 """
 
 import hashlib
@@ -21,16 +21,17 @@ if TYPE_CHECKING:
 
 MASKS = ("[MASK]", "<mask>")
 TRIES = 4
-"""Draws for each copy that is wanted: some change nothing, repeat another, or are refused."""
+"""Tries for each copy that is asked for: some change nothing, repeat another, or are refused."""
 SECOND_TEXT = 1 << 63
-"""Makes of a row's key that of its second text, whose noise is its own."""
+"""Turns the key of a row's noise into that of its second text, so that the two texts get different noise."""
 
 Copy = tuple[Record, int]
-"""A row, and the hash that takes the place of its content's: of its row's and its own number."""
+"""A copy, and its content hash, which is made from its row's content hash and the copy's number."""
 
 
 def noise_of(settings: Augment, tokenizer: "tokenizers.Tokenizer") -> Noise:
-    """With the tokenizer's own mask token."""
+    """The noise of the settings, with the tokenizer's mask token. Raises `ConfigError` if masks are asked for and the
+    tokenizer has no mask token."""
     mask = next((token for token in MASKS if tokenizer.token_to_id(token) is not None), None)
     if settings.mask and mask is None:
         reason = f"the model's tokenizer has no mask token ({' or '.join(MASKS)})"
@@ -39,7 +40,7 @@ def noise_of(settings: Augment, tokenizer: "tokenizers.Tokenizer") -> Noise:
 
 
 def problems(recipe: Recipe, task: Task) -> list[Problem]:
-    """What the task's labels do not allow."""
+    """Settings of `augment` that would make the labels of the recipe's task wrong."""
     settings, found = recipe.augment, []
     if not settings.active or task.varies == "text":
         return []
@@ -65,21 +66,25 @@ def copies(
     rewritten: Sequence[str],
     allowed: Callable[[Record], bool],
 ) -> list[Copy]:
-    """The copies of a training row whose content hashes to `content`; equal rows have equal copies."""
+    """The copies of a training row whose content hashes to `content`; equal rows have equal copies.
+
+    `rewritten`: texts that a model has made of the row. `varies`: what noise may change without making the task's
+    labels wrong. `allowed` says whether a copy may be used.
+    """
     seen = {(row.text, row.pair)}
     found: list[Copy] = []
     for number, text in enumerate(rewritten):
-        _keep(row._replace(text=text), _key(content, "rewritten", number), seen, allowed, found)
+        _add(row._replace(text=text), _key(content, "rewritten", number), seen, allowed, found)
     most = len(found) + settings.copies
     for number in range(TRIES * settings.copies):
         if len(found) == most:
             break
         copy = _noisy(row, content, noise, varies, settings.seed, number)
-        _keep(copy, _key(content, f"noise {settings.seed}", number), seen, allowed, found)
+        _add(copy, _key(content, f"noise {settings.seed}", number), seen, allowed, found)
     return found
 
 
-def _keep(
+def _add(
     copy: Record, key: int, seen: set[tuple[str, str | None]], allowed: Callable[[Record], bool], found: list[Copy]
 ) -> None:
     texts = (copy.text, copy.pair)

@@ -1,1 +1,1 @@
-"""What a file of rows holds, by its format: where it lies, which parts of it a task reads, its lines, its values."""
+"""Files of rows, by format: their addresses, digests and parts, and the rows and values in them."""

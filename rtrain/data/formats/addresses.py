@@ -1,4 +1,4 @@
-"""Where rows lie: the path of a file, a glob, or an address of the web, which may have a query behind its path."""
+"""Addresses of rows: the path of a file, a glob, or a web address, which may have a query behind its path."""
 
 import urllib.parse
 from pathlib import Path
@@ -9,7 +9,7 @@ import fsspec.utils
 
 
 def path_of(uri: str) -> str:
-    """Without the query: what is behind the question mark of a presigned address is a signature, no name."""
+    """The address without its query, which is a signature in presigned addresses and no part of the name."""
     return urllib.parse.urlsplit(uri).path if _is_web(uri) else uri
 
 
@@ -18,12 +18,12 @@ def _is_web(uri: str) -> bool:
 
 
 def suffix(uri: str) -> str:
-    """That of the rows, under the suffix of a compression."""
+    """The suffix that names the format of the rows; the suffix of a compression (.gz) is taken off first."""
     return Path(path_of(uri).removesuffix(".gz")).suffix
 
 
 def is_glob(uri: str) -> bool:
-    """Whether a name that no file has may stand for several; an address of the web never does."""
+    """Whether an address may stand for several files. A web address never does."""
     return not _is_web(uri) and any(sign in uri for sign in "*?[")
 
 

@@ -11,14 +11,14 @@ from typing import IO, NamedTuple
 from rtrain.errors import UserError
 
 _TAG = re.compile(r"O|[BI]-.+")
-# Blanks only: a token may hold a no-break space, at which str.split() would cut it.
+# Only blanks separate: a token may hold a no-break space, at which str.split() would cut it.
 _SEPARATOR = re.compile(" +")
 
 
 class Sentence(NamedTuple):
-    """One sentence; `line` is that of its first token, from 1. `reason` says why it cannot be used, or is None.
+    """One sentence. `line` is the line of its first token, from 1; `reason` says why it cannot be used, or is None.
 
-    A sentence with a reason has no tokens: one bad line makes the tags of the others doubtful.
+    A sentence with a reason has no tokens, since one bad line makes the tags of the others doubtful.
     """
 
     line: int
@@ -32,9 +32,11 @@ class _Bad(Exception):
 
 
 def read(file: IO[bytes], token: int = 1, tag: int = -1) -> Iterator[Sentence]:
-    """The sentences of a file, in order. Columns are counted from 1, as by cut and awk; -1 is the last.
+    """The sentences of a file, in order. `token` and `tag` are columns, counted from 1 as cut and awk do; -1 is the
+    last.
 
-    Every line must have as many columns as the file's first one that has the columns asked for.
+    The file's first line that has both columns says how many columns every line must have. Raises `UserError` for
+    column 0.
     """
     if not token or not tag:
         raise UserError("columns of a CoNLL file are counted from 1, -1 is the last: there is no column 0")
@@ -61,9 +63,10 @@ def read(file: IO[bytes], token: int = 1, tag: int = -1) -> Iterator[Sentence]:
 
 
 def to_bio(tags: Sequence[str]) -> tuple[str, ...]:
-    """BIO of BIO, IOB1 or IO tags: an entity begins at a B-, and at an I- that follows no tag of its type.
+    """BIO tags for tags that are BIO, IOB1 or IO: an entity begins at each B-, and at each I- that follows no tag of
+    its type.
 
-    So two IO entities of one type that touch are one: IO cannot tell.
+    Two IO entities of one type that touch become one, since IO tags do not show the border.
     """
     found: list[str] = []
     before = ""
@@ -82,7 +85,8 @@ def _sentence(start: int, tokens: list[str], tags: list[str], reason: str) -> Se
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, str]]:
-    """Lines without their ends; bytes that are not UTF-8 become lone surrogates, so that only their sentence is bad."""
+    """(number, text) of each line, without its end. Bytes that are not UTF-8 become lone surrogates, so that only their
+    sentence is bad."""
     for number, line in enumerate(file, start=1):
         text = line.decode("utf-8", errors="surrogateescape").rstrip("\r\n")
         yield number, text.removeprefix("\ufeff") if number == 1 else text
@@ -114,7 +118,7 @@ def _ragged(found: int, columns: int, token: int, tag: int) -> str:
 
 
 def _needed(column: int) -> int:
-    """Columns that a line must have for this one to exist."""
+    """How many columns a line must have so that this one exists."""
     return abs(column)
 
 

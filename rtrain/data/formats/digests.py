@@ -1,10 +1,10 @@
 """SHA-256 of the source's files: many at a time, and remembered for the next start on the same files.
 
-<root>/.digests.json     by file, what its storage said of it, and its SHA-256 then
+<root>/.digests.json     by file: its stamp (what the storage said of it), and its SHA-256 at that time
 
-A file is taken as unchanged only where its storage would tell any change: by the time of the last change of a local
-file, which no program can set, or by the tag that an object store gives to each content. Who reads the rows hashes
-them again (`rtrain.data.formats.parts`), so that no row is ever stored under the digest of another file.
+A file counts as unchanged only if its storage would show any change: a local file by the time of its last change, which
+no program can set, an object by the tag that the store gives to each content. The tasks that read the rows hash the
+files again (`rtrain.data.formats.parts`), so that no row is ever stored under the digest of another file.
 """
 
 import hashlib
@@ -23,19 +23,20 @@ from fsspec.implementations.local import LocalFileSystem
 
 NAME = ".digests.json"
 AT_ONCE = 16
-"""Files that are hashed at a time: hashing runs outside of Python's global lock, and remote files wait for the net."""
+"""Files that are hashed at a time: hashing runs outside Python's global lock, and reading remote files is mostly
+waiting."""
 SETTLED_S = 3.0
-"""A file that was changed so short a time before it was hashed may be changed again without another time: file systems
-count in steps of up to two seconds."""
+"""Seconds for which a file must have been left alone before its digest is remembered. File systems count time in steps
+of up to two seconds, so that two changes in quick succession can carry the same time."""
 TAGGED = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
-"""Object stores, which give each content a tag. The tags of a web server may be made from size and seconds alone."""
+"""Object stores, which give each content its own tag. A web server may make its tags from size and seconds alone."""
 
 Known = Mapping[str, tuple[str, str]]
-"""URI -> (what the storage said of the file, SHA-256)."""
+"""By URI: (the stamp's text, SHA-256)."""
 
 
 class Digest(NamedTuple):
-    """SHA-256 of a file. Without a `stamp` it is not to be remembered."""
+    """SHA-256 of a file. It may be remembered if it has a `stamp`."""
 
     uri: str
     sha256: str
@@ -43,6 +44,7 @@ class Digest(NamedTuple):
 
 
 def file_digest(uri: str) -> str:
+    """SHA-256 of a file's bytes as they are stored, in hex."""
     with fsspec.open(uri, "rb") as file:
         total = hashlib.sha256()
         while chunk := file.read(1 << 20):
@@ -51,7 +53,7 @@ def file_digest(uri: str) -> str:
 
 
 def of(uris: Sequence[str], known: Known) -> list[Digest]:
-    """One per file, in their order; read only where `known` does not say it."""
+    """The digest of each file, in their order. A file is read only if `known` has no digest for its present stamp."""
 
     def one(uri: str) -> Digest:
         begin, stamp = time.time(), _stamp(uri)
@@ -66,7 +68,7 @@ def of(uris: Sequence[str], known: Known) -> list[Digest]:
 
 
 def known(root: Path) -> Known:
-    """What earlier starts have left under `root`; nothing where that cannot be read."""
+    """The digests that earlier starts have left under `root`; none if they cannot be read."""
     try:
         document: Any = json.loads((root / NAME).read_text(encoding="utf-8"))
         return {str(uri): (str(stamp), str(sha256)) for uri, (stamp, sha256) in document.items()}
@@ -75,40 +77,42 @@ def known(root: Path) -> Known:
 
 
 def remember(root: Path, found: Sequence[Digest]) -> None:
-    """Leave what may be trusted to the next start. Of two that write at once one is lost, which costs a hash."""
+    """Leave the digests that have a stamp to the next start. If two processes write at once, the digests of one are
+    lost, and are made again when they are needed."""
     before = known(root)
     after = {**before, **{one.uri: (one.stamp, one.sha256) for one in found if one.stamp is not None}}
     if after != before:
         draft = root / f"{NAME}.{uuid.uuid4().hex[:8]}"
-        with suppress(OSError):  # a folder that cannot be written: the next start hashes again
+        with suppress(OSError):  # where the folder cannot be written, the next start hashes again
             draft.write_text(json.dumps(after), encoding="utf-8")
             draft.replace(root / NAME)
 
 
 def forget(root: Path) -> None:
+    """Remove what is remembered under `root`, since some of it was wrong."""
     (root / NAME).unlink(missing_ok=True)
 
 
 class _Stamp(NamedTuple):
-    """What changes whenever a file does."""
+    """Facts of a file that change whenever the file does."""
 
     text: str
     changed: float
-    """When it was changed last, seconds since 1970; 0 where two changes cannot have one stamp."""
+    """Time of the last change, in seconds since 1970; 0 for storage that gives every change its own stamp."""
 
 
 def _stamp(uri: str) -> _Stamp | None:
-    """None where the file's storage has nothing that must change with it."""
+    """The stamp of a file; None if its storage keeps no fact that must change with the file."""
     filesystem, path = fsspec.core.url_to_fs(uri)
     if isinstance(filesystem, LocalFileSystem):
-        with open(path, "rb") as file:  # opened, since a network file system asks its server then
+        with open(path, "rb") as file:  # opening makes a network file system ask its server
             found = os.fstat(file.fileno())
         text = f"{found.st_ctime_ns} {found.st_mtime_ns} {found.st_size} {found.st_ino} {found.st_dev}"
         return _Stamp(text, max(found.st_ctime, found.st_mtime))
     protocols = (filesystem.protocol,) if isinstance(filesystem.protocol, str) else filesystem.protocol
     if not set(protocols) & set(TAGGED):
         return None
-    filesystem.invalidate_cache()  # of listings, which may be older than the file
+    filesystem.invalidate_cache()  # a cached listing may be older than the file
     information = filesystem.info(path)
     tag = information.get("ETag") or information.get("etag")
     return _Stamp(f"{tag} {information['size']}", 0.0) if tag else None

@@ -1,8 +1,9 @@
-"""What one task reads of a file: all of it, or of a large one a stretch between two rows. Hashed as it is read: a file
-may be changed between its digest and its rows.
+"""Parts of files: a data task reads a whole file, or a stretch of a large file between two rows.
 
-Whether a line of csv begins a row is known only from all quotes before it, so a large file is surveyed once, from its
-first byte to its last, by an expression that reads csv as Python's module does; some 150 MB a second, hashes included.
+Bytes are hashed as they are read, since a file may be changed between its digest and the reading of its rows.
+
+Only the quotes before a line of csv tell whether the line begins a row. So a large file is surveyed once from first
+byte to last, by an expression that reads csv as Python's module does, at some 150 MB a second with all hashes.
 """
 
 import hashlib
@@ -21,34 +22,37 @@ if TYPE_CHECKING:
 
 BUFFER = 1 << 20
 ANYWHERE = ("parquet", "datasets", "zip")
-"""Formats and compressions that are not read from the first byte to the last."""
+"""Formats and compressions that readers do not read in order from the first byte to the last."""
 SPLITS = ("csv", "tsv", "jsonl", "parquet")
-"""Formats of which a stretch can be read."""
+"""Formats of which a part can be read."""
 PART_BYTES = 32 << 20
-"""Least size of a part that is not the last, and of a file that is read in parts: seconds of a task."""
+"""Least size of a part (but the last); smaller files are read whole. A task takes some seconds for so many bytes."""
 FIELD_BYTES = 1 << 30
-"""Python's csv module ends a longer field with an error, as `formats` has set it: behind one, nothing is cut."""
+"""Limit of a field that `readers` sets for Python's csv module, which refuses longer fields. Behind such a field the
+file is not cut any more."""
 END = 1 << 62
-"""Behind the last byte of any file."""
+"""A byte position behind the end of any file."""
 
 
 class Part(NamedTuple):
+    """A stretch of a file's bytes."""
+
     start: int = 0
     """First byte."""
     stop: int = END
     """Byte behind the last."""
     before: int = 0
-    """Lines of the file (of parquet: rows) before the part."""
+    """Lines of the file before the part; rows for parquet."""
 
 
 WHOLE = Part()
 
 _FIELD = rb'(?:"[^"]*+(?:""[^"]*+)*+"(?:[^",\r\n][^,\r\n]*+)?+|[^",\r\n][^,\r\n]*+)?+'
-# Behind a carriage return, what is left of its line belongs to no row (`formats.csv_rows` says so of the line).
+# The rest of a line behind a bare carriage return belongs to no row (`readers.csv_rows` refuses the line).
 _REST = rb"(?:," + _FIELD + rb")*+(?:\r[^\n]*+)?+\n"
 _ROWS = re.compile(rb"(?:" + _FIELD + _REST + rb")*+")
 _QUOTED = re.compile(rb'[^"]*+(?:""[^"]*+)*+"(?:[^",\r\n][^,\r\n]*+)?+' + _REST)
-"""The rest of a row, from inside a quoted field."""
+"""Matches the rest of a row, from inside a quoted field."""
 
 
 class Hashed(io.RawIOBase):
@@ -74,8 +78,10 @@ class Hashed(io.RawIOBase):
 
 @contextmanager
 def opened(uri: str, format: str, part: Part = WHOLE, total: "hashlib._Hash | None" = None) -> Iterator[IO[bytes]]:
-    """The bytes of a part, decompressed; of a format that is not read from first to last, the whole file. Once the
-    block has ended without an error, `total` has hashed all bytes of the part."""
+    """The decompressed bytes of a part; the whole file for formats that are not read in order (`ANYWHERE`).
+
+    When the `with` block has ended without an error, `total` has hashed all stored bytes of the part.
+    """
     described = addresses.opened(uri)
     unpack: Any = fsspec.compression.compr[described.compression]
     with described.fs.open(described.path, "rb") as file:
@@ -92,6 +98,7 @@ def opened(uri: str, format: str, part: Part = WHOLE, total: "hashlib._Hash | No
 
 
 def sha256(uri: str, format: str, part: Part) -> str:
+    """SHA-256 of a part's stored bytes, in hex."""
     total = hashlib.sha256()
     with opened(uri, format, part, total):
         pass
@@ -102,7 +109,7 @@ def sha256(uri: str, format: str, part: Part) -> str:
 
 
 def is_large(uri: str, format: str) -> bool:
-    """Whether a file is worth being read in parts, and can be."""
+    """Whether a file is large enough to be read in parts, and can be."""
     described = addresses.opened(uri)
     if format not in SPLITS or described.compression is not None or "http" in described.fs.protocol:
         return False
@@ -110,8 +117,11 @@ def is_large(uri: str, format: str) -> bool:
 
 
 def survey(uri: str, format: str, sha256: str) -> list[tuple[Part, str]]:
-    """Parts of a file and the SHA-256 of each. Of a file whose own is not `sha256` any more, all of it with that: who
-    reads it will find out."""
+    """The parts of a file and the SHA-256 of each.
+
+    If the file no longer has the digest `sha256`, it is given as one part with that digest: the task that reads it will
+    then find the change and refuse it.
+    """
     total = hashlib.sha256()
     with opened(uri, "", WHOLE, total) as file:
         cuts = _row_groups(uri) if format == "parquet" else None
@@ -120,7 +130,7 @@ def survey(uri: str, format: str, sha256: str) -> list[tuple[Part, str]]:
 
 
 def _parts(file: IO[bytes], format: str, cuts: list[tuple[int, int]] | None) -> Iterator[tuple[Part, str]]:
-    """`cuts` are (byte, rows before) where that is known; else they are found from the lines."""
+    """Parts of at least `PART_BYTES`. `cuts` are the allowed borders as (byte, rows before); None if the lines tell."""
     own, start, before = hashlib.sha256(), 0, 0
     for chunk, cut in _fixed(file, cuts) if cuts is not None else _between_rows(file, format):
         own.update(chunk)
@@ -144,7 +154,7 @@ def _fixed(file: IO[bytes], cuts: list[tuple[int, int]]) -> Iterator[tuple[bytes
 
 
 def _between_rows(file: IO[bytes], format: str) -> Iterator[tuple[bytes, tuple[int, int] | None]]:
-    """Consecutive bytes of a file of lines, and (byte, lines before) where a row begins behind them."""
+    """Consecutive bytes of a file of lines; each with (byte, lines before) if a row begins right behind it."""
     place = lines = last = 0
     quoted = False
     while chunk := file.read(BUFFER) + file.readline():
@@ -164,8 +174,10 @@ def _between_rows(file: IO[bytes], format: str) -> Iterator[tuple[bytes, tuple[i
 
 
 def _last_row(chunk: bytes, first: int, quoted: bool) -> int:
-    """Where in some lines the last place between two rows is; `first` or less where there is none. At the end of lines
-    a reader of csv is between two rows or inside a quoted field (`quoted`), and nowhere else."""
+    """The last place between two rows in some whole lines of csv; `first` or less if there is none.
+
+    `quoted`: the lines begin inside a quoted field. Between lines, csv is always between two rows or in such a field.
+    """
     if quoted:
         rest = _QUOTED.match(chunk, first)
         if rest is None:
@@ -176,7 +188,7 @@ def _last_row(chunk: bytes, first: int, quoted: bool) -> int:
 
 
 def _row_groups(uri: str) -> list[tuple[int, int]]:
-    """(first byte, rows before) of each row group but the first; none where they do not lie one after another."""
+    """(first byte, rows before) of each row group but the first; empty if the groups are not in order in the file."""
     import pyarrow.parquet
 
     with opened(uri, "parquet") as file:
@@ -185,7 +197,7 @@ def _row_groups(uri: str) -> list[tuple[int, int]]:
 
 
 def row_groups(metadata: Any) -> tuple[list[int], list[int]]:
-    """First byte of each row group, and the rows before it."""
+    """The first byte of each row group of a parquet file, and the number of rows before each."""
     firsts, rows = [], [0]
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)

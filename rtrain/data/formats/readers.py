@@ -1,4 +1,4 @@
-"""Bytes of a file -> its lines or rows, by format. What cannot be read is a row with a reason, never a crash."""
+"""Bytes of a file -> its rows, by format. A row that cannot be read becomes a reason, never a crash."""
 
 import csv
 import json
@@ -10,10 +10,10 @@ from rtrain.errors import quoted
 
 
 def csv_rows(file: IO[bytes], format: str, before: int = 0) -> Iterator[tuple[int, list[str] | str]]:
-    """(line, values), or (line, reason) where the line cannot be read; the file goes on behind `before` lines."""
-    # A row of a megabyte must become a named bad row, not csv's "field larger than field limit".
+    """(line, values) of each row, or (line, reason) if it cannot be read. `file` begins behind `before` lines."""
+    # A row of a megabyte must become a bad row with its line, not csv's error "field larger than field limit".
     csv.field_size_limit(1 << 30)
-    # Tab-separated files have no quoting by convention; a quote there is a character of the text.
+    # Tab-separated files have no quoting by convention: a quote is a character of the text.
     options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if format == "tsv" else {}
     ended = False
 
@@ -34,7 +34,8 @@ def csv_rows(file: IO[bytes], format: str, before: int = 0) -> Iterator[tuple[in
             yield line, "a carriage return outside quotes; quote the text, or end lines by a newline"
             continue
         if ended:
-            # The file ended inside the row. Each of its lines is bad: as one bad row it could hide half of the file.
+            # The file ended inside the row. Each of its lines is told as bad: a single bad row could hide half the
+            # file.
             reason = f"the quote that opens in line {line} is never closed; close it, or double one that is text"
             yield from ((number, reason) for number in range(line, before + reader.line_num + 1))
         elif values or first:
@@ -43,6 +44,7 @@ def csv_rows(file: IO[bytes], format: str, before: int = 0) -> Iterator[tuple[in
 
 
 def json_rows(file: IO[bytes], before: int = 0) -> Iterator[tuple[int, Any]]:
+    """(line, document) of each line that is not blank; the document is None if the line is not JSON."""
     for number, line in enumerate(_text(file, before), start=before + 1):
         if not line.strip():
             continue
@@ -53,7 +55,7 @@ def json_rows(file: IO[bytes], before: int = 0) -> Iterator[tuple[int, Any]]:
 
 
 def _text(file: IO[bytes], before: int) -> Iterator[str]:
-    """Lines; bytes that are not UTF-8 become lone surrogates, so that the row, not the file, is refused."""
+    """Lines as text. Bytes that are not UTF-8 become lone surrogates, so that their row is refused, not the file."""
     first = before == 0
     for line in file:
         text = line.decode("utf-8", errors="surrogateescape")
@@ -62,6 +64,7 @@ def _text(file: IO[bytes], before: int) -> Iterator[str]:
 
 
 def arrow_schema(file: IO[bytes], format: str) -> Any:
+    """The Arrow schema of a parquet or `datasets` file."""
     import pyarrow.ipc
     import pyarrow.parquet
 
@@ -71,14 +74,16 @@ def arrow_schema(file: IO[bytes], format: str) -> Any:
 
 
 class _Bad(NamedTuple):
-    """In place of a value that Python has not."""
+    """Stands for a value that cannot be turned into a Python object."""
 
     reason: str
 
 
 def arrow_rows(file: IO[bytes], format: str, columns: list[str], part: Part = WHOLE) -> Iterator[dict[str, Any] | str]:
-    """Columns by name, or the reason why a row cannot be read; of parquet those of the row groups that begin in the
-    part."""
+    """The columns of each row by name, or the reason why it cannot be read.
+
+    A part of a parquet file has the rows of the row groups that begin in it.
+    """
     import pyarrow.ipc
     import pyarrow.parquet
 
@@ -118,7 +123,7 @@ def _value(column: str, scalar: Any) -> Any:
 
 
 def _named(column: str, value: Any, known: list[str]) -> Any:
-    """The name of a class; None where the row has none."""
+    """The name of the class that `value` numbers; None for a negative number, which means no class."""
     if not isinstance(value, int):
         return value
     if value >= len(known):
@@ -127,7 +132,8 @@ def _named(column: str, value: Any, known: list[str]) -> Any:
 
 
 def _class_names(schema: Any) -> Callable[[str], list[str] | None]:
-    """A `datasets` file keeps label names beside integer codes, in its schema's metadata."""
+    """The names of a column's classes, by column. A `datasets` file has integer codes, and their names in its schema's
+    metadata."""
     metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     features = metadata.get("info", {}).get("features", {})
     classes = {column: feature["names"] for column, feature in features.items() if "names" in feature}
@@ -135,7 +141,7 @@ def _class_names(schema: Any) -> Callable[[str], list[str] | None]:
 
 
 def conll_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Sentences as lists: columns `tokens` and `tags`."""
+    """(line, row) of each sentence; its columns `tokens` and `tags` are lists. A bad sentence gives its reason."""
     from rtrain.data.formats import conll
 
     for sentence in conll.read(file):
@@ -143,7 +149,8 @@ def conll_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def squad_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Questions: columns `id`, `title`, `question`, `context`, and `answers`, a list of `{"text", "start"}`."""
+    """(number, row) of each question, with columns `id`, `title`, `question`, `context`, and `answers`, a list of
+    `{"text", "start"}`. A bad question gives its reason."""
     from rtrain.data.formats import squad
 
     for row in squad.read(file):
@@ -153,4 +160,4 @@ def squad_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 COLUMNS = {"conll": ("tokens", "tags"), "squad": ("id", "title", "question", "context", "answers")}
-"""Of the formats whose columns have no names in the file."""
+"""The columns of formats that do not name them in the file."""

@@ -1,7 +1,9 @@
-"""SQuAD 1.1 and 2.0 JSON -> flat rows, one per question. What cannot be used is a row with a reason, never a crash.
+"""SQuAD 1.1 and 2.0 JSON -> flat rows, one per question. A part that cannot be used becomes a row with its reason.
 
 The file is one JSON object, `{"version", "data": [{"title", "paragraphs": [{"context", "qas": [...]}]}]}`, often on
-one line of tens of megabytes. It is decoded article by article: only the article being read is in memory.
+one line of tens of megabytes. It is decoded article by article: only the article being read is in memory. Python's
+`json` decodes each article. ijson (3.6 was tried) would find them, but its yajl2_c backend refuses a whole file for one
+byte that is not UTF-8, turns half a character into "?", and ends the process (SIGSEGV) at a number of 5,000 digits.
 """
 
 import codecs
@@ -12,7 +14,7 @@ from typing import IO, Any, NamedTuple
 from rtrain.errors import quoted
 
 WHOLE_FILE = "the file"
-"""`where` of the row that says that a file broke off: how many questions are lost is not known."""
+"""`where` of the row that says that a file broke off; nobody knows how many questions are lost."""
 
 _CHUNK = 1 << 20
 _BLANKS = " \t\r\n"
@@ -21,7 +23,7 @@ UTF8_REASON = "{} is not UTF-8; convert the file, e.g. iconv -f latin1 -t utf-8"
 
 
 class Answer(NamedTuple):
-    """A gold answer: `text` begins at character `start` of the context (code points, from 0)."""
+    """A gold answer: `text` begins at character `start` of the context (in code points, from 0)."""
 
     text: str
     start: int
@@ -30,8 +32,8 @@ class Answer(NamedTuple):
 class Question(NamedTuple):
     """One question. `reason` says why it cannot be used; then the other fields may be empty.
 
-    `line` is the question's number in the file from 1, bad ones counted; `where` its place in the JSON.
-    `title` is empty where the article has none. No answers means that the context has none: `is_impossible`.
+    `line` is the question's number in the file, from 1 and with bad ones counted; `where` is its place in the JSON.
+    `title` is empty if the article has none. A question without answers is one that the context does not answer.
     """
 
     line: int
@@ -41,7 +43,6 @@ class Question(NamedTuple):
     context: str
     question: str
     answers: tuple[Answer, ...]
-    is_impossible: bool
     reason: str | None
 
 
@@ -50,7 +51,8 @@ class _Bad(Exception):
 
 
 def read(file: IO[bytes]) -> Iterator[Question]:
-    """The questions of a file, in order. A broken part (an article, a paragraph, the rest of the file) is one row."""
+    """The questions of a file, in order. A broken part (an article, a paragraph, the rest of the file) gives one row
+    with a reason; each question of a paragraph with a bad context gives one."""
     line = 0
     seen: dict[str, int] = {}
     for where, value in _parts(file):
@@ -70,7 +72,7 @@ def read(file: IO[bytes]) -> Iterator[Question]:
 
 
 def _refused(line: int, where: str, bad: _Bad) -> Question:
-    return Question(line, where, "", "", "", "", (), False, f"{where}: {bad}")
+    return Question(line, where, "", "", "", "", (), f"{where}: {bad}")
 
 
 # ------------------------------------------------------------------------------------------------------------ one row
@@ -97,7 +99,7 @@ def _question(line: int, where: str, title: str, context: str, question: Any) ->
         raise _Bad("it has no answer; write one, or is_impossible: true")
     for name, value in (("id", identity), ("title", title)):
         _check_utf8(name, value)
-    return Question(line, where, identity, title, context, text, answers, impossible, None)
+    return Question(line, where, identity, title, context, text, answers, None)
 
 
 def _answer(number: int, answer: Any, context: str) -> Answer:
@@ -109,7 +111,7 @@ def _answer(number: int, answer: Any, context: str) -> Answer:
         raise _Bad(f"{name}.answer_start is missing or no whole number; write the character where the answer begins")
     if start < 0 or context[start : start + len(text)] != text:
         place = context.find(text)
-        # Offsets counted in bytes or UTF-16 units are the usual cause.
+        # The usual cause is that someone counted bytes or UTF-16 units.
         hint = f"it is at {place}; count characters" if place >= 0 else "nor anywhere in it; correct the answer"
         raise _Bad(f"{name}.text {quoted(text)} is not at character {start} of the context, {hint}")
     return Answer(text, start)
@@ -141,7 +143,7 @@ def _text_or_empty(document: Any, key: str) -> str:
 
 
 def _parts(file: IO[bytes]) -> Iterator[tuple[str, tuple[str, str, Any] | _Bad]]:
-    """(place, (title, context, question)) of every question, or (place, why) of a part that has none."""
+    """(place, (title, context, question)) of every question, or (place, why) of a part that cannot be read."""
     try:
         for number, article in enumerate(_articles(file)):
             where = f"data[{number}]"
@@ -164,7 +166,7 @@ def _paragraph(where: str, title: str, paragraph: Any) -> Iterator[tuple[str, tu
     try:
         context = _string(paragraph, "context")
     except _Bad as bad:
-        # Each of its questions is lost: as one bad row they would weigh too little.
+        # Each question counts as a bad row: they are all lost, and one row would weigh too little.
         yield from ((f"{where}.qas[{index}]", bad) for index in range(len(questions)))
         return
     for index, question in enumerate(questions):
@@ -172,7 +174,7 @@ def _paragraph(where: str, title: str, paragraph: Any) -> Iterator[tuple[str, tu
 
 
 def _articles(file: IO[bytes]) -> Iterator[Any]:
-    """The elements of the top object's list `data`, one at a time. Raises `_Bad` where the file breaks off."""
+    """The elements of the top object's list `data`, one at a time. Raises `_Bad` if the file breaks off."""
     text = _Text(file)
     if text.next() != "{":
         raise text.broken('a JSON object {"data": [...]} is expected')
@@ -196,11 +198,11 @@ def _articles(file: IO[bytes]) -> Iterator[Any]:
 
 
 class _Text:
-    """Decoded text of a file, of which as much is held as the JSON value being read needs."""
+    """The decoded text of a file. It holds no more of it than the JSON value being read needs."""
 
     def __init__(self, file: IO[bytes]):
         self.file = file
-        # Bytes that are not UTF-8 become lone surrogates, so that the row, not the file, is refused.
+        # Bytes that are not UTF-8 become lone surrogates, so that their row is refused, not the file.
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
         self.json = json.JSONDecoder()
         self.buffer, self.at, self.before, self.ended = "", 0, 0, False
@@ -210,14 +212,14 @@ class _Text:
         self.buffer = self.buffer.removeprefix("\ufeff")
 
     def more(self, size: int) -> None:
-        """Read `size` bytes more; what was consumed is let go."""
+        """Read `size` bytes more, and let go of the text that was consumed."""
         chunk = self.file.read(size)
         self.ended = not chunk
         self.before += self.at
         self.buffer, self.at = self.buffer[self.at :] + self.decoder.decode(chunk, final=self.ended), 0
 
     def next(self) -> str:
-        """The next character that is no blank, consumed; empty at the end."""
+        """Consume the next character that is no blank, and return it; empty at the file's end."""
         while True:
             while self.at < len(self.buffer):
                 character = self.buffer[self.at]
@@ -229,7 +231,7 @@ class _Text:
             self.more(_CHUNK)
 
     def value(self, first: str = "") -> Any:
-        """The JSON value that begins here, or whose first character `first` was consumed."""
+        """The JSON value that begins here; `first` is its first character if that was consumed already."""
         self.at -= len(first)
         if not first and self.next():
             self.at -= 1
@@ -246,7 +248,7 @@ class _Text:
                 if end < len(self.buffer) or self.ended:
                     self.at = end
                     return found
-            # Twice as much each time, so that a large article is tried a few times only.
+            # The text held is doubled each time, so that a large article is decoded a few times only.
             self.more(max(_CHUNK, len(self.buffer) - self.at))
 
     def broken(self, what: str, position: int | None = None) -> _Bad:

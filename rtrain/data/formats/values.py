@@ -1,4 +1,4 @@
-"""A value of a column, of whatever type a file has given it -> text."""
+"""A column's value, of whatever type the file has given it -> text."""
 
 import json
 import math
@@ -8,7 +8,8 @@ from rtrain.config import Data
 
 
 def not_words(data: Data, row: dict[str, Any]) -> str | None:
-    """Why a list cannot be a text's words: as texts, nulls and objects would be words that nobody wrote."""
+    """Why a text column's list cannot be words, or None. Nulls and objects, written as text, would be words that nobody
+    wrote."""
     for column in (data.text, data.text_pair):
         value = row.get(column) if column else None
         if isinstance(value, list) and not all(isinstance(word, str | int | float) for word in value):
@@ -17,11 +18,13 @@ def not_words(data: Data, row: dict[str, Any]) -> str | None:
 
 
 def text_of(value: Any) -> str:
-    """A list of words is joined by single blanks, at which they can be told apart again."""
+    """The value as text. A list of words is joined by single blanks, and blanks inside a word become underscores, so
+    that the words can be told apart again."""
     return " ".join(str(word).replace(" ", "_") for word in value) if isinstance(value, list) else string(value)
 
 
 def string(value: Any) -> str:
+    """The value as text: null and NaN are empty, lists and objects are JSON, bytes are decoded (`surrogateescape`)."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, bytes):
@@ -32,5 +35,5 @@ def string(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """With a question mark in place of each half of a character, which neither Arrow nor a page can hold."""
+    """The text with a question mark in place of each lone surrogate, which neither Arrow nor a page can hold."""
     return text.encode("utf-8", "replace").decode()

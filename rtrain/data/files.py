@@ -1,0 +1,138 @@
+"""`data.path` and its like -> the files that hold the rows, each with its format and its role.
+
+An address is a file, a folder, a glob, a folder of `datasets`, or the name of a data set on the hub.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import fsspec
+
+from rtrain import hub
+from rtrain.data.formats.addresses import is_glob, suffix
+from rtrain.errors import ConfigError, Problem
+
+SUFFIXES = {
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".conll": "conll",
+}
+ROLES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("valid", "validation", "val", "dev", "devel", "development"), "valid"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+"""The split (`train`, `valid` or `test`) by each name that a column or a data set may give it, in lower case."""
+
+
+class Piece(NamedTuple):
+    """A file that one data task reads.
+
+    `role` is `train`, `valid` or `test`; `format` is a value of `data.format`, and says how the file is read.
+    """
+
+    uri: str
+    format: str
+    role: str
+
+
+def find(field: str, uri: str, format: str | None, role: str, root: Path | None) -> list[Piece]:
+    """The files of the address `uri`, sorted by name; a data set with several splits gives each file its split's role.
+
+    `field` is the setting that holds the address, for the messages. A data set of the hub is read from its copy under
+    `root` if there is one. Raises `ConfigError` if nothing is found, a format is unknown or a file is empty.
+    """
+    filesystem, path = fsspec.core.url_to_fs(uri)
+    if filesystem.isdir(path) and (_is_datasets(filesystem, path) or format == "datasets"):
+        return _datasets_pieces(field, filesystem, path, role)
+    # Plain files come before globs: a file may be called `rows [final].csv`, and a `?` in a URL begins its query.
+    if filesystem.isfile(path):
+        files = [path]
+    elif filesystem.isdir(path):
+        files = [name for name in filesystem.find(path) if suffix(name) in SUFFIXES]
+    elif is_glob(uri):
+        files = [name for name in filesystem.glob(path) if filesystem.isfile(name)]
+    elif is_hub_name(uri, format):
+        return _hub_pieces(field, uri, role, root, _nearby(filesystem, path))
+    else:
+        raise ConfigError([Problem(field, uri, "no such file, folder or glob", _nearby(filesystem, path))])
+    if not files:
+        raise ConfigError([Problem(field, uri, "no data file in it", f"expected {', '.join(sorted(SUFFIXES))}")])
+    pieces = []
+    for name in sorted(files):
+        found = format or SUFFIXES.get(suffix(name))
+        if found is None:
+            fix = "set data.format to csv, tsv, jsonl, parquet, conll or squad"
+            raise ConfigError([Problem(field, name, "its name does not tell its format", fix)])
+        if filesystem.size(name) == 0:
+            raise ConfigError([Problem(field, name, "the file is empty", "write a header line and rows, or remove it")])
+        pieces.append(Piece(filesystem.unstrip_protocol(name), found, role))
+    return pieces
+
+
+def tells_format(name: str) -> bool:
+    """Whether a file's name says its format. `.json` does not: the file may hold rows or be a SQuAD file."""
+    return suffix(name) in SUFFIXES.keys() - {".json"}
+
+
+def _nearby(filesystem: Any, path: str) -> str:
+    parent = str(Path(path).parent)
+    names = sorted(Path(name).name for name in filesystem.ls(parent, detail=False)) if filesystem.isdir(parent) else []
+    listed = ", ".join(names[:8])
+    return f"{parent} holds {listed}" if names else "write the path of an existing file, or a hub name (owner/name)"
+
+
+def _is_datasets(filesystem: Any, path: str) -> bool:
+    return any(filesystem.isfile(f"{path}/{name}") for name in ("dataset_dict.json", "state.json"))
+
+
+def _datasets_pieces(field: str, filesystem: Any, path: str, role: str) -> list[Piece]:
+    """The arrow files of a folder that `save_to_disk` wrote. `_roles` chooses among several splits."""
+    folders = {path: role}
+    if filesystem.isfile(f"{path}/dataset_dict.json"):
+        names = json.loads(filesystem.cat_file(f"{path}/dataset_dict.json"))["splits"]
+        folders = {f"{path}/{name}": found for name, found in _roles(field, path, names, role).items()}
+    pieces = []
+    for folder, found in folders.items():
+        state = json.loads(filesystem.cat_file(f"{folder}/state.json"))
+        files = [f"{folder}/{entry['filename']}" for entry in state["_data_files"]]
+        pieces += [Piece(filesystem.unstrip_protocol(file), "datasets", found) for file in files]
+    return pieces
+
+
+def _roles(field: str, source: str, names: Iterable[str], role: str) -> dict[str, str]:
+    """The role of each split of a data set that is to be read, by the split's name.
+
+    A set that data.path names (`role` is `train`) gives every split whose name is known, any other gives `role` alone.
+    Raises `ConfigError` if no split has that role.
+    """
+    found = {name: ROLES[name.lower()] for name in names if name.lower() in ROLES}
+    if role not in found.values():
+        fix = f"it has {', '.join(names)}; name the folder of one"
+        raise ConfigError([Problem(field, source, f"no split {role!r}", fix)])
+    return {name: known for name, known in found.items() if role in ("train", known)}
+
+
+def is_hub_name(uri: str, format: str | None) -> bool:
+    """Whether `uri` asks for rows of the hub: it has the form of a hub name, and no file here has that path.
+
+    A name that ends as a data file does is taken as a mistyped path, not as a hub name.
+    """
+    return format in (None, "datasets") and (format or suffix(uri) not in SUFFIXES) and hub.is_name(uri)
+
+
+def _hub_pieces(field: str, name: str, role: str, root: Path | None, nearby: str) -> list[Piece]:
+    """The arrow files of a data set of the hub, each with the role of its split."""
+    try:
+        files = hub.dataset(name, root)
+    except hub.Refused as error:
+        problem = Problem(field, name, f"no such file or folder here, and {error.reason}", f"{error.fix}; {nearby}")
+        raise ConfigError([problem]) from None
+    roles = _roles(field, name, files, role)
+    return [Piece(f"file://{file}", "datasets", found) for split, found in roles.items() for file in files[split]]

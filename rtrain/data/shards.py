@@ -1,0 +1,202 @@
+"""A piece of the source -> shards: its rows read, judged, split, copied and tokenised. One data task does one piece.
+
+A shard is a table of up to `SHARD_ROWS` rows. The commit (`rtrain.data.commit`) makes a store of all shards.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from rtrain.batch import Encoded, Ragged
+from rtrain.config import Recipe
+from rtrain.data import packing, pieces, records, store
+from rtrain.data.augment import rewriting, variants
+from rtrain.data.files import Piece
+from rtrain.data.formats import parts
+from rtrain.data.formats.values import printable
+from rtrain.data.splits import Splits, content_hashes
+from rtrain.manifest import Entry
+from rtrain.tasks import base
+from rtrain.tasks.encode import load_tokenizer, reading_of
+
+SHARD_ROWS = 8192
+SPLIT_CODES = {name: code for code, name in enumerate(store.SPLITS)}
+"""The number of each split in a shard's column `split`."""
+BAD = 255
+"""In that column: the row cannot be used, and goes into quarantine."""
+LEFT_OUT = 254
+"""In that column: a training row of the label `data.outside`, which is sound and is not trained on."""
+SLICE = "slice:"
+"""The shards' columns for `data.slices` begin with this."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a data task needs to turn a piece into shards; it travels to the task, so it must be small."""
+
+    recipe: Recipe
+    model: Path
+    """The folder that holds the tokenizer."""
+    folder: Path
+    """The draft of the store."""
+    splits: Splits
+
+
+def write_piece(row: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
+    """Write the shards of one of `pieces.tasks`; gives the `number`, `shard` (name) and manifest `entry` of each.
+
+    Shards are hashed here and not at the commit, since the data tasks run in parallel. A last row without a name says
+    that the bytes read are not those that the store's address is made from.
+    """
+    (piece, part), total = pieces.read(row), hashlib.sha256()
+    try:
+        for name, entry in _shards(row["number"], piece, part, job, total):
+            yield {"number": row["number"], "shard": name, "entry": entry}
+        found = total.hexdigest()
+    except Exception:  # a file that is changed while it is read can raise anything
+        found = parts.sha256(piece.uri, piece.format, part)
+        if found == row["sha256"]:
+            raise
+    if found != row["sha256"]:
+        yield {"number": row["number"], "shard": "", "entry": Entry(size=0, sha256=found)}
+
+
+def _shards(
+    number: int, piece: Piece, part: parts.Part, job: Job, total: "hashlib._Hash"
+) -> Iterator[tuple[str, Entry]]:
+    task = base.get(job.recipe.task)
+    tokenizer = tokenizer_of(job.recipe, job.model)
+    rows = records.read(piece, job.recipe.data, part, total)
+    if task.packs:
+        where = partial(job.splits.split, role=piece.role)
+        rows = packing.packed(rows, tokenizer, job.recipe.data.window_tokens, where)
+    rewritten = rewriting.read(job.folder, number)
+    stem = f"{number:06d}" if part == parts.WHOLE else f"{number:06d}-{part.start:015d}"
+    for place in itertools.count():
+        batch = list(itertools.islice(rows, SHARD_ROWS))
+        if not batch:
+            return
+        name = f"{stem}-{place:06d}.arrow"
+        table = _encode(batch, piece.role, job, task, tokenizer, rewritten)
+        yield name, store.write_table(job.folder / "shards" / name, table)
+
+
+def tokenizer_of(recipe: Recipe, model: Path) -> Any:
+    """The tokenizer of a model folder, set to cut texts as the recipe's task reads them."""
+    reading = reading_of(base.get(recipe.task), recipe.data)
+    return load_tokenizer(model, reading.max_tokens, reading.stride)
+
+
+_NOTHING = Encoded([], [], False, [])
+
+
+class _Row(NamedTuple):
+    record: records.Record
+    content: int
+    """Hash of texts and label. A copy has the hash of its row's hash and its own number."""
+    split: int
+    """A code of `SPLIT_CODES`, `BAD` or `LEFT_OUT`."""
+    copy: bool = False
+
+
+def texts_to_rewrite(row: dict[str, Any], job: Job) -> Iterator[tuple[int, str]]:
+    """(hash of the content, text) of each training row of a piece."""
+    piece, task = Piece(*row["piece"]), base.get(job.recipe.task)
+    for record in records.read(piece, job.recipe.data):
+        placed = _placed(_judged(record, task), piece.role, job)
+        if placed.split == SPLIT_CODES["train"]:
+            yield placed.content, record.text
+
+
+def _placed(record: records.Record, role: str, job: Job) -> _Row:
+    """The row with its split; `role` is that of its file."""
+    _, whole = content_hashes(record)
+    if record.reason is not None:
+        return _Row(record, whole, BAD)
+    split = SPLIT_CODES[job.splits.split(record, role)]
+    left_out = split == SPLIT_CODES["train"] and record.label == job.recipe.data.outside
+    return _Row(record, whole, LEFT_OUT if left_out else split)
+
+
+def _augmented(
+    rows: list[_Row], role: str, job: Job, task: base.Task, tokenizer: Any, rewritten: dict[int, list[str]]
+) -> list[_Row]:
+    """The rows of a batch, and behind them the copies of its training rows.
+
+    `rewritten`: what a model has made of each text, by the hash of the row's content.
+    """
+    settings = job.recipe.augment
+    if not settings.active:
+        return rows
+    noise = variants.noise_of(settings, tokenizer)
+
+    def allowed(copy: records.Record) -> bool:
+        return job.splits.split(copy, role) == "train" and task.flaw(copy.text, copy.pair, copy.label) is None
+
+    found = list(rows)
+    for row in rows:
+        if row.split == SPLIT_CODES["train"]:
+            texts = rewritten.get(row.content, [])
+            made = variants.copies(row.record, row.content, settings, noise, task.varies, texts, allowed)
+            found += [_Row(record, content, row.split, True) for record, content in made]
+    return found
+
+
+def _encode(
+    read: list[records.Record], role: str, job: Job, task: base.Task, tokenizer: Any, rewritten: dict[int, list[str]]
+) -> pa.Table:
+    """A batch of records of one file -> the table of a shard.
+
+    Bad rows stay in the table, without tokens: the commit counts them and moves them into quarantine.
+    """
+    data = job.recipe.data
+    rows = [_placed(_judged(record, task), role, job) for record in read]
+    rows = _augmented(rows, role, job, task, tokenizer, rewritten)
+    batch = [row.record for row in rows]
+    good = [record for record in batch if record.reason is None]
+    pairs = None if data.text_pair is None else [record.pair or "" for record in good]
+    most = reading_of(task, data).max_windows
+    tokens = iter(task.encode(tokenizer, [record.text for record in good], pairs, most))
+    encoded = [next(tokens) if record.reason is None else _NOTHING for record in batch]
+    marks = [
+        task.marks(record.text, record.pair, record.label, row) if record.reason is None else []
+        for record, row in zip(batch, encoded, strict=True)
+    ]
+    slices = {
+        SLICE + name: pa.array([printable(record.slices[place]) if record.slices else "" for record in batch])
+        for place, name in enumerate(data.slices)
+    }
+    return pa.table(
+        {
+            "ids": _lists([row.ids for row in encoded]),
+            "windows": _lists([[number for window in row.windows for number in window] for row in encoded]),
+            "marks": _lists(marks),
+            "length": pa.array([len(row.ids) for row in encoded], pa.int32()),
+            "truncated": pa.array([row.truncated for row in encoded]),
+            "content": pa.array([row.content for row in rows], pa.uint64()),
+            "split": pa.array([row.split for row in rows], pa.uint8()),
+            "copy": pa.array([row.copy for row in rows]),
+            "label": pa.array([printable(record.label) for record in batch]),
+            "line": pa.array([record.line for record in batch], pa.int64()),
+            "reason": pa.array([record.reason for record in batch], pa.string()),
+            **slices,
+        }
+    )
+
+
+def _judged(record: records.Record, task: base.Task) -> records.Record:
+    """The record, with the reason if the task cannot use it."""
+    if record.reason is not None or (flaw := task.flaw(record.text, record.pair, record.label)) is None:
+        return record
+    return record._replace(reason=flaw)
+
+
+def _lists(rows: list[list[int]]) -> pa.ListArray:
+    return store.lists(Ragged.of(rows, np.int32))
