@@ -31,9 +31,9 @@ The column *of* says what a setting belongs to:
 | speed | It changes speed, memory or what is kept, never the weights (see below). | is allowed |
 | deploy | It says where a run goes and how it is searched, served or reported. | is allowed |
 
-`train.workers`, `train.micro_batch` and `train.aggregation_frequency` set `train.rows_per_update` where that is not given.
-A run keeps the number that it was started with, so they change speed only from then on. With dropout, they also change
-which activations are dropped.
+`train.workers`, `train.micro_batch` and `train.aggregation_frequency` set `train.rows_per_update` where that
+is not given. A run keeps the number that it was started with, so they change speed only from then on. With dropout,
+they also change which activations are dropped.
 """
 BOUNDS = (
     ("minimum", "{} or more"),
@@ -96,7 +96,11 @@ def _kind(schema: Mapping[str, Any]) -> str:
     if kind == "array":
         return f"list of {_kind(schema['items'])}"
     name = {"object": "mapping", "null": "`null`"}.get(kind, kind)
-    bounds = [words.format(f"{schema[key]:,}") for key, words in BOUNDS if key in schema]
+    bounds = [
+        words.format(format(schema[key], "," if isinstance(schema[key], int) else "g"))
+        for key, words in BOUNDS
+        if key in schema
+    ]
     return f"{name} ({', '.join(bounds)})" if bounds else name
 
 
