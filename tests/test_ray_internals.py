@@ -163,3 +163,14 @@ def test_a_group_s_start_is_told_to_callbacks() -> None:
     assert isinstance(made, WorkerGroupCallback)
     assert "after_worker_group_start" in vars(WorkerGroupCallback)
     assert "placement_group_handle" in inspect.signature(WorkerGroupState).parameters
+
+
+def test_the_callbacks_that_are_left_out_are_among_ray_s_own() -> None:
+    from ray.train.torch import TorchTrainer
+    from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
+    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+
+    kinds: list[Any] = [TorchTrainer, ray_internals.torch_trainer()]
+    stock, made = ({type(one) for one in kind(lambda: None)._create_default_callbacks()} for kind in kinds)
+    assert stock - made == {DatasetsCallback, PlacementGroupCleanerCallback}
+    assert made < stock

@@ -1,4 +1,4 @@
-"""The sections of a configuration that say which rows there are, and what of them is impossible together."""
+"""The sections `data` and `augment`: which rows there are. And which of their settings contradict each other."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,15 +47,15 @@ class Data(Section):
     split: str | None = None
     """Column that names each row's split: train, valid (or validation, val, dev) or test."""
     valid_share: Annotated[float, Field(ge=0.0, le=0.5)] | None = None
-    """Share of the rows that choose the best weights and are not trained on; by default 0.1, and 0 where `valid` or
-    `split` names them. With 0 and no other validation rows the last weights are kept: to train the chosen settings on
-    all rows."""
+    """Share of the rows that choose the best weights and are not trained on. Default: 0.1, or 0 where `valid` or
+    `split` names validation rows. Without any validation rows the last weights are kept: that trains chosen settings
+    on all rows."""
     folds: Annotated[int, Field(ge=2, le=100)] | None = None
     """Cut the rows into so many equal parts, by a hash of their content; part `fold` is the test."""
     fold: Annotated[int, Field(ge=0)] = 0
     """Which of the `folds`, from 0."""
     format: Literal["csv", "tsv", "jsonl", "parquet", "datasets", "conll", "squad"] | None = None
-    """Format of both; by default read from the file name."""
+    """Format of all files; by default the ending of a file's name says it."""
     text: str = "text"
     """Column with the text."""
     text_pair: str | None = None
@@ -63,28 +63,28 @@ class Data(Section):
     label: str | tuple[str, ...] | None = "label"
     """Column with the label; for a task of several heads a list, one column each; null where nothing is labelled."""
     separator: Annotated[str, Field(min_length=1)] | None = None
-    """Between the labels of a row that has several, e.g. "|", where they are one text; lists need none."""
+    """Sign between several labels in one text, e.g. "|"; null where the column holds lists."""
     outside: Annotated[str, Field(min_length=1)] | None = None
-    """Label of rows that belong to none of the classes: not trained on, and told from the others by a threshold that is
-    chosen on the validation rows."""
+    """Label of the rows that belong to no class. They are not trained on; a threshold, chosen on the validation rows,
+    tells them from the others."""
     slices: tuple[str, ...] = ()
-    """Columns, e.g. a language, by whose values the scores are given apart as well."""
+    """Columns, e.g. a language: each of their values gets scores of its own, beside those of the whole."""
     split_by: str | None = None
-    """Column, e.g. an essay or a contract, whose equal values are all in one of the splits; by default equal texts."""
+    """Column, e.g. an essay or a contract: rows of one value stay in one split. By default rows of one text do."""
     max_tokens: Annotated[int, Field(ge=8, le=8192)] = 64
-    """Longer texts are cut here, in training and in serving alike. Tokens."""
+    """Tokens at which longer texts are cut, in training and in serving alike."""
     window: Annotated[int, Field(ge=8, le=8192)] | None = None
-    """Longer texts are read in windows of this many tokens, instead of being cut at max_tokens."""
+    """Tokens of a window: longer texts are read in several windows, and are not cut at max_tokens."""
     stride: Annotated[int, Field(ge=0)] = 0
     """Tokens that two neighbouring windows share."""
     max_windows: Positive = 64
-    """Windows of a row; what is beyond them is cut, and counted as truncated."""
+    """Most windows of a row; the text beyond them is cut, and counted as truncated."""
     pooling: Literal["mean", "max", "first"] = "mean"
     """How the outputs of a text's windows become one."""
     max_row_bytes: Positive = 200_000
     """A row with more text than this (bytes of UTF-8) is set aside as bad."""
     max_bad_rows: Share = 0.02
-    """Share of bad rows above which the file is refused rather than its bad rows set aside."""
+    """Share of bad rows that are set aside; a file with more of them is refused."""
 
     @property
     def window_tokens(self) -> int:
@@ -98,11 +98,11 @@ class Data(Section):
 
 
 class Augment(Section):
-    """More training rows, made from those that there are. Validation and test rows stay as they are, and no copy of a
-    training row has a text that would be in one of them."""
+    """Further training rows, made from the given ones. Validation and test rows stay as they are, and no copy has a
+    text that stands in one of them."""
 
     copies: Annotated[int, Field(ge=0, le=100)] = 0
-    """Noisy copies of each training row; fewer of a text with little to change."""
+    """Noisy copies of each training row; a text with few words to change gets fewer."""
     typo: Share = 0.0
     """Share of a copy's words that get a typo."""
     swap: Share = 0.0
@@ -110,23 +110,22 @@ class Augment(Section):
     drop: Share = 0.0
     """Share of the words that are left out."""
     mask: Share = 0.0
-    """Share of the words that the model's mask token takes the place of."""
+    """Share of the words that become the model's mask token."""
     paraphrase: str | None = None
-    """Encoder-decoder model (a Transformers folder or a hub name) that writes each training text (data.text) anew; what
-    it writes is a copy more."""
+    """Encoder-decoder model (a Transformers folder or a hub name) that writes each training text (data.text) anew, as a
+    further copy."""
     pivot: str | None = None
-    """Model that translates the texts into another language first; `paraphrase` is then the one that translates them
-    back."""
+    """Model that first translates the texts into another language; `paraphrase` then translates them back."""
     prefix: str = ""
-    """Written before each text, for models that are told their job."""
+    """Words put before each text, for models that expect an instruction."""
     variants: Annotated[int, Field(ge=1, le=16)] = 1
-    """Texts that `paraphrase` writes for each text, by as many beams."""
+    """Texts that `paraphrase` writes for each text, with as many beams."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Of the noise; apart from train.seed, so that runs of several seeds share their rows."""
+    """Seed of the noise. It is not train.seed, so that runs of several seeds share their rows."""
 
     @property
     def noise(self) -> dict[str, float]:
-        """Share of the words by what is done to them."""
+        """Share of the words by kind of noise."""
         return {"typo": self.typo, "swap": self.swap, "drop": self.drop, "mask": self.mask}
 
     @property

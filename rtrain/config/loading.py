@@ -26,8 +26,8 @@ class Config:
     recipe: Recipe
     deploy: Deploy
     named: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
-    """Dotted names of the settings that somebody wrote down: overrides, and what a file of the user's own says. The
-    rest is as its recipe or its model has it, so that a resume takes it from the run."""
+    """Dotted names of the settings that the user wrote: overrides, and those in a file of the user's own. A resume
+    takes all others from the run."""
 
 
 RETIRED = ("packed", "fast_dropout", "touched_rows")
@@ -75,7 +75,7 @@ def load(name_or_file: str, overrides: Mapping[str, Any] | None = None) -> Confi
 
 
 def parse(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
-    """Build and check a configuration, of which `overrides` are named; one `ConfigError` has all that is wrong."""
+    """Build and check a configuration; `overrides` count as named. One `ConfigError` holds everything that is wrong."""
     merged: dict[str, Any] = json.loads(json.dumps(document, default=str))
     problems = [problem for key, value in overrides.items() if (problem := put(merged, key, value)) is not None]
     known = RECIPE_FIELDS | DEPLOY_FIELDS
@@ -110,7 +110,7 @@ def flat(config: Config) -> dict[str, Any]:
 
 
 def dotted(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What a document of sections says, by dotted names."""
+    """The values of a document of sections, by dotted names."""
     found: dict[str, Any] = {}
     for name, value in document.items():
         found |= (

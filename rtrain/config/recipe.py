@@ -1,6 +1,6 @@
-"""What is trained: the sections of a recipe, which are a run's identity, and what of them is impossible together.
+"""What is trained: `Recipe` with its sections, which are a run's identity. And which settings contradict each other.
 
-Those that say which rows there are, `data` and `augment`, are in `config.data`.
+The sections `data` and `augment`, which say which rows there are, are in `config.data`.
 """
 
 import hashlib
@@ -42,85 +42,90 @@ class Model(Section):
     name: str = "minilm"
     """`minilm` (the packaged all-MiniLM-L6-v2), a Transformers folder, or a model hub name (also with @revision)."""
     attention_dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Dropout of attention weights; null is what the model's own configuration says, 0.1 for most. With 0, texts of
-    some hundred tokens train faster on a CPU (512: 1.7 times): the masks of attention are as large as its square."""
+    """Dropout of attention weights; null takes the model's own, which is 0.1 for most. With 0, long texts train faster
+    on a CPU (1.7 times at 512 tokens), since a mask has the square of the text's tokens as its size."""
     pooling: Literal["auto", "own", "mean"] = "auto"
-    """How a text's tokens become one vector: as the model's own head has it (its first token, for most), or their
-    `mean`. `auto` is the mean for sentence encoders, which are trained for it: the packaged one, or a folder that has
-    sentence-transformers' `1_Pooling` or `modules.json` and says so; decided once and kept in the run. rtrain answers
-    with such an artefact, transformers alone refuses to; sentence-transformers loads its encoder."""
+    """How a text's tokens become one vector: `own` is the way of the model's own head (the first token, for most),
+    `mean` is the mean of the tokens. `auto` takes the mean for sentence encoders, which are trained for it: the
+    packaged one, or a folder whose sentence-transformers files (`1_Pooling`, `modules.json`) say so. It is decided once
+    and kept in the run. An artefact that reads the mean is answered by rtrain and refused by transformers;
+    sentence-transformers loads its encoder."""
     freeze: Literal["none", "encoder"] = "none"
-    """What stays as it is: `encoder` trains the head alone, some times faster. A masked language model's output
-    embedding is its encoder's word embedding, and stays too."""
+    """Which weights stay as they are: `encoder` trains the head alone, which is several times as fast. A masked
+    language model's output embedding is its encoder's word embedding, so it stays too."""
 
 
 class Optim(Section):
     name: Literal["adamw", "radam"] = "adamw"
-    """`radam` (Liu et al. 2020) rectifies AdamW's first updates; both cost the same, and decay is decoupled in both."""
+    """`radam` (Liu et al. 2020) corrects AdamW's first updates. Both cost the same and decouple weight decay."""
     lr: Annotated[float, Field(gt=0, lt=1)] = 2e-4
     """Peak learning rate."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How the peak follows rows_per_update: lr x (rows_per_update / lr_rows) with `linear` (Goyal et al. 2017), lr x
-    its root with `sqrt`, the rule for Adam and its kin (Malladi et al. 2022)."""
+    """How the peak follows rows_per_update: `linear` is lr x (rows_per_update / lr_rows) (Goyal et al. 2017), `sqrt` is
+    lr x the square root of that ratio, the rule for Adam (Malladi et al. 2022)."""
     lr_rows: Positive | None = None
-    """The rows_per_update at which `lr` holds as it stands, for lr_scaling."""
+    """The rows_per_update for which `lr` is meant; lr_scaling starts from it."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Factor of the learning rate from each encoder layer to the one below it: the head learns at `lr`, the last of L
+    """Factor by which each encoder layer learns slower than the one above it: the head learns at `lr`, the last of L
     layers at lr x layer_decay, the embeddings at lr x layer_decay^(L + 1), as in the fine-tuning of BEiT."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled weight decay (Loshchilov and Hutter 2019)."""
     warmup: Share = 0.1
-    """Share of all updates over which the learning rate rises from 0."""
+    """Share of all updates during which the learning rate rises from 0."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """After warm-up: `linear` and `cosine` fall to 0 at the last update, `constant` stays."""
+    """Learning rate after warm-up: `linear` and `cosine` fall to 0 at the last update, `constant` stays."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """The gradient is scaled down to this norm."""
+    """Largest norm of an update's gradient; a larger one is scaled down to it. null: no limit."""
 
 
 class Train(Section):
     epochs: Positive = 3
+    """Times that each training row is trained on."""
     workers: Positive = 2
     """DDP workers, each one process of one CPU (or one GPU)."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    """`gpu` gives each worker one. `auto` takes GPUs where the cluster has any or its autoscaler may start any, with
-    fewer workers where there are fewer, and CPUs else; it is decided once and kept in the run."""
+    """`gpu` gives each worker one GPU. `auto` takes GPUs where the cluster has any or its autoscaler may start any
+    (with fewer workers where there are fewer GPUs), and CPUs elsewhere; it is decided once and kept in the run."""
     min_workers: Positive | None = None
-    """Go on with fewer workers, down to this many, while nodes are missing, and with more when they come back."""
+    """Fewest workers that a run goes on with while nodes are missing; it takes more again when they come back."""
     micro_batch: Positive = 8
-    """Most rows of one forward and backward pass of a worker."""
+    """Most rows of a pass: one forward and backward pass of a worker."""
     tokens_per_pass: Positive | None = None
-    """Most tokens of a pass; a longer row is alone. Default 2,048 on a CPU; on a GPU what its memory holds, up to
-    65,536, measured before the first update and kept in the run. Halved after a start that ran out of memory. BERT and
-    its kin are trained without padding: a worker's rows between two exchanges are regrouped into as few passes as this
-    allows, and micro_batch sets rows_per_update alone."""
+    """Most tokens of a pass; a longer row goes alone. Default: 2,048 on a CPU; on a GPU what its memory holds, up to
+    65,536, measured before the first update and kept in the run. A start that ran out of memory halves it. Models that
+    are trained without padding (BERT and its kin) put a worker's rows between two exchanges into as few passes as this
+    allows; micro_batch then only sets rows_per_update."""
     gradient_checkpointing: bool = False
-    """Keep each layer's input alone, and compute the layer again in the backward pass. Of MiniLM and 16 texts of 512
-    tokens a pass took 1.1 GB in place of 2.6, and 1.0 to 1.25 times as long."""
+    """Save memory: keep only each layer's input, and compute the layer again in the backward pass. With MiniLM and 16
+    texts of 512 tokens, a pass took 1.1 GB in place of 2.6, and 1.0 to 1.25 times as long."""
     transport: Literal["auto", "stock", "shared_memory"] = "auto"
-    """How gradients go from worker to worker: `stock` is Gloo's sockets (NCCL on GPUs); `shared_memory` is for the
-    workers of one host, and the stock one, with a word of it, where they are on several or on GPUs. `auto` takes memory
-    where two workers share it, of whom gradients are the same by either, bit for bit; of more they differ in the last
-    bit, and a run's would with the hosts that its starts were given."""
+    """How gradients go from worker to worker: `stock` is Gloo's sockets (NCCL on GPUs), `shared_memory` is memory that
+    the workers of one host share. `auto` uses shared memory for exactly two workers on one host, where both transports
+    give the same sums bit for bit; with more, results would depend on the hosts. On several hosts or on GPUs,
+    `shared_memory` becomes `stock`, and a line says so."""
     gradient_compression: Literal["none", "bf16"] = "none"
-    """`bf16` sends gradients in half of the bytes; it changes the weights, and the log says by how much a gradient. Of
+    """`bf16` sends gradients in half the bytes. It changes the weights; the log says how far the gradient is off. For
     two workers over 100 Mbit/s an update of MiniLM took 3.5 s in place of 5.3."""
     sharded_optimizer: bool = False
-    """Each worker keeps the optimizer's state of a share of the weights (ZeRO stage 1), for less memory and the same
-    weights, bit for bit; updated weights are then sent to the others, which takes time."""
+    """Each worker keeps the optimizer's state for its share of the weights (ZeRO stage 1). It takes less memory and
+    gives the same weights, bit for bit; sending the updated weights to the other workers takes time."""
     aggregation_frequency: Positive | None = None
-    """Passes of micro_batch rows of a worker between two gradient exchanges; sets rows_per_update. Default 4."""
+    """Passes of micro_batch rows that a worker makes between two exchanges of gradients; sets rows_per_update.
+    Default: 4."""
     rows_per_update: Positive | None = None
     """Rows of one optimizer step. Default: workers x micro_batch x aggregation_frequency."""
     precision: Literal["fp32", "bf16", "fp16", "auto"] = "auto"
-    """Of passes; weights and moments are fp32. `auto` takes bf16 where the device computes it natively, else fp16 on a
-    GPU and fp32 on a CPU; it is decided once and kept in the run. fp16 scales the loss (Micikevicius et al. 2018): an
-    update whose gradient is infinite is done again with half the scale."""
+    """Number format of passes; weights and moments are always fp32. `auto` takes bf16 where the device computes it
+    natively, else fp16 on a GPU and fp32 on a CPU; it is decided once and kept in the run. fp16 scales the loss
+    (Micikevicius et al. 2018): an update whose gradient is infinite is done again with half the scale."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of each label's weight that is spread evenly over all labels: for classes, heads and tags."""
+    """Share of each true label's weight that is spread evenly over all labels; for classes, heads and tags."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of the order of the rows, of dropout and of a new head's weights."""
     evaluate_every: Positive | None = None
-    """Updates between two evaluations on the validation rows. Default: one epoch."""
+    """Updates between two evaluations on the validation rows. Default: those of one epoch."""
     save_every: Positive | None = None
-    """Updates between two checkpoints; each evaluation saves one too."""
+    """Updates between two checkpoints; each evaluation saves a checkpoint too."""
     keep: Positive = 2
     """Newest checkpoints that stay on the disk, beside the best one."""
     log_every: Positive = 10
@@ -132,38 +137,42 @@ SPEED = (
     *("aggregation_frequency", "gradient_checkpointing", "transport", "sharded_optimizer"),
     *("evaluate_every", "save_every", "keep", "log_every"),
 )
-"""Settings of `train` that change speed or what is kept, never the weights, once rows_per_update is resolved; but for
-which activations dropout takes, where there is dropout."""
+"""Settings of `train` that change speed or what is kept, never the weights, once rows_per_update is resolved. The one
+exception is dropout: which activations it drops depends on the workers and their passes."""
 
 
 ADDED = {"lr_scaling": "none", "lr_rows": None, "layer_decay": 1.0}
-"""Settings of `optim` that came later, with the values by which all is as it was before them."""
+"""Settings of `optim` that came later, and their neutral values. `identity` omits a neutral one, so that older runs
+can be resumed."""
 ADDED_TO_MODEL = {"attention_dropout": None, "pooling": "own", "freeze": "none"}
-"""The same of `model`; what `auto` stands for is decided before a run is frozen."""
+"""The same for `model`; `auto` has been replaced by what it stands for before a run is frozen."""
 
 
 class Distill(Section):
     layers: Positive = 3
     """Encoder layers of the student, copied from evenly spaced layers of the teacher."""
     epochs: Positive = 3
+    """Times that the student is trained on each row."""
     lr: Annotated[float, Field(gt=0, lt=1)] = 3e-4
+    """Peak learning rate of the student."""
     temperature: Annotated[float, Field(gt=0)] = 2.0
-    """Softens both distributions before they are compared (Hinton et al. 2015, arXiv:1503.02531)."""
+    """Temperature that softens both distributions before they are compared (Hinton et al. 2015, arXiv:1503.02531)."""
     alpha: Share = 0.7
-    """Weight of the teacher's distribution; the rest is the weight of the true label."""
+    """Weight of the teacher's distribution in the loss; the true label has the rest."""
     teacher: str | None = None
-    """Version of the artefact whose answers are learned; set by `rtrain distill`, null in any other run."""
+    """Version of the artefact whose answers are learned. `rtrain distill` sets it; it is null in any other run."""
 
 
 class Quantize(Section):
     engine: Annotated[str, OneOf(engines.quantized)] = engines.quantized()[0]
     """What computes the int8 answers: an engine of `rtrain.engines` that has a quantizer."""
     calibration_rows: Positive = 256
-    """Training rows that set the activation scales."""
+    """Training rows from which the scales of activations are measured."""
 
 
 class Recipe(Section):
     name: str
+    """Name of the recipe; without --out a run folder begins with it."""
     task: Annotated[str, OneOf(lambda: TASKS)]
     """What the model is trained to answer."""
     data: Data = Data()
@@ -192,7 +201,7 @@ class Recipe(Section):
         return optim.lr * (ratio if optim.lr_scaling == "linear" else math.sqrt(ratio))
 
     def weights(self) -> dict[str, Any]:
-        """The settings that change the weights, by section: rows_per_update is one of them; workers, micro-batch and
+        """The settings that change the weights, by section. rows_per_update is one of them; workers, micro-batch and
         cadences are not."""
         document = self.model_dump(
             mode="json", exclude={"quantize"} if self.distill.teacher else {"quantize", "distill"}
@@ -203,7 +212,7 @@ class Recipe(Section):
             del document["data"]["outside"]
         if not self.augment.active:  # then it changes no row
             del document["augment"]
-        # What is as it was before there were settings for it has the identity of then.
+        # A neutral setting is left out: runs from before it existed have this identity.
         for name, neutral in ADDED_TO_MODEL.items():
             if document["model"][name] == neutral:
                 del document["model"][name]
