@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rtrain.report import progress
+from rtrain.report.live import progress
 
 SUMMARY: dict[str, Any] = {
     "status": "finished",

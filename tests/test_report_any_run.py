@@ -9,7 +9,7 @@ import pytest
 
 from rtrain.cli import app as cli
 from rtrain.errors import UserError
-from rtrain.report import events, html, predictions
+from rtrain.report import answer_rows, events, html
 from rtrain.runs import driver
 from tests.reports import Page, answers_of, make_run, page_of, write_predictions, write_scores
 
@@ -55,7 +55,7 @@ def test_a_file_of_other_columns_is_refused_by_name(tmp_path: Path) -> None:
     import pyarrow.parquet
 
     run = make_run(tmp_path, trained=False)
-    path = predictions.path_of(run, "test")
+    path = answer_rows.path_of(run, "test")
     pyarrow.parquet.write_table(pa.table({"text": ["a"], "target": ["b"]}), path)
     with pytest.raises(UserError, match=rf"{path} lacks the columns position, row_id, source"):
         html.write(run)
@@ -67,7 +67,7 @@ def test_a_file_of_other_columns_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_report_that_fails_is_said_and_does_not_fail_the_run(tmp_path: Path) -> None:
     run, said = make_run(tmp_path), list[str]()
-    predictions.path_of(run, "test").write_bytes(b"no parquet")
+    answer_rows.path_of(run, "test").write_bytes(b"no parquet")
     driver._report(run, lambda event: said.append(event["text"]))
     (kept,) = run.glob("report-*.txt")
     assert "Traceback" in kept.read_text()

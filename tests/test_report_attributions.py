@@ -14,7 +14,7 @@ from rtrain.errors import UserError
 from rtrain.explain import rows
 from rtrain.explain.explainer import Explainer
 from rtrain.predict import Predictor
-from rtrain.report import attributions, events, html, predictions
+from rtrain.report import answer_rows, attributions, events, html
 from rtrain.report.sections import marked
 from rtrain.runs import driver
 from tests.reports import answers_of, make_run, write_predictions
@@ -121,7 +121,7 @@ def test_the_hardest_rows_are_explained_once_and_kept(run: Path, monkeypatch: py
     path = attributions.ensure(run)
     assert path == run / "attributions-test.json"
     found = json.loads(path.read_text())
-    answers = predictions.read(run, "test")
+    answers = answer_rows.read(run, "test")
     assert answers is not None
     assert [row["row"] for row in found["rows"]] == answers.hardest(20).tolist()
     for row in found["rows"]:

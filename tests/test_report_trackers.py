@@ -12,7 +12,8 @@ import pytest
 from rtrain import config
 from rtrain.config import Config
 from rtrain.errors import ConfigError, UserError
-from rtrain.report import events, trackers
+from rtrain.report import events
+from rtrain.report.live import trackers
 from rtrain.runs import driver, opening as runs
 from tests.conftest import labelled_rows
 from tests.reports import make_run, settings, train

@@ -10,7 +10,7 @@ from typing import Any
 
 from rtrain import config as configuration
 from rtrain.data.store import open_store
-from rtrain.report import events, predictions
+from rtrain.report import answer_rows, events
 
 SCHEMA_VERSION = 1
 
@@ -36,7 +36,7 @@ def ensure(run: Path) -> Path | None:
     where there is work. Raises `UserError` where the model's architecture cannot be explained.
     """
     config = configuration.load(str(run / "config.yaml"))
-    most, answers = config.deploy.report.attributions, predictions.newest(run)
+    most, answers = config.deploy.report.attributions, answer_rows.newest(run)
     path = run / "artifact" / "artifact.json"
     if not most or answers is None or not path.is_file():
         return None

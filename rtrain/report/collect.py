@@ -13,7 +13,7 @@ from rtrain.config import Config
 from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.metrics import scores
-from rtrain.report import attributions, events, predictions, summary
+from rtrain.report import answer_rows, attributions, events, summary
 from rtrain.tasks import base
 
 Event = dict[str, Any]
@@ -32,11 +32,11 @@ class Run:
     """tokenizer.json that the rows were made with."""
     artifact: dict[str, Any] | None
     """artifact.json of a finished run."""
-    predictions: predictions.Predictions | None
+    answers: answer_rows.AnswerRows | None
     scores: dict[str, Any] | None
-    """scores-<split>.json of the rows that `predictions` is about (`rtrain.metrics.scores`)."""
+    """scores-<split>.json of the rows that `answers` is about (`rtrain.metrics.scores`)."""
     attributions: dict[str, Any] | None
-    """attributions-<split>.json of the rows that `predictions` is about."""
+    """attributions-<split>.json of the rows that `answers` is about."""
 
     def of(self, *kinds: str) -> list[Event]:
         return [event for event in self.log if event["kind"] in kinds]
@@ -77,7 +77,7 @@ def read(folder: Path) -> Run:
     if not path.is_file():
         raise UserError(f"{folder} holds no run (no config.yaml); name the folder that --out named")
     config, log = configuration.load(str(path)), events.read(folder)
-    made, answers = _artifact(folder), predictions.newest(folder)
+    made, answers = _artifact(folder), answer_rows.newest(folder)
     explained = attributions.read(folder, answers.split, made["version"]) if made and answers is not None else None
     return Run(
         folder=folder,
@@ -87,7 +87,7 @@ def read(folder: Path) -> Run:
         store=_store(log),
         tokenizer=_tokenizer(folder, config),
         artifact=made,
-        predictions=answers,
+        answers=answers,
         scores=scores.read(folder, answers.split) if answers is not None else None,
         attributions=explained,
     )

@@ -17,7 +17,8 @@ from rtrain.data.order import Order, refuse_other, version
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import device, model, precision
-from rtrain.report import attributions, events, html, summary, trackers, versions
+from rtrain.report import attributions, events, html, summary, versions
+from rtrain.report.live import trackers
 from rtrain.runs import decisions, failures, group, nodes, notice, opening, placement, worker
 from rtrain.runs.recovery import Kind, Recovery, halvings, most_after, out_of_memory
 from rtrain.training import losses

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from rtrain.report import charts
-from rtrain.report.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.collect import Run
+from rtrain.report.drawing import charts
+from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
+from rtrain.report.drawing.svg import score_name
 from rtrain.report.sections import confusion, entities, numbers, questions, summaries
-from rtrain.report.svg import score_name
 
 SPLITS = {"test": "test", "valid": "validation"}
 UNITS = {"labels": "yes or no to a label", "tags": "tags of words", "summary": "sentences, taken by the oracle or not"}
@@ -23,7 +23,7 @@ def intervals(run: Run) -> Mapping[str, tuple[float, float]]:
 
 
 def section(run: Run) -> Section:
-    answers = run.predictions
+    answers = run.answers
     if answers is None:
         text = "The run has left no predictions-test.parquet or predictions-valid.parquet: answers cannot be looked at."
         return Section("answers", "Answers", "", [Note(text)])

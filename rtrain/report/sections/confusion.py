@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from rtrain.report import charts, stats
-from rtrain.report.blocks import Block, Cell, Figure, Table
-from rtrain.report.charts import Bar
-from rtrain.report.svg import short
+from rtrain.report import stats
+from rtrain.report.drawing import charts
+from rtrain.report.drawing.blocks import Block, Cell, Figure, Table
+from rtrain.report.drawing.charts import Bar
+from rtrain.report.drawing.svg import short
 
 MOST_CLASSES = 100
 """Labels of the heat map; of more, those with the most mistakes."""

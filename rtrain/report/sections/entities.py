@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from rtrain.metrics.entities import Entity, entities
-from rtrain.report.blocks import Block, Table
 from rtrain.report.collect import Run
+from rtrain.report.drawing.blocks import Block, Table
+from rtrain.report.drawing.svg import short
 from rtrain.report.sections import confusion
-from rtrain.report.svg import short
 
 MISSED, INVENTED, TYPE, EDGES, BOTH = ("missed", "invented", "wrong type", "wrong edges", "wrong type and edges")
 MEANING = {
@@ -32,7 +32,7 @@ Mistake = tuple[str, Entity | None, Entity | None]
 
 
 def blocks(run: Run, tables: Mapping[str, Any]) -> list[Block]:
-    answers = run.predictions
+    answers = run.answers
     assert answers is not None  # section
     found: list[Block] = [confusion.bars(tables, "By type of entity.", "type"), confusion.worst(tables, unit="type")]
     each = [mistakes(true, said) for true, said in zip(answers.target, answers.prediction, strict=True)]
@@ -126,7 +126,7 @@ def named(tags: Sequence[str], words: Sequence[str] | None) -> str:
 
 def words(run: Run, rows: Sequence[int]) -> dict[int, list[str]]:
     """The words of rows that are read in one window, as their tokens spell them; none where the store is gone."""
-    answers = run.predictions
+    answers = run.answers
     if answers is None or run.store is None or run.tokenizer is None or not rows:
         return {}
     import tokenizers

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from rtrain.report.blocks import Block, Card, Cards, Note, Piece, Section
+from rtrain.report.answer_rows import AnswerRows
 from rtrain.report.collect import Run
-from rtrain.report.predictions import Predictions
+from rtrain.report.drawing.blocks import Block, Card, Cards, Note, Piece, Section
+from rtrain.report.drawing.svg import number, short
 from rtrain.report.sections import entities, marked, summaries
-from rtrain.report.svg import number, short
 
 SHOWN = 20
 UNSURE = ("spans", "summary")
@@ -20,7 +20,7 @@ LONGEST = 700
 
 
 def section(run: Run) -> Section | None:
-    answers = run.predictions
+    answers = run.answers
     if answers is None:
         return None
     rows = [int(row) for row in answers.hardest(SHOWN)]
@@ -60,7 +60,7 @@ def _method(found: Mapping[str, Any], numbers: bool) -> str:
     return text
 
 
-def _with_entities(run: Run, answers: Predictions, rows: Sequence[int], cards: Sequence[Card]) -> list[Card]:
+def _with_entities(run: Run, answers: AnswerRows, rows: Sequence[int], cards: Sequence[Card]) -> list[Card]:
     """Entities in their words in the place of a tag for each word."""
     words = entities.words(run, rows)
     found = []
@@ -85,7 +85,7 @@ def _with_sentences(run: Run, rows: Sequence[int], cards: Sequence[Card]) -> lis
     return found
 
 
-def _card(run: Run, answers: Predictions, row: int, text: str) -> Card:
+def _card(run: Run, answers: AnswerRows, row: int, text: str) -> Card:
     explained = next((one for one in (run.attributions or {"rows": []})["rows"] if one["row"] == row), None)
     known = run.output != "tokens"  # of masked text there is only how much was guessed
     facts = [("true", _said(answers.target[row]))] if known else []

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rtrain.report.blocks import Marked, Piece
-from rtrain.report.svg import number, short, three
+from rtrain.report.drawing.blocks import Marked, Piece
+from rtrain.report.drawing.svg import number, short, three
 
 LEVELS = 4
 """Strengths of a mark; the strongest is the row's largest share."""

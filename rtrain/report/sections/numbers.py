@@ -5,11 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from rtrain.report import charts, stats
-from rtrain.report.blocks import Block, Figure
+from rtrain.report import stats
 from rtrain.report.collect import Run
+from rtrain.report.drawing import charts
+from rtrain.report.drawing.blocks import Block, Figure
+from rtrain.report.drawing.svg import number, three
 from rtrain.report.sections import confusion
-from rtrain.report.svg import number, three
 
 MOST_POINTS = 1500
 MOST_STEPS = 25
@@ -17,7 +18,7 @@ MOST_STEPS = 25
 
 
 def blocks(run: Run, tables: Mapping[str, Any]) -> list[Block]:
-    answers = run.predictions
+    answers = run.answers
     assert answers is not None  # section
     chosen = stats.sample(len(answers), MOST_POINTS)
     target, found = answers.target, answers.prediction
@@ -55,7 +56,7 @@ def blocks(run: Run, tables: Mapping[str, Any]) -> list[Block]:
 
 def losses(run: Run, tables: Mapping[str, Any]) -> list[Block]:
     """Of masked tokens there is no answer to look at but how hard they were."""
-    answers = run.predictions
+    answers = run.answers
     assert answers is not None  # section
     known = answers.loss[np.isfinite(answers.loss)]
     if not len(known):

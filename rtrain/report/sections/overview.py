@@ -6,10 +6,10 @@ from typing import Any
 
 from rtrain import config as configuration
 from rtrain.config import Config, Deploy, Recipe
-from rtrain.report.blocks import Block, Code, Section, Table, Tile
 from rtrain.report.collect import Run
-from rtrain.report.svg import number, rate, score_name, short
-from rtrain.report.trackers import hide
+from rtrain.report.drawing.blocks import Block, Code, Section, Table, Tile
+from rtrain.report.drawing.svg import number, rate, score_name, short
+from rtrain.report.live.trackers import hide
 
 LONGEST = 120
 

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from rtrain.metrics.slices import quantiles
-from rtrain.report import charts, stats
-from rtrain.report.blocks import Block, Figure, Section, Table
-from rtrain.report.charts import Bar
+from rtrain.report import stats
+from rtrain.report.answer_rows import AnswerRows
 from rtrain.report.collect import Run
-from rtrain.report.predictions import Predictions
-from rtrain.report.svg import score_name, short, three
+from rtrain.report.drawing import charts
+from rtrain.report.drawing.blocks import Block, Figure, Section, Table
+from rtrain.report.drawing.charts import Bar
+from rtrain.report.drawing.svg import score_name, short, three
 
 LENGTH = "length"
 """The slices by tokens in scores-<split>.json."""
@@ -48,7 +49,7 @@ class Measure:
 
 
 def section(run: Run) -> Section | None:
-    answers = run.predictions
+    answers = run.answers
     if answers is None or len(answers) < 2 * FEWEST:
         return None
     blocks: list[Block] = []
@@ -93,7 +94,7 @@ def slices(scores: dict[str, Any]) -> list[Slice]:
 
 def told(run: Run, found: Sequence[Slice]) -> list[Slice]:
     """Without those that hold no entity, neither a true one nor one that was found: an F1 of 0 is no mistake there."""
-    answers = run.predictions
+    answers = run.answers
     if answers is None or run.output != "tags":
         return list(found)
     columns = {LENGTH: quantiles(answers.tokens), **answers.slices}
@@ -145,7 +146,7 @@ def _verdict(one: Slice, whole: Measure) -> str:
     return "worse" if (high < whole.whole) == whole.larger_is_better else "better"
 
 
-def _boxes(answers: Predictions) -> list[Block]:
+def _boxes(answers: AnswerRows) -> list[Block]:
     """Box plots by each column: of the true score for numbers, of the loss for other answers, and of the length."""
     values, label = (answers.target, "true score") if answers.kind == "numbers" else (answers.loss, "loss of the row")
     tokens = answers.tokens.astype(np.float64)

@@ -9,11 +9,11 @@ import numpy.typing as npt
 
 from rtrain.data.store import Store
 from rtrain.metrics import summary_rows, text
-from rtrain.report import charts
-from rtrain.report.blocks import Block, Card, Cards, Figure, Marked, Note, Piece, Table
-from rtrain.report.charts import Bar
 from rtrain.report.collect import Run
-from rtrain.report.svg import score_name, short, three
+from rtrain.report.drawing import charts
+from rtrain.report.drawing.blocks import Block, Card, Cards, Figure, Marked, Note, Piece, Table
+from rtrain.report.drawing.charts import Bar
+from rtrain.report.drawing.svg import score_name, short, three
 
 SYSTEMS = (("", "summary"), ("lead_", "first sentences"), ("oracle_", "oracle"))
 COMPARED = (*SYSTEMS[:2], ("over_lead_", "difference"), SYSTEMS[2])
@@ -163,7 +163,7 @@ def _positions(found: Mapping[str, Any]) -> Figure:
 
 
 def _examples(run: Run) -> Block:
-    answers = run.predictions
+    answers = run.answers
     assert answers is not None  # answers.section
     if run.store is None or run.tokenizer is None:
         return Note("Examples are shown where the token store and the tokenizer are still there.")
@@ -195,7 +195,7 @@ def _fits(name: str, one: Shown) -> bool:
 
 def shown(run: Run, rows: Sequence[int]) -> dict[int, Shown]:
     """What is known of these rows of the answers; nothing where the store is gone."""
-    answers = run.predictions
+    answers = run.answers
     if answers is None or run.store is None or not len(rows):
         return {}
     wanted, found = run.store.read(answers.split, np.array(rows, dtype=np.int64)).labelled, {}
@@ -216,7 +216,7 @@ def _lead(store: Store, sentences: summary_rows.Sentences) -> list[int]:
 
 def marked(run: Run, every: Mapping[int, Shown]) -> dict[int, Marked]:
     """The documents' sentences, those of the summary and of the oracle marked."""
-    answers = run.predictions
+    answers = run.answers
     if answers is None or run.store is None or run.tokenizer is None or not every:
         return {}
     import tokenizers

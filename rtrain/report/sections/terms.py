@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from rtrain.data.store import Store
-from rtrain.report import charts, stats
-from rtrain.report.blocks import Block, Figure, Note, Table
-from rtrain.report.charts import Bar
+from rtrain.report import stats
 from rtrain.report.collect import Run
+from rtrain.report.drawing import charts
+from rtrain.report.drawing.blocks import Block, Figure, Note, Table
+from rtrain.report.drawing.charts import Bar
 
 STRETCHES, STRETCH_ROWS = 8, 2500
 """Read as a few stretches of neighbours: scattered rows would read every shard of a large store."""

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from rtrain.report import charts
-from rtrain.report.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.collect import Event, Run
+from rtrain.report.drawing import charts
+from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
+from rtrain.report.drawing.svg import rate
 from rtrain.report.sections.overview import duration
 from rtrain.report.summary import SECONDS, STATUSES
-from rtrain.report.svg import rate
 
 MEANING = {
     "setup": "workers: imports, model, store",

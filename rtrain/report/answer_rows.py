@@ -25,7 +25,7 @@ def path_of(run: Path, split: str) -> Path:
 
 
 @dataclass(frozen=True, eq=False)
-class Predictions:
+class AnswerRows:
     """The answers on one split. `target` and `prediction` are strings, float64 or lists, by `kind`."""
 
     path: Path
@@ -71,13 +71,13 @@ class Predictions:
         return [found[row] for row in rows]
 
 
-def newest(run: Path) -> Predictions | None:
+def newest(run: Path) -> AnswerRows | None:
     """The answers that a report is about: of the test rows, else of the validation rows; None where there are none."""
     split = next((split for split in SPLITS if path_of(run, split).is_file()), None)
     return None if split is None else read(run, split)
 
 
-def read(run: Path, split: str) -> Predictions | None:
+def read(run: Path, split: str) -> AnswerRows | None:
     """The answers on `split`, or None for a file without rows. Raises `UserError` where the file is another thing."""
     path = path_of(run, split)
     try:
@@ -93,7 +93,7 @@ def read(run: Path, split: str) -> Predictions | None:
     if not table.num_rows:
         return None
     kind = _kind(schema.field("target").type)
-    return Predictions(
+    return AnswerRows(
         path=path,
         split=split,
         kind=kind,
