@@ -126,11 +126,31 @@ def test_hostile_rows_stay_text(tmp_path: Path) -> None:
         "figure",
         "figcaption",
     }
-    inline = {"h1", "h2", "h3", "p", "a", "div", "span", "b", "table", "tr", "th", "td", "pre", "article", "blockquote"}
+    inline = {
+        "h1",
+        "h2",
+        "h3",
+        "p",
+        "a",
+        "div",
+        "span",
+        "b",
+        "table",
+        "ol",
+        "li",
+        "tr",
+        "th",
+        "td",
+        "pre",
+        "article",
+        "blockquote",
+    }
     assert set(page.tags) <= drawn | blocks | inline | {"dl", "dt", "dd", "wbr"}
     assert [name for name, _ in page.attributes if name.startswith("on")] == []
     links = {value for name, value in page.attributes if name in ("href", "src")}
-    assert links == {f"#{anchor}" for anchor in ("run", "data", "curves", "answers", "slices", "hardest", "time")}
+    assert links == {
+        f"#{anchor}" for anchor in ("outcome", "settings", "data", "curves", "answers", "slices", "hardest", "time")
+    }
     assert "<script>alert(1)</script>" in page.text  # to be read, not to be run
     assert "{{ 7 * 7 }}" in page.text
     assert not re.search("[\x00-\x08\x0b-\x1f\u202a-\u202e]", raw)

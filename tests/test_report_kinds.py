@@ -18,7 +18,7 @@ from rtrain.report.sections import (
     entities,
     hardest,
     numbers,
-    overview,
+    outcome,
     questions,
     slices,
     summaries,
@@ -53,12 +53,12 @@ def words(section: Section | None) -> str:
 def test_every_kind_has_a_page_whose_sections_say_something(task: str, runs: dict[str, collect.Run]) -> None:
     run = runs[task]
     page = Page((run.folder / html.NAME).read_text(encoding="utf-8"))
-    for heading in ("What was run", "Data", "Training", "Answers", "Hardest rows", "Time"):
+    for heading in ("Outcome", "How it was run", "Data", "Training", "Answers", "Hardest rows", "Time"):
         assert heading in page.words
     assert run.scores is not None
     assert len(answers.section(run).blocks) >= 2
     assert not any("neg " in title for title in titles(curves.section(run)))
-    assert "neg" not in overview.tiles(run, answers.intervals(run))[1].name
+    assert "neg" not in outcome.tiles(run)[0].name
     # Nothing that is not a number, and no name of a Python thing, has got into the text.
     for wrong in ("nan", "None", "inf", "array(", "{}"):
         assert wrong not in page.words, wrong
@@ -117,7 +117,7 @@ def test_an_error_s_worst_slice_is_the_one_with_the_largest(runs: dict[str, coll
     for one in found:
         assert one.interval is not None
         assert one.interval[0] <= one.value <= one.interval[1]
-        verdict = slices._verdict(one, whole)
+        verdict = slices.verdict(one, whole)
         if one.interval[0] > whole.whole:
             assert verdict == "worse"
 
@@ -266,8 +266,8 @@ def test_documents_have_the_picked_sentences_marked(runs: dict[str, collect.Run]
     for row, one in drawn.items():
         picked = [piece.text for piece in one.texts[0] if piece.css in ("picked", "both")]
         assert len(picked) == len(run.answers.prediction[row])
-        wanted = [piece for piece in one.texts[0] if piece.css in ("wanted", "both")]
-        assert len(wanted) == len(run.answers.target[row])
+        oracle = [piece for piece in one.texts[0] if piece.css in ("oracle", "both")]
+        assert len(oracle) == len(run.answers.target[row])
         for sentence in picked:
             assert sentence.replace(" .", ".").split()[0] in source
     found = answers.section(run)
@@ -289,7 +289,7 @@ def test_of_a_long_document_the_marked_sentences_and_their_neighbours_are_shown(
     assert shown == [f"sentence {place} <b>" for place in (3, 4, 5, 19, 20, 21)]
     assert {piece.text: piece.css for piece in pieces if piece.css} == {
         "sentence 4 <b>": "picked",
-        "sentence 20 <b>": "wanted",
+        "sentence 20 <b>": "oracle",
     }
     left_out = [piece.text for piece in pieces if "left out" in piece.text]
     assert left_out == ["[3 sentences left out]\n", "[13 sentences left out]\n", "[8 sentences left out]\n"]

@@ -11,7 +11,7 @@ import pytest
 from rtrain import config
 from rtrain.report import collect, events
 from rtrain.report.drawing.blocks import Cards, Figure, Section, Table
-from rtrain.report.sections import answers, certificate, curves, data, hardest, labels, overview, slices, terms, timing
+from rtrain.report.sections import answers, certificate, curves, data, hardest, labels, settings, slices, terms, timing
 from tests.conftest import labelled_rows
 from tests.reports import answers_of, make_run, page_of, write_predictions
 
@@ -45,7 +45,7 @@ def table(section: Section | None, title: str) -> Table:
 
 def test_every_section_of_a_finished_run_is_there(finished: Path) -> None:
     page = page_of(finished)
-    headings = ("What was run", "Data", "Training", "Answers", "Slices", "Hardest rows", "Time")
+    headings = ("Outcome", "How it was run", "Data", "Training", "Answers", "Slices", "Hardest rows", "Time")
     assert all(heading in page.words for heading in headings)
     assert "Drill certificate" not in page.words
     assert f"rtrain train {finished}/config.yaml --out NEW_FOLDER" in page.text
@@ -62,18 +62,18 @@ def test_every_chart_has_a_title_a_sentence_and_named_axes(known: collect.Run) -
 
 
 def test_settings_that_differ_from_the_defaults(known: collect.Run) -> None:
-    rows = {str(row[0]): row[1:] for row in table(overview.section(known), "Settings").rows}
+    rows = {str(row[0]): row[1:] for row in table(settings.section(known), "Settings").rows}
     assert rows["train.epochs"] == ("2", "3")
     assert rows["train.save_every"] == ("5", "none")
     assert "train.seed" not in rows
 
 
 def test_digests_and_versions(known: collect.Run) -> None:
-    digests = {row[0]: row[1] for row in table(overview.section(known), "Digests").rows}
+    digests = {row[0]: row[1] for row in table(settings.section(known), "Digests").rows}
     assert known.store is not None
     assert digests["digest of the rows"] == known.store.manifest.digest
     assert digests["digest of the order"] == "cd"
-    assert table(overview.section(known), "Versions").rows == [("ray", "2.60")]
+    assert table(settings.section(known), "Versions").rows == [("ray", "2.60")]
 
 
 def test_rows_of_each_split(known: collect.Run) -> None:

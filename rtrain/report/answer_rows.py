@@ -59,11 +59,11 @@ class AnswerRows:
     def texts(self, rows: Sequence[int]) -> list[str]:
         """The texts of some rows; only the parts of the file that hold them are read."""
         found: dict[int, str] = {}
-        first, wanted = 0, set(rows)
+        first, asked = 0, set(rows)
         with pyarrow.parquet.ParquetFile(self.path) as file:
             for group in range(file.num_row_groups):
                 count = file.metadata.row_group(group).num_rows
-                inside = sorted(row for row in wanted if first <= row < first + count)
+                inside = sorted(row for row in asked if first <= row < first + count)
                 if inside:
                     column = file.read_row_group(group, columns=["text"])["text"]
                     found |= {row: column[row - first].as_py() or "" for row in inside}

@@ -46,9 +46,9 @@ def ensure(run: Path) -> Path | None:
     made = json.loads(path.read_text(encoding="utf-8"))
     if made["engine"] != "torch" or base.get(made["task"]).output not in targets.KINDS:
         return None
-    wanted = answers.hardest(most)
+    hardest = answers.hardest(most)
     kept = read(run, answers.split, made["version"])
-    if kept is not None and kept["asked"] >= len(wanted):
+    if kept is not None and kept["asked"] >= len(hardest):
         return path_of(run, answers.split)
     store = next((event["store"] for event in reversed(events.read(run)) if "store" in event), None)
     if store is None or not (Path(store) / "manifest.json").is_file():
@@ -56,14 +56,14 @@ def ensure(run: Path) -> Path | None:
     from rtrain.explain import rows
     from rtrain.predict import Predictor
 
-    tokens = open_store(Path(store)).read(answers.split, wanted)
+    tokens = open_store(Path(store)).read(answers.split, hardest)
     found = rows.explain(Predictor.load(path.parent), tokens, config.recipe.data.text_pair is not None)
     explained = [
-        {"row": position, **row} for position, row in zip(wanted.tolist(), found["rows"], strict=False)
+        {"row": position, **row} for position, row in zip(hardest.tolist(), found["rows"], strict=False)
     ]  # of a budget that was too small, the first ones
     head = {"schema_version": SCHEMA_VERSION, "split": answers.split, "artifact": made["version"]}
     return _write(
-        path_of(run, answers.split), {**head, "asked": len(wanted), "steps": found["steps"], "rows": explained}
+        path_of(run, answers.split), {**head, "asked": len(hardest), "steps": found["steps"], "rows": explained}
     )
 
 

@@ -13,7 +13,7 @@ from rtrain.config import Config
 from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.metrics import scores
-from rtrain.report import answer_rows, attributions, events, summary
+from rtrain.report import answer_rows, attributions, baseline, events, summary
 from rtrain.tasks import base
 
 Event = dict[str, Any]
@@ -35,6 +35,10 @@ class Run:
     answers: answer_rows.AnswerRows | None
     scores: dict[str, Any] | None
     """scores-<split>.json of the rows that `answers` is about (`rtrain.metrics.scores`)."""
+    validation: dict[str, Any] | None
+    """scores-valid.json, where the run has one."""
+    baselines: dict[str, Any] | None
+    """baselines.json (`rtrain.report.baseline`)."""
     attributions: dict[str, Any] | None
     """attributions-<split>.json of the rows that `answers` is about."""
 
@@ -89,6 +93,8 @@ def read(folder: Path) -> Run:
         artifact=made,
         answers=answers,
         scores=scores.read(folder, answers.split) if answers is not None else None,
+        validation=scores.read(folder, "valid"),
+        baselines=baseline.read(folder),
         attributions=explained,
     )
 

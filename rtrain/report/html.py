@@ -3,19 +3,23 @@
 from pathlib import Path
 
 from rtrain.errors import UserError
-from rtrain.report import attributions, collect
+from rtrain.report import attributions, baseline, collect
 from rtrain.report.drawing.page import render
 from rtrain.report.live.progress import say
-from rtrain.report.sections import answers, certificate, curves, data, hardest, overview, slices, timing
+from rtrain.report.sections import answers, certificate, curves, data, hardest, outcome, settings, slices, timing
 
 NAME = "report.html"
 
 
 def make(folder: Path) -> Path:
-    """`write`, with the attributions of the hardest rows where they can be had. Raises as `write` does."""
-    run = collect.read(folder)
+    """`write`, after the baselines and the attributions of the hardest rows are measured, where they can be had.
+
+    Raises as `write` does.
+    """
+    collect.read(folder)  # refuses a folder without a run before anything is measured
+    baseline.ensure(folder)
     try:
-        attributions.ensure(run.folder)
+        attributions.ensure(folder)
     except UserError as error:
         say(f"no attributions: {error}")
     return write(folder)
@@ -31,9 +35,9 @@ def write(folder: Path) -> Path:
 
 
 def page(run: collect.Run, now: float | None = None) -> str:
-    """The whole page."""
+    """The whole page: the outcome first, what it rests on behind it, settings and digests last."""
     sections = [
-        overview.section(run),
+        outcome.section(run),
         data.section(run),
         curves.section(run),
         answers.section(run),
@@ -41,7 +45,7 @@ def page(run: collect.Run, now: float | None = None) -> str:
         hardest.section(run),
         timing.section(run),
         certificate.section(run),
+        settings.section(run),
     ]
-    tiles = overview.tiles(run, answers.intervals(run))
     shown = [section for section in sections if section]
-    return render(run.summary["run"], run.config.recipe.name, tiles, shown, now)
+    return render(run.summary["run"], run.config.recipe.name, outcome.tiles(run), shown, now)

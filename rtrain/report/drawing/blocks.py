@@ -100,7 +100,25 @@ class Note:
     kind: str = field(default="note", init=False)
 
 
-Block = Figure | Table | Code | Cards | Note
+@dataclass(frozen=True)
+class Step:
+    """One thing to do: what, the figure that calls for it, and the command where one command does it."""
+
+    what: str
+    why: str
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Steps:
+    title: str
+    steps: Sequence[Step]
+    note: str = ""
+    wide: bool = True
+    kind: str = field(default="steps", init=False)
+
+
+Block = Figure | Table | Code | Cards | Note | Steps
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def _worst(found: Sequence[Slice], whole: Measure) -> list[Block]:
             one.rows,
             f"{one.value:.3f}",
             "{:.3f} to {:.3f}".format(*one.interval) if one.interval else "-",
-            _verdict(one, whole),
+            verdict(one, whole),
         )
         for one in worst
     ]
@@ -137,7 +137,7 @@ def _worst(found: Sequence[Slice], whole: Measure) -> list[Block]:
     return [Figure(title, chart, note), table]
 
 
-def _verdict(one: Slice, whole: Measure) -> str:
+def verdict(one: Slice, whole: Measure) -> str:
     if one.interval is None:
         return "-"
     low, high = one.interval

@@ -28,12 +28,12 @@ AROUND = 1
 """Unmarked sentences that are shown on either side of a marked one."""
 LONGEST = 600
 """Characters of a sentence that are shown."""
-CSS = {(True, True): "both", (True, False): "picked", (False, True): "wanted"}
+CSS = {(True, True): "both", (True, False): "picked", (False, True): "oracle"}
 """By (in the summary, taken by the oracle)."""
 LEGEND = (
     Piece("solid line", "picked"),
     Piece(": in the summary only; "),
-    Piece("dashed line", "wanted"),
+    Piece("dashed line", "oracle"),
     Piece(": taken by the oracle only; "),
     Piece("double line", "both"),
     Piece(": both."),
@@ -175,8 +175,8 @@ def _examples(run: Run) -> Block:
     )
     rows: dict[int, str] = {}
     for name, order in choices:
-        wanted = [row for row in order if row not in rows and _fits(name, every[row])]
-        rows |= dict.fromkeys(wanted[:EACH], name)
+        fitting = [row for row in order if row not in rows and _fits(name, every[row])]
+        rows |= dict.fromkeys(fitting[:EACH], name)
     drawn = marked(run, {row: every[row] for row in rows})
     cards = [
         Card("", [("chosen as", name)], f"{answers.source[row]}:{answers.line[row]}", [drawn[row]])
@@ -198,8 +198,8 @@ def shown(run: Run, rows: Sequence[int]) -> dict[int, Shown]:
     answers = run.answers
     if answers is None or run.store is None or not len(rows):
         return {}
-    wanted, found = run.store.read(answers.split, np.array(rows, dtype=np.int64)).labelled, {}
-    for row, values in zip(rows, wanted, strict=True):
+    targets, found = run.store.read(answers.split, np.array(rows, dtype=np.int64)).labelled, {}
+    for row, values in zip(rows, targets, strict=True):
         sentences, (words, _) = summary_rows.sentences_of(values), summary_rows.words_of(values)
         given = np.zeros(len(sentences.words), dtype=np.bool_)
         given[[int(number) - 1 for number in answers.prediction[row]]] = True

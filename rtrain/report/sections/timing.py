@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from rtrain.report.collect import Event, Run
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
-from rtrain.report.drawing.svg import rate
-from rtrain.report.sections.overview import duration
+from rtrain.report.drawing.svg import duration, rate
 from rtrain.report.summary import SECONDS, STATUSES
 
 MEANING = {
@@ -78,8 +77,8 @@ def section(run: Run) -> Section:
     blocks: list[Block] = [
         Figure(f"Training took {share:.0f} % of {duration(found['total'])}", charts.stack(parts, "s"), note),
         Table(
-            "Seconds by section",
-            ("section", "what", "seconds", "ms per update"),
+            "Seconds by part",
+            ("part", "what", "seconds", "ms per update"),
             rows,
             "Sums over the starts that came to an end; per update of these.",
         ),
