@@ -214,10 +214,11 @@ def strengthen_slice(facts: Facts) -> Step | None:
     if facts.weak is None:
         return None
     weak = facts.weak
+    if weak.column == "length":
+        why = f"texts of {weak.value} tokens are answered worse than all beyond chance: {three(weak.score)}"
+        return Step("Look at the texts of that length first: add rows like them", f"{why} on {weak.rows:,} rows")
     named = f"{weak.column} “{short(weak.value, 40)}”"
     why = f"{named} is worse than all rows beyond chance: {three(weak.score)} on {weak.rows:,} rows"
-    if weak.column == "length":
-        return Step("Look at the texts of that length first: add rows like them", why)
     if weak.column.lower() in LANGUAGES:
         return Step(f"Add training rows of {named}, or start from a multilingual encoder (--model)", why)
     return Step(f"Add training rows of {named}", why)
@@ -260,8 +261,10 @@ RULES: tuple[Callable[[Facts], Step | None], ...] = (
 
 
 def path(facts: Facts) -> list[Step]:
-    """From the run to the endpoint; nothing of a run that has no artefact yet."""
+    """From the run to the endpoint; nothing where there is no artefact yet, or a baseline answers better."""
     if not facts.artifact or facts.status != "finished":
+        return []
+    if facts.baseline is not None and facts.score is not None and facts.baseline[1] > facts.score:
         return []
     folder, artifact = shlex.quote(facts.folder), shlex.quote(f"{facts.folder}/artifact")
     if facts.output == "tokens":

@@ -176,7 +176,7 @@ def _of_kind(run: Run) -> list[tuple[str, str, str]]:
     rows = []
     if run.output == "spans" and found.get("by_length"):
         worst = min(found["by_length"], key=lambda one: float(one["f1"]))
-        length = f"{worst['low']} to {worst['high']} tokens"
+        length = " to ".join(str(end) for end in sorted({worst["low"], worst["high"]})) + " tokens"
         rows.append(("length of the answer", length, f"F1 {worst['f1']:.2f} on {worst['rows']:,} questions"))
     if run.output == "summary" and "beside_lead" in found:
         sides = found["beside_lead"]
