@@ -112,6 +112,8 @@ def test_validation_that_was_best_early_calls_for_less_training() -> None:
     early = replace(FINE, validation=((30, 0.8), (60, 0.7), (100, 0.7)), best_update=30)
     assert "best at update 30 of 100" in str(advice.train_shorter(early))
     assert advice.train_shorter(replace(early, best_update=60)) is None
+    both = replace(FINE, validation=RISING, train_loss=0.1, held_out_loss=0.5)
+    assert not str(advice.train_shorter(both)).count("train.epochs")  # beside a step that says to train longer
     assert "Bring more training rows: the model" in str(advice.train_shorter(replace(early, epochs=1)))
 
 

@@ -157,7 +157,7 @@ def test_those_of_other_weights_are_made_anew(run: Path) -> None:
     assert after["rows"] != before["rows"]
 
 
-def test_none_are_wanted_or_possible(run: Path, tmp_path: Path) -> None:
+def test_none_are_asked_for_or_possible(run: Path, tmp_path: Path) -> None:
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("attributions: 20", "attributions: 0"))
     assert attributions.ensure(run) is None

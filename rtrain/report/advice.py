@@ -204,7 +204,7 @@ def train_shorter(facts: Facts) -> Step | None:
         why = f"validation was best at update {facts.best_update:,} of {facts.updates:,}; what followed did not help"
     else:
         return None
-    if facts.epochs == 1:
+    if facts.epochs == 1 or train_longer(facts) is not None:  # the rows are learned by heart, and yet the score rises
         return Step("Bring more training rows: the model learns these by heart", why)
     setting = f"train.epochs={max(1, facts.epochs // 2)}"
     return Step(f"Bring more training rows, or train less: {setting}", why, again(facts, setting))

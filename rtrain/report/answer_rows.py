@@ -1,4 +1,4 @@
-"""`predictions-<split>.parquet` of a run: its rows with their answers, read without their texts."""
+"""The rows of a split with their answers, as `rtrain.runs.predictions` left them; their texts are read on demand."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from rtrain.errors import UserError
 
 COLUMNS = ("position", "row_id", "source", "line", "tokens", "text", "target", "prediction", "score", "loss")
 SPLITS = ("test", "valid")
-"""In the order in which a report prefers them."""
+"""The split that a report prefers comes first."""
 Kind = Literal["classes", "numbers", "lists"]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -40,7 +40,7 @@ class AnswerRows:
     source: Sequence[str]
     line: Ints
     slices: dict[str, list[str]]
-    """Every further column of strings, by its name."""
+    """Value of each row by the name of its column, for every further column of strings."""
 
     def __len__(self) -> int:
         return len(self.loss)

@@ -1,4 +1,4 @@
-"""A run folder, read once: what the sections of the report are made from."""
+"""What is known of a run: its folder, read once, for all sections of the report."""
 
 import json
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def output(self) -> str:
-        """Kind of output: chooses what can be drawn of the rows and of the answers."""
+        """Kind of output; it decides what can be drawn of the rows and of the answers."""
         return base.get(self.config.recipe.task).output
 
     @property
@@ -64,7 +64,7 @@ class Run:
         return base.reading(base.get(self.config.recipe.task), self.config.recipe.data)
 
     def classes(self) -> Ints | None:
-        """The place of its label for each training row, where the task gives a text one label."""
+        """Number of each training row's label [rows], where the task gives a text one label; else None."""
         if self.store is None or self.output != "classes":
             return None
         return self.store.targets("train").values.astype(np.int64)

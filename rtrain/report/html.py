@@ -34,7 +34,7 @@ def write(folder: Path) -> Path:
     return path
 
 
-def page(run: collect.Run, now: float | None = None) -> str:
+def page(run: collect.Run) -> str:
     """The whole page: the outcome first, what it rests on behind it, settings and digests last."""
     sections = [
         outcome.section(run),
@@ -48,4 +48,4 @@ def page(run: collect.Run, now: float | None = None) -> str:
         settings.section(run),
     ]
     shown = [section for section in sections if section]
-    return render(run.summary["run"], run.config.recipe.name, outcome.tiles(run), shown, now)
+    return render(run.summary["run"], run.config.recipe.name, outcome.tiles(run), shown)

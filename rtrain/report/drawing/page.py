@@ -15,12 +15,13 @@ from markupsafe import Markup
 from rtrain.report.drawing.blocks import Section, Tile
 from rtrain.report.drawing.svg import visible
 
-_PIECE = re.compile(r"\s+|[^\s_/.:-]{1,22}[_/.:-]*|[_/.:-]+")
+_PIECE = re.compile(r"\s+|\d{1,12}(?:[.,]\d{1,12})+|[^\s_/.:-]{1,22}[_/.:-]*|[_/.:-]+")
+"""What of a cell stays on one line: figures as a whole."""
 
 
-def render(name: str, recipe: str, tiles: Sequence[Tile], sections: Sequence[Section], now: float | None = None) -> str:
-    """The whole page, made at `now` (seconds since 1970; by default this moment)."""
-    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
+def render(name: str, recipe: str, tiles: Sequence[Tile], sections: Sequence[Section]) -> str:
+    """The whole page, with the time at which it was made."""
+    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     return str(_template().render(name=name, recipe=recipe, made=made, tiles=tiles, sections=sections))
 
 
@@ -35,7 +36,7 @@ def _template() -> Any:
 
 
 def _breakable(cell: Any) -> Any:
-    """A cell whose long names may be broken after `_`, `/` and the like, and elsewhere where there is none of them."""
+    """A cell whose long names may be broken after `_`, `/` and the like; one without these may be broken anywhere."""
     if not isinstance(cell, str):
         return cell
     return Markup("<wbr>").join(_PIECE.findall(visible(cell)))

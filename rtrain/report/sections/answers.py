@@ -13,7 +13,7 @@ from rtrain.report.sections import confusion, entities, numbers, questions, summ
 
 SPLITS = {"test": "test", "valid": "validation"}
 UNITS = {"labels": "yes or no to a label", "tags": "tags of words", "summary": "sentences, taken by the oracle or not"}
-"""What is sure or not, where it is no row's answer."""
+"""What the model is sure of, for outputs where that is no row's answer."""
 
 
 def intervals(run: Run) -> Mapping[str, tuple[float, float]]:
@@ -57,7 +57,7 @@ def _scores(run: Run, found: Mapping[str, Any]) -> Table:
 
 
 def _interval(ends: tuple[float, float] | None) -> str:
-    """Rows that are all alike, or all right, are alike in each resample: that says nothing of other rows."""
+    """The interval, or - where its ends are equal: rows that are all right resample alike, which tells nothing."""
     return "-" if ends is None or ends[0] == ends[1] else " to ".join(map(_figure, ends))
 
 

@@ -24,7 +24,7 @@ def section(run: Run) -> Section:
 
 
 def newest(events: Sequence[Event]) -> list[Event]:
-    """Of each update the last report, in order: a restart repeats those since its checkpoint."""
+    """The last event of each update, in order: a restart repeats the updates since its checkpoint."""
     return [event for _, event in sorted({event["update"]: event for event in events}.items())]
 
 

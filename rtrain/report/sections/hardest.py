@@ -1,4 +1,4 @@
-"""The rows with the largest loss: mistakes of the model, and of the labels; with what their answers rest on."""
+"""The rows with the largest loss, where the model or the label is wrong, and the words that the answers rest on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from rtrain.report.sections import entities, marked, summaries
 
 SHOWN = 20
 UNSURE = ("spans", "summary")
-"""Kinds of output whose score is not how sure the whole answer is: that there is one, or the mean of its parts."""
+"""Kinds of output whose score says how sure a part of the answer is, not the whole, and so is not shown."""
 LONGEST = 700
 """Characters of a text that are shown where it is not explained."""
 
@@ -61,7 +61,7 @@ def _method(found: Mapping[str, Any], numbers: bool) -> str:
 
 
 def _with_entities(run: Run, answers: AnswerRows, rows: Sequence[int], cards: Sequence[Card]) -> list[Card]:
-    """Entities in their words in the place of a tag for each word."""
+    """The cards with entities in words, instead of one tag for each word."""
     words = entities.words(run, rows)
     found = []
     for row, card in zip(rows, cards, strict=True):
@@ -100,7 +100,7 @@ def _card(run: Run, answers: AnswerRows, row: int, text: str) -> Card:
 
 
 def _around(text: str, answer: str) -> str:
-    """The beginning of a text, and where the true answer is not in it, the answer with its surroundings."""
+    """The beginning of a text, and the true answer with its surroundings where it stands further on."""
     place = text.find(answer) if answer else -1
     if len(text) <= LONGEST or place + len(answer) <= LONGEST:
         return text if len(text) <= LONGEST else text[:LONGEST] + " …"

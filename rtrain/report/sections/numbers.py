@@ -1,4 +1,4 @@
-"""Predicted numbers against the true ones; and, of masked text, the loss of each block."""
+"""Numbers: the predicted against the true ones. Masked text: the loss of each block."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from rtrain.report.sections import confusion
 
 MOST_POINTS = 1500
 MOST_STEPS = 25
-"""Of a scale whose confusion is drawn."""
+"""Steps of a scale up to which its confusion matrix is drawn."""
 
 
 def blocks(run: Run, tables: Mapping[str, Any]) -> list[Block]:
@@ -55,7 +55,7 @@ def blocks(run: Run, tables: Mapping[str, Any]) -> list[Block]:
 
 
 def losses(run: Run, tables: Mapping[str, Any]) -> list[Block]:
-    """Of masked tokens there is no answer to look at but how hard they were."""
+    """The losses of blocks of masked text, which has no other answer to look at."""
     answers = run.answers
     assert answers is not None  # section
     known = answers.loss[np.isfinite(answers.loss)]

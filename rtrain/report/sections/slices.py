@@ -34,7 +34,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Measure:
-    """The headline as a reader knows it: of the negative of an error, the error."""
+    """The headline as a reader knows it: an error where the headline is the negative of one."""
 
     name: str
     sign: int
@@ -72,7 +72,7 @@ def measure(scores: dict[str, Any]) -> Measure:
 
 
 def slices(scores: dict[str, Any]) -> list[Slice]:
-    """Those of enough rows, the worst first."""
+    """The slices with at least `FEWEST` rows, the worst first."""
     name, chosen = scores["headline"], measure(scores)
     found = []
     for column, every in scores["slices"].items():
@@ -93,7 +93,7 @@ def slices(scores: dict[str, Any]) -> list[Slice]:
 
 
 def told(run: Run, found: Sequence[Slice]) -> list[Slice]:
-    """Without those that hold no entity, neither a true one nor one that was found: an F1 of 0 is no mistake there."""
+    """The slices without those in which no entity is true or found: their F1 is 0, and yet nothing is wrong there."""
     answers = run.answers
     if answers is None or run.output != "tags":
         return list(found)
@@ -147,7 +147,7 @@ def verdict(one: Slice, whole: Measure) -> str:
 
 
 def _boxes(answers: AnswerRows) -> list[Block]:
-    """Box plots by each column: of the true score for numbers, of the loss for other answers, and of the length."""
+    """Box plots by each column, of the length and of the loss (where the answers are numbers: of the true score)."""
     values, label = (answers.target, "true score") if answers.kind == "numbers" else (answers.loss, "loss of the row")
     tokens = answers.tokens.astype(np.float64)
     found: list[Block] = []

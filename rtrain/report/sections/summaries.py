@@ -29,7 +29,7 @@ AROUND = 1
 LONGEST = 600
 """Characters of a sentence that are shown."""
 CSS = {(True, True): "both", (True, False): "picked", (False, True): "oracle"}
-"""By (in the summary, taken by the oracle)."""
+"""Mark of a sentence by (whether the summary has it, whether the oracle takes it)."""
 LEGEND = (
     Piece("solid line", "picked"),
     Piece(": in the summary only; "),
@@ -194,7 +194,7 @@ def _fits(name: str, one: Shown) -> bool:
 
 
 def shown(run: Run, rows: Sequence[int]) -> dict[int, Shown]:
-    """What is known of these rows of the answers; nothing where the store is gone."""
+    """What is known of these rows, by their position; nothing where the store is gone."""
     answers = run.answers
     if answers is None or run.store is None or not len(rows):
         return {}
@@ -259,7 +259,7 @@ def _gap(count: int) -> Iterator[Piece]:
 
 
 def _named(one: Shown) -> list[tuple[str, str]]:
-    """For who sees no lines: the numbers of the sentences."""
+    """The numbers of the marked sentences, for readers who cannot see the marks."""
     sides = (("summary", one.given), ("oracle", one.sentences.taken))
     return [(name, _numbers(chosen, one.sentences.words)) for name, chosen in sides]
 

@@ -21,7 +21,7 @@ LOST, REST = "cut short", "rest"
 
 
 def lost(log: Sequence[Event]) -> float:
-    """Seconds of the starts that did not come to an end, up to the last event of each."""
+    """Seconds of the starts that did not come to an end, each counted up to its last event."""
     total, begun, last = 0.0, None, 0.0
     for event in [*log, {"kind": "started", "time": 0.0}]:
         if event["kind"] == "started" and begun is not None:
@@ -35,7 +35,7 @@ def lost(log: Sequence[Event]) -> float:
 
 
 def measured_updates(log: Sequence[Event]) -> int:
-    """Updates of the starts that came to an end: those that the seconds are of; 1 at least."""
+    """Updates of the starts that came to an end, which are those whose seconds are known; at least 1."""
     total, first = 0, 0
     for event in log:
         if event["kind"] == "started":
