@@ -15,7 +15,7 @@ from rtrain.explain import rows
 from rtrain.explain.explainer import Explainer
 from rtrain.predict import Predictor
 from rtrain.report import answer_rows, attributions, events, html
-from rtrain.report.sections import marked
+from rtrain.report.kinds import marked
 from rtrain.runs import driver
 from tests.reports import answers_of, make_run, write_predictions
 from tests.tiny import CORPUS, make_artifact, make_task_artifact

@@ -11,18 +11,8 @@ import pytest
 from rtrain.metrics import by_output, summary_rows
 from rtrain.report import collect, html
 from rtrain.report.drawing.blocks import Block, Cards, Figure, Section, Table
-from rtrain.report.sections import (
-    answers,
-    curves,
-    data,
-    entities,
-    hardest,
-    numbers,
-    outcome,
-    questions,
-    slices,
-    summaries,
-)
+from rtrain.report.kinds import entities, numbers, questions, summaries
+from rtrain.report.sections import answers, curves, data, hardest, outcome, slices
 from tests.reports import Page, make_answered
 from tests.test_report_page import table
 

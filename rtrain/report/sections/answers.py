@@ -9,7 +9,7 @@ from rtrain.report.collect import Run
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.drawing.svg import score_name
-from rtrain.report.sections import confusion, entities, numbers, questions, summaries
+from rtrain.report.kinds import confusion, entities, numbers, questions, summaries
 
 SPLITS = {"test": "test", "valid": "validation"}
 UNITS = {"labels": "yes or no to a label", "tags": "tags of words", "summary": "sentences, taken by the oracle or not"}

@@ -10,7 +10,7 @@ from rtrain.report.answer_rows import AnswerRows
 from rtrain.report.collect import Run
 from rtrain.report.drawing.blocks import Block, Card, Cards, Note, Piece, Section
 from rtrain.report.drawing.svg import number, short
-from rtrain.report.sections import entities, marked, summaries
+from rtrain.report.kinds import entities, marked, summaries
 
 SHOWN = 20
 UNSURE = ("spans", "summary")

@@ -12,7 +12,8 @@ from rtrain.report import advice
 from rtrain.report.advice import Facts, Label, Weak
 from rtrain.report.collect import Run
 from rtrain.report.drawing.blocks import Block, Note, Steps
-from rtrain.report.sections import confusion, curves, slices
+from rtrain.report.kinds import confusion
+from rtrain.report.sections import curves, slices
 from rtrain.report.sections.hardest import SHOWN
 
 SURE = 0.9

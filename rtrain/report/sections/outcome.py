@@ -7,7 +7,8 @@ from rtrain.metrics.by_output import metric_for
 from rtrain.report.collect import Run
 from rtrain.report.drawing.blocks import Block, Note, Section, Table, Tile
 from rtrain.report.drawing.svg import duration, number, rate, score_name, short, three
-from rtrain.report.sections import answers, entities, next_steps, slices
+from rtrain.report.kinds import entities
+from rtrain.report.sections import answers, next_steps, slices
 
 EACH = 3
 """Lines of each kind in the table of what is wrong."""

@@ -10,7 +10,7 @@ from rtrain.report.collect import Run
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure
 from rtrain.report.drawing.svg import number, three
-from rtrain.report.sections import confusion
+from rtrain.report.kinds import confusion
 
 MOST_POINTS = 1500
 MOST_STEPS = 25

@@ -10,7 +10,7 @@ from rtrain.metrics.entities import Entity, entities
 from rtrain.report.collect import Run
 from rtrain.report.drawing.blocks import Block, Table
 from rtrain.report.drawing.svg import short
-from rtrain.report.sections import confusion
+from rtrain.report.kinds import confusion
 
 MISSED, INVENTED, TYPE, EDGES, BOTH = ("missed", "invented", "wrong type", "wrong edges", "wrong type and edges")
 MEANING = {
