@@ -17,8 +17,8 @@ from rtrain.data.splits import Splits
 from rtrain.errors import UserError
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import model
-from rtrain.report.memory import PeakMemory
-from rtrain.report.progress import Line, say
+from rtrain.report.live.peak_memory import PeakMemory
+from rtrain.report.live.progress import Line, say
 from rtrain.report.summary import summarise
 from rtrain.run import Run
 from rtrain.runs import driver, opening

@@ -16,7 +16,7 @@ from rtrain.data.store import open_store
 from rtrain.metrics import scores
 from rtrain.predict import Predictor
 from rtrain.report import html
-from rtrain.report.predictions import path_of
+from rtrain.report.answer_rows import path_of
 from rtrain.run import Run
 from rtrain.runs import opening, predictions as answered
 from rtrain.tasks import base

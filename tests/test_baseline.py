@@ -1,10 +1,13 @@
 """The baselines: each learns what it can learn from a few rows, and chooses on the validation rows."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from rtrain.report import baseline
+from rtrain.report import baseline, collect
 from tests.conftest import labelled_rows
+from tests.reports import make_answered, make_run
 
 
 def test_accuracy_on_rows_whose_label_is_in_their_words() -> None:
@@ -60,3 +63,59 @@ def test_tags_are_the_most_frequent_of_each_token() -> None:
         ["B-PER", "O"],
         [],
     ]
+
+
+# ------------------------------------------------------------------------------------------------- of a run's own rows
+
+
+def measured(run: Path) -> dict[str, dict[str, float]]:
+    """Baseline -> split -> headline."""
+    assert baseline.ensure(run) == run / baseline.NAME
+    found = baseline.read(run)
+    assert found is not None
+    return {one["name"]: one["scores"] for one in found["baselines"]}
+
+
+def test_labels_of_a_run_have_two_baselines(tmp_path: Path) -> None:
+    """A text's label is in its words: TF-IDF finds all, the most frequent label its own share."""
+    run = make_answered(tmp_path, "classification")
+    found = measured(run)
+    assert found[baseline.TFIDF] == {"valid": 1.0, "test": 1.0}
+    known = collect.read(run)
+    assert known.store is not None
+    codes = known.classes()
+    assert codes is not None
+    for split, share in found[baseline.ONE_ANSWER].items():
+        most = int(np.bincount(codes).argmax())
+        assert share == pytest.approx(float((known.store.targets(split).values == most).mean()))
+
+
+def test_numbers_of_a_run_are_compared_with_their_mean(tmp_path: Path) -> None:
+    run = make_answered(tmp_path, "regression")
+    found, known = measured(run), collect.read(run)
+    assert known.store is not None
+    true = known.store.targets("test").values.astype(np.float64)
+    spread = float(np.sqrt(((true - known.store.targets("train").values.mean()) ** 2).mean()))
+    assert found[baseline.ONE_ANSWER]["test"] == pytest.approx(-spread)
+    assert found[baseline.TFIDF]["test"] > -spread
+
+
+def test_tagged_words_of_a_run_are_known_by_their_tokens(tmp_path: Path) -> None:
+    assert measured(make_answered(tmp_path, "token_tags")) == {baseline.TAGS: {"valid": 1.0, "test": 1.0}}
+
+
+def test_they_are_measured_once_and_of_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baseline, "MOST_ROWS", 20)
+    run = make_answered(tmp_path, "classification")
+    measured(run)
+    found = baseline.read(run)
+    assert found is not None
+    assert found["trained_on"] == 20
+    monkeypatch.setattr(baseline, "MOST_ROWS", 10)
+    assert baseline.ensure(run) is not None
+    assert baseline.read(run) == found
+
+
+def test_there_are_none_of_other_answers_or_before_the_end(tmp_path: Path) -> None:
+    assert baseline.ensure(make_answered(tmp_path / "labels", "multi_label")) is None
+    assert baseline.ensure(make_run(tmp_path / "begun", trained=False)) is None

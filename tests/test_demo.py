@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rtrain import artifact, config, demo, predict
-from rtrain.report.progress import Line
+from rtrain.report.live.progress import Line
 from tests.processes import end
 from tests.test_serve_deployment import openvino_artifact
 from tests.tiny import make_encoder

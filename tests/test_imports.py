@@ -54,7 +54,13 @@ RAY_ALLOWED = (
         "rtrain.runs.driver",
         "rtrain.runs.group",
     ),
-    *("rtrain.compress.distill", "rtrain.cluster.", "rtrain.report.memory", "rtrain.proof.cases", "rtrain.demo"),
+    *(
+        "rtrain.compress.distill",
+        "rtrain.cluster.",
+        "rtrain.report.live.peak_memory",
+        "rtrain.proof.cases",
+        "rtrain.demo",
+    ),
     *("rtrain.cluster.preflight", "rtrain.proof.faults", "rtrain.runs.notice", "rtrain.runs.placement"),
     *("serve.deployment", "tune."),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rtrain.report import progress
+from rtrain.report.live import progress
 
 SUMMARY: dict[str, Any] = {
     "status": "finished",
@@ -21,9 +21,9 @@ SUMMARY: dict[str, Any] = {
 }
 
 
-def shown(capsys: pytest.CaptureFixture[str], *events: dict[str, Any], prefix: str = "") -> list[str]:
+def shown(capsys: pytest.CaptureFixture[str], *events: dict[str, Any]) -> list[str]:
     """The lines that events leave on stderr, without their times."""
-    with progress.Line(prefix) as line:
+    with progress.Line() as line:
         for event in events:
             line(event)
     out, err = capsys.readouterr()
@@ -137,21 +137,14 @@ def test_the_live_line_of_a_terminal_is_one_line_on_any_width(
     for name, value in {"FORCE_COLOR": "1", "COLUMNS": "40", "TERM": "xterm"}.items():
         monkeypatch.setenv(name, value)
     first, then = ({**update(n, float(n)), "rows": 64 * n, "real_tokens": 999 * n} for n in (1, 3))
-    with progress.Line("[bold]trial 2: ") as line:
+    with progress.Line() as line:
         line({"kind": "started", "workers": 2, "precision": "fp32", "update": 0})
         line(first)
         line(then)
     shown_text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
     lines = [text.rstrip() for text in re.split(r"[\r\n]", shown_text) if "update 3/100" in text]
     assert lines
-    assert all(len(text) <= 40 and text.endswith("…") and "[bold]trial 2" in text for text in lines)
-
-
-def test_a_prefix_goes_before_each_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert shown(capsys, {"kind": "stage", "text": "one"}, update(3, 1.0), prefix="trial 2: ") == [
-        "trial 2: one",
-        "trial 2: update 3/100  loss 0.5000",
-    ]
+    assert all(len(text) <= 40 and text.endswith("…") for text in lines)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from rtrain import events
 from rtrain.cli import app as cli
 from rtrain.errors import UserError
-from rtrain.report import html, predictions
+from rtrain.report import answer_rows, html
 from rtrain.run import Run
 from rtrain.runs import driver
 from tests.reports import Page, answers_of, make_run, page_of, write_predictions, write_scores
@@ -57,7 +57,7 @@ def test_a_file_of_other_columns_is_refused_by_name(tmp_path: Path) -> None:
     import pyarrow.parquet
 
     run = make_run(tmp_path, trained=False)
-    path = predictions.path_of(run, "test")
+    path = answer_rows.path_of(run, "test")
     pyarrow.parquet.write_table(pa.table({"text": ["a"], "target": ["b"]}), path)
     with pytest.raises(UserError, match=rf"{path} lacks the columns position, row_id, source"):
         html.write(run)
@@ -69,7 +69,7 @@ def test_a_file_of_other_columns_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_report_that_fails_is_said_and_does_not_fail_the_run(tmp_path: Path) -> None:
     run, said = make_run(tmp_path), list[str]()
-    predictions.path_of(run, "test").write_bytes(b"no parquet")
+    answer_rows.path_of(run, "test").write_bytes(b"no parquet")
     driver._report(Run(run), lambda event: said.append(event["text"]))
     (kept,) = run.glob("report-*.txt")
     assert "Traceback" in kept.read_text()
@@ -113,26 +113,14 @@ def test_hostile_rows_stay_text(tmp_path: Path) -> None:
     write_predictions(run, targets, found, text=text, source=ATTACKS[3], **more)
     raw = html.write(run).read_text(encoding="utf-8")
     page = Page(raw)
-    drawn = {"svg", "text", "title", "rect", "line", "polyline", "circle"}
-    blocks = {
-        "html",
-        "head",
-        "meta",
-        "style",
-        "body",
-        "header",
-        "main",
-        "footer",
-        "section",
-        "nav",
-        "figure",
-        "figcaption",
-    }
-    inline = {"h1", "h2", "h3", "p", "a", "div", "span", "b", "table", "tr", "th", "td", "pre", "article", "blockquote"}
-    assert set(page.tags) <= drawn | blocks | inline | {"dl", "dt", "dd", "wbr"}
+    drawn = "svg text title rect line polyline circle"
+    blocks = "html head meta style body header main footer section nav figure figcaption article blockquote div"
+    inline = "h1 h2 h3 p a span b table tr th td pre ol li dl dt dd wbr"
+    assert set(page.tags) <= set(f"{drawn} {blocks} {inline}".split())
     assert [name for name, _ in page.attributes if name.startswith("on")] == []
     links = {value for name, value in page.attributes if name in ("href", "src")}
-    assert links == {f"#{anchor}" for anchor in ("run", "data", "curves", "answers", "slices", "hardest", "time")}
+    parts = ("outcome", "data", "curves", "answers", "slices", "hardest", "time", "settings")
+    assert links == {f"#{anchor}" for anchor in parts}
     assert "<script>alert(1)</script>" in page.text  # to be read, not to be run
     assert "{{ 7 * 7 }}" in page.text
     assert not re.search("[\x00-\x08\x0b-\x1f\u202a-\u202e]", raw)

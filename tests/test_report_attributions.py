@@ -15,8 +15,8 @@ from rtrain.errors import UserError
 from rtrain.explain import rows
 from rtrain.explain.explainer import Explainer
 from rtrain.predict import Predictor
-from rtrain.report import attributions, html, predictions
-from rtrain.report.sections import marked
+from rtrain.report import answer_rows, attributions, html
+from rtrain.report.kinds import marked
 from rtrain.run import Run
 from rtrain.runs import driver
 from tests.reports import answers_of, make_run, write_predictions
@@ -123,7 +123,7 @@ def test_the_hardest_rows_are_explained_once_and_kept(run: Path, monkeypatch: py
     path = attributions.ensure(run)
     assert path == run / "attributions-test.json"
     found = json.loads(path.read_text())
-    answers = predictions.read(run, "test")
+    answers = answer_rows.read(run, "test")
     assert answers is not None
     assert [row["row"] for row in found["rows"]] == answers.hardest(20).tolist()
     for row in found["rows"]:
@@ -159,7 +159,7 @@ def test_those_of_other_weights_are_made_anew(run: Path) -> None:
     assert after["rows"] != before["rows"]
 
 
-def test_none_are_wanted_or_possible(run: Path, tmp_path: Path) -> None:
+def test_none_are_asked_for_or_possible(run: Path, tmp_path: Path) -> None:
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("attributions: 20", "attributions: 0"))
     assert attributions.ensure(run) is None

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from markupsafe import Markup
 
-from rtrain.report import charts, svg
-from rtrain.report.charts import Bar, Line, Mark
+from rtrain.report.drawing import charts, svg
+from rtrain.report.drawing.charts import Bar, Line, Mark
 from rtrain.report.stats import Box
 
 HOSTILE = '</text><script>alert("x")</script>&\u202e'

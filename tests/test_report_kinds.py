@@ -10,19 +10,9 @@ import pytest
 
 from rtrain.metrics import by_output, summary_rows
 from rtrain.report import collect, html
-from rtrain.report.blocks import Block, Cards, Figure, Section, Table
-from rtrain.report.sections import (
-    answers,
-    curves,
-    data,
-    entities,
-    hardest,
-    numbers,
-    overview,
-    questions,
-    slices,
-    summaries,
-)
+from rtrain.report.drawing.blocks import Block, Cards, Figure, Section, Table
+from rtrain.report.kinds import entities, numbers, questions, summaries
+from rtrain.report.sections import answers, curves, data, hardest, outcome, slices
 from tests.reports import Page, make_answered
 from tests.test_report_page import table
 
@@ -53,12 +43,12 @@ def words(section: Section | None) -> str:
 def test_every_kind_has_a_page_whose_sections_say_something(task: str, runs: dict[str, collect.Run]) -> None:
     run = runs[task]
     page = Page((run.folder / html.NAME).read_text(encoding="utf-8"))
-    for heading in ("What was run", "Data", "Training", "Answers", "Hardest rows", "Time"):
+    for heading in ("Outcome", "How it was run", "Data", "Training", "Answers", "Hardest rows", "Time"):
         assert heading in page.words
     assert run.scores is not None
     assert len(answers.section(run).blocks) >= 2
     assert not any("neg " in title for title in titles(curves.section(run)))
-    assert "neg" not in overview.tiles(run, answers.intervals(run))[1].name
+    assert "neg" not in outcome.tiles(run)[0].name
     # Nothing that is not a number, and no name of a Python thing, has got into the text.
     for wrong in ("nan", "None", "inf", "array(", "{}"):
         assert wrong not in page.words, wrong
@@ -87,8 +77,8 @@ def test_tasks_that_are_not_explained_have_plain_texts(runs: dict[str, collect.R
 
 def test_numbers_have_scatter_errors_and_lengths(runs: dict[str, collect.Run]) -> None:
     run = runs["regression"]
-    assert run.predictions is not None
-    assert run.predictions.kind == "numbers"
+    assert run.answers is not None
+    assert run.answers.kind == "numbers"
     found = titles(answers.section(run))
     assert any(title.startswith("Predicted against true: correlation") for title in found)
     assert any(title.startswith("Half of the predictions are off by") for title in found)
@@ -117,7 +107,7 @@ def test_an_error_s_worst_slice_is_the_one_with_the_largest(runs: dict[str, coll
     for one in found:
         assert one.interval is not None
         assert one.interval[0] <= one.value <= one.interval[1]
-        verdict = slices._verdict(one, whole)
+        verdict = slices.verdict(one, whole)
         if one.interval[0] > whole.whole:
             assert verdict == "worse"
 
@@ -162,10 +152,10 @@ def test_mistakes_of_entities_by_kind() -> None:
 
 def test_examples_of_mistakes_are_in_the_file_s_own_words(runs: dict[str, collect.Run]) -> None:
     run = runs["token_tags"]
-    assert run.predictions is not None
+    assert run.answers is not None
     found = answers.section(run)
     (rows,) = (block.rows for block in found.blocks if isinstance(block, Table) and "mistakes are" in block.title)
-    every = [entities.mistakes(*pair) for pair in zip(run.predictions.target, run.predictions.prediction, strict=True)]
+    every = [entities.mistakes(*pair) for pair in zip(run.answers.target, run.answers.prediction, strict=True)]
     assert sum(int(row[2]) for row in rows) == sum(map(len, every))
     shown = [str(row[3]) for row in rows if row[3] != "-"]
     assert shown
@@ -194,9 +184,9 @@ def test_questions_by_length_and_threshold(runs: dict[str, collect.Run]) -> None
 
 def test_true_answers_of_questions_are_words(runs: dict[str, collect.Run]) -> None:
     run = runs["span_qa"]
-    assert run.predictions is not None
-    assert set(Counter(run.predictions.target.tolist())) <= {"monday", ""}
-    assert "monday" in run.predictions.target.tolist()
+    assert run.answers is not None
+    assert set(Counter(run.answers.target.tolist())) <= {"monday", ""}
+    assert "monday" in run.answers.target.tolist()
 
 
 def test_each_kind_of_output_has_a_section_of_its_own() -> None:
@@ -242,9 +232,9 @@ def test_a_difference_that_may_be_chance_is_said_to_be() -> None:
 def test_lengths_and_places_of_the_sentences_that_were_picked(runs: dict[str, collect.Run]) -> None:
     run = runs["extractive_summary"]
     assert run.scores is not None
-    assert run.predictions is not None
+    assert run.answers is not None
     rows = {row[0]: row[1:] for row in table(answers.section(run), "A summary has").rows}
-    picked = np.mean([len(numbers) for numbers in run.predictions.prediction])
+    picked = np.mean([len(numbers) for numbers in run.answers.prediction])
     assert rows["summary"][0] == f"{picked:.1f}"
     assert float(str(rows["summary"][1])) < float(str(rows["whole document"][1]))
     positions = run.scores["tables"]["positions"]
@@ -255,9 +245,9 @@ def test_lengths_and_places_of_the_sentences_that_were_picked(runs: dict[str, co
 def test_documents_have_the_picked_sentences_marked(runs: dict[str, collect.Run]) -> None:
     """In the file's own words, each sentence once although the windows overlap; ROUGE is the one of the scores."""
     run = runs["extractive_summary"]
-    assert run.predictions is not None
+    assert run.answers is not None
     assert run.store is not None
-    every = summaries.shown(run, range(len(run.predictions)))
+    every = summaries.shown(run, range(len(run.answers)))
     assert run.scores is not None
     for name, key in (("rouge", "rouge"), ("lead_rouge", "lead"), ("oracle_rouge", "oracle")):
         mean = np.mean([getattr(one, key) for one in every.values()])
@@ -265,9 +255,9 @@ def test_documents_have_the_picked_sentences_marked(runs: dict[str, collect.Run]
     drawn, source = summaries.marked(run, every), (run.folder.parent / "rows.jsonl").read_text().lower()
     for row, one in drawn.items():
         picked = [piece.text for piece in one.texts[0] if piece.css in ("picked", "both")]
-        assert len(picked) == len(run.predictions.prediction[row])
-        wanted = [piece for piece in one.texts[0] if piece.css in ("wanted", "both")]
-        assert len(wanted) == len(run.predictions.target[row])
+        assert len(picked) == len(run.answers.prediction[row])
+        oracle = [piece for piece in one.texts[0] if piece.css in ("oracle", "both")]
+        assert len(oracle) == len(run.answers.target[row])
         for sentence in picked:
             assert sentence.replace(" .", ".").split()[0] in source
     found = answers.section(run)
@@ -289,7 +279,7 @@ def test_of_a_long_document_the_marked_sentences_and_their_neighbours_are_shown(
     assert shown == [f"sentence {place} <b>" for place in (3, 4, 5, 19, 20, 21)]
     assert {piece.text: piece.css for piece in pieces if piece.css} == {
         "sentence 4 <b>": "picked",
-        "sentence 20 <b>": "wanted",
+        "sentence 20 <b>": "oracle",
     }
     left_out = [piece.text for piece in pieces if "left out" in piece.text]
     assert left_out == ["[3 sentences left out]\n", "[13 sentences left out]\n", "[8 sentences left out]\n"]
@@ -329,13 +319,13 @@ def test_entities_of_the_hardest_rows_are_named_by_their_words(runs: dict[str, c
 
 def test_a_slice_without_entities_is_no_worst_slice(runs: dict[str, collect.Run]) -> None:
     run = runs["token_tags"]
-    assert run.predictions is not None
-    found = run.predictions
+    assert run.answers is not None
+    found = run.answers
     column = ["empty" if row % 2 else "full" for row in range(len(found))]
     said, true = (np.empty(len(found), dtype=object) for _ in range(2))
     said[:] = [["O", "B-x"] if name == "full" else ["O", "O"] for name in column]
     true[:] = [["O", "O"]] * len(found)
-    changed = replace(run, predictions=replace(found, target=true, prediction=said, slices={"part": column}))
+    changed = replace(run, answers=replace(found, target=true, prediction=said, slices={"part": column}))
     every = [slices.Slice(f"part: {name}", 20, 0.0, (0.0, 0.0)) for name in ("empty", "full")]
     assert [one.name for one in slices.told(changed, every)] == ["part: full"]
     assert slices.told(runs["regression"], every) == every
@@ -365,7 +355,7 @@ def test_questions_show_where_the_true_answer_is() -> None:
 
 def test_masked_text_has_perplexities_and_no_confusion(runs: dict[str, collect.Run]) -> None:
     run = runs["masked_lm"]
-    assert run.predictions is not None
+    assert run.answers is not None
     found = titles(answers.section(run))
     assert any("have a perplexity of" in title for title in found)
     assert not any("Confused" in title or "labels" in title for title in found)
@@ -380,8 +370,8 @@ def test_masked_text_has_perplexities_and_no_confusion(runs: dict[str, collect.R
 def test_answers_are_those_of_the_artefact(runs: dict[str, collect.Run]) -> None:
     """The helper's runs are real: what the page is about is what the files say."""
     for run in runs.values():
-        assert run.predictions is not None
+        assert run.answers is not None
         assert run.scores is not None
         kept = pyarrow.parquet.read_table(run.folder / "predictions-test.parquet")
-        assert kept.num_rows == run.scores["rows"] == len(run.predictions)
-        assert np.isfinite(run.predictions.loss).all()
+        assert kept.num_rows == run.scores["rows"] == len(run.answers)
+        assert np.isfinite(run.answers.loss).all()

@@ -10,8 +10,8 @@ import pytest
 
 from rtrain import config, events
 from rtrain.report import collect
-from rtrain.report.blocks import Cards, Figure, Section, Table
-from rtrain.report.sections import answers, certificate, curves, data, hardest, labels, overview, slices, terms, timing
+from rtrain.report.drawing.blocks import Cards, Figure, Section, Table
+from rtrain.report.sections import answers, certificate, curves, data, hardest, labels, settings, slices, terms, timing
 from tests.conftest import labelled_rows
 from tests.reports import answers_of, make_run, page_of, write_predictions
 
@@ -45,7 +45,7 @@ def table(section: Section | None, title: str) -> Table:
 
 def test_every_section_of_a_finished_run_is_there(finished: Path) -> None:
     page = page_of(finished)
-    headings = ("What was run", "Data", "Training", "Answers", "Slices", "Hardest rows", "Time")
+    headings = ("Outcome", "How it was run", "Data", "Training", "Answers", "Slices", "Hardest rows", "Time")
     assert all(heading in page.words for heading in headings)
     assert "Drill certificate" not in page.words
     assert f"rtrain train {finished}/config.yaml --out NEW_FOLDER" in page.text
@@ -62,18 +62,18 @@ def test_every_chart_has_a_title_a_sentence_and_named_axes(known: collect.Run) -
 
 
 def test_settings_that_differ_from_the_defaults(known: collect.Run) -> None:
-    rows = {str(row[0]): row[1:] for row in table(overview.section(known), "Settings").rows}
+    rows = {str(row[0]): row[1:] for row in table(settings.section(known), "Settings").rows}
     assert rows["train.epochs"] == ("2", "3")
     assert rows["train.save_every"] == ("5", "none")
     assert "train.seed" not in rows
 
 
 def test_digests_and_versions(known: collect.Run) -> None:
-    digests = {row[0]: row[1] for row in table(overview.section(known), "Digests").rows}
+    digests = {row[0]: row[1] for row in table(settings.section(known), "Digests").rows}
     assert known.store is not None
     assert digests["digest of the rows"] == known.store.manifest.digest
     assert digests["digest of the order"] == "cd"
-    assert table(overview.section(known), "Versions").rows == [("ray", "2.60")]
+    assert table(settings.section(known), "Versions").rows == [("ray", "2.60")]
 
 
 def test_rows_of_each_split(known: collect.Run) -> None:
@@ -198,8 +198,8 @@ def test_a_restart_without_a_crash_is_marked_as_such(tmp_path: Path) -> None:
 
 
 def test_scores_have_intervals_that_hold_them(known: collect.Run) -> None:
-    assert known.predictions is not None
-    value, (low, high) = known.predictions.right.mean(), answers.intervals(known)["accuracy"]
+    assert known.answers is not None
+    value, (low, high) = known.answers.right.mean(), answers.intervals(known)["accuracy"]
     assert low < value < high
     rows = {row[0]: row[1:] for row in table(answers.section(known), "Scores").rows}
     assert rows["accuracy"] == (f"{value:.4f}", f"{low:.4f} to {high:.4f}")
@@ -208,12 +208,12 @@ def test_scores_have_intervals_that_hold_them(known: collect.Run) -> None:
 
 
 def test_most_confused_pair_is_named(known: collect.Run) -> None:
-    assert known.predictions is not None
-    pairs = list(zip(known.predictions.target, known.predictions.prediction, strict=True))
+    assert known.answers is not None
+    pairs = list(zip(known.answers.target, known.answers.prediction, strict=True))
     rows = table(answers.section(known), "Most confused").rows
     for true, said, count in rows:
         assert pairs.count((true, said)) == count
-    assert sum(int(row[2]) for row in rows) == (~known.predictions.right).sum()
+    assert sum(int(row[2]) for row in rows) == (~known.answers.right).sum()
 
 
 def test_worst_slice_is_the_planted_one(known: collect.Run) -> None:
@@ -228,8 +228,8 @@ def test_hardest_rows_are_those_of_the_largest_loss(known: collect.Run) -> None:
     section = hardest.section(known)
     assert section is not None
     (cards,) = (block.cards for block in section.blocks if isinstance(block, Cards))
-    assert known.predictions is not None
-    largest = np.argsort(-known.predictions.loss)[:20]
+    assert known.answers is not None
+    largest = np.argsort(-known.answers.loss)[:20]
     assert [card.where for card in cards] == [f"rows.csv:{row + 2}" for row in largest]
     assert cards[0].text == f"text number {largest[0]}"
 

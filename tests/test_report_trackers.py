@@ -12,7 +12,7 @@ import pytest
 from rtrain import config, events
 from rtrain.config import Config
 from rtrain.errors import ConfigError, UserError
-from rtrain.report import trackers
+from rtrain.report.live import trackers
 from rtrain.runs import driver, opening as runs
 from tests.conftest import labelled_rows
 from tests.reports import make_run, settings, train

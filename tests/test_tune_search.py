@@ -16,7 +16,7 @@ from rtrain.checkpoints import checkpoint
 from rtrain.config import with_overrides
 from rtrain.errors import ConfigError, UserError
 from rtrain.report import summary
-from rtrain.report.progress import search_text
+from rtrain.report.live.progress import search_text
 from tests.trained import settings
 from tune import search, trial
 

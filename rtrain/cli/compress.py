@@ -38,7 +38,7 @@ def distill(
     leave_to_supervisor(config, folder, reuse)
     from rtrain.cluster.session import session
     from rtrain.compress import distill as distillation
-    from rtrain.report.progress import Line, summary_text
+    from rtrain.report.live.progress import Line, summary_text
 
     with session(distillation.settled(config, folder, reuse), folder.parent), Line() as line:
         student, summary = distillation.run(config, teacher, folder, reuse, on_event=line)

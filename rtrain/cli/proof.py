@@ -52,7 +52,7 @@ def _layouts(
 ) -> Any:
     from rtrain.cluster.session import session
     from rtrain.proof import verify as proof
-    from rtrain.report.progress import Line
+    from rtrain.report.live.progress import Line
     from rtrain.runs import driver, opening
 
     assert recipe is not None
@@ -76,7 +76,7 @@ def drill(
     """Kill a run again and again, resume it, and compare it with one that was never touched."""
     from rtrain.cluster.session import session
     from rtrain.proof import drill as proof
-    from rtrain.report.progress import Line
+    from rtrain.report.live.progress import Line
     from rtrain.runs import driver, opening
 
     config = opening.absolute(configured(recipe, assignments, data=data, test=test, model=model, workers=workers))

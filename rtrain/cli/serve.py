@@ -73,7 +73,7 @@ def serve(
     """Answer HTTP requests with an artefact, on Ray Serve, until Ctrl-C."""
     from rtrain import artifact as artifacts
     from rtrain.cluster.session import session, until_interrupted
-    from rtrain.report.progress import say
+    from rtrain.report.live.progress import say
     from serve import access, deployment
 
     config = configured("intent", assignments, host=host, port=port, insecure=insecure or None, address=address)

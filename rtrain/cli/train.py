@@ -58,7 +58,7 @@ def train(
     short = {"data": data, "valid": valid, "test": test, "model": model, "workers": workers, "address": address}
     config, folder, reuse = opened(recipe, assignments, out, resume, new, **short)
     from rtrain.cluster.session import session
-    from rtrain.report.progress import Line, summary_text
+    from rtrain.report.live.progress import Line, summary_text
     from rtrain.runs import driver
 
     source, _ = driver.check(config, folder.parent)
@@ -86,7 +86,7 @@ def tune(
     short = {"data": data, "valid": valid, "test": test, "model": model, "workers": workers, "address": address}
     config, folder, reuse = opened(recipe, assignments, out, resume, new, "-search", **short)
     from rtrain.cluster.session import session
-    from rtrain.report.progress import Line, search_text
+    from rtrain.report.live.progress import Line, search_text
     from rtrain.runs import driver
     from tune import search
 

@@ -18,7 +18,7 @@ from rtrain.predict import Predictor
 from rtrain.tasks.base import Input, Task
 
 APART = 1e-3
-"""Most by which the model may answer otherwise from embeddings than from tokens, relative to 1 + |value|."""
+"""Largest difference between the answers from tokens and from their embeddings, absolute or relative."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Reading:
 
 @dataclass(frozen=True, eq=False)
 class Explained:
-    """One value and what each part of the texts adds to it, beside an answer to nothing but padding."""
+    """One value, and what each part of the texts adds to it compared with a text of padding."""
 
     label: str
     span: tuple[int, int] | None
@@ -67,7 +67,7 @@ class Explained:
 @dataclass(frozen=True)
 class Explanation:
     truncated: bool
-    """Words behind the last one named were not read."""
+    """True where the text goes on behind the last word that was read."""
     answers: tuple[Explained, ...]
 
     def to_document(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Explainer:
         ]
 
     def check(self, label: str | None) -> None:
-        """Refuse, with a LabelError, a label that the model has not."""
+        """Raise a LabelError for a label that the model does not have."""
         if label is not None:
             check_label(self._predictor.task, self._predictor.head, label)
 
@@ -110,7 +110,7 @@ class Explainer:
         steps: int | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> Explanation:
-        """Of one row and the model's output for it. `steps`: fixed instead of doubled until the error is small.
+        """Explain the model's output for one row. `steps` are doubled until the error is small, unless they are given.
 
         Raises LabelError, and `gradients.Stopped` as soon as `stop()` is true.
         """
@@ -123,7 +123,7 @@ class Explainer:
         special = gradients.special(encoded.ids, encoded.spans, self._special)
         score = partial(values, task=predictor.task, head=predictor.head, targets=targets)
         path = gradients.Path(self._network, self._accepted, pack([encoded]), special, predictor.pad_id, score, stop)
-        found = integrate(path, steps, TOLERANCE)
+        found = integrate(path, steps)
         self._check_alike(targets, output, found.values)
         texts = _texts(asked, predictor.task)
         sides = words.sides(encoded, special.tolist(), paired=len(texts) > 1)
@@ -148,7 +148,7 @@ class Explainer:
         )
 
     def _check_alike(self, targets: Sequence[Target], output: Floats, found: Doubles) -> None:
-        """An explanation of another value than the answer's would be worth nothing."""
+        """Refuse a network that answers otherwise from embeddings: the explanation would be of another value."""
         for target, value in zip(targets, found.tolist(), strict=True):
             answered = target.value(output)
             if not math.isclose(value, answered, rel_tol=APART, abs_tol=APART):

@@ -1,8 +1,8 @@
 """Values and slopes of a float model on the straight way from a baseline to a row, a few points at a time.
 
-The way leads through the embeddings: from those of padding, the special tokens kept, to those of the row's tokens. All
-windows of a row move together, and are pooled by the caller's score, so that the attributions of a long text add up to
-the change of its one answer.
+The way leads through the embeddings, from those of padding (special tokens are kept) to those of the row's tokens. All
+windows of a row move together, and the caller's score pools them: so the attributions of a long text add up to the
+change of its one answer.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     import transformers
 
 POINT_TOKENS = 1024
-"""Tokens of one forward and backward pass; a longer row goes point by point. Of MiniLM that is some 150 MB."""
+"""Tokens of one forward and backward pass, some 150 MB of MiniLM; a longer row is passed one point at a time."""
 
 Score = Callable[["torch.Tensor", Tokens], "torch.Tensor"]
 """Logits [windows or tokens, outputs] of rows -> [rows, targets]."""
 
 
 class Stopped(Exception):
-    """Nobody awaits the explanation any more."""
+    """The caller no longer waits for the explanation."""
 
 
 class Path:
-    """The way to one row. Changes nothing of the network: other threads may use it meanwhile."""
+    """The way to one row. It changes nothing in the network, which other threads may use meanwhile."""
 
     def __init__(
         self,
@@ -84,13 +84,13 @@ class Path:
         values = self._score(logits, rows)
         slopes = np.empty((len(points), values.shape[1], len(self._row.ids)))
         for target in range(values.shape[1]):
-            # Without accumulation into the parameters: the graph is this thread's own, the parameters are not.
+            # `grad` does not accumulate into the parameters, which this thread shares with others.
             (gradient,) = torch.autograd.grad(values[:, target].sum(), embedded, retain_graph=True)
             slopes[:, target] = (gradient * self._way).double().sum(dim=-1).numpy()
         return values.detach().double().numpy(), slopes
 
     def _logits(self, embedded: "torch.Tensor", inputs: dict[str, "torch.Tensor"]) -> "torch.Tensor":
-        """Of one window at each point, [points, outputs] or [points, tokens, outputs]."""
+        """Logits of one window at each point: [points, outputs] or [points, tokens, outputs]."""
         from torch.utils import checkpoint
 
         def forward(embedded: "torch.Tensor") -> "torch.Tensor":
@@ -100,13 +100,13 @@ class Path:
 
         if len(self._windows) == 1:
             return forward(embedded)
-        # Activations of one window at a time: computed again in the backward pass.
+        # Only one window's activations are held at a time; the backward pass computes them again.
         again: torch.Tensor = checkpoint.checkpoint(forward, embedded, use_reentrant=False, preserve_rng_state=False)
         return again
 
 
 def _inputs(length: int, second: int, accepted: frozenset[str]) -> dict[str, "torch.Tensor"]:
-    """What the network takes beside the embeddings of a window, [1, length]. Nothing is padded."""
+    """Mask and types of a window [1, length], as far as the network takes them. Nothing is padded."""
     import torch
 
     types = (torch.arange(length) >= second).long()
@@ -115,7 +115,7 @@ def _inputs(length: int, second: int, accepted: frozenset[str]) -> dict[str, "to
 
 
 def special(ids: Sequence[int], spans: Sequence[tuple[int, int]], special_ids: frozenset[int]) -> npt.NDArray[np.bool_]:
-    """Which tokens were added by the tokenizer; a special token's name that stands in the text is text."""
+    """Which tokens the tokenizer added [tokens]; a special token's name that a user wrote in the text is text."""
     return np.array(
         [number in special_ids and start == end for number, (start, end) in zip(ids, spans, strict=True)],
         dtype=np.bool_,

@@ -5,7 +5,8 @@ attribution = (x - baseline) * integral over a from 0 to 1 of the gradient at ba
 Summed over the inputs it is f(x) - f(baseline): how far it is from that, the completeness error, tells how good the
 quadrature was. Ours is Clenshaw-Curtis: nearly as accurate as Gauss-Legendre (Trefethen 2008, "Is Gauss quadrature
 better than Clenshaw-Curtis?"), and when its steps are doubled every earlier point is used again. The ends are among its
-points, so that f(x) and f(baseline) come with them.
+points, so that f(x) and f(baseline) come with them. Captum's `IntegratedGradients` does not take its place: it explains
+one output a call, so that each target costs the forward passes anew, and its rules share no points when steps double.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ FIRST_STEPS, MOST_STEPS = 16, 256
 TOLERANCE = 0.01
 """Completeness error up to which steps are not doubled once more."""
 ROUNDING = 1e-4
-"""Of fp32 logits, beside the largest value: a smaller difference cannot be told from none."""
+"""Rounding of fp32 logits, relative to the largest value: a smaller difference cannot be told from none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +34,7 @@ class Integral:
     baselines: Doubles
     """f(baseline) of each target."""
     steps: int
-    """Intervals on the path; the gradient was taken at one point more."""
+    """Intervals on the way; the gradient was taken at one point more."""
 
     @property
     def errors(self) -> list[float | None]:
@@ -42,31 +43,29 @@ class Integral:
         return [float(gap / abs(way)) if way else None for gap, way in zip(_gaps(self), moved.tolist(), strict=True)]
 
 
-def integrate(
-    along: Callable[[Doubles], tuple[Doubles, Doubles]], steps: int | None = None, tolerance: float = TOLERANCE
-) -> Integral:
-    """`along(points [n])` -> values [n, targets] and slopes [n, targets, tokens], a token's slope being the dot product
-    of its gradient with its way from the baseline.
+def integrate(along: Callable[[Doubles], tuple[Doubles, Doubles]], steps: int | None = None) -> Integral:
+    """The integral of a function along the way from the baseline to x.
 
-    With `steps` (even) that many; without, from FIRST_STEPS on doubled until the error of each target is within the
-    tolerance, or MOST_STEPS are reached: the error says which.
+    `along(points [n])` -> values [n, targets] and slopes [n, targets, tokens]; a token's slope is the dot product of
+    its gradient and its way from the baseline. `steps` is even. Without it, steps start at FIRST_STEPS and are doubled
+    until the error of each target is within TOLERANCE or MOST_STEPS are reached; `errors` says which it was.
     """
     number = steps or FIRST_STEPS
     values, slopes = along(nodes(number))
     while True:
         weighted = np.tensordot(weights(number), slopes, axes=1)
         found = Integral(weighted, values[-1], values[0], number)
-        if steps or 2 * number > MOST_STEPS or _converged(found, tolerance):
+        if steps or 2 * number > MOST_STEPS or _converged(found):
             return found
         number *= 2
         between_values, between_slopes = along(nodes(number)[1::2])
         values, slopes = _interleaved(values, between_values), _interleaved(slopes, between_slopes)
 
 
-def _converged(found: Integral, tolerance: float) -> bool:
+def _converged(found: Integral) -> bool:
     moved = np.abs(found.values - found.baselines)
     rounding = ROUNDING * np.maximum(np.abs(found.values), np.abs(found.baselines))
-    return bool((_gaps(found) <= tolerance * moved + rounding).all())
+    return bool((_gaps(found) <= TOLERANCE * moved + rounding).all())
 
 
 def _gaps(found: Integral) -> Doubles:
@@ -81,13 +80,13 @@ def _interleaved(even: Doubles, odd: Doubles) -> Doubles:
 
 
 def nodes(steps: int) -> Doubles:
-    """The `steps` + 1 points of [0, 1], both ends included; every second one is a point of half as many steps."""
+    """The `steps` + 1 points of [0, 1], both ends included. Every second one is also a point of half as many steps."""
     points: Doubles = (1 - np.cos(np.arange(steps + 1) * np.pi / steps)) / 2
     return points
 
 
 def weights(steps: int) -> Doubles:
-    """Of the points; they sum to 1. Exact for polynomials of degree `steps`, which must be even."""
+    """Weights of the points [steps + 1]; they sum to 1, and are exact for polynomials of degree `steps` (even)."""
     half = np.arange(1, steps // 2 + 1)
     factors = np.where(half == steps // 2, 1.0, 2.0) / (4.0 * half**2 - 1)
     angles: Any = 2 * np.pi * np.outer(np.arange(steps + 1), half) / steps

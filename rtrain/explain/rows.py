@@ -1,4 +1,4 @@
-"""Explanations of rows as a token store has them: their text is what their tokens spell.
+"""Explanations of rows of a token store, whose texts are what their tokens spell.
 
 The work is bounded by a number of tokens, not by a clock: the same rows get the same explanations on every machine.
 """
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     import tokenizers
 
 STEPS = (32, 16, 8)
-"""Of the integral, for all rows alike: the most that the budget allows."""
+"""Steps of the integral, the same for all rows: the most that the budget allows."""
 BUDGET = 100_000
 """Tokens that pass through the model and back: about half a minute of MiniLM on two cores; 20 short rows need a tenth
 of it."""
 
 
 def plan(lengths: Sequence[int], budget: int = BUDGET) -> tuple[int, int]:
-    """(rows that are explained, from the first on; steps). Where even the fewest steps are too many, fewer rows are."""
+    """(number of explained rows, steps). Where even the fewest steps are too many, the last rows are left out."""
     for steps in STEPS:
         if sum(lengths) * (steps + 1) <= budget:
             return len(lengths), steps
@@ -52,7 +52,7 @@ def explain(predictor: Predictor, tokens: Tokens, paired: bool, budget: int = BU
 
 
 def read(predictor: Predictor, row: Tokens, paired: bool) -> tuple[Input, Encoded]:
-    """One row's texts, and its tokens with the characters of these texts that they are of."""
+    """The texts of one row, and its tokens with the characters that each one covers."""
     tokenizer, ids = predictor.tokenizer, row.ids.tolist()
     windows = [
         Window(int(length), int(second) if paired else int(length))
@@ -74,9 +74,9 @@ def read(predictor: Predictor, row: Tokens, paired: bool) -> tuple[Input, Encode
 
 
 def spelt(tokenizer: "tokenizers.Tokenizer", ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
-    """The text of tokens, and the characters of each; a token whose characters come with the next one has none."""
+    """The text that tokens spell, and the characters of each token; one that is spelt with the next token has none."""
     starts = [list(ids[: number + 1]) for number in range(len(ids))]
-    # Of every beginning: what a token spells may depend on those before it, and none knows its characters.
+    # Every beginning is decoded: what a token spells may depend on the tokens before it.
     begun = tokenizer.decode_batch(starts, skip_special_tokens=False)
     text, end, spans = begun[-1] if begun else "", 0, []
     for part in begun:
@@ -96,7 +96,7 @@ def _merged(
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """The tokens of one text, each once, and for each place of it in the windows the number of its token.
 
-    Of a pair one text is whole in every window; of the other, windows next to each other share `stride` tokens.
+    One text of a pair is whole in every window; neighbouring windows share `stride` tokens of the other one.
     """
     begin, parts = 0, []
     for window in windows:
@@ -139,5 +139,5 @@ def _parts(readings: Sequence[Reading], name: str) -> list[list[float]]:
 
 
 def _rounded(value: float) -> float:
-    """Four digits: the same on machines whose last bits differ, and half of the file's size."""
+    """The value to four digits: equal on machines whose last bits differ, and half as long in the file."""
     return float(f"{value:.4g}")

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import torch
 
 MOST_TARGETS = 8
-"""Of one answer, the surest labels first: each costs a backward pass of its own."""
+"""Targets of one answer, the surest first: each costs a backward pass of its own."""
 
 
 class LabelError(UserError):
-    """A label that the model has not, or that the text was not given."""
+    """The model does not have the label, or did not give it to the text."""
 
 
 class Target(NamedTuple):
@@ -33,12 +33,12 @@ class Target(NamedTuple):
     """At which token each column is read, where each token is answered."""
     scale: float = 1.0
     shift: float = 0.0
-    """From the model's output to the value's unit."""
+    """Value = scale x output + shift, in the unit of the training scores."""
     span: tuple[int, int] | None = None
     """Characters that are labelled, where it is not the whole text."""
 
     def value(self, output: Floats) -> float:
-        """From the row's output, [outputs] or [tokens, outputs]."""
+        """The target's value in a row's output, which is [outputs] or [tokens, outputs]."""
         columns = list(self.columns)
         read = output[columns] if self.tokens is None else output[list(self.tokens), columns]
         return float(np.mean(read, dtype=np.float64)) * self.scale + self.shift
@@ -47,10 +47,10 @@ class Target(NamedTuple):
 def choose(
     task: Task, head: Head, asked: Input, encoded: Encoded, output: Floats, label: str | None = None
 ) -> list[Target]:
-    """What there is to explain of a row's output, or of the label that is named instead; none where no word was tagged.
+    """What is explained: the answer to a row, or the label that is named instead; nothing where no word was tagged.
 
-    A class by its logit, each label that was given (or else the likeliest), each head's class, each entity by the mean
-    logit of its words' tags, a number in the unit of the training scores.
+    That is a class by its logit, each label that was given (or else the likeliest one), the class of each head, each
+    entity by the mean logit of its words' tags, or a number in the unit of the training scores.
     """
     return KINDS[task.output](head, asked, encoded, output, label)[:MOST_TARGETS]
 
@@ -62,12 +62,12 @@ def check(task: Task) -> None:
 
 
 def check_label(task: Task, head: Head, label: str) -> None:
-    """A LabelError with the nearest names, where the model has no such label."""
+    """Raise a LabelError with the nearest names where the model has no such label."""
     _place(label, _types(head) if task.output == "tags" else head.labels)
 
 
 def values(logits: "torch.Tensor", rows: Tokens, task: Task, head: Head, targets: Sequence[Target]) -> "torch.Tensor":
-    """[rows, targets], with a gradient; the rows are equally long."""
+    """Values of the targets [rows, targets], with a gradient, from logits of rows that are equally long."""
     import torch
 
     if task.by_token:
@@ -125,7 +125,7 @@ def _tags(head: Head, asked: Input, encoded: Encoded, output: Floats, label: str
 
 
 def _types(head: Head) -> list[str]:
-    """Of entities."""
+    """Types of entities."""
     return sorted({name.partition("-")[2] for name in head.labels} - {""})
 
 

@@ -1,4 +1,4 @@
-"""Attributions of tokens added up to words and sentences of the text, by the characters that they cover."""
+"""Words and sentences of a text with the sum of their tokens' attributions, by the characters that tokens cover."""
 
 import bisect
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ class Part(NamedTuple):
 
 
 def word_spans(text: str) -> list[Span]:
-    """Words, numbers, and each punctuation mark, ideograph and emoji by itself: every character that is no blank, once.
+    """Words, numbers, punctuation marks, ideographs and emoji; each character that is no blank is in exactly one.
 
-    Words have their inner apostrophes and hyphens, numbers their inner points.
+    Words keep inner apostrophes and hyphens, numbers inner points; of the others each character is a word.
     """
     return [match.span() for match in _WORD.finditer(text)]
 
 
 def sides(encoded: Encoded, special: Sequence[bool], paired: bool) -> list[int]:
-    """For each token whether it is of the first text (0), of the second (1), or of none (-1)."""
+    """The text of each token: the first (0), the second (1), or none (-1), as for special tokens."""
     found: list[int] = []
     for window in encoded.windows:
         begin = len(found)
@@ -48,9 +48,9 @@ def sides(encoded: Encoded, special: Sequence[bool], paired: bool) -> list[int]:
 
 
 def add_up(text: str, pieces: Sequence[Span], attributions: Sequence[float]) -> list[Part]:
-    """Words of the text as far as it was read, in order; a piece that covers several words makes them one.
+    """The words that were read, in order, with their sums; a piece that covers several words joins them into one.
 
-    The parts' sum is the attributions' sum.
+    The sum over the parts is the sum of the attributions.
     """
     read = max((end for _, end in pieces), default=0)
     spans = [span for span in word_spans(text) if span[0] < read] or ([(0, read)] if pieces else [])
@@ -58,7 +58,7 @@ def add_up(text: str, pieces: Sequence[Span], attributions: Sequence[float]) -> 
     joined = [False] * len(spans)  # to the word before
     owners = []
     for start, end in pieces:
-        # A piece of blanks alone goes to the word behind it, at the end of the text to the last one.
+        # A piece that is only blanks belongs to the word behind it, or at the end of the text to the last word.
         first = min(bisect.bisect_right(ends, start), len(spans) - 1)
         last = max(first, bisect.bisect_left(starts, end) - 1)
         joined[first + 1 : last + 1] = [True] * (last - first)
@@ -74,7 +74,7 @@ def add_up(text: str, pieces: Sequence[Span], attributions: Sequence[float]) -> 
 
 
 def by_sentence(text: str, words: Sequence[Part]) -> list[Part]:
-    """Sums over the sentences that were read, in order."""
+    """The sentences that were read, in order, each with the sum of its words."""
     spans = sentence_spans(text)
     starts = [start for start, _ in spans]
     totals: dict[int, float] = {}

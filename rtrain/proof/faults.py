@@ -16,7 +16,7 @@ import psutil
 from rtrain import ray_internals
 from rtrain.checkpoints import checkpoint
 from rtrain.errors import UserError
-from rtrain.report import memory
+from rtrain.report.live import peak_memory
 from rtrain.run import Run
 
 
@@ -47,7 +47,7 @@ def processes(class_name: str) -> list[int]:
 def workers_left() -> list[str]:
     """Processes of workers and controllers of this Ray session, whatever Ray itself still knows of them."""
     found = []
-    for pid in memory.session_processes():
+    for pid in peak_memory.session_processes():
         with contextlib.suppress(psutil.Error):
             title = " ".join(psutil.Process(pid).cmdline())
             if title.startswith((f"ray::{WORKER}", f"ray::{CONTROLLER}")):

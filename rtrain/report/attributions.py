@@ -1,7 +1,8 @@
-"""`attributions-<split>.json` of a run: what the answers to its hardest rows rest on; made once, by the float artefact.
+"""`attributions-<split>.json` of a run: which words the answers to its hardest rows rest on.
 
 {"schema_version": 1, "split", "artifact": version, "steps", "rows": [{"row": position in the split, "texts",
-"answers"}, ...]}, hardest first; see `rtrain.explain.rows`. Kept, so that a page is made again without torch.
+"answers"}, ...]}, hardest first; see `rtrain.explain.rows`. The float artefact computes it once: it is kept so that a
+page can be made again without torch.
 """
 
 import json
@@ -10,7 +11,7 @@ from typing import Any
 
 from rtrain import config as configuration, engines, events
 from rtrain.data.store import open_store
-from rtrain.report import predictions
+from rtrain.report import answer_rows
 
 SCHEMA_VERSION = 1
 
@@ -20,7 +21,7 @@ def path_of(run: Path, split: str) -> Path:
 
 
 def read(run: Path, split: str, version: str | None) -> dict[str, Any] | None:
-    """Those of this version of the artefact, or None."""
+    """The document above, or None where there is none of this version of the artefact."""
     path = path_of(run, split)
     if not path.is_file():
         return None
@@ -30,13 +31,13 @@ def read(run: Path, split: str, version: str | None) -> dict[str, Any] | None:
 
 
 def ensure(run: Path) -> Path | None:
-    """Make the file where the run has an artefact, a kind of answer that is explained, and its rows, and has none yet.
+    """Make the file where it is missing and the run has an artefact, its rows, and a kind of answer that is explained.
 
-    Returns the file, or None where there is nothing to explain. Seconds, a minute for long texts; imports torch only
-    where there is work. Raises `UserError` where the model's architecture cannot be explained.
+    Returns the file, or None where there is nothing to explain. It takes seconds, a minute for long texts, and imports
+    torch only where there is work. Raises `UserError` where the model's architecture cannot be explained.
     """
     config = configuration.load(str(run / "config.yaml"))
-    most, answers = config.deploy.report.attributions, predictions.newest(run)
+    most, answers = config.deploy.report.attributions, answer_rows.newest(run)
     path = run / "artifact" / "artifact.json"
     if not most or answers is None or not path.is_file():
         return None
@@ -46,9 +47,9 @@ def ensure(run: Path) -> Path | None:
     made = json.loads(path.read_text(encoding="utf-8"))
     if not engines.get(made["engine"]).gradients or base.get(made["task"]).output not in targets.KINDS:
         return None
-    wanted = answers.hardest(most)
+    hardest = answers.hardest(most)
     kept = read(run, answers.split, made["version"])
-    if kept is not None and kept["asked"] >= len(wanted):
+    if kept is not None and kept["asked"] >= len(hardest):
         return path_of(run, answers.split)
     store = next((event["store"] for event in reversed(events.read(run)) if "store" in event), None)
     if store is None or not (Path(store) / "manifest.json").is_file():
@@ -56,14 +57,14 @@ def ensure(run: Path) -> Path | None:
     from rtrain.explain import rows
     from rtrain.predict import Predictor
 
-    tokens = open_store(Path(store)).read(answers.split, wanted)
+    tokens = open_store(Path(store)).read(answers.split, hardest)
     found = rows.explain(Predictor.load(path.parent), tokens, config.recipe.data.text_pair is not None)
     explained = [
-        {"row": position, **row} for position, row in zip(wanted.tolist(), found["rows"], strict=False)
-    ]  # of a budget that was too small, the first ones
+        {"row": position, **row} for position, row in zip(hardest.tolist(), found["rows"], strict=False)
+    ]  # the first rows only, where the budget was too small for all
     head = {"schema_version": SCHEMA_VERSION, "split": answers.split, "artifact": made["version"]}
     return _write(
-        path_of(run, answers.split), {**head, "asked": len(wanted), "steps": found["steps"], "rows": explained}
+        path_of(run, answers.split), {**head, "asked": len(hardest), "steps": found["steps"], "rows": explained}
     )
 
 

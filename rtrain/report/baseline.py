@@ -1,25 +1,187 @@
-"""The baselines that a fine-tuned encoder must beat: TF-IDF with a linear model (scikit-learn), and a list of tags."""
+"""The baselines that a fine-tuned encoder must beat, and `baselines.json` of a run: what they reach on its own rows.
 
+Texts with one label or a number: TF-IDF of words and of characters with a linear model (scikit-learn), and the one
+answer that suits the training rows best. Tagged words: the tag that each word has most often. Other kinds of answer
+have none; a summary's scores hold those of the first sentences already.
+
+{"schema_version": 1, "headline": name of the score, "trained_on": rows, "baselines": [{"name", "scores": {split: value,
+larger is better}}, ...]}. Made once, when a run has ended, from its token store: rows past `MOST_ROWS`, and tokens past
+`MOST_TOKENS`, are left out by a fixed draw, so that a large run's report takes seconds too.
+"""
+
+import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from rtrain import config as configuration, events
+from rtrain.batch import IGNORED, Head, Ragged
+from rtrain.data.store import Store, open_store
+from rtrain.metrics.by_output import metric_for
+from rtrain.report import stats
+from rtrain.tasks import base
+
+SCHEMA_VERSION = 1
+NAME = "baselines.json"
+TFIDF, ONE_ANSWER, TAGS = "TF-IDF and a linear model", "one answer to every text", "each word's most frequent tag"
+MOST_ROWS, MOST_TOKENS = 10_000, 500_000
+"""Of a split that are used: some ten seconds for a few labels, a minute for a hundred."""
 CHOICES_OF_C = (0.1, 1.0, 10.0)
 CHOICES_OF_ALPHA = (0.1, 1.0, 10.0)
 
-Rows = tuple[Sequence[str], Sequence[str]]
-"""(texts, labels)."""
+Rows = tuple[Sequence[str], Sequence[str] | Sequence[int]]
+"""(texts, labels or their numbers)."""
 Scored = tuple[Sequence[str], Sequence[float]]
 """(texts, true values)."""
-Tagged = tuple[Sequence[str], Sequence[str]]
-"""(tokens, tags) of one sentence."""
+Tagged = tuple[Sequence[Hashable], Sequence[str]]
+"""(words, tags) of one sentence."""
 
 
-def accuracy(train: Rows, valid: Rows, test: Rows) -> float:
-    """Accuracy on `test`; C is the one of `CHOICES_OF_C` that is best on `valid` (of equals the smallest)."""
+# -------------------------------------------------------------------------------------------------- what a run is told
+
+
+def read(run: Path) -> dict[str, Any] | None:
+    """The document above, or None where the run has none."""
+    path = run / NAME
+    if not path.is_file():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found if found["schema_version"] == SCHEMA_VERSION else None
+
+
+def ensure(run: Path) -> Path | None:
+    """Make the file where the run has ended, its rows are still there and its kind of answer has a baseline.
+
+    Returns the file, or None where there is nothing to measure.
+    """
+    path, tokenizer = run / NAME, run / "artifact" / "tokenizer.json"
+    if read(run) is not None:
+        return path
+    place = next((event["store"] for event in reversed(events.read(run)) if "store" in event), None)
+    if not tokenizer.is_file() or place is None or not (Path(place) / "manifest.json").is_file():
+        return None
+    store = open_store(Path(place))
+    output = base.get(configuration.load(str(run / "config.yaml")).recipe.task).output
+    if output not in ("classes", "number", "tags") or "outside" in store.manifest.head.facts or not store.rows("train"):
+        return None  # a row outside of all classes is told by a threshold, which these have not
+    head = {"schema_version": SCHEMA_VERSION, "headline": metric_for(output).headline}
+    found = {**head, **_measure(store, output, tokenizer)}
+    draft = path.with_name(f".{NAME}")
+    draft.write_text(json.dumps(found, allow_nan=False) + "\n", encoding="utf-8")
+    draft.rename(path)
+    return path
+
+
+def _measure(store: Store, output: str, tokenizer: Path) -> dict[str, Any]:
+    head, metric = store.manifest.head, metric_for(output)
+    chosen = {split: _chosen(store, split) for split in ("train", "valid", "test") if store.rows(split)}
+    targets = {split: store.targets(split).take(rows) for split, rows in chosen.items()}
+    answers: dict[str, dict[str, Ragged]] = {}
+    if output == "tags":
+        answers[TAGS] = _tags(store, chosen, targets, head)
+    else:
+        train = targets["train"]
+        answers[ONE_ANSWER] = {split: _one_answer(train, len(rows), output, head) for split, rows in chosen.items()}
+        texts = {split: _texts(store, split, rows, tokenizer) for split, rows in chosen.items()}
+        if "valid" in chosen and (output == "number" or len(np.unique(train.values)) > 1):
+            answers[TFIDF] = _linear(texts, targets, output, head)
+    baselines = [
+        {
+            "name": name,
+            "scores": {
+                split: float(metric.scores(outcomes, targets[split], head)[metric.headline])
+                for split, outcomes in of_split.items()
+                if split != "train"
+            },
+        }
+        for name, of_split in answers.items()
+    ]
+    return {"trained_on": len(chosen["train"]), "baselines": baselines}
+
+
+def _chosen(store: Store, split: str) -> stats.Ints:
+    """Positions of the rows that are used, ascending."""
+    mean = float(np.mean(store.column(split, "length"))) or 1.0
+    return stats.sample(store.rows(split), max(1, min(MOST_ROWS, int(MOST_TOKENS / mean))))
+
+
+def _texts(store: Store, split: str, rows: stats.Ints, tokenizer: Path) -> list[str]:
+    """The rows as their tokens spell them: what the encoder read, and no more."""
+    import tokenizers
+
+    tokens = store.read(split, rows)
+    each = [row.tolist() for row in Ragged(tokens.ids, tokens.lengths_of_rows)]
+    found: list[str] = tokenizers.Tokenizer.from_file(str(tokenizer)).decode_batch(each)
+    return found
+
+
+def _one_answer(train: Ragged, rows: int, output: str, head: Head) -> Ragged:
+    """The mean of the training values, or the most frequent label, as the model's outcomes would be."""
+    if output == "number":
+        return Ragged.even(np.full(rows, float(np.mean(train.values)), dtype=np.float64))
+    known = train.values.astype(np.int64)
+    most = int(np.bincount(known[known >= 0], minlength=len(head.labels)).argmax())
+    return _logits(np.full(rows, most), head)
+
+
+def _logits(places: npt.NDArray[Any], head: Head) -> Ragged:
+    """Certain answers, as logits [rows, labels]."""
+    return Ragged.even(10.0 * np.eye(len(head.labels))[places.astype(np.int64)])
+
+
+def _linear(texts: dict[str, list[str]], targets: dict[str, Ragged], output: str, head: Head) -> dict[str, Ragged]:
+    every = {split: own.values.tolist() for split, own in targets.items()}
+    train, valid = (texts["train"], every["train"]), (texts["valid"], every["valid"])
+    held_out = [split for split in texts if split != "train"]
+    if output == "number":
+        return {split: Ragged.even(numbers(train, valid, texts[split])) for split in held_out}
+    known = [place for place, label in enumerate(every["train"]) if label >= 0]
+    train = ([texts["train"][place] for place in known], [every["train"][place] for place in known])
+    asked = [text for split in held_out for text in texts[split]]
+    said = np.split(labels(train, valid, asked), np.cumsum([len(texts[split]) for split in held_out])[:-1])
+    return {split: _logits(own, head) for split, own in zip(held_out, said, strict=True)}
+
+
+def _tags(store: Store, chosen: dict[str, stats.Ints], targets: dict[str, Ragged], head: Head) -> dict[str, Ragged]:
+    """Outcomes of words are [tag, how sure, loss] each; a word is known by its tokens."""
+    words = {split: _words(store, split, rows) for split, rows in chosen.items()}
+    known = {split: [row[row != IGNORED].astype(np.int64).tolist() for row in own] for split, own in targets.items()}
+    train = [
+        (own, [head.labels[tag] if tag >= 0 else "O" for tag in numbered])
+        for own, numbered in zip(words["train"], known["train"], strict=True)
+        if len(own) == len(numbered)
+    ]
+    found = {}
+    for split in words:
+        said = tags(train, words[split])
+        rows = [
+            [(head.labels.index(tag), 1.0, 0.0) for tag in (own + ["O"] * len(true))[: len(true)]]
+            for own, true in zip(said, known[split], strict=True)
+        ]
+        found[split] = Ragged.of(rows, np.float64)
+    return found
+
+
+def _words(store: Store, split: str, rows: stats.Ints) -> list[list[tuple[int, ...]]]:
+    """The token numbers of each word; a word is answered at its first token."""
+    tokens, found = store.read(split, rows), []
+    for place in range(len(rows)):
+        one = tokens.pick([place])
+        starts = np.flatnonzero(one.targets >= -1)
+        found.append([tuple(part.tolist()) for part in np.split(one.ids, starts)[1:]])
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- the baselines
+
+
+def labels(train: Rows, valid: Rows, texts: Sequence[str]) -> npt.NDArray[Any]:
+    """A linear support vector machine's label for each of `texts`; C is the one of `CHOICES_OF_C` that is best on
+    `valid` (of equals the smallest)."""
     from sklearn.svm import LinearSVC
 
     features = _features()
@@ -27,7 +189,12 @@ def accuracy(train: Rows, valid: Rows, test: Rows) -> float:
     held_out = features.transform(valid[0])
     models = [LinearSVC(C=c, random_state=0).fit(matrix, train[1]) for c in CHOICES_OF_C]
     best = max(models, key=lambda model: model.score(held_out, valid[1]))
-    return float(best.score(features.transform(test[0]), test[1]))
+    return np.asarray(best.predict(features.transform(texts)))
+
+
+def accuracy(train: Rows, valid: Rows, test: Rows) -> float:
+    """Share of the test texts whose label is what `labels` says."""
+    return float(np.mean(labels(train, valid, test[0]) == np.asarray(test[1])))
 
 
 def numbers(train: Scored, valid: Scored, texts: Sequence[str]) -> npt.NDArray[np.float64]:
@@ -39,23 +206,23 @@ def numbers(train: Scored, valid: Scored, texts: Sequence[str]) -> npt.NDArray[n
 
     features = _features()
     matrix = features.fit_transform(train[0])
-    held_out, wanted = features.transform(valid[0]), np.asarray(valid[1], dtype=np.float64)
+    held_out, true = features.transform(valid[0]), np.asarray(valid[1], dtype=np.float64)
     # The conjugate-gradient solver draws nothing at random and needs no dense matrix.
     models = [
         Ridge(alpha=alpha, solver="sparse_cg", tol=1e-6).fit(matrix, train[1]) for alpha in reversed(CHOICES_OF_ALPHA)
     ]
-    best = min(models, key=lambda model: float(((model.predict(held_out) - wanted) ** 2).sum()))
+    best = min(models, key=lambda model: float(((model.predict(held_out) - true) ** 2).sum()))
     return np.asarray(best.predict(features.transform(texts)), dtype=np.float64)
 
 
-def tags(train: Iterable[Tagged], sentences: Iterable[Sequence[str]]) -> list[list[str]]:
-    """The tag that each token has most often in `train` (of equals the first by name); O where it does not occur."""
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for tokens, own in train:
-        for token, tag in zip(tokens, own, strict=True):
-            counts[token][tag] += 1
-    most = {token: min(found, key=lambda tag: (-found[tag], tag)) for token, found in counts.items()}
-    return [[most.get(token, "O") for token in tokens] for tokens in sentences]
+def tags(train: Iterable[Tagged], sentences: Iterable[Sequence[Hashable]]) -> list[list[str]]:
+    """The tag that each word has most often in `train` (of equals the first by name); O where it does not occur."""
+    counts: dict[Hashable, Counter[str]] = defaultdict(Counter)
+    for words, own in train:
+        for word, tag in zip(words, own, strict=True):
+            counts[word][tag] += 1
+    most = {word: min(found, key=lambda tag: (-found[tag], tag)) for word, found in counts.items()}
+    return [[most.get(word, "O") for word in words] for words in sentences]
 
 
 def _features() -> Any:

@@ -1,4 +1,4 @@
-"""A run folder, read once: what the sections of the report are made from."""
+"""What is known of a run: its folder, read once, for all sections of the report."""
 
 import json
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from rtrain.config import Config
 from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.metrics import scores
-from rtrain.report import attributions, predictions, summary
+from rtrain.report import answer_rows, attributions, baseline, summary
 from rtrain.tasks import base
 from rtrain.tasks.encode import Reading, reading_of
 
@@ -33,11 +33,15 @@ class Run:
     """tokenizer.json that the rows were made with."""
     artifact: dict[str, Any] | None
     """artifact.json of a finished run."""
-    predictions: predictions.Predictions | None
+    answers: answer_rows.AnswerRows | None
     scores: dict[str, Any] | None
-    """scores-<split>.json of the rows that `predictions` is about (`rtrain.metrics.scores`)."""
+    """scores-<split>.json of the rows that `answers` is about (`rtrain.metrics.scores`)."""
+    validation: dict[str, Any] | None
+    """scores-valid.json, where the run has one."""
+    baselines: dict[str, Any] | None
+    """baselines.json (`rtrain.report.baseline`)."""
     attributions: dict[str, Any] | None
-    """attributions-<split>.json of the rows that `predictions` is about."""
+    """attributions-<split>.json of the rows that `answers` is about."""
 
     def of(self, *kinds: str) -> list[Event]:
         return [event for event in self.log if event["kind"] in kinds]
@@ -52,7 +56,7 @@ class Run:
 
     @property
     def output(self) -> str:
-        """Kind of output: chooses what can be drawn of the rows and of the answers."""
+        """Kind of output; it decides what can be drawn of the rows and of the answers."""
         return base.get(self.config.recipe.task).output
 
     @property
@@ -61,7 +65,7 @@ class Run:
         return reading_of(base.get(self.config.recipe.task), self.config.recipe.data)
 
     def classes(self) -> Ints | None:
-        """The place of its label for each training row, where the task gives a text one label."""
+        """Number of each training row's label [rows], where the task gives a text one label; else None."""
         if self.store is None or self.output != "classes":
             return None
         return self.store.targets("train").values.astype(np.int64)
@@ -78,7 +82,7 @@ def read(folder: Path) -> Run:
     if not path.is_file():
         raise UserError(f"{folder} holds no run (no config.yaml); name the folder that --out named")
     config, log = configuration.load(str(path)), events.read(folder)
-    made, answers = _artifact(folder), predictions.newest(folder)
+    made, answers = _artifact(folder), answer_rows.newest(folder)
     explained = attributions.read(folder, answers.split, made["version"]) if made and answers is not None else None
     return Run(
         folder=folder,
@@ -88,8 +92,10 @@ def read(folder: Path) -> Run:
         store=_store(log),
         tokenizer=_tokenizer(folder, config),
         artifact=made,
-        predictions=answers,
+        answers=answers,
         scores=scores.read(run.Run(folder).scores(answers.split)) if answers is not None else None,
+        validation=scores.read(run.Run(folder).scores("valid")),
+        baselines=baseline.read(folder),
         attributions=explained,
     )
 

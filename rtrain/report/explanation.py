@@ -60,7 +60,7 @@ def lines(parts: list[dict[str, Any]], name: str, several_fields: bool) -> list[
 
 
 def _printable(text: str, field: str) -> str:
-    """In one line, and without what would steer the terminal."""
+    """The text on one line, with no character that would steer the terminal."""
     clean = "".join(
         letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in " ".join(text.split())
     )

@@ -14,7 +14,7 @@ MOST_POINTS = 400
 
 
 def thin(xs: Sequence[float], ys: Sequence[float], most: int = MOST_POINTS) -> tuple[list[float], list[float]]:
-    """The lowest and the highest point of each stretch of a long curve: a spike of one update stays visible."""
+    """A long curve by the lowest and the highest point of each stretch, so that a spike of one update stays visible."""
     if len(xs) <= most:
         return list(xs), list(ys)
     values, keep = np.asarray(ys, dtype=np.float64), set()
@@ -25,20 +25,24 @@ def thin(xs: Sequence[float], ys: Sequence[float], most: int = MOST_POINTS) -> t
     return [xs[place] for place in chosen], [ys[place] for place in chosen]
 
 
-def sample(rows: int, most: int, seed: int = 0) -> Ints:
-    """Positions of all rows, or of `most` of them drawn without replacement, ascending."""
+def sample(rows: int, most: int) -> Ints:
+    """Positions of all rows, or of `most` of them, ascending: drawn without replacement, always the same ones."""
     if rows <= most:
         return np.arange(rows)
-    return np.sort(np.random.default_rng(seed).choice(rows, most, replace=False))
+    return np.sort(np.random.default_rng(0).choice(rows, most, replace=False))
 
 
-def edges(values: Floats, bins: int = 30) -> Floats:
-    """Bin edges over all values; whole numbers get bins of whole widths, so that no bin is empty by rounding."""
+BINS = 30
+"""Of a histogram, at most."""
+
+
+def edges(values: Floats) -> Floats:
+    """Bin edges over all values. Bins of whole numbers have whole widths, so that none is empty by rounding."""
     low, high = float(values.min()), float(values.max())
     if np.array_equal(values, np.round(values)):
-        width = max(1, int(np.ceil((high - low + 1) / bins)))
+        width = max(1, int(np.ceil((high - low + 1) / BINS)))
         return np.arange(low - 0.5, high + 0.5 + width, width)
-    return np.linspace(low, high, bins + 1)
+    return np.linspace(low, high, BINS + 1)
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def eta_squared(values: Floats, groups: Ints) -> float:
 
 
 def wilson(right: int, rows: int, z: float = 1.96) -> tuple[float, float]:
-    """95 % interval of a share (Wilson 1927); it stays inside [0, 1] also for few rows."""
+    """95 % interval of a share (Wilson 1927, "Probable inference"); it stays inside [0, 1] also for few rows."""
     share, square = right / rows, z * z
     middle = (share + square / (2 * rows)) / (1 + square / rows)
     half = z / (1 + square / rows) * np.sqrt(share * (1 - share) / rows + square / (4 * rows * rows))
@@ -86,8 +90,8 @@ def wilson(right: int, rows: int, z: float = 1.96) -> tuple[float, float]:
 def chain(counts: Ints) -> Ints:
     """An order of the classes in which those that are confused with each other are neighbours.
 
-    From the class with the most mistakes on, always the one that is confused most with the last; where there is none,
-    the one with the most mistakes among the rest.
+    `counts` is [true, predicted]. The class with the most mistakes comes first; behind each class stands the one that
+    it is confused with most, or, where it is confused with none of the rest, the one of these with the most mistakes.
     """
     both = (counts + counts.T).astype(np.float64)
     np.fill_diagonal(both, 0.0)
@@ -103,10 +107,10 @@ def chain(counts: Ints) -> Ints:
 
 
 def distinctive(counts: Ints, most: int = 5) -> list[list[int]]:
-    """Per group, the terms that occur in it more often than elsewhere; `counts` is [groups, terms].
+    """For each group the places of the terms that occur in it more often than elsewhere; `counts` is [groups, terms].
 
-    By the log-odds ratio with an informative Dirichlet prior, as a z-score (Monroe et al. 2008, "Fightin' Words"): a
-    rare term needs more than one occurrence to be told.
+    The measure is the log-odds ratio with an informative Dirichlet prior, as a z-score (Monroe et al. 2008,
+    "Fightin' Words"): a rare term has to occur more than once.
     """
     prior = 0.01 * counts.sum(axis=0) + 1e-3
     total, found = counts.sum(axis=0), []

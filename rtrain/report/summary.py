@@ -21,7 +21,7 @@ def status(log: list[dict[str, Any]]) -> str:
 
 
 def rows_cut_short(log: list[dict[str, Any]]) -> int:
-    """Rows of the starts that did not come to an end, up to the last report of each; there is no more of these."""
+    """Rows of the starts that did not come to an end, counted up to the last progress that each one logged."""
     total = open_start = 0
     for event in [*log, {"kind": "started"}]:
         if event["kind"] == "started":
@@ -38,7 +38,6 @@ def summarise(run: Path) -> dict[str, Any]:
     log = events.read(run)
     created = next((event for event in log if event["kind"] == "created"), {})
     starts = [event for event in log if event["kind"] == "started"]
-    # Progress is reported by update; a restart repeats updates, so that the last report of each update counts.
     progress = [event for event in log if event["kind"] == "progress"]
     evaluations = [event for event in log if event["kind"] == "evaluated"]
     ends = [event for event in log if event["kind"] == "trained"]
@@ -87,10 +86,10 @@ def summarise(run: Path) -> dict[str, Any]:
 
 
 def exchange(log: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the newest start: the transport of its gradients, what compressing them loses (relative to their norm), and
-    the bytes of optimizer state of each worker where it is sharded."""
+    """How the newest start exchanged gradients: their transport, what compressing them loses (relative to their norm),
+    and, where the optimizer's state is sharded, the bytes of it on each worker."""
     starts = [place for place, event in enumerate(log) if event["kind"] == "started"]
-    # The transport and the shards are chosen before a start says that it has started, and after the one before it has.
+    # A start logs its transport and shards before its `started`: they lie between the last two events of that kind.
     found = {event["kind"]: event for event in log[starts[-2] if len(starts) > 1 else 0 :]}
     return {
         "transport": found.get("transport", {}).get("used", "stock"),

@@ -1,4 +1,4 @@
-"""What a run ran on; logged when it is created, since a report may be made elsewhere and later."""
+"""Versions that a run ran on. They are logged when it is created: a report may be made elsewhere and later."""
 
 import importlib.metadata
 import platform
@@ -7,7 +7,7 @@ PACKAGES = ("rtrain", "ray", "torch", "transformers", "tokenizers", "numpy", "py
 
 
 def installed() -> dict[str, str]:
-    """Version by name: Python, the packages that training depends on, the platform."""
+    """Version by name, of Python, of the packages that training depends on, and of the platform."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -18,7 +18,8 @@ from rtrain.data.order import Order, refuse_other, version
 from rtrain.data.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import device, model, precision
-from rtrain.report import attributions, html, summary, trackers, versions
+from rtrain.report import attributions, baseline, html, summary, versions
+from rtrain.report.live import trackers
 from rtrain.run import Run
 from rtrain.runs import failures, group, nodes, notice, opening, placement, worker
 from rtrain.runs.recovery import Kind, Recovery, halvings, most_after, out_of_memory
@@ -227,7 +228,11 @@ def fit(
 
 def _report(run: Run, say: OnEvent) -> None:
     """Write the page about the run. What goes wrong in it is said and kept in a file, and costs no one the run."""
-    for name, make in (("attributions", attributions.ensure), (html.NAME, html.write)):
+    for name, make in (
+        ("baselines", baseline.ensure),
+        ("attributions", attributions.ensure),
+        (html.NAME, html.write),
+    ):
         try:
             make(run.folder)
         except Exception as error:

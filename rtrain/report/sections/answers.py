@@ -5,15 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from rtrain.report import charts
-from rtrain.report.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.collect import Run
-from rtrain.report.sections import confusion, entities, numbers, questions, summaries
-from rtrain.report.svg import score_name
+from rtrain.report.drawing import charts
+from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
+from rtrain.report.drawing.svg import score_name
+from rtrain.report.kinds import confusion, entities, numbers, questions, summaries
 
 SPLITS = {"test": "test", "valid": "validation"}
 UNITS = {"labels": "yes or no to a label", "tags": "tags of words", "summary": "sentences, taken by the oracle or not"}
-"""What is sure or not, where it is no row's answer."""
+"""What the model is sure of, for outputs where that is no row's answer."""
 
 
 def intervals(run: Run) -> Mapping[str, tuple[float, float]]:
@@ -23,7 +23,7 @@ def intervals(run: Run) -> Mapping[str, tuple[float, float]]:
 
 
 def section(run: Run) -> Section:
-    answers = run.predictions
+    answers = run.answers
     if answers is None:
         text = "The run has left no predictions-test.parquet or predictions-valid.parquet: answers cannot be looked at."
         return Section("answers", "Answers", "", [Note(text)])
@@ -57,7 +57,7 @@ def _scores(run: Run, found: Mapping[str, Any]) -> Table:
 
 
 def _interval(ends: tuple[float, float] | None) -> str:
-    """Rows that are all alike, or all right, are alike in each resample: that says nothing of other rows."""
+    """The interval, or - where its ends are equal: rows that are all right resample alike, which tells nothing."""
     return "-" if ends is None or ends[0] == ends[1] else " to ".join(map(_figure, ends))
 
 

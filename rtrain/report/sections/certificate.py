@@ -1,7 +1,7 @@
 """The certificate of a drill: a run that was killed again and again ended like one that was never touched."""
 
-from rtrain.report.blocks import Section, Table
 from rtrain.report.collect import Run
+from rtrain.report.drawing.blocks import Section, Table
 
 
 def section(run: Run) -> Section | None:

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
-from rtrain.report import charts, stats
-from rtrain.report.blocks import Block, Figure, Note, Section, Table
-from rtrain.report.charts import Line, Mark
+from rtrain.report import stats
 from rtrain.report.collect import Event, Run
-from rtrain.report.svg import rate, score_name, short, three
+from rtrain.report.drawing import charts
+from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
+from rtrain.report.drawing.charts import Line, Mark
+from rtrain.report.drawing.svg import rate, score_name, short, three
 
 MOST_MARKS = 12
 MOST_METRICS = 6
@@ -23,7 +24,7 @@ def section(run: Run) -> Section:
 
 
 def newest(events: Sequence[Event]) -> list[Event]:
-    """Of each update the last report, in order: a restart repeats those since its checkpoint."""
+    """The last event of each update, in order: a restart repeats the updates since its checkpoint."""
     return [event for _, event in sorted({event["update"]: event for event in events}.items())]
 
 

@@ -6,11 +6,12 @@ import numpy as np
 import pyarrow.parquet
 
 from rtrain.data.store import Store
-from rtrain.report import charts, stats
-from rtrain.report.blocks import Block, Figure, Note, Section, Table
+from rtrain.report import stats
 from rtrain.report.collect import Run
+from rtrain.report.drawing import charts
+from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
+from rtrain.report.drawing.svg import number
 from rtrain.report.sections import labels, terms
-from rtrain.report.svg import number
 
 MOST_BAD = 50
 NAMES = {"train": "training", "valid": "validation", "test": "test"}

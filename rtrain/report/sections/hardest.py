@@ -1,4 +1,4 @@
-"""The rows with the largest loss: mistakes of the model, and of the labels; with what their answers rest on."""
+"""The rows with the largest loss, where the model or the label is wrong, and the words that the answers rest on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -6,21 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from rtrain.report.blocks import Block, Card, Cards, Note, Piece, Section
+from rtrain.report.answer_rows import AnswerRows
 from rtrain.report.collect import Run
-from rtrain.report.predictions import Predictions
-from rtrain.report.sections import entities, marked, summaries
-from rtrain.report.svg import number, short
+from rtrain.report.drawing.blocks import Block, Card, Cards, Note, Piece, Section
+from rtrain.report.drawing.svg import number, short
+from rtrain.report.kinds import entities, marked, summaries
 
 SHOWN = 20
 UNSURE = ("spans", "summary")
-"""Kinds of output whose score is not how sure the whole answer is: that there is one, or the mean of its parts."""
+"""Kinds of output whose score says how sure a part of the answer is, not the whole, and so is not shown."""
 LONGEST = 700
 """Characters of a text that are shown where it is not explained."""
 
 
 def section(run: Run) -> Section | None:
-    answers = run.predictions
+    answers = run.answers
     if answers is None:
         return None
     rows = [int(row) for row in answers.hardest(SHOWN)]
@@ -60,8 +60,8 @@ def _method(found: Mapping[str, Any], numbers: bool) -> str:
     return text
 
 
-def _with_entities(run: Run, answers: Predictions, rows: Sequence[int], cards: Sequence[Card]) -> list[Card]:
-    """Entities in their words in the place of a tag for each word."""
+def _with_entities(run: Run, answers: AnswerRows, rows: Sequence[int], cards: Sequence[Card]) -> list[Card]:
+    """The cards with entities in words, instead of one tag for each word."""
     words = entities.words(run, rows)
     found = []
     for row, card in zip(rows, cards, strict=True):
@@ -85,7 +85,7 @@ def _with_sentences(run: Run, rows: Sequence[int], cards: Sequence[Card]) -> lis
     return found
 
 
-def _card(run: Run, answers: Predictions, row: int, text: str) -> Card:
+def _card(run: Run, answers: AnswerRows, row: int, text: str) -> Card:
     explained = next((one for one in (run.attributions or {"rows": []})["rows"] if one["row"] == row), None)
     known = run.output != "tokens"  # of masked text there is only how much was guessed
     facts = [("true", _said(answers.target[row]))] if known else []
@@ -100,7 +100,7 @@ def _card(run: Run, answers: Predictions, row: int, text: str) -> Card:
 
 
 def _around(text: str, answer: str) -> str:
-    """The beginning of a text, and where the true answer is not in it, the answer with its surroundings."""
+    """The beginning of a text, and the true answer with its surroundings where it stands further on."""
     place = text.find(answer) if answer else -1
     if len(text) <= LONGEST or place + len(answer) <= LONGEST:
         return text if len(text) <= LONGEST else text[:LONGEST] + " …"

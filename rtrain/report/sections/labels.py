@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from rtrain.data.store import Store
-from rtrain.report import charts, stats
-from rtrain.report.blocks import Block, Figure
-from rtrain.report.charts import Bar
+from rtrain.report import stats
 from rtrain.report.collect import Run
-from rtrain.report.svg import short
+from rtrain.report.drawing import charts
+from rtrain.report.drawing.blocks import Block, Figure
+from rtrain.report.drawing.charts import Bar
+from rtrain.report.drawing.svg import short
 
 MOST_ROWS = 200_000
 """Rows whose lengths are drawn; more would not change the picture."""

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from rtrain.metrics.slices import quantiles
-from rtrain.report import charts, stats
-from rtrain.report.blocks import Block, Figure, Section, Table
-from rtrain.report.charts import Bar
+from rtrain.report import stats
+from rtrain.report.answer_rows import AnswerRows
 from rtrain.report.collect import Run
-from rtrain.report.predictions import Predictions
-from rtrain.report.svg import score_name, short, three
+from rtrain.report.drawing import charts
+from rtrain.report.drawing.blocks import Block, Figure, Section, Table
+from rtrain.report.drawing.charts import Bar
+from rtrain.report.drawing.svg import score_name, short, three
 
 LENGTH = "length"
 """The slices by tokens in scores-<split>.json."""
@@ -33,7 +34,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Measure:
-    """The headline as a reader knows it: of the negative of an error, the error."""
+    """The headline as a reader knows it: an error where the headline is the negative of one."""
 
     name: str
     sign: int
@@ -48,7 +49,7 @@ class Measure:
 
 
 def section(run: Run) -> Section | None:
-    answers = run.predictions
+    answers = run.answers
     if answers is None or len(answers) < 2 * FEWEST:
         return None
     blocks: list[Block] = []
@@ -71,7 +72,7 @@ def measure(scores: dict[str, Any]) -> Measure:
 
 
 def slices(scores: dict[str, Any]) -> list[Slice]:
-    """Those of enough rows, the worst first."""
+    """The slices with at least `FEWEST` rows, the worst first."""
     name, chosen = scores["headline"], measure(scores)
     found = []
     for column, every in scores["slices"].items():
@@ -92,8 +93,8 @@ def slices(scores: dict[str, Any]) -> list[Slice]:
 
 
 def told(run: Run, found: Sequence[Slice]) -> list[Slice]:
-    """Without those that hold no entity, neither a true one nor one that was found: an F1 of 0 is no mistake there."""
-    answers = run.predictions
+    """The slices without those in which no entity is true or found: their F1 is 0, and yet nothing is wrong there."""
+    answers = run.answers
     if answers is None or run.output != "tags":
         return list(found)
     columns = {LENGTH: quantiles(answers.tokens), **answers.slices}
@@ -128,7 +129,7 @@ def _worst(found: Sequence[Slice], whole: Measure) -> list[Block]:
             one.rows,
             f"{one.value:.3f}",
             "{:.3f} to {:.3f}".format(*one.interval) if one.interval else "-",
-            _verdict(one, whole),
+            verdict(one, whole),
         )
         for one in worst
     ]
@@ -136,7 +137,7 @@ def _worst(found: Sequence[Slice], whole: Measure) -> list[Block]:
     return [Figure(title, chart, note), table]
 
 
-def _verdict(one: Slice, whole: Measure) -> str:
+def verdict(one: Slice, whole: Measure) -> str:
     if one.interval is None:
         return "-"
     low, high = one.interval
@@ -145,8 +146,8 @@ def _verdict(one: Slice, whole: Measure) -> str:
     return "worse" if (high < whole.whole) == whole.larger_is_better else "better"
 
 
-def _boxes(answers: Predictions) -> list[Block]:
-    """Box plots by each column: of the true score for numbers, of the loss for other answers, and of the length."""
+def _boxes(answers: AnswerRows) -> list[Block]:
+    """Box plots by each column, of the length and of the loss (where the answers are numbers: of the true score)."""
     values, label = (answers.target, "true score") if answers.kind == "numbers" else (answers.loss, "loss of the row")
     tokens = answers.tokens.astype(np.float64)
     found: list[Block] = []

@@ -1,4 +1,4 @@
-"""Frequent words of the training rows, and those that set a label apart; from the tokens, as they were cut."""
+"""Frequent words of the training rows and words that set a label apart, from the tokens: what was cut is not there."""
 
 import re
 from collections import Counter
@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from rtrain.data.store import Store
-from rtrain.report import charts, stats
-from rtrain.report.blocks import Block, Figure, Note, Table
-from rtrain.report.charts import Bar
+from rtrain.report import stats
 from rtrain.report.collect import Run
+from rtrain.report.drawing import charts
+from rtrain.report.drawing.blocks import Block, Figure, Note, Table
+from rtrain.report.drawing.charts import Bar
 
 STRETCHES, STRETCH_ROWS = 8, 2500
-"""Read as a few stretches of neighbours: scattered rows would read every shard of a large store."""
+"""A few stretches of neighbours are read: scattered rows would need every shard of a large store."""
 MOST_TERMS, DRAWN, MOST_LABELS = 4000, 25, 15
 WORD = re.compile(r"[^\W\d_]{3,}+(?! ?['\u2019] ?t\b)")
 """Not the `don` of `don ' t`: tokenizers set the apostrophe apart."""

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-from rtrain.report import charts
-from rtrain.report.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.collect import Event, Run
-from rtrain.report.sections.overview import duration
+from rtrain.report.drawing import charts
+from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
+from rtrain.report.drawing.svg import duration, rate
 from rtrain.report.summary import SECONDS, STATUSES
-from rtrain.report.svg import rate
 
 MEANING = {
     "setup": "workers: imports, model, store",
@@ -22,7 +21,7 @@ LOST, REST = "cut short", "rest"
 
 
 def lost(log: Sequence[Event]) -> float:
-    """Seconds of the starts that did not come to an end, up to the last event of each."""
+    """Seconds of the starts that did not come to an end, each counted up to its last event."""
     total, begun, last = 0.0, None, 0.0
     for event in [*log, {"kind": "started", "time": 0.0}]:
         if event["kind"] == "started" and begun is not None:
@@ -36,7 +35,7 @@ def lost(log: Sequence[Event]) -> float:
 
 
 def measured_updates(log: Sequence[Event]) -> int:
-    """Updates of the starts that came to an end: those that the seconds are of; 1 at least."""
+    """Updates of the starts that came to an end, which are those whose seconds are known; at least 1."""
     total, first = 0, 0
     for event in log:
         if event["kind"] == "started":
@@ -78,8 +77,8 @@ def section(run: Run) -> Section:
     blocks: list[Block] = [
         Figure(f"Training took {share:.0f} % of {duration(found['total'])}", charts.stack(parts, "s"), note),
         Table(
-            "Seconds by section",
-            ("section", "what", "seconds", "ms per update"),
+            "Seconds by part",
+            ("part", "what", "seconds", "ms per update"),
             rows,
             "Sums over the starts that came to an end; per update of these.",
         ),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rtrain.report import memory
-from rtrain.report.memory import PeakMemory
+from rtrain.report.live import peak_memory
+from rtrain.report.live.peak_memory import PeakMemory
 
 SAY_PID = "import os; print(os.getpid(), flush=True); import sys; sys.stdin.read()"
 PRIVATE = f"held = bytearray(b'x') * {{size}}; {SAY_PID}"
@@ -28,14 +28,14 @@ MB = 1_000_000
 @pytest.fixture(autouse=True)
 def still_shm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other programs use /dev/shm too."""
-    monkeypatch.setattr(memory, "_shm_used", lambda: 0)
+    monkeypatch.setattr(peak_memory, "_shm_used", lambda: 0)
 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The processes that are sampled: put some in. This one, and a Ray that it runs, would blur the figures."""
     pids: list[int] = []
-    monkeypatch.setattr(memory, "session_processes", lambda: pids)
+    monkeypatch.setattr(peak_memory, "session_processes", lambda: pids)
     return pids
 
 
@@ -51,10 +51,10 @@ def child(code: str) -> Iterator[int]:
 def test_this_process_its_children_and_theirs_belong_to_a_session() -> None:
     inner = [sys.executable, "-S", "-c", SAY_PID]
     with child(SAY_PID) as first, child(f"import subprocess; subprocess.run({inner!r})") as grandchild:
-        found = set(memory.session_processes())
+        found = set(peak_memory.session_processes())
     assert {os.getpid(), first, grandchild} <= found
     assert os.getppid() not in found
-    assert not {first, grandchild} & set(memory.session_processes())
+    assert not {first, grandchild} & set(peak_memory.session_processes())
 
 
 def test_memory_of_a_process_is_counted(counted: list[int]) -> None:
@@ -82,7 +82,7 @@ def test_pages_that_two_processes_share_count_once(counted: list[int], tmp_path:
 
 def test_pages_of_shm_that_nobody_maps_count(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     used = [50 * MB]
-    monkeypatch.setattr(memory, "_shm_used", lambda: used[0])
+    monkeypatch.setattr(peak_memory, "_shm_used", lambda: used[0])
     peak = PeakMemory()
     assert peak.sample_mb() == 0.0
     used[0] += 200 * MB
@@ -97,7 +97,7 @@ def test_pages_of_shm_that_a_process_maps_count_once(counted: list[int], monkeyp
     peak = PeakMemory()
     try:
         path.write_bytes(b"x" * 30 * MB)
-        monkeypatch.setattr(memory, "_shm_used", lambda: 30 * MB)
+        monkeypatch.setattr(peak_memory, "_shm_used", lambda: 30 * MB)
         assert peak.sample_mb() == 30.0
         with child(SHARED.format(path=str(path))) as one:
             counted[:] = [one]
@@ -114,7 +114,7 @@ def test_the_peak_is_the_largest_sample(monkeypatch: pytest.MonkeyPatch) -> None
             all_taken.set()
         return left.pop(0) if len(left) > 1 else left[0]
 
-    monkeypatch.setattr(memory, "INTERVAL_S", 0.001)
+    monkeypatch.setattr(peak_memory, "INTERVAL_S", 0.001)
     monkeypatch.setattr(PeakMemory, "sample_mb", sample)
     with PeakMemory() as peak:
         assert all_taken.wait(10)
@@ -122,7 +122,7 @@ def test_the_peak_is_the_largest_sample(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_command_shorter_than_the_interval_is_sampled_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "INTERVAL_S", 60.0)
+    monkeypatch.setattr(peak_memory, "INTERVAL_S", 60.0)
     with PeakMemory() as peak:
         assert peak.peak_mb == 0.0
     assert peak.peak_mb > 10

@@ -1,4 +1,4 @@
-"""What a section of the report is made of. Plain values; `html` turns them into a page."""
+"""What a section of the report is made of: plain values, which `page` turns into HTML."""
 
 import re
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Marked:
-    """A row's texts with their parts marked for one answer."""
+    """The texts of a row, their parts marked by what they add to one answer."""
 
     head: str
     note: str
@@ -72,7 +72,7 @@ class Marked:
 
 @dataclass(frozen=True)
 class Card:
-    """One row of the data with what became of it. The text is shown marked where its answer was explained."""
+    """One row of the data with its answer. Where that was explained, `marked` is shown in the place of `text`."""
 
     text: str
     facts: Sequence[tuple[str, str]]
@@ -86,21 +86,39 @@ class Cards:
     cards: Sequence[Card]
     note: str
     legend: Sequence[Piece] = ()
-    """What the marks mean, marked so; above the cards."""
+    """Key to the marks, above the cards."""
     wide: bool = True
     kind: str = field(default="cards", init=False)
 
 
 @dataclass(frozen=True)
 class Note:
-    """Why something that a reader may look for is not there."""
+    """A sentence across the page, e.g. why something that a reader may look for is missing."""
 
     text: str
     wide: bool = True
     kind: str = field(default="note", init=False)
 
 
-Block = Figure | Table | Code | Cards | Note
+@dataclass(frozen=True)
+class Step:
+    """One thing to do: what, the figure that calls for it, and the command where one command does it."""
+
+    what: str
+    why: str
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Steps:
+    title: str
+    steps: Sequence[Step]
+    note: str = ""
+    wide: bool = True
+    kind: str = field(default="steps", init=False)
+
+
+Block = Figure | Table | Code | Cards | Note | Steps
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rtrain.report import charts
-from rtrain.report.blocks import Block, Figure, Table
-from rtrain.report.charts import Line, Mark
 from rtrain.report.collect import Run
+from rtrain.report.drawing import charts
+from rtrain.report.drawing.blocks import Block, Figure, Table
+from rtrain.report.drawing.charts import Line, Mark
 
 
 def blocks(run: Run, tables: Mapping[str, Any]) -> list[Block]:

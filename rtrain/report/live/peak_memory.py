@@ -1,4 +1,4 @@
-"""Memory of a command and of the Ray session that it started, with shared pages counted once."""
+"""Peak memory of a command and of its Ray session; pages that processes share are counted once."""
 
 import contextlib
 import os
@@ -12,15 +12,15 @@ import psutil
 from rtrain import ray_internals
 
 INTERVAL_S = 3.0
-"""Reading the page counts of twenty processes takes a core 0.1 s; the peaks of a training last for many seconds."""
+"""Between two samples. Reading the page counts of twenty processes takes 0.1 s of a core; peaks last for seconds."""
 _FIELD = re.compile(r"^(Pss|Pss_Shmem):\s+(\d+) kB", re.MULTILINE)
 
 
 class PeakMemory:
-    """Samples in a thread while it is entered; `peak_mb` is the largest sum seen.
+    """A context manager whose thread samples the memory in use; `peak_mb` is the largest sum seen.
 
-    The sum is over the proportional set sizes of this process, its descendants and those of the Ray session's raylet,
-    plus the pages of /dev/shm that were made since and that none of these maps (objects that no process reads now).
+    A sum has the proportional set sizes of this process, of its descendants and of those of the Ray session's raylet,
+    and the pages of /dev/shm that are new and mapped by none of them: objects that no process reads at the moment.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class PeakMemory:
 
 
 def session_processes() -> Iterable[int]:
-    """This process, its descendants, and those of the raylet that it is connected to (in a job: not a descendant)."""
+    """Ids of this process, its descendants, and those of its raylet, which in a job is not a descendant itself."""
     roots = [psutil.Process()]
     node = _ray_session()
     if node:
@@ -80,7 +80,7 @@ def _is_of(process: psutil.Process, session: str) -> bool:
 
 
 def _shm_used() -> int:
-    """Bytes; none where there is no such file system, as on a Mac."""
+    """Bytes in use in /dev/shm; 0 where there is no such file system, as on a Mac."""
     try:
         status = os.statvfs("/dev/shm")
     except OSError:

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from markupsafe import Markup
 
-from rtrain.report.stats import Box
-from rtrain.report.svg import (
+from rtrain.report.drawing.svg import (
     BOTTOM,
     HEIGHT,
     LEFT,
@@ -35,6 +34,7 @@ from rtrain.report.svg import (
     tag,
     text,
 )
+from rtrain.report.stats import Box
 
 Floats = npt.NDArray[np.float64]
 ROW = 17.0

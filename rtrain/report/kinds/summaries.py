@@ -9,11 +9,11 @@ import numpy.typing as npt
 
 from rtrain.data.store import Store
 from rtrain.metrics import summary_rows, text
-from rtrain.report import charts
-from rtrain.report.blocks import Block, Card, Cards, Figure, Marked, Note, Piece, Table
-from rtrain.report.charts import Bar
 from rtrain.report.collect import Run
-from rtrain.report.svg import score_name, short, three
+from rtrain.report.drawing import charts
+from rtrain.report.drawing.blocks import Block, Card, Cards, Figure, Marked, Note, Piece, Table
+from rtrain.report.drawing.charts import Bar
+from rtrain.report.drawing.svg import score_name, short, three
 
 SYSTEMS = (("", "summary"), ("lead_", "first sentences"), ("oracle_", "oracle"))
 COMPARED = (*SYSTEMS[:2], ("over_lead_", "difference"), SYSTEMS[2])
@@ -28,12 +28,12 @@ AROUND = 1
 """Unmarked sentences that are shown on either side of a marked one."""
 LONGEST = 600
 """Characters of a sentence that are shown."""
-CSS = {(True, True): "both", (True, False): "picked", (False, True): "wanted"}
-"""By (in the summary, taken by the oracle)."""
+CSS = {(True, True): "both", (True, False): "picked", (False, True): "oracle"}
+"""Mark of a sentence by (whether the summary has it, whether the oracle takes it)."""
 LEGEND = (
     Piece("solid line", "picked"),
     Piece(": in the summary only; "),
-    Piece("dashed line", "wanted"),
+    Piece("dashed line", "oracle"),
     Piece(": taken by the oracle only; "),
     Piece("double line", "both"),
     Piece(": both."),
@@ -163,7 +163,7 @@ def _positions(found: Mapping[str, Any]) -> Figure:
 
 
 def _examples(run: Run) -> Block:
-    answers = run.predictions
+    answers = run.answers
     assert answers is not None  # answers.section
     if run.store is None or run.tokenizer is None:
         return Note("Examples are shown where the token store and the tokenizer are still there.")
@@ -175,8 +175,8 @@ def _examples(run: Run) -> Block:
     )
     rows: dict[int, str] = {}
     for name, order in choices:
-        wanted = [row for row in order if row not in rows and _fits(name, every[row])]
-        rows |= dict.fromkeys(wanted[:EACH], name)
+        fitting = [row for row in order if row not in rows and _fits(name, every[row])]
+        rows |= dict.fromkeys(fitting[:EACH], name)
     drawn = marked(run, {row: every[row] for row in rows})
     cards = [
         Card("", [("chosen as", name)], f"{answers.source[row]}:{answers.line[row]}", [drawn[row]])
@@ -194,12 +194,12 @@ def _fits(name: str, one: Shown) -> bool:
 
 
 def shown(run: Run, rows: Sequence[int]) -> dict[int, Shown]:
-    """What is known of these rows of the answers; nothing where the store is gone."""
-    answers = run.predictions
+    """What is known of these rows, by their position; nothing where the store is gone."""
+    answers = run.answers
     if answers is None or run.store is None or not len(rows):
         return {}
-    wanted, found = run.store.read(answers.split, np.array(rows, dtype=np.int64)).labelled, {}
-    for row, values in zip(rows, wanted, strict=True):
+    targets, found = run.store.read(answers.split, np.array(rows, dtype=np.int64)).labelled, {}
+    for row, values in zip(rows, targets, strict=True):
         sentences, (words, _) = summary_rows.sentences_of(values), summary_rows.words_of(values)
         given = np.zeros(len(sentences.words), dtype=np.bool_)
         given[[int(number) - 1 for number in answers.prediction[row]]] = True
@@ -216,7 +216,7 @@ def _lead(store: Store, sentences: summary_rows.Sentences) -> list[int]:
 
 def marked(run: Run, every: Mapping[int, Shown]) -> dict[int, Marked]:
     """The documents' sentences, those of the summary and of the oracle marked."""
-    answers = run.predictions
+    answers = run.answers
     if answers is None or run.store is None or run.tokenizer is None or not every:
         return {}
     import tokenizers
@@ -259,7 +259,7 @@ def _gap(count: int) -> Iterator[Piece]:
 
 
 def _named(one: Shown) -> list[tuple[str, str]]:
-    """For who sees no lines: the numbers of the sentences."""
+    """The numbers of the marked sentences, for readers who cannot see the marks."""
     sides = (("summary", one.given), ("oracle", one.sentences.taken))
     return [(name, _numbers(chosen, one.sentences.words)) for name, chosen in sides]
 

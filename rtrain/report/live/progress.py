@@ -17,9 +17,8 @@ def say(text: str) -> None:
 class Line:
     """Turns a run's events into progress. Use as a context manager; call it with each event."""
 
-    def __init__(self, prefix: str = ""):
+    def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
-        self._prefix = prefix
         self._status = self._console.status("starting Ray") if self._console.is_terminal else None
         self._started = time.monotonic()
         self._first: dict[str, Any] | None = None
@@ -109,7 +108,7 @@ class Line:
 
     def _now(self, text: str) -> None:
         if self._status:
-            shown = Text(self._prefix + text)  # a str would be read as markup
+            shown = Text(text)  # a str would be read as markup
             shown.truncate(self._console.width - 2, overflow="ellipsis")  # beside the spinner: one line on any width
             self._status.update(shown)
         else:
@@ -117,7 +116,7 @@ class Line:
 
     def _keep(self, text: str) -> None:
         """A line that stays. Printed as it is: text of the user's data must not be read as markup or control codes."""
-        line = f"{time.monotonic() - self._started:6.1f} s  {self._prefix}{text}"
+        line = f"{time.monotonic() - self._started:6.1f} s  {text}"
         shown = (char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
         self._console.print("".join(shown), soft_wrap=True)
 

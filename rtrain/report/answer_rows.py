@@ -1,4 +1,4 @@
-"""`predictions-<split>.parquet` of a run: its rows with their answers, read without their texts."""
+"""The rows of a split with their answers, as `rtrain.runs.predictions` left them; their texts are read on demand."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from rtrain.errors import UserError
 
 COLUMNS = ("position", "row_id", "source", "line", "tokens", "text", "target", "prediction", "score", "loss")
 SPLITS = ("test", "valid")
-"""In the order in which a report prefers them."""
+"""The split that a report prefers comes first."""
 Kind = Literal["classes", "numbers", "lists"]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -25,7 +25,7 @@ def path_of(run: Path, split: str) -> Path:
 
 
 @dataclass(frozen=True, eq=False)
-class Predictions:
+class AnswerRows:
     """The answers on one split. `target` and `prediction` are strings, float64 or lists, by `kind`."""
 
     path: Path
@@ -40,7 +40,7 @@ class Predictions:
     source: Sequence[str]
     line: Ints
     slices: dict[str, list[str]]
-    """Every further column of strings, by its name."""
+    """Value of each row by the name of its column, for every further column of strings."""
 
     def __len__(self) -> int:
         return len(self.loss)
@@ -59,11 +59,11 @@ class Predictions:
     def texts(self, rows: Sequence[int]) -> list[str]:
         """The texts of some rows; only the parts of the file that hold them are read."""
         found: dict[int, str] = {}
-        first, wanted = 0, set(rows)
+        first, asked = 0, set(rows)
         with pyarrow.parquet.ParquetFile(self.path) as file:
             for group in range(file.num_row_groups):
                 count = file.metadata.row_group(group).num_rows
-                inside = sorted(row for row in wanted if first <= row < first + count)
+                inside = sorted(row for row in asked if first <= row < first + count)
                 if inside:
                     column = file.read_row_group(group, columns=["text"])["text"]
                     found |= {row: column[row - first].as_py() or "" for row in inside}
@@ -71,13 +71,13 @@ class Predictions:
         return [found[row] for row in rows]
 
 
-def newest(run: Path) -> Predictions | None:
+def newest(run: Path) -> AnswerRows | None:
     """The answers that a report is about: of the test rows, else of the validation rows; None where there are none."""
     split = next((split for split in SPLITS if path_of(run, split).is_file()), None)
     return None if split is None else read(run, split)
 
 
-def read(run: Path, split: str) -> Predictions | None:
+def read(run: Path, split: str) -> AnswerRows | None:
     """The answers on `split`, or None for a file without rows. Raises `UserError` where the file is another thing."""
     path = path_of(run, split)
     try:
@@ -93,7 +93,7 @@ def read(run: Path, split: str) -> Predictions | None:
     if not table.num_rows:
         return None
     kind = _kind(schema.field("target").type)
-    return Predictions(
+    return AnswerRows(
         path=path,
         split=split,
         kind=kind,

@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from rtrain.report import charts, stats
-from rtrain.report.blocks import Block, Cell, Figure, Table
-from rtrain.report.charts import Bar
-from rtrain.report.svg import short
+from rtrain.report import stats
+from rtrain.report.drawing import charts
+from rtrain.report.drawing.blocks import Block, Cell, Figure, Table
+from rtrain.report.drawing.charts import Bar
+from rtrain.report.drawing.svg import short
 
 MOST_CLASSES = 100
-"""Labels of the heat map; of more, those with the most mistakes."""
+"""Labels that the heat map has at most: those with the most mistakes."""
 FEW = 14
 """Labels up to which the heat map is no wider than other charts."""
 MOST_PAIRS = 15
@@ -21,7 +22,7 @@ RARE = 5
 
 
 def blocks(tables: Mapping[str, Any], head: str = "", unit: str = "label") -> list[Block]:
-    """Of `rtrain.metrics.tables`' classes; `head` goes before the titles."""
+    """Pairs, worst labels and matrix from a `classes` table of `rtrain.metrics.tables`; `head` begins the titles."""
     found: list[Block] = []
     if tables["confused"]:
         found.append(_pairs(tables, head))

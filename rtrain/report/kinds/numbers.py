@@ -1,23 +1,24 @@
-"""Predicted numbers against the true ones; and, of masked text, the loss of each block."""
+"""Numbers: the predicted against the true ones. Masked text: the loss of each block."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from rtrain.report import charts, stats
-from rtrain.report.blocks import Block, Figure
+from rtrain.report import stats
 from rtrain.report.collect import Run
-from rtrain.report.sections import confusion
-from rtrain.report.svg import number, three
+from rtrain.report.drawing import charts
+from rtrain.report.drawing.blocks import Block, Figure
+from rtrain.report.drawing.svg import number, three
+from rtrain.report.kinds import confusion
 
 MOST_POINTS = 1500
 MOST_STEPS = 25
-"""Of a scale whose confusion is drawn."""
+"""Steps of a scale up to which its confusion matrix is drawn."""
 
 
 def blocks(run: Run, tables: Mapping[str, Any]) -> list[Block]:
-    answers = run.predictions
+    answers = run.answers
     assert answers is not None  # section
     chosen = stats.sample(len(answers), MOST_POINTS)
     target, found = answers.target, answers.prediction
@@ -54,8 +55,8 @@ def blocks(run: Run, tables: Mapping[str, Any]) -> list[Block]:
 
 
 def losses(run: Run, tables: Mapping[str, Any]) -> list[Block]:
-    """Of masked tokens there is no answer to look at but how hard they were."""
-    answers = run.predictions
+    """The losses of blocks of masked text, which has no other answer to look at."""
+    answers = run.answers
     assert answers is not None  # section
     known = answers.loss[np.isfinite(answers.loss)]
     if not len(known):

@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rtrain.report.blocks import Marked, Piece
-from rtrain.report.svg import number, short, three
+from rtrain.report.drawing.blocks import Marked, Piece
+from rtrain.report.drawing.svg import number, short, three
 
 LEVELS = 4
-"""Strengths of a mark; the strongest is the row's largest share."""
+"""Strengths of a mark; the largest share of a row gets the strongest."""
 FAINT = 0.06
-"""Of the largest share, below which nothing is marked."""
+"""A share below this part of the largest one is not marked."""
 MANY_WORDS = 60
-"""Above which sentences are marked; a single sentence goes by its words whatever its length."""
+"""Words above which a text is marked by sentences. A single sentence is marked by words whatever its length."""
 MOST_ANSWERS = 3
 NAMED = 3
 """Parts for the answer, and against it, that are named below the text."""
@@ -36,14 +36,14 @@ def legend(numbers: bool) -> list[Piece]:
 
 
 def answers(row: Mapping[str, Any], numbers: bool) -> list[Marked]:
-    """The row's text once for each of its first answers; `numbers`: they are in the unit of the scores."""
+    """The row's texts, marked once for each of its first answers; `numbers`: values are in the unit of the scores."""
     texts = [text for _, text in row["texts"]]
     return [_answer(texts, answer, numbers) for answer in row["answers"][:MOST_ANSWERS]]
 
 
 def _answer(texts: Sequence[str], answer: Mapping[str, Any], numbers: bool) -> Marked:
     several = len(answer["sentences"]) > len(texts)
-    # What makes a word an entity are the words beside it, however long the text is.
+    # An entity rests on the words beside it, however long the text is.
     by_sentence = several and not answer["span"] and (numbers or len(answer["words"]) > MANY_WORDS)
     parts = answer["sentences" if by_sentence else "words"]
     largest = max((abs(part[3]) for part in parts), default=0.0)
@@ -64,7 +64,7 @@ def _answer(texts: Sequence[str], answer: Mapping[str, Any], numbers: bool) -> M
 
 
 def _near(pieces: Sequence[Piece], start: int, end: int) -> list[Piece]:
-    """Those within `NEAR` characters of a span: a long text would be drawn once for each of its entities."""
+    """The pieces within `NEAR` characters of a span: else a long text is drawn whole for each of its entities."""
     found, at = [], 0
     for piece in pieces:
         first, at = at, at + len(piece.text)
@@ -98,7 +98,7 @@ def _level(share: float, largest: float) -> int:
 
 
 def _named(texts: Sequence[str], parts: Sequence[Sequence[Any]], numbers: bool) -> list[tuple[str, str]]:
-    """(for or against, the parts with the largest shares), for who sees no colours or cannot point at a word."""
+    """(for or against, the parts with the largest shares), for readers who see no colours or cannot point at a word."""
     found = []
     for name, sign in zip(("raise it", "lower it") if numbers else ("for it", "against it"), (1, -1), strict=True):
         own = [part for part in parts if sign * part[3] > 0 and _says_something(texts[part[0]][part[1] : part[2]])]

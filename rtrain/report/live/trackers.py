@@ -1,7 +1,7 @@
-"""Experiment trackers: what a run logs, told to TensorBoard or MLflow while it runs, by one line of configuration.
+"""Experiment trackers: TensorBoard or MLflow is told what a run logs while it runs, by one line of configuration.
 
-A tracker is fed from the run's own events, by the process that follows them: the workers know nothing of it, and one
-that fails is dropped, with a line that says so, rather than the run.
+The process that follows the run's events feeds the trackers, and the workers know nothing of them. A tracker that fails
+is dropped with a line that says so; the run goes on.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ class Tracker(Protocol):
     """All that is asked of a tracker. Every method may raise what its library raises."""
 
     fresh: bool
-    """Whether it has not been told of this run before; then it is told of what was logged so far."""
+    """True where it knows nothing of this run yet; it is then told all that was logged so far."""
 
     def log(self, values: Mapping[str, float], update: int, time: float) -> None:
         """Figures after `update` updates; `time` is seconds since 1970."""

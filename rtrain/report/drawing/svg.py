@@ -82,6 +82,14 @@ def rate(value: float) -> str:
     return f"{value:.2g}" if 0 < value < 9.95 else f"{value:,.0f}"
 
 
+def duration(seconds: float) -> str:
+    """90 s, 42 min, 3.5 h."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
 def three(value: float) -> str:
     """`value` to three significant digits, zeros included: 2.00, 0.0123."""
     return f"{value:#.3g}".removesuffix(".")

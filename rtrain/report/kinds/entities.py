@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from rtrain.metrics.entities import Entity, entities
-from rtrain.report.blocks import Block, Table
 from rtrain.report.collect import Run
-from rtrain.report.sections import confusion
-from rtrain.report.svg import short
+from rtrain.report.drawing.blocks import Block, Table
+from rtrain.report.drawing.svg import short
+from rtrain.report.kinds import confusion
 
 MISSED, INVENTED, TYPE, EDGES, BOTH = ("missed", "invented", "wrong type", "wrong edges", "wrong type and edges")
 MEANING = {
@@ -32,7 +32,7 @@ Mistake = tuple[str, Entity | None, Entity | None]
 
 
 def blocks(run: Run, tables: Mapping[str, Any]) -> list[Block]:
-    answers = run.predictions
+    answers = run.answers
     assert answers is not None  # section
     found: list[Block] = [confusion.bars(tables, "By type of entity.", "type"), confusion.worst(tables, unit="type")]
     each = [mistakes(true, said) for true, said in zip(answers.target, answers.prediction, strict=True)]
@@ -68,7 +68,7 @@ def _type(true: Entity | None, said: Entity | None) -> str:
 
 
 def mistakes(true: Sequence[str], said: Sequence[str]) -> list[Mistake]:
-    """Each entity of one row that is wrong, once: a true one beside the found one that it overlaps, where there is."""
+    """The wrong entities of one row, each once; a true one that overlaps a found one makes one mistake with it."""
     gold, given = entities(true), entities(said)
     lost = [one for one in gold if one not in given]
     extra = [one for one in given if one not in gold]
@@ -88,7 +88,7 @@ def mistakes(true: Sequence[str], said: Sequence[str]) -> list[Mistake]:
 def examples(
     each: Sequence[Sequence[Mistake]], words: Mapping[int, Sequence[str]], order: Sequence[int]
 ) -> dict[tuple[str, str], list[str]]:
-    """A few of each kind and type, from the rows of `words` in that order."""
+    """A few mistakes of each kind and type in their words, looked for among the rows in that order."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in order:
         for kind, true, said in each[row]:
@@ -125,8 +125,8 @@ def named(tags: Sequence[str], words: Sequence[str] | None) -> str:
 
 
 def words(run: Run, rows: Sequence[int]) -> dict[int, list[str]]:
-    """The words of rows that are read in one window, as their tokens spell them; none where the store is gone."""
-    answers = run.predictions
+    """The words of each row, as its tokens spell them. Rows of several windows are left out; without a store, all."""
+    answers = run.answers
     if answers is None or run.store is None or run.tokenizer is None or not rows:
         return {}
     import tokenizers

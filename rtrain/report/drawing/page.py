@@ -1,0 +1,49 @@
+"""The page itself: tiles and sections laid out by `page.html`.
+
+No script, no request: the page forbids both to itself (Content-Security-Policy). Text of the data reaches it escaped,
+by the template (`autoescape`) and by `svg.tag`; control characters are shown as their escapes.
+"""
+
+import re
+import time
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from markupsafe import Markup
+
+from rtrain.report.drawing.blocks import Section, Tile
+from rtrain.report.drawing.svg import visible
+
+_PIECE = re.compile(r"\s+|\d{1,12}(?:[.,]\d{1,12})+[,;:.)]*|[^\s_/.:-]{1,22}[_/.:-]*|[_/.:-]+")
+"""What of a cell stays on one line: figures as a whole."""
+
+
+def render(name: str, recipe: str, tiles: Sequence[Tile], sections: Sequence[Section]) -> str:
+    """The whole page, with the time at which it was made."""
+    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    return str(_template().render(name=name, recipe=recipe, made=made, tiles=tiles, sections=sections))
+
+
+def _template() -> Any:
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, finalize=_shown, trim_blocks=True
+    )
+    environment.filters["breakable"] = _breakable
+    return environment.from_string((resources.files("rtrain.report.drawing") / "page.html").read_text(encoding="utf-8"))
+
+
+def _breakable(cell: Any) -> Any:
+    """A cell whose long names may be broken after `_`, `/` and the like; one without these may be broken anywhere."""
+    if not isinstance(cell, str):
+        return cell
+    return Markup("<wbr>").join(_PIECE.findall(visible(cell)))
+
+
+def _shown(value: Any) -> Any:
+    """What `{{ }}` prints: figures with separators, text without invisible characters, charts as they are."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value

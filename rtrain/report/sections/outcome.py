@@ -1,0 +1,220 @@
+"""The outcome, before all else: the scores beside the baselines, what is wrong most, and what to do next."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rtrain.metrics.by_output import metric_for
+from rtrain.report.collect import Run
+from rtrain.report.drawing.blocks import Block, Note, Section, Table, Tile
+from rtrain.report.drawing.svg import duration, number, rate, score_name, short, three
+from rtrain.report.kinds import entities
+from rtrain.report.sections import answers, next_steps, slices
+
+EACH = 3
+"""Lines of each kind in the table of what is wrong."""
+TEXT = 160
+"""Characters of a row's text."""
+
+
+def section(run: Run) -> Section:
+    return Section("outcome", "Outcome", _intro(run), [_scores(run), *_wrong(run), next_steps.block(run)])
+
+
+def tiles(run: Run) -> list[Tile]:
+    """The figures that a reader looks for first: the score, how the run ended, what it cost."""
+    found = run.summary
+    shown = [Tile(f"{split} {name}", f"{value:.4f}", note) for split, name, value, note in _headlines(run)[:1]]
+    shown += [
+        Tile("status", found["status"], f"{len(run.starts)} start{'' if len(run.starts) == 1 else 's'}"),
+        Tile(
+            "updates",
+            f"{found['updates']:,}",
+            f"best: {found['best_update'] if found['best_update'] is not None else '-'}",
+        ),
+        Tile("rows trained on", f"{found['rows_seen']:,}", f"{rate(found['rows_per_second'])} rows/s while training"),
+        Tile(
+            "total time", duration(found["seconds"]["total"]), f"{duration(found['seconds']['train'])} of it training"
+        ),
+        Tile("restarts", str(found["restarts"]), f"{len(run.of('crashed'))} after a crash"),
+    ]
+    return shown
+
+
+def _intro(run: Run) -> str:
+    recipe = run.config.recipe
+    workers = run.summary["workers"] or recipe.train.workers
+    on = f" on {run.summary['device']}" if run.summary["device"] else ""
+    rows = f"{run.store.rows('train'):,} training rows" if run.store else "its training rows"
+    return (
+        f"The recipe {recipe.name} fine-tunes the encoder {short(recipe.model.name, 60)} for {recipe.train.epochs} "
+        f"epoch{'' if recipe.train.epochs == 1 else 's'} of {rows}, {recipe.rows_per_update} rows per update, on "
+        f"{workers} worker{'' if workers == 1 else 's'}{on} in {run.summary['precision'] or recipe.train.precision}."
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- scores
+
+
+def _sign(run: Run) -> tuple[str, int]:
+    """(the headline as a reader knows it, 1 or -1): of the negative of an error, the error."""
+    name = metric_for(run.output).headline
+    return score_name(name.removeprefix("neg_")), -1 if name.startswith("neg_") else 1
+
+
+def _headlines(run: Run) -> list[tuple[str, str, float, str]]:
+    """(split, score, value, its 95 % interval or its rows), of the test rows first."""
+    (shown, sign), found = _sign(run), []
+    for split, name in answers.SPLITS.items():
+        scores, headline = next_steps.metrics(run, split), metric_for(run.output).headline
+        if headline not in scores:
+            continue
+        ends = _interval(run, split, headline, sign)
+        note = "95 % interval {:.3f} to {:.3f}".format(*ends) if ends else f"{scores.get('rows', 0):,} rows"
+        found.append((name, shown, sign * float(scores[headline]), note))
+    return found
+
+
+def _interval(run: Run, split: str, headline: str, sign: int) -> tuple[float, float] | None:
+    """Ends of the bootstrap interval; None where all rows are alike, which says nothing of other rows."""
+    ends = (next_steps.scores_of(run, split) or {}).get("intervals", {}).get("scores", {}).get(headline)
+    if not ends or ends[0] == ends[1]:
+        return None
+    low, high = sorted(sign * float(end) for end in ends)
+    return low, high
+
+
+def _scores(run: Run) -> Block:
+    headline, (shown, sign) = metric_for(run.output).headline, _sign(run)
+    rows: list[Sequence[str | int]] = []
+    for split, name in answers.SPLITS.items():
+        scores = next_steps.metrics(run, split)
+        if headline not in scores:
+            continue
+        ends = _interval(run, split, headline, sign)
+        between = "{:.4f} to {:.4f}".format(*ends) if ends else "-"
+        rows.append((name, "this model", f"{sign * scores[headline]:.4f}", between))
+        rows += [
+            (name, other, f"{sign * value:.4f}", "-")
+            for other, value in sorted(next_steps.baselines(run, split), key=lambda one: -one[1])
+        ]
+    if not rows:
+        return Note("There is no score yet: the run has not come to an evaluation.")
+    direction = "smaller is better" if sign < 0 else "larger is better"
+    note = (
+        f"The score by which models are compared ({direction}). The validation rows choose the weights; the test rows "
+        "do not."
+    )
+    if run.baselines is None and run.output != "summary":
+        note += " No baseline was measured: that is done for labels, numbers and tags once the run has ended."
+    elif run.baselines is not None and run.store is not None:
+        used, every = run.baselines["trained_on"], run.store.rows("train")
+        note += f" Baselines learned from {used:,} of the {every:,} training rows." if used < every else ""
+    return Table(_verdict(run, shown, sign), ("rows", "model", shown, "95 % interval"), rows, note, wide=True)
+
+
+def _verdict(run: Run, shown: str, sign: int) -> str:
+    split, _, value, _ = _headlines(run)[0]
+    key = next(key for key, name in answers.SPLITS.items() if name == split)
+    title, best = f"{split.capitalize()} {shown} {three(value)}", next_steps.best_baseline(run, key)
+    if best is None:
+        return title
+    ends = _interval(run, key, metric_for(run.output).headline, 1)
+    side = "ahead of" if sign * value > best[1] else "NOT ahead of"
+    if ends and ends[0] <= best[1] <= ends[1]:
+        side = "not told apart from"
+    return f"{title}, {side} the best baseline ({best[0]}: {three(sign * best[1])})"
+
+
+# ------------------------------------------------------------------------------------------------------ what is wrong
+
+
+def _wrong(run: Run) -> list[Block]:
+    rows = [*_slices(run), *_labels(run), *_pairs(run), *_of_kind(run), *_hardest(run)]
+    if not rows:
+        return []
+    note = "The worst of each kind; the parts below have all of them, with how they are measured."
+    return [Table("What is wrong most", ("where", "which", "how bad"), rows, note, wide=True)]
+
+
+def _slices(run: Run) -> list[tuple[str, str, str]]:
+    if run.scores is None or not run.scores["rows"]:
+        return []
+    whole, found = slices.measure(run.scores), slices.told(run, slices.slices(run.scores))
+    worse = [one for one in found if slices.verdict(one, whole) == "worse"]
+    return [
+        (
+            "slice",
+            short(one.name, 60),
+            f"{whole.name} {three(one.value)} on {one.rows:,} rows, {three(whole.whole)} on all",
+        )
+        for one in worse[:EACH]
+    ]
+
+
+def _labels(run: Run) -> list[tuple[str, str, str]]:
+    kind = "type of entity" if run.output == "tags" else "label"
+    return [
+        (
+            kind,
+            short(name, 60),
+            f"F1 {one['f1']:.2f} (precision {one['precision']:.2f}, recall {one['recall']:.2f}) on {one['support']:,}",
+        )
+        for name, one in next_steps.worst_labels(run)[:EACH]
+        if one["f1"] < 1
+    ]
+
+
+def _pairs(run: Run) -> list[tuple[str, str, str]]:
+    return [
+        ("confusion", f"{short(true, 40)} → {short(said, 40)}", f"{rows:,} row{'' if rows == 1 else 's'}")
+        for true, said, rows in next_steps.confused_pairs(run)[:EACH]
+    ]
+
+
+def _of_kind(run: Run) -> list[tuple[str, str, str]]:
+    """What only questions and summaries have."""
+    found: dict[str, Any] = (run.scores or {"tables": {}})["tables"]
+    rows = []
+    if run.output == "spans" and found.get("by_length"):
+        worst = min(found["by_length"], key=lambda one: float(one["f1"]))
+        length = " to ".join(str(end) for end in sorted({worst["low"], worst["high"]})) + " tokens"
+        rows.append(("length of the answer", length, f"F1 {worst['f1']:.2f} on {worst['rows']:,} questions"))
+    if run.output == "summary" and "beside_lead" in found:
+        sides = found["beside_lead"]
+        every = sum(sides.values())
+        rows.append(("summaries", "worse than the first sentences", f"{sides['worse']:,} of {every:,}"))
+    return rows
+
+
+def _hardest(run: Run) -> list[tuple[str, str, str]]:
+    known = run.answers
+    if known is None:
+        return []
+    rows = [int(row) for row in known.hardest(2 * EACH + 20)]
+    if run.output not in ("number", "tokens", "summary"):  # a hard row whose answer is right is no mistake
+        rows = [row for row in rows if not known.right[row]]
+    rows = rows[:EACH]
+    found = []
+    for row, text in zip(rows, known.texts(rows), strict=True):
+        place = f"{known.source[row]}:{known.line[row]}"
+        found.append(("hardest row", f"{short(text, TEXT)} ({short(place, 60)})", _mistake(run, row)))
+    return found
+
+
+def _mistake(run: Run, row: int) -> str:
+    known = run.answers
+    assert known is not None  # _hardest
+    loss = f"loss {number(float(known.loss[row]))}"
+    if run.output in ("tokens", "summary"):
+        return loss
+    if run.output == "tags":
+        sides = [entities.named(side[row], None) for side in (known.target, known.prediction)]
+    else:
+        sides = [_said(side[row]) for side in (known.target, known.prediction)]
+    return f"{short(sides[0], 80)} answered as {short(sides[1], 80)}, {loss}"
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, float):
+        return number(value)
+    return value or "nothing" if isinstance(value, str) else ", ".join(str(part) or "-" for part in value) or "nothing"

@@ -1,0 +1,147 @@
+"""The first part of the page: the scores, what is wrong most, what to do next, for runs in every state."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rtrain import events
+from rtrain.report import baseline, collect
+from rtrain.report.drawing import page
+from rtrain.report.drawing.blocks import Note, Steps, Table
+from rtrain.report.sections import next_steps, outcome
+from tests.reports import answers_of, make_run, page_of, write_predictions, write_scores
+from tests.test_report_page import table
+
+LABELS = ("login", "parcel", "refund")
+
+
+def with_baselines(run: Path, **scores: float) -> None:
+    """As `baseline.ensure` leaves them, with the same score on both splits."""
+    each = [{"name": name, "scores": {"valid": value, "test": value}} for name, value in scores.items()]
+    document = {"schema_version": baseline.SCHEMA_VERSION, "headline": "accuracy", "trained_on": 100}
+    (run / baseline.NAME).write_text(json.dumps({**document, "baselines": each}))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """English rows are all answered `login`; the log's test accuracy is 0.5, with an interval about the true share."""
+    run = make_run(tmp_path_factory.mktemp("outcome"))
+    targets, found = answers_of(LABELS, 200, right=0.6)
+    language = ["de" if row % 4 else "en" for row in range(200)]
+    found = [("login" if code == "en" else said) for said, code in zip(found, language, strict=True)]
+    write_predictions(run, targets, found, language=language, score=[0.95] * 200)
+    write_scores(run, *answers_of(LABELS, 30, right=0.5), split="valid")
+    with_baselines(run, tfidf=0.3, majority=0.2)
+    return run
+
+
+def steps_of(run: collect.Run) -> list[str]:
+    (block,) = (block for block in outcome.section(run).blocks if isinstance(block, Steps))
+    return [step.what for step in block.steps]
+
+
+def test_it_comes_first_and_digests_and_versions_last(finished: Path) -> None:
+    text = page_of(finished).text
+    order = ("What is wrong most", "What to do next", "Rows and tokens of each split", "The training loss", "Digests")
+    places = [text.index(words) for words in order]
+    assert places == sorted(places)
+
+
+def test_scores_of_both_splits_stand_beside_the_baselines(finished: Path) -> None:
+    run = collect.read(finished)
+    found = table(outcome.section(run), "Test accuracy 0.500, ahead of the best baseline (tfidf: 0.300)")
+    assert [row[:3] for row in found.rows] == [
+        ("test", "this model", "0.5000"),
+        ("test", "tfidf", "0.3000"),
+        ("test", "majority", "0.2000"),
+        ("validation", "this model", "0.5000"),
+        ("validation", "tfidf", "0.3000"),
+        ("validation", "majority", "0.2000"),
+    ]
+    low, high = (run.scores or {})["intervals"]["scores"]["accuracy"]
+    assert found.rows[0][3] == f"{low:.4f} to {high:.4f}"
+    assert found.rows[3][3] != "-"
+    assert outcome.tiles(run)[0].name == "test accuracy"
+    assert "Baselines learned from 100 of the" in found.note
+
+
+@pytest.mark.parametrize(("reached", "said"), [(0.9, "NOT ahead of"), (0.1, "ahead of")])
+def test_the_title_says_which_is_ahead(reached: float, said: str, finished: Path) -> None:
+    run = collect.read(finished)
+    assert run.baselines is not None
+    (first, *_) = run.baselines["baselines"]
+    changed = {**run.baselines, "baselines": [{**first, "scores": {"test": reached, "valid": reached}}]}
+    found = outcome.section(replace(run, baselines=changed)).blocks[0]
+    assert isinstance(found, Table)
+    assert f", {said} the best baseline" in found.title
+
+
+def test_the_worst_of_each_kind_in_one_glance(finished: Path) -> None:
+    run = collect.read(finished)
+    rows = table(outcome.section(run), "What is wrong most").rows
+    assert rows[0][:2] == ("slice", "language: en")
+    kinds = [row[0] for row in rows]
+    assert kinds == sorted(kinds, key=("slice", "label", "confusion", "hardest row").index)
+    assert {"slice", "label", "confusion", "hardest row"} == set(kinds)
+    assert run.answers is not None
+    wrong = [row for row in run.answers.hardest(200).tolist() if not run.answers.right[row]]
+    assert f"rows.csv:{wrong[0] + 2}" in str(rows[kinds.index("hardest row")][1])
+    most = next_steps.confused_pairs(run)[0]
+    assert rows[kinds.index("confusion")][1:] == (f"{most[0]} → {most[1]}", f"{most[2]} rows")
+
+
+def test_facts_call_for_their_steps(finished: Path) -> None:
+    run = collect.read(finished)
+    found = next_steps.facts(run)
+    assert found.weak is not None
+    assert (found.weak.column, found.weak.value) == ("language", "en")
+    assert len(found.suspects) >= 2  # wrong answers with a confidence of 0.95
+    assert found.train_loss == pytest.approx(sum(2.0 / update for update in range(11, 21)) / 10)
+    assert found.baseline == ("tfidf", 0.3)
+    assert [value for _, value in found.validation] == [0.25, 0.5]
+    told = " ".join(steps_of(run))
+    assert "Check the labels of rows.csv:" in told
+    assert "Add training rows of language “en”, or start from a multilingual encoder" in told
+
+
+def test_a_run_without_a_score_says_so_and_how_it_goes_on(tmp_path: Path) -> None:
+    run = collect.read(make_run(tmp_path, trained=False))
+    first, *others = outcome.section(run).blocks
+    assert isinstance(first, Note)
+    assert "There is no score yet" in first.text
+    assert not any(isinstance(block, Table) for block in others)
+    assert steps_of(run) == ["Wait for its end, or go on if its process is gone"]
+    assert outcome.tiles(run)[0].name == "status"
+
+
+def test_a_run_that_goes_on_shows_its_newest_validation(tmp_path: Path) -> None:
+    run = make_run(tmp_path, trained=False)
+    events.append(run, "started", update=0, of=20, workers=2, precision="fp32")
+    for update, accuracy in ((5, 0.25), (10, 0.75)):
+        events.append(run, "evaluated", split="valid", update=update, scores={"accuracy": accuracy, "rows": 30})
+    found = table(outcome.section(collect.read(run)), "Validation accuracy 0.750")
+    assert found.rows == [("validation", "this model", "0.7500", "-")]
+    assert "No baseline was measured" in found.note
+
+
+def test_rows_of_scores_without_answers_do(tmp_path: Path) -> None:
+    """A run whose predictions were removed still has its logged scores."""
+    found = table(outcome.section(collect.read(make_run(tmp_path))), "Test accuracy 0.500")
+    assert found.rows[0] == ("test", "this model", "0.5000", "-")
+
+
+def test_a_figure_is_not_broken_and_a_path_may_be() -> None:
+    assert page._PIECE.findall("F1 0.53, in rows.csv:110") == [
+        "F1",
+        " ",
+        "0.53,",
+        " ",
+        "in",
+        " ",
+        "rows.",
+        "csv:",
+        "110",
+    ]
+    assert "".join(page._PIECE.findall("1.2.3 a/b_c (0.38), 1,234")) == "1.2.3 a/b_c (0.38), 1,234"
