@@ -27,13 +27,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the summary on stdout")
     given = parser.parse_args()
     env.prepare()
-    from rtrain.runs import driver
+    from rtrain.runs import driver, preparing
 
     files = {"data.path": str(given.data.absolute()), "data.test": str(given.test.absolute())}
     chosen = config.load("intent", files | dict(config.parse_assignment(text) for text in given.assignments))
     shortcuts, folder = Shortcuts(**dict.fromkeys(given.shortcuts.split(","), False)), given.out.absolute()
     with session(chosen, folder.parent):
-        summary = driver.fit(driver.prepare(chosen, folder), shortcuts=shortcuts)
+        summary = driver.fit(preparing.prepare(chosen, folder), shortcuts=shortcuts)
     if given.json:
         json.dump(summary, sys.stdout)
 

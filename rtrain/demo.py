@@ -21,7 +21,7 @@ from rtrain.report.live.peak_memory import PeakMemory
 from rtrain.report.live.progress import Line, say
 from rtrain.report.summary import summarise
 from rtrain.run import Run
-from rtrain.runs import driver, opening
+from rtrain.runs import opening, preparing
 from rtrain.tasks import base
 
 ASKED_TEXTS = 200
@@ -74,7 +74,7 @@ def run(config: Config, out: str | None, keep: bool = False) -> dict[str, Any]:
     started = time.perf_counter()
     folder = opening.folder_for("demo", out)
     config = _with_data(config, folder, refuse=out is not None)
-    driver.check(config)
+    preparing.check(config)
     access.check(config.deploy.serve, say)
     report = Report()
     with PeakMemory() as memory, Line() as line, session(config, folder):

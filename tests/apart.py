@@ -59,7 +59,7 @@ def _drive(cluster: Any, folder: Path, own: Path, hub: Hub) -> dict[str, Any]:
     from rtrain import config
     from rtrain.cluster.session import session
     from rtrain.errors import ConfigError
-    from rtrain.runs import driver, nodes
+    from rtrain.runs import driver, nodes, preparing
 
     def chosen(**overrides: Any) -> config.Config:
         dotted = {name.replace("__", "."): value for name, value in overrides.items()}
@@ -72,15 +72,15 @@ def _drive(cluster: Any, folder: Path, own: Path, hub: Hub) -> dict[str, Any]:
         while len([node for node in ray.nodes() if node["Alive"]]) < 2:
             time.sleep(0.2)
         packaged = chosen(data__path=ROWS)
-        _, weights = nodes.share(packaged, *driver.check(packaged, root), root)
+        _, weights = nodes.share(packaged, *preparing.check(packaged, root), root)
         found["packaged"] = str(weights)
         try:
-            driver.prepare(chosen(data__path=str(own / "rows.csv"), model__name=str(own / "encoder")), root / "none")
+            preparing.prepare(chosen(data__path=str(own / "rows.csv"), model__name=str(own / "encoder")), root / "none")
         except ConfigError as error:
             found["refused"] = str(error)
-        summary = driver.fit(driver.prepare(by_name, root / "run"))
+        summary = driver.fit(preparing.prepare(by_name, root / "run"))
         asked = len(hub.asked)
-        again = driver.prepare(by_name, root / "run", "resume")
+        again = preparing.prepare(by_name, root / "run", "resume")
         found |= {"updates": summary["updates"], "status": summary["status"], "asked": len(hub.asked) - asked}
         found |= {"model": again.config.recipe.model.name, "data": again.config.recipe.data.path}
         found |= {"weights": str(again.model), "labels": list(again.store.manifest.labels)}

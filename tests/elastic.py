@@ -57,7 +57,7 @@ def main(folder: Path, short: bool) -> None:
 def _drive(cluster: Any, folder: Path, short: bool) -> dict[str, Any]:
     from rtrain.cluster.session import session
     from rtrain.proof import ledger
-    from rtrain.runs import driver
+    from rtrain.runs import driver, preparing
 
     changes = [("joins", _join), ("drained", _drain), ("joins again", _join), ("vanishes", _vanish)]
     if short:
@@ -66,7 +66,7 @@ def _drive(cluster: Any, folder: Path, short: bool) -> dict[str, Any]:
     chosen = settings(folder, cluster.address, least=2 if short else 1)
     log: list[dict[str, Any]] = []
     with session(chosen, folder):
-        prepared = driver.prepare(chosen, folder / "run")
+        prepared = preparing.prepare(chosen, folder / "run")
         # Nodes may only be added from the main thread.
         fit = threading.Thread(target=lambda: driver.fit(prepared, until=UPDATES, on_event=log.append), daemon=True)
         fit.start()

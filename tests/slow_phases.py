@@ -50,23 +50,23 @@ def main(folder: Path) -> None:
 
 def _slow(folder: Path) -> dict[str, Any]:
     """A run that pauses, loses its checkpoints and goes on from its storage, with two workers."""
-    from rtrain.runs import driver
+    from rtrain.runs import driver, preparing
 
     chosen = settings(folder, **{"cluster.storage": f"slow://{folder}/storage"})
     slow = folder / "slow"
     slow.write_text(str(SLOW_S))
-    driver.fit(driver.prepare(chosen, folder / "run"), until=UNTIL)
+    driver.fit(preparing.prepare(chosen, folder / "run"), until=UNTIL)
     shutil.rmtree(folder / "run" / "checkpoints")
-    driver.fit(driver.prepare(chosen, folder / "run", "resume"))
+    driver.fit(preparing.prepare(chosen, folder / "run", "resume"))
     slow.unlink()
     return _told(folder / "run") | {"phases": sorted(set((folder / "slowed").read_text().splitlines()))}
 
 
 def _hung(folder: Path) -> dict[str, Any]:
     """A run whose first worker hangs for ever when it makes the artefact."""
-    from rtrain.runs import driver
+    from rtrain.runs import driver, preparing
 
-    prepared = driver.prepare(settings(folder), folder / "hung")
+    prepared = preparing.prepare(settings(folder), folder / "hung")
     armed("artefact", rank=0)(prepared.run)
     driver.fit(prepared)
     return _told(prepared.run.folder) | {"taken": (folder / "taken.json").is_file()}

@@ -21,7 +21,7 @@ from rtrain.data import files, order, pieces, records, shards, tokens
 from rtrain.data.formats import digests
 from rtrain.errors import UserError
 from rtrain.proof import ledger
-from rtrain.runs import driver, opening
+from rtrain.runs import opening, preparing
 from rtrain.tasks.encode import load_tokenizer
 from rtrain.training import loop
 from tests.conftest import Row, labelled_rows, write_rows
@@ -65,8 +65,8 @@ def settings(ground: Path, **overrides: Any) -> Config:
     return config.load("intent", {**{name: str(path) for name, path in paths.items()}, **overrides})
 
 
-def start(ground: Path, reuse: opening.Reuse = "refuse") -> driver.Prepared:
-    return driver.prepare(settings(ground), ground / "runs" / "run", reuse)
+def start(ground: Path, reuse: opening.Reuse = "refuse") -> preparing.Prepared:
+    return preparing.prepare(settings(ground), ground / "runs" / "run", reuse)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -163,7 +163,7 @@ def test_the_file_is_named_without_the_store_too(ground: Path, jobs: list[Path])
 
 def test_a_run_names_its_own_file_where_its_store_was_made_from_a_copy(ground: Path, jobs: list[Path]) -> None:
     shutil.copytree(ground / "parts", ground / "copy")
-    other = driver.prepare(settings(ground, **{"data.path": str(ground / "copy")}), ground / "runs" / "other")
+    other = preparing.prepare(settings(ground, **{"data.path": str(ground / "copy")}), ground / "runs" / "other")
     assert start(ground).store.folder == other.store.folder
     write_rows(ground / "parts" / "2.csv", ROWS[:20])
     assert refused(ground, jobs) == [f"{ground / 'parts' / '2.csv'} was changed"]
@@ -273,8 +273,8 @@ def test_files_that_were_looked_at_already_are_not_looked_at_again(
         return columns(field, piece)
 
     monkeypatch.setattr(records, "_columns", counted)
-    source, _ = driver.check(settings(ground))
-    driver.prepare(settings(ground), ground / "runs" / "run", source=source)
+    source, _ = preparing.check(settings(ground))
+    preparing.prepare(settings(ground), ground / "runs" / "run", source=source)
     assert looked == ["0.csv", "1.csv", "2.csv", "test.csv"]
 
 
@@ -283,7 +283,7 @@ def test_what_a_trial_beside_it_has_hashed_is_not_hashed_again(ground: Path, mon
     first = start(ground)
     whole = digests.file_digest
     monkeypatch.setattr(digests, "file_digest", lambda uri: "wrong" if uri.endswith(".csv") else whole(uri))
-    other = driver.prepare(settings(ground), ground / "runs" / "search" / "1", tokens_root=ground / "runs")
+    other = preparing.prepare(settings(ground), ground / "runs" / "search" / "1", tokens_root=ground / "runs")
     assert other.store.folder == first.store.folder
     assert events.read(other.run.folder)[0]["origin"] == events.read(first.run.folder)[0]["origin"]
 
@@ -351,11 +351,11 @@ def test_rows_of_a_file_that_changed_since_it_was_hashed_are_not_stored(
     at_the_job(monkeypatch, lambda: rewritten(path, before, after))
     chosen = settings(ground, **{"data.path": str(path)})
     with pytest.raises(UserError, match="changed between its digest and the reading of its rows") as caught:
-        driver.prepare(chosen, ground / "runs" / "run")
+        preparing.prepare(chosen, ground / "runs" / "run")
     assert str(path) in str(caught.value)
     assert str(ground / "test.csv") not in str(caught.value)
     assert not list((ground / "runs" / ".tokens").iterdir())
-    made = driver.prepare(chosen, ground / "runs" / "run")
+    made = preparing.prepare(chosen, ground / "runs" / "run")
     assert made.store.manifest.sources["train"] == {str(path): hashlib.sha256(after).hexdigest()}
     tokenizer = load_tokenizer(ground / "encoder", 64)
     ids = {tuple(tokenizer.encode(text).ids) for text, _ in ROWS[:60]}
@@ -369,7 +369,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_named(ground: Path, monkeypa
     whole = as_format(path, ROWS[:60])
     at_the_job(monkeypatch, lambda: os.truncate(path, len(whole) // 2))
     with pytest.raises(UserError, match=rf"nothing was stored:\n  {path}\nStart again once nothing writes to it"):
-        driver.prepare(settings(ground, **{"data.path": str(path)}), ground / "runs" / "run")
+        preparing.prepare(settings(ground, **{"data.path": str(path)}), ground / "runs" / "run")
 
 
 def test_what_cannot_be_read_of_a_file_that_is_as_it_was_is_told_as_it_is(ground: Path) -> None:
@@ -377,4 +377,4 @@ def test_what_cannot_be_read_of_a_file_that_is_as_it_was_is_told_as_it_is(ground
     whole = as_format(path, ROWS[:60])
     path.write_bytes(whole[:-12])
     with pytest.raises(UserError, match=r"rows.csv.gz cannot be read to its end \(Compressed file ended"):
-        driver.prepare(settings(ground, **{"data.path": str(path)}), ground / "runs" / "run")
+        preparing.prepare(settings(ground, **{"data.path": str(path)}), ground / "runs" / "run")

@@ -13,7 +13,7 @@ from rtrain import config, events
 from rtrain.config import Config
 from rtrain.errors import ConfigError, UserError
 from rtrain.report.live import trackers
-from rtrain.runs import driver, opening as runs
+from rtrain.runs import opening as runs, preparing
 from tests.conftest import labelled_rows
 from tests.reports import make_run, settings, train
 
@@ -207,7 +207,7 @@ def test_a_library_that_is_missing_is_named_with_its_command_before_anything_sta
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in hidden else found(name, *rest))
     chosen = settings(tmp_path, labelled_rows(40), **{"report.trackers": ["mlflow", "tensorboard"]})
     with pytest.raises(ConfigError) as raised:
-        driver.check(chosen)
+        preparing.check(chosen)
     assert str(raised.value).splitlines() == [
         "report.trackers=mlflow: mlflow needs mlflow, alembic, which is not installed; "
         "run: pip install 'rtrain[mlflow]'",

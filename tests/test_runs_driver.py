@@ -18,7 +18,7 @@ from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from rtrain.proof import ledger
 from rtrain.run import Run
-from rtrain.runs import driver
+from rtrain.runs import driver, preparing
 from rtrain.training.loop import GENESIS
 from tests.conftest import labelled_rows
 from tests.trained import EPOCHS, TEST_ROWS, Trained, settings
@@ -162,7 +162,7 @@ def test_artefact_tells_its_lineage(trained: Trained) -> None:
 
 def test_finished_run_is_left_as_it_is(trained: Trained) -> None:
     before = (trained.run / "events.jsonl").read_bytes()
-    prepared = driver.prepare(settings(trained.run.parent), trained.run, "resume")
+    prepared = preparing.prepare(settings(trained.run.parent), trained.run, "resume")
     summary = driver.fit(prepared)
     assert summary["updates"] == trained.summary["updates"]
     assert kinds(events.read(trained.run))[len(before.splitlines()) :] == ["tokens_reused"]
@@ -170,13 +170,13 @@ def test_finished_run_is_left_as_it_is(trained: Trained) -> None:
 
 def test_used_name_is_refused_with_the_ways_on(trained: Trained) -> None:
     with pytest.raises(UserError, match=r"holds a run already; write --resume to continue it, or --new for run-2"):
-        driver.prepare(settings(trained.run.parent), trained.run)
+        preparing.prepare(settings(trained.run.parent), trained.run)
 
 
 def test_resume_with_other_settings_is_refused_by_name(trained: Trained) -> None:
     changed = settings(trained.run.parent, **{"optim.lr": 1e-4})
     with pytest.raises(UserError, match=r"optim\.lr=0\.0001: the run was started with 0\.003"):
-        driver.prepare(changed, trained.run, "resume")
+        preparing.prepare(changed, trained.run, "resume")
 
 
 def test_a_run_whose_folder_is_lost_resumes_from_its_storage_and_ends_bit_for_bit_like_the_straight_one(
@@ -184,14 +184,14 @@ def test_a_run_whose_folder_is_lost_resumes_from_its_storage_and_ends_bit_for_bi
 ) -> None:
     folder = trained.run.parent
     stored = settings(folder, **{"cluster.storage": (folder / "mounted").as_uri()})
-    half = driver.prepare(stored, folder / "halves")
+    half = preparing.prepare(stored, folder / "halves")
     stop = trained.summary["updates"] // 2 + 1
     paused = driver.fit(half, until=stop)
     assert (paused["status"], paused["updates"]) == ("paused", stop)
     assert not (folder / "halves" / "artifact").exists()
     (folder / "mounted").rename(folder / "away")
     (folder / "mounted").touch()  # whatever is asked of a storage below it fails
-    further = driver.fit(driver.prepare(config.load("intent"), folder / "halves", "resume"), until=stop + 1)
+    further = driver.fit(preparing.prepare(config.load("intent"), folder / "halves", "resume"), until=stop + 1)
     assert (further["status"], further["updates"]) == ("paused", stop + 1)
     told = [event for event in events.read(folder / "halves") if event["kind"] in ("unreachable", "uncopied")]
     assert (told[0]["kind"], told[0]["update"], told[-1]["kind"]) == ("unreachable", stop, "uncopied")
@@ -199,8 +199,8 @@ def test_a_run_whose_folder_is_lost_resumes_from_its_storage_and_ends_bit_for_bi
     (folder / "away").rename(folder / "mounted")
     shutil.rmtree(folder / "halves")
     with pytest.raises(UserError, match=r"mounted/halves holds a run already; write --resume"):
-        driver.prepare(stored, folder / "halves")
-    resumed = driver.fit(driver.prepare(stored, folder / "halves", "resume"))
+        preparing.prepare(stored, folder / "halves")
+    resumed = driver.fit(preparing.prepare(stored, folder / "halves", "resume"))
     assert (resumed["status"], resumed["restarts"]) == ("finished", 1)
     assert resumed["order_digest"] == trained.summary["order_digest"]
     last = trained.summary["updates"]
@@ -226,7 +226,7 @@ def test_a_resized_run_trains_on_the_same_rows_and_its_ledger_shows_it(trained: 
     for workers, stop in ((2, middle), (1, None)):
         resized = settings(folder, **{"train.workers": workers, "train.micro_batch": 5})
         found = driver.fit(
-            driver.prepare(resized, folder / "resized", "resume" if stop is None else "refuse"), until=stop
+            preparing.prepare(resized, folder / "resized", "resume" if stop is None else "refuse"), until=stop
         )
         assert found["updates"] == (stop or last)
     log = events.read(folder / "resized")
@@ -255,7 +255,7 @@ def test_no_worker_or_placement_group_is_left(trained: Trained) -> None:
 
 def test_an_error_of_every_start_ends_the_run_after_its_budget_with_its_traceback_in_a_file(trained: Trained) -> None:
     folder = trained.run.parent
-    prepared = driver.prepare(settings(folder, **{"cluster.max_crashes": 1}), folder / "broken")
+    prepared = preparing.prepare(settings(folder, **{"cluster.max_crashes": 1}), folder / "broken")
     with pytest.raises(UserError, match=r"training failed: .*nowhere") as caught:
         driver.fit(replace(prepared, model=folder / "nowhere"))
     path = Path(str(caught.value).rsplit(" ", 1)[-1])

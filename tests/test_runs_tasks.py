@@ -18,7 +18,7 @@ from rtrain.data.store import Store
 from rtrain.network import pooling, sentence
 from rtrain.predict import Predictor
 from rtrain.report import summary
-from rtrain.runs import driver
+from rtrain.runs import driver, preparing
 from rtrain.tasks import base
 from tests import test_tasks_extractive_summary, test_tasks_several_labels, test_tasks_span_qa, test_tasks_token_tags
 from tests.conftest import labelled_rows
@@ -93,7 +93,7 @@ def trained(task: str, folder: Path) -> tuple[Config, Path, Store]:
     """Train on two workers, and look at what the run keeps of its rows."""
     folder.mkdir()
     chosen, run = settings(task, folder), folder / "run"
-    prepared = driver.prepare(chosen, run)
+    prepared = preparing.prepare(chosen, run)
     found = driver.fit(prepared)
     assert found["status"] == "finished"
     store = prepared.store
@@ -133,7 +133,7 @@ def test_a_run_on_all_rows_keeps_its_last_weights_and_its_pooling(ray_session: P
     chosen = config.with_overrides(settings("regression", folder), overrides)
     sentence.write(folder / "encoder", "mean", 32, 128)
     run = folder / "run"
-    prepared = driver.prepare(chosen, run)
+    prepared = preparing.prepare(chosen, run)
     assert chosen.recipe.model.pooling == "auto"
     assert config.load(str(run / "config.yaml")).recipe.model.pooling == "mean"
     found = driver.fit(prepared)
@@ -154,7 +154,7 @@ def test_a_run_on_all_rows_keeps_its_last_weights_and_its_pooling(ray_session: P
         transformers.AutoModelForSequenceClassification.from_pretrained(run / "artifact")
     # Resumed by a recipe that leaves the pooling open, though its encoder says otherwise by now.
     (folder / "encoder" / "1_Pooling" / "config.json").write_text('{"pooling_mode": "cls"}')
-    again = driver.prepare(chosen, run, "resume")
+    again = preparing.prepare(chosen, run, "resume")
     assert again.config.recipe.model.pooling == "mean"
 
     student, report = distill.run(chosen, run, folder / "student")

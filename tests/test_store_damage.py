@@ -17,7 +17,7 @@ from rtrain.data.ingest import Share
 from rtrain.data.order import Order
 from rtrain.data.store import SPLITS, Store
 from rtrain.errors import UserError
-from rtrain.runs import driver
+from rtrain.runs import driver, preparing
 from tests.conftest import labelled_rows, write_rows
 from tests.test_data_ingest import through_arrow
 from tests.test_store import NAMES, make
@@ -276,7 +276,7 @@ def test_the_user_of_a_run_reads_which_file_was_changed_and_no_traceback(
     chosen = config.load(
         "intent", {"data.path": recipe.data.path, "model.name": recipe.model.name, "train.precision": "fp32"}
     )
-    prepared = driver.prepare(chosen, tmp_path / "run")
+    prepared = preparing.prepare(chosen, tmp_path / "run")
     assert prepared.store.folder == made.folder
     flip(made.folder / "shards/000000-000000.arrow")
     with pytest.raises(

@@ -6,7 +6,7 @@ from typing import Any
 
 from rtrain import config
 from rtrain.config import Config
-from rtrain.runs import driver
+from rtrain.runs import driver, preparing
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder
 
@@ -43,6 +43,6 @@ def settings(folder: Path, **overrides: Any) -> Config:
 def train(folder: Path) -> Trained:
     chosen = settings(folder)
     seen: list[dict[str, Any]] = []
-    prepared = driver.prepare(chosen, folder / "run")
+    prepared = preparing.prepare(chosen, folder / "run")
     summary = driver.fit(prepared, on_event=seen.append)
     return Trained(folder / "run", prepared.config, summary, seen)

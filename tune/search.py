@@ -17,7 +17,7 @@ from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.ray_internals import HEAD_RESOURCE
 from rtrain.report import summary
 from rtrain.run import Run
-from rtrain.runs import driver, opening, placement
+from rtrain.runs import driver, opening, placement, preparing
 from tune import space, trial as trials
 from tune.trial import part, run_folder
 
@@ -241,5 +241,5 @@ def continue_best(
     """Continue the best trial's run from its checkpoint to its last update; returns its summary."""
     run = Run(Path(found.best.run))
     config = configuration.load(str(run.config))
-    prepared = driver.prepare(config, run.folder, "resume", tokens_root or run.folder.parent.parent)
+    prepared = preparing.prepare(config, run.folder, "resume", tokens_root or run.folder.parent.parent)
     return driver.fit(prepared, on_event=on_event)

@@ -10,7 +10,7 @@ from rtrain import config as configuration
 from rtrain.config import Config
 from rtrain.metrics.by_output import metric_for
 from rtrain.run import Run
-from rtrain.runs import driver
+from rtrain.runs import driver, preparing
 from rtrain.tasks import base
 
 Log = list[dict[str, Any]]
@@ -94,6 +94,6 @@ def run(
         ray.tune.report(result)
     if ended:
         return
-    prepared = driver.prepare(config, run.folder, "resume" if run.exists else "refuse", Path(tokens_root))
+    prepared = preparing.prepare(config, run.folder, "resume" if run.exists else "refuse", Path(tokens_root))
     until, rungs = stops_at(config, number, prepared.updates)
     driver.fit(prepared, until=until, evaluate_at=rungs, callbacks=[TuneReportCallback()])

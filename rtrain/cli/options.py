@@ -88,9 +88,9 @@ def opened(
     folder = opening.folder_for(f"{config.recipe.name}{suffix}", out)
     config = opening.absolute(config, folder if reuse == "resume" else None)
     leave_to_supervisor(config, folder, reuse)
-    from rtrain.runs import driver  # a supervisor that imports torch could die with its child, of memory
+    from rtrain.runs import preparing  # a supervisor that imports torch could die with its child, of memory
 
-    return driver.chosen(config, folder, reuse)[1], folder, reuse
+    return preparing.chosen(config, folder, reuse)[1], folder, reuse
 
 
 def _recipe(recipe: str | None, out: str | None, reuse: "Reuse") -> str:

@@ -53,12 +53,12 @@ def _layouts(
     from rtrain.cluster.session import session
     from rtrain.proof import verify as proof
     from rtrain.report.live.progress import Line
-    from rtrain.runs import driver, opening
+    from rtrain.runs import opening, preparing
 
     assert recipe is not None
     config = opening.absolute(configured(recipe, assignments, **short))
     folder = opening.folder_for(f"{config.recipe.name}-verify", out)
-    driver.check(config, folder.parent)
+    preparing.check(config, folder.parent)
     with session(proof.session_config(config, full), folder.parent), Line() as line:
         return proof.run(config, folder, full=full, bugs=planted, on_event=line)
 
@@ -77,11 +77,11 @@ def drill(
     from rtrain.cluster.session import session
     from rtrain.proof import drill as proof
     from rtrain.report.live.progress import Line
-    from rtrain.runs import driver, opening
+    from rtrain.runs import opening, preparing
 
     config = opening.absolute(configured(recipe, assignments, data=data, test=test, model=model, workers=workers))
     folder = opening.folder_for(f"{config.recipe.name}-drill", out)
-    driver.check(config, folder.parent)
+    preparing.check(config, folder.parent)
     with session(config, folder.parent), Line() as line:
         certificate = proof.run(config, folder, on_event=line)
     show(certificate.to_document(), as_json, certificate.text())

@@ -59,11 +59,11 @@ def train(
     config, folder, reuse = opened(recipe, assignments, out, resume, new, **short)
     from rtrain.cluster.session import session
     from rtrain.report.live.progress import Line, summary_text
-    from rtrain.runs import driver
+    from rtrain.runs import driver, preparing
 
-    source, _ = driver.check(config, folder.parent)
+    source, _ = preparing.check(config, folder.parent)
     with session(config, folder.parent), Line() as line:
-        prepared = driver.prepare(config, folder, reuse, source=source)
+        prepared = preparing.prepare(config, folder, reuse, source=source)
         summary = driver.fit(prepared, on_event=line)
     show(summary, as_json, summary_text(summary, prepared.run.folder))
 
@@ -87,11 +87,11 @@ def tune(
     config, folder, reuse = opened(recipe, assignments, out, resume, new, "-search", **short)
     from rtrain.cluster.session import session
     from rtrain.report.live.progress import Line, search_text
-    from rtrain.runs import driver
+    from rtrain.runs import preparing
     from tune import search
 
     search.check(config)
-    driver.check(config, folder.parent)
+    preparing.check(config, folder.parent)
     with session(config, folder.parent), Line() as line:
         found = search.run(config, folder, reuse, on_event=line)
         winner = search.continue_best(found, on_event=line)

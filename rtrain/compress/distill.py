@@ -17,7 +17,7 @@ from rtrain.config import Config, Model
 from rtrain.data.store import Store, open_store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import model, pooling, precision
-from rtrain.runs import driver, opening
+from rtrain.runs import driver, opening, preparing
 from rtrain.runs.worker import TOKENIZER_FILES
 from rtrain.tasks import base
 from rtrain.training.step import forward
@@ -62,14 +62,14 @@ def run(
         raise ConfigError([Problem("model.pooling", asked, f"the teacher was trained with {pooled}", fix)])
     source = None
     if reuse != "resume":
-        source, _ = driver.check(config, folder.parent)
+        source, _ = preparing.check(config, folder.parent)
         opening.choose(folder, config, reuse)
     # Beside the run, not in it: the run folder is made by driver.prepare once nothing is wrong.
     start = student_start(teacher_run / "artifact", config.recipe.distill.layers, folder.parent / ".students")
     values = (str(start), config.recipe.distill.epochs, config.recipe.distill.lr, teacher.version)
     derived = dict(zip(DERIVED, values, strict=True))
     student = configuration.with_overrides(config, {**derived, "model.pooling": pooled})
-    prepared = driver.prepare(student, folder, reuse, source=source)
+    prepared = preparing.prepare(student, folder, reuse, source=source)
     # The teacher answers on processors, wherever the student is trained.
     wanted, native = config.recipe.train.precision, precision.of_processor()
     decided = precision.resolve("auto" if precision.problems(wanted, native) else wanted, native)
@@ -81,7 +81,7 @@ def settled(config: Config, folder: Path, reuse: opening.Reuse) -> Config:
     """What to distil by: `config`, or a resumed student's own configuration with what `config` names."""
     if reuse != "resume":
         return config
-    return driver.chosen(replace(config, named=config.named.difference(DERIVED)), folder, reuse)[1]
+    return preparing.chosen(replace(config, named=config.named.difference(DERIVED)), folder, reuse)[1]
 
 
 # ------------------------------------------------------------------------------------------------ the student's start

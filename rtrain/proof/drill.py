@@ -20,7 +20,7 @@ from rtrain.proof import ledger
 from rtrain.proof.faults import FAULTS, Fault, workers_left
 from rtrain.report import html, summary
 from rtrain.run import Run
-from rtrain.runs import driver, nodes
+from rtrain.runs import driver, nodes, preparing
 
 SAVE_EVERY = 8
 """Updates between two checkpoints, where the recipe names no number."""
@@ -138,9 +138,9 @@ def run(
     )
     updates = 3 * save_every * (len(faults) + 1)
     config = _long_enough(config, folder.parent, updates)
-    control = driver.prepare(config, folder / "control", tokens_root=folder.parent)
+    control = preparing.prepare(config, folder / "control", tokens_root=folder.parent)
     driver.fit(control, until=updates, on_event=on_event)
-    drilled = driver.prepare(config, folder / "drilled", tokens_root=folder.parent)
+    drilled = preparing.prepare(config, folder / "drilled", tokens_root=folder.parent)
     saboteur = Saboteur(drilled.run, faults, save_every, on_event)
     _fit(drilled, updates, saboteur)
     certificate = _judge(control, drilled, saboteur.met, len(faults), updates)
@@ -153,14 +153,14 @@ def run(
 
 def _long_enough(config: Config, root: Path, updates: int) -> Config:
     """The recipe with as many epochs as so many updates need."""
-    source, model = nodes.share(config, *driver.check(config, root), root)
+    source, model = nodes.share(config, *preparing.check(config, root), root)
     store, _ = tokens.ensure(config.recipe, source, model, root)
     per_epoch = -(-store.rows("train") // config.recipe.rows_per_update)
     epochs = max(config.recipe.train.epochs, -(-updates // per_epoch))
     return configuration.with_overrides(config, {"train.epochs": epochs})
 
 
-def _fit(prepared: driver.Prepared, updates: int, saboteur: Saboteur) -> None:
+def _fit(prepared: preparing.Prepared, updates: int, saboteur: Saboteur) -> None:
     """To the end; where a fault ends in an error for the user, what he would do next: mend it, and resume."""
     before = 0
     while True:
@@ -172,11 +172,13 @@ def _fit(prepared: driver.Prepared, updates: int, saboteur: Saboteur) -> None:
                 raise
             before = len(saboteur.met)
             saboteur({"kind": "stage", "text": f"ended by: {str(error).splitlines()[0]}"})
-            prepared = driver.prepare(prepared.config, prepared.run.folder, "resume", prepared.store.folder.parents[1])
+            prepared = preparing.prepare(
+                prepared.config, prepared.run.folder, "resume", prepared.store.folder.parents[1]
+            )
 
 
 def _judge(
-    control: driver.Prepared, drilled: driver.Prepared, met: Sequence[Met], wanted: int, updates: int
+    control: preparing.Prepared, drilled: preparing.Prepared, met: Sequence[Met], wanted: int, updates: int
 ) -> Certificate:
     shown = ledger.check(drilled.run)
     weights = [_weights(prepared.run, updates) for prepared in (control, drilled)]

@@ -22,7 +22,7 @@ from rtrain.network import model
 from rtrain.proof import planted
 from rtrain.proof.cases import REFERENCE, Case, Measured, Slice, run_group
 from rtrain.run import Run
-from rtrain.runs import driver, failures, group as worker_group, nodes
+from rtrain.runs import driver, failures, group as worker_group, nodes, preparing
 
 TOLERANCE = 1e-8
 """Correct code stays below it by orders of magnitude, in float64; see `PLANTED`."""
@@ -199,7 +199,7 @@ def run(
     training uses. Raises `UserError` where the cases cannot be run; figures that are too large are in the report.
     """
     begin = time.monotonic()
-    found = driver.check(config, folder.parent)
+    found = preparing.check(config, folder.parent)
     if folder.exists():
         raise UserError(f"--out: {folder} exists; name a new folder, which is removed when the check has ended")
     source, weights = nodes.share(config, *found, folder.parent)
@@ -215,7 +215,7 @@ def run(
             "train.aggregation_frequency": None,
         },
     )
-    if problems := [*preflight.rows(config.recipe, rows), *driver.capacity(config)]:
+    if problems := [*preflight.rows(config.recipe, rows), *preparing.capacity(config)]:
         raise ConfigError(problems)
     # The reference's gradients in float64, its weights and a checkpoint of three times its weights.
     preflight.disk(folder, (todo.updates + 4) * 2 * sum(path.stat().st_size for path in weights.glob("*.safetensors")))

@@ -10,168 +10,20 @@ from typing import Any
 
 from rtrain import events
 from rtrain.checkpoints import checkpoint, replica
-from rtrain.cluster import preflight, supply
+from rtrain.cluster import supply
 from rtrain.cluster.session import data_cpus
-from rtrain.config import Cluster, Config
-from rtrain.data import commit, records, refusals, tokens
-from rtrain.data.order import Order, refuse_other, version
-from rtrain.data.store import Store
-from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.network import device, model, precision
-from rtrain.report import attributions, baseline, html, summary, versions
+from rtrain.config import Cluster
+from rtrain.report import attributions, baseline, html, summary
 from rtrain.report.live import trackers
 from rtrain.run import Run
-from rtrain.runs import failures, group, nodes, notice, opening, placement, worker
+from rtrain.runs import failures, group, notice, opening, placement, worker
+from rtrain.runs.preparing import Prepared
 from rtrain.runs.recovery import Kind, Recovery, halvings, most_after, out_of_memory
 from rtrain.runs.start import ALL, Shortcuts, Start
-from rtrain.training import losses
 
 OnEvent = Callable[[dict[str, Any]], None]
-DEVICE = "device"
-"""The decision's name."""
 SETTLE_S = 5.0
 """Seconds in which what was given back is seen as free."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A run that may start: its folder, its frozen configuration, its rows."""
-
-    run: Run
-    config: Config
-    store: Store
-    model: Path
-    layout: device.Choice
-
-    @property
-    def updates(self) -> int:
-        recipe = self.config.recipe
-        rows = self.store.rows("train")
-        return Order(self.store.manifest.digest, rows, recipe.rows_per_update, recipe.train.epochs, 0).updates
-
-
-def check(
-    config: Config, root: Path | None = None, source: records.Source | None = None
-) -> tuple[records.Source, Path]:
-    """Everything that can be refused before Ray starts, all at once: files, columns, model, precision.
-
-    What was copied from the hub under `root` is not asked for again, and the files of a `source` that was found before
-    are not looked at again.
-    """
-    problems: list[Any] = [
-        *tokens.problems(config.recipe),
-        *losses.problems(config.recipe),
-        *model.problems(config.recipe),
-    ]
-    folder = None
-    try:
-        source = source or records.inspect(config.recipe.data, root)
-    except ConfigError as error:
-        problems += error.problems
-    try:
-        folder = model.resolve(config.recipe.model.name, root)
-        problems += model.check_architecture(folder, config.recipe.data.window_tokens)
-    except ConfigError as error:
-        problems += error.problems
-    problems += trackers.missing(config)
-    if config.deploy.cluster.address is None:
-        problems += precision.refused_here(config.recipe.train.precision)
-    if problems or source is None or folder is None:
-        raise ConfigError(problems)
-    return source, folder
-
-
-def prepare(
-    config: Config,
-    folder: Path,
-    reuse: opening.Reuse = "refuse",
-    tokens_root: Path | None = None,
-    source: records.Source | None = None,
-) -> Prepared:
-    """Check, make or reuse the token store, and open the run folder. The folder is written only when nothing is wrong.
-
-    The store lies under `tokens_root`, by default the folder that holds the run, so that runs side by side share it.
-    `source` is what `check` found, where that was asked already: there may be thousands of files.
-    """
-    chosen_folder, config = chosen(config, folder, reuse)
-    run, root = Run(chosen_folder), tokens_root or chosen_folder.parent
-    source, weights = nodes.share(config, *check(config, root, source), root)
-    source = source.beside(root)
-    config = model.resolved(config, weights)
-    origin, created = commit.origin(config.recipe, source, weights), run.first("created")
-    if created and created["data_digest"] != tokens.digest(config.recipe, source, weights):
-        raise _other_rows(run, created, origin)
-    preflight.disk(run.folder, needed=_disk_needed(weights, config.recipe.train.keep))
-    if not created and (copy := replica.of(config.deploy.cluster, run.folder)) and copy.exists():
-        raise UserError(
-            f"cluster.storage: {copy.url} holds a run already; write --resume to continue it, or another --out"
-        )
-    layout = _layout(config, run)
-    store, made = tokens.ensure(config.recipe, source, weights, root)
-    if created:
-        refuse_other("--resume", run.folder, created.get("order", 1), store.rows("train"))
-    if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config, layout.device)]:
-        raise ConfigError(problems)
-    frozen = opening.freeze(run, config)
-    if config.recipe.train.device == "auto":
-        run.decide(DEVICE, layout.device)
-    if not created:
-        run.append(
-            "created",
-            run=run.name,
-            recipe=frozen.recipe.name,
-            task=frozen.recipe.task,
-            data_digest=store.manifest.digest,
-            store=str(store.folder),
-            # The run's own names: its store may have been made from equal files elsewhere, and may be removed.
-            origin=origin,
-            identity=frozen.recipe.identity(),
-            order=version(store.rows("train")),
-            versions=versions.installed(),
-        )
-    run.append(
-        "tokenised" if made else "tokens_reused",
-        rows=store.manifest.rows,
-        quarantined=store.manifest.quarantined,
-        copies=store.manifest.copies,
-        left_out=store.manifest.left_out,
-        store=str(store.folder),
-    )
-    return Prepared(run, frozen, store, weights, layout)
-
-
-def _layout(config: Config, run: Run) -> device.Choice:
-    """On what the run trains: as it is told, as it has done before, else by what the cluster has or may start."""
-    train = config.recipe.train
-    wanted = train.device if train.device != "auto" else run.decisions.get(DEVICE, "auto")
-    return device.choose(wanted, train.workers, train.min_workers, supply.most("gpu"), device.usable())
-
-
-def chosen(config: Config, folder: Path, reuse: opening.Reuse) -> tuple[Path, Config]:
-    """`runs.choose`, once a resumed run whose folder is lost, with the machine that held it, is back from its copy."""
-    if reuse == "resume" and not Run(folder).exists:
-        copy = replica.of(config.deploy.cluster, folder)
-        if copy and copy.exists():
-            copy.restore(folder)
-    return opening.choose(folder, config, reuse)
-
-
-def _other_rows(run: Run, created: dict[str, Any], origin: dict[str, dict[str, str]]) -> UserError:
-    """A run goes on with the rows that it was started on or not at all: its order and its scores are theirs."""
-    changes = refusals.changes(created.get("origin", origin), origin)
-    if not changes:
-        return UserError(
-            f"--resume: {run} was started with a version of rtrain that makes other rows of the same files; "
-            "continue it with that version, or start another run with --new"
-        )
-    listed = "\n  ".join([*changes[:10], *([f"and {len(changes) - 10} more"] if len(changes) > 10 else [])])
-    return UserError(
-        f"--resume: {run} was started on other rows:\n  {listed}\nRestore these files, or start another run with --new."
-    )
-
-
-def _disk_needed(weights: Path, keep: int) -> int:
-    return preflight.checkpoint_copies(keep) * sum(path.stat().st_size for path in weights.glob("*.safetensors"))
 
 
 @dataclass(frozen=True)
@@ -364,9 +216,3 @@ def _recover(run: Run, error: Exception, recovery: Recovery) -> None:
 def _newest(run: Run) -> int:
     """Update of the newest complete checkpoint; whether it verifies is for the workers to find out."""
     return max(checkpoint.updates(run.checkpoints), default=0)
-
-
-def capacity(config: Config, kind: str = "cpu") -> list[Problem]:
-    train = config.recipe.train
-    spare = data_cpus(config.deploy.cluster.data_cpus, train.min_workers or train.workers)
-    return preflight.capacity(config.recipe, supply.most("cpu"), spare, kind)
