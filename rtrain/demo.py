@@ -126,7 +126,7 @@ def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> N
     with report.stage("search", line) as stage:
         found = search.run(config, folder / "search", on_event=line, tokens_root=folder)
         stage.score = found.best.score
-        default = summarise(Path(found.trials[0].run))
+        default = summarise(Run(Path(found.trials[0].run)))
         headline = metric_for(base.get(recipe.task).output).headline
         report.default_score = default["metrics"]["test"][headline]
         stage.rows = sum(trial.updates * _rows_per_update(trial) for trial in found.trials if trial.updates)

@@ -70,9 +70,20 @@ class Run:
         """All that is measured of a split."""
         return self.folder / f"scores-{split}.json"
 
+    @property
+    def baselines(self) -> Path:
+        """Scores of simple models on the same rows."""
+        return self.folder / "baselines.json"
+
     def attributions(self, split: str) -> Path:
         """What the answers to the hardest rows of a split rest on."""
         return self.folder / f"attributions-{split}.json"
+
+    @property
+    def store(self) -> Path | None:
+        """The newest token store that the log names, where it is still there: it lies beside the run, not in it."""
+        places = [Path(event["store"]) for event in self.events() if "store" in event]
+        return places[-1] if places and (places[-1] / "manifest.json").is_file() else None
 
     @property
     def ray(self) -> Path:

@@ -16,7 +16,6 @@ from rtrain.data.store import open_store
 from rtrain.metrics import scores
 from rtrain.predict import Predictor
 from rtrain.report import html
-from rtrain.report.answer_rows import path_of
 from rtrain.run import Run
 from rtrain.runs import opening, predictions as answered
 from rtrain.tasks import base
@@ -116,7 +115,7 @@ def write_predictions(
         "score": pa.array(random.uniform(0.3, 1.0, rows) if score is None else score, pa.float64()),
         "loss": pa.array(wrong * 3 + random.uniform(0, 1, rows), pa.float64()),
     }
-    path = path_of(run, split)
+    path = Run(run).predictions(split)
     pyarrow.parquet.write_table(pa.table({**columns, **{name: list(values) for name, values in slices.items()}}), path)
     return path
 
@@ -205,4 +204,4 @@ class Page(HTMLParser):
 
 
 def page_of(run: Path) -> Page:
-    return Page(html.write(run).read_text(encoding="utf-8"))
+    return Page(html.write(Run(run)).read_text(encoding="utf-8"))

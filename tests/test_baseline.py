@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rtrain.report import baseline, collect
+from rtrain.run import Run
 from tests.conftest import labelled_rows
 from tests.reports import make_answered, make_run
 
@@ -70,8 +71,8 @@ def test_tags_are_the_most_frequent_of_each_token() -> None:
 
 def measured(run: Path) -> dict[str, dict[str, float]]:
     """Baseline -> split -> headline."""
-    assert baseline.ensure(run) == run / baseline.NAME
-    found = baseline.read(run)
+    assert baseline.ensure(Run(run)) == run / baseline.NAME
+    found = baseline.read(Run(run))
     assert found is not None
     return {one["name"]: one["scores"] for one in found["baselines"]}
 
@@ -81,7 +82,7 @@ def test_labels_of_a_run_have_two_baselines(tmp_path: Path) -> None:
     run = make_answered(tmp_path, "classification")
     found = measured(run)
     assert found[baseline.TFIDF] == {"valid": 1.0, "test": 1.0}
-    known = collect.read(run)
+    known = collect.read(Run(run))
     assert known.store is not None
     codes = known.classes()
     assert codes is not None
@@ -92,7 +93,7 @@ def test_labels_of_a_run_have_two_baselines(tmp_path: Path) -> None:
 
 def test_numbers_of_a_run_are_compared_with_their_mean(tmp_path: Path) -> None:
     run = make_answered(tmp_path, "regression")
-    found, known = measured(run), collect.read(run)
+    found, known = measured(run), collect.read(Run(run))
     assert known.store is not None
     true = known.store.targets("test").values.astype(np.float64)
     spread = float(np.sqrt(((true - known.store.targets("train").values.mean()) ** 2).mean()))
@@ -108,14 +109,14 @@ def test_they_are_measured_once_and_of_few_rows(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(baseline, "MOST_ROWS", 20)
     run = make_answered(tmp_path, "classification")
     measured(run)
-    found = baseline.read(run)
+    found = baseline.read(Run(run))
     assert found is not None
     assert found["trained_on"] == 20
     monkeypatch.setattr(baseline, "MOST_ROWS", 10)
-    assert baseline.ensure(run) is not None
-    assert baseline.read(run) == found
+    assert baseline.ensure(Run(run)) is not None
+    assert baseline.read(Run(run)) == found
 
 
 def test_there_are_none_of_other_answers_or_before_the_end(tmp_path: Path) -> None:
-    assert baseline.ensure(make_answered(tmp_path / "labels", "multi_label")) is None
-    assert baseline.ensure(make_run(tmp_path / "begun", trained=False)) is None
+    assert baseline.ensure(Run(make_answered(tmp_path / "labels", "multi_label"))) is None
+    assert baseline.ensure(Run(make_run(tmp_path / "begun", trained=False))) is None

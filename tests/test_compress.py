@@ -98,7 +98,7 @@ def test_a_student_that_was_cut_short_is_resumed_by_its_own_settings(
         distill.run(opening.stored(teacher, {"distill.temperature": 3.0}), teacher, folder, "resume")
     _, ended = distill.run(opening.stored(teacher, {"train.log_every": 7}), teacher, folder, "resume")
     assert [event["update"] for event in events.read(folder) if event["kind"] == "started"] == [0, 5]
-    assert (ended["status"], ended["order_digest"]) == ("finished", summary.summarise(student)["order_digest"])
+    assert (ended["status"], ended["order_digest"]) == ("finished", summary.summarise(Run(student))["order_digest"])
     recipe = opening.stored(folder).recipe
     assert (recipe.train.keep, recipe.train.log_every, recipe.distill.layers) == (3, 7, 1)
     one, other = ((run / "artifact" / "model.safetensors").read_bytes() for run in (student, folder))

@@ -9,6 +9,7 @@ import pytest
 from rtrain import events
 from rtrain.events import Tail
 from rtrain.report import summary
+from rtrain.run import Run
 
 
 def write(run: Path, log: list[dict[str, Any]]) -> Path:
@@ -150,7 +151,7 @@ LOG = [
 
 
 def test_the_summary_of_a_run_of_two_starts(tmp_path: Path) -> None:
-    assert summary.summarise(write(tmp_path, LOG)) == {
+    assert summary.summarise(Run(write(tmp_path, LOG))) == {
         "run": "r1",
         "task": "classification",
         "recipe": "intent",
@@ -205,7 +206,7 @@ def test_the_summary_has_the_exchange_of_the_newest_start() -> None:
 
 
 def test_the_summary_of_a_paused_run(tmp_path: Path) -> None:
-    found = summary.summarise(write(tmp_path, LOG[:8]))
+    found = summary.summarise(Run(write(tmp_path, LOG[:8])))
     assert (found["status"], found["updates"], found["restarts"]) == ("paused", 4, 0)
     assert found["metrics"] == {"valid": scores(0.5), "test": None}
     assert found["rows_per_second"] == round(64 / 30, 2)
@@ -213,7 +214,7 @@ def test_the_summary_of_a_paused_run(tmp_path: Path) -> None:
 
 def test_the_summary_of_a_killed_start(tmp_path: Path) -> None:
     """It has no `trained` event: what is known of it is its progress."""
-    found = summary.summarise(write(tmp_path, LOG[:5]))
+    found = summary.summarise(Run(write(tmp_path, LOG[:5])))
     assert (found["status"], found["updates"], found["best_update"]) == ("running", 2, None)
     assert (found["rows_seen"], found["rows_per_second"]) == (0, 0.0)
     assert found["seconds"]["total"] == 21.0
@@ -221,13 +222,13 @@ def test_the_summary_of_a_killed_start(tmp_path: Path) -> None:
 
 def test_rows_of_a_killed_start_count_and_its_unknown_seconds_make_no_rate(tmp_path: Path) -> None:
     killed = [*LOG[:5], {"time": 122.0, "kind": "progress", "update": 3, "of": 8, "loss": 1.0, "rows": 48}]
-    found = summary.summarise(write(tmp_path, [*killed, *LOG[8:]]))
+    found = summary.summarise(Run(write(tmp_path, [*killed, *LOG[8:]])))
     assert found["rows_seen"] == 48 + 60
     assert found["rows_per_second"] == 60 / 20.0
 
 
 def test_the_summary_of_nothing(tmp_path: Path) -> None:
-    found = summary.summarise(tmp_path)
+    found = summary.summarise(Run(tmp_path))
     assert (found["run"], found["status"], found["updates"], found["workers"]) == (tmp_path.name, "running", 0, None)
     assert found["seconds"] == dict.fromkeys(("total", *summary.SECONDS), 0.0)
 
@@ -249,6 +250,6 @@ def test_status_is_how_the_newest_start_ended(kinds: list[str], status: str) -> 
 
 
 def test_the_summary_is_written_as_json(tmp_path: Path) -> None:
-    found = summary.write(write(tmp_path, LOG))
+    found = summary.write(Run(write(tmp_path, LOG)))
     assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8")) == found
-    assert found == summary.summarise(tmp_path)
+    assert found == summary.summarise(Run(tmp_path))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rtrain.report.live import progress
+from rtrain.run import Run
 
 SUMMARY: dict[str, Any] = {
     "status": "finished",
@@ -173,7 +174,7 @@ def test_say_writes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_end_of_a_training(tmp_path: Path) -> None:
-    lines = progress.summary_text(SUMMARY, tmp_path).splitlines()
+    lines = progress.summary_text(SUMMARY, Run(tmp_path)).splitlines()
     assert lines == [
         "finished: 250 updates, 16,000 rows in 80 s of training (201 rows/s), input wait 0.12 s, "
         "padded/real tokens 1.04",
@@ -181,14 +182,14 @@ def test_the_end_of_a_training(tmp_path: Path) -> None:
         f"run: {tmp_path}",
     ]
     (tmp_path / "artifact").mkdir()
-    assert progress.summary_text(SUMMARY, tmp_path).splitlines()[3] == (
+    assert progress.summary_text(SUMMARY, Run(tmp_path)).splitlines()[3] == (
         f"next: rtrain predict {tmp_path}/artifact 'a text'   or: rtrain serve {tmp_path}/artifact"
     )
 
 
 def test_the_end_of_a_pause_before_any_row(tmp_path: Path) -> None:
     paused = {**SUMMARY, "status": "paused", "real_tokens": 0, "metrics": {"valid": None, "test": None}}
-    text = progress.summary_text(paused, tmp_path)
+    text = progress.summary_text(paused, Run(tmp_path))
     assert "no test score yet" in text
     assert "padded/real tokens 1.00" in text
 
@@ -209,4 +210,4 @@ def test_the_table_of_a_search(tmp_path: Path) -> None:
         "    4   1.0e-03   4        0        -  failed",
         "1 of 3 trials failed: trial 4: no",
     ]
-    assert lines[5:] == progress.summary_text(SUMMARY, tmp_path).splitlines()
+    assert lines[5:] == progress.summary_text(SUMMARY, Run(tmp_path)).splitlines()

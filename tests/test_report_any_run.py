@@ -10,7 +10,7 @@ import pytest
 from rtrain import events
 from rtrain.cli import app as cli
 from rtrain.errors import UserError
-from rtrain.report import answer_rows, html
+from rtrain.report import html
 from rtrain.run import Run
 from rtrain.runs import driver
 from tests.reports import Page, answers_of, make_run, page_of, write_predictions, write_scores
@@ -57,19 +57,19 @@ def test_a_file_of_other_columns_is_refused_by_name(tmp_path: Path) -> None:
     import pyarrow.parquet
 
     run = make_run(tmp_path, trained=False)
-    path = answer_rows.path_of(run, "test")
+    path = Run(run).predictions("test")
     pyarrow.parquet.write_table(pa.table({"text": ["a"], "target": ["b"]}), path)
     with pytest.raises(UserError, match=rf"{path} lacks the columns position, row_id, source"):
-        html.write(run)
+        html.write(Run(run))
     path.write_bytes(b"no parquet")
     with pytest.raises(UserError, match=rf"{path} cannot be read"):
-        html.write(run)
-    assert not (run / html.NAME).exists()
+        html.write(Run(run))
+    assert not (run / "report.html").exists()
 
 
 def test_a_report_that_fails_is_said_and_does_not_fail_the_run(tmp_path: Path) -> None:
     run, said = make_run(tmp_path), list[str]()
-    answer_rows.path_of(run, "test").write_bytes(b"no parquet")
+    Run(run).predictions("test").write_bytes(b"no parquet")
     driver._report(Run(run), lambda event: said.append(event["text"]))
     (kept,) = run.glob("report-*.txt")
     assert "Traceback" in kept.read_text()
@@ -79,7 +79,7 @@ def test_a_report_that_fails_is_said_and_does_not_fail_the_run(tmp_path: Path) -
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no run \(no config.yaml\)"):
-        html.write(tmp_path)
+        html.write(Run(tmp_path))
 
 
 def test_the_verb_prints_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +111,7 @@ def test_hostile_rows_stay_text(tmp_path: Path) -> None:
     text = [ATTACKS[row % 7] for row in range(200)]
     more: dict[str, Any] = {ATTACKS[1]: [ATTACKS[row % 5] for row in range(200)]}
     write_predictions(run, targets, found, text=text, source=ATTACKS[3], **more)
-    raw = html.write(run).read_text(encoding="utf-8")
+    raw = html.write(Run(run)).read_text(encoding="utf-8")
     page = Page(raw)
     drawn = "svg text title rect line polyline circle"
     blocks = "html head meta style body header main footer section nav figure figcaption article blockquote div"
@@ -131,7 +131,7 @@ def test_the_page_forbids_itself_scripts_and_requests(tmp_path: Path) -> None:
     write_predictions(run, *answers_of(LABELS, 200, 0.8))
     page = page_of(run)
     assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
-    raw = (run / html.NAME).read_text(encoding="utf-8")
+    raw = (run / "report.html").read_text(encoding="utf-8")
     assert "http://" not in raw
     assert "https://" not in raw
     assert "url(" not in raw
@@ -157,5 +157,5 @@ def test_a_huge_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
         run, *answers_of(labels, 20_000, 0.3), text=["<&> word " * 222] * 20_000, measured=False, **columns
     )
     write_scores(run, *answers_of(labels, 20_000, 0.3), c0=columns["c0"])
-    page = html.write(run)
+    page = html.write(Run(run))
     assert 100_000 < page.stat().st_size < LIMIT

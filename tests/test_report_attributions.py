@@ -120,10 +120,10 @@ def test_a_shared_stretch_is_as_long_as_the_stride() -> None:
 
 
 def test_the_hardest_rows_are_explained_once_and_kept(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = attributions.ensure(run)
+    path = attributions.ensure(Run(run))
     assert path == run / "attributions-test.json"
     found = json.loads(path.read_text())
-    answers = answer_rows.read(run, "test")
+    answers = answer_rows.read(Run(run), "test")
     assert answers is not None
     assert [row["row"] for row in found["rows"]] == answers.hardest(20).tolist()
     for row in found["rows"]:
@@ -133,8 +133,8 @@ def test_the_hardest_rows_are_explained_once_and_kept(run: Path, monkeypatch: py
             moved, abs=answer["completeness_error"] * abs(moved) + 2e-3
         )
     monkeypatch.setattr(Predictor, "load", lambda *_: pytest.fail("loaded a model although the file is there"))
-    assert attributions.ensure(run) == path
-    page = html.make(run).read_text(encoding="utf-8")
+    assert attributions.ensure(Run(run)) == path
+    page = html.make(Run(run)).read_text(encoding="utf-8")
     assert page.count('<article class="card">') == 20
     assert page.count("completeness error ") >= 20
     assert re.search(r'<mark class="(for|against) l4" title="[+-]', page)
@@ -142,19 +142,19 @@ def test_the_hardest_rows_are_explained_once_and_kept(run: Path, monkeypatch: py
 
 def test_the_verb_makes_them_where_they_lack(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["report", str(run)])
-    assert attributions.path_of(run, "test").is_file()
+    assert Run(run).attributions("test").is_file()
     assert capsys.readouterr().err == ""
 
 
 def test_those_of_other_weights_are_made_anew(run: Path) -> None:
-    attributions.ensure(run)
-    before = json.loads(attributions.path_of(run, "test").read_text())
+    attributions.ensure(Run(run))
+    before = json.loads(Run(run).attributions("test").read_text())
     for path in (run / "artifact").iterdir():
         path.unlink()
     make_artifact(run / "artifact", LABELS, seed=1)
-    assert "speaks" not in html.write(run).read_text(encoding="utf-8")  # not those of the other weights
-    attributions.ensure(run)
-    after = json.loads(attributions.path_of(run, "test").read_text())
+    assert "speaks" not in html.write(Run(run)).read_text(encoding="utf-8")  # not those of the other weights
+    attributions.ensure(Run(run))
+    after = json.loads(Run(run).attributions("test").read_text())
     assert after["artifact"] != before["artifact"]
     assert after["rows"] != before["rows"]
 
@@ -162,19 +162,19 @@ def test_those_of_other_weights_are_made_anew(run: Path) -> None:
 def test_none_are_asked_for_or_possible(run: Path, tmp_path: Path) -> None:
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("attributions: 20", "attributions: 0"))
-    assert attributions.ensure(run) is None
+    assert attributions.ensure(Run(run)) is None
     (run / "config.yaml").write_text(text)
     (run / "artifact" / "artifact.json").unlink()
-    assert attributions.ensure(run) is None
+    assert attributions.ensure(Run(run)) is None
     make_task_artifact(run / "artifact", "masked_lm", Head((), {"mask": "[MASK]", "mask_id": 4}))
-    assert attributions.ensure(run) is None
-    assert not attributions.path_of(run, "test").exists()
+    assert attributions.ensure(Run(run)) is None
+    assert not Run(run).attributions("test").exists()
 
 
 def test_a_failure_is_said_and_costs_neither_run_nor_page(run: Path) -> None:
     (run / "artifact" / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(UserError, match="damaged"):
-        attributions.ensure(run)
+        attributions.ensure(Run(run))
     said: list[str] = []
     driver._report(Run(run), lambda event: said.append(event["text"]))
     assert len(said) == 1
@@ -260,15 +260,15 @@ def test_a_very_long_text_ends_with_an_ellipsis() -> None:
 
 
 def test_hostile_words_stay_text(run: Path) -> None:
-    attributions.ensure(run)
-    path = attributions.path_of(run, "test")
+    attributions.ensure(Run(run))
+    path = Run(run).attributions("test")
     document = json.loads(path.read_text())
     hostile = "<img src=x onerror=alert(1)>\u202e"
     for row in document["rows"]:
         row["texts"] = [["text", hostile]]
         row["answers"] = [{**ANSWER, "label": hostile, "words": [[0, 0, 28, 1.0]], "sentences": [[0, 0, 28, 1.0]]}]
     path.write_text(json.dumps(document))
-    page = html.write(run).read_text(encoding="utf-8")
+    page = html.write(Run(run)).read_text(encoding="utf-8")
     assert "<img" not in page
     assert "\u202e" not in page
     assert page.count("&lt;img src=x onerror") >= 20

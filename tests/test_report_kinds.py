@@ -13,6 +13,7 @@ from rtrain.report import collect, html
 from rtrain.report.drawing.blocks import Block, Cards, Figure, Section, Table
 from rtrain.report.kinds import entities, numbers, questions, summaries
 from rtrain.report.sections import answers, curves, data, hardest, outcome, slices
+from rtrain.run import Run
 from tests.reports import Page, make_answered
 from tests.test_report_page import table
 
@@ -20,12 +21,12 @@ TASKS = ("regression", "multi_label", "multi_head", "token_tags", "span_qa", "ma
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, collect.Run]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, collect.Collected]:
     found = {}
     for task in TASKS:
         folder = make_answered(tmp_path_factory.mktemp("kinds") / task, task)
-        html.make(folder)
-        found[task] = collect.read(folder)
+        html.make(Run(folder))
+        found[task] = collect.read(Run(folder))
     return found
 
 
@@ -40,9 +41,9 @@ def words(section: Section | None) -> str:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_every_kind_has_a_page_whose_sections_say_something(task: str, runs: dict[str, collect.Run]) -> None:
+def test_every_kind_has_a_page_whose_sections_say_something(task: str, runs: dict[str, collect.Collected]) -> None:
     run = runs[task]
-    page = Page((run.folder / html.NAME).read_text(encoding="utf-8"))
+    page = Page((run.folder / "report.html").read_text(encoding="utf-8"))
     for heading in ("Outcome", "How it was run", "Data", "Training", "Answers", "Hardest rows", "Time"):
         assert heading in page.words
     assert run.scores is not None
@@ -55,7 +56,7 @@ def test_every_kind_has_a_page_whose_sections_say_something(task: str, runs: dic
 
 
 @pytest.mark.parametrize("task", ["regression", "multi_label", "multi_head", "token_tags"])
-def test_answers_that_can_be_explained_are(task: str, runs: dict[str, collect.Run]) -> None:
+def test_answers_that_can_be_explained_are(task: str, runs: dict[str, collect.Collected]) -> None:
     run = runs[task]
     (cards,) = (block for block in hardest.section(run).blocks if isinstance(block, Cards))  # type: ignore[union-attr]
     drawn = [card for card in cards.cards if card.marked]
@@ -68,14 +69,14 @@ def test_answers_that_can_be_explained_are(task: str, runs: dict[str, collect.Ru
         assert all(len(card.marked) == 2 for card in cards.cards)
 
 
-def test_tasks_that_are_not_explained_have_plain_texts(runs: dict[str, collect.Run]) -> None:
+def test_tasks_that_are_not_explained_have_plain_texts(runs: dict[str, collect.Collected]) -> None:
     for task in ("span_qa", "masked_lm"):
         (cards,) = (block for block in hardest.section(runs[task]).blocks if isinstance(block, Cards))  # type: ignore[union-attr]
         assert not cards.legend
         assert all(card.text and not card.marked for card in cards.cards)
 
 
-def test_numbers_have_scatter_errors_and_lengths(runs: dict[str, collect.Run]) -> None:
+def test_numbers_have_scatter_errors_and_lengths(runs: dict[str, collect.Collected]) -> None:
     run = runs["regression"]
     assert run.answers is not None
     assert run.answers.kind == "numbers"
@@ -96,7 +97,7 @@ def test_numbers_have_scatter_errors_and_lengths(runs: dict[str, collect.Run]) -
     assert any(title.startswith("Length (tokens) by kind") for title in by_column)
 
 
-def test_an_error_s_worst_slice_is_the_one_with_the_largest(runs: dict[str, collect.Run]) -> None:
+def test_an_error_s_worst_slice_is_the_one_with_the_largest(runs: dict[str, collect.Collected]) -> None:
     scores = runs["regression"].scores
     assert scores is not None
     found, whole = slices.slices(scores), slices.measure(scores)
@@ -112,7 +113,7 @@ def test_an_error_s_worst_slice_is_the_one_with_the_largest(runs: dict[str, coll
             assert verdict == "worse"
 
 
-def test_several_labels_have_scores_of_each(runs: dict[str, collect.Run]) -> None:
+def test_several_labels_have_scores_of_each(runs: dict[str, collect.Collected]) -> None:
     run = runs["multi_label"]
     assert run.store is not None
     assert run.scores is not None
@@ -126,7 +127,7 @@ def test_several_labels_have_scores_of_each(runs: dict[str, collect.Run]) -> Non
     assert any("labels per training row" in title for title in titles(data.section(run)))
 
 
-def test_each_head_has_its_confusion(runs: dict[str, collect.Run]) -> None:
+def test_each_head_has_its_confusion(runs: dict[str, collect.Collected]) -> None:
     run = runs["multi_head"]
     for head in ("intent: ", "mood: "):
         assert any(title.startswith(head) and "answers are wrong" in title for title in titles(answers.section(run)))
@@ -150,7 +151,7 @@ def test_mistakes_of_entities_by_kind() -> None:
     assert entities.mistakes(true, true) == []
 
 
-def test_examples_of_mistakes_are_in_the_file_s_own_words(runs: dict[str, collect.Run]) -> None:
+def test_examples_of_mistakes_are_in_the_file_s_own_words(runs: dict[str, collect.Collected]) -> None:
     run = runs["token_tags"]
     assert run.answers is not None
     found = answers.section(run)
@@ -165,7 +166,7 @@ def test_examples_of_mistakes_are_in_the_file_s_own_words(runs: dict[str, collec
     assert all(word in source for word in inside)
 
 
-def test_questions_by_length_and_threshold(runs: dict[str, collect.Run]) -> None:
+def test_questions_by_length_and_threshold(runs: dict[str, collect.Collected]) -> None:
     run = runs["span_qa"]
     assert run.scores is not None
     found = answers.section(run)
@@ -182,7 +183,7 @@ def test_questions_by_length_and_threshold(runs: dict[str, collect.Run]) -> None
     assert drawn[0].title == "F1 is 0.90 for answers of 1 and 0.30 for those of 3 tokens"
 
 
-def test_true_answers_of_questions_are_words(runs: dict[str, collect.Run]) -> None:
+def test_true_answers_of_questions_are_words(runs: dict[str, collect.Collected]) -> None:
     run = runs["span_qa"]
     assert run.answers is not None
     assert set(Counter(run.answers.target.tolist())) <= {"monday", ""}
@@ -196,7 +197,7 @@ def test_each_kind_of_output_has_a_section_of_its_own() -> None:
 # ----------------------------------------------------------------------------------------------------------- summaries
 
 
-def test_summaries_stand_beside_the_first_sentences_and_the_oracle(runs: dict[str, collect.Run]) -> None:
+def test_summaries_stand_beside_the_first_sentences_and_the_oracle(runs: dict[str, collect.Collected]) -> None:
     run = runs["extractive_summary"]
     assert run.scores is not None
     found, scores, ends = answers.section(run), run.scores["scores"], run.scores["intervals"]["scores"]
@@ -229,7 +230,7 @@ def test_a_difference_that_may_be_chance_is_said_to_be() -> None:
     assert (summaries._fixed(-0.0004, 2), summaries._fixed(0.5, 2, "+")) == ("0.00", "+0.50")
 
 
-def test_lengths_and_places_of_the_sentences_that_were_picked(runs: dict[str, collect.Run]) -> None:
+def test_lengths_and_places_of_the_sentences_that_were_picked(runs: dict[str, collect.Collected]) -> None:
     run = runs["extractive_summary"]
     assert run.scores is not None
     assert run.answers is not None
@@ -242,7 +243,7 @@ def test_lengths_and_places_of_the_sentences_that_were_picked(runs: dict[str, co
     assert any(title.startswith(f"{share:.0f} % of the summaries' sentences") for title in titles(answers.section(run)))
 
 
-def test_documents_have_the_picked_sentences_marked(runs: dict[str, collect.Run]) -> None:
+def test_documents_have_the_picked_sentences_marked(runs: dict[str, collect.Collected]) -> None:
     """In the file's own words, each sentence once although the windows overlap; ROUGE is the one of the scores."""
     run = runs["extractive_summary"]
     assert run.answers is not None
@@ -264,7 +265,7 @@ def test_documents_have_the_picked_sentences_marked(runs: dict[str, collect.Run]
     (cards,) = (block for block in found.blocks if isinstance(block, Cards))
     assert cards.legend == summaries.LEGEND
     assert 1 <= len(cards.cards) <= 3 * summaries.EACH
-    page = (run.folder / html.NAME).read_text(encoding="utf-8")
+    page = (run.folder / "report.html").read_text(encoding="utf-8")
     assert '<mark class="picked">solid line</mark>' in page
 
 
@@ -289,7 +290,7 @@ def test_of_a_long_document_the_marked_sentences_and_their_neighbours_are_shown(
     ]
 
 
-def test_a_run_of_summaries_whose_store_is_gone_or_that_is_older(runs: dict[str, collect.Run]) -> None:
+def test_a_run_of_summaries_whose_store_is_gone_or_that_is_older(runs: dict[str, collect.Collected]) -> None:
     run = runs["extractive_summary"]
     assert run.scores is not None
     gone = answers.section(replace(run, store=None))
@@ -303,7 +304,7 @@ def test_a_run_of_summaries_whose_store_is_gone_or_that_is_older(runs: dict[str,
     assert "difference" not in {row[1] for row in shown}
 
 
-def test_entities_of_the_hardest_rows_are_named_by_their_words(runs: dict[str, collect.Run]) -> None:
+def test_entities_of_the_hardest_rows_are_named_by_their_words(runs: dict[str, collect.Collected]) -> None:
     run = runs["token_tags"]
     (cards,) = (block for block in hardest.section(run).blocks if isinstance(block, Cards))  # type: ignore[union-attr]
     source = (run.folder.parent / "rows.conll").read_text().lower()
@@ -317,7 +318,7 @@ def test_entities_of_the_hardest_rows_are_named_by_their_words(runs: dict[str, c
     assert entities.named(["O", "O"], ["x", "y"]) == "no entity"
 
 
-def test_a_slice_without_entities_is_no_worst_slice(runs: dict[str, collect.Run]) -> None:
+def test_a_slice_without_entities_is_no_worst_slice(runs: dict[str, collect.Collected]) -> None:
     run = runs["token_tags"]
     assert run.answers is not None
     found = run.answers
@@ -331,7 +332,7 @@ def test_a_slice_without_entities_is_no_worst_slice(runs: dict[str, collect.Run]
     assert slices.told(runs["regression"], every) == every
 
 
-def test_a_fine_scale_has_no_confusion_of_its_steps(runs: dict[str, collect.Run]) -> None:
+def test_a_fine_scale_has_no_confusion_of_its_steps(runs: dict[str, collect.Collected]) -> None:
     run = runs["regression"]
     assert run.scores is not None
     tables = run.scores["tables"]
@@ -353,7 +354,7 @@ def test_questions_show_where_the_true_answer_is() -> None:
     assert hardest._around("word " * 400, "") == ("word " * 400)[: hardest.LONGEST] + " …"
 
 
-def test_masked_text_has_perplexities_and_no_confusion(runs: dict[str, collect.Run]) -> None:
+def test_masked_text_has_perplexities_and_no_confusion(runs: dict[str, collect.Collected]) -> None:
     run = runs["masked_lm"]
     assert run.answers is not None
     found = titles(answers.section(run))
@@ -367,7 +368,7 @@ def test_masked_text_has_perplexities_and_no_confusion(runs: dict[str, collect.R
     assert all(dict(card.facts).keys() == {"answered", "loss", "tokens"} for card in cards.cards)
 
 
-def test_answers_are_those_of_the_artefact(runs: dict[str, collect.Run]) -> None:
+def test_answers_are_those_of_the_artefact(runs: dict[str, collect.Collected]) -> None:
     """The helper's runs are real: what the page is about is what the files say."""
     for run in runs.values():
         assert run.answers is not None

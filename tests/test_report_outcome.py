@@ -11,6 +11,7 @@ from rtrain.report import baseline, collect
 from rtrain.report.drawing import page
 from rtrain.report.drawing.blocks import Note, Steps, Table
 from rtrain.report.sections import next_steps, outcome
+from rtrain.run import Run
 from tests.reports import answers_of, make_run, page_of, write_predictions, write_scores
 from tests.test_report_page import table
 
@@ -37,7 +38,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def steps_of(run: collect.Run) -> list[str]:
+def steps_of(run: collect.Collected) -> list[str]:
     (block,) = (block for block in outcome.section(run).blocks if isinstance(block, Steps))
     return [step.what for step in block.steps]
 
@@ -50,7 +51,7 @@ def test_it_comes_first_and_digests_and_versions_last(finished: Path) -> None:
 
 
 def test_scores_of_both_splits_stand_beside_the_baselines(finished: Path) -> None:
-    run = collect.read(finished)
+    run = collect.read(Run(finished))
     found = table(outcome.section(run), "Test accuracy 0.500, ahead of the best baseline (tfidf: 0.300)")
     assert [row[:3] for row in found.rows] == [
         ("test", "this model", "0.5000"),
@@ -69,7 +70,7 @@ def test_scores_of_both_splits_stand_beside_the_baselines(finished: Path) -> Non
 
 @pytest.mark.parametrize(("reached", "said"), [(0.9, "NOT ahead of"), (0.1, "ahead of")])
 def test_the_title_says_which_is_ahead(reached: float, said: str, finished: Path) -> None:
-    run = collect.read(finished)
+    run = collect.read(Run(finished))
     assert run.baselines is not None
     (first, *_) = run.baselines["baselines"]
     changed = {**run.baselines, "baselines": [{**first, "scores": {"test": reached, "valid": reached}}]}
@@ -79,7 +80,7 @@ def test_the_title_says_which_is_ahead(reached: float, said: str, finished: Path
 
 
 def test_the_worst_of_each_kind_in_one_glance(finished: Path) -> None:
-    run = collect.read(finished)
+    run = collect.read(Run(finished))
     rows = table(outcome.section(run), "What is wrong most").rows
     assert rows[0][:2] == ("slice", "language: en")
     kinds = [row[0] for row in rows]
@@ -93,7 +94,7 @@ def test_the_worst_of_each_kind_in_one_glance(finished: Path) -> None:
 
 
 def test_facts_call_for_their_steps(finished: Path) -> None:
-    run = collect.read(finished)
+    run = collect.read(Run(finished))
     found = next_steps.facts(run)
     assert found.weak is not None
     assert (found.weak.column, found.weak.value) == ("language", "en")
@@ -107,7 +108,7 @@ def test_facts_call_for_their_steps(finished: Path) -> None:
 
 
 def test_a_run_without_a_score_says_so_and_how_it_goes_on(tmp_path: Path) -> None:
-    run = collect.read(make_run(tmp_path, trained=False))
+    run = collect.read(Run(make_run(tmp_path, trained=False)))
     first, *others = outcome.section(run).blocks
     assert isinstance(first, Note)
     assert "There is no score yet" in first.text
@@ -121,14 +122,14 @@ def test_a_run_that_goes_on_shows_its_newest_validation(tmp_path: Path) -> None:
     events.append(run, "started", update=0, of=20, workers=2, precision="fp32")
     for update, accuracy in ((5, 0.25), (10, 0.75)):
         events.append(run, "evaluated", split="valid", update=update, scores={"accuracy": accuracy, "rows": 30})
-    found = table(outcome.section(collect.read(run)), "Validation accuracy 0.750")
+    found = table(outcome.section(collect.read(Run(run))), "Validation accuracy 0.750")
     assert found.rows == [("validation", "this model", "0.7500", "-")]
     assert "No baseline was measured" in found.note
 
 
 def test_rows_of_scores_without_answers_do(tmp_path: Path) -> None:
     """A run whose predictions were removed still has its logged scores."""
-    found = table(outcome.section(collect.read(make_run(tmp_path))), "Test accuracy 0.500")
+    found = table(outcome.section(collect.read(Run(make_run(tmp_path)))), "Test accuracy 0.500")
     assert found.rows[0] == ("test", "this model", "0.5000", "-")
 
 

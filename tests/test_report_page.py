@@ -12,6 +12,7 @@ from rtrain import config, events
 from rtrain.report import collect
 from rtrain.report.drawing.blocks import Cards, Figure, Section, Table
 from rtrain.report.sections import answers, certificate, curves, data, hardest, labels, settings, slices, terms, timing
+from rtrain.run import Run
 from tests.conftest import labelled_rows
 from tests.reports import answers_of, make_run, page_of, write_predictions
 
@@ -30,8 +31,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def known(finished: Path) -> collect.Run:
-    return collect.read(finished)
+def known(finished: Path) -> collect.Collected:
+    return collect.read(Run(finished))
 
 
 def table(section: Section | None, title: str) -> Table:
@@ -51,7 +52,7 @@ def test_every_section_of_a_finished_run_is_there(finished: Path) -> None:
     assert f"rtrain train {finished}/config.yaml --out NEW_FOLDER" in page.text
 
 
-def test_every_chart_has_a_title_a_sentence_and_named_axes(known: collect.Run) -> None:
+def test_every_chart_has_a_title_a_sentence_and_named_axes(known: collect.Collected) -> None:
     sections = [data.section(known), curves.section(known), answers.section(known), slices.section(known)]
     figures = [block for section in sections if section for block in section.blocks if isinstance(block, Figure)]
     assert len(figures) >= 10
@@ -61,14 +62,14 @@ def test_every_chart_has_a_title_a_sentence_and_named_axes(known: collect.Run) -
         assert 'class="label"' in figure.chart, figure.title
 
 
-def test_settings_that_differ_from_the_defaults(known: collect.Run) -> None:
+def test_settings_that_differ_from_the_defaults(known: collect.Collected) -> None:
     rows = {str(row[0]): row[1:] for row in table(settings.section(known), "Settings").rows}
     assert rows["train.epochs"] == ("2", "3")
     assert rows["train.save_every"] == ("5", "none")
     assert "train.seed" not in rows
 
 
-def test_digests_and_versions(known: collect.Run) -> None:
+def test_digests_and_versions(known: collect.Collected) -> None:
     digests = {row[0]: row[1] for row in table(settings.section(known), "Digests").rows}
     assert known.store is not None
     assert digests["digest of the rows"] == known.store.manifest.digest
@@ -76,7 +77,7 @@ def test_digests_and_versions(known: collect.Run) -> None:
     assert table(settings.section(known), "Versions").rows == [("ray", "2.60")]
 
 
-def test_rows_of_each_split(known: collect.Run) -> None:
+def test_rows_of_each_split(known: collect.Collected) -> None:
     rows = {str(row[0]): row[1] for row in table(data.section(known), "Rows and tokens").rows}
     assert known.store is not None
     assert rows == {name: known.store.rows(split) for split, name in data.NAMES.items()}
@@ -84,12 +85,12 @@ def test_rows_of_each_split(known: collect.Run) -> None:
 
 def test_set_aside_rows_have_file_line_and_reason(tmp_path: Path) -> None:
     run = make_run(tmp_path, [*labelled_rows(100), ("", "parcel"), ("no label", " ")], trained=False)
-    found = table(data.section(collect.read(run)), "Rows that were set aside")
+    found = table(data.section(collect.read(Run(run))), "Rows that were set aside")
     assert [row[:2] for row in found.rows] == [("rows.csv", 102), ("rows.csv", 103)]
     assert "column 'text' is empty" in str(found.rows[0][2])
 
 
-def test_frequent_words_and_those_of_a_label(known: collect.Run) -> None:
+def test_frequent_words_and_those_of_a_label(known: collect.Collected) -> None:
     found = data.section(known)
     frequent = [block.title for block in found.blocks if isinstance(block, Figure) and "frequent word" in block.title]
     assert len(frequent) == 1
@@ -102,7 +103,7 @@ def test_a_row_in_several_windows_is_one_row_of_words(tmp_path: Path) -> None:
     """Its words are those of all windows; counted by windows, words would stand beside other rows' labels."""
     rows = [(" ".join([text] * (1 + row % 7)), label) for row, (text, label) in enumerate(labelled_rows(90))]
     windows: dict[str, Any] = {"data.window": 16, "data.stride": 4}
-    run = collect.read(make_run(tmp_path, rows, **windows))
+    run = collect.read(Run(make_run(tmp_path, rows, **windows)))
     assert run.store is not None
     assert (run.store.read("train", np.arange(run.store.rows("train"))).windows > 1).any()
     every = np.arange(run.store.rows("train"))
@@ -116,7 +117,7 @@ def test_words_before_an_apostrophe_are_no_words_of_their_own() -> None:
     assert terms.WORD.findall("don ' t use it, isn't doesn \u2019 t; the don of dont") == ["use", "the", "don", "dont"]
 
 
-def test_curve_of_repeated_updates_is_drawn_once_and_the_crash_is_marked(known: collect.Run) -> None:
+def test_curve_of_repeated_updates_is_drawn_once_and_the_crash_is_marked(known: collect.Collected) -> None:
     assert [event["update"] for event in curves.newest(known.of("progress"))] == list(range(1, 21))
     assert [(mark.x, mark.kind) for mark in curves.marks(known)] == [(10, "epoch"), (20, "epoch"), (10, "crash")]
     assert curves.saves(known) == [5, 10, 15, 20]
@@ -129,7 +130,7 @@ def test_an_interrupted_start_says_where_the_next_one_went_on(tmp_path: Path) ->
     log = [json.loads(line) for line in (run / events.NAME).read_text().splitlines()]
     changed = [{**event, "kind": "interrupted"} if event["kind"] == "crashed" else event for event in log]
     (run / events.NAME).write_text("".join(json.dumps(event) + "\n" for event in changed))
-    stops = table(curves.section(collect.read(run)), "What interrupted the run")
+    stops = table(curves.section(collect.read(Run(run))), "What interrupted the run")
     assert [row[1:] for row in stops.rows] == [("interrupted", "went on from update 10")]
 
 
@@ -138,7 +139,7 @@ def test_a_score_that_never_changes_has_no_curve(tmp_path: Path) -> None:
     for update in (10, 20):
         scores = {"answered": 1.0, "f1": update / 40, "rows": 30}
         events.append(run, "evaluated", split="valid", update=update, scores=scores)
-    found = curves.section(collect.read(run))
+    found = curves.section(collect.read(Run(run)))
     names = [block.title for block in found.blocks if isinstance(block, Figure)]
     assert any(name.startswith("Validation F1") for name in names)
     assert not any("answered" in name for name in names)
@@ -156,18 +157,18 @@ def test_a_score_that_never_changes_has_no_curve(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_how_the_rows_were_split(overrides: dict[str, Any], said: str, known: collect.Run) -> None:
+def test_how_the_rows_were_split(overrides: dict[str, Any], said: str, known: collect.Collected) -> None:
     chosen = config.with_overrides(known.config, overrides)
     assert said in data.section(replace(known, config=chosen)).intro
 
 
-def test_a_test_file_of_its_own_is_not_said_to_be_split(known: collect.Run) -> None:
+def test_a_test_file_of_its_own_is_not_said_to_be_split(known: collect.Collected) -> None:
     own = config.with_overrides(known.config, {"data.test": "test.csv"})
     found = data.section(replace(known, config=own)).intro
     assert "The test rows have files of their own. The others are split by a hash of their text" in found
 
 
-def test_rows_that_are_read_in_windows_are_not_said_to_be_cut(known: collect.Run) -> None:
+def test_rows_that_are_read_in_windows_are_not_said_to_be_cut(known: collect.Collected) -> None:
     windows = config.with_overrides(known.config, {"data.window": 16, "data.stride": 4})
     found = data.section(replace(known, config=windows))
     assert table(found, "Rows and tokens").note == (
@@ -194,10 +195,10 @@ def test_a_restart_without_a_crash_is_marked_as_such(tmp_path: Path) -> None:
     log = [json.loads(line) for line in (run / events.NAME).read_text().splitlines()]
     kept = [event for event in log if event["kind"] != "crashed"]
     (run / events.NAME).write_text("".join(json.dumps(event) + "\n" for event in kept))
-    assert [(mark.x, mark.kind) for mark in curves.marks(collect.read(run))][2:] == [(10, "restart")]
+    assert [(mark.x, mark.kind) for mark in curves.marks(collect.read(Run(run)))][2:] == [(10, "restart")]
 
 
-def test_scores_have_intervals_that_hold_them(known: collect.Run) -> None:
+def test_scores_have_intervals_that_hold_them(known: collect.Collected) -> None:
     assert known.answers is not None
     value, (low, high) = known.answers.right.mean(), answers.intervals(known)["accuracy"]
     assert low < value < high
@@ -207,7 +208,7 @@ def test_scores_have_intervals_that_hold_them(known: collect.Run) -> None:
     assert f"95 % interval {low:.3f} to {high:.3f}" in page_of(known.folder).text
 
 
-def test_most_confused_pair_is_named(known: collect.Run) -> None:
+def test_most_confused_pair_is_named(known: collect.Collected) -> None:
     assert known.answers is not None
     pairs = list(zip(known.answers.target, known.answers.prediction, strict=True))
     rows = table(answers.section(known), "Most confused").rows
@@ -216,7 +217,7 @@ def test_most_confused_pair_is_named(known: collect.Run) -> None:
     assert sum(int(row[2]) for row in rows) == (~known.answers.right).sum()
 
 
-def test_worst_slice_is_the_planted_one(known: collect.Run) -> None:
+def test_worst_slice_is_the_planted_one(known: collect.Collected) -> None:
     """English rows were all answered `login`; serial numbers make no slices: all of them together are all rows."""
     section = slices.section(known)
     assert table(section, "The same in figures").rows[0][0] == "language: en"
@@ -224,7 +225,7 @@ def test_worst_slice_is_the_planted_one(known: collect.Run) -> None:
     assert not any("serial" in str(row[0]) for row in table(section, "The same in figures").rows)
 
 
-def test_hardest_rows_are_those_of_the_largest_loss(known: collect.Run) -> None:
+def test_hardest_rows_are_those_of_the_largest_loss(known: collect.Collected) -> None:
     section = hardest.section(known)
     assert section is not None
     (cards,) = (block.cards for block in section.blocks if isinstance(block, Cards))
@@ -234,7 +235,7 @@ def test_hardest_rows_are_those_of_the_largest_loss(known: collect.Run) -> None:
     assert cards[0].text == f"text number {largest[0]}"
 
 
-def test_seconds_and_what_is_left_of_the_total(known: collect.Run) -> None:
+def test_seconds_and_what_is_left_of_the_total(known: collect.Collected) -> None:
     rows = {str(row[0]): row[2] for row in table(timing.section(known), "Seconds").rows}
     assert rows["train"] == "20.0"
     assert rows["input_wait"] == "0.2"
@@ -256,7 +257,7 @@ def test_seconds_of_a_start_without_an_end_are_told_and_not_shared_out(tmp_path:
     (run / events.NAME).write_text("".join(json.dumps(event) + "\n" for event in log))
     assert timing.lost(log) == 30.0
     assert timing.measured_updates(log) == 10
-    rows = {str(row[0]): row[2:] for row in table(timing.section(collect.read(run)), "Seconds").rows}
+    rows = {str(row[0]): row[2:] for row in table(timing.section(collect.read(Run(run))), "Seconds").rows}
     assert rows["train"] == ("20.0", "2,000.0")
     assert rows[timing.LOST] == ("30.0", "-")
     assert timing.lost(log[:-3]) >= 30.0  # the second one has no end, either
@@ -269,6 +270,6 @@ def test_drill_certificate(tmp_path: Path) -> None:
     found |= {"rows_repeated": 0, "updates": 48, "workers": 2, "save_every": 8, "seconds": 99.0}
     found["faults"] = [{**fault, "seconds_to_next_update": 12.5}]
     events.append(run, "drilled", certificate=found)
-    section = certificate.section(collect.read(run))
+    section = certificate.section(collect.read(Run(run)))
     assert table(section, "Each fault").rows == [("a dead worker", 20, 16, 4, "12.5", "passed")]
     assert "Passed: 1 faults in 48 updates of 2 workers" in page_of(run).text

@@ -13,6 +13,7 @@ from rtrain import config, events
 from rtrain.config import Config
 from rtrain.errors import ConfigError, UserError
 from rtrain.report.live import trackers
+from rtrain.run import Run
 from rtrain.runs import opening as runs, preparing
 from tests.conftest import labelled_rows
 from tests.reports import make_run, settings, train
@@ -29,7 +30,7 @@ def with_trackers(names: list[str], **more: Any) -> Config:
 def follow(chosen: Config, run: Path, said: list[str] | None = None) -> None:
     """A training that the trackers follow."""
     lines = [] if said is None else said
-    with trackers.following(chosen, run, lambda event: lines.append(event["text"])):
+    with trackers.following(chosen, Run(run), lambda event: lines.append(event["text"])):
         train(run, ROWS_PER_UPDATE)
 
 
@@ -106,7 +107,7 @@ def test_mlflow_is_told_settings_and_every_update_once(run: Path) -> None:
 
 def interrupt(chosen: Config, run: Path) -> None:
     """A training that Ctrl-C ends after one update."""
-    with contextlib.suppress(KeyboardInterrupt), trackers.following(chosen, run, print):
+    with contextlib.suppress(KeyboardInterrupt), trackers.following(chosen, Run(run), print):
         events.append(run, "progress", update=1, of=20, loss=2.0)
         raise KeyboardInterrupt
 
@@ -124,13 +125,13 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run(run: Path, tmp_path: Path)
 
 def test_a_tracker_that_comes_late_is_told_the_past(run: Path) -> None:
     train(run, ROWS_PER_UPDATE)
-    with trackers.following(with_trackers(["tensorboard"]), run, print):
+    with trackers.following(with_trackers(["tensorboard"]), Run(run), print):
         pass
     check(curves_of_tensorboard(run.parent / "tensorboard" / "mine"))
 
 
 def test_a_failed_training_is_told_as_failed(run: Path) -> None:
-    with pytest.raises(UserError), trackers.following(with_trackers(["mlflow"]), run, print):
+    with pytest.raises(UserError), trackers.following(with_trackers(["mlflow"]), Run(run), print):
         raise UserError("no")
     (found,) = Store(f"sqlite:///{run.parent / 'mlflow.db'}").runs("intent")
     assert found.info.status == "FAILED"
@@ -192,7 +193,10 @@ def test_a_server_that_does_not_answer_ends_the_start_with_what_to_do(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     uri = f"http://user:secret@127.0.0.1:{port}"
-    with pytest.raises(UserError) as raised, trackers.following(with_trackers(["mlflow"], mlflow_uri=uri), run, print):
+    with (
+        pytest.raises(UserError) as raised,
+        trackers.following(with_trackers(["mlflow"], mlflow_uri=uri), Run(run), print),
+    ):
         raise AssertionError("nothing may start")
     assert f"report.mlflow_uri: http://***@127.0.0.1:{port} cannot be used" in str(raised.value)
     assert "take mlflow out of report.trackers" in str(raised.value)

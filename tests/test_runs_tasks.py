@@ -18,6 +18,7 @@ from rtrain.data.store import Store
 from rtrain.network import pooling, sentence
 from rtrain.predict import Predictor
 from rtrain.report import summary
+from rtrain.run import Run
 from rtrain.runs import driver, preparing
 from rtrain.tasks import base
 from tests import test_tasks_extractive_summary, test_tasks_several_labels, test_tasks_span_qa, test_tasks_token_tags
@@ -106,7 +107,7 @@ def trained(task: str, folder: Path) -> tuple[Config, Path, Store]:
     assert np.isfinite(losses).all()
     if task == "regression":
         assert sum(scores["rows"] for scores in found["slices"]["test"]["kind"].values()) == store.rows("test")
-    assert summary.summarise(run)["metrics"]["valid"] is not None
+    assert summary.summarise(Run(run))["metrics"]["valid"] is not None
     return chosen, run, store
 
 

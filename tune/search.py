@@ -202,7 +202,7 @@ def summarise(config: Config, run: Path, number: int, override: dict[str, Any], 
     scored = [event for event in log if event["kind"] == "evaluated" and event["split"] == "valid"]
     recipe = configuration.with_overrides(config, override).recipe
     if scored:
-        summary.write(run)  # a stopped trial was killed before it could write it
+        summary.write(Run(run))  # a stopped trial was killed before it could write it
     budget = trials.stops_at(config, 1, trials.updates_of(log))[0] if scored else 0
     compared = [event for event in scored if event["update"] <= budget] or scored
     headline = trials.headline_of(config)

@@ -18,6 +18,7 @@ from rtrain.cli.options import (
     reuse_of,
 )
 from rtrain.cli.output import show
+from rtrain.run import Run
 
 
 def distill(
@@ -42,7 +43,7 @@ def distill(
 
     with session(distillation.settled(config, folder, reuse), folder.parent), Line() as line:
         student, summary = distillation.run(config, teacher, folder, reuse, on_event=line)
-    show(summary, as_json, summary_text(summary, student))
+    show(summary, as_json, summary_text(summary, Run(student)))
 
 
 def quantize(

@@ -65,7 +65,7 @@ def train(
     with session(config, folder.parent), Line() as line:
         prepared = preparing.prepare(config, folder, reuse, source=source)
         summary = driver.fit(prepared, on_event=line)
-    show(summary, as_json, summary_text(summary, prepared.run.folder))
+    show(summary, as_json, summary_text(summary, prepared.run))
 
 
 def tune(
@@ -101,8 +101,9 @@ def tune(
 def report(run: Annotated[Path, typer.Argument(help="Run folder, also of a run that has not ended.")]) -> None:
     """Write RUN/report.html: the rows, the curves, the answers, where the time went; one page, offline."""
     from rtrain.report import html
+    from rtrain.run import Run
 
-    print(html.make(run.absolute()))
+    print(html.make(Run(run.absolute())))
 
 
 def demo(

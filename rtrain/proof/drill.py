@@ -146,8 +146,8 @@ def run(
     certificate = _judge(control, drilled, saboteur.met, len(faults), updates)
     certificate.seconds = round(time.monotonic() - begin, 1)
     drilled.run.append("drilled", certificate=certificate.to_document())
-    summary.write(drilled.run.folder)
-    html.write(drilled.run.folder)
+    summary.write(drilled.run)
+    html.write(drilled.run)
     return certificate
 
 

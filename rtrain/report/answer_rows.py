@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from rtrain.errors import UserError
+from rtrain.run import Run
 
 COLUMNS = ("position", "row_id", "source", "line", "tokens", "text", "target", "prediction", "score", "loss")
 SPLITS = ("test", "valid")
@@ -18,10 +19,6 @@ SPLITS = ("test", "valid")
 Kind = Literal["classes", "numbers", "lists"]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-
-
-def path_of(run: Path, split: str) -> Path:
-    return run / f"predictions-{split}.parquet"
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,15 +68,15 @@ class AnswerRows:
         return [found[row] for row in rows]
 
 
-def newest(run: Path) -> AnswerRows | None:
+def newest(run: Run) -> AnswerRows | None:
     """The answers that a report is about: of the test rows, else of the validation rows; None where there are none."""
-    split = next((split for split in SPLITS if path_of(run, split).is_file()), None)
+    split = next((split for split in SPLITS if run.predictions(split).is_file()), None)
     return None if split is None else read(run, split)
 
 
-def read(run: Path, split: str) -> AnswerRows | None:
+def read(run: Run, split: str) -> AnswerRows | None:
     """The answers on `split`, or None for a file without rows. Raises `UserError` where the file is another thing."""
-    path = path_of(run, split)
+    path = run.predictions(split)
     try:
         schema = pyarrow.parquet.read_schema(path)
         lacking = [name for name in COLUMNS if name not in schema.names]

@@ -9,20 +9,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration, engines, events
+from rtrain import config as configuration, engines
 from rtrain.data.store import open_store
 from rtrain.report import answer_rows
+from rtrain.run import Run
 
 SCHEMA_VERSION = 1
 
 
-def path_of(run: Path, split: str) -> Path:
-    return run / f"attributions-{split}.json"
-
-
-def read(run: Path, split: str, version: str | None) -> dict[str, Any] | None:
+def read(run: Run, split: str, version: str | None) -> dict[str, Any] | None:
     """The document above, or None where there is none of this version of the artefact."""
-    path = path_of(run, split)
+    path = run.attributions(split)
     if not path.is_file():
         return None
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -30,15 +27,15 @@ def read(run: Path, split: str, version: str | None) -> dict[str, Any] | None:
     return found if current else None
 
 
-def ensure(run: Path) -> Path | None:
+def ensure(run: Run) -> Path | None:
     """Make the file where it is missing and the run has an artefact, its rows, and a kind of answer that is explained.
 
     Returns the file, or None where there is nothing to explain. It takes seconds, a minute for long texts, and imports
     torch only where there is work. Raises `UserError` where the model's architecture cannot be explained.
     """
-    config = configuration.load(str(run / "config.yaml"))
+    config = configuration.load(str(run.config))
     most, answers = config.deploy.report.attributions, answer_rows.newest(run)
-    path = run / "artifact" / "artifact.json"
+    path = run.artifact / "artifact.json"
     if not most or answers is None or not path.is_file():
         return None
     from rtrain.explain import targets
@@ -50,21 +47,20 @@ def ensure(run: Path) -> Path | None:
     hardest = answers.hardest(most)
     kept = read(run, answers.split, made["version"])
     if kept is not None and kept["asked"] >= len(hardest):
-        return path_of(run, answers.split)
-    store = next((event["store"] for event in reversed(events.read(run)) if "store" in event), None)
-    if store is None or not (Path(store) / "manifest.json").is_file():
+        return run.attributions(answers.split)
+    if (store := run.store) is None:
         return None
     from rtrain.explain import rows
     from rtrain.predict import Predictor
 
-    tokens = open_store(Path(store)).read(answers.split, hardest)
+    tokens = open_store(store).read(answers.split, hardest)
     found = rows.explain(Predictor.load(path.parent), tokens, config.recipe.data.text_pair is not None)
     explained = [
         {"row": position, **row} for position, row in zip(hardest.tolist(), found["rows"], strict=False)
     ]  # the first rows only, where the budget was too small for all
     head = {"schema_version": SCHEMA_VERSION, "split": answers.split, "artifact": made["version"]}
     return _write(
-        path_of(run, answers.split), {**head, "asked": len(hardest), "steps": found["steps"], "rows": explained}
+        run.attributions(answers.split), {**head, "asked": len(hardest), "steps": found["steps"], "rows": explained}
     )
 
 

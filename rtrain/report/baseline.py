@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rtrain import config as configuration, events
+from rtrain import config as configuration
 from rtrain.batch import IGNORED, Head, Ragged
 from rtrain.data.store import Store, open_store
 from rtrain.metrics.by_output import metric_for
 from rtrain.report import stats
+from rtrain.run import Run
 from rtrain.tasks import base
 
 SCHEMA_VERSION = 1
@@ -44,33 +45,32 @@ Tagged = tuple[Sequence[Hashable], Sequence[str]]
 # -------------------------------------------------------------------------------------------------- what a run is told
 
 
-def read(run: Path) -> dict[str, Any] | None:
+def read(run: Run) -> dict[str, Any] | None:
     """The document above, or None where the run has none."""
-    path = run / NAME
+    path = run.baselines
     if not path.is_file():
         return None
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found if found["schema_version"] == SCHEMA_VERSION else None
 
 
-def ensure(run: Path) -> Path | None:
+def ensure(run: Run) -> Path | None:
     """Make the file where the run has ended, its rows are still there and its kind of answer has a baseline.
 
     Returns the file, or None where there is nothing to measure.
     """
-    path, tokenizer = run / NAME, run / "artifact" / "tokenizer.json"
+    path, tokenizer = run.baselines, run.artifact / "tokenizer.json"
     if read(run) is not None:
         return path
-    place = next((event["store"] for event in reversed(events.read(run)) if "store" in event), None)
-    if not tokenizer.is_file() or place is None or not (Path(place) / "manifest.json").is_file():
+    if not tokenizer.is_file() or (place := run.store) is None:
         return None
-    store = open_store(Path(place))
-    output = base.get(configuration.load(str(run / "config.yaml")).recipe.task).output
+    store = open_store(place)
+    output = base.get(configuration.load(str(run.config)).recipe.task).output
     if output not in ("classes", "number", "tags") or "outside" in store.manifest.head.facts or not store.rows("train"):
         return None  # a row outside of all classes is told by a threshold, which these have not
     head = {"schema_version": SCHEMA_VERSION, "headline": metric_for(output).headline}
     found = {**head, **_measure(store, output, tokenizer)}
-    draft = path.with_name(f".{NAME}")
+    draft = path.with_name(f".{path.name}")
     draft.write_text(json.dumps(found, allow_nan=False) + "\n", encoding="utf-8")
     draft.rename(path)
     return path

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from rtrain import config as configuration, events, run
+from rtrain import config as configuration
 from rtrain.batch import Ints
 from rtrain.config import Config
 from rtrain.data.store import Store
 from rtrain.errors import UserError
 from rtrain.metrics import scores
 from rtrain.report import answer_rows, attributions, baseline, summary
+from rtrain.run import Run
 from rtrain.tasks import base
 from rtrain.tasks.encode import Reading, reading_of
 
@@ -21,10 +22,10 @@ Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Run:
+class Collected:
     """Everything that is known of a run. What its folder does not hold is None or empty."""
 
-    folder: Path
+    run: Run
     config: Config
     log: list[Event]
     summary: dict[str, Any]
@@ -42,6 +43,10 @@ class Run:
     """baselines.json (`rtrain.report.baseline`)."""
     attributions: dict[str, Any] | None
     """attributions-<split>.json of the rows that `answers` is about."""
+
+    @property
+    def folder(self) -> Path:
+        return self.run.folder
 
     def of(self, *kinds: str) -> list[Event]:
         return [event for event in self.log if event["kind"] in kinds]
@@ -76,43 +81,36 @@ class Run:
         return max(1, -(-self.store.rows("train") // self.config.recipe.rows_per_update))
 
 
-def read(folder: Path) -> Run:
+def read(run: Run) -> Collected:
     """Raises `UserError` for a folder that holds no run."""
-    path = folder / "config.yaml"
-    if not path.is_file():
-        raise UserError(f"{folder} holds no run (no config.yaml); name the folder that --out named")
-    config, log = configuration.load(str(path)), events.read(folder)
-    made, answers = _artifact(folder), answer_rows.newest(folder)
-    explained = attributions.read(folder, answers.split, made["version"]) if made and answers is not None else None
-    return Run(
-        folder=folder,
+    if not run.exists:
+        raise UserError(f"{run} holds no run (no {run.config.name}); name the folder that --out named")
+    config = configuration.load(str(run.config))
+    made, answers = _artifact(run), answer_rows.newest(run)
+    explained = attributions.read(run, answers.split, made["version"]) if made and answers is not None else None
+    return Collected(
+        run=run,
         config=config,
-        log=log,
-        summary=summary.summarise(folder),
-        store=_store(log),
-        tokenizer=_tokenizer(folder, config),
+        log=run.events(),
+        summary=summary.summarise(run),
+        store=None if run.store is None else Store(run.store),
+        tokenizer=_tokenizer(run, config),
         artifact=made,
         answers=answers,
-        scores=scores.read(run.Run(folder).scores(answers.split)) if answers is not None else None,
-        validation=scores.read(run.Run(folder).scores("valid")),
-        baselines=baseline.read(folder),
+        scores=scores.read(run.scores(answers.split)) if answers is not None else None,
+        validation=scores.read(run.scores("valid")),
+        baselines=baseline.read(run),
         attributions=explained,
     )
 
 
-def _store(log: list[Event]) -> Store | None:
-    """The token store, where it is still there: it lies beside the run, not in it."""
-    places = [event["store"] for event in log if "store" in event]
-    return Store(Path(places[-1])) if places and (Path(places[-1]) / "manifest.json").is_file() else None
-
-
-def _tokenizer(folder: Path, config: Config) -> Path | None:
-    places = (folder / "artifact" / "tokenizer.json", Path(config.recipe.model.name) / "tokenizer.json")
+def _tokenizer(run: Run, config: Config) -> Path | None:
+    places = (run.artifact / "tokenizer.json", Path(config.recipe.model.name) / "tokenizer.json")
     return next((place for place in places if place.is_file()), None)
 
 
-def _artifact(folder: Path) -> dict[str, Any] | None:
-    path = folder / "artifact" / "artifact.json"
+def _artifact(run: Run) -> dict[str, Any] | None:
+    path = run.artifact / "artifact.json"
     if not path.is_file():
         return None
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

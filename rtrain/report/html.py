@@ -7,34 +7,33 @@ from rtrain.report import attributions, baseline, collect
 from rtrain.report.drawing.page import render
 from rtrain.report.live.progress import say
 from rtrain.report.sections import answers, certificate, curves, data, hardest, outcome, settings, slices, timing
+from rtrain.run import Run
 
-NAME = "report.html"
 
-
-def make(folder: Path) -> Path:
+def make(run: Run) -> Path:
     """`write`, after the baselines and the attributions of the hardest rows are measured, where they can be had.
 
     Raises as `write` does.
     """
-    collect.read(folder)  # refuses a folder without a run before anything is measured
-    baseline.ensure(folder)
+    collect.read(run)  # refuses a folder without a run before anything is measured
+    baseline.ensure(run)
     try:
-        attributions.ensure(folder)
+        attributions.ensure(run)
     except UserError as error:
         say(f"no attributions: {error}")
-    return write(folder)
+    return write(run)
 
 
-def write(folder: Path) -> Path:
-    """Make `<folder>/report.html`. Raises `UserError` for a folder that holds no run."""
-    path = folder / NAME
-    draft = path.with_name(f".{NAME}.draft")
-    draft.write_bytes(page(collect.read(folder)).encode("utf-8", "backslashreplace"))
+def write(run: Run) -> Path:
+    """Make the run's report.html. Raises `UserError` for a folder that holds no run."""
+    path = run.report
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_bytes(page(collect.read(run)).encode("utf-8", "backslashreplace"))
     draft.rename(path)  # a reader never sees half a page
     return path
 
 
-def page(run: collect.Run) -> str:
+def page(run: collect.Collected) -> str:
     """The whole page: the outcome first, what it rests on behind it, settings and digests last."""
     sections = [
         outcome.section(run),

@@ -1,10 +1,9 @@
 """summary.json, computed from events.jsonl alone."""
 
 import json
-from pathlib import Path
 from typing import Any
 
-from rtrain import events
+from rtrain.run import Run
 
 STATUSES = ("finished", "paused", "stopped", "failed", "interrupted")
 SECONDS = ("setup", "first_batch", "train", "evaluate", "checkpoint", "input_wait")
@@ -33,9 +32,9 @@ def rows_cut_short(log: list[dict[str, Any]]) -> int:
     return total
 
 
-def summarise(run: Path) -> dict[str, Any]:
+def summarise(run: Run) -> dict[str, Any]:
     """What a run did, over all of its starts. `seconds` are sums over the starts; rates are over training time."""
-    log = events.read(run)
+    log = run.events()
     created = next((event for event in log if event["kind"] == "created"), {})
     starts = [event for event in log if event["kind"] == "started"]
     progress = [event for event in log if event["kind"] == "progress"]
@@ -98,7 +97,7 @@ def exchange(log: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def write(run: Path) -> dict[str, Any]:
+def write(run: Run) -> dict[str, Any]:
     summary = summarise(run)
-    (run / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    run.summary.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return summary

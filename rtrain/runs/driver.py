@@ -54,17 +54,17 @@ def fit(
     run = prepared.run
     if run.finished:
         _copy_out(prepared)
-        return summary.write(run.folder)
+        return summary.write(run)
     say = on_event or (lambda event: None)
     if rows := run.last("tokenised", "tokens_reused"):
         say(rows)  # logged before the run was followed
-    told = events.Follow([(run.folder, {})], on_event), trackers.following(prepared.config, run.folder, say)
+    told = events.Follow([(run.folder, {})], on_event), trackers.following(prepared.config, run, say)
     with opening.hold(run), told[0], told[1]:
         try:
             _attempts(prepared, plan, say)
         except (KeyboardInterrupt, SystemExit):
             run.append("interrupted")
-            summary.write(run.folder)
+            summary.write(run)
             raise
         finally:
             placement.release(run)
@@ -75,7 +75,7 @@ def fit(
     if last["finished"]:  # a run that is paused, interrupted or stopped goes on: `rtrain report` shows it meanwhile
         _report(run, say)
         _copy_out(prepared)
-    return summary.write(run.folder)
+    return summary.write(run)
 
 
 def _report(run: Run, say: OnEvent) -> None:
@@ -83,10 +83,10 @@ def _report(run: Run, say: OnEvent) -> None:
     for name, make in (
         ("baselines", baseline.ensure),
         ("attributions", attributions.ensure),
-        (html.NAME, html.write),
+        (run.report.name, html.write),
     ):
         try:
-            make(run.folder)
+            make(run)
         except Exception as error:
             kept = failures.keep_traceback(run, Path(name).stem, error)
             text = f"no {name}: {failures.first_line([error])} (traceback in {kept})"
@@ -195,7 +195,7 @@ def _workers(wanted: notice.Wanted, kind: str, say: OnEvent) -> int:
 def _recover(run: Run, error: Exception, recovery: Recovery) -> None:
     """Return if the run should start again; otherwise raise the error that the user should read."""
     if summary.status(run.events()) == "stopped":  # a search ends the workers of a trial that it stops
-        summary.write(run.folder)
+        summary.write(run)
         raise failures.explain(run, error) from error
     causes = failures.causes(error)
     user_error = failures.user_error(causes)
@@ -208,7 +208,7 @@ def _recover(run: Run, error: Exception, recovery: Recovery) -> None:
         run.append("crashed", cause=kind, resumes_from=update, error=failures.first_line(causes), stalled=stalled)
         return
     run.append("failed", error=str(error)[:2000])
-    summary.write(run.folder)
+    summary.write(run)
     _report(run, lambda event: None)
     raise failures.explain(run, error) from error
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rtrain.metrics.entities import Entity, entities
-from rtrain.report.collect import Run
+from rtrain.report.collect import Collected
 from rtrain.report.drawing.blocks import Block, Table
 from rtrain.report.drawing.svg import short
 from rtrain.report.kinds import confusion
@@ -31,7 +31,7 @@ Mistake = tuple[str, Entity | None, Entity | None]
 """(kind, the true entity, the one that was found)."""
 
 
-def blocks(run: Run, tables: Mapping[str, Any]) -> list[Block]:
+def blocks(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
     answers = run.answers
     assert answers is not None  # section
     found: list[Block] = [confusion.bars(tables, "By type of entity.", "type"), confusion.worst(tables, unit="type")]
@@ -124,7 +124,7 @@ def named(tags: Sequence[str], words: Sequence[str] | None) -> str:
     return ", ".join(texts) or "no entity"
 
 
-def words(run: Run, rows: Sequence[int]) -> dict[int, list[str]]:
+def words(run: Collected, rows: Sequence[int]) -> dict[int, list[str]]:
     """The words of each row, as its tokens spell them. Rows of several windows are left out; without a store, all."""
     answers = run.answers
     if answers is None or run.store is None or run.tokenizer is None or not rows:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from rtrain.report import stats
-from rtrain.report.collect import Run
+from rtrain.report.collect import Collected
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure
 from rtrain.report.drawing.svg import number, three
@@ -17,7 +17,7 @@ MOST_STEPS = 25
 """Steps of a scale up to which its confusion matrix is drawn."""
 
 
-def blocks(run: Run, tables: Mapping[str, Any]) -> list[Block]:
+def blocks(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
     answers = run.answers
     assert answers is not None  # section
     chosen = stats.sample(len(answers), MOST_POINTS)
@@ -54,7 +54,7 @@ def blocks(run: Run, tables: Mapping[str, Any]) -> list[Block]:
     return figures
 
 
-def losses(run: Run, tables: Mapping[str, Any]) -> list[Block]:
+def losses(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
     """The losses of blocks of masked text, which has no other answer to look at."""
     answers = run.answers
     assert answers is not None  # section

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rtrain.report.collect import Run
+from rtrain.report.collect import Collected
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Table
 from rtrain.report.drawing.charts import Line, Mark
 
 
-def blocks(run: Run, tables: Mapping[str, Any]) -> list[Block]:
+def blocks(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
     found: list[Block] = []
     if tables["by_length"]:
         found += _by_length(tables["by_length"])

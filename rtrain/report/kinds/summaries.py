@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from rtrain.data.store import Store
 from rtrain.metrics import summary_rows, text
-from rtrain.report.collect import Run
+from rtrain.report.collect import Collected
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Card, Cards, Figure, Marked, Note, Piece, Table
 from rtrain.report.drawing.charts import Bar
@@ -53,7 +53,7 @@ class Shown:
     oracle: float
 
 
-def blocks(run: Run, tables: Mapping[str, Any]) -> list[Block]:
+def blocks(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
     assert run.scores is not None  # answers.section
     ends: Mapping[str, Sequence[float]] = run.scores.get("intervals", {}).get("scores", {})
     found: list[Block] = [_chart(run.scores["scores"], ends)]
@@ -162,7 +162,7 @@ def _positions(found: Mapping[str, Any]) -> Figure:
 # ------------------------------------------------------------------------------------------------------------ examples
 
 
-def _examples(run: Run) -> Block:
+def _examples(run: Collected) -> Block:
     answers = run.answers
     assert answers is not None  # answers.section
     if run.store is None or run.tokenizer is None:
@@ -193,7 +193,7 @@ def _fits(name: str, one: Shown) -> bool:
     return gain > 1e-9 if name.startswith("better") else gain < -1e-9 if name.startswith("worse") else True
 
 
-def shown(run: Run, rows: Sequence[int]) -> dict[int, Shown]:
+def shown(run: Collected, rows: Sequence[int]) -> dict[int, Shown]:
     """What is known of these rows, by their position; nothing where the store is gone."""
     answers = run.answers
     if answers is None or run.store is None or not len(rows):
@@ -214,7 +214,7 @@ def _lead(store: Store, sentences: summary_rows.Sentences) -> list[int]:
     return text.pick(range(len(sentences.words)), sentences.words.tolist(), budget)
 
 
-def marked(run: Run, every: Mapping[int, Shown]) -> dict[int, Marked]:
+def marked(run: Collected, every: Mapping[int, Shown]) -> dict[int, Marked]:
     """The documents' sentences, those of the summary and of the oracle marked."""
     answers = run.answers
     if answers is None or run.store is None or run.tokenizer is None or not every:

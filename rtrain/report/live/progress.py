@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from rtrain.run import Run
+
 
 def say(text: str) -> None:
     """One plain line on stderr."""
@@ -131,7 +133,7 @@ def _rows_text(event: dict[str, Any]) -> str:
     return text
 
 
-def summary_text(summary: dict[str, Any], run: Path) -> str:
+def summary_text(summary: dict[str, Any], run: Run) -> str:
     """The end of a training, for a person."""
     seconds, test = summary["seconds"], summary["metrics"]["test"] or {}
     scores = ", ".join(f"{name} {value:.4f}" for name, value in test.items() if name != "rows")
@@ -143,8 +145,8 @@ def summary_text(summary: dict[str, Any], run: Path) -> str:
         f"test ({test.get('rows', 0)} rows): {scores}" if test else "no test score yet",
         f"run: {run}",
     ]
-    if (run / "artifact").is_dir():
-        lines.append(f"next: rtrain predict {run / 'artifact'} 'a text'   or: rtrain serve {run / 'artifact'}")
+    if run.artifact.is_dir():
+        lines.append(f"next: rtrain predict {run.artifact} 'a text'   or: rtrain serve {run.artifact}")
     return "\n".join(lines)
 
 
@@ -159,4 +161,4 @@ def search_text(found: Any, winner: dict[str, Any]) -> str:
         )
     if found.failures:
         lines.append(found.failures)
-    return "\n".join([*lines, summary_text(winner, Path(found.best.run))])
+    return "\n".join([*lines, summary_text(winner, Run(Path(found.best.run)))])

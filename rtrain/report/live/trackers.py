@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 from rtrain import config as configuration, events
 from rtrain.config import Config
 from rtrain.errors import Problem, UserError
+from rtrain.run import Run
 
 Event = dict[str, Any]
 Outcome = Literal["finished", "failed", "interrupted"]
@@ -51,19 +52,19 @@ def missing(config: Config) -> list[Problem]:
 
 
 @contextmanager
-def following(config: Config, run: Path, say: Say) -> Iterator[None]:
+def following(config: Config, run: Run, say: Say) -> Iterator[None]:
     """While it is entered, the configured trackers are told what the run logs."""
     trackers = {name: _OPEN[name](config, run) for name in config.deploy.report.trackers}
     if not trackers:
         yield
         return
-    past = events.read(run)
+    past = run.events()
     outcome: Outcome = "failed"
     feeds = [Feed(name, tracker, past, say) for name, tracker in trackers.items()]
     try:
         with ExitStack() as stack:
             for feed in feeds:  # each by a thread of its own: a slow server must not hold up the others
-                stack.enter_context(events.Follow([(run, {})], feed))
+                stack.enter_context(events.Follow([(run.folder, {})], feed))
             yield
         outcome = "finished"
     except (KeyboardInterrupt, SystemExit):
@@ -135,11 +136,11 @@ def _finite(group: str, values: Mapping[str, Any]) -> dict[str, float]:
 class TensorBoard:
     """Event files under `report.tensorboard_dir` (default: `tensorboard` beside the run), one folder per run."""
 
-    def __init__(self, config: Config, run: Path):
+    def __init__(self, config: Config, run: Run):
         from tensorboard.summary import Writer
 
         root = config.deploy.report.tensorboard_dir
-        folder = (Path(root) if root else run.parent / "tensorboard") / run.name
+        folder = (Path(root) if root else run.folder.parent / "tensorboard") / run.name
         self.fresh = not (folder.is_dir() and any(folder.iterdir()))
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -165,12 +166,16 @@ class MLflow:
     At `report.mlflow_uri`, else MLFLOW_TRACKING_URI, else in a SQLite file beside the run.
     """
 
-    def __init__(self, config: Config, run: Path):
+    def __init__(self, config: Config, run: Run):
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
         settings = config.deploy.report
-        uri = settings.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.parent / 'mlflow.db'}"
+        uri = (
+            settings.mlflow_uri
+            or os.environ.get("MLFLOW_TRACKING_URI")
+            or f"sqlite:///{run.folder.parent / 'mlflow.db'}"
+        )
         try:
             self._client = MlflowClient(uri)
             self._run_id, self.fresh = self._open(settings.mlflow_experiment or config.recipe.name, uri, run)
@@ -181,9 +186,9 @@ class MLflow:
             fix = "set report.mlflow_uri to a server that answers, or take mlflow out of report.trackers"
             raise UserError(f"report.mlflow_uri: {hide(uri)} cannot be used ({hide(reason)}); {fix}") from None
 
-    def _open(self, experiment: str, uri: str, run: Path) -> tuple[str, bool]:
+    def _open(self, experiment: str, uri: str, run: Run) -> tuple[str, bool]:
         """(id of the tracker's run, whether it is new). The id is kept in the run folder, for its address."""
-        path, address = run / RUN_ID, hide(uri)
+        path, address = run.folder / RUN_ID, hide(uri)
         known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         if run_id := known.get(address):
             self._client.update_run(run_id, status="RUNNING")
@@ -214,4 +219,4 @@ def hide(text: str) -> str:
     return re.sub(r"://[^/@\s]+@", "://***@", text)
 
 
-_OPEN: Mapping[str, Callable[[Config, Path], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
+_OPEN: Mapping[str, Callable[[Config, Run], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rtrain.report.collect import Run
+from rtrain.report.collect import Collected
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.drawing.svg import score_name
@@ -16,13 +16,13 @@ UNITS = {"labels": "yes or no to a label", "tags": "tags of words", "summary": "
 """What the model is sure of, for outputs where that is no row's answer."""
 
 
-def intervals(run: Run) -> Mapping[str, tuple[float, float]]:
+def intervals(run: Collected) -> Mapping[str, tuple[float, float]]:
     """95 % bootstrap intervals of the scores that are sums over rows, by name."""
     found: Mapping[str, Any] = (run.scores or {}).get("intervals", {}).get("scores", {})
     return {name: (low, high) for name, (low, high) in found.items()}
 
 
-def section(run: Run) -> Section:
+def section(run: Collected) -> Section:
     answers = run.answers
     if answers is None:
         text = "The run has left no predictions-test.parquet or predictions-valid.parquet: answers cannot be looked at."
@@ -39,7 +39,7 @@ def section(run: Run) -> Section:
     return Section("answers", "Answers", intro, blocks)
 
 
-def _scores(run: Run, found: Mapping[str, Any]) -> Table:
+def _scores(run: Collected, found: Mapping[str, Any]) -> Table:
     ends = intervals(run)
     # The negative of an error is there for comparisons only: the error itself is beside it.
     left_out = ("neg_", *(summaries.BESIDE if found["output"] == "summary" else ()))
@@ -88,16 +88,16 @@ def _calibration(found: Mapping[str, Any], unit: str, head: str = "") -> list[Bl
     return [Figure(title, charts.reliability(confidence, accuracy, rows.tolist()), note)]
 
 
-def _classes(run: Run, tables: Mapping[str, Any]) -> list[Block]:
+def _classes(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
     return confusion.blocks(tables)
 
 
-def _labels(run: Run, tables: Mapping[str, Any]) -> list[Block]:
+def _labels(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
     chance = f"A label is given from a chance of {tables['threshold']:.2f} on."
     return [confusion.bars(tables, chance), confusion.worst(tables)]
 
 
-def _heads(run: Run, tables: Mapping[str, Any]) -> list[Block]:
+def _heads(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
     found: list[Block] = []
     for name, own in tables["heads"].items():
         found += _calibration(own["calibration"], "answers", f"{name}: ")
@@ -105,11 +105,11 @@ def _heads(run: Run, tables: Mapping[str, Any]) -> list[Block]:
     return found
 
 
-def _nothing(run: Run, tables: Mapping[str, Any]) -> list[Block]:
+def _nothing(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
     return []
 
 
-_KINDS: Mapping[str, Callable[[Run, Mapping[str, Any]], list[Block]]] = {
+_KINDS: Mapping[str, Callable[[Collected, Mapping[str, Any]], list[Block]]] = {
     "classes": _classes,
     "labels": _labels,
     "heads": _heads,

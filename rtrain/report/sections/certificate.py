@@ -1,10 +1,10 @@
 """The certificate of a drill: a run that was killed again and again ended like one that was never touched."""
 
-from rtrain.report.collect import Run
+from rtrain.report.collect import Collected
 from rtrain.report.drawing.blocks import Section, Table
 
 
-def section(run: Run) -> Section | None:
+def section(run: Collected) -> Section | None:
     drills = run.of("drilled")
     if not drills:
         return None

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rtrain.report import stats
-from rtrain.report.collect import Event, Run
+from rtrain.report.collect import Collected, Event
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.drawing.charts import Line, Mark
@@ -14,7 +14,7 @@ MOST_METRICS = 6
 MOST_TICKS = 60
 
 
-def section(run: Run) -> Section:
+def section(run: Collected) -> Section:
     progress = newest(run.of("progress"))
     blocks: list[Block] = [*_loss(run, progress), *_metrics(run), *_speed(run), *_faults(run)]
     if not blocks:
@@ -28,7 +28,7 @@ def newest(events: Sequence[Event]) -> list[Event]:
     return [event for _, event in sorted({event["update"]: event for event in events}.items())]
 
 
-def marks(run: Run) -> list[Mark]:
+def marks(run: Collected) -> list[Mark]:
     """Ends of epochs, restarts, crashes."""
     last, per_epoch = run.summary["updates"], run.updates_per_epoch()
     found: list[Mark] = []
@@ -48,7 +48,7 @@ def marks(run: Run) -> list[Mark]:
     return found + [Mark(update, "restart", "restart") for update in again[:MOST_MARKS]]
 
 
-def saves(run: Run) -> list[float]:
+def saves(run: Collected) -> list[float]:
     """Updates after which a checkpoint was written: every train.save_every, and with each evaluation."""
     last, every = run.summary["updates"], run.config.recipe.train.save_every
     found = {event["update"] for event in run.of("evaluated") if event["split"] == "valid"}
@@ -56,7 +56,7 @@ def saves(run: Run) -> list[float]:
     return sorted(found)[:: max(1, -(-len(found) // MOST_TICKS))]
 
 
-def _loss(run: Run, progress: list[Event]) -> list[Block]:
+def _loss(run: Collected, progress: list[Event]) -> list[Block]:
     if not progress:
         return []
     xs, ys = stats.thin([event["update"] for event in progress], [event["loss"] for event in progress])
@@ -81,7 +81,7 @@ def series(events: Sequence[Event]) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-def _metrics(run: Run) -> list[Block]:
+def _metrics(run: Collected) -> list[Block]:
     evaluations = run.of("evaluated")
     valid = series(newest([event for event in evaluations if event["split"] == "valid"]))
     best, blocks = run.summary["best_update"], list[Block]()
@@ -106,7 +106,7 @@ def _metrics(run: Run) -> list[Block]:
     return blocks
 
 
-def _speed(run: Run) -> list[Block]:
+def _speed(run: Collected) -> list[Block]:
     """Rows per second between two progress events of one start."""
     xs: list[float] = []
     ys: list[float] = []
@@ -128,7 +128,7 @@ def _speed(run: Run) -> list[Block]:
     return [Figure(f"Speed: {typical} rows/s in the middle of the run", chart, note)]
 
 
-def _faults(run: Run) -> list[Block]:
+def _faults(run: Collected) -> list[Block]:
     """Crashes, restarts and how each start ended, in the order of the log."""
     kinds = ("crashed", "yielded", "failed", "interrupted", "stopped", "best_lost")
     first = run.log[0]["time"] if run.log else 0.0
@@ -139,7 +139,7 @@ def _faults(run: Run) -> list[Block]:
     return [Table("What interrupted the run", ("after", "what", "how it went on"), rows[:50], note, wide=True)]
 
 
-def _what(run: Run, event: Event) -> str:
+def _what(run: Collected, event: Event) -> str:
     if event["kind"] == "crashed":
         return f"{event['cause']}: {short(event['error'], 160)}; went on from update {event['resumes_from']}"
     if event["kind"] == "yielded":
@@ -149,6 +149,6 @@ def _what(run: Run, event: Event) -> str:
     return f"at update {event['update']}" if "update" in event else _next_start(run, event)
 
 
-def _next_start(run: Run, event: Event) -> str:
+def _next_start(run: Collected, event: Event) -> str:
     later = [one["update"] for one in run.log[run.log.index(event) :] if one["kind"] == "started"]
     return f"went on from update {later[0]}" if later else "not started again"

@@ -7,7 +7,7 @@ import pyarrow.parquet
 
 from rtrain.data.store import Store
 from rtrain.report import stats
-from rtrain.report.collect import Run
+from rtrain.report.collect import Collected
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.drawing.svg import number
@@ -17,7 +17,7 @@ MOST_BAD = 50
 NAMES = {"train": "training", "valid": "validation", "test": "test"}
 
 
-def section(run: Run) -> Section:
+def section(run: Collected) -> Section:
     store = run.store
     if store is None:
         note = Note("The token store is no longer where the run left it; what it says of the rows cannot be shown.")
@@ -29,7 +29,7 @@ def section(run: Run) -> Section:
     return Section("data", "Data", intro, blocks)
 
 
-def _split(run: Run) -> str:
+def _split(run: Collected) -> str:
     """How the rows came to their splits."""
     data = run.config.recipe.data
     if data.split is not None:
@@ -52,7 +52,7 @@ def lengths(store: Store, split: str) -> stats.Floats:
     return column[stats.sample(len(column), labels.MOST_ROWS)].astype(np.float64)
 
 
-def _splits(run: Run, store: Store) -> Table:
+def _splits(run: Collected, store: Store) -> Table:
     rows = []
     for split, count in store.manifest.rows.items():
         found = lengths(store, split)
@@ -71,7 +71,7 @@ def _splits(run: Run, store: Store) -> Table:
     )
 
 
-def _lengths(run: Run, store: Store) -> Figure:
+def _lengths(run: Collected, store: Store) -> Figure:
     found = {split: lengths(store, split) for split in store.manifest.rows if store.rows(split)}
     edges = stats.edges(np.concatenate(list(found.values())))
     shares = {NAMES[split]: (100 * np.histogram(v, edges)[0] / len(v)).tolist() for split, v in found.items()}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rtrain.report.answer_rows import AnswerRows
-from rtrain.report.collect import Run
+from rtrain.report.collect import Collected
 from rtrain.report.drawing.blocks import Block, Card, Cards, Note, Piece, Section
 from rtrain.report.drawing.svg import number, short
 from rtrain.report.kinds import entities, marked, summaries
@@ -19,7 +19,7 @@ LONGEST = 700
 """Characters of a text that are shown where it is not explained."""
 
 
-def section(run: Run) -> Section | None:
+def section(run: Collected) -> Section | None:
     answers = run.answers
     if answers is None:
         return None
@@ -60,7 +60,7 @@ def _method(found: Mapping[str, Any], numbers: bool) -> str:
     return text
 
 
-def _with_entities(run: Run, answers: AnswerRows, rows: Sequence[int], cards: Sequence[Card]) -> list[Card]:
+def _with_entities(run: Collected, answers: AnswerRows, rows: Sequence[int], cards: Sequence[Card]) -> list[Card]:
     """The cards with entities in words, instead of one tag for each word."""
     words = entities.words(run, rows)
     found = []
@@ -73,7 +73,7 @@ def _with_entities(run: Run, answers: AnswerRows, rows: Sequence[int], cards: Se
     return found
 
 
-def _with_sentences(run: Run, rows: Sequence[int], cards: Sequence[Card]) -> list[Card]:
+def _with_sentences(run: Collected, rows: Sequence[int], cards: Sequence[Card]) -> list[Card]:
     drawn = summaries.marked(run, summaries.shown(run, rows))
     found = []
     for row, card in zip(rows, cards, strict=True):
@@ -85,7 +85,7 @@ def _with_sentences(run: Run, rows: Sequence[int], cards: Sequence[Card]) -> lis
     return found
 
 
-def _card(run: Run, answers: AnswerRows, row: int, text: str) -> Card:
+def _card(run: Collected, answers: AnswerRows, row: int, text: str) -> Card:
     explained = next((one for one in (run.attributions or {"rows": []})["rows"] if one["row"] == row), None)
     known = run.output != "tokens"  # of masked text there is only how much was guessed
     facts = [("true", _said(answers.target[row]))] if known else []

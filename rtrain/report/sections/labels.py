@@ -7,7 +7,7 @@ import numpy as np
 
 from rtrain.data.store import Store
 from rtrain.report import stats
-from rtrain.report.collect import Run
+from rtrain.report.collect import Collected
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure
 from rtrain.report.drawing.charts import Bar
@@ -20,7 +20,7 @@ MOST_LABELS, ENDS = 30, 12
 MOST_BOXES = 20
 
 
-def blocks(run: Run, store: Store) -> list[Block]:
+def blocks(run: Collected, store: Store) -> list[Block]:
     return _KINDS.get(run.output, _nothing)(store)
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet
 from rtrain.metrics.by_output import metric_for
 from rtrain.report import advice
 from rtrain.report.advice import Facts, Label, Weak
-from rtrain.report.collect import Run
+from rtrain.report.collect import Collected
 from rtrain.report.drawing.blocks import Block, Note, Steps
 from rtrain.report.kinds import confusion
 from rtrain.report.sections import curves, slices
@@ -23,7 +23,7 @@ PAIR_SHARE = 0.1
 PAIR_ROWS = 5
 
 
-def block(run: Run) -> Block:
+def block(run: Collected) -> Block:
     steps = advice.steps(facts(run))
     if not steps:
         return Note("Nothing calls for a next step: the run has no artefact yet, and nothing in it stands out.")
@@ -34,7 +34,7 @@ def block(run: Run) -> Block:
     return Steps("What to do next", steps, note)
 
 
-def facts(run: Run) -> Facts:
+def facts(run: Collected) -> Facts:
     name = metric_for(run.output).headline
     split = next((split for split in ("test", "valid") if name in metrics(run, split)), "test")
     score = metrics(run, split).get(name)
@@ -71,7 +71,7 @@ def facts(run: Run) -> Facts:
     )
 
 
-def baselines(run: Run, split: str) -> list[tuple[str, float]]:
+def baselines(run: Collected, split: str) -> list[tuple[str, float]]:
     """(name, headline) of each baseline on a split: measured ones, and of summaries the first sentences."""
     found = [
         (one["name"], float(one["scores"][split]))
@@ -84,16 +84,16 @@ def baselines(run: Run, split: str) -> list[tuple[str, float]]:
     return found
 
 
-def best_baseline(run: Run, split: str) -> tuple[str, float] | None:
+def best_baseline(run: Collected, split: str) -> tuple[str, float] | None:
     return max(baselines(run, split), key=lambda one: one[1], default=None)
 
 
-def scores_of(run: Run, split: str) -> dict[str, Any] | None:
+def scores_of(run: Collected, split: str) -> dict[str, Any] | None:
     """scores-<split>.json."""
     return next((one for one in (run.scores, run.validation) if one is not None and one["split"] == split), None)
 
 
-def metrics(run: Run, split: str) -> Mapping[str, Any]:
+def metrics(run: Collected, split: str) -> Mapping[str, Any]:
     """The logged scores of the best weights; until these are chosen, those of the newest validation; or none."""
     if found := run.summary["metrics"][split]:
         return dict(found)
@@ -101,7 +101,7 @@ def metrics(run: Run, split: str) -> Mapping[str, Any]:
     return dict(evaluated[-1]) if evaluated else {}
 
 
-def _losses(run: Run) -> tuple[float | None, float | None]:
+def _losses(run: Collected) -> tuple[float | None, float | None]:
     """(training loss of the last epoch, mean loss of the held-out rows), where both are the plain loss of a text."""
     recipe, answers = run.config.recipe, run.answers
     if run.output != "classes" or recipe.train.label_smoothing or recipe.distill.teacher or answers is None:
@@ -112,12 +112,12 @@ def _losses(run: Run) -> tuple[float | None, float | None]:
     return (float(np.mean(last)), float(known.mean())) if last and len(known) else (None, None)
 
 
-def _validation(run: Run, name: str) -> list[tuple[int, float]]:
+def _validation(run: Collected, name: str) -> list[tuple[int, float]]:
     found = curves.newest([event for event in run.of("evaluated") if event["split"] == "valid"])
     return [(event["update"], float(event["scores"][name])) for event in found if name in event["scores"]]
 
 
-def _reason(run: Run) -> str:
+def _reason(run: Collected) -> str:
     path = None if run.store is None else run.store.folder / "quarantine.parquet"
     if path is None or not path.is_file():
         return ""
@@ -125,7 +125,7 @@ def _reason(run: Run) -> str:
     return str(reasons.most_common(1)[0][0]) if reasons else ""
 
 
-def _weak(run: Run) -> Weak | None:
+def _weak(run: Collected) -> Weak | None:
     """The worst slice, where it is worse than all rows by more than chance."""
     if run.scores is None or not run.scores["rows"]:
         return None
@@ -137,7 +137,7 @@ def _weak(run: Run) -> Weak | None:
     return Weak(column, value, worse[0].rows, worse[0].value)
 
 
-def tables(run: Run) -> list[tuple[str, Mapping[str, Any]]]:
+def tables(run: Collected) -> list[tuple[str, Mapping[str, Any]]]:
     """(what goes before a label's name, its tables): one for each head, else one for all."""
     if run.scores is None:
         return []
@@ -145,7 +145,7 @@ def tables(run: Run) -> list[tuple[str, Mapping[str, Any]]]:
     return [(f"{name}: ", own) for name, own in found["heads"].items()] if "heads" in found else [("", found)]
 
 
-def worst_labels(run: Run) -> list[tuple[str, Mapping[str, Any]]]:
+def worst_labels(run: Collected) -> list[tuple[str, Mapping[str, Any]]]:
     """(name, scores) of the labels or types of entities that occur often enough, the lowest F1 first."""
     found = [
         (f"{head}{one['class']}", one)
@@ -156,7 +156,7 @@ def worst_labels(run: Run) -> list[tuple[str, Mapping[str, Any]]]:
     return sorted(found, key=lambda item: item[1]["f1"])
 
 
-def confused_pairs(run: Run) -> list[tuple[str, str, int]]:
+def confused_pairs(run: Collected) -> list[tuple[str, str, int]]:
     """(true, answered, rows), the most frequent first."""
     found = [
         (f"{head}{one['true']}", f"{head}{one['predicted']}", int(one["rows"]))
@@ -166,7 +166,7 @@ def confused_pairs(run: Run) -> list[tuple[str, str, int]]:
     return sorted(found, key=lambda item: -item[2])
 
 
-def _label(run: Run) -> Label | None:
+def _label(run: Collected) -> Label | None:
     worst = next(iter(worst_labels(run)), None)
     codes = run.classes()
     if worst is None or codes is None or run.store is None:
@@ -176,13 +176,13 @@ def _label(run: Run) -> Label | None:
     return Label(worst[0], float(worst[1]["f1"]), rows)
 
 
-def _confused(run: Run) -> tuple[str, str, int] | None:
+def _confused(run: Collected) -> tuple[str, str, int] | None:
     pairs = confused_pairs(run)
     total = sum(rows for _, _, rows in pairs)
     return pairs[0] if pairs and pairs[0][2] >= max(PAIR_ROWS, PAIR_SHARE * total) else None
 
 
-def _suspects(run: Run) -> list[str]:
+def _suspects(run: Collected) -> list[str]:
     """file:line of the hardest rows that are wrong and sure; of texts with one label, whose score is their chance."""
     answers = run.answers
     if answers is None or run.output != "classes":

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rtrain.metrics.by_output import metric_for
-from rtrain.report.collect import Run
+from rtrain.report.collect import Collected
 from rtrain.report.drawing.blocks import Block, Note, Section, Table, Tile
 from rtrain.report.drawing.svg import duration, number, rate, score_name, short, three
 from rtrain.report.kinds import entities
@@ -16,11 +16,11 @@ TEXT = 160
 """Characters of a row's text."""
 
 
-def section(run: Run) -> Section:
+def section(run: Collected) -> Section:
     return Section("outcome", "Outcome", _intro(run), [_scores(run), *_wrong(run), next_steps.block(run)])
 
 
-def tiles(run: Run) -> list[Tile]:
+def tiles(run: Collected) -> list[Tile]:
     """The figures that a reader looks for first: the score, how the run ended, what it cost."""
     found = run.summary
     shown = [Tile(f"{split} {name}", f"{value:.4f}", note) for split, name, value, note in _headlines(run)[:1]]
@@ -40,7 +40,7 @@ def tiles(run: Run) -> list[Tile]:
     return shown
 
 
-def _intro(run: Run) -> str:
+def _intro(run: Collected) -> str:
     recipe = run.config.recipe
     workers = run.summary["workers"] or recipe.train.workers
     on = f" on {run.summary['device']}" if run.summary["device"] else ""
@@ -55,13 +55,13 @@ def _intro(run: Run) -> str:
 # -------------------------------------------------------------------------------------------------------------- scores
 
 
-def _sign(run: Run) -> tuple[str, int]:
+def _sign(run: Collected) -> tuple[str, int]:
     """(the headline as a reader knows it, 1 or -1): of the negative of an error, the error."""
     name = metric_for(run.output).headline
     return score_name(name.removeprefix("neg_")), -1 if name.startswith("neg_") else 1
 
 
-def _headlines(run: Run) -> list[tuple[str, str, float, str]]:
+def _headlines(run: Collected) -> list[tuple[str, str, float, str]]:
     """(split, score, value, its 95 % interval or its rows), of the test rows first."""
     (shown, sign), found = _sign(run), []
     for split, name in answers.SPLITS.items():
@@ -74,7 +74,7 @@ def _headlines(run: Run) -> list[tuple[str, str, float, str]]:
     return found
 
 
-def _interval(run: Run, split: str, headline: str, sign: int) -> tuple[float, float] | None:
+def _interval(run: Collected, split: str, headline: str, sign: int) -> tuple[float, float] | None:
     """Ends of the bootstrap interval; None where all rows are alike, which says nothing of other rows."""
     ends = (next_steps.scores_of(run, split) or {}).get("intervals", {}).get("scores", {}).get(headline)
     if not ends or ends[0] == ends[1]:
@@ -83,7 +83,7 @@ def _interval(run: Run, split: str, headline: str, sign: int) -> tuple[float, fl
     return low, high
 
 
-def _scores(run: Run) -> Block:
+def _scores(run: Collected) -> Block:
     headline, (shown, sign) = metric_for(run.output).headline, _sign(run)
     rows: list[Sequence[str | int]] = []
     for split, name in answers.SPLITS.items():
@@ -112,7 +112,7 @@ def _scores(run: Run) -> Block:
     return Table(_verdict(run, shown, sign), ("rows", "model", shown, "95 % interval"), rows, note, wide=True)
 
 
-def _verdict(run: Run, shown: str, sign: int) -> str:
+def _verdict(run: Collected, shown: str, sign: int) -> str:
     split, _, value, _ = _headlines(run)[0]
     key = next(key for key, name in answers.SPLITS.items() if name == split)
     title, best = f"{split.capitalize()} {shown} {three(value)}", next_steps.best_baseline(run, key)
@@ -128,7 +128,7 @@ def _verdict(run: Run, shown: str, sign: int) -> str:
 # ------------------------------------------------------------------------------------------------------ what is wrong
 
 
-def _wrong(run: Run) -> list[Block]:
+def _wrong(run: Collected) -> list[Block]:
     rows = [*_slices(run), *_labels(run), *_pairs(run), *_of_kind(run), *_hardest(run)]
     if not rows:
         return []
@@ -136,7 +136,7 @@ def _wrong(run: Run) -> list[Block]:
     return [Table("What is wrong most", ("where", "which", "how bad"), rows, note, wide=True)]
 
 
-def _slices(run: Run) -> list[tuple[str, str, str]]:
+def _slices(run: Collected) -> list[tuple[str, str, str]]:
     if run.scores is None or not run.scores["rows"]:
         return []
     whole, found = slices.measure(run.scores), slices.told(run, slices.slices(run.scores))
@@ -151,7 +151,7 @@ def _slices(run: Run) -> list[tuple[str, str, str]]:
     ]
 
 
-def _labels(run: Run) -> list[tuple[str, str, str]]:
+def _labels(run: Collected) -> list[tuple[str, str, str]]:
     kind = "type of entity" if run.output == "tags" else "label"
     return [
         (
@@ -164,14 +164,14 @@ def _labels(run: Run) -> list[tuple[str, str, str]]:
     ]
 
 
-def _pairs(run: Run) -> list[tuple[str, str, str]]:
+def _pairs(run: Collected) -> list[tuple[str, str, str]]:
     return [
         ("confusion", f"{short(true, 40)} → {short(said, 40)}", f"{rows:,} row{'' if rows == 1 else 's'}")
         for true, said, rows in next_steps.confused_pairs(run)[:EACH]
     ]
 
 
-def _of_kind(run: Run) -> list[tuple[str, str, str]]:
+def _of_kind(run: Collected) -> list[tuple[str, str, str]]:
     """What only questions and summaries have."""
     found: dict[str, Any] = (run.scores or {"tables": {}})["tables"]
     rows = []
@@ -186,7 +186,7 @@ def _of_kind(run: Run) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _hardest(run: Run) -> list[tuple[str, str, str]]:
+def _hardest(run: Collected) -> list[tuple[str, str, str]]:
     known = run.answers
     if known is None:
         return []
@@ -201,7 +201,7 @@ def _hardest(run: Run) -> list[tuple[str, str, str]]:
     return found
 
 
-def _mistake(run: Run, row: int) -> str:
+def _mistake(run: Collected, row: int) -> str:
     known = run.answers
     assert known is not None  # _hardest
     loss = f"loss {number(float(known.loss[row]))}"

@@ -5,7 +5,7 @@ from typing import Any
 
 from rtrain import config as configuration
 from rtrain.config import Config, Deploy, Recipe
-from rtrain.report.collect import Run
+from rtrain.report.collect import Collected
 from rtrain.report.drawing.blocks import Block, Code, Section, Table
 from rtrain.report.drawing.svg import number, short
 from rtrain.report.live.trackers import hide
@@ -13,7 +13,7 @@ from rtrain.report.live.trackers import hide
 LONGEST = 120
 
 
-def section(run: Run) -> Section:
+def section(run: Collected) -> Section:
     config = run.folder / "config.yaml"
     blocks: list[Block] = [
         Code(
@@ -50,7 +50,7 @@ def _text(value: Any) -> str:
     return number(value) if isinstance(value, float) else hide(str(value))
 
 
-def _identity(run: Run) -> Table:
+def _identity(run: Collected) -> Table:
     rows = [
         ("run folder", str(run.folder)),
         ("identity of the recipe", run.created.get("identity") or run.config.recipe.identity()),

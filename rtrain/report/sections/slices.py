@@ -10,7 +10,7 @@ import numpy as np
 from rtrain.metrics.slices import quantiles
 from rtrain.report import stats
 from rtrain.report.answer_rows import AnswerRows
-from rtrain.report.collect import Run
+from rtrain.report.collect import Collected
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Section, Table
 from rtrain.report.drawing.charts import Bar
@@ -48,7 +48,7 @@ class Measure:
         return self.sign > 0
 
 
-def section(run: Run) -> Section | None:
+def section(run: Collected) -> Section | None:
     answers = run.answers
     if answers is None or len(answers) < 2 * FEWEST:
         return None
@@ -92,7 +92,7 @@ def slices(scores: dict[str, Any]) -> list[Slice]:
     return sorted(found, key=lambda one: chosen.sign * one.value)
 
 
-def told(run: Run, found: Sequence[Slice]) -> list[Slice]:
+def told(run: Collected, found: Sequence[Slice]) -> list[Slice]:
     """The slices without those in which no entity is true or found: their F1 is 0, and yet nothing is wrong there."""
     answers = run.answers
     if answers is None or run.output != "tags":

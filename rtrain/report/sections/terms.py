@@ -8,7 +8,7 @@ import numpy as np
 
 from rtrain.data.store import Store
 from rtrain.report import stats
-from rtrain.report.collect import Run
+from rtrain.report.collect import Collected
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Note, Table
 from rtrain.report.drawing.charts import Bar
@@ -20,7 +20,7 @@ WORD = re.compile(r"[^\W\d_]{3,}+(?! ?['\u2019] ?t\b)")
 """Not the `don` of `don ' t`: tokenizers set the apostrophe apart."""
 
 
-def blocks(run: Run, store: Store) -> list[Block]:
+def blocks(run: Collected, store: Store) -> list[Block]:
     if run.tokenizer is None:
         return [
             Note("Frequent words are shown once the run is finished: its artefact has the tokenizer that spells them.")

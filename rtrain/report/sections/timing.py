@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rtrain.report.collect import Event, Run
+from rtrain.report.collect import Collected, Event
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.drawing.svg import duration, rate
@@ -45,7 +45,7 @@ def measured_updates(log: Sequence[Event]) -> int:
     return max(1, total)
 
 
-def section(run: Run) -> Section:
+def section(run: Collected) -> Section:
     found = run.summary["seconds"]
     ends = run.of("trained")
     if not ends:
