@@ -28,7 +28,7 @@ import rtrain
 from rtrain.config import Serve
 from rtrain.predict import InputError, Predictor
 from rtrain.tasks.base import Input
-from serve import schema
+from serve import protocol, schema
 from serve.access import is_loopback
 from serve.batcher import Batcher, EngineError, Expired, Overloaded
 from serve.explanations import Explanations, Row
@@ -174,37 +174,37 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
         lone = not several and predictor.task.needs_pair
         return _json(answers[0] if lone else answers, headers=_cut_header(cut))
 
-    @app.post("/v2/models/{name}/infer", **_documented(schema.InferReply, schema.InferRequest))
+    @app.post("/v2/models/{name}/infer", **_documented(protocol.InferReply, protocol.InferRequest))
     async def infer(request: Request, name: str) -> Response:
         """The best label of each text, in the Open Inference Protocol."""
         deadline = asyncio.get_running_loop().time() + settings.deadline_s
         _check_name(name, artifact.name)
         body = await service.body(request, deadline)
-        document, binary = schema.split(body, request.headers.get("inference-header-content-length"))
-        asked = schema.parse(schema.InferRequest, document)
+        document, binary = protocol.split(body, request.headers.get("inference-header-content-length"))
+        asked = schema.parse(protocol.InferRequest, document)
         answers, cut = await service.answers(
             asked.texts(binary), deadline, lambda place: f"inputs.0.data.{place}", {"top_k": 1}
         )
-        tensors = schema.tensors(answers, predictor.task.output)
+        tensors = protocol.tensors(answers, predictor.task.output)
         if asked.outputs:
             wanted = {output.name for output in asked.outputs}
             tensors = [tensor for tensor in tensors if tensor["name"] in wanted]
         reply = {"model_name": artifact.name, "model_version": artifact.version, "outputs": tensors}
         return _json(reply if asked.id is None else {**reply, "id": asked.id}, headers=_cut_header(cut))
 
-    @app.get("/v2", **_documented(schema.ServerMetadata))
+    @app.get("/v2", **_documented(protocol.ServerMetadata))
     async def server_metadata() -> Response:
         return _json({"name": "rtrain", "version": rtrain.__version__, "extensions": []})
 
-    @app.get("/v2/health/live", **_documented(schema.Live))
+    @app.get("/v2/health/live", **_documented(protocol.Live))
     async def live() -> Response:
         return _json({"live": True})
 
-    @app.get("/v2/health/ready", **_documented(schema.Ready))
+    @app.get("/v2/health/ready", **_documented(protocol.Ready))
     async def ready() -> Response:
         return _json({"ready": service.ready}, 200 if service.ready else 503)
 
-    @app.get("/v2/models/{name}", **_documented(schema.ModelMetadata))
+    @app.get("/v2/models/{name}", **_documented(protocol.ModelMetadata))
     async def model_metadata(name: str) -> Response:
         _check_name(name, artifact.name)
         return _json(
@@ -215,12 +215,12 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
                 "inputs": [{"name": "text", "datatype": "BYTES", "shape": [-1]}],
                 "outputs": [
                     {"name": name, "datatype": datatype, "shape": [-1]}
-                    for name, datatype in schema.output_tensors(predictor.task.output).items()
+                    for name, datatype in protocol.output_tensors(predictor.task.output).items()
                 ],
             }
         )
 
-    @app.get("/v2/models/{name}/ready", **_documented(schema.ModelReady))
+    @app.get("/v2/models/{name}/ready", **_documented(protocol.ModelReady))
     async def model_ready(name: str) -> Response:
         _check_name(name, artifact.name)
         return _json({"name": artifact.name, "ready": service.ready}, 200 if service.ready else 503)
@@ -335,7 +335,7 @@ class _App(FastAPI):
         """FastAPI describes the bodies that it parses; ours are parsed from bytes and added here."""
         if self.openapi_schema is None:
             schemas = super().openapi()["components"]["schemas"]
-            for model in (schema.PredictRequest, schema.InferRequest):
+            for model in (schema.PredictRequest, protocol.InferRequest):
                 described = model.model_json_schema(ref_template=_REFERENCE)
                 schemas.update(described.pop("$defs", {}))
                 schemas[model.__name__] = described

@@ -6,10 +6,9 @@ is not UTF-8, lone surrogates included, so nothing hostile reaches Python object
 
 Replies are described here and built as plain dicts: validating our own answers would cost more than a small model does.
 The answers of /predict are built by `decode` of the model's task (`rtrain.tasks`), explanations beside them by
-`serve.explanations`, the output tensors of /v2 by `tensors` below, and all else, errors included, by `serve.app`.
+`serve.explanations`, the messages of /v2 by `serve.protocol`, and all else, errors included, by `serve.app`.
 """
 
-import json
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
@@ -30,32 +29,23 @@ class RequestError(Exception):
         self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
 
 
-class _Closed(BaseModel):
+class Closed(BaseModel):
     """A misspelt name is refused, not ignored; "3" is not 3."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
-class _Open(BaseModel):
-    """Messages of a public protocol, whose clients may send more than we read."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, use_attribute_docstrings=True)
-
-
-# ------------------------------------------------------------------------------------------ the Hugging Face form
-
-
-class TextPair(_Closed):
+class TextPair(Closed):
     text: str
     text_pair: str | None = None
 
 
-class QuestionContext(_Closed):
+class QuestionContext(Closed):
     question: str
     context: str
 
 
-class Parameters(_Closed):
+class Parameters(Closed):
     top_k: Annotated[int, Field(ge=1)] | None = None
     """Most labels per text, best first; all of them by default."""
     max_words: Annotated[int, Field(ge=1)] | None = None
@@ -97,7 +87,7 @@ _Inputs = Annotated[
 ]
 
 
-class PredictRequest(_Closed):
+class PredictRequest(Closed):
     inputs: _Inputs
     """One text, or several."""
     parameters: Parameters | None = None
@@ -113,12 +103,12 @@ def _pair(value: TextPair | QuestionContext) -> Input:
     return {"text": value.text} if value.text_pair is None else {"text": value.text, "text_pair": value.text_pair}
 
 
-class LabelScore(_Closed):
+class LabelScore(Closed):
     label: str
     score: Annotated[float, Field(ge=0, le=1)]
 
 
-class Entity(_Closed):
+class Entity(Closed):
     entity_group: str
     score: Annotated[float, Field(ge=0, le=1)]
     word: str
@@ -127,7 +117,7 @@ class Entity(_Closed):
     end: int
 
 
-class SpanAnswer(_Closed):
+class SpanAnswer(Closed):
     answer: str
     """Empty where the context holds none."""
     score: Annotated[float, Field(ge=0, le=1)]
@@ -135,7 +125,7 @@ class SpanAnswer(_Closed):
     end: int
 
 
-class SummarySentence(_Closed):
+class SummarySentence(Closed):
     text: str
     score: Annotated[float, Field(ge=0, le=1)]
     start: int
@@ -143,14 +133,14 @@ class SummarySentence(_Closed):
     end: int
 
 
-class Summary(_Closed):
+class Summary(Closed):
     summary: str
     """The sentences, joined by blanks."""
     sentences: list[SummarySentence]
     """In the document's order."""
 
 
-class TokenScore(_Closed):
+class TokenScore(Closed):
     score: Annotated[float, Field(ge=0, le=1)]
     token: int
     """The token's number in the model's vocabulary."""
@@ -173,7 +163,7 @@ class PredictReply(
     a single question by its answer."""
 
 
-class _Part(_Closed):
+class _Part(Closed):
     field: str
     """Which of the input's texts, e.g. `text`."""
     start: int
@@ -191,7 +181,7 @@ class SentenceAttribution(_Part):
     sentence: str
 
 
-class ExplainedValue(_Closed):
+class ExplainedValue(Closed):
     """A value of the model and what each word adds to it: value = baseline + sum of the words' attributions."""
 
     label: str
@@ -210,14 +200,14 @@ class ExplainedValue(_Closed):
     sentences: list[SentenceAttribution]
 
 
-class Explanation(_Closed):
+class Explanation(Closed):
     truncated: bool
     """The text goes on behind the last word here; the model did not read it."""
     answers: list[ExplainedValue]
     """The answer's label, or each of several; none where no entity was found."""
 
 
-class ExplainedAnswer(_Closed):
+class ExplainedAnswer(Closed):
     answer: Any
     """As in `PredictReply`."""
     explanation: Explanation
@@ -227,7 +217,7 @@ class ExplainedReply(pydantic.RootModel[list[ExplainedAnswer]]):
     """With `parameters.explain`: for each text in order its answer and what it rests on."""
 
 
-class ErrorDetail(_Closed):
+class ErrorDetail(Closed):
     type: Literal[
         "malformed", "not_found", "method_not_allowed", "too_large", "invalid", "internal", "overloaded", "expired"
     ]
@@ -236,7 +226,7 @@ class ErrorDetail(_Closed):
     """Where in the request, e.g. `inputs.3.text`."""
 
 
-class ErrorReply(_Closed):
+class ErrorReply(Closed):
     error: ErrorDetail
 
 
@@ -252,142 +242,9 @@ ERROR_TYPES = {
 }
 
 
-# ------------------------------------------------------------------- the Open Inference Protocol (KServe, Triton) v2
-
-
-class Live(_Closed):
-    live: bool
-
-
-class Ready(_Closed):
-    ready: bool
-
-
-class ModelReady(_Closed):
-    name: str
-    ready: bool
-
-
-class ServerMetadata(_Closed):
-    name: str
-    version: str
-    extensions: list[str]
-
-
-class TensorMetadata(_Closed):
-    name: str
-    datatype: str
-    shape: list[int]
-
-
-class ModelMetadata(_Closed):
-    name: str
-    versions: list[str]
-    platform: str
-    inputs: list[TensorMetadata]
-    outputs: list[TensorMetadata]
-
-
-class InputParameters(_Open):
-    binary_data_size: Annotated[int, Field(ge=0)] | None = None
-    """Triton's binary extension: bytes of the texts, which follow the JSON instead of standing in `data`."""
-
-
-class InputTensor(_Open):
-    name: str
-    shape: list[Annotated[int, Field(ge=0)]]
-    """[n] or [n, 1]."""
-    datatype: Literal["BYTES"]
-    data: list[str] | list[list[str]] | None = None
-    parameters: InputParameters | None = None
-
-
-class RequestedOutput(_Open):
-    name: Literal["label", "score", "answer"]
-
-
-class InferRequest(_Open):
-    id: str | None = None
-    inputs: Annotated[list[InputTensor], Field(min_length=1, max_length=1)]
-    """One tensor of texts."""
-    outputs: list[RequestedOutput] | None = None
-
-    def texts(self, binary: bytes = b"") -> list[Input]:
-        tensor = self.inputs[0]
-        if (tensor.data is None) == (tensor.parameters is None or tensor.parameters.binary_data_size is None):
-            raise RequestError(422, "give the texts either as data or as binary data", "inputs.0.data")
-        rows = _unpack(binary) if tensor.data is None else tensor.data
-        texts = [text for row in rows for text in ([row] if isinstance(row, str) else row)]
-        if tensor.shape not in ([len(texts)], [len(texts), 1]):
-            raise RequestError(422, f"shape {tensor.shape} does not fit {len(texts)} texts", "inputs.0.shape")
-        if not texts:
-            raise RequestError(422, "no text; send at least one", "inputs.0.data")
-        return list(texts)
-
-
-def _unpack(data: bytes) -> list[str]:
-    """Triton's binary form of texts: for each its length (4 bytes, little-endian), then its UTF-8."""
-    texts, place = [], 0
-    while place < len(data):
-        start = place + 4
-        place = start + int.from_bytes(data[place:start], "little")
-        if place > len(data):
-            raise RequestError(422, "the binary data ends inside a text", "inputs.0.data")
-        try:
-            texts.append(data[start:place].decode())
-        except UnicodeDecodeError:
-            raise RequestError(422, "a text is not UTF-8", f"inputs.0.data.{len(texts)}") from None
-    return texts
-
-
-def split(body: bytes, json_length: str | None) -> tuple[bytes, bytes]:
-    """JSON and binary part of a body; `json_length` is the header in which Triton's clients say where one ends."""
-    if json_length is None:
-        return body, b""
-    if not json_length.isdecimal() or len(json_length) > 9 or int(json_length) > len(body):
-        raise RequestError(400, "inference-header-content-length does not fit the body")
-    return body[: int(json_length)], body[int(json_length) :]
-
-
-def output_tensors(output: str) -> dict[str, str]:
-    """Name and datatype of the tensors that answer, by the kind of output. Where the protocol has no form for an
-    answer, it is the JSON of the Hugging Face form, a text for each input."""
-    return {"classes": {"label": "BYTES", "score": "FP32"}, "number": {"score": "FP32"}}.get(
-        output, {"answer": "BYTES"}
-    )
-
-
-def tensors(answers: list[Any], output: str) -> list[dict[str, Any]]:
-    """The answers of the Hugging Face form as /v2's output tensors; `output` is the task's kind of output."""
-    if output == "classes":
-        columns: dict[str, list[Any]] = {name: [row[0][name] for row in answers] for name in ("label", "score")}
-    elif output == "number":
-        columns = {"score": answers}
-    else:
-        columns = {"answer": [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in answers]}
-    types = output_tensors(output)
-    return [
-        {"name": name, "datatype": types[name], "shape": [len(data)], "data": data} for name, data in columns.items()
-    ]
-
-
-class OutputTensor(_Closed):
-    name: str
-    datatype: Literal["BYTES", "FP32"]
-    shape: list[int]
-    data: list[str] | list[float]
-
-
-class InferReply(_Closed):
-    model_name: str
-    model_version: str
-    id: str | None = None
-    outputs: list[OutputTensor]
-
-
 # ---------------------------------------------------------------------------------------------------------- parsing
 
-Request = TypeVar("Request", PredictRequest, InferRequest)
+Request = TypeVar("Request", bound=BaseModel)
 
 
 def parse(model: type[Request], body: bytes) -> Request:

@@ -1,0 +1,148 @@
+"""The Open Inference Protocol (KServe, Triton), version 2: its messages, and texts and answers as its tensors."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rtrain.tasks.base import Input
+from serve.schema import Closed, RequestError
+
+
+class Open(BaseModel):
+    """Messages of a public protocol, whose clients may send more than we read."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+# ------------------------------------------------------------------------------------------ the Hugging Face form
+
+
+class Live(Closed):
+    live: bool
+
+
+class Ready(Closed):
+    ready: bool
+
+
+class ModelReady(Closed):
+    name: str
+    ready: bool
+
+
+class ServerMetadata(Closed):
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class TensorMetadata(Closed):
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class ModelMetadata(Closed):
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class InputParameters(Open):
+    binary_data_size: Annotated[int, Field(ge=0)] | None = None
+    """Triton's binary extension: bytes of the texts, which follow the JSON instead of standing in `data`."""
+
+
+class InputTensor(Open):
+    name: str
+    shape: list[Annotated[int, Field(ge=0)]]
+    """[n] or [n, 1]."""
+    datatype: Literal["BYTES"]
+    data: list[str] | list[list[str]] | None = None
+    parameters: InputParameters | None = None
+
+
+class RequestedOutput(Open):
+    name: Literal["label", "score", "answer"]
+
+
+class InferRequest(Open):
+    id: str | None = None
+    inputs: Annotated[list[InputTensor], Field(min_length=1, max_length=1)]
+    """One tensor of texts."""
+    outputs: list[RequestedOutput] | None = None
+
+    def texts(self, binary: bytes = b"") -> list[Input]:
+        tensor = self.inputs[0]
+        if (tensor.data is None) == (tensor.parameters is None or tensor.parameters.binary_data_size is None):
+            raise RequestError(422, "give the texts either as data or as binary data", "inputs.0.data")
+        rows = _unpack(binary) if tensor.data is None else tensor.data
+        texts = [text for row in rows for text in ([row] if isinstance(row, str) else row)]
+        if tensor.shape not in ([len(texts)], [len(texts), 1]):
+            raise RequestError(422, f"shape {tensor.shape} does not fit {len(texts)} texts", "inputs.0.shape")
+        if not texts:
+            raise RequestError(422, "no text; send at least one", "inputs.0.data")
+        return list(texts)
+
+
+def _unpack(data: bytes) -> list[str]:
+    """Triton's binary form of texts: for each its length (4 bytes, little-endian), then its UTF-8."""
+    texts, place = [], 0
+    while place < len(data):
+        start = place + 4
+        place = start + int.from_bytes(data[place:start], "little")
+        if place > len(data):
+            raise RequestError(422, "the binary data ends inside a text", "inputs.0.data")
+        try:
+            texts.append(data[start:place].decode())
+        except UnicodeDecodeError:
+            raise RequestError(422, "a text is not UTF-8", f"inputs.0.data.{len(texts)}") from None
+    return texts
+
+
+def split(body: bytes, json_length: str | None) -> tuple[bytes, bytes]:
+    """JSON and binary part of a body; `json_length` is the header in which Triton's clients say where one ends."""
+    if json_length is None:
+        return body, b""
+    if not json_length.isdecimal() or len(json_length) > 9 or int(json_length) > len(body):
+        raise RequestError(400, "inference-header-content-length does not fit the body")
+    return body[: int(json_length)], body[int(json_length) :]
+
+
+def output_tensors(output: str) -> dict[str, str]:
+    """Name and datatype of the tensors that answer, by the kind of output. Where the protocol has no form for an
+    answer, it is the JSON of the Hugging Face form, a text for each input."""
+    return {"classes": {"label": "BYTES", "score": "FP32"}, "number": {"score": "FP32"}}.get(
+        output, {"answer": "BYTES"}
+    )
+
+
+def tensors(answers: list[Any], output: str) -> list[dict[str, Any]]:
+    """The answers of the Hugging Face form as /v2's output tensors; `output` is the task's kind of output."""
+    if output == "classes":
+        columns: dict[str, list[Any]] = {name: [row[0][name] for row in answers] for name in ("label", "score")}
+    elif output == "number":
+        columns = {"score": answers}
+    else:
+        columns = {"answer": [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in answers]}
+    types = output_tensors(output)
+    return [
+        {"name": name, "datatype": types[name], "shape": [len(data)], "data": data} for name, data in columns.items()
+    ]
+
+
+class OutputTensor(Closed):
+    name: str
+    datatype: Literal["BYTES", "FP32"]
+    shape: list[int]
+    data: list[str] | list[float]
+
+
+class InferReply(Closed):
+    model_name: str
+    model_version: str
+    id: str | None = None
+    outputs: list[OutputTensor]
