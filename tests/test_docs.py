@@ -29,7 +29,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README_LINES = 120
 SLOW = ("a minute", "minutes")
-NEEDS = (*SLOW, "needs a cluster", "needs a GPU", "needs a package index", "needs a browser", "needs DATA")
+NEEDS = (
+    *SLOW,
+    "needs root",
+    "needs a cluster",
+    "needs a GPU",
+    "needs a package index",
+    "needs a browser",
+    "needs DATA",
+)
 RUN = ("rtrain", "curl", "export")
 """First words of the commands that `test_docs_commands` runs."""
 SMALLER = {
