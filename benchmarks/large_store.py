@@ -24,11 +24,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rtrain.batch import Ints, Ragged
-from rtrain.data import store
 from rtrain.data.ingest import Share, plan_update
 from rtrain.data.order import Order, deal, rows_digest
-from rtrain.data.shards import SHARD_ROWS
-from rtrain.data.store import Store
+from rtrain.data.stores import store
+from rtrain.data.stores.shards import SHARD_ROWS
+from rtrain.data.stores.store import Store
 from rtrain.manifest import Entry
 
 ROWS = 100_000_000

@@ -42,7 +42,8 @@ def exchange_seconds(folder: Path, model_folder: Path) -> tuple[dict[str, float]
     Passes with an exchange by each transport take turns with passes without one, on the same rows.
     """
     from rtrain.config import Distill, Model
-    from rtrain.data import ingest, order, store
+    from rtrain.data import ingest, order
+    from rtrain.data.stores import store
     from rtrain.exchange.gradients import Exchange
     from rtrain.network import model
     from rtrain.tasks import base

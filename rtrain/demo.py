@@ -12,7 +12,8 @@ from typing import Any
 
 from rtrain import config as configuration
 from rtrain.config import Config
-from rtrain.data import files, records, synthetic, tokens
+from rtrain.data import records, synthetic, tokens
+from rtrain.data.formats import files
 from rtrain.data.splits import Splits
 from rtrain.errors import UserError
 from rtrain.metrics.by_output import metric_for

@@ -11,8 +11,9 @@ import numpy as np
 from rtrain.artifact import Artifact
 from rtrain.batch import Floats, Int32s, Ints, Ragged, Tokens, batches, pack
 from rtrain.config import Data, parse
-from rtrain.data import files, records
-from rtrain.data.store import Store
+from rtrain.data import records
+from rtrain.data.formats import files
+from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem
 from rtrain.metrics.by_output import metric_for
 from rtrain.metrics.scores import measure

@@ -12,7 +12,7 @@ import pyarrow.parquet
 from rtrain import config, events, score
 from rtrain.batch import Head, Ragged
 from rtrain.config import Config
-from rtrain.data.store import open_store
+from rtrain.data.stores.store import open_store
 from rtrain.metrics import scores
 from rtrain.predict import Predictor
 from rtrain.report import html

@@ -17,7 +17,7 @@ from rtrain.batch import Floats, Head, Ragged, pack
 from rtrain.compress import quantize
 from rtrain.config import Recipe, loading, recipe
 from rtrain.config.recipe import Optim, Quantize
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, UserError
 from rtrain.explain import targets
 from rtrain.metrics import by_output, scores

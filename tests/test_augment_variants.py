@@ -12,12 +12,13 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain import config
 from rtrain.config import Augment, Recipe
-from rtrain.data import records, shards, tokens
+from rtrain.data import records, tokens
 from rtrain.data.augment import rewriting, variants
 from rtrain.data.augment.noise import Noise
 from rtrain.data.records import Record
 from rtrain.data.splits import Splits
-from rtrain.data.store import Store
+from rtrain.data.stores import shards
+from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_store, make_tokenizer

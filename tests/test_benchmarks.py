@@ -13,7 +13,8 @@ import pytest
 from benchmarks import floors, large_store, noise, questions, sets, tasks
 from rtrain import config
 from rtrain.cli.options import SHORT
-from rtrain.data import files, records
+from rtrain.data import records
+from rtrain.data.formats import files
 
 
 def rows_of(arguments: list[str]) -> list[dict[str, Any]]:

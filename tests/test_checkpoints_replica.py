@@ -18,7 +18,7 @@ from rtrain.checkpoints import checkpoint, replica
 from rtrain.checkpoints.replica import Lost, Replica, Unreachable
 from rtrain.config import Cluster
 from rtrain.data.order import Order
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.training import loop
 from tests import test_training_loop
 from tests.test_training_loop import Ran, start, update_name, weights_digest

@@ -12,7 +12,7 @@ import pytest
 from rtrain import artifact, events, score
 from rtrain.compress import distill, quantize
 from rtrain.config import with_overrides
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, UserError
 from rtrain.metrics import scores
 from rtrain.predict import Predictor

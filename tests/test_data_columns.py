@@ -11,8 +11,9 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain import config
 from rtrain.batch import Ragged
-from rtrain.data import columns, commit, records, shards, store
+from rtrain.data import records
 from rtrain.data.splits import Splits
+from rtrain.data.stores import columns, commit, shards, store
 from tests.conftest import write_rows
 from tests.tiny import make_tokenizer
 

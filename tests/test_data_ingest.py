@@ -15,7 +15,7 @@ from rtrain.batch import Tokens
 from rtrain.data import ingest
 from rtrain.data.ingest import IngestMismatch, Share, Update, plan_update
 from rtrain.data.order import Order, deal, rows_digest
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder, make_store
 

@@ -24,7 +24,7 @@ from benchmarks.large_store import make, named
 from rtrain.data import ingest
 from rtrain.data.ingest import Share, Update, plan_update
 from rtrain.data.order import BLOCK_ROWS, SHUFFLE_WINDOW_ROWS, Order, rows_digest
-from rtrain.data.store import SHARDS_OPEN, Store
+from rtrain.data.stores.store import SHARDS_OPEN, Store
 from rtrain.errors import UserError
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from rtrain import config
 from rtrain.data.formats import values
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from tests.tiny import make_store, make_tokenizer
 
 TASKS: dict[str, dict[str, Any]] = {

@@ -17,8 +17,9 @@ import pytest
 from rtrain import config, events
 from rtrain.cluster import supply
 from rtrain.config import Config
-from rtrain.data import files, order, pieces, records, shards, tokens
-from rtrain.data.formats import digests
+from rtrain.data import order, pieces, records, tokens
+from rtrain.data.formats import digests, files
+from rtrain.data.stores import shards
 from rtrain.errors import UserError
 from rtrain.proof import ledger
 from rtrain.runs import opening, preparing
@@ -173,7 +174,7 @@ def test_a_run_of_another_version_is_told_from_one_on_other_files(
     ground: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start(ground)
-    monkeypatch.setattr("rtrain.data.store.SCHEMA_VERSION", 99)
+    monkeypatch.setattr("rtrain.data.stores.store.SCHEMA_VERSION", 99)
     before = contents(ground / "runs")
     with pytest.raises(UserError, match=r"run was started with a version of rtrain that makes other rows of the same"):
         start(ground, "resume")

@@ -10,7 +10,7 @@ from rtrain.config import Recipe
 from rtrain.data import records
 from rtrain.data.records import Record
 from rtrain.data.splits import Splits, content_hashes
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, UserError
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder, make_store

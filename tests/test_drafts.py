@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 
 from rtrain import drafts
-from rtrain.data.store import Store, Writer
-from tests.test_store import fill, make
+from rtrain.data.stores.store import Store, Writer
+from tests.test_stores_store import fill, make
 
 ROOT = Path(__file__).resolve().parents[1]
 # As a token job is between its last shard and its commit.
 WRITER = """
 import sys, time
 from pathlib import Path
-from rtrain.data.store import Writer
-from tests.test_store import fill
+from rtrain.data.stores.store import Writer
+from tests.test_stores_store import fill
 
 writer = Writer(Path(sys.argv[1]))
 fill(writer)

@@ -12,7 +12,8 @@ import pytest
 
 from rtrain import config
 from rtrain.config import Data
-from rtrain.data import files, records
+from rtrain.data import records
+from rtrain.data.formats import files
 from rtrain.data.formats.addresses import is_glob, suffix
 from rtrain.errors import ConfigError
 from rtrain.runs import opening

@@ -15,10 +15,11 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from rtrain.config import Data
-from rtrain.data import files, records, store, tokens
-from rtrain.data.files import Piece
-from rtrain.data.formats import parts, readers
+from rtrain.data import records, tokens
+from rtrain.data.formats import files, parts, readers
+from rtrain.data.formats.files import Piece
 from rtrain.data.records import Record
+from rtrain.data.stores import store
 from tests import test_tokens
 from tests.conftest import labelled_rows
 from tests.test_tokens import recipe_of

@@ -11,7 +11,7 @@ import pytest
 from rtrain import config, events
 from rtrain.checkpoints import checkpoint
 from rtrain.data.order import Order
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.proof import ledger
 from rtrain.run import Run

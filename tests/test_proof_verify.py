@@ -8,7 +8,7 @@ import pytest
 from rtrain import config
 from rtrain.config import Config
 from rtrain.data.order import Order, chain, rows_digest
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.proof import planted, verify
 from rtrain.proof.cases import Case, Measured

@@ -11,7 +11,8 @@ import pytest
 
 from rtrain import config
 from rtrain.config import Data
-from rtrain.data import files, records, tokens
+from rtrain.data import records, tokens
+from rtrain.data.formats import files
 from rtrain.data.records import Record
 from rtrain.errors import ConfigError, UserError
 from rtrain.tasks import base

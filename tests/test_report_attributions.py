@@ -10,7 +10,7 @@ import pytest
 from rtrain import events
 from rtrain.batch import Head, Tokens, Window, pack
 from rtrain.cli import app as cli
-from rtrain.data.store import open_store
+from rtrain.data.stores.store import open_store
 from rtrain.errors import UserError
 from rtrain.explain import rows
 from rtrain.explain.explainer import Explainer

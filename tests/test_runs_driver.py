@@ -12,8 +12,9 @@ import pytest
 
 from rtrain import artifact, config, events, manifest
 from rtrain.checkpoints import checkpoint
-from rtrain.data import ingest, store as token_store
+from rtrain.data import ingest
 from rtrain.data.order import Order, chain, rows_digest
+from rtrain.data.stores import store as token_store
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from rtrain.proof import ledger

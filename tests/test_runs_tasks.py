@@ -14,7 +14,7 @@ from rtrain import config, events
 from rtrain.checkpoints import checkpoint
 from rtrain.compress import distill, quantize
 from rtrain.config import Config
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.network import pooling, sentence
 from rtrain.predict import Predictor
 from rtrain.report import summary

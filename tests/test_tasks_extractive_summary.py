@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from rtrain import config, score
 from rtrain.batch import Encoded, Head, Ragged, Tokens, Window, pack
 from rtrain.config import Distill
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import bootstrap, by_output, summary_rows, text

@@ -11,7 +11,7 @@ from rtrain import config
 from rtrain.batch import OUTSIDE, Head, Ragged
 from rtrain.config import Serve
 from rtrain.data import tokens
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.metrics import by_output, tables
 from rtrain.predict import Predictor

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain import config, score
 from rtrain.batch import Head, Ragged, Tokens, single
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import by_output, scores

@@ -13,7 +13,7 @@ import torch
 from rtrain import config
 from rtrain.batch import IGNORED, Head, Ragged, Tokens
 from rtrain.config import Distill
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import by_output

@@ -12,7 +12,7 @@ import torch
 from rtrain import config, score
 from rtrain.batch import IGNORED, Encoded, Head, Ragged, Tokens, pack
 from rtrain.config import Distill
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import by_output

@@ -11,7 +11,7 @@ import torch
 from rtrain import artifact, config, predict
 from rtrain.artifact import Artifact
 from rtrain.config import Distill
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError
 from rtrain.exchange.gradients import Exchange
 from rtrain.network import model

@@ -12,10 +12,11 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain import config
 from rtrain.config import Recipe
-from rtrain.data import columns, records, shards, tokens
+from rtrain.data import records, tokens
 from rtrain.data.records import Record
 from rtrain.data.splits import Splits
-from rtrain.data.store import Store
+from rtrain.data.stores import columns, shards
+from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, UserError
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer

@@ -10,7 +10,7 @@ import torch
 
 from rtrain import config
 from rtrain.batch import Head, Ragged
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.exchange.gradients import Exchange
 from rtrain.metrics.by_output import METRICS
 from rtrain.tasks import base

@@ -16,7 +16,7 @@ from rtrain.checkpoints.replica import Replica
 from rtrain.config import Distill, Model
 from rtrain.data.ingest import Share, Update, plan_update
 from rtrain.data.order import Order, chain, rows_digest
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.exchange.gradients import Exchange
 from rtrain.network import model
 from rtrain.run import Run

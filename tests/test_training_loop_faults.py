@@ -9,7 +9,7 @@ import pytest
 
 from rtrain.checkpoints import checkpoint
 from rtrain.checkpoints.saver import Saver, Unwritten
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.exchange.gradients import Exchange
 from rtrain.training import loop
 from tests import test_training_loop

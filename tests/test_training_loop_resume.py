@@ -11,7 +11,7 @@ from rtrain import manifest
 from rtrain.checkpoints import checkpoint
 from rtrain.checkpoints.saver import Saver
 from rtrain.data.order import Order
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.network import model
 from rtrain.training import loop
 from tests import test_training_loop

@@ -10,7 +10,7 @@ import torch
 from rtrain import events
 from rtrain.batch import Tokens
 from rtrain.config import Distill
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.exchange.gradients import Exchange
 from rtrain.network import model
 from rtrain.run import Run

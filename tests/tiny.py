@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import transformers
 
     from rtrain.batch import Head
-    from rtrain.data.store import Store
+    from rtrain.data.stores.store import Store
 
 VOCABULARY = 300
 MAX_TOKENS = 64
@@ -98,8 +98,9 @@ def make_task_artifact(
 
 def make_store(recipe: Recipe, encoder: Path, root: Path) -> "Store":
     """The token store that `tokens.ensure` makes, by the same functions one after another, without Ray."""
-    from rtrain.data import commit, pieces, records, shards, store, tokens
+    from rtrain.data import pieces, records, tokens
     from rtrain.data.splits import Splits
+    from rtrain.data.stores import commit, shards, store
 
     source = records.inspect(recipe.data)
     writer = store.Writer(root / ".tokens" / tokens.digest(recipe, source, encoder))

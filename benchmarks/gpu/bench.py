@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from rtrain.batch import Tokens
-    from rtrain.data.store import Store
+    from rtrain.data.stores.store import Store
 
 LABELS = tuple("abcdefgh")
 """Labels of texts that are trained on only to measure the time."""
@@ -119,7 +119,7 @@ class Bench:
         return precision.resolve("auto", precision.of(self.device))
 
     def store(self, name: str) -> "Store":
-        from rtrain.data.store import open_store
+        from rtrain.data.stores.store import open_store
 
         (folder,) = (self.data / name / ".tokens").iterdir()
         return open_store(folder)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rtrain.config import Recipe
-    from rtrain.data.store import Store
+    from rtrain.data.stores.store import Store
 
 MOST_BYTES = 64 << 20
 QUESTIONS = 4000
@@ -67,8 +67,9 @@ def intent() -> dict[str, Any]:
 
 def _store(recipe: "Recipe", source: Path, root: Path) -> "Store":
     """The token store that a run would make, made by the same functions one after another, without Ray."""
-    from rtrain.data import commit, pieces, records, shards, store, tokens
+    from rtrain.data import pieces, records, tokens
     from rtrain.data.splits import Splits
+    from rtrain.data.stores import commit, shards, store
 
     rows = records.inspect(recipe.data)
     writer = store.Writer(root / ".tokens" / tokens.digest(recipe, rows, source))

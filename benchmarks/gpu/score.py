@@ -16,7 +16,7 @@ from benchmarks.gpu.speed import rows_of
 from benchmarks.peers import common, one_device
 
 if TYPE_CHECKING:
-    from rtrain.data.store import Store
+    from rtrain.data.stores.store import Store
 
 GOALS = (0.90, 0.93)
 SEEDS = (0, 1, 2)

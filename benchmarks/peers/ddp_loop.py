@@ -17,7 +17,8 @@ def batches(folder: Path, world: int, rank: int, seed: int) -> list[dict[str, An
     import torch
 
     from rtrain.batch import padded
-    from rtrain.data import ingest, order, store
+    from rtrain.data import ingest, order
+    from rtrain.data.stores import store
 
     opened = store.open_store(folder)
     rows_per_update = common.ROWS_PER_PASS * world

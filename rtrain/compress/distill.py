@@ -14,7 +14,7 @@ import numpy as np
 from rtrain import artifact, config as configuration, engines, env
 from rtrain.batch import Head, Ints, batches
 from rtrain.config import Config, Model
-from rtrain.data.store import Store, open_store
+from rtrain.data.stores.store import Store, open_store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import model, pooling, precision
 from rtrain.runs import driver, opening, preparing

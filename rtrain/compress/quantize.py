@@ -19,7 +19,7 @@ from rtrain import artifact, engines, predict, score
 from rtrain.batch import Floats, Head, padded
 from rtrain.config import Recipe
 from rtrain.config.recipe import Quantize
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.network import model, pooling
 from rtrain.network.inputs import accepted

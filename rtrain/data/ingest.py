@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from rtrain.batch import Ints, Tokens
 from rtrain.data.order import Order, deal, rows_digest
-from rtrain.data.store import Store, open_store
+from rtrain.data.stores.store import Store, open_store
 from rtrain.errors import UserError
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from rtrain.config import Recipe
-from rtrain.data.files import Piece
 from rtrain.data.formats import parts
+from rtrain.data.formats.files import Piece
 from rtrain.data.records import Source
 from rtrain.tasks import base
 

@@ -16,10 +16,9 @@ from typing import IO, Any, NamedTuple
 import pyarrow
 
 from rtrain.config import Data
-from rtrain.data import files
-from rtrain.data.files import ROLES, Piece
-from rtrain.data.formats import digests, parts, readers
+from rtrain.data.formats import digests, files, parts, readers
 from rtrain.data.formats.addresses import opened, path_of
+from rtrain.data.formats.files import ROLES, Piece
 from rtrain.data.formats.values import not_words, string, text_of
 from rtrain.errors import ConfigError, Problem, UserError, quoted
 

@@ -1,4 +1,4 @@
-"""Rows -> token store: its address, the Ray Data job that writes its shards (`rtrain.data.shards`), and the commit."""
+"""Rows -> token store: its address, the Ray Data job that writes its shards, and the commit (`rtrain.data.stores`)."""
 
 import hashlib
 import json
@@ -9,11 +9,12 @@ from typing import Any
 
 from rtrain import drafts
 from rtrain.config import Recipe
-from rtrain.data import commit, pieces, records, shards, store
+from rtrain.data import pieces, records
 from rtrain.data.augment import paraphrase, rewriting, variants
 from rtrain.data.formats import digests
-from rtrain.data.shards import Job
 from rtrain.data.splits import Splits
+from rtrain.data.stores import commit, shards, store
+from rtrain.data.stores.shards import Job
 from rtrain.errors import Problem, UserError
 from rtrain.tasks import base
 

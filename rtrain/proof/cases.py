@@ -17,7 +17,7 @@ from rtrain.checkpoints import checkpoint
 from rtrain.config import Recipe
 from rtrain.data import ingest
 from rtrain.data.order import Order, chain
-from rtrain.data.store import open_store
+from rtrain.data.stores.store import open_store
 from rtrain.exchange import ranks
 from rtrain.exchange.gradients import Exchange
 from rtrain.network import model

@@ -14,7 +14,7 @@ import numpy as np
 from rtrain import config as configuration
 from rtrain.checkpoints import checkpoint
 from rtrain.data.order import Order, chain, refuse_other, rows_digest
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.run import Run
 from rtrain.training.loop import GENESIS

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rtrain import config as configuration, engines
-from rtrain.data.store import open_store
+from rtrain.data.stores.store import open_store
 from rtrain.report import answer_rows
 from rtrain.run import Run
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from rtrain import config as configuration
 from rtrain.batch import IGNORED, Head, Ragged
-from rtrain.data.store import Store, open_store
+from rtrain.data.stores.store import Store, open_store
 from rtrain.metrics.by_output import metric_for
 from rtrain.report import stats
 from rtrain.run import Run

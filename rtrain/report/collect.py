@@ -10,7 +10,7 @@ import numpy as np
 from rtrain import config as configuration
 from rtrain.batch import Ints
 from rtrain.config import Config
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.metrics import scores
 from rtrain.report import answer_rows, attributions, baseline, summary

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rtrain import config as configuration, hub
 from rtrain.config import Config, Recipe
-from rtrain.data import files
+from rtrain.data.formats import files
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.run import Run
 

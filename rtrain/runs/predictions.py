@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from rtrain.batch import Head, Ragged
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.metrics import scores
 from rtrain.tasks.base import Place, Task
 

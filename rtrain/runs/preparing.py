@@ -8,9 +8,10 @@ from rtrain.checkpoints import replica
 from rtrain.cluster import preflight, supply
 from rtrain.cluster.session import data_cpus
 from rtrain.config import Config
-from rtrain.data import commit, records, refusals, tokens
+from rtrain.data import records, refusals, tokens
 from rtrain.data.order import Order, refuse_other, version
-from rtrain.data.store import Store
+from rtrain.data.stores import commit
+from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import device, model, precision
 from rtrain.report import versions

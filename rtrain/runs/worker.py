@@ -17,7 +17,7 @@ from rtrain.checkpoints import replica
 from rtrain.config import Recipe
 from rtrain.data import ingest
 from rtrain.data.order import Order
-from rtrain.data.store import Store, open_store
+from rtrain.data.stores.store import Store, open_store
 from rtrain.errors import ConfigError, UserError
 from rtrain.exchange import ranks
 from rtrain.exchange.alive import Watch

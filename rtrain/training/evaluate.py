@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rtrain.batch import Floats, Ints, Ragged, Tokens, batches
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.exchange import ranks
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import model

@@ -12,7 +12,7 @@ from rtrain.checkpoints.saver import Saver
 from rtrain.config import Recipe
 from rtrain.data.ingest import Update
 from rtrain.data.order import Order, chain, version
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.exchange import ranks
 from rtrain.exchange.gradients import Exchange
 from rtrain.metrics.by_output import metric_for

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rtrain.batch import Tokens
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.tasks.base import Task
 from rtrain.training import step
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from rtrain.config import Augment
 from rtrain.data.augment import paraphrase
-from rtrain.data.store import map_table, write_table
+from rtrain.data.stores.store import map_table, write_table
 
 FOLDER = "rewritten"
 CHUNK = 64

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.metrics import summary_rows, text
 from rtrain.report.collect import Collected
 from rtrain.report.drawing import charts

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.report import stats
 from rtrain.report.collect import Collected
 from rtrain.report.drawing import charts

@@ -1,6 +1,6 @@
 """A piece of the source -> shards: its rows read, judged, split, copied and tokenised. One data task does one piece.
 
-A shard is a table of up to `SHARD_ROWS` rows. The commit (`rtrain.data.commit`) makes a store of all shards.
+A shard is a table of up to `SHARD_ROWS` rows. The commit (`rtrain.data.stores.commit`) makes a store of all shards.
 """
 
 import hashlib
@@ -16,12 +16,13 @@ import pyarrow as pa
 
 from rtrain.batch import Encoded, Ragged
 from rtrain.config import Recipe
-from rtrain.data import packing, pieces, records, store
+from rtrain.data import packing, pieces, records
 from rtrain.data.augment import rewriting, variants
-from rtrain.data.files import Piece
 from rtrain.data.formats import parts
+from rtrain.data.formats.files import Piece
 from rtrain.data.formats.values import printable
 from rtrain.data.splits import Splits, content_hashes
+from rtrain.data.stores import store
 from rtrain.manifest import Entry
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer, reading_of

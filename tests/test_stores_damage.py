@@ -12,15 +12,16 @@ import pytest
 from rtrain import artifact, config, events, manifest
 from rtrain.compress import distill
 from rtrain.config import Recipe
-from rtrain.data import ingest, records, store, tokens
+from rtrain.data import ingest, records, tokens
 from rtrain.data.ingest import Share
 from rtrain.data.order import Order
-from rtrain.data.store import SPLITS, Store
+from rtrain.data.stores import store
+from rtrain.data.stores.store import SPLITS, Store
 from rtrain.errors import UserError
 from rtrain.runs import driver, preparing
 from tests.conftest import labelled_rows, write_rows
 from tests.test_data_ingest import through_arrow
-from tests.test_store import NAMES, make
+from tests.test_stores_store import NAMES, make
 from tests.tiny import make_artifact, make_encoder, make_store
 
 INDEXES = tuple(f"index-{split}.arrow" for split in SPLITS)

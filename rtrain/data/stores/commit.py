@@ -15,9 +15,10 @@ import pyarrow as pa
 
 from rtrain.batch import Head, Ragged
 from rtrain.config import Recipe
-from rtrain.data import columns, quarantine, records, refusals, store
+from rtrain.data import quarantine, records, refusals
 from rtrain.data.formats import digests
-from rtrain.data.shards import BAD, LEFT_OUT, SLICE, SPLIT_CODES, Job, tokenizer_of
+from rtrain.data.stores import columns, store
+from rtrain.data.stores.shards import BAD, LEFT_OUT, SLICE, SPLIT_CODES, Job, tokenizer_of
 from rtrain.errors import UserError
 from rtrain.manifest import Entry
 from rtrain.tasks import base
@@ -39,7 +40,7 @@ class _Rows:
     pieces: npt.NDArray[np.int64]
     """Number of the source's piece that each shard (not row) was made from."""
     split: npt.NDArray[np.uint8]
-    """A code of `rtrain.data.shards`. `_targets` changes it to `BAD` for labels that training lacks."""
+    """A code of `rtrain.data.stores.shards`. `_targets` changes it to `BAD` for labels that training lacks."""
 
     @classmethod
     def read(cls, folder: Path, names: list[str]) -> "_Rows | None":

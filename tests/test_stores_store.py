@@ -10,10 +10,11 @@ import pyarrow as pa
 import pytest
 
 from rtrain.batch import Encoded, Ragged, Tokens, Window, batches, pack, padded, spread
-from rtrain.data import ingest, store
+from rtrain.data import ingest
 from rtrain.data.ingest import Share
 from rtrain.data.order import Order
-from rtrain.data.store import Manifest, Store, Writer
+from rtrain.data.stores import store
+from rtrain.data.stores.store import Manifest, Store, Writer
 from rtrain.errors import UserError
 
 # Two shards of two rows. The split `train` takes both of the first and the second of the second; `valid` the other.

@@ -10,7 +10,7 @@ import tokenizers
 
 from rtrain.data.records import Record
 from rtrain.data.splits import content_hashes
-from rtrain.data.store import Store
+from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.tasks.encode import load_tokenizer
 from tests import test_tokens
