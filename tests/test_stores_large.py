@@ -1,6 +1,6 @@
 """A store larger than what a stream may hold: resumed by position, streamed in bounded memory, read block by block.
 
-    make test-slow ARGS="-s tests/test_data_large_store.py"      # about a minute on 2 cores; prints what it measured
+    make test-slow ARGS="-s tests/test_stores_large.py"      # about a minute on 2 cores; prints what it measured
 
 The store is made of numbers: 720,000 rows of 16 to 48 tokens, 118 MB, in three windows of the order, with a shard for
 each block. Shards that a reader must not touch are left out of an `excerpt` of it; a read of one would be refused by
