@@ -202,8 +202,9 @@ def stop(rank: int, world: int, folder: Path) -> list[Any]:
 def started(case: Callable[..., Any], world: int, folder: Path) -> list[tuple[int | None, str, str]]:
     """By rank: exit code (None: it had to be killed), what the case returned, and the end of what it wrote."""
     script = (
-        f"from pathlib import Path; from {case.__module__} import {case.__name__} as case; "
-        f"print(case({{}}, {world}, Path({str(folder)!r})), flush=True)"
+        f"import os; from pathlib import Path; from {case.__module__} import {case.__name__} as case; "
+        f"print(case({{}}, {world}, Path({str(folder)!r})), flush=True); "
+        "os._exit(0)"  # at once: Gloo aborts a process that is still ending when another member has gone
     )
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [
