@@ -231,7 +231,9 @@ def test_from_documents_to_answers(encoder: Path, tmp_path: Path) -> None:
     again = evaluate.evaluate(Exchange(network), TASK, store, "valid", pad_id=0, precision="fp32")
     assert scores == again  # the same tokens are guessed each time
     assert scores["perplexity"] > 1
-    predictions.write(tmp_path / "predictions.parquet", "valid", store, TASK, head, kept["valid"], load_tokenizer(encoder, 32))
+    predictions.write(
+        tmp_path / "predictions.parquet", "valid", store, TASK, head, kept["valid"], load_tokenizer(encoder, 32)
+    )
     folder = make_task_artifact(tmp_path / "artifact", "masked_lm", head)
     predictor = Predictor.load(folder, threads=1)
     app = build_app(predictor, config.Serve())
