@@ -37,7 +37,7 @@ def on_split(predictor: Predictor, store: Store, split: str, rows: Ints, batch_r
 
 
 def scores(predictor: Predictor, answered: Answered, store: Store, split: str = "test") -> dict[str, float]:
-    """Of answers to all rows of a split, in index order."""
+    """The scores of answers to all rows of a split, in index order."""
     return metric_for(predictor.task.output).scores(answered.outcomes, store.targets(split), predictor.head)
 
 

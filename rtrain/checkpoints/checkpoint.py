@@ -65,7 +65,7 @@ class Snapshot:
 
     model: "dict[str, torch.Tensor]"
     optimizer: "dict[str, torch.Tensor]"
-    """By parameter name and kind, `<name>:<kind>`: stable where the optimizer's own numbering is not."""
+    """The optimizer's state by parameter name and kind, `<name>:<kind>`: the optimizer's own numbers are not stable."""
     stateless: tuple[str, ...]
     state: State
 

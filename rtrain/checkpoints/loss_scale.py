@@ -14,7 +14,7 @@ FIRST, LEAST, MOST = 2.0**16, 2.0**-10, 2.0**24
 GROWS_AFTER = 2000
 """Finite gradients in a row after which the scale is doubled."""
 TRIES = 20
-"""Infinite gradients in a row after which it is not the scale that is wrong."""
+"""Infinite gradients in a row after which something other than the scale is wrong."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Scale:
     finite: int = 0
     """Finite gradients in a row since the scale last changed."""
     infinite: int = 0
-    """Infinite ones in a row."""
+    """Infinite gradients in a row."""
 
     def after(self, *, finite: bool) -> "Scale":
         """The scale once a gradient was found to be finite, or not."""

@@ -24,7 +24,7 @@ from rtrain.errors import UserError
 
 OWNER = "owner"
 FILES = ("config.yaml", "decisions.json")
-"""Of the run folder: what a resume reads, beside the log and the checkpoints."""
+"""The files of the run folder that a resume reads, beside the log and the checkpoints."""
 LOG, PARTS = "events.jsonl", "events"
 Found = TypeVar("Found")
 
@@ -142,7 +142,8 @@ class Replica:
             self._put_log(files, root, (run / LOG).read_bytes())
 
     def _put_log(self, files: Any, root: str, log: bytes) -> None:
-        """Whole the first time, which leaves nothing of another start's, then what is new: no object store appends."""
+        """Write the whole log the first time, over what another start has left; later what is new, in a file of its own,
+        since no object store appends."""
         if self._logged is None:
             files.pipe_file(f"{root}/{LOG}", log)
             if files.exists(f"{root}/{PARTS}"):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 SETUP_S = 120.0
-"""Seconds from a worker's start to its first pass, at least: a model is read, the first batch is made."""
+"""Fewest seconds that a worker has from its start to its first pass: it reads a model and waits for the first batch."""
 BUSY = 12
 """How many times longer than a pass other work may show no sign: an hour, by default. One file's copy to a mounted
 folder shows none, nor do the scores of a split, which grow with the data."""
@@ -44,7 +44,7 @@ class Watch:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Around work without passes; entered by the thread that trains."""
+        """Wrap work that makes no passes: the limit is longer inside. Entered by the thread that trains."""
         before, self._limit = self._limit, max(self._limit, BUSY * self.stall_s)
         self._within += 1
         self._arm()

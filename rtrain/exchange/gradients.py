@@ -48,8 +48,8 @@ class Exchange:
             # gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them all per update.
             self.model = DistributedDataParallel(module, gradient_as_bucket_view=True)
             self._transport, hooked = self._carried(by, compressed)
-            if hooked:  # else the buckets go as DistributedDataParallel sends them by itself
-                # No method of this object: the hook is kept below Python, where no collector finds a cycle.
+            if hooked:  # otherwise DistributedDataParallel sends the buckets by itself
+                # The hook is no method of this object: it is kept below Python, where no collector finds a cycle.
                 self.model.register_comm_hook(
                     self._transport, lambda state, bucket: state.start(bucket.buffer(), bucket.is_last())
                 )
@@ -67,17 +67,17 @@ class Exchange:
         return (made if sent is None else compression.Compared(made, self.world)), hooked
 
     def alive(self) -> None:
-        """Before every pass."""
+        """Say that this worker goes on. Called before every pass."""
         self.watch.passes()
 
     def begin(self) -> None:
-        """Before the first pass of an update."""
+        """Prepare for an update. Called before its first pass."""
         if self.rows is not None:
             self.rows.begin()
 
     @contextlib.contextmanager
     def during(self, last: bool) -> Iterator[None]:
-        """Around a pass: only the last pass of an update exchanges."""
+        """Wrap a pass. Only the last pass of an update exchanges."""
         from torch.nn.parallel import DistributedDataParallel
 
         alone = self.model.no_sync if not last and isinstance(self.model, DistributedDataParallel) else None
@@ -96,7 +96,8 @@ class Exchange:
             self._say("compressed", error=error)
 
     def gradients(self) -> "list[torch.Tensor]":
-        """The complete gradient: a tensor of each parameter that has one, of the word embedding its touched rows."""
+        """The complete gradient: one tensor for each parameter that has one. The word embedding's holds its touched
+        rows."""
         touched = [] if self.rows is None else [self.rows.gradient]
         return touched + [one.grad for one in self._others() if one.grad is not None]
 
@@ -134,12 +135,12 @@ class Exchange:
         return tensor
 
     def spread(self, owned: "Sequence[Sequence[torch.Tensor]]") -> None:
-        """Every worker's tensors `owned[rank]`, contiguous and of the same shapes everywhere, become that rank's."""
+        """Broadcast `owned[rank]` from each rank to all others. Shapes are the same everywhere, tensors contiguous."""
         if self.distributed:
             self._transport.spread(owned)
 
     def gather(self, values: "npt.NDArray[Any]") -> "list[npt.NDArray[Any]]":
-        """Every worker's vector, of any length each, by rank; on every worker."""
+        """Every worker's vector by rank, on every worker. The vectors may differ in length."""
         if not self.distributed:
             return [values]
         import torch

@@ -15,7 +15,7 @@ from typing import TypeVar
 from rtrain.exchange.alive import Watch
 
 TOLD_S = 5.0
-"""Seconds between two signs to those that wait, at most; a quarter of a stall where that is shorter."""
+"""Most seconds between two signs to those that wait; a quarter of a stall where that is shorter."""
 Done = TypeVar("Done")
 
 
@@ -75,7 +75,7 @@ def _told(works: bool, fails: bool) -> tuple[bool, bool]:
 
 
 def decided(watch: Watch, decide: Callable[[], int]) -> int:
-    """What rank 0 decides, on every rank, however long it takes. Where it fails, all ranks fail."""
+    """Let rank 0 decide, however long it takes, and return its decision on every rank. If it fails, all ranks fail."""
     import torch.distributed as dist
 
     first = not dist.is_initialized() or dist.get_rank() == 0

@@ -63,7 +63,7 @@ class TouchedRows:
         self._gradients.append(gradient.reshape(-1, gradient.shape[-1]))
 
     def begin(self) -> None:
-        """Before an update's first pass."""
+        """Forget the last update's rows. Called before an update's first pass."""
         self._ids, self._gradients = [], []
         self.weight.grad = None
 

@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     Future = torch.futures.Future[torch.Tensor]
 
 ALIGNED = 64
-"""Bytes: a cache line."""
+"""The size of a cache line, in bytes."""
 CHUNK = 1 << 18
 """Elements that are summed and written at a time: they are still in the processor's cache when they are written."""
 NAME = "rtrain-gradients"
 SAME_BITS = 2
-"""Workers of whom every transport makes the same mean, bit for bit: two terms have one order of summation."""
+"""The number of workers for which every transport gives the same mean, bit for bit: two terms have one order of
+summation."""
 SMALL = 1 << 16
-"""Elements; smaller tensors are sent as one."""
+"""Tensors with fewer elements are sent together, as one."""
 TOKEN = 16
 """Bytes at the segment's end by which a worker knows that it has opened this one."""
 
@@ -48,7 +49,7 @@ class Transport(Protocol):
 
 
 class Stock:
-    """By the process group. `sent` is the type in which numbers are sent; None: their own."""
+    """Sums by the process group. `sent` is the type in which numbers are sent; None keeps their own."""
 
     name = "stock"
 
@@ -94,7 +95,7 @@ class _Held:
 
     flat: "torch.Tensor"
     first: int
-    """Byte of the segment's parts at which it begins."""
+    """The byte of the segment's parts at which the vector begins."""
     future: "Future"
 
 
@@ -107,10 +108,10 @@ class Shared:
     """
 
     segment: "torch.Tensor"
-    """Bytes, [world + 1, capacity]."""
+    """The segment, bytes [world + 1, capacity]."""
     rank: int
     sent: "torch.dtype | None" = None
-    """In which type numbers lie in the segment; None: their own. They are added in the vector's own."""
+    """The type in which numbers lie in the segment; None keeps their own. They are added in the vector's own type."""
     name: str = field(default="shared_memory", init=False)
     _held: list[_Held] = field(default_factory=list, init=False)
 
@@ -136,7 +137,7 @@ class Shared:
         return flat
 
     def spread(self, owned: "Sequence[Sequence[torch.Tensor]]") -> None:
-        """By the parts, which are free after an exchange, and as often as they are full."""
+        """Sum through the parts, as often as they are full; after an exchange they are free."""
         room = self.segment[: self.world].view(-1)
         placed: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         """Rank, tensor and its place, of this round."""
@@ -203,7 +204,7 @@ class Shared:
         return bytes_.view(kind)
 
     def _wait(self) -> None:
-        """Until all workers are here; fails where one has died."""
+        """Wait until all workers are here. Raises if one has died."""
         import torch
         import torch.distributed as dist
 

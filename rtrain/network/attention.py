@@ -116,7 +116,7 @@ def _fused(
     scale: float,
     rate: float,
 ) -> "torch.Tensor":
-    """Of one group, [tokens * heads, dim] each, by torch's fused kernels."""
+    """Attention of one group by torch's fused kernels; the arguments are [tokens * heads, dim]."""
     import torch
 
     dim = query.shape[-1]
@@ -157,7 +157,7 @@ def _plain() -> Any:
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
             query, key, value, weights, kept = ctx.saved_tensors
             group, dim = ctx.group, query.shape[-1]
-            # What padding answered is zero here, as nothing reads it; all sums below run over padding too.
+            # Padding's answers get no gradient: nothing reads them, but all sums below run over padding too.
             answer = gradients[0].index_select(0, group.gather).view(query.shape)
             if group.bias is not None:
                 answer.view(group.windows, -1, group.width, dim).mul_(group.real.to(answer.dtype))

@@ -1,4 +1,7 @@
-"""On what a run's workers train, how tensors get there, and by what transport workers exchange them."""
+"""The devices that a run's workers train on, how tensors get there, and the transport between the workers.
+
+`choose` is pure; `rtrain.runs.preparing` asks it once for a run, with what the cluster has or may start.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,13 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Choice:
-    """On what a run's workers train, and how many there are at most."""
+    """The devices that a run's workers train on, and the most workers that there may be."""
 
     device: str
     """`cpu`, or `gpu`, which is one GPU for each worker."""
     workers: int
     why: str | None = None
-    """What a user should be told of it: GPUs that are left alone, workers that are fewer than asked for."""
+    """What a user should be told: that GPUs are left alone, or that there are fewer workers than asked for."""
 
 
 def choose(wanted: str, workers: int, least: int | None, gpus: int, usable: bool) -> Choice:

@@ -34,7 +34,7 @@ def mask(shape: tuple[int, ...], rate: float, dtype: "torch.dtype") -> "torch.Te
 
 
 def stock(shape: tuple[int, ...], rate: float, dtype: "torch.dtype") -> "torch.Tensor":
-    """Such a mask as torch draws it."""
+    """The same kind of mask, drawn by torch."""
     import torch
 
     return torch.nn.functional.dropout(torch.ones(shape, dtype=dtype), rate)

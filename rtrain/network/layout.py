@@ -28,7 +28,7 @@ class Group:
     stop: int
     windows: int
     width: int
-    """Tokens of the longest."""
+    """The number of tokens of the longest window."""
     gather: "torch.Tensor"
     """[windows * heads * width]: for each place of the padded group, where its vector is among [tokens * heads]. Places
     of padding repeat the window's first token, whose answer nobody reads: no zeros need to be written."""
@@ -37,7 +37,7 @@ class Group:
     bias: "torch.Tensor | None"
     """[windows, 1, 1, width]: minus infinity for padding; None where all windows are equally long."""
     real: "torch.Tensor | None"
-    """[windows, 1, width, 1]: zero for padding, one else; None as well."""
+    """[windows, 1, width, 1]: zero for padding, one elsewhere; None where all windows are equally long."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ class Layout:
     """Where the windows of a pass are in its pack, longest first."""
 
     order: Ints
-    """Of the pass's tokens: the pack's token i is the pass's token order[i]."""
+    """[tokens]: the pack's token i is the pass's token order[i]."""
     sizes: Ints
     """Lengths of the windows, in the pack's order."""
     heads: int
     lengths: "torch.Tensor"
     """`sizes`, on the device."""
     starts: "torch.Tensor"
-    """Of the pass's windows, in the pass's order: where each begins in the pack."""
+    """[windows]: where each of the pass's windows begins in the pack, in the pass's order."""
     window: "torch.Tensor"
-    """[windows]: of each of the pass's windows, its place in the pack's order."""
+    """[windows]: the place of each of the pass's windows in the pack's order."""
     ends: "torch.Tensor"
     """int32 [windows + 1]: 0, and where each window of the pack ends; what variable-length kernels call cu_seqlens."""
 
@@ -65,7 +65,7 @@ class Layout:
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """For attention without a variable-length kernel; others never ask for them."""
+        """The groups, for attention without a variable-length kernel; kernels of that kind never ask for them."""
         device = self.lengths.device
         waste = GROUP_WASTE["cpu" if device.type == "cpu" else "cuda"]
         ends = np.cumsum(self.sizes)

@@ -145,7 +145,7 @@ def keep_inputs_alone(network: Any) -> None:
 
 
 DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")
-"""What configurations call the dropout of attention weights: BERT and its kin, DistilBERT and ModernBERT."""
+"""Names by which configurations call the dropout of attention weights: of BERT and its kin, DistilBERT, ModernBERT."""
 
 
 def _dropout(folder: Path, share: float) -> dict[str, Any]:

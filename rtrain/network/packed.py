@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import transformers
 
 NAME = "rtrain_packed"
-"""Of the attention implementation, as Transformers knows it."""
+"""The name by which Transformers knows the attention implementation."""
 STOCK_DROPOUT = "rtrain_packed_stock_dropout"
-"""Of the one whose masks of dropout are drawn by torch."""
+"""The name of the implementation whose masks of dropout are drawn by torch."""
 MARK = "rtrain_packs"
 """Attribute of a network that computes no padding; copies of the network have it too."""
 FIRST_POSITION: Mapping[str, Callable[[Any], int]] = {
@@ -88,7 +88,7 @@ def inputs_of(network: Any, tokens: Tokens, device: "torch.device") -> tuple[dic
 
 
 def _mask(**named: Any) -> Any:
-    """Of padded inputs, as Transformers asks for it; a pack has none."""
+    """The mask of padded inputs, in the form that Transformers asks for; a pack has none."""
     from transformers.masking_utils import eager_mask
 
     return None if named["attention_mask"] is None else eager_mask(**named)
@@ -111,6 +111,6 @@ def _by_window(head: str, encoder: Any, inputs: Any, named: Mapping[str, Any], o
     output.last_hidden_state = chosen[:, None]
     if "pooler_output" in type(output).__dataclass_fields__:
         pooler = getattr(encoder, "pooler", None)
-        # What the encoder gave its pooler was the pack's first token alone.
+        # The encoder gave its pooler the pack's first token alone, so the pooler is called again.
         output.pooler_output = chosen if pooler is None else pooler(output.last_hidden_state)
     return output

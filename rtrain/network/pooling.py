@@ -39,10 +39,11 @@ def pool_by_mean(network: "transformers.PreTrainedModel") -> None:
 
 
 def _mean(module: "torch.nn.Module", inputs: Any, named: Mapping[str, Any], output: Any) -> Any:
-    """Heads read the pooled output (BERT) or the first place of the last layer (RoBERTa, DistilBERT): both are set."""
+    """Put the mean where heads read: the pooled output (BERT) and the first place of the last layer (RoBERTa,
+    DistilBERT)."""
     import torch
 
-    if LAYOUT in named:  # its windows are pooled already
+    if LAYOUT in named:  # the windows of a pack are pooled already
         return output
     hidden = output.last_hidden_state
     mask = named["attention_mask"].to(torch.promote_types(hidden.dtype, torch.float32))[..., None]

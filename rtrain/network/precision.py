@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     import torch
 
 FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
-"""By which a processor says that it computes a format; the last is Arm's name."""
+"""Flags by which a processor says that it computes a format; the last of each is Arm's name."""
 FORMATS = ("fp32", *FLAGS)
-"""What a run may compute in."""
+"""The formats that a run may compute in."""
 AMPERE = (8, 0)
-"""Compute capability of the first GPUs that compute bf16."""
+"""The compute capability of the first GPUs that compute bf16."""
 
 
 @dataclass(frozen=True)
 class Native:
-    """What a device computes by itself. What it emulates, it does at a fraction of fp32's speed: bf16 was seen at a
-    hundredth on a CPU."""
+    """The formats that a device computes by itself. An emulated format runs at a fraction of fp32's speed: on a CPU
+    bf16 was seen at a hundredth."""
 
     device: str
     """`cpu` or `cuda`."""
@@ -38,7 +38,7 @@ def of_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Native:
 
 
 def of_gpu(capability: tuple[int, int]) -> Native:
-    """Of its compute capability; any that torch still runs on computes fp16."""
+    """The formats of a GPU with that compute capability. Every GPU that torch still runs on computes fp16."""
     return Native("cuda", frozenset({"fp16", "bf16"} if capability >= AMPERE else {"fp16"}))
 
 

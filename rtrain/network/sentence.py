@@ -9,7 +9,7 @@ from rtrain.network.pooling import FACT
 
 MODULES, POOLING = "modules.json", "1_Pooling"
 FLAGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
-"""What `pooling_mode` was in files of before there was that name."""
+"""The keys that older files have in place of `pooling_mode`."""
 OTHER_FLAG = "pooling_mode_"
 
 
@@ -30,7 +30,7 @@ def pooling_of(folder: Path) -> str | None:
 
 
 def _modes(settings: dict[str, Any]) -> list[str]:
-    """All that are joined into the vector; the mean, where nothing is said."""
+    """The ways of pooling that are joined into the vector; the mean where the file names none."""
     wanted = settings.get("pooling_mode")
     if wanted is not None:
         return [wanted] if isinstance(wanted, str) else list(wanted)
@@ -44,7 +44,7 @@ def write(folder: Path, pooling: str, width: int, max_tokens: int) -> None:
         {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for place, (path, kind) in enumerate(kinds)
     ]
-    # The names of before, which every version reads.
+    # The older names, which every version reads.
     modes = {name: mode == pooling for name, mode in FLAGS.items()}
     documents: dict[str, Any] = {
         f"{POOLING}/config.json": {"word_embedding_dimension": width, **modes},

@@ -41,9 +41,9 @@ class Case:
     workers: int
     micro_batch: int
     resumed: bool = False
-    """From the reference's checkpoint in mid-slice, rather than from the start."""
+    """Whether the case starts from the reference's checkpoint in mid-slice."""
     bug: str | None = None
-    """One of `planted.BUGS`."""
+    """The name of one of `planted.BUGS`, or none."""
 
     @property
     def name(self) -> str:
@@ -62,7 +62,7 @@ class Measured:
     worst_tensor: str = ""
     worst_update: int = -1
     most_passes: int = 0
-    """Of rank 0, in one update."""
+    """Most passes that rank 0 made in one update."""
     order_digest: str = ""
     rows: int = 0
     workers_differ: int = 0
@@ -122,7 +122,7 @@ class _Group:
         clock = loop.Clock()
         with clock.section("case"):
             train = self.job.recipe.train
-            # Compression is left out: what it loses is asked for, and no fault of the sums.
+            # Compression is left out: the user asked for what it loses, and the sums are not at fault.
             exchange = Exchange(copy.deepcopy(self.start), by=train.transport)
             reference = _Reference(self.slice.scratch / REFERENCE, exchange.rank == 0, self.slice.updates)
             measured = self._train(case, exchange, reference)

@@ -23,7 +23,7 @@ from rtrain.run import Run
 from rtrain.runs import driver, nodes, preparing
 
 SAVE_EVERY = 8
-"""Updates between two checkpoints, where the recipe names no number."""
+"""How many updates lie between two checkpoints where the recipe names no number."""
 KEEP = 3
 """Two are spoilt at a time; a third must be there to resume from."""
 GOES_WITHIN_S = 15.0

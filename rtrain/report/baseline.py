@@ -30,7 +30,7 @@ SCHEMA_VERSION = 1
 NAME = "baselines.json"
 TFIDF, ONE_ANSWER, TAGS = "TF-IDF and a linear model", "one answer to every text", "each word's most frequent tag"
 MOST_ROWS, MOST_TOKENS = 10_000, 500_000
-"""Of a split that are used: some ten seconds for a few labels, a minute for a hundred."""
+"""Most rows and tokens of a split that are used: it takes some ten seconds for a few labels, a minute for a hundred."""
 CHOICES_OF_C = (0.1, 1.0, 10.0)
 CHOICES_OF_ALPHA = (0.1, 1.0, 10.0)
 

@@ -33,7 +33,7 @@ def sample(rows: int, most: int) -> Ints:
 
 
 BINS = 30
-"""Of a histogram, at most."""
+"""Most bins of a histogram."""
 
 
 def edges(values: Floats) -> Floats:

@@ -23,7 +23,7 @@ from rtrain.runs.start import ALL, Shortcuts, Start
 
 OnEvent = Callable[[dict[str, Any]], None]
 SETTLE_S = 5.0
-"""Seconds in which what was given back is seen as free."""
+"""Seconds after which CPUs that were given back are seen as free."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent) -> None:
 
 
 def _owners(run: Run, cluster: Cluster) -> tuple[str, ...]:
-    """Tokens of the run folder's starts, this one's last, which is thereby the one that may write to the replica.
+    """The tokens of all starts from this run folder. The last one is this start's: only it may write to the replica.
 
     Where the storage fails and there are checkpoints here, the run goes on; its next save claims the replica then.
     """
@@ -176,7 +176,8 @@ def _last_trained(run: Run) -> dict[str, Any]:
 
 
 def _workers(wanted: notice.Wanted, kind: str, say: OnEvent) -> int:
-    """Workers for the next start, by what is free; waits, and says so, while that is too little for the least number.
+    """How many workers the next start has, by what is free. While that is too little for the least number, it waits and
+    says so.
 
     What this process has just given back, the CPUs of the start before or of its data tasks, is seen as free some
     moments later: fewer workers than the nodes would allow are started only after those.

@@ -16,7 +16,7 @@ from rtrain.runs import placement
 from rtrain.runs.recovery import Growth, workers_for
 
 Wanted = Callable[[Sequence[supply.Node]], int]
-"""Workers of a start on such nodes; 0: wait for more."""
+"""How many workers a start may have on such nodes; 0 means that it waits for more."""
 
 LOOK_EVERY_S = 1.0
 GROW_AFTER_S = 10.0

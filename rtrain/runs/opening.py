@@ -19,7 +19,7 @@ from rtrain.run import Run
 Reuse = Literal["refuse", "resume", "new"]
 ROWS, FREQUENCY = "train.rows_per_update", "train.aggregation_frequency"
 LEFT_OPEN = ("model.pooling", "train.precision")
-"""Settings whose `auto` is decided once for a run: to name that at a resume asks for nothing new."""
+"""Settings whose `auto` is decided once for a run. A resume that names `auto` again asks for nothing new."""
 
 
 def folder_for(recipe: str, out: str | None, now: float | None = None) -> Path:
@@ -57,7 +57,7 @@ def absolute(config: Config, resumed: Path | None = None) -> Config:
     paths: dict[str, object] = {
         f"data.{name}": _absolute(value)
         for name, value in (("path", recipe.data.path), ("valid", recipe.data.valid), ("test", recipe.data.test))
-        # An address first: a presigned one is longer than the name of any file may be, and asking for it would fail.
+        # Addresses are told first: a presigned one is longer than a file name may be, and looking for it would fail.
         if value is not None
         and "://" not in value
         and not files.is_hub_name(value, recipe.data.format)
@@ -75,9 +75,9 @@ def absolute(config: Config, resumed: Path | None = None) -> Config:
 
 
 def stored(folder: Path, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The configuration that a run was started with, changed by `overrides`, of which alone a user may know."""
+    """The configuration that a run was started with, changed by `overrides`. Only these count as named by the user."""
     found = configuration.load(str(Run(folder).config))
-    if found.recipe.model.pooling == "auto":  # it was made before there was a choice
+    if found.recipe.model.pooling == "auto":  # the run is older than the setting
         found = configuration.with_overrides(found, {"model.pooling": "own"})
     return configuration.with_overrides(replace(found, named=frozenset()), overrides or {})
 
@@ -161,7 +161,7 @@ def _resumed(folder: Path, new: Config) -> Config:
     old = stored(folder)
     new = replace(configuration.with_overrides(new, _taken_over(old, new)), named=new.named)
     asked = {name: value for name, value in configuration.flat(new).items() if name in new.named}
-    # What is left open now is as the run has it.
+    # What is left open now stays as the run has it.
     asked = {name: value for name, value in asked.items() if not (name in LEFT_OPEN and value == "auto")}
     # Where neither is asked for, they are the run's own: another number of workers must not change its rows.
     if any(asked.get(name) is not None for name in (ROWS, FREQUENCY)):

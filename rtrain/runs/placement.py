@@ -1,4 +1,4 @@
-"""The CPUs or GPUs that a worker group holds, given back by us where Ray does not."""
+"""The CPUs or GPUs that a worker group holds. rtrain gives them back where Ray does not."""
 
 from collections import Counter
 from functools import partial
@@ -38,7 +38,7 @@ def workers_by_node(run: Run) -> Counter[str]:
 
 
 def release(run: Run) -> bool:
-    """Remove the group that is written down, with what still runs in it; whether there was one."""
+    """Remove the group that is written down, with what still runs in it. Returns whether there was one."""
     path = run.placement_group
     if not path.is_file():
         return False

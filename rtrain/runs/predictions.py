@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import tokenizers
 
 TEXT_CHARACTERS = 2000
-"""Of a row's text; the rest is left out."""
+"""Most characters of a row's text; the rest is left out."""
 TEXT_ROWS = 1024
-"""Rows whose text is decoded at a time."""
+"""How many rows' texts are decoded at a time."""
 
 
 def write(

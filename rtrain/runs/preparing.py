@@ -21,7 +21,7 @@ from rtrain.runs import nodes, opening
 from rtrain.training import losses
 
 DEVICE = "device"
-"""The decision's name."""
+"""The name under which a run keeps the decision."""
 
 
 @dataclass(frozen=True)
@@ -132,14 +132,15 @@ def prepare(
 
 
 def _layout(config: Config, run: Run) -> device.Choice:
-    """On what the run trains: as it is told, as it has done before, else by what the cluster has or may start."""
+    """What the run trains on: what the recipe says, else what the run has decided before, else what the cluster has or
+    may start."""
     train = config.recipe.train
     wanted = train.device if train.device != "auto" else run.decisions.get(DEVICE, "auto")
     return device.choose(wanted, train.workers, train.min_workers, supply.most("gpu"), device.usable())
 
 
 def chosen(config: Config, folder: Path, reuse: opening.Reuse) -> tuple[Path, Config]:
-    """`runs.choose`, once a resumed run whose folder is lost, with the machine that held it, is back from its copy."""
+    """`opening.choose`, after a resumed run whose folder was lost with its machine is brought back from its copy."""
     if reuse == "resume" and not Run(folder).exists:
         copy = replica.of(config.deploy.cluster, folder)
         if copy and copy.exists():
@@ -148,7 +149,7 @@ def chosen(config: Config, folder: Path, reuse: opening.Reuse) -> tuple[Path, Co
 
 
 def _other_rows(run: Run, created: dict[str, Any], origin: dict[str, dict[str, str]]) -> UserError:
-    """A run goes on with the rows that it was started on or not at all: its order and its scores are theirs."""
+    """The error of a resume on other rows: the order of a run and its scores belong to the rows it was started on."""
     changes = refusals.changes(created.get("origin", origin), origin)
     if not changes:
         return UserError(

@@ -1,4 +1,4 @@
-"""What becomes of a run whose workers failed. Pure: what happened in, what to do out."""
+"""What becomes of a run whose workers failed. Pure: from what happened to what is to be done."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Kind = Literal["crash", "memory", "preemption", "refused"]
-"""`memory`: a crash for want of it, after which passes are half as large. `refused`: an error of the user's, which
-would only come again."""
+"""`memory` is a crash for want of memory; passes are half as large afterwards. `refused` is an error that the user can
+mend and that would only come again."""
 
 OUT_OF_MEMORY = (
     "MemoryError",
@@ -17,9 +17,10 @@ OUT_OF_MEMORY = (
     "low on memory",
     "ALLOC_FAILED",
 )
-"""What Python, CUDA, torch's CPU allocator, Ray's memory monitor, and cuBLAS and cuDNN say."""
+"""Words by which Python, CUDA, torch's CPU allocator, Ray's memory monitor, cuBLAS and cuDNN say that memory is
+short."""
 FEWEST_TOKENS = 64
-"""Of a pass: smaller ones would not save memory, of which weights and optimizer have their part."""
+"""Fewest tokens of a pass. Smaller ones would save no memory: weights and optimizer take theirs all the same."""
 
 
 def out_of_memory(errors: Iterable[str]) -> bool:
@@ -33,7 +34,7 @@ _SHARE = re.compile(r"exceeded threshold of .*?\((?P<share>[\d.]+)% of")
 _ENDED = re.compile(r"Selected to kill: .*?pid=(?P<pid>\d+), actual memory used=(?P<used>[\d.]+)GB")
 _USER = re.compile(r"^(?P<pid>\d+)\t(?P<used>[\d.]+)\t(?P<command>.+)$", re.MULTILINE)
 LARGEST = 3
-"""Processes that are named."""
+"""How many processes an error names."""
 COMMAND_CHARACTERS = 60
 
 
@@ -63,12 +64,12 @@ def memory_told(errors: Iterable[str]) -> str | None:
 
 
 def halvings(events: Iterable[Mapping[str, Any]]) -> int:
-    """How often a run's starts ran out of memory: so often is its passes' size halved, also when it is resumed."""
+    """How many starts of a run ran out of memory. Each halves the size of a pass, for resumes too."""
     return sum(event["kind"] == "crashed" and event["cause"] == "memory" for event in events)
 
 
 def tokens_per_pass(asked: int, halvings: int) -> int:
-    """An update's rows are the same, in more passes: its sum is too."""
+    """Tokens of a pass after so many halvings. An update keeps its rows in more passes, and so its sum."""
     return max(min(asked, FEWEST_TOKENS), asked >> halvings)
 
 

@@ -15,7 +15,7 @@ class Shortcuts:
     fast_dropout: bool = True
     """On a CPU, draw the masks of dropout many at a time (`rtrain.network.dropout`)."""
     touched_rows: bool = True
-    """Of the word embedding's gradient, exchange the rows that the update touched (`rtrain.exchange.touched_rows`)."""
+    """Exchange only the touched rows of the word embedding's gradient (`rtrain.exchange.touched_rows`)."""
 
 
 ALL = Shortcuts()

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     import transformers
 
 TOKENS_PER_PASS = 2048
-"""On a CPU. Measured (MiniLM, bf16, one thread): 500 tokens 1.55, 1,000 1.72, 2,000 1.83, 3,000 1.9, 6,000 1.73
-thousand tokens a second."""
+"""Tokens of a pass on a CPU. Measured (MiniLM, bf16, one thread), in thousand tokens a second: passes of 500 tokens
+1.55, 1,000 1.72, 2,000 1.83, 3,000 1.9, 6,000 1.73."""
 PASS = "tokens_per_pass"
-"""The decision's name."""
+"""The name under which a run keeps the decision."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 
 
@@ -186,7 +186,7 @@ class _Worker:
 
 
 def _device() -> "torch.device":
-    """The GPU that Ray gave this worker. One that is there but was given to nobody is left alone."""
+    """The GPU that Ray gave this worker, else the CPU. A GPU that was given to nobody is left alone."""
     import ray
     import ray.train.torch
     import torch
@@ -214,7 +214,7 @@ def _decided_size(watch: Watch, run: Run) -> int | None:
 
 
 def _smallest(exchange: Exchange, run: Run, fits: int | None) -> int | None:
-    """What fits on every worker's GPU: rank 0 decides, once."""
+    """Tokens of a pass that fits on every worker's GPU. Rank 0 decides, once."""
     if fits is None:
         return None
     smallest = int(np.concatenate(exchange.gather(np.array([fits]))).min())
@@ -228,7 +228,7 @@ def _smallest(exchange: Exchange, run: Run, fits: int | None) -> int | None:
 
 
 def _calibrated(job: loop.Job, outcome: loop.Outcome, answers: dict[str, Ragged]) -> tuple[loop.Job, loop.Outcome]:
-    """With what the task chooses on the validation rows, where there are any, and the scores of both splits by it."""
+    """The job with what its task chooses on the validation rows (a threshold, say), and both splits' scores by it."""
     chosen = job.task.calibrate(answers["valid"], job.store.targets("valid"), job.head) if job.validates else {}
     if not chosen:
         return job, outcome
@@ -286,8 +286,8 @@ def export(network: "transformers.PreTrainedModel", source: Path, job: loop.Job,
 
 
 def sentence_pooling(recipe: Recipe, source: Path) -> str | None:
-    """By what others should pool the encoder of a run's artefact: as it was trained by the run, or, where the run made
-    no vector of a text, as the model of `source` had been before. None where it is no sentence encoder."""
+    """How others should pool the encoder of a run's artefact: as the run trained it, or, where the run made no vector
+    of a text, as the model of `source` was pooled before. None where it is no sentence encoder."""
     if recipe.model.pooling == "mean":
         return "mean"
     before = sentence.pooling_of(source)

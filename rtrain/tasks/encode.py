@@ -20,7 +20,7 @@ class Reading(NamedTuple):
     """How a text becomes tokens, the same in training and in serving."""
 
     max_tokens: int
-    """Of a window."""
+    """Most tokens of a window."""
     stride: int = 0
     """Tokens that neighbouring windows share."""
     max_windows: int = 1

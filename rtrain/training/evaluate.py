@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 ROWS_PER_PASS = 64
 TOKENS_PER_PASS = 1 << 13
-"""Tokens of a pass: rows of many windows go in smaller groups."""
+"""Most tokens of a pass: rows of many windows go in smaller groups."""
 SEED = 0
-"""Of what a task draws for an evaluation: the same draw for every model that is compared."""
+"""The seed of what a task draws for an evaluation: every model that is compared gets the same draw."""
 
 
 def evaluate(

@@ -36,7 +36,7 @@ def factors(network: "torch.nn.Module", decay: float) -> "dict[torch.nn.Paramete
 
 
 def _layers(encoder: "torch.nn.Module") -> "torch.nn.ModuleList | None":
-    """The list that holds most of the encoder's weights; of a list in a list the outer one."""
+    """The list of modules that holds most of the encoder's weights; of nested lists the outer one."""
     import torch
 
     lists = [part for part in encoder.modules() if isinstance(part, torch.nn.ModuleList) and len(part)]

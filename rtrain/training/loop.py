@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 GENESIS = bytes(32)
 """The ledger before the first update."""
 PLACES = 5
-"""Rows of an update that an error names."""
+"""How many rows of an update an error names."""
 NONE = -1
-"""In place of an update, between ranks: there is none."""
+"""Stands for 'no update' in what ranks tell each other."""
 
 
 class Reporter(Protocol):
@@ -66,7 +66,7 @@ class Job:
     evaluate_at: frozenset[int] = frozenset()
     replica: Replica | None = None
     chosen: Head | None = None
-    """The store's head with what was chosen on the validation rows, once it was."""
+    """The store's head with what was chosen on the validation rows, once that is known."""
 
     @property
     def head(self) -> Head:
@@ -74,7 +74,7 @@ class Job:
 
     @property
     def validates(self) -> bool:
-        """There are validation rows; without, the last weights are the run's."""
+        """Whether there are validation rows. Without them the last weights are the run's."""
         return self.store.rows("valid") > 0
 
 
@@ -85,13 +85,15 @@ class Outcome:
     best_update: int
     ledger: str
     scores: dict[str, dict[str, float]]
-    """Of the best checkpoint: `valid` (its headline score) where it validates, `test` where the run is finished."""
+    """Scores of the best checkpoint by split: `valid` (the headline alone) where there are validation rows, and `test`
+    where the run is finished."""
     outcomes: dict[str, Ragged] = field(default_factory=dict, compare=False)
-    """Of a finished run's best weights: for the test rows, and for the validation rows if they are of this start."""
+    """Outcomes of a finished run's best weights by split: of the test rows, and of the validation rows where this start
+    made those weights."""
 
 
 Updates = Callable[[int, int], Iterator[Update]]
-"""This worker's updates from one number to another, the second left out."""
+"""(first, last) -> this worker's updates from `first` up to but not including `last`."""
 
 
 def train(job: Job, exchange: Exchange, updates: Updates, reporter: Reporter, clock: Clock) -> Outcome:

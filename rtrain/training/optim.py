@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 FACTOR = "lr_factor"
-"""Key of a group's factor of the learning rate, by `optim.layer_decay`."""
+"""The key under which a parameter group keeps its factor of the learning rate (`optim.layer_decay`)."""
 
 
 def build(

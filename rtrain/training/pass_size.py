@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import torch
 
 TRIED = (2048, 8192)
-"""Tokens of the two passes, at least."""
+"""Fewest tokens of each of the two passes."""
 LEAST, MOST, MULTIPLE = 256, 65_536, 256
-"""More tokens than the most do not make a GPU's matrix products any faster."""
+"""Most tokens of a pass: more do not make a GPU's matrix products any faster."""
 SHARE = 0.8
-"""Of the free memory; rows of other lengths leave holes in the rest."""
+"""The share of the free memory that passes may take; rows of other lengths leave holes in the rest."""
 MOMENTS = 2
 """Tensors of a parameter's size that the optimizer makes at the first update, after these passes."""
 
@@ -33,7 +33,7 @@ class Peak:
 
     tokens: int
     bytes: int | None
-    """The most that was allocated, weights and gradients included; None where it was not to be had."""
+    """Most bytes that were allocated, weights and gradients included; None where the pass did not fit."""
 
 
 def fitting(small: Peak, large: Peak, usable: float) -> int:
@@ -90,7 +90,7 @@ def measured(
         return Peak(int(tokens.lengths.sum()), torch.cuda.max_memory_allocated(device))
 
     small, large = (made(tokens) for tokens in TRIED)
-    peak(small)  # so that gradients and the libraries' own memory are there when it is measured
+    peak(small)  # so that gradients and the libraries' own memory are there when the next pass is measured
     found = fitting(peak(small), peak(large), usable)
     network.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()

@@ -31,7 +31,7 @@ sqrt(v) up to 7e10 whole, in float64 to 1e-6 up to 1e12, and lr x PLAIN x m stay
 
 
 class Numbers(NamedTuple):
-    """What the kernel of AdamW is given in one step."""
+    """The numbers that AdamW's kernel is given in one step."""
 
     lr: float
     weight_decay: float
@@ -48,7 +48,7 @@ def rectified(update: int, beta2: float) -> float | None:
 
 
 def numbers(update: int, lr: float, weight_decay: float, eps: float, beta2: float) -> Numbers:
-    """What makes the kernel of AdamW do the update (from 1) of RAdam with decoupled decay."""
+    """The numbers that make AdamW's kernel do RAdam's update (counted from 1) with decoupled decay."""
     factor = rectified(update, beta2)
     if factor is None:
         return Numbers(lr * PLAIN, weight_decay / PLAIN, PLAIN)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rtrain.exchange.gradients import Exchange
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""State of the shape of its parameter; beside these there is `step`, one number."""
+"""Names of the states that have the shape of their parameter; beside these there is `step`, one number."""
 STEP_BYTES = 4
 
 
@@ -55,21 +55,21 @@ class Shards:
         return self._owner[parameter] == self._exchange.rank
 
     def state_bytes(self) -> list[int]:
-        """By worker."""
+        """The parameters of each worker, by rank."""
         found = [0] * self._exchange.world
         for parameter, owner in self._owner.items():
             found[owner] += len(MOMENTS) * parameter.numel() * parameter.itemsize + STEP_BYTES
         return found
 
     def spread(self) -> None:
-        """Every worker's parameters become their owner's."""
+        """Send each parameter from its owner to all other workers."""
         owned: list[list[torch.Tensor]] = [[] for _ in range(self._exchange.world)]
         for parameter, owner in self._owner.items():
             owned[owner].append(parameter.detach())
         self._exchange.spread(owned)
 
     def forget(self, state: dict[Any, Any]) -> None:
-        """Drop the state of parameters that others own."""
+        """Drop the optimizer's state of parameters that others own."""
         for parameter in [one for one in state if not self.own(one)]:
             del state[parameter]
 
@@ -119,7 +119,7 @@ def sharded(kind: "type[torch.optim.Optimizer]") -> "type[torch.optim.Optimizer]
         param_groups: list[dict[str, Any]]
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            self.shards.forget(self.state)  # a checkpoint was loaded whole
+            self.shards.forget(self.state)  # a checkpoint holds the state of all parameters
             groups = self.param_groups
             self.param_groups = [
                 {**group, "params": [one for one in group["params"] if self.shards.own(one)]} for group in groups

@@ -28,10 +28,10 @@ class Totals:
         self.updates += 1
 
     def over_workers(self, exchange: "Exchange") -> "Totals":
-        """Their sums, of `updates` too; called on every rank."""
+        """The sums over all workers, `updates` included. Called on every rank."""
         import torch
 
-        # On the CPU, wherever the model is: the process group has a transport for both.
+        # The tensor is on the CPU wherever the model is: the process group has a transport for both.
         sums = exchange.sum(torch.tensor(astuple(self), dtype=torch.int64)).tolist()
         return Totals(**{one.name: value for one, value in zip(fields(self), sums, strict=True)})
 

@@ -32,7 +32,7 @@ TAGGED = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
 """Object stores, which give each content its own tag. A web server may make its tags from size and seconds alone."""
 
 Known = Mapping[str, tuple[str, str]]
-"""By URI: (the stamp's text, SHA-256)."""
+"""(text of the stamp, SHA-256) by URI."""
 
 
 class Digest(NamedTuple):
