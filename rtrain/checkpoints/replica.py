@@ -142,8 +142,8 @@ class Replica:
             self._put_log(files, root, (run / LOG).read_bytes())
 
     def _put_log(self, files: Any, root: str, log: bytes) -> None:
-        """Write the whole log the first time, over what another start has left; later what is new, in a file of its own,
-        since no object store appends."""
+        """Write the whole log the first time, over what another start has left; later write what is new into a file of
+        its own, since no object store appends."""
         if self._logged is None:
             files.pipe_file(f"{root}/{LOG}", log)
             if files.exists(f"{root}/{PARTS}"):
