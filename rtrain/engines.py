@@ -1,7 +1,7 @@
 """The engines that compute an artefact's logits: one table, by the name that artifact.json holds.
 
-It lies on the ground floor, for settings, artefacts, serving and quantization all ask it; what it names is imported
-where it is used, so that an int8 artefact is served without torch.
+Settings, artefacts, serving and quantization all ask it, so it imports almost nothing: what it names is imported where
+it is used, and an int8 artefact is served without torch.
 """
 
 import importlib

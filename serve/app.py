@@ -81,7 +81,8 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Golden answers were checked at loading. An engine call longer than the deadline is one that nobody awaits."""
+        """False while an engine call has run for longer than `serve.deadline_s`: nobody awaits it any more. The golden
+        answers were checked when the artefact was loaded."""
         return self.batcher.stalled_s() <= self.settings.deadline_s
 
     def exposition(self) -> str:

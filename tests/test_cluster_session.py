@@ -10,13 +10,12 @@ import pytest
 
 from rtrain import config
 from rtrain.cluster.session import (
-    DATA_CPUS,
     LEAST_STORE_BYTES,
     OBJECT_STORE_BYTES,
     ObjectStore,
-    data_cpus,
     object_store,
 )
+from rtrain.cluster.supply import DATA_CPUS, data_cpus
 from rtrain.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]

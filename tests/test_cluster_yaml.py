@@ -116,7 +116,7 @@ def test_workers_are_spot_and_come_and_go_and_the_head_is_neither() -> None:
 
 def test_no_task_is_placed_on_the_head_and_a_run_fits_the_workers() -> None:
     from rtrain import config
-    from rtrain.cluster.session import DATA_CPUS
+    from rtrain.cluster.supply import DATA_CPUS
 
     assert HEAD["resources"] == {"CPU": 0}
     assert config.load("intent").recipe.train.workers + DATA_CPUS <= WORKER["resources"]["CPU"]

@@ -140,9 +140,9 @@ class Saver:
         state = snapshot.state
         try:
             self._verified[state.update] = _stamps(checkpoint.write(self.folder, snapshot))
-            wanted = self._wanted(state.run)
-            self._copy(wanted)
-            for update in set(checkpoint.updates(self.folder)) - wanted:
+            kept = self._kept(state.run)
+            self._copy(kept)
+            for update in set(checkpoint.updates(self.folder)) - kept:
                 checkpoint.discard(checkpoint.path_of(self.folder, update))
         except OSError as error:
             self._error = Unwritten(
@@ -152,13 +152,13 @@ class Saver:
         except Exception as error:
             self._error = error
 
-    def _copy(self, wanted: set[int]) -> None:
+    def _copy(self, kept: set[int]) -> None:
         if self._replica is None:
             return
         try:
             self._replica.push(
                 self.folder.parent,
-                [checkpoint.path_of(self.folder, update) for update in sorted(wanted)],
+                [checkpoint.path_of(self.folder, update) for update in sorted(kept)],
                 self._count,
             )
             self._failed_copy = None
@@ -166,7 +166,7 @@ class Saver:
             self._failed_copy = error
             self._say("uncopied", error=str(error))
 
-    def _wanted(self, run: str) -> set[int]:
+    def _kept(self, run: str) -> set[int]:
         """The newest checkpoints, and the best that each of these names: a resume would want it too."""
         newest: list[int] = []
         for update in reversed(checkpoint.updates(self.folder)):

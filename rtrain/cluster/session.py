@@ -21,11 +21,6 @@ from rtrain.errors import UserError
 IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Ray's job manager sets it for the entry point of a job."""
 
-DATA_CPUS = 2
-"""Fewest logical CPUs that Ray Data gets beside the workers' CPUs: for a task that reads, and one that may wait for it.
-Without them a data stream waits for ever, and nothing says so."""
-WORKERS_PER_DATA_CPU = 8
-"""Workers for which Ray Data gets one more CPU."""
 OBJECT_STORE_BYTES = 512 << 20
 """Size of a local object store. Streams hold tens of megabytes ahead; by default Ray would set 30 % of the memory
 aside, which nobody would use."""
@@ -107,7 +102,7 @@ def session(config: Config, folder: Path) -> Iterator[None]:
     _quiet()
     if address is None:
         workers = config.recipe.train.workers
-        _start_local(workers, data_cpus(config.deploy.cluster.data_cpus, workers))
+        _start_local(workers, supply.data_cpus(config.deploy.cluster.data_cpus, workers))
     else:
         ray.init(address=address, runtime_env=_worker_env(), log_to_driver=False, logging_level=logging.ERROR)
     try:
@@ -131,12 +126,6 @@ def on_node_start(parameters: Any, head: bool) -> None:
     parameters.ray_client_server_port = None
     if head and parameters.autoscaling_config:
         os.environ[supply.AUTOSCALER_FILE] = str(Path(parameters.autoscaling_config).expanduser())
-
-
-def data_cpus(asked: int | None, workers: int) -> int:
-    """Logical CPUs for the data tasks of so many workers; `asked` is the setting `cluster.data_cpus`, None to
-    choose."""
-    return DATA_CPUS + workers // WORKERS_PER_DATA_CPU if asked is None else asked
 
 
 class ObjectStore(NamedTuple):

@@ -19,6 +19,11 @@ NEEDS = {"cpu": "CPU", "gpu": "GPU"}
 AUTOSCALER_FILE = "RTRAIN_AUTOSCALER_FILE"
 """Environment variable with the path of the autoscaler's file; `session.on_node_start` sets it on the head. Ray itself
 (2.60) does not keep what its autoscaler may start."""
+DATA_CPUS = 2
+"""Fewest logical CPUs that Ray Data gets beside the workers' CPUs: for a task that reads, and one that may wait for it.
+Without them a data stream waits for ever, and nothing says so."""
+WORKERS_PER_DATA_CPU = 8
+"""Workers for which Ray Data gets one more CPU."""
 
 
 # ------------------------------------------------------------------------------------------------------------- counting
@@ -58,6 +63,12 @@ def startable(document: Mapping[str, Any]) -> tuple[list[Node], list[tuple[Node,
         else:
             types.append((node, min(limit, int(kind.get("max_workers", limit)))))
     return heads, types, limit
+
+
+def data_cpus(asked: int | None, workers: int) -> int:
+    """Logical CPUs for the data tasks of so many workers; `asked` is the setting `cluster.data_cpus`, None to
+    choose."""
+    return DATA_CPUS + workers // WORKERS_PER_DATA_CPU if asked is None else asked
 
 
 # ------------------------------------------------------------------------------------------------------ asking the Ray

@@ -11,7 +11,6 @@ from typing import Any
 from rtrain import events
 from rtrain.checkpoints import checkpoint, replica
 from rtrain.cluster import supply
-from rtrain.cluster.session import data_cpus
 from rtrain.config import Cluster
 from rtrain.report import attributions, baseline, html, summary
 from rtrain.report.live import trackers
@@ -101,15 +100,15 @@ def _copy_out(prepared: Prepared) -> None:
 def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent) -> None:
     """Start the workers again and again until they have come to the end, or until that makes no sense.
 
-    Each start is a worker group of its own, with its own controller: what Ray's retries inside of one controller do not
-    cover, the death of that controller, ends here too, and so does every fault in the same way. It resumes from the
-    newest checkpoint, which the workers select.
+    Each start is a worker group with a controller of its own, and resumes from the newest checkpoint, which the workers
+    select. Ray's own retries end with the controller that makes them; here the death of a controller is a fault like
+    every other.
     """
     run, train, cluster = prepared.run, prepared.config.recipe.train, prepared.config.deploy.cluster
-    kind, least, most = prepared.layout.device, train.min_workers, prepared.layout.workers
-    wanted, ceiling = notice.wanted(most, least, kind, data_cpus(cluster.data_cpus, most)), most
-    if prepared.layout.why:
-        run.append("device", device=kind, why=prepared.layout.why)
+    kind, least, most = prepared.device.device, train.min_workers, prepared.device.workers
+    wanted, ceiling = notice.wanted(most, least, kind, supply.data_cpus(cluster.data_cpus, most)), most
+    if prepared.device.why:
+        run.append("device", device=kind, why=prepared.device.why)
     recovery, owners = Recovery(cluster.max_crashes), _owners(run, cluster)
     while True:
         notice.take(run)  # one that was left by a driver that died is of no concern to the workers of this one

@@ -6,7 +6,6 @@ from typing import Any
 
 from rtrain.checkpoints import replica
 from rtrain.cluster import preflight, supply
-from rtrain.cluster.session import data_cpus
 from rtrain.config import Config
 from rtrain.data import records, refusals, tokens
 from rtrain.data.order import Order, refuse_other, version
@@ -32,7 +31,7 @@ class Prepared:
     config: Config
     store: Store
     model: Path
-    layout: device.Choice
+    device: device.Choice
 
     @property
     def updates(self) -> int:
@@ -97,15 +96,15 @@ def prepare(
         raise UserError(
             f"cluster.storage: {copy.url} holds a run already; write --resume to continue it, or another --out"
         )
-    layout = _layout(config, run)
+    chosen_device = _device(config, run)
     store, made = tokens.ensure(config.recipe, source, weights, root)
     if created:
         refuse_other("--resume", run.folder, created.get("order", 1), store.rows("train"))
-    if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config, layout.device)]:
+    if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config, chosen_device.device)]:
         raise ConfigError(problems)
     frozen = opening.freeze(run, config)
     if config.recipe.train.device == "auto":
-        run.decide(DEVICE, layout.device)
+        run.decide(DEVICE, chosen_device.device)
     if not created:
         run.append(
             "created",
@@ -128,10 +127,10 @@ def prepare(
         left_out=store.manifest.left_out,
         store=str(store.folder),
     )
-    return Prepared(run, frozen, store, weights, layout)
+    return Prepared(run, frozen, store, weights, chosen_device)
 
 
-def _layout(config: Config, run: Run) -> device.Choice:
+def _device(config: Config, run: Run) -> device.Choice:
     """What the run trains on: what the recipe says, else what the run has decided before, else what the cluster has or
     may start."""
     train = config.recipe.train
@@ -168,5 +167,5 @@ def _disk_needed(weights: Path, keep: int) -> int:
 
 def capacity(config: Config, kind: str = "cpu") -> list[Problem]:
     train = config.recipe.train
-    spare = data_cpus(config.deploy.cluster.data_cpus, train.min_workers or train.workers)
+    spare = supply.data_cpus(config.deploy.cluster.data_cpus, train.min_workers or train.workers)
     return preflight.capacity(config.recipe, supply.most("cpu"), spare, kind)

@@ -109,8 +109,8 @@ def workers_for(most: int, least: int | None, room: int) -> int:
 
 
 def most_after(placed: bool, workers: int, least: int | None, most: int) -> int:
-    """The most workers of the next start. After one that could not be placed, one fewer: what seemed free is in pieces
-    or was taken meanwhile, and the same number would only time out again. After one that was placed, all again."""
+    """The most workers of the next start: `most`, but one fewer than the last start had if that could not be placed:
+    what seemed free is in pieces or was taken meanwhile, and the same number would only time out again."""
     return most if placed or least is None else max(least, workers - 1)
 
 

@@ -146,8 +146,8 @@ class Task(Protocol):
     # ------------------------------------------------------------------------------------------------------ answers
 
     def outputs(self, logits: Floats, tokens: Tokens, head: Head) -> Outputs:
-        """The model's output for each row, its windows pooled. A teacher teaches it, golden answers hold it, and
-        `decode` turns it into the HTTP answer."""
+        """The model's output for each row, its windows pooled. Distillation learns it, golden answers record it, and
+        `decode` makes the HTTP answer from it."""
         ...
 
     def outcomes(self, outputs: Outputs, tokens: Tokens, head: Head) -> Ragged:

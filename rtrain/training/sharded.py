@@ -55,7 +55,7 @@ class Shards:
         return self._owner[parameter] == self._exchange.rank
 
     def state_bytes(self) -> list[int]:
-        """The parameters of each worker, by rank."""
+        """Bytes of optimizer state that each worker keeps, by rank."""
         found = [0] * self._exchange.world
         for parameter, owner in self._owner.items():
             found[owner] += len(MOMENTS) * parameter.numel() * parameter.itemsize + STEP_BYTES
