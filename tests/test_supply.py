@@ -68,16 +68,16 @@ from ray.util.placement_group import placement_group
 from tests.trained import settings
 from rtrain.cluster import supply
 from rtrain import events
-from rtrain.runs import driver
+from rtrain.runs import driver, preparing
 folder = Path(sys.argv[1])
 ray.init(address="local", num_cpus=6, num_gpus=1, include_dashboard=False, log_to_driver=False)
 others = placement_group([{"CPU": 2}])
 ray.get(others.ready())
 chosen = settings(folder, **{"train.workers": 4, "train.min_workers": 1, "train.epochs": 1})
 said = []
-found = driver.fit(driver.prepare(chosen, folder / "run"), on_event=said.append)
+found = driver.fit(preparing.prepare(chosen, folder / "run"), on_event=said.append)
 try:
-    driver.prepare(settings(folder, **{"train.device": "gpu"}), folder / "refused")
+    preparing.prepare(settings(folder, **{"train.device": "gpu"}), folder / "refused")
 except UserError as error:
     refused = str(error)
 log = events.read(folder / "run")

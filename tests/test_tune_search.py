@@ -15,8 +15,10 @@ from rtrain import config, events
 from rtrain.checkpoints import checkpoint
 from rtrain.config import with_overrides
 from rtrain.errors import ConfigError, UserError
+from rtrain.proof.faults import workers_left
 from rtrain.report import summary
 from rtrain.report.live.progress import search_text
+from tests.test_runs_notice import within
 from tests.trained import settings
 from tune import search, trial
 
@@ -37,7 +39,9 @@ SEARCH = {
 @pytest.fixture(scope="module")
 def found(ray_session: Path) -> search.Found:
     chosen = with_overrides(settings(ray_session / "search"), SEARCH)
-    return search.run(chosen, ray_session / "search" / "search")
+    ended = search.run(chosen, ray_session / "search" / "search")
+    within(lambda: workers_left() == [])  # a stopped trial's workers may log one more update before they are gone
+    return ended
 
 
 def folder(found: search.Found, number: int) -> Path:

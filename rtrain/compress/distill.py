@@ -64,7 +64,7 @@ def run(
     if reuse != "resume":
         source, _ = preparing.check(config, folder.parent)
         opening.choose(folder, config, reuse)
-    # Beside the run, not in it: the run folder is made by driver.prepare once nothing is wrong.
+    # Beside the run, not in it: the run folder is made by preparing.prepare once nothing is wrong.
     start = student_start(teacher_run / "artifact", config.recipe.distill.layers, folder.parent / ".students")
     values = (str(start), config.recipe.distill.epochs, config.recipe.distill.lr, teacher.version)
     derived = dict(zip(DERIVED, values, strict=True))
