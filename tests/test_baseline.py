@@ -117,6 +117,14 @@ def test_they_are_measured_once_and_of_few_rows(tmp_path: Path, monkeypatch: pyt
     assert baseline.read(Run(run)) == found
 
 
+def test_runs_on_the_same_rows_share_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_answered(tmp_path, "classification")
+    found = measured(run)
+    Run(run).baselines.unlink()
+    monkeypatch.setattr(baseline, "_measure", None)  # nothing is measured again
+    assert measured(run) == found
+
+
 def test_there_are_none_of_other_answers_or_before_the_end(tmp_path: Path) -> None:
     assert baseline.ensure(Run(make_answered(tmp_path / "labels", "multi_label"))) is None
     assert baseline.ensure(Run(make_run(tmp_path / "begun", trained=False))) is None

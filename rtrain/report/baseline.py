@@ -10,6 +10,7 @@ larger is better}}, ...]}. Made once, when a run has ended, from its token store
 """
 
 import json
+import uuid
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
@@ -47,7 +48,10 @@ Tagged = tuple[Sequence[Hashable], Sequence[str]]
 
 def read(run: Run) -> dict[str, Any] | None:
     """The document above, or None where the run has none."""
-    path = run.baselines
+    return _read(run.baselines)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -57,7 +61,8 @@ def read(run: Run) -> dict[str, Any] | None:
 def ensure(run: Run) -> Path | None:
     """Make the file where the run has ended, its rows are still there and its kind of answer has a baseline.
 
-    Returns the file, or None where there is nothing to measure.
+    Returns the file, or None where there is nothing to measure. The figures belong to the rows alone, so they are kept
+    beside the token store: other runs on the same rows, a search's winner or a student, read them there.
     """
     path, tokenizer = run.baselines, run.artifact / "tokenizer.json"
     if read(run) is not None:
@@ -68,12 +73,19 @@ def ensure(run: Run) -> Path | None:
     output = base.get(configuration.load(str(run.config)).recipe.task).output
     if output not in ("classes", "number", "tags") or "outside" in store.manifest.head.facts or not store.rows("train"):
         return None  # a row outside of all classes is told by a threshold, which these have not
-    head = {"schema_version": SCHEMA_VERSION, "headline": metric_for(output).headline}
-    found = {**head, **_measure(store, output, tokenizer)}
-    draft = path.with_name(f".{path.name}")
+    shared = place.with_name(f".{place.name}.{output}.{NAME}")
+    if (found := _read(shared)) is None:
+        head = {"schema_version": SCHEMA_VERSION, "headline": metric_for(output).headline}
+        found = {**head, **_measure(store, output, tokenizer)}
+        _write(shared, found)
+    _write(path, found)
+    return path
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
     draft.write_text(json.dumps(found, allow_nan=False) + "\n", encoding="utf-8")
     draft.rename(path)
-    return path
 
 
 def _measure(store: Store, output: str, tokenizer: Path) -> dict[str, Any]:
