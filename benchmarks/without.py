@@ -14,7 +14,7 @@ from rtrain.cluster.session import session
 from rtrain.runs.start import Shortcuts
 
 PREFIX = "shortcuts."
-"""Of a shortcut's name among settings."""
+"""Stands before a shortcut's name among settings."""
 
 
 def main() -> None:

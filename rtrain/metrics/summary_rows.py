@@ -19,8 +19,8 @@ from rtrain.metrics.additive import Bools, Floats, Ints
 
 COLUMNS = 4
 FIGURES = 2 * (len(text.ROUGES) + text.BLEU_COUNTS) + len(text.ROUGES) + 1
-"""Of a row's outcome, before its sentences: ROUGE-1, 2 and L of the summary and the counts of its BLEU; the same of the
-first sentences; ROUGE-1, 2 and L of the oracle's sentences; the mean loss of a sentence."""
+"""Numbers of a row's outcome before its sentences: ROUGE-1, 2 and L of the summary and the counts of its BLEU; the same
+of the first sentences; ROUGE-1, 2 and L of the oracle's sentences; the mean loss of a sentence."""
 OTHER = "-"
 """Stands for any word that the reference lacks."""
 

@@ -63,7 +63,7 @@ def load_tokenizer(folder: Path, max_tokens: int, stride: int = 0) -> "tokenizer
 def encode(
     tokenizer: "tokenizers.Tokenizer", texts: Sequence[str], pairs: Sequence[str] | None = None, max_windows: int = 1
 ) -> list[Encoded]:
-    """Texts, or pairs of texts, to tokens. Of a pair the longer text is read in windows, beside the other whole."""
+    """Texts, or pairs of texts, to tokens. The longer text of a pair is read in windows, beside the other whole."""
     rows = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
     encoded = []
     for row in tokenizer.encode_batch(rows):

@@ -48,7 +48,7 @@ def blocks(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
         ),
     ]
     scale = tables.get("scale", {})
-    # Of a finer scale hardly a prediction is right to the step, and the scatter says more.
+    # On a finer scale hardly a prediction is right to the step, and the scatter says more.
     if len(scale.get("confusion", {}).get("labels", ())) in range(1, MOST_STEPS + 1):
         figures += confusion.blocks(scale, "On the scale of the scores: ", "score")
     return figures

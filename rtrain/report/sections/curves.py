@@ -85,7 +85,7 @@ def _metrics(run: Collected) -> list[Block]:
     evaluations = run.of("evaluated")
     valid = series(newest([event for event in evaluations if event["split"] == "valid"]))
     best, blocks = run.summary["best_update"], list[Block]()
-    # Of a score that never changes the table below says all.
+    # A score that never changes needs no curve: the table below says all.
     moving = {name: values for name, values in valid.items() if len({value for _, value in values}) > 1}
     for name, values in list(moving.items())[:MOST_METRICS]:
         shown = score_name(name)
