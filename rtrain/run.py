@@ -143,6 +143,23 @@ class Run:
     def last(self, *kinds: str) -> dict[str, Any] | None:
         return next(reversed(self.events(*kinds)), None)
 
+    # ------------------------------------------------------------------------------------------------------ a search
+
+    @property
+    def trials(self) -> Path:
+        """Where a search lists its trials, once it has ended: one JSON object a line."""
+        return self.folder / "trials.jsonl"
+
+    def trial(self, number: int) -> "Run":
+        """A trial of a search: a run in its folder."""
+        return Run(self.folder / f"trial-{number:03d}")
+
+    @property
+    def winner(self) -> "Run | None":
+        """The trial that a search has chosen. None for a run that is no search, or a search that has not chosen."""
+        event = self.last("searched")
+        return None if event is None else self.trial(event["best"])
+
     # -------------------------------------------------------------------------------------------------- the decisions
 
     @property

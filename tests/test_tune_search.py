@@ -18,9 +18,10 @@ from rtrain.errors import ConfigError, UserError
 from rtrain.proof.faults import workers_left
 from rtrain.report import summary
 from rtrain.report.live.progress import search_text
+from rtrain.run import Run
 from tests.test_runs_notice import within
 from tests.trained import settings
-from tune import search, trial
+from tune import search
 
 pytestmark = pytest.mark.ray
 
@@ -72,6 +73,9 @@ def test_trials_are_written_down(found: search.Found) -> None:
     lines = (folder(found, 0).parent / "trials.jsonl").read_text().splitlines()
     assert [json.loads(line)["number"] for line in lines] == [0, 1, 2]
     assert [json.loads(line)["score"] for line in lines] == [trial.score for trial in found.trials]
+    winner = Run(folder(found, 0).parent).winner
+    assert winner is not None
+    assert winner.folder == Path(found.best.run)
 
 
 def test_best_trial_is_not_the_stopped_one(found: search.Found) -> None:
@@ -157,7 +161,7 @@ def test_a_search_whose_driver_was_killed_goes_on_and_ends_like_one_that_was_not
     base, killed = ray_session / "search", ray_session / "search" / "killed"
     chosen = with_overrides(settings(base), SEARCH)
     (base / "search.yaml").write_text(config.to_yaml(chosen))
-    cut_short = trial.run_folder(killed, 0)
+    cut_short = Run(killed).trial(0).folder
     with (
         (base / "killed.log").open("wb") as log,
         subprocess.Popen(

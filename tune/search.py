@@ -19,7 +19,7 @@ from rtrain.report import summary
 from rtrain.run import Run
 from rtrain.runs import driver, opening, placement, preparing
 from tune import space, trial as trials
-from tune.trial import part, run_folder
+from tune.trial import part
 
 # A trial takes no CPU itself, since its workers take theirs. Tune refuses an empty bundle, so the trial takes a sliver
 # of the resource that marks the head node.
@@ -89,7 +89,7 @@ class _FreeWorkers(ray.tune.Callback):
         placement.release(self._run(trial))
 
     def _run(self, trial: Any) -> Run:
-        return Run(run_folder(self._search, trial.config["number"]))
+        return Run(self._search).trial(trial.config["number"])
 
 
 def check(config: Config) -> None:
@@ -176,16 +176,18 @@ def _run(config: Config, search: Run, on_event: driver.OnEvent | None, tokens_ro
             verbose=0,
         ),
     )
-    followed = [(run_folder(folder, number), {"trial": number}) for number in range(len(overrides))]
+    followed = [(search.trial(number).folder, {"trial": number}) for number in range(len(overrides))]
     with events.Follow(followed, on_event):
         results: Any = tuner.fit()
     errors = {number: first_line(result.error) for number, result in enumerate(results) if result.error}
     found = [
-        summarise(config, run_folder(folder, number), number, override, errors.get(number))
+        summarise(config, search.trial(number).folder, number, override, errors.get(number))
         for number, override in enumerate(overrides)
     ]
-    (folder / "trials.jsonl").write_text("".join(json.dumps(asdict(trial)) + "\n" for trial in found))
-    return Found(tuple(found), best(found))
+    search.trials.write_text("".join(json.dumps(asdict(trial)) + "\n" for trial in found))
+    chosen = best(found)
+    search.append("searched", best=chosen.number, trials=len(found))
+    return Found(tuple(found), chosen)
 
 
 def first_line(error: Any) -> str:

@@ -16,10 +16,6 @@ from rtrain.tasks import base
 Log = list[dict[str, Any]]
 
 
-def run_folder(search: Path, number: int) -> Path:
-    return search / f"trial-{number:03d}"
-
-
 def stops_at(config: Config, number: int, updates: int) -> tuple[int, list[int]]:
     """(the update after which trial `number` ends, the updates at which it is compared), for a run of `updates`
     updates.
@@ -88,7 +84,7 @@ def run(
         config = configuration.with_overrides(
             config, {"cluster.storage": f"{config.deploy.cluster.storage}/{Path(search).name}"}
         )
-    run = Run(run_folder(Path(search), number))
+    run = Run(Path(search)).trial(number)
     log, ended = part(run.events(), config, number)
     for result in reported(log, headline_of(config)):
         ray.tune.report(result)
