@@ -22,10 +22,11 @@ for _verb in (
     train.report,
     *(compress.distill, compress.quantize, compress.evaluate),
     *(serve.predict, serve.explain, serve.serve),
-    *(runs.runs, runs.clean),
+    *(runs.runs, runs.clean, runs.export),
     train.demo,
 ):
     app.command()(_verb)
+app.command(name="import")(runs.import_)
 
 INTERRUPTED = 130
 

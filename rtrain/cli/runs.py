@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from rtrain.cli.options import Json
+from rtrain.cli.options import Json, chosen_run
 from rtrain.cli.output import show
 from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.run import shown
+from rtrain.run import ARTIFACT, Run, shown
 
 
 class Sort(StrEnum):
@@ -29,6 +29,14 @@ class Keep(StrEnum):
     BEST = "best"
     ARTIFACT = "artifact"
     NONE = "none"
+
+
+class WheelsFor(StrEnum):
+    """What the wheels of `rtrain export` are for."""
+
+    PREDICT = "predict"
+    SERVE = "serve"
+    ALL = "all"
 
 
 def runs(
@@ -104,3 +112,65 @@ def _ask(keep: Keep, yes: bool, count: int) -> None:
         raise ConfigError([Problem("--keep", "none", "removes whole runs, and nobody can be asked here", fix)])
     if not typer.confirm(f"Remove {count} whole run{'' if count == 1 else 's'}?", err=True):
         raise UserError("nothing was removed")
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="Run folder, or a search's.")],
+    out: Annotated[Path, typer.Option("--out", help="The file to write, e.g. intent.tar.")],
+    int8: Annotated[
+        bool, typer.Option("--int8", help="Of the artefacts the int8 one alone: smaller, and answered without torch.")
+    ] = False,
+    with_wheels: Annotated[
+        bool, typer.Option("--with-wheels", help="With the packages that answering needs, by pip download.")
+    ] = False,
+    wheels_for: Annotated[
+        WheelsFor, typer.Option("--wheels-for", help="What these packages must do; all: train as well.")
+    ] = WheelsFor.SERVE,
+    as_json: Json = False,
+) -> None:
+    """Put a run's artefacts, scores, report and log into one file, for a machine without network."""
+    import tempfile
+
+    from rtrain import artifact
+    from rtrain.inventory import sending, sizes, wheels
+
+    found, file, name = Run(chosen_run(run)), out.absolute(), run.absolute().name
+    with tempfile.TemporaryDirectory() as folder:
+        fetched, install = [], ""
+        if with_wheels:
+            sending.check(found, file, int8)  # before anything is fetched
+            print(f"fetching what rtrain {wheels_for} needs", file=sys.stderr)
+            places = [found.int8] if int8 else [found.artifact, found.int8]
+            made = [place for place in places if (place / ARTIFACT).is_file()]
+            engines = [artifact.read(place, verify=False).engine for place in made]
+            fetched = wheels.fetch(wheels_for.value, engines, Path(folder))
+            install = wheels.instructions(name, file.name, wheels_for.value)
+        sent = sending.send(found, name, file, int8, fetched, install)
+    carried = f"{sent.files} files, {sizes.text(sent.size)}"
+    lines = [f"{shown(file)}: the run {name}, {carried}; its checkpoints and token store stay here"]
+    lines += [f"not carried, as rtrain does not know it: {', '.join(sent.stayed)}"] if sent.stayed else []
+    lines += [install] if install else []
+    lines.append(f"next: rtrain import {shown(file)}   (on the other machine)")
+    document = {"file": str(file), "run": name, "bytes": sent.size, "files": sent.files, "left": list(sent.stayed)}
+    show({**document, "wheels": [path.name for path in fetched]}, as_json, "\n".join(lines))
+
+
+def import_(
+    file: Annotated[Path, typer.Argument(help="A file that rtrain export has written.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Run folder (default: runs/<name of the run>).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Unpack a run that rtrain export has packed; every file is checked before the run appears."""
+    from rtrain.inventory import receiving, sizes, wheels
+
+    got = receiving.receive(file.absolute(), out.absolute() if out else None, Path("runs").absolute())
+    folder = got.run.folder
+    lines = [f"{shown(folder)}: {got.files} files, {sizes.text(got.size)}, each as it was packed"]
+    if got.away:
+        what = "its log and settings name places of the machine it was trained on, and are left as they were written"
+        lines.append(f"{what}; without {', '.join(got.away)} it is not resumed, quantized or distilled here")
+    install = wheels.command(shown(got.wheels)) if got.wheels else None
+    lines += [f"to install what it needs, without network: {install}"] if install else []
+    lines.append(f"next: rtrain predict {shown(folder)} 'a text'   or: rtrain serve {shown(folder)}")
+    document = {"run": str(folder), "files": got.files, "bytes": got.size, "away": list(got.away), "install": install}
+    show(document, as_json, "\n".join(lines))

@@ -68,7 +68,7 @@ class Known:
         """Whether nothing is left to train: it has its artefact or, for a search, its winner has."""
         if self.kind == "search":
             return any(trial.run.name == self.winner and trial.ended for trial in self.trials)
-        return self.run.finished
+        return self.run.finished or self.status == "finished"
 
     @property
     def model(self) -> str:

@@ -184,14 +184,18 @@ def _resumed(folder: Path, new: Config) -> Config:
 
 
 def _refuse_cleaned(run: Run, config: Config) -> None:
-    """Raise `UserError` for a run whose checkpoints `rtrain clean` has removed: it would begin again with its first
-    update. One with an artefact has nothing left to train, and one with a copy in storage goes on from there."""
-    event = run.last("cleaned")
+    """Raise `UserError` for a run whose checkpoints `rtrain clean` has removed, or that came without them: it would
+    begin again with its first update. One with an artefact has nothing left to train, and one with a copy in storage
+    goes on from there."""
+    event = run.last("cleaned", "imported")
     if event is None or run.finished or config.deploy.cluster.storage or checkpoint.updates(run.checkpoints):
         return
     day = time.strftime("%Y-%m-%d %H:%M", time.localtime(event["time"]))
+    why = (
+        f"removed by rtrain clean on {day}" if event["kind"] == "cleaned" else f"not carried by rtrain import on {day}"
+    )
     raise UserError(
-        f"--resume: the checkpoints of {run} were removed by rtrain clean on {day}, so there is nothing to go on from; "
+        f"--resume: the checkpoints of {run} were {why}, so there is nothing to go on from; "
         f"write --new in place of --resume to train {_numbered(run.folder).name} from the start"
     )
 
