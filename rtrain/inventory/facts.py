@@ -68,7 +68,7 @@ class Known:
         """Whether nothing is left to train: it has its artefact or, for a search, its winner has."""
         if self.kind == "search":
             return any(trial.run.name == self.winner and trial.ended for trial in self.trials)
-        return self.run.finished or self.status == "finished"
+        return self.run.finished or (self.run.int8 / ARTIFACT).is_file()
 
     @property
     def model(self) -> str:
@@ -111,7 +111,8 @@ def read(run: Run, name: str, kind: str = "run") -> Known:
     stores = [event["store"] for event in events if isinstance(event.get("store"), str)]
     created = next((event for event in events if event["kind"] == "created"), None)
     began = created["time"] if created else None
-    known = Known(
+    chosen = next((event.get("best") for event in reversed(events) if event["kind"] == "searched"), None)
+    return Known(
         run,
         name,
         "student" if kind == "run" and _section(settings, "distill").get("teacher") else kind,
@@ -123,10 +124,10 @@ def read(run: Run, name: str, kind: str = "run") -> Known:
         store=Path(stores[-1]) if stores else None,
         parts=parts,
         best_update=next((event.get("best_update") for event in reversed(events) if event["kind"] == "trained"), None),
+        winner=run.trial(chosen).name if isinstance(chosen, int) else None,
         flaw=None if events or kind == "search" or not run.finished else "its log is missing or unreadable",
         cleaned=next((event.get("keep") for event in reversed(events) if event["kind"] == "cleaned"), None),
     )
-    return known
 
 
 def read_search(run: Run, name: str) -> Known:
@@ -137,9 +138,7 @@ def read_search(run: Run, name: str) -> Known:
         for folder in sorted(run.folder.glob("trial-[0-9]*"))
         if Run(folder).exists
     )
-    chosen = next((event for event in reversed(logs.skim(run.log)) if event["kind"] == "searched"), None)
-    winner = run.trial(int(chosen["best"])).name if chosen and isinstance(chosen.get("best"), int) else None
-    best = next((trial for trial in trials if trial.run.name == winner), None)
+    best = next((trial for trial in trials if trial.run.name == own.winner), None)
     scored = [trial for trial in trials if trial.score]
     shown = best or max(scored, key=lambda trial: trial.score.value if trial.score else 0.0, default=None)
     begun = [(trial.began, trial.began + (trial.seconds or 0.0)) for trial in trials if trial.began is not None]
@@ -154,7 +153,6 @@ def read_search(run: Run, name: str) -> Known:
         began=min((first for first, _ in begun), default=None),
         seconds=max(last for _, last in begun) - min(first for first, _ in begun) if begun else None,
         store=next((trial.store for trial in trials if trial.store), None),
-        winner=winner,
         trials=trials,
     )
 

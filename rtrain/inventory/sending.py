@@ -42,7 +42,8 @@ def check(run: Run, out: Path, int8: bool = False) -> None:
 def send(run: Run, name: str, out: Path, int8: bool = False, wheels: Iterable[Path] = (), install: str = "") -> Sent:
     """Write the parcel of a finished run, whole or not at all. Equal files give equal bytes, whenever they were made.
 
-    `name` is that of the folder that it becomes; with `int8` the int8 artefact goes alone. Raises `UserError` as `check` does, and where the disk refuses.
+    `name` is that of the folder that it becomes; with `int8` the int8 artefact goes alone. Raises `UserError` as
+    `check` does, and where the disk refuses.
     """
     check(run, out, int8)
     go, stayed = parcel.carried(run, int8)
