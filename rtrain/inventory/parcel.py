@@ -72,6 +72,6 @@ def refuse_name(name: str) -> None:
 
 def refuse_run_name(name: object) -> str:
     """The name of the run's folder. Raises `NoParcel` for what cannot be one."""
-    if isinstance(name, str) and name == Path(name).name and not name.startswith((".", "-")) and name.isprintable():
+    if isinstance(name, str) and name and name == Path(name).name and name.isprintable() and name[0] not in ".-":
         return name
     raise NoParcel(f"{name!r} is no name of a run; nothing was unpacked")

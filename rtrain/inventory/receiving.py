@@ -13,6 +13,9 @@ from rtrain.inventory import parcel
 from rtrain.inventory.parcel import NoParcel
 from rtrain.run import Run
 
+FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+"""Python's own refusal of what `_checked` refuses already; Python 3.11 has it from 3.11.4 on."""
+
 
 @dataclass(frozen=True)
 class Received:
@@ -54,7 +57,7 @@ def _unpack(file: Path, tar: tarfile.TarFile, out: Path | None, root: Path) -> R
     try:
         (draft.folder / manifest.NAME).write_text(json.dumps(document), encoding="utf-8")
         for member in members:
-            tar.extract(member, draft.folder, set_attrs=False, filter="data")
+            tar.extract(member, draft.folder, set_attrs=False, **FILTER)
         if wrong := manifest.damage(draft.folder):
             raise NoParcel(f"{file} was changed after it was made: {wrong}; fetch it again. Nothing was unpacked.")
         unpacked = draft.folder / parcel.RUN
