@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from rtrain.report import html, summary
 from rtrain.run import Run
 from rtrain.runs import opening
 from tests import stock, test_cli
+from tests.conftest import labelled_rows
 from tests.reports import answers_of, make_run, page_of, write_predictions
 from tests.tiny import make_artifact
 
@@ -146,6 +148,14 @@ def test_a_run_goes_as_a_whole_unless_another_needs_it(tmp_path: Path) -> None:
     assert gone(planned(teacher.folder, "none"), tmp_path) == {"teacher"}
 
 
+def test_what_is_needed_is_found_through_a_link_too(tmp_path: Path) -> None:
+    teacher = stock.make(tmp_path / "runs" / "teacher")
+    stock.make(tmp_path / "runs" / "tuned", model__name=str(teacher.artifact))
+    (tmp_path / "alias").symlink_to(tmp_path / "runs")
+    [refused] = planned(tmp_path / "alias" / "teacher", "none")
+    assert "tuned was started from its weights" in refused.stays[0]
+
+
 def test_an_ended_student_does_not_keep_its_teacher(tmp_path: Path) -> None:
     stock.make(tmp_path / "teacher", version="v1")
     stock.make(tmp_path / "student", distill__teacher="v1")
@@ -222,7 +232,8 @@ def test_the_copy_of_a_run_in_storage_is_not_touched(tmp_path: Path) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a real store, answers and artefact, as a training leaves it."""
     root = tmp_path_factory.mktemp("whole")
-    folder = make_run(root, **{"report.attributions": 2})
+    overrides: dict[str, Any] = {"report.attributions": 2}
+    folder = make_run(root, **overrides)
     for split in ("test", "valid"):
         write_predictions(folder, *answers_of(("login", "parcel", "refund"), 30, 0.8), split=split)
     make_artifact(folder / "artifact", ("login", "parcel", "refund"))
@@ -245,7 +256,7 @@ def test_a_cleaned_run_answers_is_scored_and_has_the_same_report(whole: Path, tm
     code, out, err = run("report", "runs/run")
     assert code == 0, err
     assert page_of(folder).text == before
-    csv = test_cli.csv_of(tmp_path, test_cli.labelled_rows(30))
+    csv = test_cli.csv_of(tmp_path, labelled_rows(30))
     code, out, err = run("evaluate", "runs/run", "--data", csv, "--json")
     assert (code, json.loads(out)["scores"]["rows"]) == (0, 30), err
 
@@ -303,6 +314,7 @@ def test_a_run_of_which_leftovers_alone_went_is_resumed(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from typing import Any
 from rtrain.inventory import plan, removal, walk
 left = int(sys.argv[3])
 def counted(do):

@@ -38,7 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that answers, with its report."""
     root = tmp_path_factory.mktemp("whole")
-    folder = make_run(root, **{"report.attributions": 2})
+    overrides: dict[str, Any] = {"report.attributions": 2}
+    folder = make_run(root, **overrides)
     write_predictions(folder, *answers_of(("login", "parcel", "refund"), 30, 0.8))
     make_artifact(folder / "artifact", ("login", "parcel", "refund"))
     summary.write(Run(folder))
@@ -308,6 +309,16 @@ def test_pip_is_asked_for_wheels_of_the_installed_versions(tmp_path: Path, monke
     assert asked[0][-len(wheels.packages("predict", ["openvino"])) :] == wheels.packages("predict", ["openvino"])
     assert asked[1][:2] == ["wheel", "--no-deps"]
     assert not (tmp_path / "constraints.txt").exists()
+
+
+def test_a_build_of_torch_that_pypi_lacks_is_told_unless_its_index_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(metadata, "version", lambda name: "2.13.0+cpu")
+    assert "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu" in (wheels.doubt(["torch"]) or "")
+    assert wheels.doubt(["openvino"]) is None
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://download.pytorch.org/whl/cpu")
+    assert wheels.doubt(["torch"]) is None
 
 
 def test_wheels_come_with_the_command_that_installs_them(tmp_path: Path, run: Cli) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,7 +127,7 @@ def test_a_search_that_has_not_chosen_is_interrupted_and_shows_its_best_trial(tm
 
 def test_a_student_names_its_teacher_and_a_run_the_run_whose_weights_it_began_with(tmp_path: Path) -> None:
     teacher = stock.make(tmp_path / "teacher", version="abc123")
-    student = {"distill__teacher": "abc123", "model__name": str(tmp_path / ".students" / "abc123-3")}
+    student: dict[str, Any] = {"distill__teacher": "abc123", "model__name": str(tmp_path / ".students" / "abc123-3")}
     stock.make(tmp_path / "student", **student)
     stock.make(tmp_path / "tuned", model__name=str(teacher.artifact))
     stock.make(tmp_path / "orphan", distill__teacher="gone", model__name="/elsewhere/model")
@@ -187,8 +188,17 @@ def test_each_log_is_read_once_and_its_progress_is_not_parsed(tmp_path: Path, mo
     stock.search(tmp_path / "s")
     read, parsed = list[str](), list[object]()
     whole, loads = Path.read_bytes, json.loads
-    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(str(path)) or whole(path))
-    monkeypatch.setattr(log.json, "loads", lambda text: parsed.append(text) or loads(text))
+
+    def reading(path: Path) -> bytes:
+        read.append(str(path))
+        return whole(path)
+
+    def parsing(text: str) -> object:
+        parsed.append(text)
+        return loads(text)
+
+    monkeypatch.setattr(Path, "read_bytes", reading)
+    monkeypatch.setattr(json, "loads", parsing)
     walk.look(tmp_path)
     logs = [path for path in read if path.endswith(events.NAME)]
     assert len(logs) == len(set(logs)) == 5

@@ -143,6 +143,8 @@ def export(
             places = [found.int8] if int8 else [found.artifact, found.int8]
             made = [place for place in places if (place / ARTIFACT).is_file()]
             engines = [artifact.read(place, verify=False).engine for place in made]
+            if doubt := wheels.doubt(wheels.packages(wheels_for.value, engines)):
+                print(doubt, file=sys.stderr)
             fetched = wheels.fetch(wheels_for.value, engines, Path(folder))
             install = wheels.instructions(name, file.name, wheels_for.value)
         sent = sending.send(found, name, file, int8, fetched, install)

@@ -75,6 +75,16 @@ class Known:
         """`model.name`: the weights that it started from."""
         return str(_section(self.settings, "model").get("name") or "")
 
+    @cached_property
+    def place(self) -> Path:
+        """The folder by its real path: that of its name may lead through links."""
+        return self.run.folder.resolve()
+
+    @cached_property
+    def weights(self) -> Path | None:
+        """The folder that `model.name` names, by its real path; None for a name of the hub."""
+        return Path(self.model).resolve() if Path(self.model).is_absolute() else None
+
     @property
     def teacher(self) -> str | None:
         """Version of the artefact that it was distilled from."""
@@ -107,7 +117,8 @@ def read(run: Run, name: str, kind: str = "run") -> Known:
     if not isinstance(settings, dict):
         return Known(run, name, kind, "damaged", parts=parts, flaw="its config.yaml cannot be read")
     events = logs.skim(run.log)
-    training = [event for event in events if event["kind"] not in AFTERWARDS]
+    # A finished run that is asked for again logs that its tokens are there, and trains no more.
+    training = [event for event in events if event["kind"] not in (*AFTERWARDS, "tokens_reused")]
     stores = [event["store"] for event in events if isinstance(event.get("store"), str)]
     created = next((event for event in events if event["kind"] == "created"), None)
     began = created["time"] if created else None

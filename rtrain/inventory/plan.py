@@ -98,7 +98,7 @@ def needed_by(known: Known, inventory: Inventory, going: Iterable[Path] = ()) ->
     for other in inventory.every():
         if other.run.folder in leaving or other.run.folder in folders:
             continue
-        if any(Path(other.model).is_relative_to(folder) for folder in folders):
+        if other.weights and any(other.weights.is_relative_to(one.place) for one in folders.values()):
             found.append(f"{other.name} was started from its weights (model.name), and reads them when it is resumed")
         elif other.teacher in versions and not other.ended:
             found.append(f"{other.name} is taught by its artefact, and has not ended")

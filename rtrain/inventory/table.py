@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rtrain.inventory import plan, sizes
@@ -15,6 +14,8 @@ HEADS = ("run", "status", "score", "begun", "took", "size", "recipe", "from")
 RIGHT = ("begun", "took", "size")
 SORTS = ("when", "name", "score", "size", "took")
 """By what the table may be sorted: the newest, best, largest or longest first; names from a to z."""
+
+MONTH_S = 30 * 86400
 
 
 def text(inventory: Inventory, sort: str = "when", every: bool = False, now: float | None = None) -> str:
@@ -74,11 +75,10 @@ def origin(known: Known, inventory: Inventory) -> str:
     if (teacher := known.teacher) is not None:
         found = next((one.name for one in others if teacher in one.versions), None)
         return f"student of {found or f'artefact {teacher}'}"
-    model = Path(known.model)
-    weights = [one.name for one in others if known.model and model.is_relative_to(one.run.folder)]
-    if weights:
-        return f"weights of {max(weights, key=len)}"
-    return model.name if model.is_absolute() else known.model
+    if (place := known.weights) is None:
+        return known.model
+    holders = [one.name for one in others if place.is_relative_to(one.place)]
+    return f"weights of {max(holders, key=len)}" if holders else place.name
 
 
 def _line(known: Known, inventory: Inventory, now: float, winner: str | None = None) -> dict[str, str]:
@@ -90,7 +90,7 @@ def _line(known: Known, inventory: Inventory, now: float, winner: str | None = N
         "run": f"{'  ' if known.kind == 'trial' else ''}{known.name}{what}{chosen}",
         "status": known.flaw or f"{known.status}{cleaned}{cut_short}",
         "score": str(known.score or "-"),
-        "begun": "-" if known.began is None else f"{duration(now - known.began)} ago",
+        "begun": "-" if known.began is None else _since(known.began, now),
         "took": "-" if known.seconds is None else duration(known.seconds),
         "size": sizes.text(known.size),
         "recipe": str(known.settings.get("name") or "-"),
@@ -118,6 +118,13 @@ def _document(known: Known, inventory: Inventory) -> dict[str, Any]:
         **({"winner": known.winner} if known.kind == "search" else {}),
         **({"trials": [_document(trial, inventory) for trial in known.trials]} if known.trials else {}),
     }
+
+
+def _since(began: float, now: float) -> str:
+    """How long ago, and past a month the day."""
+    if now - began > MONTH_S:
+        return time.strftime("%Y-%m-%d", time.localtime(began))
+    return f"{duration(now - began)} ago"
 
 
 def duration(seconds: float) -> str:

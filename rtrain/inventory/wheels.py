@@ -25,7 +25,7 @@ PREDICT = ("numpy", "pydantic", "PyYAML", "rich", "tokenizers", "typer")
 """Needed by the command line and by every answer."""
 ENGINE = {"torch": ("torch", "transformers", "safetensors")}
 """Needed by an engine; of those that are not here, the package of its own name."""
-SERVE = ("ray[serve]", "fastapi", "prometheus_client", "psutil")
+SERVE = ("ray[serve]", "fastapi", "prometheus_client", "psutil", "regex")
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "rtrain", "serve", "tune")
 """Of a checkout: what rtrain's own wheel is built from."""
 BUILT_AT = "315532800"
@@ -76,6 +76,19 @@ def installed() -> list[str]:
 def command(folder: str) -> str:
     """The one command that installs the wheels of a folder, without an index."""
     return f"python -m pip install --no-index --no-deps {folder}/*.whl"
+
+
+def doubt(names: Iterable[str]) -> str | None:
+    """What pip may do that nobody wants: a build of torch for this machine alone is not on PyPI, which has the one with
+    CUDA in its place."""
+    version = metadata.version("torch") if "torch" in names else ""
+    if "+" not in version or any(os.environ.get(name) for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")):
+        return None
+    build = version.partition("+")[2]
+    return (
+        f"torch here is {version}; PyPI has its CUDA build in that place, of gigabytes. For this one set "
+        f"PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/{build}"
+    )
 
 
 def instructions(run: str, file: str, what: What) -> str:
