@@ -51,7 +51,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_goes_to_another_folder_and_answers_and_reports_there(whole: Path, tmp_path: Path, run: Cli) -> None:
     answer = run("predict", whole / "run", "where is my parcel?")[1]
     code, out, err = run("export", whole / "run", "--out", "a.tar")
-    assert (code, "next: rtrain import a.tar" in out) == (0, True), err
+    assert (code, "next, on the other machine: rtrain import a.tar" in out) == (0, True), err
     store = (whole / ".tokens").rename(whole / "away")  # this machine becomes another one
     try:
         code, out, err = run("import", "a.tar")
@@ -101,12 +101,13 @@ def test_what_is_not_a_run_s_own_stays_behind_and_is_named(tmp_path: Path) -> No
         names = tar.getnames()
         assert {(member.mtime, member.uid, member.uname, member.mode) for member in tar} == {(0, 0, "", 0o644)}
     assert names == [
-        *("MANIFEST.json", "run/artifact-int8/artifact.json", "run/artifact-int8/model.safetensors"),
+        *("MANIFEST.json", "run/artifact-int8/MANIFEST.json", "run/artifact-int8/artifact.json"),
+        *("run/artifact-int8/model.safetensors", "run/artifact/MANIFEST.json"),
         *("run/artifact/artifact.json", "run/artifact/model.int8.bin", "run/artifact/model.safetensors"),
         *("run/config.yaml", "run/events.jsonl"),
     ]
     alone = sending.send(one, "a", tmp_path / "int8.tar", int8=True)
-    assert alone.files == 4
+    assert alone.files == 5
 
 
 def test_a_search_sends_its_winner_under_its_own_name(run: Cli, tmp_path: Path) -> None:

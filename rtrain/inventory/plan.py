@@ -1,10 +1,11 @@
 """What `rtrain clean` may remove, what is lost by it, and what stays and why. Nothing is removed here."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from rtrain import manifest
 from rtrain.checkpoints import checkpoint
 from rtrain.inventory import log, shared, sizes
 from rtrain.inventory.facts import Known
@@ -83,6 +84,30 @@ def _of(known: Known, keep: Keep, inventory: Inventory, going: set[Path]) -> lis
         return [Removal(known.name, known, keep, stays=(f"{known.flaw}; --keep none removes it",))]
     own = _parts(known, keep, ended=known.ended)
     return [own, *(_parts(trial, keep, ended=known.ended) for trial in known.trials)]
+
+
+def checked(removals: Iterable[Removal]) -> list[Removal]:
+    """The removals without those of checkpoints that may be the only good weights: every byte of what stays in their
+    place, the artefact or the other checkpoints, is read and must be as it was written."""
+    return [_checked(removal) for removal in removals]
+
+
+def _checked(removal: Removal) -> Removal:
+    known, going = removal.run, {part.path for part in removal.parts if part.what == sizes.CHECKPOINTS}
+    if known is None or removal.keep == "none" or not going:
+        return removal
+    run, places = known.run, []
+    if known.ended:
+        places.append(run.artifact if run.finished else run.int8)
+    if removal.keep == "best":
+        held = [checkpoint.path_of(run.checkpoints, update) for update in checkpoint.updates(run.checkpoints)]
+        places += [path for path in held if path not in going]
+    for place in places:
+        if wrong := manifest.damage(place):
+            parts = tuple(part for part in removal.parts if part.what != sizes.CHECKPOINTS)
+            reason = f"checkpoints: {place.name} is damaged ({wrong}), and they may be all that is left of it"
+            return replace(removal, parts=parts, lost=(), stays=(*removal.stays, reason))
+    return removal
 
 
 def _busy(known: Known) -> str | None:

@@ -102,7 +102,8 @@ def _checked(tar: tarfile.TarFile, recorded: dict[str, Any]) -> list[tarfile.Tar
             raise NoParcel(
                 f"{member.name!r} is a link, a device or a folder, which no parcel holds; nothing was unpacked"
             )
-        parcel.refuse_name(member.name)
+        if wrong := parcel.flaw(member.name):
+            raise NoParcel(f"{member.name!r} {wrong}; nothing was unpacked")
         if member.name in members or member.name not in recorded:
             wrong = "is there twice" if member.name in members else f"is not recorded in {manifest.NAME}"
             raise NoParcel(f"{member.name!r} {wrong}; nothing was unpacked")
