@@ -199,6 +199,23 @@ def test_a_whole_folder_goes_with_all_that_need_one_another_but_what_a_running_o
     }
 
 
+def test_what_stays_for_a_running_one_keeps_what_it_needs_itself(tmp_path: Path) -> None:
+    first = stock.make(tmp_path / "first")
+    second = stock.make(tmp_path / "second", model__name=str(first.artifact))
+    running = stock.make(tmp_path / "running", ended=None, model__name=str(second.artifact))
+    stock.make(tmp_path / "other")
+    with opening.hold(running):
+        assert gone(plan.of_root(walk.look(tmp_path), "none"), tmp_path) == {"other"}
+
+
+def test_while_a_run_cannot_be_read_what_it_may_use_stays(tmp_path: Path) -> None:
+    stock.age(stock.store(tmp_path, "cccc"))
+    stock.make(tmp_path / "torn").config.write_text("[")
+    [told] = [removed for removed in plan.of_root(walk.look(tmp_path), "artifact") if removed.run is None]
+    assert (told.parts, told.stays) == ((), ("torn cannot be read, and may use it",))
+    assert gone(plan.of_root(walk.look(tmp_path), "none"), tmp_path) == {"torn", ".tokens/cccc"}
+
+
 def test_stores_and_copies_that_no_run_uses_go_and_others_only_when_asked(tmp_path: Path) -> None:
     for digest in ("aaaa", "bbbb", "cccc", "dddd"):
         stock.store(tmp_path, digest)
