@@ -284,8 +284,8 @@ def test_a_compressed_file_is_refused_since_it_may_grow_without_end(tmp_path: Pa
 def test_the_packages_depend_on_the_purpose_and_on_the_engine() -> None:
     least = set(wheels.packages("predict", ["openvino"]))
     assert "openvino" in least
-    assert not least & {"torch", "transformers", "ray[serve]", "fastapi", "nncf"}
-    assert set(wheels.packages("serve", ["openvino"])) > least | {"ray[serve]"}
+    assert not least & {"torch", "transformers", "ray[data,serve]", "fastapi", "nncf"}
+    assert set(wheels.packages("serve", ["openvino"])) > least | {"ray[data,serve]"}
     assert set(wheels.packages("predict", ["torch", "openvino"])) > least | {"torch", "transformers"}
     assert {"nncf", "ray[data,default,serve,train,tune]", "torch"} <= set(wheels.packages("all", []))
 
@@ -391,3 +391,19 @@ def test_the_smallest_set_answers_and_lists_runs(tmp_path: Path) -> None:
         command = [sys.executable, "-c", ALONE, allowed, *words]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+
+
+SERVING = """
+from rtrain.cluster.session import _quiet, session, until_interrupted
+from rtrain.report.live import progress
+from serve import access, app, deployment, explanations
+_quiet()
+"""
+
+
+def test_what_serving_imports_is_in_its_set() -> None:
+    allowed = ",".join(sorted(modules_of(wheels.packages("serve", ["openvino"]))))
+    script = ALONE.partition("from rtrain.cli")[0] + SERVING
+    command = [sys.executable, "-c", script, allowed]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
