@@ -13,6 +13,7 @@ from rtrain.cli import app as cli
 from rtrain.proof import ledger
 from rtrain.run import Run
 from rtrain.runs import opening
+from tests import stock
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.tiny import make_artifact, make_encoder
 
@@ -92,7 +93,7 @@ def test_verbs_are_these() -> None:
     groups = {group.name for group in cli.app.registered_groups}
     assert commands | groups == {
         *("demo", "recipes", "train", "evaluate", "tune", "distill", "quantize", "predict", "explain", "serve"),
-        *("verify", "drill", "report"),
+        *("verify", "drill", "report", "runs", "clean", "export", "import"),
     }
 
 
@@ -157,11 +158,34 @@ def test_predict_reads_lines_and_prints_one_answer_each(
     assert json.loads(as_json)[0][0]["label"] == out.splitlines()[0].split("\t")[0]
 
 
-def test_predict_of_a_folder_without_artefact_says_so(run: Cli, tmp_path: Path) -> None:
-    make_artifact(tmp_path / "run" / "artifact")
-    code, _, err = run("predict", tmp_path / "run", "text")
+def test_a_run_stands_for_its_artefact_and_another_folder_for_none(run: Cli, tmp_path: Path) -> None:
+    made = make_artifact(tmp_path / "runs" / "a" / "artifact")
+    answer = run("predict", made, "text")
+    assert (answer[0], answer[2]) == (0, "")
+    code, out, err = run("predict", "runs/a", "text")
+    assert (code, out, err) == (0, answer[1], "answering with runs/a/artifact\n")
+    code, _, err = run("predict", "runs", "text")
+    assert (code, "is no artefact (no artifact.json); name the artifact folder of a finished run" in err) == (1, True)
+
+
+@pytest.mark.parametrize("verb", ["predict", "explain", "serve", "evaluate", "distill", "quantize"])
+def test_every_verb_that_takes_a_run_takes_a_search_and_says_how_to_go_on_with_it(
+    run: Cli, tmp_path: Path, verb: str
+) -> None:
+    stock.search(tmp_path / "runs" / "s", best=None)
+    more = {"predict": ["text"], "explain": ["text"], "evaluate": ["--data", "x.csv"]}.get(verb, [])
+    code, _, err = run(verb, "runs/s", *more)
     assert code == 1
-    assert f"did you mean {tmp_path / 'run' / 'artifact'}?" in err
+    assert "runs/s is a search that has not chosen its winner yet; go on with: rtrain tune --resume --out " in err
+
+
+@pytest.mark.parametrize("verb", ["distill", "quantize"])
+def test_a_search_stands_for_its_winner_where_a_run_is_wanted(run: Cli, tmp_path: Path, verb: str) -> None:
+    """The winner's stand-in artefact is then refused: it is the one that was looked at."""
+    stock.search(tmp_path / "runs" / "s")
+    code, _, err = run(verb, "runs/s")
+    assert (code, "the search's winner is runs/s/trial-001\n" in err) == (1, True)
+    assert f"{tmp_path}/runs/s/trial-001/artifact" in err
 
 
 @pytest.mark.ray

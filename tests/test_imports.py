@@ -39,7 +39,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rtrain.explain", "rtrain.score"),
     ("rtrain.report", "serve"),
     ("rtrain.runs",),
-    ("rtrain.proof", "rtrain.compress", "tune"),
+    ("rtrain.proof", "rtrain.compress", "rtrain.inventory", "tune"),
     ("rtrain.demo",),
     ("rtrain.cli",),
     ("rtrain.__main__",),

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from rtrain import __version__, env
-from rtrain.cli import compress, proof, serve, train
+from rtrain.cli import compress, proof, runs, serve, train
 from rtrain.cluster import session as sessions
 from rtrain.errors import UserError
 
@@ -22,9 +22,11 @@ for _verb in (
     train.report,
     *(compress.distill, compress.quantize, compress.evaluate),
     *(serve.predict, serve.explain, serve.serve),
+    *(runs.runs, runs.clean, runs.export),
     train.demo,
 ):
     app.command()(_verb)
+app.command(name="import")(runs.import_)
 
 INTERRUPTED = 130
 

@@ -12,17 +12,19 @@ from rtrain.cli.options import (
     Out,
     Resume,
     Set,
+    answering,
+    chosen_run,
     configured,
     leave_to_supervisor,
     overrides_of,
     reuse_of,
 )
 from rtrain.cli.output import show
-from rtrain.run import Run
+from rtrain.run import Run, shown
 
 
 def distill(
-    run: Annotated[Path, typer.Argument(help="Run folder of the teacher.")],
+    run: Annotated[Path, typer.Argument(help="Run folder of the teacher, or a search's.")],
     out: Out = None,
     assignments: Set = None,
     address: Address = None,
@@ -33,9 +35,9 @@ def distill(
     """Train a student with fewer layers on a run's rows and its model's answers."""
     from rtrain.runs import opening
 
-    teacher, reuse = run.absolute(), reuse_of(resume, new)
+    teacher, reuse = chosen_run(run), reuse_of(resume, new)
     config = opening.stored(teacher, overrides_of(assignments, address=address))
-    folder = Path(out).absolute() if out else teacher.with_name(f"{teacher.name}-student")
+    folder = Path(out).absolute() if out else run.absolute().with_name(f"{run.absolute().name}-student")
     leave_to_supervisor(config, folder, reuse)
     from rtrain.cluster.session import session
     from rtrain.compress import distill as distillation
@@ -47,7 +49,7 @@ def distill(
 
 
 def quantize(
-    run: Annotated[Path, typer.Argument(help="Run folder whose artefact is quantized.")],
+    run: Annotated[Path, typer.Argument(help="Run folder whose artefact is quantized, or a search's.")],
     out: Annotated[Path | None, typer.Option("--out", help="Folder of the int8 artefact.")] = None,
     assignments: Set = None,
     as_json: Json = False,
@@ -55,15 +57,16 @@ def quantize(
     """Make an int8 artefact with static scales, calibrated on training rows, and score it on the test rows."""
     from rtrain.compress import quantize as quantization
 
-    config = configured(str(run / "config.yaml"), assignments)
-    report = quantization.run(
-        config.recipe, quantization.store_of(run.absolute()), run.absolute(), (out or run / "artifact-int8").absolute()
-    )
-    show(report, as_json, "\n".join(f"{name:>16}  {value}" for name, value in report.items()))
+    parent = Run(chosen_run(run))
+    config = configured(str(parent.config), assignments)
+    made = (out or parent.int8).absolute()
+    report = quantization.run(config.recipe, quantization.store_of(parent.folder), parent.folder, made)
+    lines = [f"{name:>16}  {value}" for name, value in report.items()]
+    show(report, as_json, "\n".join([*lines, f"next: rtrain serve {shown(made)}"]))
 
 
 def evaluate(
-    artifact: Annotated[Path, typer.Argument(help="Artefact folder.")],
+    artifact: Annotated[Path, typer.Argument(help="Artefact folder, or a run's or a search's.")],
     data: Annotated[str, typer.Option("--data", help="Rows with texts and labels.")],
     assignments: Set = None,
     as_json: Json = False,
@@ -74,7 +77,7 @@ def evaluate(
     from rtrain.metrics import scores
 
     overrides = {"data.path": data, **dict(config.parse_assignment(text) for text in assignments or ())}
-    folder = artifact.absolute()
+    folder = answering(artifact)
     report = score.run(folder, score.settings(artifacts.read(folder), overrides))
     rate = f"{report['bad_rows']} bad rows, {report['rows_per_second']} rows/s"
     show(report, as_json, f"{scores.text(report)}\n\n{rate}")

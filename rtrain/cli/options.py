@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rtrain.errors import ConfigError, Problem
+from rtrain.run import artifact_of, chosen, shown
 
 if TYPE_CHECKING:
     from rtrain.runs.opening import Reuse
@@ -105,6 +106,22 @@ def _recipe(recipe: str | None, out: str | None, reuse: "Reuse") -> str:
         return str(own)
     fix = "write a recipe's name or a YAML file; a run that is here is continued without by --resume --out RUN"
     raise ConfigError([Problem("recipe", None, "missing", fix)])
+
+
+def answering(folder: Path) -> Path:
+    """The artefact, by its absolute path, that the folder given to a verb stands for; said where it is another one."""
+    found = artifact_of(folder.absolute())
+    if found != folder.absolute():
+        print(f"answering with {shown(found)}", file=sys.stderr)
+    return found
+
+
+def chosen_run(folder: Path) -> Path:
+    """The run, by its absolute path, that the folder given to a verb stands for; said where it is a search's winner."""
+    found = chosen(folder.absolute()).folder
+    if found != folder.absolute():
+        print(f"the search's winner is {shown(found)}", file=sys.stderr)
+    return found
 
 
 def leave_to_supervisor(config: Any, folder: Path, reuse: "Reuse") -> None:

@@ -12,13 +12,14 @@ from rtrain.cli.options import (
     Insecure,
     Json,
     Set,
+    answering,
     configured,
 )
 from rtrain.cli.output import answer_text
 
 
 def predict(
-    artifact: Annotated[Path, typer.Argument(help="Artefact folder.")],
+    artifact: Annotated[Path, typer.Argument(help="Artefact folder, or a run's or a search's.")],
     texts: Annotated[list[str] | None, typer.Argument(help="Texts; without any, lines of standard input.")] = None,
     top: Annotated[int, typer.Option("--top", help="Labels per text.", min=1)] = 1,
     batch: Annotated[int, typer.Option("--batch", help="Most texts of one engine call.", min=1)] = 32,
@@ -28,7 +29,7 @@ def predict(
     from rtrain.predict import Predictor
 
     inputs = list(texts or [line.rstrip("\n") for line in sys.stdin])
-    answers = Predictor.load(artifact.absolute())(inputs, {"top_k": top}, batch_rows=batch)
+    answers = Predictor.load(answering(artifact))(inputs, {"top_k": top}, batch_rows=batch)
     if as_json:
         print(json.dumps(answers, ensure_ascii=False))
         return
@@ -37,7 +38,7 @@ def predict(
 
 
 def explain(
-    artifact: Annotated[Path, typer.Argument(help="Float artefact folder.")],
+    artifact: Annotated[Path, typer.Argument(help="Float artefact folder, or a run's or a search's.")],
     text: Annotated[str | None, typer.Argument(help="A text; without it standard input, as a whole.")] = None,
     pair: Annotated[str | None, typer.Option("--pair", help="The second text, where there are two.")] = None,
     label: Annotated[str | None, typer.Option("--label", help="Explain this label instead of the answer's.")] = None,
@@ -51,7 +52,7 @@ def explain(
     from rtrain.predict import Predictor
     from rtrain.report import explanation
 
-    predictor = Predictor.load(artifact.absolute())
+    predictor = Predictor.load(answering(artifact))
     first, second = predictor.task.fields
     read = sys.stdin.read() if text is None else text
     [found] = Explainer(predictor)([read if pair is None else {first: read, second: pair}], label, steps)
@@ -63,7 +64,7 @@ def explain(
 
 
 def serve(
-    artifact: Annotated[Path, typer.Argument(help="Artefact folder.")],
+    artifact: Annotated[Path, typer.Argument(help="Artefact folder, or a run's or a search's.")],
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on (default 127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option("--port", help="Port (default 8000; 0 takes a free one).")] = None,
     insecure: Insecure = False,
@@ -78,7 +79,7 @@ def serve(
 
     config = configured("intent", assignments, host=host, port=port, insecure=insecure or None, address=address)
     access.check(config.deploy.serve, say)
-    folder = artifact.absolute()
+    folder = answering(artifact)
     artifacts.read(folder)
     with session(config, folder.parent), deployment.start(folder, config.deploy.serve) as endpoint:
         say(f"serving {folder} at {endpoint.url} (Ctrl-C ends it)")

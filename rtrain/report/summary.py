@@ -6,6 +6,8 @@ from typing import Any
 from rtrain.run import Run
 
 STATUSES = ("finished", "paused", "stopped", "failed", "interrupted")
+AFTERWARDS = ("cleaned", "imported")
+"""Events that are logged when the training is long over: its time does not go on until then."""
 SECONDS = ("setup", "first_batch", "train", "evaluate", "checkpoint", "input_wait")
 
 
@@ -43,7 +45,8 @@ def summarise(run: Run) -> dict[str, Any]:
     end = ends[-1] if ends else {}
     last = progress[-1] if progress else {}
     seconds = {name: round(sum(event["seconds"].get(name, 0.0) for event in ends), 3) for name in SECONDS}
-    total = round(log[-1]["time"] - created["time"], 3) if log and created else 0.0
+    times = [event["time"] for event in log if event["kind"] not in AFTERWARDS]
+    total = round(times[-1] - created["time"], 3) if times and created else 0.0
     rows, real, padded = (
         sum(event.get(name, 0) for event in ends) for name in ("rows_seen", "real_tokens", "padded_tokens")
     )

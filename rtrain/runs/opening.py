@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rtrain import config as configuration, hub
+from rtrain.checkpoints import checkpoint
 from rtrain.config import Config, Recipe
 from rtrain.data.formats import files
 from rtrain.errors import ConfigError, Problem, UserError
@@ -45,6 +46,7 @@ def choose(folder: Path, config: Config, reuse: Reuse) -> tuple[Path, Config]:
             f"--out: {folder} holds a run already; write --resume to continue it, or --new for {_numbered(folder).name}"
         )
     if used and reuse == "resume":
+        _refuse_cleaned(Run(folder), config)
         return folder, _resumed(folder, config)
     return _numbered(folder) if used else folder, config
 
@@ -179,6 +181,23 @@ def _resumed(folder: Path, new: Config) -> Config:
         raise ConfigError([_changed(name, was[name], wanted[name]) for name in changed], _ways_on(folder, old))
     asked |= {ROWS: old.recipe.rows_per_update, FREQUENCY: None}
     return replace(configuration.with_overrides(old, asked), named=new.named)
+
+
+def _refuse_cleaned(run: Run, config: Config) -> None:
+    """Raise `UserError` for a run whose checkpoints `rtrain clean` has removed, or that came without them: it would
+    begin again with its first update. One with an artefact has nothing left to train, and one with a copy in storage
+    goes on from there."""
+    event = run.last("cleaned", "imported")
+    if event is None or run.finished or config.deploy.cluster.storage or checkpoint.updates(run.checkpoints):
+        return
+    day = time.strftime("%Y-%m-%d %H:%M", time.localtime(event["time"]))
+    why = (
+        f"removed by rtrain clean on {day}" if event["kind"] == "cleaned" else f"not carried by rtrain import on {day}"
+    )
+    raise UserError(
+        f"--resume: the checkpoints of {run} were {why}, so there is nothing to go on from; "
+        f"write --new in place of --resume to train {_numbered(run.folder).name} from the start"
+    )
 
 
 def _changed(name: str, before: Any, after: Any) -> Problem:
