@@ -21,7 +21,7 @@ Z95, Z80 = 1.959964, 0.841621
 
 @dataclass(frozen=True)
 class Difference:
-    """A score of another model less that of the first one, on the same rows; larger is better."""
+    """A score of another model less that of the first one, on the same rows."""
 
     name: str
     first: float
@@ -35,7 +35,7 @@ class Difference:
 
     @property
     def verdict(self) -> int:
-        """1: the other model is better, -1: worse, 0: not told apart.
+        """1: the other model is better, -1: worse, 0: not told apart; of a score of which larger is better.
 
         Of very few rows the bootstrap says too much: each of its resamples repeats the same ones.
         """
@@ -49,7 +49,9 @@ def differences(first: Additive, other: Additive, replicates: int = REPLICATES) 
     rows = len(first)
     found = bootstrap.compare(other, first, replicates=max(100, min(replicates, MOST_DRAWS // max(1, rows))))
     before, after = first.scores(), other.scores()
-    kept = {name: one for name, one in found.items() if all(map(math.isfinite, one))}
+    # Beside the negative of an error the error itself says nothing more.
+    twice = {name.removeprefix("neg_") for name in found if name.startswith("neg_")}
+    kept = {name: one for name, one in found.items() if all(map(math.isfinite, one)) and name not in twice}
     return [
         Difference(name, before[name], after[name], kept[name].difference, kept[name].low, kept[name].high, one.p, rows)
         for name, one in kept.items()

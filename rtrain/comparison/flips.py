@@ -8,12 +8,16 @@ import numpy.typing as npt
 
 from rtrain.comparison.answers import Answers
 from rtrain.comparison.by_row import Judged
-from rtrain.metrics.additive import Ints
+from rtrain.metrics.additive import Floats, Ints
 from rtrain.report.drawing.svg import number
 from rtrain.report.kinds import entities
 
 MOST = 200
 """Rows of a kind that are kept."""
+UNSURE = ("spans", "summary", "tokens")
+"""Kinds of output whose score says how sure a part of the answer is, not the whole."""
+WORTH = {"summary": "ROUGE {:.3f}", "tokens": "loss {:.3f}"}
+"""What is said of an answer that is more or less good, where the answer does not say it."""
 SAME = 1e-9
 """A difference of two rows' worth up to this is one of rounding."""
 
@@ -76,28 +80,38 @@ def kinds(
     for name, inside, bad in chosen:
         rows = np.flatnonzero(inside)
         rows = rows[np.argsort(-np.nan_to_num(bad[rows], nan=-np.inf), kind="stable")]
-        found.append(Kind(name, len(rows), tuple(_flips(output, sides, at, rows[:MOST]))))
+        flipped = _flips(output, sides, at, (first.worth, other.worth), rows[:MOST])
+        found.append(Kind(name, len(rows), tuple(flipped)))
     return found
 
 
-def _flips(output: str, sides: tuple[Answers, Answers], at: tuple[Ints, Ints], rows: Ints) -> list[Flip]:
+def _flips(
+    output: str, sides: tuple[Answers, Answers], at: tuple[Ints, Ints], worth: tuple[Floats, Floats], rows: Ints
+) -> list[Flip]:
     first, other = (side.rows for side in sides)
     places, others = at[0][rows].tolist(), at[1][rows].tolist()
-    texts = first.texts(places)
+    texts, sure = first.texts(places), output not in UNSURE
     return [
         Flip(
             text,
-            said(output, first.target[one] or other.target[two])
-            if first.kind == "classes"
-            else said(output, first.target[one]),
-            said(output, first.prediction[one]),
-            said(output, other.prediction[two]),
-            _score(first.score, one),
-            _score(other.score, two),
+            said(output, _true(first.target[one], other.target[two])),
+            said(output, first.prediction[one]) + _worth(output, float(worth[0][row])),
+            said(output, other.prediction[two]) + _worth(output, float(worth[1][row])),
+            _score(first.score, one) if sure else None,
+            _score(other.score, two) if sure else None,
             f"{first.source[one]}:{first.line[one]}",
         )
-        for text, one, two in zip(texts, places, others, strict=True)
+        for text, one, two, row in zip(texts, places, others, rows.tolist(), strict=True)
     ]
+
+
+def _true(target: Any, other: Any) -> Any:
+    """The target; of a label that the training rows of the first side lack, as the other side has it."""
+    return target if isinstance(target, float) else target or other
+
+
+def _worth(output: str, value: float) -> str:
+    return f", {WORTH[output].format(abs(value))}" if output in WORTH else ""
 
 
 def _score(scores: npt.NDArray[np.float64], row: int) -> float | None:

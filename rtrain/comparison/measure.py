@@ -14,8 +14,6 @@ from rtrain.metrics.scores import LENGTH, MOST_SLICES
 from rtrain.metrics.slices import LEAST, by_column, quantiles
 
 SLICE_REPLICATES = 1000
-FEWEST = 10
-"""Rows of a slice below which nothing is said of it."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +137,8 @@ def _flipped(first: Bools | None, other: Bools | None) -> Flipped | None:
 def slices(
     first: Additive, other: Additive, headline: str, columns: Mapping[str, Sequence[str]], least: int = LEAST
 ) -> list[Slice]:
-    """The difference on the rows of each value, where it is the worst first. Rare values are one slice, and a column in
-    which all rows have one value says nothing."""
+    """The difference on the rows of each value, where it is the worst first. Rare values are one slice. A column in
+    which all rows have one value says nothing, nor do fewer than `LEAST` rows."""
     found: list[tuple[str, str, Difference]] = []
 
     for column, values in columns.items():
@@ -154,7 +152,7 @@ def slices(
 
         every = by_column(values, difference, "difference", least=1 if column == LENGTH else least)
         if 1 < len(every) <= MOST_SLICES:
-            found += [(column, one.value, inside[int(one.scores["number"])]) for one in every if one.rows >= FEWEST]
+            found += [(column, one.value, inside[int(one.scores["number"])]) for one in every if one.rows >= LEAST]
     corrected = chance.holm([one.p for _, _, one in found])
     made = [Slice(column, value, one, p) for (column, value, one), p in zip(found, corrected, strict=True)]
     return sorted(made, key=lambda one: one.difference.difference)

@@ -59,7 +59,8 @@ def _digests(side: Side) -> dict[str, Any]:
         "artefact": None if side.made is None else side.made.version,
     }
     for role, files in (created.get("origin") or {}).items():
-        found |= {f"{role}: {name}": sha256 for name, sha256 in files.items()}
+        # By content alone: the same file may lie elsewhere.
+        found[f"files, {role}"] = ", ".join(sorted(sha256[:12] for sha256 in files.values()))
     return found
 
 

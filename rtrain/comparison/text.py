@@ -88,11 +88,12 @@ def mcnemar(one: Against, a: str, b: str) -> str:
 
 
 def _kind(kind: Kind, a: str, b: str) -> Iterator[str]:
-    yield f"{kind.name}: {kind.rows:,} rows" + (", the worst first" if kind.rows > 1 else "")
+    order = ", the largest change first" if "than" in kind.name else ", the worst first"
+    yield f"{kind.name}: {kind.rows:,} row{'' if kind.rows == 1 else 's'}{order if kind.rows > 1 else ''}"
     for flip in kind.shown[:SHOWN]:
         true = f"{short(flip.target, WIDEST)}: " if flip.target != "nothing" else ""
         said = f"{a} {_said(flip.first, flip.first_score)}, {b} {_said(flip.other, flip.other_score)}"
-        yield f"    {true}{said}  {short(flip.text, TEXT)}  ({flip.where})"
+        yield f"    {true}{said}  {short(flip.text, TEXT)}  ({flip.where.rsplit('/', 1)[-1]})"
 
 
 def _said(answer: str, score: float | None) -> str:
