@@ -47,13 +47,13 @@ class Paired:
         return len(self.at[0])
 
 
-def paired(sides: Sequence[Side]) -> Paired | str:
-    """The common rows: of the test split, else of the validation split; or why rows cannot be compared one by one.
+def paired(sides: Sequence[Side], splits: Sequence[str] = SPLITS) -> Paired | str:
+    """The common rows: of the first of `splits` that has any; or why rows cannot be compared one by one.
 
     Raises `UserError` where all sides have answered rows, and none of them is a row of all sides.
     """
     lacking, apart = [], []
-    for split in SPLITS:
+    for split in splits:
         without = [side for side in sides if not _known(side, split)]
         if without:
             lacking.append(f"{', '.join(map(str, without))} left no answers to {NAMES[split]} rows")

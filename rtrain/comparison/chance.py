@@ -10,6 +10,7 @@ from rtrain.metrics import bootstrap
 from rtrain.metrics.additive import Additive
 from rtrain.metrics.scores import MOST_DRAWS
 from rtrain.metrics.slices import LEAST
+from rtrain.report.stats import wilson
 
 ALPHA = 0.05
 """A difference with a smaller p is taken for more than chance."""
@@ -56,6 +57,18 @@ def differences(first: Additive, other: Additive, replicates: int = REPLICATES) 
         Difference(name, before[name], after[name], kept[name].difference, kept[name].low, kept[name].high, one.p, rows)
         for name, one in kept.items()
     ]
+
+
+def unpaired(name: str, first: float, other: float, rows: int) -> Difference:
+    """Two shares of so many rows each, of which it is not known which rows they are: the interval is Newcombe's (1998,
+    method 10), by Wilson's of each share, p that of the normal approximation. Wider than a comparison row by row."""
+    (low_a, high_a), (low_b, high_b) = (wilson(share * rows, rows) for share in (first, other))
+    difference, mean = other - first, (first + other) / 2
+    low = difference - math.hypot(other - low_b, high_a - first)
+    high = difference + math.hypot(high_b - other, first - low_a)
+    error = math.sqrt(2 * mean * (1 - mean) / rows)
+    p = math.erfc(abs(difference) / error / math.sqrt(2)) if error and difference else 1.0
+    return Difference(name, first, other, difference, low, high, p, rows)
 
 
 def mcnemar(lost: int, won: int) -> float:

@@ -69,24 +69,42 @@ class Measured:
 
 def measure(sides: Sequence[Side], paired: Paired) -> Measured:
     """Each side against the first one, on the common rows."""
-    output = sides[0].output
-    targets = [answers.rows.target[at] for answers, at in zip(paired.answers, paired.at, strict=True)]
-    target, same = by_row.reconciled(output, targets)
-    at = [own[same] for own in paired.at]
-    judged = [
-        by_row.judge(output, _sheet(side, paired, place, at[place], target[same])) for place, side in enumerate(sides)
-    ]
+    judged, at = _judged(sides, paired)
     found = [_against(sides, paired, at, judged, place) for place in range(1, len(sides))]
     corrected = chance.holm([one.headline.p for one in found])
     return Measured(
         split=paired.split,
-        rows=int(same.sum()),
+        rows=len(at[0]),
         of=tuple(len(answers.rows) for answers in paired.answers),
-        left_out=int((~same).sum()),
+        left_out=len(paired) - len(at[0]),
         against=tuple(
             replace(one, headline=replace(one.headline, p=p)) for one, p in zip(found, corrected, strict=True)
         ),
     )
+
+
+def headline(sides: Sequence[Side], paired: Paired) -> Difference:
+    """The headline of the second of two sides beside the first."""
+    (first, other), _ = _judged(sides, paired)
+    return _headline(sides[0].output, first, other)[0]
+
+
+def _judged(sides: Sequence[Side], paired: Paired) -> tuple[list[Judged], list[Ints]]:
+    """What each side's answers are worth, and the places of the judged rows in its file."""
+    output = sides[0].output
+    targets = [answers.rows.target[at] for answers, at in zip(paired.answers, paired.at, strict=True)]
+    target, same = by_row.reconciled(output, targets)
+    at = [own[same] for own in paired.at]
+    sheets = [_sheet(side, paired, place, at[place], target[same]) for place, side in enumerate(sides)]
+    return [by_row.judge(output, sheet) for sheet in sheets], at
+
+
+def _headline(output: str, first: Judged, other: Judged) -> tuple[Difference, Flipped | None, list[Difference]]:
+    """(the headline with the p that decides, McNemar's test of classes, every score)."""
+    scores = chance.differences(first.scores, other.scores)
+    found = next(one for one in scores if one.name == first.headline)
+    flipped = _flipped(first.right, other.right) if output == "classes" else None
+    return (found if flipped is None else replace(found, p=max(found.p, flipped.p))), flipped, scores
 
 
 def _sheet(side: Side, paired: Paired, place: int, at: Ints, target: by_row.Column) -> Sheet:
@@ -106,11 +124,7 @@ def _against(
     sides: Sequence[Side], paired: Paired, at: Sequence[Ints], judged: Sequence[Judged], place: int
 ) -> Against:
     first, other = judged[0], judged[place]
-    scores = chance.differences(first.scores, other.scores)
-    headline = next(one for one in scores if one.name == first.headline)
-    flipped = _flipped(first.right, other.right) if sides[0].output == "classes" else None
-    if flipped is not None:
-        headline = replace(headline, p=max(headline.p, flipped.p))
+    decisive, flipped, scores = _headline(sides[0].output, first, other)
     rows = paired.answers[0].rows
     columns = {name: [values[row] for row in at[0]] for name, values in rows.slices.items()}
     if LENGTH not in columns:
@@ -119,7 +133,7 @@ def _against(
     both = (paired.answers[0], paired.answers[place])
     return Against(
         side=sides[place],
-        headline=headline,
+        headline=decisive,
         scores=tuple(scores),
         mcnemar=flipped,
         slices=tuple(slices(first.main, other.main, first.headline, columns)),
