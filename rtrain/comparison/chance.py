@@ -48,7 +48,8 @@ class Difference:
 def differences(first: Additive, other: Additive, replicates: int = REPLICATES) -> list[Difference]:
     """Each score that both have, in the order of the first; a score that is not finite is left out."""
     rows = len(first)
-    found = bootstrap.compare(other, first, replicates=max(100, min(replicates, MOST_DRAWS // max(1, rows))))
+    with np.errstate(invalid="ignore"):  # of two endless perplexities
+        found = bootstrap.compare(other, first, replicates=max(100, min(replicates, MOST_DRAWS // max(1, rows))))
     before, after = first.scores(), other.scores()
     # Beside the negative of an error the error itself says nothing more.
     twice = {name.removeprefix("neg_") for name in found if name.startswith("neg_")}

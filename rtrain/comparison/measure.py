@@ -21,15 +21,12 @@ class Slice:
     column: str
     value: str
     difference: Difference
-    corrected: float
-    """p after Holm's correction over all slices."""
+    """Its p is corrected for the number of slices, by Holm's method."""
 
     @property
     def verdict(self) -> int:
         """1: the other side is better there, -1: worse, 0: not told apart."""
-        if self.corrected >= chance.ALPHA:
-            return 0
-        return 1 if self.difference.difference > 0 else -1
+        return self.difference.verdict
 
 
 @dataclass(frozen=True)
@@ -168,5 +165,5 @@ def slices(
         if 1 < len(every) <= MOST_SLICES:
             found += [(column, one.value, inside[int(one.scores["number"])]) for one in every if one.rows >= LEAST]
     corrected = chance.holm([one.p for _, _, one in found])
-    made = [Slice(column, value, one, p) for (column, value, one), p in zip(found, corrected, strict=True)]
+    made = [Slice(column, value, replace(one, p=p)) for (column, value, one), p in zip(found, corrected, strict=True)]
     return sorted(made, key=lambda one: one.difference.difference)

@@ -60,7 +60,7 @@ def find(folders: Sequence[Path]) -> list[Side]:
         fix = f"name two to {len(LETTERS)} of them, the one that the others are compared with first"
         raise ConfigError([Problem("runs", len(folders), "so many runs cannot be compared", fix)])
     found = [_found(folder.absolute()) for folder in folders]
-    made = [one for _, one in found]
+    made = [one.resolve() for _, one in found]  # a link, or a path with .., may lead to a folder once more
     for place, one in enumerate(made):
         if one in made[:place]:
             raise UserError(f"{folders[place]} and {folders[made.index(one)]} are the same model; name another run")

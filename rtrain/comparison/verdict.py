@@ -34,7 +34,7 @@ def _needs(one: Difference) -> str:
     # A difference that is next to nothing would take rows without end: a point is asked about in its place.
     asked = max(abs(one.difference), 0.01) if is_share(one) else abs(one.difference)
     if asked == 0 or asked >= seen:
-        return ""
+        return f"; so many rows show a difference of {size(one, seen)}"
     rows = f"{chance.needed(one, asked):,}"
     return f"; a difference below {size(one, seen)} needs more rows, one of {size(one, asked)} about {rows}"
 
