@@ -56,12 +56,14 @@ def test_over_all_rows_the_scores_are_those_of_the_run(task: str, tmp_path: Path
 
 
 def answers(target: list[Any], prediction: list[Any], **facts: Any) -> Sheet:
-    columns = []
-    for values in (target, prediction):
-        column = np.empty(len(values), dtype=object)
-        column[:] = values
-        columns.append(column)
-    return Sheet(*columns, np.ones(len(target)), facts, None, "test", np.arange(len(target)))
+    rows = np.arange(len(target))
+    return Sheet(column(target), column(prediction), np.ones(len(target)), facts, None, "test", rows)
+
+
+def column(values: list[Any]) -> by_row.Column:
+    found = np.empty(len(values), dtype=object)
+    found[:] = values
+    return found
 
 
 def test_words_of_answers() -> None:
@@ -105,6 +107,5 @@ def test_an_answer_of_an_unknown_kind_is_worth_its_loss() -> None:
 def test_targets_that_one_side_does_not_know_are_had_from_the_other(
     output: str, first: list[Any], other: list[Any], merged: list[Any], same: list[bool]
 ) -> None:
-    sides = [answers(one, one).target for one in (first, other)]
-    found, kept = by_row.reconciled(output, sides)
+    found, kept = by_row.reconciled(output, [column(first), column(other)])
     assert (found.tolist(), kept.tolist()) == (merged, same)

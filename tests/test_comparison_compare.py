@@ -28,11 +28,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("base"))
 
 
-def twin(base: Path, folder: Path, right: float, rows: int = 400, seed: int = 0, **slices: Sequence[str]) -> Path:
+def twin(base: Path, folder: Path, right: float, rows: int = 400, language: Sequence[str] = ()) -> Path:
     """A copy of the run with answers of its own, to the same rows; a larger share of them right includes a smaller."""
     shutil.copytree(base, folder)
-    target, said = answers_of(LABELS, rows, right, seed=seed)
-    write_predictions(folder, target, said, **slices)
+    target, said = answers_of(LABELS, rows, right)
+    if language:
+        write_predictions(folder, target, said, language=language)
+    else:
+        write_predictions(folder, target, said)
     return folder
 
 
@@ -67,7 +70,7 @@ def test_the_better_run_is_named_first_with_its_figures(base: Path, tmp_path: Pa
 
 
 def test_runs_that_cannot_be_told_apart_say_how_many_rows_it_would_take(base: Path, tmp_path: Path) -> None:
-    found = of(twin(base, tmp_path / "a", 0.8, rows=60), twin(base, tmp_path / "b", 0.8, rows=60, seed=0))
+    found = of(twin(base, tmp_path / "a", 0.8, rows=60), twin(base, tmp_path / "b", 0.8, rows=60))
     assert found.verdict.startswith("B (b) cannot be told apart on 60 rows: accuracy")
     assert found.verdict.endswith("every row is answered as well by both")
     target, said = answers_of(LABELS, 60, 0.8)
@@ -178,7 +181,8 @@ def test_answers_that_are_more_or_less_good_are_worse_and_better(tmp_path: Path)
 
 def test_settings_that_change_the_weights_stand_apart(tmp_path: Path) -> None:
     a = make_run(tmp_path / "one", trained=False)
-    b = make_run(tmp_path / "two", **{"optim.lr": 0.005, "train.log_every": 3}, trained=False)
+    other: dict[str, Any] = {"optim.lr": 0.005, "train.log_every": 3}
+    b = make_run(tmp_path / "two", trained=False, **other)
     found = of(a, b)
     weights = {one.name: one.values for one in found.settings.weights}
     assert weights["optim.lr"] == ("0.0003", "0.005")

@@ -1,5 +1,6 @@
 """report.html of a search: the verdict, the trials, their curves, and the score over what was searched."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from rtrain import config as configuration
@@ -12,7 +13,7 @@ from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Cell, Code, Figure, Note, Section, Table, Tile
 from rtrain.report.drawing.charts import Dot, Line
 from rtrain.report.drawing.page import render
-from rtrain.report.drawing.svg import SERIES, duration, score_name, short
+from rtrain.report.drawing.svg import SERIES, duration, number, score_name, short
 from rtrain.report.live.progress import MEANING
 from rtrain.run import Run
 from rtrain.tasks import base
@@ -20,6 +21,8 @@ from tune import verdict
 from tune.search import Trial
 
 MOST_CURVES = SERIES
+MOST_GROUPS = 4
+"""Names in the legend of points, which stands beside the axis's label."""
 LONGEST = 160
 
 
@@ -69,8 +72,8 @@ def _curves(trial: Path, output: str) -> Curves:
 
 def _tiles(search: Run, found: list[Trial], shown: str, sign: int) -> list[Tile]:
     best, default = _best(search), next((trial for trial in found if trial.number == 0), None)
-    tiles = []
-    for trial, name in ((next((one for one in found if one.number == best), None), "winner"), (default, "trial 0")):
+    winner, tiles = next((one for one in found if one.number == best), None), []
+    for trial, name in ((winner, "winner"), (default if best else None, "trial 0")):
         if trial is not None and trial.score is not None:
             tiles.append(
                 Tile(f"{shown}, {name}", f"{sign * trial.score:.4f}", short(f"trial {trial.number}: {trial.named}", 60))
@@ -91,29 +94,34 @@ def _seconds(trial: Trial) -> float:
 def _trials(found: list[Trial], best: int | None, shown: str, sign: int) -> Section:
     rows: list[tuple[Cell, ...]] = [
         (
-            f"{trial.number}{' (winner)' if trial.number == best else ''}",
+            _name(trial, best),
             f"{trial.lr:.1e}",
             trial.aggregation_frequency,
             trial.updates,
             "-" if trial.score is None else f"{sign * trial.score:.4f}",
             trial.status,
-            f"{_seconds(trial):,.0f}",
-            trial.named,
         )
         for trial in found
     ]
-    head = ("trial", "lr", "k", "updates", shown, "status", "seconds", "differs in")
+    head = ("trial", "lr", "k", "updates", shown, "status")
     blocks: list[Block] = [Table("Trials", head, rows, f"Validation {shown}, the best within the budget.", wide=True)]
+    named = [(_name(trial, best), trial.named, f"{_seconds(trial):,.0f}") for trial in found]
+    blocks.append(Table("What they differ in", ("trial", "settings", "seconds"), named, wide=True))
     if failed := [trial for trial in found if trial.error]:
-        errors = [(str(trial.number), short(trial.error or "", LONGEST)) for trial in failed]
+        errors = [(_name(trial, best), short(trial.error or "", LONGEST)) for trial in failed]
         blocks.append(Table("Why trials failed", ("trial", "error"), errors, wide=True))
-    meaning = [(name, what) for name, what in MEANING.items()]
-    blocks.append(Table("What the words mean", ("word", "meaning"), meaning, wide=True))
-    note = (
-        "The winner was chosen on these rows, as the best of several: its lead is flattered a little. rtrain compare "
-        "of two trials that were trained to their end looks at the test rows, which chose nothing."
-    )
-    return Section("trials", "Trials", "", [*blocks, Note(note)])
+    blocks.append(Table("What the words mean", ("word", "meaning"), list(MEANING.items()), wide=True))
+    if best:
+        note = (
+            "The winner was chosen on these rows, as the best of several: its lead is flattered a little. rtrain "
+            "compare of two trials that were trained to their end looks at the test rows, which chose nothing."
+        )
+        blocks.append(Note(note))
+    return Section("trials", "Trials", "", blocks)
+
+
+def _name(trial: Trial, best: int | None) -> str:
+    return f"{trial.number}, the winner" if trial.number == best else f"{trial.number}."
 
 
 def _drawn(found: list[Trial]) -> list[Trial]:
@@ -146,20 +154,30 @@ def _space(found: list[Trial], shown: str, sign: int) -> list[Block]:
     scored = [trial for trial in found if trial.score is not None]
     if not scored:
         return [Note("No trial came to a score.")]
-    steps = sorted({trial.aggregation_frequency for trial in scored})
-    items = [
-        Dot(
-            trial.lr,
-            sign * (trial.score or 0.0),
-            steps.index(trial.aggregation_frequency),
-            str(trial.number),
-            f"trial {trial.number}, {trial.named}: {shown} {sign * (trial.score or 0.0):.4f}, {trial.status}",
-        )
-        for trial in scored
-    ]
-    chart = charts.dots(items, [f"k={step}" for step in steps], "learning rate", f"validation {shown}")
     note = "A point is a trial, with its number. A trial that was stopped early had fewer rows to learn from."
-    return [Figure(f"{shown} over the learning rate, by k", chart, note, wide=True)]
+
+    def figure(x: Callable[[Trial], float], series: Callable[[Trial], float], names: str, label: str) -> Figure:
+        groups = sorted({series(trial) for trial in scored})
+        items = [
+            Dot(
+                x(trial),
+                sign * (trial.score or 0.0),
+                groups.index(series(trial)),
+                str(trial.number),
+                f"trial {trial.number}, {trial.named}: {shown} {sign * (trial.score or 0.0):.4f}, {trial.status}",
+            )
+            for trial in scored
+        ]
+        # More groups than colours cannot be told apart by them: then the numbers alone name the points.
+        legend = [f"{names}{number(group)}" for group in groups] if len(groups) <= MOST_GROUPS else []
+        return Figure(
+            f"Validation {shown} over {label}", charts.dots(items, legend, label, f"validation {shown}"), note
+        )
+
+    return [
+        figure(lambda trial: trial.lr, lambda trial: trial.aggregation_frequency, "k=", "the learning rate"),
+        figure(lambda trial: trial.aggregation_frequency, lambda trial: trial.lr, "", "k"),
+    ]
 
 
 def _next(search: Run, best: int | None) -> Section:

@@ -19,7 +19,7 @@ from rtrain.report.drawing.charts import Bar, Line
 from rtrain.report.drawing.page import render
 from rtrain.report.drawing.svg import score_name, short
 
-SHOWN = 20
+SHOWN = 10
 """Rows of a kind."""
 MOST_SLICES = 20
 LONGEST = 500
@@ -45,7 +45,7 @@ def write(found: Compared, path: Path) -> Path:
 
 
 def page(found: Compared) -> str:
-    sections = [_outcome(found), *_rows(found), *_slices(found), _training(found), _settings(found)]
+    sections = [_outcome(found), _settings(found), *_slices(found), *_rows(found), _training(found)]
     title = " and ".join(f"{side.letter}: {side.name}" for side in found.sides)
     about = f"Models by rtrain beside each other, by the task {found.sides[0].config.recipe.task}"
     return render(title, about, _tiles(found), sections, lead=f"{found.verdict}.")
@@ -60,7 +60,9 @@ def _tiles(found: Compared) -> list[Tile]:
     for one in found.measured.against:
         change = verdict.change(one.headline)
         value = verdict.score(one.headline, one.headline.other)
-        tiles.append(Tile(f"{verdict.named(first)} of {one.side.letter}", value, change))
+        tiles.append(
+            Tile(f"{verdict.named(first)} of {one.side.letter}", value, f"{short(one.side.name, 40)}, {change}")
+        )
     split = NAMES[found.measured.split]
     tiles.append(
         Tile("common rows", f"{found.measured.rows:,}", f"of the {split} split: {text.common_of(found.measured)}")

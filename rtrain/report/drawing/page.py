@@ -15,7 +15,7 @@ from markupsafe import Markup
 from rtrain.report.drawing.blocks import Section, Tile
 from rtrain.report.drawing.svg import visible
 
-_PIECE = re.compile(r"\s+|\d{1,12}(?:[.,]\d{1,12})+[,;:.)]*|[^\s_/.:-]{1,22}[_/.:-]*|[_/.:-]+")
+_PIECE = re.compile(r"\s+|[(+-]{0,2}\d{1,12}(?:[.,]\d{1,12})+[,;:.)]*|[^\s_/.:-]{1,22}[_/.:-]*|[_/.:-]+")
 """What of a cell stays on one line: figures as a whole."""
 
 

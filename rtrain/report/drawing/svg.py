@@ -200,7 +200,9 @@ def bottom_axis(x: Scale, y: float, top: float, label: str) -> Markup:
 
 
 def _bottom(value: float, x: Scale, y: float) -> Markup:
-    return text(x(value), y + 14, number(value), anchor="middle")
+    figure = number(value)
+    at = min(x(value), WIDTH - LETTER * len(figure) / 2)  # of the last tick all digits are seen
+    return text(at, y + 14, figure, anchor="middle")
 
 
 def _label(x: Scale, label: str, y: float) -> Markup:
