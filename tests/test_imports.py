@@ -39,6 +39,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rtrain.explain", "rtrain.score"),
     ("rtrain.report", "serve"),
     ("rtrain.runs",),
+    ("rtrain.comparison",),
     ("rtrain.proof", "rtrain.compress", "rtrain.inventory", "tune"),
     ("rtrain.demo",),
     ("rtrain.cli",),

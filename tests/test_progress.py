@@ -194,20 +194,52 @@ def test_the_end_of_a_pause_before_any_row(tmp_path: Path) -> None:
     assert "padded/real tokens 1.00" in text
 
 
+def test_lines_of_a_search_name_their_trial_and_the_speed_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    start = {"kind": "started", "workers": 1, "precision": "fp32", "update": 0}
+    first, second = ({"trial": number} for number in (0, 3))
+    lines = shown(
+        capsys,
+        {**start, **first},
+        {**start, **second},
+        {**update(10, 100.0), **first},
+        {**update(10, 105.0), **second},
+        {**update(30, 110.0), **first},
+        {**update(20, 115.0), **second},
+        {"kind": "stage", "text": "done"},
+    )
+    assert lines == [
+        "trial 0: 1 worker, fp32, from update 0",
+        "trial 3: 1 worker, fp32, from update 0",
+        "trial 0: update 10/100  loss 0.5000",
+        "trial 3: update 10/100  loss 0.5000",
+        "trial 0: update 30/100  loss 0.5000  35 s left",
+        "trial 3: update 20/100  loss 0.5000  80 s left",
+        "done",
+    ]
+
+
 def test_the_table_of_a_search(tmp_path: Path) -> None:
+    search, run = tmp_path / "search", tmp_path / "search" / "trial-003"
+    each = {"run": str(run), "aggregation_frequency": 4}
     trials = [
-        SimpleNamespace(number=3, lr=3e-4, aggregation_frequency=2, updates=120, score=0.91234, status="done", run=""),
-        SimpleNamespace(number=0, lr=2e-4, aggregation_frequency=4, updates=60, score=0.9, status="stopped", run=""),
-        SimpleNamespace(number=4, lr=1e-3, aggregation_frequency=4, updates=0, score=None, status="failed", run=""),
+        SimpleNamespace(
+            **{**each, "number": 3, "lr": 3e-4, "updates": 120, "score": 0.91234}, status="paused", named="x=1"
+        ),
+        SimpleNamespace(
+            **{**each, "number": 0, "lr": 2e-4, "updates": 60, "score": 0.9}, status="stopped", named="own"
+        ),
+        SimpleNamespace(**{**each, "number": 4, "lr": 1e-3, "updates": 0, "score": None}, status="failed", named="x=2"),
     ]
-    trials[0].run = str(tmp_path)
     found = SimpleNamespace(trials=trials, best=trials[0], failures="1 of 3 trials failed: trial 4: no")
-    lines = progress.search_text(found, SUMMARY).splitlines()
-    assert lines[:5] == [
+    lines = progress.search_text(found, SUMMARY, "a tie").splitlines()
+    assert lines[:6] == [
+        "a tie",
+        "",
         "trial        lr   k  updates    valid  status",
-        "    3   3.0e-04   2      120   0.9123  done  <- best",
-        "    0   2.0e-04   4       60   0.9000  stopped",
-        "    4   1.0e-03   4        0        -  failed",
-        "1 of 3 trials failed: trial 4: no",
+        "    3   3.0e-04   4      120   0.9123  paused    x=1  <- best",
+        "    0   2.0e-04   4       60   0.9000  stopped   own",
+        "    4   1.0e-03   4        0        -  failed    x=2",
     ]
-    assert lines[5:] == progress.summary_text(SUMMARY, Run(tmp_path)).splitlines()
+    assert lines[7:9] == ["1 of 3 trials failed: trial 4: no", f"all trials: rtrain report {search}"]
+    assert lines[9:] == progress.summary_text(SUMMARY, Run(run)).splitlines()
+    assert progress.search_text(found, SUMMARY).splitlines()[0].startswith("trial ")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from rtrain import __version__, env
-from rtrain.cli import compress, proof, runs, serve, train
+from rtrain.cli import compare, compress, proof, runs, serve, train
 from rtrain.cluster import session as sessions
 from rtrain.errors import UserError
 
@@ -19,7 +19,7 @@ recipes_app.command("show")(train.recipes_show)
 for _verb in (
     *(train.train, train.tune),
     *(proof.verify, proof.drill),
-    train.report,
+    *(train.report, compare.compare),
     *(compress.distill, compress.quantize, compress.evaluate),
     *(serve.predict, serve.explain, serve.serve),
     *(runs.runs, runs.clean, runs.export),

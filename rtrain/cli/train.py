@@ -24,6 +24,7 @@ from rtrain.cli.options import (
 )
 from rtrain.cli.output import show
 from rtrain.errors import UserError
+from rtrain.run import Run
 
 
 def recipes_list() -> None:
@@ -88,20 +89,31 @@ def tune(
     from rtrain.cluster.session import session
     from rtrain.report.live.progress import Line, search_text
     from rtrain.runs import preparing
-    from tune import search
+    from tune import search, verdict
 
     search.check(config)
     preparing.check(config, folder.parent)
     with session(config, folder.parent), Line() as line:
         found = search.run(config, folder, reuse, on_event=line)
         winner = search.continue_best(found, on_event=line)
-    show({**found.to_document(), "winner": winner}, as_json, search_text(found, winner))
+    told = verdict.of(Run(Path(found.best.run).parent))
+    document = {**found.to_document(), "winner": winner, "verdict": told}
+    show(document, as_json, search_text(found, winner, told))
 
 
-def report(run: Annotated[Path, typer.Argument(help="Run folder, also of a run that has not ended.")]) -> None:
-    """Write RUN/report.html: the rows, the curves, the answers, where the time went; one page, offline."""
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a run or a search, also of one that has not ended.")],
+) -> None:
+    """Write RUN/report.html: the rows, the curves, the answers, where the time went; one page, offline. Of a search:
+    whether it has found anything, and its trials."""
+    from rtrain.comparison.sides import is_search
+
+    if is_search(Run(run.absolute())):
+        from tune import page
+
+        print(page.write(Run(run.absolute())))
+        return
     from rtrain.report import html
-    from rtrain.run import Run
 
     print(html.make(Run(run.absolute())))
 
