@@ -45,14 +45,34 @@ def test_a_start_an_update_and_an_evaluation(capsys: pytest.CaptureFixture[str])
         {"kind": "created", "time": 1.0},
         {"kind": "started", "workers": 2, "precision": "bf16", "update": 40},
         update(50, 10.0, loss=1.23456),
-        {"kind": "evaluated", "split": "valid", "update": 50, "scores": scores},
+        {"kind": "evaluated", "split": "valid", "update": 50, "scores": scores, "loss": 0.25},
+        {"kind": "evaluated", "split": "test", "update": 50, "scores": scores},
+        {"kind": "evaluated", "split": "valid", "update": 50, "scores": scores, "chosen": {"threshold": 0.3}},
         {"kind": "stage", "text": "done"},
         {"kind": "trained", "time": 2.0},
     ) == [
         "2 workers, bf16, from update 40",
         "update 50/100  loss 1.2346",
-        "update 50  valid: accuracy 0.5000  macro_f1 0.2500  (7 rows)",
+        "update 50  valid: accuracy 0.5000  macro_f1 0.2500  loss 0.2500  (7 rows)",
+        "test, by the weights of update 50: accuracy 0.5000  macro_f1 0.2500  (7 rows)",
+        "valid, by the weights of update 50 and threshold 0.3000: accuracy 0.5000  macro_f1 0.2500  (7 rows)",
         "done",
+    ]
+
+
+def test_which_weights_are_the_run_s_is_said_and_what_parts_a_tie(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {"kind": "best", "update": 8, "of": 6, "headline": "accuracy", "score": 11 / 12, "loss": 0.25}
+    assert shown(
+        capsys,
+        {**found, "why": "score"},
+        {**found, "why": "loss"},
+        {**found, "why": "first"},
+        {**found, "headline": "neg_rmse", "score": -0.5, "why": "score"},
+    ) == [
+        "best of 6: update 8, accuracy 0.9167",
+        "best of 6: update 8, a tie by accuracy 0.9167, of the lower loss",
+        "best of 6: update 8, a tie by accuracy 0.9167, the first of them",
+        "best of 6: update 8, rmse 0.5000",
     ]
 
 

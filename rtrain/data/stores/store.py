@@ -41,6 +41,10 @@ SHARDS_OPEN = 1280
 """Shards that a process keeps mapped: those of two shuffle windows, each of 512 blocks that lie in one shard or two."""
 
 
+PLACES = 5
+"""How many rows a message names."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What `manifest.json` says of a store. `rows` and `tokens` count by split."""
@@ -130,6 +134,13 @@ class Store:
         """Where each row came from, in index order: `source` (text), `line` (integer), a text column for each of
         `data.slices`."""
         return self._open(f"rows-{split}.arrow")
+
+    def places(self, split: str, positions: Ints) -> str:
+        """Where rows come from, for a person: the first few by file and line."""
+        rows = self.origins(split).take(sorted(positions)[:PLACES])
+        found = [f"{row['source']}:{row['line']}" for row in rows.select(["source", "line"]).to_pylist()]
+        more = len(positions) - len(found)
+        return ", ".join(found) + (f" and {more} more rows" if more else "")
 
     @lru_cache(maxsize=SHARDS_OPEN)  # noqa: B019 - a store lives as long as its process
     def _shard(self, number: int) -> tuple[Int32s, Int32s, Int32s, Int32s]:

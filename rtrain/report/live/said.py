@@ -1,0 +1,31 @@
+"""What a user is told of a run's rows and scores: a line of text for each kind of event, by `TEXTS`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Event = dict[str, Any]
+
+
+def evaluated(event: Event) -> str:
+    """The scores of a split. Those of the best weights, at the end, say of which update these are."""
+    scores = "  ".join(f"{name} {value:.4f}" for name, value in event["scores"].items() if name != "rows")
+    scores += f"  loss {event['loss']:.4f}" if event.get("loss") is not None else ""
+    split, update, chosen = event["split"], event["update"], event.get("chosen")
+    if split == "valid" and not chosen:
+        head = f"update {update}  {split}"
+    else:
+        by = ", ".join(f"{name} {value:.4f}" for name, value in (chosen or {}).items() if isinstance(value, float))
+        head = f"{split}, by the weights of update {update}" + (f" and {by}" if by else "")
+    return f"{head}: {scores}  ({event['scores']['rows']} rows)"
+
+
+def best(event: Event) -> str:
+    """Which evaluation's weights are the run's, and why: its score, or what parts it from others of that score."""
+    name, sign = event["headline"].removeprefix("neg_"), -1 if event["headline"].startswith("neg_") else 1
+    score, text = f"{name} {sign * event['score']:.4f}", f"best of {event['of']}: update {event['update']}"
+    if event["why"] == "score":
+        return f"{text}, {score}"
+    return f"{text}, a tie by {score}, {'of the lower loss' if event['why'] == 'loss' else 'the first of them'}"
+
+
+TEXTS: Mapping[str, Callable[[Event], str]] = {"evaluated": evaluated, "best": best}
