@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rtrain import config as configuration
 from rtrain.checkpoints import replica
 from rtrain.cluster import preflight, supply
 from rtrain.config import Config
-from rtrain.data import records, refusals, tokens
+from rtrain.data import records, refusals, separators, tokens
 from rtrain.data.order import Order, refuse_other, version
 from rtrain.data.stores import commit
 from rtrain.data.stores.store import Store
@@ -41,12 +42,12 @@ class Prepared:
 
 
 def check(
-    config: Config, root: Path | None = None, source: records.Source | None = None
+    config: Config, root: Path | None = None, source: records.Source | None = None, labels: bool = True
 ) -> tuple[records.Source, Path]:
-    """Everything that can be refused before Ray starts, all at once: files, columns, model, precision.
+    """Everything that can be refused before Ray starts, all at once: files, columns, labels, model, precision.
 
     What was copied from the hub under `root` is not asked for again, and the files of a `source` that was found before
-    are not looked at again.
+    are not looked at again. Without `labels` those of the rows are not: a run that is resumed reads them as it did.
     """
     problems: list[Any] = [
         *tokens.problems(config.recipe),
@@ -56,6 +57,8 @@ def check(
     folder = None
     try:
         source = source or records.inspect(config.recipe.data, root)
+        if labels:
+            problems += separators.problems(config.recipe, separators.shown(config.recipe, source))
     except ConfigError as error:
         problems += error.problems
     try:
@@ -85,10 +88,12 @@ def prepare(
     """
     chosen_folder, config = chosen(config, folder, reuse)
     run, root = Run(chosen_folder), tokens_root or chosen_folder.parent
-    source, weights = nodes.share(config, *check(config, root, source), root)
+    created = run.first("created")
+    source, weights = nodes.share(config, *check(config, root, source, labels=False), root)
     source = source.beside(root)
     config = model.resolved(config, weights)
-    origin, created = commit.origin(config.recipe, source, weights), run.first("created")
+    config, label_column = (config, None) if created else _separated(config, source)
+    origin = commit.origin(config.recipe, source, weights)
     if created and created["data_digest"] != tokens.digest(config.recipe, source, weights):
         raise _other_rows(run, created, origin)
     preflight.disk(run.folder, needed=_disk_needed(weights, config.recipe.train.keep))
@@ -119,6 +124,8 @@ def prepare(
             order=version(store.rows("train")),
             versions=versions.installed(),
         )
+        if label_column:
+            run.append("label_column", **label_column)
     run.append(
         "tokenised" if made else "tokens_reused",
         rows=store.manifest.rows,
@@ -128,6 +135,17 @@ def prepare(
         store=str(store.folder),
     )
     return Prepared(run, frozen, store, weights, chosen_device)
+
+
+def _separated(config: Config, source: records.Source) -> tuple[Config, dict[str, Any] | None]:
+    """The configuration with the separator that the labels show, and what the log is to say of them, if anything."""
+    recipe, shown = config.recipe, separators.shown(config.recipe, source)
+    if problems := separators.problems(recipe, shown):
+        raise ConfigError(problems)
+    told = separators.told(recipe, shown)
+    if told and told["what"] == "separator":
+        config = configuration.with_overrides(config, {"data.separator": told["sign"]})
+    return config, told
 
 
 def _device(config: Config, run: Run) -> device.Choice:

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from rtrain.batch import Head, Ragged
 from rtrain.config import Recipe
-from rtrain.data import quarantine, records, refusals
+from rtrain.data import quarantine, records, refusals, separators
 from rtrain.data.formats import digests
 from rtrain.data.stores import columns, store
 from rtrain.data.stores.shards import BAD, LEFT_OUT, SLICE, SPLIT_CODES, Job, tokenizer_of
@@ -99,7 +99,10 @@ def commit(job: Job, source: records.Source, writer: store.Writer, written: list
     task = base.get(recipe.task)
     # Copies are not counted: some rows have more copies than others, and labels would seem more frequent than they are.
     trained_on = (rows.split == SPLIT_CODES["train"]) & ~rows.copy
-    head = _head(job, task, columns.Counts(columns.chosen(rows.table["label"], trained_on)))
+    labels = columns.Counts(columns.chosen(rows.table["label"], trained_on))
+    if problem := separators.late_problem(recipe, labels):
+        raise UserError(problem)
+    head = _head(job, task, labels)
     before = rows.split.copy()
     targets = _targets(task, head, rows)
     unseen = np.flatnonzero(rows.split != before)

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rtrain.errors import quoted
+
 Event = dict[str, Any]
 
 
@@ -28,4 +30,20 @@ def best(event: Event) -> str:
     return f"{text}, a tie by {score}, {'of the lower loss' if event['why'] == 'loss' else 'the first of them'}"
 
 
-TEXTS: Mapping[str, Callable[[Event], str]] = {"evaluated": evaluated, "best": best}
+def label_column(event: Event) -> str:
+    """The separator that was found in the labels, or what is doubtful about them."""
+    what, of = event["what"], f"of the {event['of']:,} labels looked at"
+    if what == "single":
+        return (
+            f"no label holds several: each {of} is one. For one label per text, whose chances add up to 1, write "
+            "--set task=classification"
+        )
+    sign, example = event.get("sign"), quoted(event.get("example"))
+    if what == "separator":
+        return f"data.separator: {sign!r} stands between the labels of {event['rows']:,} {of}, e.g. {example}"
+    looks = f"{event['rows']:,} {of} look like lists" + (f", e.g. {example}" if sign else "")
+    option = f" --set \"data.separator='{sign}'\"" if sign else ""
+    return f"{looks}, and each is learned as one label; for several labels per text: --set task=multi_label{option}"
+
+
+TEXTS: Mapping[str, Callable[[Event], str]] = {"evaluated": evaluated, "best": best, "label_column": label_column}
