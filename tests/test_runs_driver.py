@@ -93,6 +93,7 @@ def test_progress_reaches_the_caller_in_order(trained: Trained) -> None:
     assert [kind for kind in kinds(trained.events) if kind not in ("progress", "waiting")] == [
         *(
             "tokenised",
+            "labels",
             "transport",
             "started",
             *["evaluated"] * EPOCHS,

@@ -14,14 +14,19 @@ from rtrain.data.stores import commit
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import device, model, precision
-from rtrain.report import versions
+from rtrain.report import label_counts, versions
 from rtrain.report.live import trackers
 from rtrain.run import Run
 from rtrain.runs import nodes, opening
+from rtrain.tasks import base
 from rtrain.training import losses
 
 DEVICE = "device"
 """The name under which a run keeps the decision."""
+
+
+TOLD = ("tokenised", "tokens_reused", "label_column", "labels")
+"""What is logged of a run's rows before it is followed, the first or the second of these first."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +129,6 @@ def prepare(
             order=version(store.rows("train")),
             versions=versions.installed(),
         )
-        if label_column:
-            run.append("label_column", **label_column)
     run.append(
         "tokenised" if made else "tokens_reused",
         rows=store.manifest.rows,
@@ -134,6 +137,10 @@ def prepare(
         left_out=store.manifest.left_out,
         store=str(store.folder),
     )
+    if label_column:
+        run.append("label_column", **label_column)
+    for found in label_counts.told(store, base.get(frozen.recipe.task).output):
+        run.append("labels", **found)
     return Prepared(run, frozen, store, weights, chosen_device)
 
 
@@ -154,6 +161,13 @@ def _device(config: Config, run: Run) -> device.Choice:
     train = config.recipe.train
     wanted = train.device if train.device != "auto" else run.decisions.get(DEVICE, "auto")
     return device.choose(wanted, train.workers, train.min_workers, supply.most("gpu"), device.usable())
+
+
+def said_of_rows(run: Run) -> list[dict[str, Any]]:
+    """What the newest preparation of a run has logged of its rows."""
+    log = run.events(*TOLD)
+    last = max((place for place, event in enumerate(log) if event["kind"] in TOLD[:2]), default=0)
+    return log[last:]
 
 
 def chosen(config: Config, folder: Path, reuse: opening.Reuse) -> tuple[Path, Config]:

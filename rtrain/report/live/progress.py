@@ -50,8 +50,8 @@ class Line:
             self._keep(_rows_text(event))
         elif kind == "progress":
             self._now(f"update {event['update']}/{event['of']}  loss {event['loss']:.4f}{self._pace(event)}")
-        elif kind in said.TEXTS:
-            self._keep(said.TEXTS[kind](event))
+        elif text := said.of(event):
+            self._keep(text)
         elif kind == "crashed":
             hung = f"; what it hung in: {', '.join(event['stalled'])}" if event["stalled"] else ""
             self._keep(f"{event['cause']}: {event['error']}{hung}; going on from update {event['resumes_from']}")

@@ -46,4 +46,41 @@ def label_column(event: Event) -> str:
     return f"{looks}, and each is learned as one label; for several labels per text: --set task=multi_label{option}"
 
 
-TEXTS: Mapping[str, Callable[[Event], str]] = {"evaluated": evaluated, "best": best, "label_column": label_column}
+def labels(event: Event) -> str:
+    """What the training rows are labelled with."""
+    if event["of"] == "numbers":
+        return f"numbers from {event['low']:g} to {event['high']:g}, mean {event['mean']:.4g} ({event['rows']:,} rows)"
+    if event["of"] == "questions":
+        without = event["rows"] - event["answered"]
+        return f"{event['rows']:,} questions, {without:,} of them without an answer in what is read"
+    most, rarest = (", ".join(f"{name} {rows:,}" for name, rows in event[part]) for part in ("most", "rarest"))
+    named = f"{most}, ... the rarest {rarest}" if rarest else most or "none"
+    if event["of"] == "entities":
+        return f"{event['marked']:,} of {event['rows']:,} training rows have entities, of {_types(event)}: {named}"
+    head = f"{event['head']}: " if "head" in event else ""
+    several = ""
+    if "per_row" in event:
+        several = f", {event['per_row']:.2f} per row ({event['without']:,} rows have none)"
+    return f"{head}{event['number']} labels{several}: {named}"
+
+
+def _types(event: Event) -> str:
+    return f"{event['number']} type{'' if event['number'] == 1 else 's'}"
+
+
+def of(event: Event) -> str | None:
+    """The line of an event; None where there is none. The trials of a search have the same rows: the first tells."""
+    kind = event["kind"]
+    if kind not in TEXTS or (kind in ROWS and event.get("trial")):
+        return None
+    return TEXTS[kind](event)
+
+
+ROWS = ("label_column", "labels")
+"""Kinds that are about the rows, not about what was learned from them."""
+TEXTS: Mapping[str, Callable[[Event], str]] = {
+    "label_column": label_column,
+    "labels": labels,
+    "evaluated": evaluated,
+    "best": best,
+}
