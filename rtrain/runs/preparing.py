@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rtrain import config as configuration
 from rtrain.checkpoints import replica
 from rtrain.cluster import preflight, supply
-from rtrain.config import Config
+from rtrain.config import Config, Recipe
 from rtrain.data import records, refusals, separators, tokens
 from rtrain.data.order import Order, refuse_other, version
 from rtrain.data.stores import commit
@@ -25,7 +27,7 @@ DEVICE = "device"
 """The name under which a run keeps the decision."""
 
 
-TOLD = ("tokenised", "tokens_reused", "label_column", "labels")
+TOLD = ("tokenised", "tokens_reused", "label_column", "labels", "overlap")
 """What is logged of a run's rows before it is followed, the first or the second of these first."""
 
 
@@ -141,6 +143,8 @@ def prepare(
         run.append("label_column", **label_column)
     for found in label_counts.told(store, base.get(frozen.recipe.task).output):
         run.append("labels", **found)
+    for found in _overlaps(frozen.recipe, store):
+        run.append("overlap", **found)
     return Prepared(run, frozen, store, weights, chosen_device)
 
 
@@ -153,6 +157,20 @@ def _separated(config: Config, source: records.Source) -> tuple[Config, dict[str
     if told and told["what"] == "separator":
         config = configuration.with_overrides(config, {"data.separator": told["sign"]})
     return config, told
+
+
+def _overlaps(recipe: Recipe, store: Store) -> list[dict[str, Any]]:
+    """The splits with rows that are training rows too; and those with a file of their own of which nobody knows, since
+    an earlier version made the store."""
+    found: list[dict[str, Any]] = []
+    for split in ("valid", "test"):
+        seen, counted = store.seen(split), {"split": split, "rows": store.rows(split)}
+        if seen is not None and seen.any():
+            places = store.places(split, np.flatnonzero(seen))
+            found.append({**counted, "seen": int(seen.sum()), "places": places})
+        elif seen is None and getattr(recipe.data, split) and not base.get(recipe.task).packs:
+            found.append({**counted, "seen": None, "store": str(store.folder)})
+    return found
 
 
 def _device(config: Config, run: Run) -> device.Choice:

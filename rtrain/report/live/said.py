@@ -6,11 +6,12 @@ from typing import Any
 from rtrain.errors import quoted
 
 Event = dict[str, Any]
+SPLITS = {"valid": "validation", "test": "test"}
 
 
 def evaluated(event: Event) -> str:
     """The scores of a split. Those of the best weights, at the end, say of which update these are."""
-    scores = "  ".join(f"{name} {value:.4f}" for name, value in event["scores"].items() if name != "rows")
+    scores = _scores(event["scores"])
     scores += f"  loss {event['loss']:.4f}" if event.get("loss") is not None else ""
     split, update, chosen = event["split"], event["update"], event.get("chosen")
     if split == "valid" and not chosen:
@@ -64,6 +65,30 @@ def labels(event: Event) -> str:
     return f"{head}{event['number']} labels{several}: {named}"
 
 
+def overlap(event: Event) -> str:
+    """How many rows of a split are training rows too, and where some of them are."""
+    of = f"{SPLITS[event['split']]} rows"
+    if event["seen"] is None:
+        return (
+            f"whether {of} are training rows too is not known: an earlier version of rtrain made {event['store']}. "
+            "Remove that folder to have it looked at"
+        )
+    return (
+        f"WARNING: {event['seen']:,} of {event['rows']:,} {of} are training rows too, but for case, blanks and "
+        f"punctuation: {event['places']}. The score without them will stand beside the score"
+    )
+
+
+def unseen(event: Event) -> str:
+    """The scores without the rows that are training rows too."""
+    text = f"{event['split']} without the {event['seen']:,} rows that are training rows too: "
+    return f"{text}{_scores(event['scores'])}  ({event['rows']} rows)" if event["rows"] else f"{text}no row is left"
+
+
+def _scores(scores: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in scores.items() if name != "rows")
+
+
 def _types(event: Event) -> str:
     return f"{event['number']} type{'' if event['number'] == 1 else 's'}"
 
@@ -76,11 +101,13 @@ def of(event: Event) -> str | None:
     return TEXTS[kind](event)
 
 
-ROWS = ("label_column", "labels")
+ROWS = ("label_column", "labels", "overlap")
 """Kinds that are about the rows, not about what was learned from them."""
 TEXTS: Mapping[str, Callable[[Event], str]] = {
     "label_column": label_column,
     "labels": labels,
+    "overlap": overlap,
+    "unseen": unseen,
     "evaluated": evaluated,
     "best": best,
 }
