@@ -76,6 +76,28 @@ def test_which_weights_are_the_run_s_is_said_and_what_parts_a_tie(capsys: pytest
     ]
 
 
+def test_slices_that_are_too_small_are_named_and_not_those_of_other_splits(capsys: pytest.CaptureFixture[str]) -> None:
+    every = {
+        "language": {"es": {"accuracy": 0.625, "rows": 8}, "en": {"accuracy": 0.9, "rows": 52}},
+        "shop": {"": {"accuracy": 0.5, "rows": 19}, "b": {"accuracy": 0.5, "rows": 41}},
+        "one": {"x": {"accuracy": 0.5, "rows": 12}},  # all rows have it
+        "length": {"1 to 5": {"accuracy": 0.5, "rows": 15}, "6 to 9": {"accuracy": 0.5, "rows": 15}},
+    }
+    sliced = {"kind": "sliced", "split": "test", "slices": every}
+    many = {str(number): {"f1": 0.5, "rows": 3} for number in range(8)}
+    assert shown(
+        capsys,
+        sliced,
+        {**sliced, "split": "valid"},
+        {**sliced, "slices": {"language": {"en": {"f1": 0.5, "rows": 20}, "de": {"f1": 0.4, "rows": 40}}}},
+        {**sliced, "slices": {"shop": many}},
+    ) == [
+        "2 slices have fewer than 20 rows: not judged: language es (8 rows, 0.625), shop (empty) (19 rows, 0.500)",
+        "8 slices have fewer than 20 rows: not judged: shop 0 (3 rows, 0.500), shop 1 (3 rows, 0.500), "
+        "shop 2 (3 rows, 0.500), shop 3 (3 rows, 0.500), shop 4 (3 rows, 0.500) and 3 more",
+    ]
+
+
 def test_a_start_says_to_what_the_learning_rate_rises(capsys: pytest.CaptureFixture[str]) -> None:
     start = {"kind": "started", "workers": 4, "precision": "bf16", "lr": 2e-4 * 2**0.5, "update": 0}
     assert shown(capsys, start) == ["4 workers, bf16, learning rate 0.000283 at its peak, from update 0"]

@@ -10,7 +10,7 @@ from rtrain import config as configuration
 from rtrain.checkpoints import replica
 from rtrain.cluster import preflight, supply
 from rtrain.config import Config, Recipe
-from rtrain.data import records, refusals, separators, tokens
+from rtrain.data import quarantine, records, refusals, separators, tokens
 from rtrain.data.order import Order, refuse_other, version
 from rtrain.data.stores import commit
 from rtrain.data.stores.store import Store
@@ -27,7 +27,7 @@ DEVICE = "device"
 """The name under which a run keeps the decision."""
 
 
-TOLD = ("tokenised", "tokens_reused", "label_column", "labels", "overlap")
+TOLD = ("tokenised", "tokens_reused", "bad_rows", "label_column", "labels", "overlap")
 """What is logged of a run's rows before it is followed, the first or the second of these first."""
 
 
@@ -139,6 +139,9 @@ def prepare(
         left_out=store.manifest.left_out,
         store=str(store.folder),
     )
+    if store.manifest.quarantined:
+        first, reasons = store.folder / quarantine.FIRST, quarantine.commonest(store.folder)
+        run.append("bad_rows", rows=store.manifest.quarantined, reasons=reasons, file=str(first))
     if label_column:
         run.append("label_column", **label_column)
     for found in label_counts.told(store, base.get(frozen.recipe.task).output):

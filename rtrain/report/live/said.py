@@ -1,11 +1,16 @@
 """What a user is told of a run's rows and scores: a line of text for each kind of event, by `TEXTS`."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rtrain.errors import quoted
+from rtrain.metrics.scores import LENGTH
+from rtrain.metrics.slices import LEAST
 
 Event = dict[str, Any]
+MOST_SMALL = 5
+"""Small slices that are named in a line."""
 SPLITS = {"valid": "validation", "test": "test"}
 
 
@@ -65,6 +70,15 @@ def labels(event: Event) -> str:
     return f"{head}{event['number']} labels{several}: {named}"
 
 
+def bad_rows(event: Event) -> str:
+    """Why rows were set aside: the most frequent reasons, each with a place to look at."""
+    named = "; ".join(f"{one['rows']:,} x {one['reason']} ({one['place']})" for one in event["reasons"])
+    told = sum(one["rows"] for one in event["reasons"])
+    more = f"; {event['rows'] - told:,} for other reasons" if told < event["rows"] else ""
+    text = f"set aside: {named}{more}"
+    return f"{text}; listed in {event['file']}" if Path(event["file"]).is_file() else text
+
+
 def overlap(event: Event) -> str:
     """How many rows of a split are training rows too, and where some of them are."""
     of = f"{SPLITS[event['split']]} rows"
@@ -85,6 +99,22 @@ def unseen(event: Event) -> str:
     return f"{text}{_scores(event['scores'])}  ({event['rows']} rows)" if event["rows"] else f"{text}no row is left"
 
 
+def sliced(event: Event) -> str | None:
+    """The slices of the test rows that are too small to be judged; quarters by length are all alike in that."""
+    small = [
+        (f"{column} {value or '(empty)'}", one["rows"], next(score for name, score in one.items() if name != "rows"))
+        for column, every in event["slices"].items()
+        for value, one in every.items()
+        if column != LENGTH and len(every) > 1 and one["rows"] < LEAST
+    ]
+    if event["split"] != "test" or not small:
+        return None
+    named = ", ".join(f"{name} ({rows} rows, {score:.3f})" for name, rows, score in small[:MOST_SMALL])
+    more = f" and {len(small) - MOST_SMALL} more" if len(small) > MOST_SMALL else ""
+    have = "1 slice has" if len(small) == 1 else f"{len(small)} slices have"
+    return f"{have} fewer than {LEAST} rows: not judged: {named}{more}"
+
+
 def _scores(scores: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in scores.items() if name != "rows")
 
@@ -101,13 +131,15 @@ def of(event: Event) -> str | None:
     return TEXTS[kind](event)
 
 
-ROWS = ("label_column", "labels", "overlap")
+ROWS = ("bad_rows", "label_column", "labels", "overlap")
 """Kinds that are about the rows, not about what was learned from them."""
-TEXTS: Mapping[str, Callable[[Event], str]] = {
+TEXTS: Mapping[str, Callable[[Event], str | None]] = {
+    "bad_rows": bad_rows,
     "label_column": label_column,
     "labels": labels,
     "overlap": overlap,
     "unseen": unseen,
+    "sliced": sliced,
     "evaluated": evaluated,
     "best": best,
 }
