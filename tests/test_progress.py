@@ -45,14 +45,56 @@ def test_a_start_an_update_and_an_evaluation(capsys: pytest.CaptureFixture[str])
         {"kind": "created", "time": 1.0},
         {"kind": "started", "workers": 2, "precision": "bf16", "update": 40},
         update(50, 10.0, loss=1.23456),
-        {"kind": "evaluated", "split": "valid", "update": 50, "scores": scores},
+        {"kind": "evaluated", "split": "valid", "update": 50, "scores": scores, "loss": 0.25},
+        {"kind": "evaluated", "split": "test", "update": 50, "scores": scores},
+        {"kind": "evaluated", "split": "valid", "update": 50, "scores": scores, "chosen": {"threshold": 0.3}},
         {"kind": "stage", "text": "done"},
         {"kind": "trained", "time": 2.0},
     ) == [
         "2 workers, bf16, from update 40",
         "update 50/100  loss 1.2346",
-        "update 50  valid: accuracy 0.5000  macro_f1 0.2500  (7 rows)",
+        "update 50  valid: accuracy 0.5000  macro_f1 0.2500  loss 0.2500  (7 rows)",
+        "test, by the weights of update 50: accuracy 0.5000  macro_f1 0.2500  (7 rows)",
+        "valid, by the weights of update 50 and threshold 0.3000: accuracy 0.5000  macro_f1 0.2500  (7 rows)",
         "done",
+    ]
+
+
+def test_which_weights_are_the_run_s_is_said_and_what_parts_a_tie(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {"kind": "best", "update": 8, "of": 6, "headline": "accuracy", "score": 11 / 12, "loss": 0.25}
+    assert shown(
+        capsys,
+        {**found, "why": "score"},
+        {**found, "why": "loss"},
+        {**found, "why": "first"},
+        {**found, "headline": "neg_rmse", "score": -0.5, "why": "score"},
+    ) == [
+        "best of 6: update 8, accuracy 0.9167",
+        "best of 6: update 8, a tie by accuracy 0.9167, of the lower loss",
+        "best of 6: update 8, a tie by accuracy 0.9167, the first of them",
+        "best of 6: update 8, rmse 0.5000",
+    ]
+
+
+def test_slices_that_are_too_small_are_named_and_not_those_of_other_splits(capsys: pytest.CaptureFixture[str]) -> None:
+    every = {
+        "language": {"es": {"accuracy": 0.625, "rows": 8}, "en": {"accuracy": 0.9, "rows": 52}},
+        "shop": {"": {"accuracy": 0.5, "rows": 19}, "b": {"accuracy": 0.5, "rows": 41}},
+        "one": {"x": {"accuracy": 0.5, "rows": 12}},  # all rows have it
+        "length": {"1 to 5": {"accuracy": 0.5, "rows": 15}, "6 to 9": {"accuracy": 0.5, "rows": 15}},
+    }
+    sliced = {"kind": "sliced", "split": "test", "slices": every}
+    many = {str(number): {"f1": 0.5, "rows": 3} for number in range(8)}
+    assert shown(
+        capsys,
+        sliced,
+        {**sliced, "split": "valid"},
+        {**sliced, "slices": {"language": {"en": {"f1": 0.5, "rows": 20}, "de": {"f1": 0.4, "rows": 40}}}},
+        {**sliced, "slices": {"shop": many}},
+    ) == [
+        "2 slices have fewer than 20 rows: not judged: language es (8 rows, 0.625), shop (empty) (19 rows, 0.500)",
+        "8 slices have fewer than 20 rows: not judged: shop 0 (3 rows, 0.500), shop 1 (3 rows, 0.500), "
+        "shop 2 (3 rows, 0.500), shop 3 (3 rows, 0.500), shop 4 (3 rows, 0.500) and 3 more",
     ]
 
 

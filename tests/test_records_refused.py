@@ -56,6 +56,25 @@ def test_missing_columns_are_named_together_with_those_there_are(tmp_path: Path)
     ]
 
 
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("category", "did you mean --set data.label=Category?"),
+        (" CATEGORY ", "did you mean --set data.label=Category?"),
+        ("Categorie", "did you mean --set data.label=Category?"),
+        ("kind of mesage", "did you mean --set 'data.label=Kind of message'?"),
+        ("intent", "write --set data.label=COLUMN"),  # like none of them
+    ],
+)
+def test_the_column_that_was_meant_is_named_and_one_without_a_name_is_seen(
+    asked: str, meant: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "tickets.csv"
+    path.write_text(",Message,Category,Kind of message\n0,a,b,c\n")
+    [problem] = problems(Data(path=str(path), text="Message", label=asked))
+    assert problem.fix == f"tickets.csv has (unnamed), Message, Category, Kind of message; {meant}"
+
+
 def test_problems_of_both_files_are_reported_at_once(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("text,intent\na,b\n")

@@ -62,7 +62,7 @@ def train(
     from rtrain.report.live.progress import Line, summary_text
     from rtrain.runs import driver, preparing
 
-    source, _ = preparing.check(config, folder.parent)
+    source, _ = preparing.check(config, folder.parent, labels=reuse != "resume")
     with session(config, folder.parent), Line() as line:
         prepared = preparing.prepare(config, folder, reuse, source=source)
         summary = driver.fit(prepared, on_event=line)
@@ -92,7 +92,7 @@ def tune(
     from tune import search, verdict
 
     search.check(config)
-    preparing.check(config, folder.parent)
+    preparing.check(config, folder.parent, labels=reuse != "resume")
     with session(config, folder.parent), Line() as line:
         found = search.run(config, folder, reuse, on_event=line)
         winner = search.continue_best(found, on_event=line)

@@ -62,7 +62,7 @@ def run(
         raise ConfigError([Problem("model.pooling", asked, f"the teacher was trained with {pooled}", fix)])
     source = None
     if reuse != "resume":
-        source, _ = preparing.check(config, folder.parent)
+        source, _ = preparing.check(config, folder.parent, labels=False)  # the teacher's, as it read them
         opening.choose(folder, config, reuse)
     # Beside the run, not in it: the run folder is made by preparing.prepare once nothing is wrong.
     start = student_start(teacher_run / "artifact", config.recipe.distill.layers, folder.parent / ".students")

@@ -16,7 +16,7 @@ from rtrain.report import attributions, baseline, html, summary
 from rtrain.report.live import trackers
 from rtrain.run import Run
 from rtrain.runs import failures, group, notice, opening, placement, worker
-from rtrain.runs.preparing import Prepared
+from rtrain.runs.preparing import Prepared, said_of_rows
 from rtrain.runs.recovery import Kind, Recovery, halvings, most_after, out_of_memory
 from rtrain.runs.start import ALL, Shortcuts, Start
 
@@ -55,8 +55,8 @@ def fit(
         _copy_out(prepared)
         return summary.write(run)
     say = on_event or (lambda event: None)
-    if rows := run.last("tokenised", "tokens_reused"):
-        say(rows)  # logged before the run was followed
+    for event in said_of_rows(run):
+        say(event)  # logged before the run was followed
     told = events.Follow([(run.folder, {})], on_event), trackers.following(prepared.config, run, say)
     with opening.hold(run), told[0], told[1]:
         try:

@@ -242,13 +242,16 @@ def _calibrated(job: loop.Job, outcome: loop.Outcome, answers: dict[str, Ragged]
 
 def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged], alive: Callable[[], None]) -> None:
     """Every row's prediction, for people; and the scores in full, of which the log keeps the slices' headlines."""
-    tokenizer = load_tokenizer(source, job.recipe.data.max_tokens)
+    reading = reading_of(job.task, job.recipe.data)
+    tokenizer = load_tokenizer(source, reading.max_tokens, reading.stride)
     for split, found in outcomes.items():
         alive()
         predictions.write(job.run.predictions(split), split, job.store, job.task, job.head, found, tokenizer, alive)
         document = predictions.measured(job.store, split, job.task, job.head, found, alive)
         scores.write(job.run.scores(split), document)
         job.run.append("sliced", split=split, slices=scores.headlines(document))
+        if unseen := document.get("unseen"):
+            job.run.append("unseen", split=split, **unseen)
 
 
 def export(network: "transformers.PreTrainedModel", source: Path, job: loop.Job, outcome: loop.Outcome) -> Path:

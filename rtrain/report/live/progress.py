@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from rtrain.report.live import said
 from rtrain.run import Run
 
 
@@ -53,9 +54,8 @@ class Line:
             self._keep(_rows_text(event))
         elif kind == "progress":
             self._now(f"update {event['update']}/{event['of']}  loss {event['loss']:.4f}{self._pace(event)}")
-        elif kind == "evaluated":
-            scores = "  ".join(f"{name} {value:.4f}" for name, value in event["scores"].items() if name != "rows")
-            self._keep(f"update {event['update']}  {event['split']}: {scores}  ({event['scores']['rows']} rows)")
+        elif text := said.of(event):
+            self._keep(text)
         elif kind == "crashed":
             hung = f"; what it hung in: {', '.join(event['stalled'])}" if event["stalled"] else ""
             self._keep(f"{event['cause']}: {event['error']}{hung}; going on from update {event['resumes_from']}")
