@@ -12,9 +12,9 @@ from rtrain.cli.options import (
     Out,
     Resume,
     Set,
-    configured,
     leave_to_supervisor,
     overrides_of,
+    resumable,
     reuse_of,
 )
 from rtrain.cli.output import show
@@ -22,6 +22,7 @@ from rtrain.run import Run
 
 
 def distill(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(help="Run folder of the teacher.")],
     out: Out = None,
     assignments: Set = None,
@@ -39,14 +40,18 @@ def distill(
     leave_to_supervisor(config, folder, reuse)
     from rtrain.cluster.session import session
     from rtrain.compress import distill as distillation
-    from rtrain.report.live.progress import Line, summary_text
+    from rtrain.report.live.progress import Line, summary_text, then
 
-    with session(distillation.settled(config, folder, reuse), folder.parent), Line() as line:
+    if reuse != "resume":
+        folder = opening.choose(folder, config, reuse)[0]
+    settled = distillation.settled(config, folder, reuse)
+    with resumable(folder, "distill", run), Line(context.obj) as line, session(settled, folder.parent, line):
         student, summary = distillation.run(config, teacher, folder, reuse, on_event=line)
-    show(summary, as_json, summary_text(summary, Run(student)))
+    show(summary, as_json, summary_text(summary, Run(student)), context.obj.text(), then("quantize", student))
 
 
 def quantize(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(help="Run folder whose artefact is quantized.")],
     out: Annotated[Path | None, typer.Option("--out", help="Folder of the int8 artefact.")] = None,
     assignments: Set = None,
@@ -54,12 +59,15 @@ def quantize(
 ) -> None:
     """Make an int8 artefact with static scales, calibrated on training rows, and score it on the test rows."""
     from rtrain.compress import quantize as quantization
+    from rtrain.report.live.progress import Line, then
+    from rtrain.runs import opening
 
-    config = configured(str(run / "config.yaml"), assignments)
-    report = quantization.run(
-        config.recipe, quantization.store_of(run.absolute()), run.absolute(), (out or run / "artifact-int8").absolute()
-    )
-    show(report, as_json, "\n".join(f"{name:>16}  {value}" for name, value in report.items()))
+    folder = run.absolute()
+    config = opening.stored(folder, overrides_of(assignments))
+    into = (out or folder / "artifact-int8").absolute()
+    with Line(context.obj) as line:
+        report = quantization.run(config.recipe, quantization.store_of(folder), folder, into, line)
+    show(report, as_json, quantization.report_text(report), context.obj.text(), then("serve", into))
 
 
 def evaluate(
@@ -72,9 +80,10 @@ def evaluate(
     training rows, but for what --set data.label=... and so on say."""
     from rtrain import artifact as artifacts, config, score
     from rtrain.metrics import scores
+    from rtrain.report.live.progress import then
 
     overrides = {"data.path": data, **dict(config.parse_assignment(text) for text in assignments or ())}
     folder = artifact.absolute()
     report = score.run(folder, score.settings(artifacts.read(folder), overrides))
     rate = f"{report['bad_rows']} bad rows, {report['rows_per_second']} rows/s"
-    show(report, as_json, f"{scores.text(report)}\n\n{rate}")
+    show(report, as_json, f"{scores.text(report)}\n\n{rate}", then("serve", folder))

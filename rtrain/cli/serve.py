@@ -50,6 +50,7 @@ def explain(
     from rtrain.explain.explainer import Explainer
     from rtrain.predict import Predictor
     from rtrain.report import explanation
+    from rtrain.report.live.progress import say, then
 
     predictor = Predictor.load(artifact.absolute())
     first, second = predictor.task.fields
@@ -60,6 +61,7 @@ def explain(
         print(json.dumps(document, ensure_ascii=False))
     else:
         explanation.show(document, sys.stdout)
+        say(then("serve", artifact))
 
 
 def serve(
@@ -82,5 +84,5 @@ def serve(
     artifacts.read(folder)
     with session(config, folder.parent), deployment.start(folder, config.deploy.serve) as endpoint:
         say(f"serving {folder} at {endpoint.url} (Ctrl-C ends it)")
-        say(f"try: {access.curl(endpoint.url)}")
+        say(f"next: {access.curl(endpoint.url)}")
         until_interrupted()
