@@ -24,12 +24,16 @@ def terminate() -> None:
 
 def test_it_is_raised_once_and_cleaning_up_is_not_broken_off() -> None:
     done = []
-    with pytest.raises(signals.Terminated) as caught, signals.owned():
+
+    def work() -> None:
         try:
             terminate()
         finally:
             terminate()  # `timeout` sends it twice
             done.append("cleaned up")
+
+    with pytest.raises(signals.Terminated) as caught, signals.owned():
+        work()
     assert (caught.value.code, done) == (143, ["cleaned up"])
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from rtrain import events
 from rtrain.cli.options import (
     Address,
     DataOption,
@@ -74,6 +75,7 @@ def train(
 
     source, _ = preparing.check(config, folder.parent)
     with resumable(folder, "train"), Line(context.obj) as line, session(config, folder.parent, line):
+        line(events.doing("reading the rows", "rows"))
         prepared = preparing.prepare(config, folder, reuse, source=source)
         summary = driver.fit(prepared, on_event=line)
     run = prepared.run
@@ -106,6 +108,7 @@ def tune(
     search.check(config)
     preparing.check(config, folder.parent)
     with resumable(folder, "tune"), Line(context.obj) as line, session(config, folder.parent, line):
+        line(events.doing("starting the first trial", "trials"))
         found = search.run(config, folder, reuse, on_event=line)
         winner = search.continue_best(found, on_event=line)
     document = {**found.to_document(), "winner": winner}

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rtrain import env, ray_internals, signals
+from rtrain import env, events, ray_internals, signals
 from rtrain.cluster import address as addresses, supply
 from rtrain.config import Config
 from rtrain.errors import UserError
@@ -92,7 +92,7 @@ def session(config: Config, folder: Path, on_event: Callable[[dict[str, Any]], N
     is asked, where the address that is named leads to no cluster.
     """
     named, say = addresses.of(config), on_event or (lambda event: None)
-    say({"kind": "doing", "text": f"connecting to Ray at {named[1]}" if named else "starting Ray", "phase": "Ray"})
+    say(events.doing(f"connecting to Ray at {named[1]}" if named else "starting Ray", "Ray"))
     if named is None:
         _token_file()
     import ray
@@ -113,7 +113,7 @@ def session(config: Config, folder: Path, on_event: Callable[[dict[str, Any]], N
     try:
         yield
     finally:
-        say({"kind": "doing", "text": "ending Ray" if named is None else "leaving Ray", "phase": "Ray"})
+        say(events.doing("ending Ray" if named is None else "leaving Ray", "Ray"))
         ray.shutdown()
 
 

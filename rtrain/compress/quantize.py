@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rtrain import artifact, engines, predict, score
+from rtrain import artifact, engines, events, predict, score
 from rtrain.batch import Floats, Head, padded
 from rtrain.config import Recipe
 from rtrain.config.recipe import Quantize
@@ -50,14 +50,14 @@ def run(
     draft.mkdir(parents=True)
     try:
         rows = min(recipe.quantize.calibration_rows, store.rows("train"))
-        on_event(_doing(f"measuring scales on {rows:,} training rows", "scales"))
+        on_event(events.doing(f"measuring scales on {rows:,} training rows", "scales"))
         _write_model(parent_folder, parent, store, recipe.quantize, draft)
         for name in (*TOKENIZER_FILES, "config.json"):
             if (parent_folder / name).is_file():
                 shutil.copyfile(parent_folder / name, draft / name)
         lineage = {**parent.lineage, "parent": parent.version, "calibration_rows": recipe.quantize.calibration_rows}
         made = replace(parent, engine=recipe.quantize.engine, lineage=lineage, golden=(), metrics={})
-        on_event(_doing(f"scoring both models on {store.rows('test'):,} test rows", "scores"))
+        on_event(events.doing(f"scoring both models on {store.rows('test'):,} test rows", "scores"))
         report = _measure(parent_folder, draft, parent, made, store)
         made = replace(made, metrics={"test": report["test"]})
         artifact.write(
@@ -71,10 +71,6 @@ def run(
         shutil.rmtree(draft, ignore_errors=True)
         raise
     return {**report, "seconds": round(time.perf_counter() - started, 2), "artifact": str(out)}
-
-
-def _doing(text: str, phase: str) -> dict[str, Any]:
-    return {"kind": "doing", "text": text, "phase": phase}
 
 
 def report_text(report: dict[str, Any]) -> str:

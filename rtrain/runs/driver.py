@@ -77,11 +77,6 @@ def fit(
     return summary.write(run)
 
 
-def _doing(text: str, phase: str) -> dict[str, Any]:
-    """The event of something that takes seconds, for whoever waits. It is no part of the run's log."""
-    return {"kind": "doing", "text": text, "phase": phase}
-
-
 def _report(run: Run, say: OnEvent) -> None:
     """Write the page about the run. What goes wrong in it is said and kept in a file, and costs no one the run."""
     for name, make, text in (
@@ -89,7 +84,7 @@ def _report(run: Run, say: OnEvent) -> None:
         ("attributions", attributions.ensure, "explaining the hardest rows for the report"),
         (run.report.name, html.write, "writing the report"),
     ):
-        say(_doing(text, "report"))
+        say(events.doing(text, "report"))
         try:
             make(run)
         except Exception as error:
@@ -130,7 +125,7 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent) -> None:
             halvings=halvings(run.events()),
             shortcuts=plan.shortcuts,
         )
-        say(_doing(f"starting {workers} worker{'' if workers == 1 else 's'}", "start of workers"))
+        say(events.doing(f"starting {workers} worker{'' if workers == 1 else 's'}", "start of workers"))
         trainer = group.trainer(
             partial(worker.run, start),
             workers,
