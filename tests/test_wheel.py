@@ -216,8 +216,9 @@ def serve(installed: Installed, artifact: Path) -> None:
     assert labels
     assert "decoy" not in log.read_text()
     assert (code, alive) == (143, []), log.read_text()
-    serving, _, ended = log.read_text().strip().splitlines()
-    assert (serving.startswith("serving "), ended) == (True, "rtrain: ended by SIGTERM")
+    said = log.read_text().splitlines()
+    assert [line.split()[0] for line in said] == ["starting", "serving", "next:", "ending", "rtrain:"], said
+    assert said[-1] == "rtrain: ended by SIGTERM"
     assert Address("127.0.0.1", port).is_free()
 
 

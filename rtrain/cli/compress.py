@@ -45,7 +45,7 @@ def distill(
     if reuse != "resume":
         folder = opening.choose(folder, config, reuse)[0]
     settled = distillation.settled(config, folder, reuse)
-    with resumable(folder, "distill", run), Line(context.obj) as line, session(settled, folder.parent, line):
+    with resumable(folder, "distill", teacher), Line(context.obj) as line, session(settled, folder.parent, line):
         student, summary = distillation.run(config, teacher, folder, reuse, on_event=line)
     show(summary, as_json, summary_text(summary, Run(student)), context.obj.text(), then("quantize", student))
 

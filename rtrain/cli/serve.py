@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -82,7 +82,11 @@ def serve(
     access.check(config.deploy.serve, say)
     folder = artifact.absolute()
     artifacts.read(folder)
-    with session(config, folder.parent), deployment.start(folder, config.deploy.serve) as endpoint:
+
+    def tell(event: dict[str, Any]) -> None:
+        say(event["text"])
+
+    with session(config, folder.parent, tell), deployment.start(folder, config.deploy.serve) as endpoint:
         say(f"serving {folder} at {endpoint.url} (Ctrl-C ends it)")
         say(f"next: {access.curl(endpoint.url)}")
         until_interrupted()

@@ -12,8 +12,8 @@ from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem, UserError
 
 LOCAL, AUTO = "local", "auto"
-ANSWER_S = 4.0
-"""Seconds in which the head must answer."""
+CONNECT_S, ANSWER_S = 1.5, 3.0
+"""Seconds in which the head must take a connection, and answer on it."""
 FIX = "write HOST:PORT of a running head, as `ray start --head` prints it, or leave it out for a private Ray"
 
 
@@ -29,8 +29,10 @@ def check(name: str, address: str) -> None:
     if "://" in address:
         reason = "a driver of rtrain runs on a node of the cluster, not through Ray's client"
         host = address.split("://", 1)[1].split(":", 1)[0] or "HOST"
-        fix = f"submit a job (ray job submit --address http://{host}:8265 -- python -m rtrain ...), or write HOST:PORT"
-        raise ConfigError([Problem(name, address, reason, f"{fix} there")])
+        fix = (
+            f"submit a job (ray job submit --address http://{host}:8265 -- python -m rtrain ...), or start rtrain there"
+        )
+        raise ConfigError([Problem(name, address, reason, f"{fix} with {AUTO}")])
     if address == AUTO:
         found = ray_internals.running_here()
         if found is None:
@@ -39,11 +41,11 @@ def check(name: str, address: str) -> None:
         found = address
     host, port = _parts(name, address, found)
     try:
-        socket.create_connection((host, port), timeout=ANSWER_S).close()
+        socket.create_connection((host, port), timeout=CONNECT_S).close()
     except OSError as error:
         reason = f"nothing answers at {found} ({error.strerror or error})"
         raise _refused(name, address, reason) from None
-    if not ray_internals.is_head(f"{host}:{port}", ANSWER_S):
+    if not ray_internals.is_head(found, ANSWER_S):
         raise _refused(name, address, f"what listens at {found} is not the head of a Ray cluster")
     if not ray_internals.nodes_here():
         raise UserError(
