@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -82,11 +82,8 @@ def serve(
     access.check(config.deploy.serve, say)
     folder = artifact.absolute()
     artifacts.read(folder)
-
-    def tell(event: dict[str, Any]) -> None:
-        say(event["text"])
-
-    with session(config, folder.parent, tell), deployment.start(folder, config.deploy.serve) as endpoint:
+    ray = session(config, folder.parent, lambda event: say(event["text"]))
+    with ray, deployment.start(folder, config.deploy.serve) as endpoint:
         say(f"serving {folder} at {endpoint.url} (Ctrl-C ends it)")
         say(f"next: {access.curl(endpoint.url)}")
         until_interrupted()

@@ -29,10 +29,9 @@ def check(name: str, address: str) -> None:
     if "://" in address:
         reason = "a driver of rtrain runs on a node of the cluster, not through Ray's client"
         host = address.split("://", 1)[1].split(":", 1)[0] or "HOST"
-        fix = (
-            f"submit a job (ray job submit --address http://{host}:8265 -- python -m rtrain ...), or start rtrain there"
-        )
-        raise ConfigError([Problem(name, address, reason, f"{fix} with {AUTO}")])
+        job = f"ray job submit --address http://{host}:8265 -- python -m rtrain ..."
+        fix = f"submit a job ({job}), or start rtrain there with {AUTO}"
+        raise ConfigError([Problem(name, address, reason, fix)])
     if address == AUTO:
         found = ray_internals.running_here()
         if found is None:
