@@ -16,6 +16,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "rtrain.errors",
         "rtrain.env",
+        "rtrain.signals",
         "rtrain.events",
         "rtrain.ray_internals",
         "rtrain.manifest",

@@ -1,6 +1,7 @@
 """What a user sees: plain lines off a terminal, one for each thing worth keeping, and nothing that a text can forge."""
 
 import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,9 @@ from typing import Any
 import pytest
 
 from rtrain.report.live import progress
+from rtrain.report.live.waited import Waited
 from rtrain.run import Run
+from tests.tiny import make_artifact
 
 SUMMARY: dict[str, Any] = {
     "status": "finished",
@@ -223,10 +226,65 @@ def test_the_end_of_a_training(tmp_path: Path) -> None:
         "test (1000 rows): accuracy 0.8765, macro_f1 0.8000",
         f"run: {tmp_path}",
     ]
-    (tmp_path / "artifact").mkdir()
-    assert progress.summary_text(SUMMARY, Run(tmp_path)).splitlines()[3] == (
-        f"next: rtrain predict {tmp_path}/artifact 'a text'   or: rtrain serve {tmp_path}/artifact"
-    )
+    (tmp_path / "report.html").touch()
+    assert progress.summary_text(SUMMARY, Run(tmp_path)).splitlines()[3] == f"report: {tmp_path}/report.html"
+
+
+@pytest.mark.parametrize("name", ["run", "my run", "it's"])
+def test_what_to_do_next_can_be_pasted(tmp_path: Path, name: str) -> None:
+    run = Run(tmp_path / name)
+    run.folder.mkdir()
+
+    def words() -> list[str]:
+        start, _, command = progress.after(run, "distill", "a teacher").partition(" ")
+        assert start == "next:"
+        return shlex.split(command)
+
+    run.append("created", task="classification")
+    assert words() == ["rtrain", "distill", "a teacher", "--resume", "--out", str(run)]
+    make_artifact(run.artifact)
+    assert words() == ["rtrain", "serve", f"{run}/artifact"]
+
+
+def test_an_encoder_is_for_other_recipes(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.append("created", task="masked_lm")
+    make_artifact(run.artifact)
+    assert progress.after(run, "train") == f"next: rtrain train intent --data FILE --model {tmp_path}/artifact"
+
+
+# --------------------------------------------------------------------------------------------------------- the waiting
+
+
+def test_where_the_seconds_went_adds_up_to_what_was_waited() -> None:
+    clock = iter([100.0, 103.0, 107.0, 113.0, 122.2, 122.4, 125.0, 125.0])
+    waited = Waited(lambda: next(clock))
+    for phase in ("Ray", "start of workers", "training", "a moment", "Ray"):
+        waited.enter(phase)
+    assert waited.text() == "25 s in all: checks 3, Ray 7, start of workers 6, training 9"
+
+
+def test_a_command_of_a_moment_says_its_seconds_alone() -> None:
+    assert Waited(lambda: 5.0).text() == "0 s in all"
+
+
+def test_what_takes_seconds_is_said_when_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(
+        capsys,
+        {"kind": "doing", "text": "starting Ray", "phase": "Ray"},
+        {"kind": "doing", "text": "starting 2 workers", "phase": "start of workers"},
+        {"kind": "started", "workers": 2, "precision": "bf16", "update": 0},
+        {"kind": "first_rows"},
+        {"kind": "writing"},
+        {"kind": "doing", "text": "writing the report", "phase": "report"},
+    ) == [
+        "starting Ray",
+        "starting 2 workers",
+        "2 workers, bf16, from update 0",
+        "the first rows are there",
+        "writing predictions, scores and the artefact",
+        "writing the report",
+    ]
 
 
 def test_the_end_of_a_pause_before_any_row(tmp_path: Path) -> None:

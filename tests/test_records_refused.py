@@ -14,12 +14,17 @@ def test_no_path_is_a_problem() -> None:
     assert problems(Data()) == (Problem("data.path", None, "not given", "write --data FILE"),)
 
 
-def test_a_path_that_is_not_there_lists_what_is(tmp_path: Path) -> None:
-    for name in ("rows.csv", "other.csv"):
+def test_a_path_that_is_not_there_names_the_nearest_or_lists_what_is(tmp_path: Path) -> None:
+    for name in ("rows.csv", "other.csv", ".rowz.csv"):
         (tmp_path / name).write_text("text,label\n")
-    [problem] = problems(Data(path=str(tmp_path / "row.csv")))
-    assert (problem.field, problem.reason) == ("data.path", "no such file, folder or glob")
-    assert problem.fix == f"{tmp_path} holds other.csv, rows.csv"
+    fixes = {
+        "row.csv": f"did you mean {tmp_path / 'rows.csv'}?",
+        "tickets.jsonl": f"{tmp_path} holds other.csv, rows.csv",
+    }
+    for name, fix in fixes.items():
+        [problem] = problems(Data(path=str(tmp_path / name)))
+        assert (problem.field, problem.reason) == ("data.path", "no such file, folder or glob")
+        assert problem.fix == fix
 
 
 def test_a_path_in_a_folder_that_is_not_there(tmp_path: Path) -> None:

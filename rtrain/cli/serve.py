@@ -51,6 +51,7 @@ def explain(
     from rtrain.explain.explainer import Explainer
     from rtrain.predict import Predictor
     from rtrain.report import explanation
+    from rtrain.report.live.progress import say, then
 
     predictor = Predictor.load(answering(artifact))
     first, second = predictor.task.fields
@@ -61,6 +62,7 @@ def explain(
         print(json.dumps(document, ensure_ascii=False))
     else:
         explanation.show(document, sys.stdout)
+        say(then("serve", artifact))
 
 
 def serve(
@@ -81,7 +83,8 @@ def serve(
     access.check(config.deploy.serve, say)
     folder = answering(artifact)
     artifacts.read(folder)
-    with session(config, folder.parent), deployment.start(folder, config.deploy.serve) as endpoint:
+    ray = session(config, folder.parent, lambda event: say(event["text"]))
+    with ray, deployment.start(folder, config.deploy.serve) as endpoint:
         say(f"serving {folder} at {endpoint.url} (Ctrl-C ends it)")
-        say(f"try: {access.curl(endpoint.url)}")
+        say(f"next: {access.curl(endpoint.url)}")
         until_interrupted()

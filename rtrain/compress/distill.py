@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rtrain import artifact, config as configuration, engines, env
+from rtrain import artifact, config as configuration, engines, env, events
 from rtrain.batch import Head, Ints, batches
 from rtrain.config import Config, Model
 from rtrain.data.stores.store import Store, open_store
@@ -69,10 +69,13 @@ def run(
     values = (str(start), config.recipe.distill.epochs, config.recipe.distill.lr, teacher.version)
     derived = dict(zip(DERIVED, values, strict=True))
     student = configuration.with_overrides(config, {**derived, "model.pooling": pooled})
+    say = on_event or (lambda event: None)
+    say(events.doing("reading the rows", "rows"))
     prepared = preparing.prepare(student, folder, reuse, source=source)
     # The teacher answers on processors, wherever the student is trained.
     wanted, native = config.recipe.train.precision, precision.of_processor()
     decided = precision.resolve("auto" if precision.problems(wanted, native) else wanted, native)
+    say(events.doing(f"the teacher answers {prepared.store.rows('train'):,} rows", "teacher"))
     ensure_answers(prepared.store, teacher_run / "artifact", teacher, decided)
     return prepared.run.folder, driver.fit(prepared, on_event=on_event)
 

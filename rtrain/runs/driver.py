@@ -79,11 +79,12 @@ def fit(
 
 def _report(run: Run, say: OnEvent) -> None:
     """Write the page about the run. What goes wrong in it is said and kept in a file, and costs no one the run."""
-    for name, make in (
-        ("baselines", baseline.ensure),
-        ("attributions", attributions.ensure),
-        (run.report.name, html.write),
+    for name, make, text in (
+        ("baselines", baseline.ensure, "measuring baselines for the report"),
+        ("attributions", attributions.ensure, "explaining the hardest rows for the report"),
+        (run.report.name, html.write, "writing the report"),
     ):
+        say(events.doing(text, "report"))
         try:
             make(run)
         except Exception as error:
@@ -124,6 +125,7 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent) -> None:
             halvings=halvings(run.events()),
             shortcuts=plan.shortcuts,
         )
+        say(events.doing(f"starting {workers} worker{'' if workers == 1 else 's'}", "start of workers"))
         trainer = group.trainer(
             partial(worker.run, start),
             workers,

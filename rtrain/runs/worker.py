@@ -4,7 +4,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,10 +164,18 @@ class _Worker:
         share = ingest.Share(
             self.job.store.folder, self.job.order, self._world, self._rank, most_rows, most_tokens, teacher
         )
-        return lambda first, last: ingest.stream(share, first, last)
+        return lambda first, last: self._told(ingest.stream(share, first, last))
+
+    def _told(self, stream: Iterator[ingest.Update]) -> Iterator[ingest.Update]:
+        """The same updates; the log says when the first one is there, seconds before there is a loss to tell."""
+        for number, update in enumerate(stream):
+            if number == 0:
+                self.reporter.event("first_rows")
+            yield update
 
     def finish(self, outcome: loop.Outcome) -> None:
         """After the last update: the answers to the rows, their scores, and the artefact, all made by rank 0."""
+        self.reporter.event("writing")
         job, answers = self.job, dict(outcome.outcomes)
         if job.validates and "valid" not in answers:  # the best weights are an earlier start's
             answers["valid"] = evaluate.gathered(

@@ -1,7 +1,7 @@
 """What a user sees while a command runs: one live line on a terminal, plain lines elsewhere; all of it on stderr."""
 
+import shlex
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rtrain.report.live import said
+from rtrain.report.live.waited import Waited
 from rtrain.run import Run
 
 
@@ -18,13 +19,21 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-class Line:
-    """Turns a run's events into progress. Use as a context manager; call it with each event."""
+def then(*words: object) -> str:
+    """The line that says what to do next: a command of rtrain's that can be pasted."""
+    return f"next: {shlex.join(['rtrain', *map(str, words)])}"
 
-    def __init__(self) -> None:
+
+class Line:
+    """Turns a run's events into progress. Use as a context manager; call it with each event.
+
+    `waited`: what has counted the seconds since the command began; the times of the lines are its own.
+    """
+
+    def __init__(self, waited: Waited | None = None) -> None:
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
-        self._status = self._console.status("starting Ray") if self._console.is_terminal else None
-        self._started = time.monotonic()
+        self._status = self._console.status("") if self._console.is_terminal else None
+        self._waited = waited or Waited()
         self._trial: int | None = None
         self._first: dict[int | None, dict[str, Any]] = {}
         """By trial; trials of a search run beside each other."""
@@ -42,7 +51,11 @@ class Line:
     def __call__(self, event: dict[str, Any]) -> None:
         kind = event["kind"]
         self._trial = event.get("trial")
-        if kind == "started":
+        if kind == "doing":
+            self._waited.enter(event["phase"])
+            self._now(event["text"])
+        elif kind == "started":
+            self._waited.enter("training")
             self._first.pop(self._trial, None)
             self._starts[self._trial] += 1
             rate = f", learning rate {event['lr']:.3g} at its peak" if "lr" in event else ""
@@ -52,6 +65,11 @@ class Line:
         elif kind in ("tokenised", "tokens_reused"):
             self._starts[self._trial] = 0  # said once a run: the next stage of the demo is no restart
             self._keep(_rows_text(event))
+        elif kind == "first_rows":
+            self._now("the first rows are there")
+        elif kind == "writing":
+            self._waited.enter("writing")
+            self._now("writing predictions, scores and the artefact")
         elif kind == "progress":
             self._now(f"update {event['update']}/{event['of']}  loss {event['loss']:.4f}{self._pace(event)}")
         elif text := said.of(event):
@@ -123,7 +141,7 @@ class Line:
 
     def _keep(self, text: str) -> None:
         """A line that stays. Printed as it is: text of the user's data must not be read as markup or control codes."""
-        line = f"{time.monotonic() - self._started:6.1f} s  {self._named(text)}"
+        line = f"{self._waited.seconds:6.1f} s  {self._named(text)}"
         shown = (char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
         self._console.print("".join(shown), soft_wrap=True)
 
@@ -150,8 +168,8 @@ def summary_text(summary: dict[str, Any], run: Run) -> str:
         f"test ({test.get('rows', 0)} rows): {scores}" if test else "no test score yet",
         f"run: {run}",
     ]
-    if run.artifact.is_dir():
-        lines.append(f"next: rtrain predict {run.artifact} 'a text'   or: rtrain serve {run.artifact}")
+    if run.report.is_file():
+        lines.append(f"report: {run.report}")
     return "\n".join(lines)
 
 
@@ -161,6 +179,17 @@ MEANING = {
     "stopped": "was among the worse half at a rung, and was ended there",
 }
 """The words of a search's table."""
+
+
+def after(run: Run, *words: object) -> str:
+    """What to do with a run next: where it has not ended, go on by the verb and arguments `words`; else use its
+    artefact."""
+    created = run.first("created") or {}
+    if not run.finished:
+        return then(*words, "--resume", "--out", run)
+    if created.get("task") == "masked_lm":
+        return then("train", "intent", "--data", "FILE", "--model", run.artifact)
+    return then("serve", run.artifact)
 
 
 def search_text(found: Any, winner: dict[str, Any], verdict: str = "") -> str:
