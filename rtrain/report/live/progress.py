@@ -19,9 +19,9 @@ def say(text: str) -> None:
 class Line:
     """Turns a run's events into progress. Use as a context manager; call it with each event."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: str = "starting Ray") -> None:
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
-        self._status = self._console.status("starting Ray") if self._console.is_terminal else None
+        self._status = self._console.status(first) if self._console.is_terminal else None
         self._started = time.monotonic()
         self._first: dict[str, Any] | None = None
         self._starts = 0
@@ -49,6 +49,9 @@ class Line:
             self._keep(_rows_text(event))
         elif kind == "progress":
             self._now(f"update {event['update']}/{event['of']}  loss {event['loss']:.4f}{self._pace(event)}")
+        elif kind == "answered":
+            speed = f"{event['rows_per_second']:,.0f} rows/s  {event['left_s']:.0f} s left"
+            self._now(f"row {event['rows']:,}/{event['of']:,}  {speed}")
         elif kind == "evaluated":
             scores = "  ".join(f"{name} {value:.4f}" for name, value in event["scores"].items() if name != "rows")
             self._keep(f"update {event['update']}  {event['split']}: {scores}  ({event['scores']['rows']} rows)")
