@@ -2,9 +2,10 @@
 
 An answer's column whose name the input has already is called `NAME (answer)`. Arrow types say what a column holds:
 those of Arrow and Parquet files are kept, csv holds text, and a column of JSON lines has the one type of its values.
-Where these have several types, or are lists and objects, a csv or Parquet file holds them as text, lists as JSON.
+Where these have several types, or are objects, a Parquet file holds them as text; csv holds lists as JSON too.
 """
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,11 +42,10 @@ class Layout:
     """Those of the answers, then the reason."""
     renamed: dict[str, str]
     """The answers' columns whose names the input has already, and how they are called instead."""
-    metadata: Mapping[bytes, bytes] | None = None
 
     @property
     def schema(self) -> pa.Schema:
-        return pa.schema([*self.given.items(), *self.added.items()], self.metadata)
+        return pa.schema([*self.given.items(), *self.added.items()])
 
 
 def layout(given: Mapping[str, pa.DataType], answer: Sequence[Column]) -> Layout:
@@ -91,6 +91,8 @@ def kind_of(value: Any) -> pa.DataType:
         return pa.int64() if -(2**63) <= value < 2**63 else pa.string()
     if isinstance(value, float):
         return pa.float64()
+    if isinstance(value, list):
+        return pa.list_(functools.reduce(common, map(kind_of, value), pa.null()))
     return pa.null() if value is None else pa.string()
 
 
@@ -100,12 +102,16 @@ def common(one: pa.DataType, other: pa.DataType) -> pa.DataType:
         return one
     if pa.types.is_null(one):
         return other
+    if pa.types.is_list(one) and pa.types.is_list(other):
+        return pa.list_(common(one.value_type, other.value_type))
     numbers = {pa.int64(), pa.float64()}
     return pa.float64() if {one, other} == numbers else pa.string()
 
 
 def settled(kind: pa.DataType) -> pa.DataType:
-    """A column that holds nothing is one of texts."""
+    """What holds nothing holds texts."""
+    if pa.types.is_list(kind):
+        return pa.list_(settled(kind.value_type))
     return pa.string() if pa.types.is_null(kind) else kind
 
 
@@ -123,12 +129,20 @@ def text(value: Any) -> str:
 
 def array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     """The values as an Arrow array. What is no valid Unicode, which Arrow cannot hold, becomes a question mark."""
-    if pa.types.is_string(kind):
-        values = [value if value is None or isinstance(value, str) else text(value) for value in values]
+    values = [_as(kind, value) for value in values]
     try:
         return pa.array(values, kind)
     except UnicodeEncodeError:
         return pa.array([_valid(value) for value in values], kind)
+
+
+def _as(kind: pa.DataType, value: Any) -> Any:
+    """A value as text where the column is one of texts, since others of its values are."""
+    if pa.types.is_string(kind):
+        return value if value is None or isinstance(value, str) else text(value)
+    if pa.types.is_list(kind) and value is not None:
+        return [_as(kind.value_type, inner) for inner in value]
+    return value
 
 
 def _valid(value: Any) -> Any:

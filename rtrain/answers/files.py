@@ -205,15 +205,22 @@ class _Progress:
     """Says every `PROGRESS_S` seconds how many rows are answered, how fast, and how long the rest will take."""
 
     def __init__(self, rows: int, done: int, on_event: OnEvent):
-        self._rows, self._done, self._new, self._on_event = rows, done, 0, on_event
-        self._start = self._said = time.perf_counter()
+        self._rows, self._done, self._on_event = rows, done, on_event
+        self._first = (0.0, 0)
+        """Time and rows when the first portion was done, which took the loading of the model too."""
+        self._said = 0.0
 
     def __call__(self, rows: int) -> None:
-        self._new += rows
-        now, done = time.perf_counter(), self._done + self._new
-        if now - self._said < PROGRESS_S and done < self._rows:
+        self._done += rows
+        now = time.perf_counter()
+        if not self._said:
+            self._first = (now, self._done)
+        if now - self._said < PROGRESS_S and self._done < self._rows:
             return
         self._said = now
-        speed = self._new / (now - self._start)
-        left = (self._rows - done) / speed
-        self._on_event({"kind": "answered", "rows": done, "of": self._rows, "rows_per_second": speed, "left_s": left})
+        seconds, new = now - self._first[0], self._done - self._first[1]
+        speed = new / seconds if new else None
+        left = (self._rows - self._done) / speed if speed else None
+        self._on_event(
+            {"kind": "answered", "rows": self._done, "of": self._rows, "rows_per_second": speed, "left_s": left}
+        )

@@ -92,9 +92,8 @@ def survey(source: Source, data: Data) -> Survey:
     kinds: dict[str, pa.DataType] = {}
     for number, piece in enumerate(source.pieces):
         found = _arrow_survey(piece) if piece.format in ARROW else _rows_survey(piece, data)
-        portions += (
-            one._replace(number=len(portions) + place, piece=number) for place, one in enumerate(found.portions)
-        )
+        first = len(portions)
+        portions += [one._replace(number=first + place, piece=number) for place, one in enumerate(found.portions)]
         for name, kind in found.kinds.items():
             kinds[name] = columns.common(kinds.get(name, pa.null()), kind)
     return Survey(tuple(portions), {name: columns.settled(kind) for name, kind in kinds.items()})

@@ -244,7 +244,7 @@ def raw(
     elif piece.format == "conll":
         yield from readers.conll_rows(file)
     elif piece.format == "squad":
-        yield from readers.squad_rows(file)
+        yield from readers.squad_rows(file, bool(data.labels))
     else:
         named = list(dict.fromkeys(column for _, column in _columns_named(data)))
         yield from enumerate(readers.arrow_rows(file, piece.format, named, part), start=part.before + 1)

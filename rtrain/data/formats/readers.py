@@ -192,12 +192,12 @@ def conll_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | str]]:
         yield sentence.line, sentence.reason or {"tokens": list(sentence.tokens), "tags": list(sentence.tags)}
 
 
-def squad_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | str]]:
+def squad_rows(file: IO[bytes], labelled: bool = True) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """(number, row) of each question, with columns `id`, `title`, `question`, `context`, and `answers`, a list of
     `{"text", "start"}`. A bad question gives its reason."""
     from rtrain.data.formats import squad
 
-    for row in squad.read(file):
+    for row in squad.read(file, labelled):
         answers = [answer._asdict() for answer in row.answers]
         columns = {"id": row.id, "title": row.title, "question": row.question, "context": row.context}
         yield row.line, row.reason or {**columns, "answers": answers}

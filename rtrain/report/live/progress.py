@@ -50,8 +50,9 @@ class Line:
         elif kind == "progress":
             self._now(f"update {event['update']}/{event['of']}  loss {event['loss']:.4f}{self._pace(event)}")
         elif kind == "answered":
-            speed = f"{event['rows_per_second']:,.0f} rows/s  {event['left_s']:.0f} s left"
-            self._now(f"row {event['rows']:,}/{event['of']:,}  {speed}")
+            speed = event["rows_per_second"]
+            pace = "" if speed is None else f"  {speed:,.0f} rows/s  {event['left_s']:.0f} s left"
+            self._now(f"row {event['rows']:,}/{event['of']:,}{pace}")
         elif kind == "evaluated":
             scores = "  ".join(f"{name} {value:.4f}" for name, value in event["scores"].items() if name != "rows")
             self._keep(f"update {event['update']}  {event['split']}: {scores}  ({event['scores']['rows']} rows)")
