@@ -80,7 +80,8 @@ class Answerer:
     def each(self, portions: Iterable[Portion]) -> Iterator[Answered]:
         """The portions in order."""
         prepared = ahead(lambda portion: self._prepared(portion.number, self._reader.read(portion)), portions)
-        return map(self._written, ahead(self._computed, prepared))
+        yield from map(self._written, ahead(self._computed, prepared))
+        self._reader.close()
 
     def stream(self, chunks: Iterable[Chunk]) -> Iterator[Answered]:
         """Chunks in order, numbered from 0; a chunk is answered before the next is asked for."""

@@ -48,6 +48,7 @@ def run(artifact: Path, data: Data, out: Path, overwrite: bool = False) -> dict[
             with whole.open("wb") as file:
                 writing.join(format, layout, paths, file)
             whole.replace(out)
+            reader.close()
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}); name another place with --out") from None
     return found.report
