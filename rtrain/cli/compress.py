@@ -75,17 +75,23 @@ def quantize(
 def evaluate(
     artifact: Annotated[Path, typer.Argument(help="Artefact folder, or a run's or a search's.")],
     data: Annotated[str, typer.Option("--data", help="Rows with texts and labels.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="File for each row's answer (.csv, .jsonl, .parquet).")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write --out anew if it exists.")] = False,
     assignments: Set = None,
     as_json: Json = False,
 ) -> None:
     """Score an artefact on a file of rows, through the path that answers requests; the columns are those of its own
     training rows, but for what --set data.label=... and so on say."""
     from rtrain import artifact as artifacts, config, score
+    from rtrain.answers import scored
     from rtrain.metrics import scores
     from rtrain.report.live.progress import then
 
     overrides = {"data.path": data, **dict(config.parse_assignment(text) for text in assignments or ())}
     folder = answering(artifact)
-    report = score.run(folder, score.settings(artifacts.read(folder), overrides))
+    settings = score.settings(artifacts.read(folder), overrides)
+    report = score.run(folder, settings) if out is None else scored.run(folder, settings, out.absolute(), overwrite)
     rate = f"{report['bad_rows']} bad rows, {report['rows_per_second']} rows/s"
     show(report, as_json, f"{scores.text(report)}\n\n{rate}", then("serve", folder))

@@ -72,6 +72,10 @@ class Line:
             self._now("writing predictions, scores and the artefact")
         elif kind == "progress":
             self._now(f"update {event['update']}/{event['of']}  loss {event['loss']:.4f}{self._pace(event)}")
+        elif kind == "answered":
+            speed = event["rows_per_second"]
+            pace = "" if speed is None else f"  {speed:,.0f} rows/s  {event['left_s']:.0f} s left"
+            self._now(f"row {event['rows']:,}/{event['of']:,}{pace}")
         elif text := said.of(event):
             self._keep(text)
         elif kind == "crashed":
