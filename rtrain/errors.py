@@ -49,6 +49,13 @@ class ConfigError(UserError):
         return type(self), (self.problems, self.advice)  # pickling must keep both, on the way back from a Ray worker
 
 
+class TryAgain(UserError):
+    """Nothing is wrong; the rest is for another start, with --resume. Exit code 75 (EX_TEMPFAIL), at which a batch
+    system submits a job again."""
+
+    exit_code = 75
+
+
 def quoted(value: object, limit: int = 60) -> str:
     """A value of a row on one line and in ASCII, so that hostile text cannot write on the terminal."""
     shown = ascii(value)
