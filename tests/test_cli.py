@@ -272,7 +272,9 @@ def test_train_prints_one_json_object_leaves_an_artefact_and_sets_a_bad_row_asid
     assert summary["status"] == "finished"
     assert (tmp_path / "runs" / "here" / "artifact" / "MANIFEST.json").is_file()
     assert "valid: accuracy" in err
-    assert "test: accuracy" in err
+    assert "test, by the weights of update " in err
+    assert "3 labels: " in err
+    assert "set aside: 1 x column 'text' is empty" in err
     assert "1 bad row set aside" in err
     [table] = list((tmp_path / "runs" / ".tokens").glob("*/quarantine.parquet"))
     assert pyarrow.parquet.read_table(table).to_pylist() == [

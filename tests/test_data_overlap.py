@@ -278,9 +278,9 @@ def test_answers_that_are_spans_are_as_they_are_written(tmp_path: Path) -> None:
     listed_rows = pyarrow.parquet.read_table(tmp_path / "p.parquet").to_pylist()
     texts = [texts[1] for texts in found.texts("valid", np.arange(len(figures))) if texts is not None]
     assert len({text[:9] for text in texts if text is not None}) == 3  # rows of every context are there
-    for row, text in zip(listed_rows, texts, strict=True):
-        assert text is not None
-        if len(text) == shards.KEPT_CHARACTERS:  # its end is not kept: spelt by the tokens
+    for row, context in zip(listed_rows, texts, strict=True):
+        assert context is not None
+        if len(context) == shards.KEPT_CHARACTERS:  # its end is not kept: spelt by the tokens
             assert row["prediction"] == row["target"] == "due on monday"
         else:
-            assert row["prediction"] == row["target"] == ("due on  MONDAY" if "MONDAY" in text else "due on Monday")
+            assert row["prediction"] == row["target"] == ("due on  MONDAY" if "MONDAY" in context else "due on Monday")

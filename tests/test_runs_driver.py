@@ -173,7 +173,7 @@ def test_finished_run_is_left_as_it_is(trained: Trained) -> None:
     prepared = preparing.prepare(settings(trained.run.parent), trained.run, "resume")
     summary = driver.fit(prepared)
     assert summary["updates"] == trained.summary["updates"]
-    assert kinds(events.read(trained.run))[len(before.splitlines()) :] == ["tokens_reused"]
+    assert kinds(events.read(trained.run))[len(before.splitlines()) :] == ["tokens_reused", "labels"]
 
 
 def test_used_name_is_refused_with_the_ways_on(trained: Trained) -> None:

@@ -8,6 +8,7 @@ from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.drawing.charts import Line, Mark
 from rtrain.report.drawing.svg import rate, score_name, short, three
+from rtrain.report.live import said
 
 MOST_MARKS = 12
 MOST_METRICS = 6
@@ -104,7 +105,8 @@ def _metrics(run: Collected) -> list[Block]:
         for name, [(_, value)] in series([event]).items()
     ]
     if rows:
-        note = "Of the best update, which validation chose; the test rows were looked at once, after that."
+        chosen = "".join(f" {said.best(event).capitalize()}." for event in run.of("best")[-1:])
+        note = f"Of the best update, which validation chose; the test rows were looked at once, after that.{chosen}"
         blocks.append(Table("Scores", ("rows", "update", "score", "value"), rows[:40], note))
     return blocks
 
