@@ -6,7 +6,7 @@ the same. Neither library is imported before a function is called.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -42,11 +42,13 @@ def actors() -> list[dict[str, Any]]:
 
 
 def running_here() -> str | None:
-    """The address of the cluster that this machine is a node of, as Ray's address `auto` finds it."""
+    """What Ray's address `auto` stands for: the address of a cluster that this machine is a node of; None without."""
     import ray._private.services as services
 
-    found = services.find_bootstrap_address(None) or next(iter(services.find_gcs_addresses()), None)
-    return None if found is None else str(found)
+    try:
+        return str(services.get_ray_address_from_environment("auto", None))
+    except ConnectionError:
+        return None
 
 
 def nodes_here() -> set[str]:
@@ -56,8 +58,9 @@ def nodes_here() -> set[str]:
     return set(services.find_node_ids())
 
 
-def is_head(address: str, seconds: float) -> bool:
-    """Whether the head of a Ray cluster answers at `host:port`, also one that asks for a token."""
+def head(address: str, seconds: float) -> Literal["open", "closed", "none"]:
+    """What answers at `host:port`: the head of a Ray cluster that lets this process in, one that asks for another
+    token, or no head within `seconds`."""
     import grpc
     import ray._private.grpc_utils as grpc_utils
 
@@ -66,8 +69,16 @@ def is_head(address: str, seconds: float) -> bool:
         try:
             alive(b"", timeout=seconds)
         except grpc.RpcError as error:
-            return bool(error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED))
-    return True
+            refused = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+            return "closed" if error.code() in refused else "none"
+    return "open"
+
+
+def use_token_of_this_machine() -> None:
+    """Show clusters the token that lies on this machine, where there is one, as Ray does with the address `auto`."""
+    import ray._private.authentication.authentication_token_setup as tokens
+
+    tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 # -------------------------------------------------------------------------------------------------------- this process

@@ -56,9 +56,9 @@ def web() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def other_grpc() -> Iterator[int]:
-    """A port that speaks gRPC and knows none of Ray's services, as that of Ray's client."""
-    server = grpc.server(futures.ThreadPoolExecutor(1))
+def other_grpc(*handlers: grpc.GenericRpcHandler) -> Iterator[int]:
+    """A port that speaks gRPC and knows none of Ray's services, as that of Ray's client; or what `handlers` know."""
+    server = grpc.server(futures.ThreadPoolExecutor(1), handlers)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
@@ -127,7 +127,7 @@ def test_a_head_that_runs_is_let_through_and_its_node_s_port_is_not(ray_session:
 
     context = ray.get_runtime_context()
     address.check("cluster.address", context.gcs_address)
-    address.check("cluster.address", "auto")
+    assert re.fullmatch(r"[\w.:\[\]]+:\d+", ray_internals.running_here() or "")  # another Ray may run here too
     [node] = ray.nodes()
     port = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
     assert f"what listens at {port} is not the head" in refused(port)
@@ -141,13 +141,30 @@ def test_a_session_says_where_it_connects_before_it_tries(tmp_path: Path, ray_se
     assert [event["text"] for event in said] == ["connecting to Ray at 127.0.0.1:1"]
 
 
+class Closed(grpc.GenericRpcHandler):  # type: ignore[misc]  # it has no types
+    """In place of a head that was started with a token: it lets nobody in."""
+
+    def service(self, call: Any) -> Any:
+        def answer(request: bytes, context: Any) -> bytes:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+def test_a_cluster_that_asks_for_a_token_says_so() -> None:
+    with other_grpc(Closed()) as port:
+        text = refused(f"127.0.0.1:{port}")
+    assert "asks for its own token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH" in text
+
+
 def test_auto_where_no_ray_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_internals, "running_here", lambda: None)
     assert "no Ray runs on this machine; write HOST:PORT" in refused("auto")
 
 
 def test_a_machine_that_is_no_node_is_told_to_submit_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_internals, "is_head", lambda where, seconds: True)
+    monkeypatch.setattr(ray_internals, "head", lambda where, seconds: "open")
     monkeypatch.setattr(ray_internals, "nodes_here", set)
     with silent() as port:
         text = refused(f"127.0.0.1:{port}")

@@ -63,6 +63,10 @@ def test_a_run_that_is_there_is_gone_on_with(tmp_path: Path, end: type[BaseExcep
     with pytest.raises(Ended) as caught, options.resumable(run, "distill", "a teacher"):
         raise end
     assert str(caught.value) == f"{said}; next: rtrain distill 'a teacher' --resume --out '{run}'"
+    make_artifact(run / "artifact")
+    with pytest.raises(Ended) as caught, options.resumable(run, "distill", "a teacher"):
+        raise end
+    assert str(caught.value) == f"{said}; next: rtrain report '{run}'"
 
 
 def test_other_errors_pass(tmp_path: Path) -> None:

@@ -131,8 +131,11 @@ def resumable(run: Path, *words: object) -> Iterator[None]:
         stopped = isinstance(end, signals.Terminated)
         said, code = ("ended by SIGTERM", signals.TERMINATED) if stopped else ("interrupted", signals.INTERRUPTED)
         from rtrain.report.live.progress import then
+        from rtrain.run import Run
 
-        if (run / "config.yaml").is_file():
+        if Run(run).finished:  # all but its report is there
+            said += f"; {then('report', run)}"
+        elif Run(run).exists:
             said += f"; {then(*words, '--resume', '--out', run)}"
         raise Ended(said, code) from None
 

@@ -36,6 +36,7 @@ def check(name: str, address: str) -> None:
         found = ray_internals.running_here()
         if found is None:
             raise _refused(name, address, "no Ray runs on this machine")
+        ray_internals.use_token_of_this_machine()
     else:
         found = address
     host, port = _parts(name, address, found)
@@ -44,8 +45,12 @@ def check(name: str, address: str) -> None:
     except OSError as error:
         reason = f"nothing answers at {found} ({error.strerror or error})"
         raise _refused(name, address, reason) from None
-    if not ray_internals.is_head(found, ANSWER_S):
+    head = ray_internals.head(found, ANSWER_S)
+    if head == "none":
         raise _refused(name, address, f"what listens at {found} is not the head of a Ray cluster")
+    if head == "closed":
+        fix = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file that holds it"
+        raise UserError(f"{name}={address}: the cluster at {found} asks for its own token; {fix}")
     if not ray_internals.nodes_here():
         raise UserError(
             f"{name}={address}: the cluster answers, but this machine is none of its nodes; start rtrain on one, or "

@@ -108,7 +108,11 @@ def session(config: Config, folder: Path, on_event: Callable[[dict[str, Any]], N
         workers = config.recipe.train.workers
         _start_local(workers, supply.data_cpus(config.deploy.cluster.data_cpus, workers))
     else:
-        ray.init(address=named[1], runtime_env=_worker_env(), log_to_driver=False, logging_level=logging.ERROR)
+        try:
+            ray.init(address=named[1], runtime_env=_worker_env(), log_to_driver=False, logging_level=logging.ERROR)
+        except ConnectionError as error:  # what could not be seen from outside
+            cause = str(error.__cause__ or error).strip().splitlines()[-1]
+            raise UserError(f"{named[0]}={named[1]}: Ray could not connect to it: {cause}") from None
     signals.take()  # ray.init has put handlers of its own: one that exits with 15, and one that prints a C++ stack
     try:
         yield
