@@ -386,7 +386,7 @@ def test_rows_that_change_while_they_are_read_are_refused(artifact: Path, tmp_pa
 
 def test_a_killed_command_is_resumed_without_a_row_lost_or_twice(artifact: Path, tmp_path: Path) -> None:
     write_csv(tmp_path / "rows.csv", texts(20_000))
-    command = [sys.executable, "-m", "rtrain", "predict", artifact, "--data", "rows.csv", "--out", "a.csv"]
+    command = [sys.executable, "-m", "rtrain", "predict", str(artifact), "--data", "rows.csv", "--out", "a.csv"]
     root = Path(files.__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE) as process:

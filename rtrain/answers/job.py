@@ -13,6 +13,7 @@ from rtrain.answers.source import Portion
 from rtrain.cluster import supply
 from rtrain.cluster.session import session
 from rtrain.config import Config
+from rtrain.predict import Predictor
 
 THREADS = 2
 """CPUs of an actor, and threads of its engine. More actors would hold more copies of the model, fewer would leave
@@ -22,8 +23,8 @@ reading and writing to one thread for many cores."""
 class Actor:
     """A call with a portion's fields returns its answers' bytes and counts."""
 
-    def __init__(self, work: Work):
-        self._answerer = Answerer(work)
+    def __init__(self, work: Work, threads: int):
+        self._answerer = Answerer(work, Predictor.load(work.artifact, threads))
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         found = self._answerer.answer(Portion(**{name: int(row[name]) for name in Portion._fields}))
@@ -52,7 +53,7 @@ def on_cluster(work: Work, portions: list[Portion]) -> Iterator[Answered]:
     items = [portion._asdict() for portion in portions]
     actor: Any = Actor  # Ray's annotation leaves out classes
     dataset = ray.data.from_items(items, override_num_blocks=len(items)).map(
-        actor, fn_constructor_args=(work,), num_cpus=threads, compute=ray.data.ActorPoolStrategy(size=size)
+        actor, fn_constructor_args=(work, threads), num_cpus=threads, compute=ray.data.ActorPoolStrategy(size=size)
     )
     for row in dataset.iter_rows():
         yield Answered(row["number"], row["body"], Counts(row["answered"], row["empty"], row["bad"]))
