@@ -16,6 +16,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "rtrain.errors",
         "rtrain.env",
+        "rtrain.signals",
         "rtrain.events",
         "rtrain.ray_internals",
         "rtrain.manifest",
@@ -39,7 +40,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rtrain.explain", "rtrain.score"),
     ("rtrain.answers", "rtrain.report", "serve"),
     ("rtrain.runs",),
-    ("rtrain.proof", "rtrain.compress", "tune"),
+    ("rtrain.comparison",),
+    ("rtrain.proof", "rtrain.compress", "rtrain.inventory", "tune"),
     ("rtrain.demo",),
     ("rtrain.cli",),
     ("rtrain.__main__",),

@@ -129,7 +129,7 @@ def _answers(predictor: "Predictor", texts: list[str], place: str, first: int, o
 
 def answer_rows(options: Given, assignments: list[str] | None, address: str | None) -> None:
     """The rows of --data, into --out or onto stdout; the exit code is 1 if there are rows and none was answered."""
-    from rtrain import config
+    from rtrain import config, events
     from rtrain.answers import files
     from rtrain.predict import BATCH_ROWS
     from rtrain.report.live.progress import Line
@@ -138,7 +138,8 @@ def answer_rows(options: Given, assignments: list[str] | None, address: str | No
     overrides = dict(config.parse_assignment(text) for text in assignments or ())
     asked = files.Asked(options.artifact, {"data.path": options.data, **overrides}, options.batch or BATCH_ROWS)
     out = None if options.out is None else options.out.absolute()
-    with Line(first="loading") as line:
+    with Line() as line:
+        line(events.doing("loading the artefact", "loading"))
         if options.data == STDIN:
             report = _stream(asked, out, options.overwrite, line)
         elif out is None:

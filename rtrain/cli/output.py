@@ -4,8 +4,9 @@ import json
 from typing import Any
 
 
-def show(document: Any, as_json: bool, text: str) -> None:
-    print(json.dumps(document, ensure_ascii=False) if as_json else text)
+def show(document: Any, as_json: bool, *lines: str) -> None:
+    """What a verb has found: as one JSON object, else as text, whose last line says what to do next."""
+    print(json.dumps(document, ensure_ascii=False) if as_json else "\n".join(lines))
 
 
 def answer_text(answer: Any) -> str:

@@ -12,12 +12,13 @@ from rtrain.cli.options import (
     Insecure,
     Json,
     Set,
+    answering,
     configured,
 )
 
 
 def predict(
-    artifact: Annotated[Path, typer.Argument(help="Artefact folder.")],
+    artifact: Annotated[Path, typer.Argument(help="Artefact folder, or a run's or a search's.")],
     texts: Annotated[list[str] | None, typer.Argument(help="Texts; without any, lines of standard input.")] = None,
     as_texts: Annotated[bool, typer.Option("--text", help="Texts are texts, even where a file is called so.")] = False,
     data: Annotated[
@@ -41,7 +42,8 @@ def predict(
     """Answer texts with an artefact, one line each; or rows of files, each with its columns and its answer."""
     from rtrain.cli import answers
 
-    given = answers.Given(artifact.absolute(), texts or [], data, out, resume, overwrite, top, batch, as_json, as_texts)
+    folder = answering(artifact)
+    given = answers.Given(folder, texts or [], data, out, resume, overwrite, top, batch, as_json, as_texts)
     given.check(assignments, address)
     if data is None:
         answers.print_texts(given)
@@ -50,7 +52,7 @@ def predict(
 
 
 def explain(
-    artifact: Annotated[Path, typer.Argument(help="Float artefact folder.")],
+    artifact: Annotated[Path, typer.Argument(help="Float artefact folder, or a run's or a search's.")],
     text: Annotated[str | None, typer.Argument(help="A text; without it standard input, as a whole.")] = None,
     pair: Annotated[str | None, typer.Option("--pair", help="The second text, where there are two.")] = None,
     label: Annotated[str | None, typer.Option("--label", help="Explain this label instead of the answer's.")] = None,
@@ -63,8 +65,9 @@ def explain(
     from rtrain.explain.explainer import Explainer
     from rtrain.predict import Predictor
     from rtrain.report import explanation
+    from rtrain.report.live.progress import say, then
 
-    predictor = Predictor.load(artifact.absolute())
+    predictor = Predictor.load(answering(artifact))
     first, second = predictor.task.fields
     read = sys.stdin.read() if text is None else text
     [found] = Explainer(predictor)([read if pair is None else {first: read, second: pair}], label, steps)
@@ -73,10 +76,11 @@ def explain(
         print(json.dumps(document, ensure_ascii=False))
     else:
         explanation.show(document, sys.stdout)
+        say(then("serve", artifact))
 
 
 def serve(
-    artifact: Annotated[Path, typer.Argument(help="Artefact folder.")],
+    artifact: Annotated[Path, typer.Argument(help="Artefact folder, or a run's or a search's.")],
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on (default 127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option("--port", help="Port (default 8000; 0 takes a free one).")] = None,
     insecure: Insecure = False,
@@ -91,9 +95,10 @@ def serve(
 
     config = configured("intent", assignments, host=host, port=port, insecure=insecure or None, address=address)
     access.check(config.deploy.serve, say)
-    folder = artifact.absolute()
+    folder = answering(artifact)
     artifacts.read(folder)
-    with session(config, folder.parent), deployment.start(folder, config.deploy.serve) as endpoint:
+    ray = session(config, folder.parent, lambda event: say(event["text"]))
+    with ray, deployment.start(folder, config.deploy.serve) as endpoint:
         say(f"serving {folder} at {endpoint.url} (Ctrl-C ends it)")
-        say(f"try: {access.curl(endpoint.url)}")
+        say(f"next: {access.curl(endpoint.url)}")
         until_interrupted()

@@ -4,8 +4,10 @@
 """
 
 import codecs
+import difflib
 import hashlib
 import json
+import shlex
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,6 +43,8 @@ class Record(NamedTuple):
     """`train`, `valid` or `test` by the column `data.split`; None where no such column is named."""
 
 
+UNNAMED = "(unnamed)"
+"""Stands for a column without a name, as that of a table's index, where columns are listed."""
 DAMAGED = (OSError, EOFError, zlib.error, pyarrow.ArrowException)
 """What readers raise on damaged or cut-off files: snappy an OSError, gzip an EOFError, and so on."""
 
@@ -178,9 +182,19 @@ def _missing(data: Data, columns: tuple[str, ...], name: str) -> list[Problem]:
     problems = []
     for field, column in _columns_named(data):
         if column not in columns:
-            fix = f"{name} has {', '.join(columns)}; write --set data.{field}=COLUMN"
-            problems.append(Problem(f"data.{field}", column, "no such column", fix))
+            meant = _meant(column, columns)
+            setting = shlex.quote(f"data.{field}={meant or 'COLUMN'}")
+            fix = f"did you mean --set {setting}?" if meant else f"write --set {setting}"
+            there = ", ".join(one if one.strip() else UNNAMED for one in columns)
+            problems.append(Problem(f"data.{field}", column, "no such column", f"{name} has {there}; {fix}"))
     return problems
+
+
+def _meant(name: str, columns: tuple[str, ...]) -> str | None:
+    """The column that a wrong name most likely stands for: the same but for case and blanks, else a close one."""
+    folded = {column.strip().casefold(): column for column in reversed(columns) if column.strip()}
+    near = difflib.get_close_matches(name.strip().casefold(), list(folded), n=1, cutoff=0.7)
+    return folded[near[0]] if near else None
 
 
 def _columns_named(data: Data) -> list[tuple[str, str]]:
