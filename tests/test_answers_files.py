@@ -346,6 +346,17 @@ def test_a_stopped_job_goes_on_with_the_same_bytes(artifact: Path, tmp_path: Pat
     assert not hidden.exists()
 
 
+def test_a_job_that_fails_before_its_first_answer_leaves_nothing(artifact: Path, tmp_path: Path) -> None:
+    job = asked(artifact, write_csv(tmp_path / "rows.csv", texts(5)))
+
+    def fails(work: Work, portions: list[Portion]) -> Iterator[Answered]:
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        files.to_file(job, tmp_path / "a.csv", answers=fails)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
+
+
 @pytest.mark.usefixtures("portions_of_seven")
 def test_what_portions_were_made_of_must_be_the_same(artifact: Path, other: Path, tmp_path: Path) -> None:
     write_csv(tmp_path / "rows.csv", texts(50))

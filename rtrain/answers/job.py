@@ -13,6 +13,7 @@ from rtrain.answers.source import Portion
 from rtrain.cluster import supply
 from rtrain.cluster.session import session
 from rtrain.config import Config
+from rtrain.errors import UserError
 from rtrain.predict import Predictor
 
 THREADS = 2
@@ -24,11 +25,18 @@ class Actor:
     """A call with a portion's fields returns its answers' bytes and counts."""
 
     def __init__(self, work: Work, threads: int):
-        self._answerer = Answerer(work, Predictor.load(work.artifact, threads))
+        self._work, self._threads = work, threads
+        self._answerer: Answerer | None = None
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        found = self._answerer.answer(Portion(**{name: int(row[name]) for name in Portion._fields}))
-        return {"number": found.number, "body": found.body, **found.counts._asdict()}
+        """An error that a user can mend is returned: raised, it would carry Ray's traceback and advice."""
+        try:
+            if self._answerer is None:
+                self._answerer = Answerer(self._work, Predictor.load(self._work.artifact, self._threads))
+            found = self._answerer.answer(Portion(**{name: int(row[name]) for name in Portion._fields}))
+        except UserError as error:
+            return {"number": row["number"], "body": b"", **Counts(0, 0, 0)._asdict(), "error": str(error)}
+        return {"number": found.number, "body": found.body, **found.counts._asdict(), "error": ""}
 
 
 def on(config: Config, folder: Path) -> Callable[[Work, list[Portion]], Iterator[Answered]]:
@@ -56,4 +64,6 @@ def on_cluster(work: Work, portions: list[Portion]) -> Iterator[Answered]:
         actor, fn_constructor_args=(work, threads), num_cpus=threads, compute=ray.data.ActorPoolStrategy(size=size)
     )
     for row in dataset.iter_rows():
+        if row["error"]:
+            raise UserError(f"on a node of the cluster: {row['error']}")
         yield Answered(row["number"], row["body"], Counts(row["answered"], row["empty"], row["bad"]))
