@@ -149,6 +149,27 @@ def test_rows_go_through_a_pipe(artifact: Path, tmp_path: Path) -> None:
     assert b"3 rows: 2 answered, 1 empty, 0 bad" in done.stderr
 
 
+def test_a_reader_that_has_enough_ends_it_quietly(artifact: Path, tmp_path: Path) -> None:
+    write_csv(tmp_path / "rows.csv", texts(20_000))
+    root = Path(cli.__file__).resolve().parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-m", "rtrain", "predict", str(artifact), "--data", "rows.csv"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert json.loads(process.stdout.readline())["number"] == "0"
+        process.stdout.close()
+        told = process.stderr.read()
+    assert process.returncode == 0
+    assert b"20,000 rows:" not in told  # it did not go on to its end
+    assert b"Traceback" not in told
+    assert b"Broken pipe" not in told
+
+
 def test_json_lines_of_stdin_go_into_a_file(
     run: Cli, artifact: Path, tmp_path: Path, typed: Callable[[bytes], None]
 ) -> None:

@@ -346,6 +346,17 @@ def test_a_stopped_job_goes_on_with_the_same_bytes(artifact: Path, tmp_path: Pat
     assert not hidden.exists()
 
 
+def test_a_job_that_fails_before_its_first_answer_leaves_nothing(artifact: Path, tmp_path: Path) -> None:
+    job = asked(artifact, write_csv(tmp_path / "rows.csv", texts(5)))
+
+    def fails(work: Work, portions: list[Portion]) -> Iterator[Answered]:
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        files.to_file(job, tmp_path / "a.csv", answers=fails)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
+
+
 @pytest.mark.usefixtures("portions_of_seven")
 def test_what_portions_were_made_of_must_be_the_same(artifact: Path, other: Path, tmp_path: Path) -> None:
     write_csv(tmp_path / "rows.csv", texts(50))
@@ -386,7 +397,7 @@ def test_rows_that_change_while_they_are_read_are_refused(artifact: Path, tmp_pa
 
 def test_a_killed_command_is_resumed_without_a_row_lost_or_twice(artifact: Path, tmp_path: Path) -> None:
     write_csv(tmp_path / "rows.csv", texts(20_000))
-    command = [sys.executable, "-m", "rtrain", "predict", artifact, "--data", "rows.csv", "--out", "a.csv"]
+    command = [sys.executable, "-m", "rtrain", "predict", str(artifact), "--data", "rows.csv", "--out", "a.csv"]
     root = Path(files.__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE) as process:

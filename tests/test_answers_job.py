@@ -8,6 +8,7 @@ import pytest
 from rtrain.answers import files, job, source
 from rtrain.answers.answering import Answered, Work
 from rtrain.answers.source import Portion
+from rtrain.errors import UserError
 from tests.answering import asked, read_csv, texts, write_csv
 from tests.tiny import make_artifact
 
@@ -44,3 +45,15 @@ def test_a_cluster_leaves_the_bytes_of_one_process_and_goes_on_from_its_portions
     assert (report["rows"], report["answered"], report["empty"]) == (100, 99, 1)
     assert [row["text"] for row in read_csv(tmp_path / "there.csv")] == rows
     assert (tmp_path / "there.csv").read_bytes() == (tmp_path / "here.csv").read_bytes()
+
+
+def test_an_artefact_that_the_nodes_cannot_read_is_told_in_a_line(ray_session: Path, tmp_path: Path) -> None:
+    work = asked(make_artifact(tmp_path / "artifact"), write_csv(tmp_path / "rows.csv", texts(3)))
+
+    def damaged(given: Work, portions: list[Portion]) -> Iterator[Answered]:
+        (tmp_path / "artifact" / "model.safetensors").write_bytes(b"")
+        yield from job.on_cluster(given, portions)
+
+    with pytest.raises(UserError, match=r"on a node of the cluster: artefact .* is damaged: model\.safetensors has 0"):
+        files.to_file(work, tmp_path / "a.csv", answers=damaged)
+    assert not list(tmp_path.glob(".a.csv*"))

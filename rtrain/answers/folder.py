@@ -72,6 +72,8 @@ class Folder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self.done:
+            shutil.rmtree(self.path, ignore_errors=True)  # there is nothing to go on from
         os.close(self._lock)
 
     def _refuse(self) -> None:

@@ -20,6 +20,7 @@ from rtrain.data import records
 from rtrain.data.formats import addresses, parts, readers
 from rtrain.data.formats.files import Piece
 from rtrain.data.records import Record, Source
+from rtrain.errors import UserError
 
 ROWS = 4096
 """Most rows of a portion. Rows of like length share the engine's batches within a portion, so that few rows would mean
@@ -179,7 +180,9 @@ class _Batches:
 
     def _next(self, rows: int) -> pa.RecordBatch:
         """At most so many rows of the batch that is at hand."""
-        batch = self._rest if self._rest is not None else next(self._batches)
+        batch = self._rest if self._rest is not None else next(self._batches, None)
+        if batch is None:
+            raise UserError("a file of rows was changed while it was read; begin anew once nothing writes to it")
         self._rest = batch.slice(rows) if batch.num_rows > rows else None
         taken = batch.slice(0, rows)
         self._row += taken.num_rows

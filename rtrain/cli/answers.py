@@ -138,20 +138,30 @@ def answer_rows(options: Given, assignments: list[str] | None, address: str | No
     overrides = dict(config.parse_assignment(text) for text in assignments or ())
     asked = files.Asked(options.artifact, {"data.path": options.data, **overrides}, options.batch or BATCH_ROWS)
     out = None if options.out is None else options.out.absolute()
-    with Line() as line:
-        line(events.doing("loading the artefact", "loading"))
-        if options.data == STDIN:
-            report = _stream(asked, out, options.overwrite, line)
-        elif out is None:
-            report = files.to_stream(asked, sys.stdout.buffer, line)
-        else:
-            report = _to_file(asked, out, options, address, line)
+    try:
+        with Line() as line:
+            line(events.doing("loading the artefact", "loading"))
+            report = _report(asked, out, options, address, line)
+    except BrokenPipeError:
+        # Who reads stdout, such as head, has enough. At its end Python would write once more, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return
     if out is None:
         print(batch_text(report), file=sys.stderr)
     else:
         show(report, options.as_json, f"{batch_text(report)}\n{out}")
     if report["rows"] and not report["answered"]:
         raise typer.Exit(1)
+
+
+def _report(asked: "Asked", out: Path | None, options: Given, address: str | None, line: "Line") -> dict[str, Any]:
+    from rtrain.answers import files
+
+    if options.data == STDIN:
+        return _stream(asked, out, options.overwrite, line)
+    if out is not None:
+        return _to_file(asked, out, options, address, line)
+    return files.to_stream(asked, sys.stdout.buffer, line)
 
 
 def _stream(asked: "Asked", out: Path | None, overwrite: bool, line: "Line") -> dict[str, Any]:
