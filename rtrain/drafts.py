@@ -50,7 +50,7 @@ def sweep(final: Path) -> None:
     for folder in final.parent.glob(f".{final.name}.*"):
         # Another process may have swept or finished it meanwhile, or it is not ours to write: no reason to stop a job.
         with suppress(OSError):
-            if _is_dead(folder):
+            if is_dead(folder):
                 # The draft is moved before it is emptied. Should its writer live after all, its own move to the final
                 # name then fails; otherwise a store that was just finished could be emptied.
                 shutil.rmtree(folder.rename(_new_name(final)), ignore_errors=True)
@@ -60,7 +60,8 @@ def _new_name(final: Path) -> Path:
     return final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
 
 
-def _is_dead(folder: Path) -> bool:
+def is_dead(folder: Path) -> bool:
+    """Whether no living process writes the draft. Raises `OSError` where it goes meanwhile."""
     with suppress(FileNotFoundError), (folder / LOCK).open("r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

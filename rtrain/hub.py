@@ -150,7 +150,7 @@ def keep(kind: Kind, text: str, root: Path) -> None:
     else:
         splits = dataset(text).items()
         files = {f"{split}-{number:05}.arrow": path for split, paths in splits for number, path in enumerate(paths)}
-    keep_files(files, _place(kind, name, root))
+    keep_files(files, place(kind, name, root))
 
 
 def model_files(folder: Path) -> dict[str, Path]:
@@ -192,12 +192,13 @@ def _lay(path: Path, target: Path) -> None:
     shutil.copyfile(path, target)
 
 
-def _place(kind: Kind, name: Name, root: Path) -> Path:
+def place(kind: Kind, name: Name, root: Path) -> Path:
+    """Where the copy of a hub name lies under a run root."""
     return root / FOLDERS[kind] / str(name).replace("/", "--").replace(":", "--")
 
 
 def _copy(kind: Kind, name: Name, root: Path | None) -> Path | None:
-    folder = None if root is None else _place(kind, name, root)
+    folder = None if root is None else place(kind, name, root)
     return _verified(folder) if folder and folder.is_dir() else None
 
 

@@ -25,6 +25,11 @@ def entry(path: Path) -> Entry:
     return {"size": path.stat().st_size, "sha256": _sha256(path)}
 
 
+def entry_of(data: bytes) -> Entry:
+    """The entry of a file with these bytes."""
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
 def write(folder: Path) -> None:
     """Record every file of `folder` by its path in the folder, and sync the files, the folders and the manifest to
     disk."""

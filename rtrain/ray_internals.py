@@ -41,6 +41,35 @@ def actors() -> list[dict[str, Any]]:
     return list(ray._private.state.actors().values())
 
 
+def running_here() -> str | None:
+    """The address of the cluster that this machine is a node of, as Ray's address `auto` finds it."""
+    import ray._private.services as services
+
+    found = services.find_bootstrap_address(None) or next(iter(services.find_gcs_addresses()), None)
+    return None if found is None else str(found)
+
+
+def nodes_here() -> set[str]:
+    """Ids of the nodes whose processes run on this machine. A driver connects through one of them."""
+    import ray._private.services as services
+
+    return set(services.find_node_ids())
+
+
+def is_head(address: str, seconds: float) -> bool:
+    """Whether the head of a Ray cluster answers at `host:port`, also one that asks for a token."""
+    import grpc
+    import ray._private.grpc_utils as grpc_utils
+
+    with grpc_utils.init_grpc_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        alive = channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")
+        try:
+            alive(b"", timeout=seconds)
+        except grpc.RpcError as error:
+            return bool(error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED))
+    return True
+
+
 # -------------------------------------------------------------------------------------------------------- this process
 
 

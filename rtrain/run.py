@@ -1,11 +1,16 @@
 """A run's folder: the names of everything in it, its log, and what was decided once for all of its starts."""
 
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
 
 from rtrain import events
+from rtrain.errors import UserError
+
+ARTIFACT = "artifact.json"
+"""The file by which an artefact's folder is known (`rtrain.artifact`)."""
 
 
 class Run:
@@ -124,7 +129,7 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether the run has its artefact, which appears whole or not at all."""
-        return (self.artifact / "artifact.json").is_file()
+        return (self.artifact / ARTIFACT).is_file()
 
     # -------------------------------------------------------------------------------------------------------- the log
 
@@ -149,6 +154,10 @@ class Run:
     def trials(self) -> Path:
         """Where a search lists its trials, once it has ended: one JSON object a line."""
         return self.folder / "trials.jsonl"
+
+    @property
+    def is_search(self) -> bool:
+        return self.trials.is_file() or next(self.folder.glob("trial-[0-9]*/config.yaml"), None) is not None
 
     def trial(self, number: int) -> "Run":
         """A trial of a search: a run in its folder."""
@@ -183,3 +192,54 @@ class Run:
         draft.write_text(json.dumps({**known, name: value}))
         draft.rename(path)  # at once: whoever reads it sees a whole file
         return value
+
+
+# --------------------------------------------------------------------------------------------- what a folder stands for
+
+
+def chosen(folder: Path) -> Run:
+    """The run that a folder stands for: itself, or the winner of the search that the folder holds.
+
+    Raises `UserError` where the folder holds neither, or where the search has not chosen yet.
+    """
+    run = Run(folder)
+    if not run.exists:
+        parent = Run(folder.parent)
+        inside = (folder / ARTIFACT).is_file() and parent.exists
+        hint = f"did you mean {parent}?" if inside else "name the folder that --out named"
+        raise UserError(f"{folder} holds no run (no {run.config.name}); {hint}")
+    if (winner := run.winner) is not None:
+        if not winner.exists:
+            raise UserError(f"{folder} has chosen {winner.name}, which is gone; name the folder of another trial")
+        return winner
+    if run.is_search:
+        fix = f"go on with: rtrain tune --resume --out {shlex.quote(str(folder))}"
+        raise UserError(f"{folder} is a search that has not chosen its winner yet; {fix}")
+    return run
+
+
+def artifact_of(folder: Path) -> Path:
+    """The artefact that a folder stands for: itself, or that of the run or of the search's winner that it holds.
+
+    A run's float artefact comes first, since all scores of the run are its own; the int8 one is taken where it is the
+    only one. A folder that holds none of all these is returned as it is: whoever reads it as an artefact refuses it.
+    Raises `UserError` for a run that has no artefact yet.
+    """
+    run = Run(folder)
+    if (folder / ARTIFACT).is_file() or not (run.exists or run.finished):
+        return folder
+    found = chosen(folder) if run.exists else run
+    for place in (found.artifact, found.int8):
+        if (place / ARTIFACT).is_file():
+            return place
+    verb = "tune" if run.is_search else "train"
+    raise UserError(
+        f"{found} has no artefact yet, as its training has not ended; "
+        f"go on with: rtrain {verb} --resume --out {shlex.quote(str(folder))}"
+    )
+
+
+def shown(path: Path) -> str:
+    """A path as it can be pasted behind a command: relative where it lies in the current folder."""
+    here = Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))

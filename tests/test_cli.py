@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rtrain import config
 from rtrain.cli import app as cli
 from rtrain.proof import ledger
 from rtrain.run import Run
 from rtrain.runs import opening
+from tests import stock
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.tiny import make_artifact, make_encoder
 
@@ -92,15 +94,81 @@ def test_verbs_are_these() -> None:
     groups = {group.name for group in cli.app.registered_groups}
     assert commands | groups == {
         *("demo", "recipes", "train", "evaluate", "tune", "distill", "quantize", "predict", "explain", "serve"),
-        *("verify", "drill", "report"),
+        *("verify", "drill", "report", "compare", "runs", "clean", "export", "import"),
     }
 
 
 def test_recipes_show_prints_the_commented_yaml(run: Cli) -> None:
     code, out, _ = run("recipes", "show", "intent")
     assert code == 0
-    assert out.startswith("# Intent classification")
+    first, second, *_ = out.splitlines()
+    assert first.endswith("All settings: rtrain recipes show intent --all")
+    assert second.startswith("# Intent classification")
     assert "micro_batch: 8" in out
+
+
+@pytest.mark.parametrize("name", config.recipe_names())
+def test_a_recipe_in_full_names_every_setting_with_a_comment_and_is_the_recipe(
+    run: Cli, tmp_path: Path, name: str
+) -> None:
+    code, out, _ = run("recipes", "show", name, "--all")
+    assert code == 0
+    (tmp_path / "all.yaml").write_text(out)
+    assert config.load("all.yaml") == config.load(name)
+    assert config.dotted(yaml.safe_load(out)).keys() == set(config.dotted_names())
+    lines = [line.strip() for line in out.splitlines()]
+    settings = [place for place, line in enumerate(lines) if line and line[0] != "#" and not line.endswith(":")]
+    assert len(settings) == len(set(config.dotted_names()))
+    assert [lines[place] for place in settings if not lines[place - 1].startswith("# ")] == []
+
+
+def test_a_recipe_in_full_can_be_edited_and_given_back(run: Cli, tmp_path: Path) -> None:
+    _, out, _ = run("recipes", "show", "intent", "--all")
+    (tmp_path / "mine.yaml").write_text(out.replace("epochs: 5", "epochs: 0"))
+    code, _, err = run("train", "mine.yaml", "--data", "x.csv")
+    assert (code, "train.epochs=0" in err) == (2, True)
+
+
+def test_bare_rtrain_is_a_question_for_help(run: Cli) -> None:
+    for group in ([], ["recipes"]):
+        code, out, err = run(*group)
+        assert (code, out) == (2, "")
+        assert err.startswith("Usage: ")
+        assert "Commands:" in err
+    assert run("--version")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["trian"], "Did you mean 'train'?"),
+        (["recipes", "shw"], "Did you mean 'show'?"),
+        (["train", "intnt"], "recipe=intnt: unknown; did you mean intent?"),
+        (
+            ["train", "intent", "--data", "tickts.csv"],
+            "data.path=tickts.csv: no such file, folder or glob; did you mean",
+        ),
+        (["train", "runs/first"], "recipe=runs/first: a run's folder; write runs/first/config.yaml, or --resume --out"),
+        (["train", "runs/first/confg.yaml"], "no such file; did you mean runs/first/config.yaml?"),
+        (["train", "--resume", "--out", "runs/frst"], "recipe: missing, and runs/frst holds no run; did you mean"),
+        (["train", "intent", "--resume", "--out", "runs/frst"], "runs/frst holds no run to resume; did you mean"),
+        (["report", "runs/frst"], "runs/frst holds no run (no config.yaml); did you mean"),
+        (["distill", "runs/frst"], "runs/frst holds no run; did you mean"),
+        (["quantize", "runs/frst"], "runs/frst holds no run; did you mean"),
+        (["verify", "--ledger", "runs/frst"], "runs/frst holds no run (no config.yaml); did you mean"),
+        (["predict", "runs/frst/artifact", "text"], "first/artifact?"),
+        (["serve", "runs/frst/artifact"], "first/artifact?"),
+    ],
+)
+def test_a_mistyped_name_is_answered_with_the_nearest_in_one_line(
+    run: Cli, tmp_path: Path, arguments: list[str], meant: str
+) -> None:
+    (tmp_path / "runs" / "first" / "artifact").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "config.yaml").write_text("name: intent\ntask: classification\n")
+    csv_of(tmp_path, labelled_rows(9), "tickets.csv")
+    code, out, err = run(*arguments)
+    assert (code in (1, 2), out, err.count("\n")) == (True, "", 1), err
+    assert meant in err
 
 
 def test_shown_recipe_can_be_saved_edited_and_given_back(run: Cli, tmp_path: Path) -> None:
@@ -143,7 +211,8 @@ def test_verify_prints_its_report_and_fails_with_it(run: Cli, monkeypatch: pytes
     code, out, _ = run("verify", "--ledger", "run", "--json")
     assert (code, json.loads(out)["passed"]) == (0 if passed else 1, passed)
     code, out, _ = run("verify", "--ledger", "run")
-    assert (code, out.strip()) == (0 if passed else 1, found.text())
+    after = ["next: rtrain report run"] if passed else []
+    assert (code, out.splitlines()) == (0 if passed else 1, [*found.text().splitlines(), *after])
 
 
 def test_predict_reads_lines_and_prints_one_answer_each(
@@ -157,11 +226,34 @@ def test_predict_reads_lines_and_prints_one_answer_each(
     assert json.loads(as_json)[0][0]["label"] == out.splitlines()[0].split("\t")[0]
 
 
-def test_predict_of_a_folder_without_artefact_says_so(run: Cli, tmp_path: Path) -> None:
-    make_artifact(tmp_path / "run" / "artifact")
-    code, _, err = run("predict", tmp_path / "run", "text")
+def test_a_run_stands_for_its_artefact_and_another_folder_for_none(run: Cli, tmp_path: Path) -> None:
+    made = make_artifact(tmp_path / "runs" / "a" / "artifact")
+    answer = run("predict", made, "text")
+    assert (answer[0], answer[2]) == (0, "")
+    code, out, err = run("predict", "runs/a", "text")
+    assert (code, out, err) == (0, answer[1], "answering with runs/a/artifact\n")
+    code, _, err = run("predict", "runs", "text")
+    assert (code, "is no artefact (no artifact.json); name the artifact folder of a finished run" in err) == (1, True)
+
+
+@pytest.mark.parametrize("verb", ["predict", "explain", "serve", "evaluate", "distill", "quantize"])
+def test_every_verb_that_takes_a_run_takes_a_search_and_says_how_to_go_on_with_it(
+    run: Cli, tmp_path: Path, verb: str
+) -> None:
+    stock.search(tmp_path / "runs" / "s", best=None)
+    more = {"predict": ["text"], "explain": ["text"], "evaluate": ["--data", "x.csv"]}.get(verb, [])
+    code, _, err = run(verb, "runs/s", *more)
     assert code == 1
-    assert f"did you mean {tmp_path / 'run' / 'artifact'}?" in err
+    assert "runs/s is a search that has not chosen its winner yet; go on with: rtrain tune --resume --out " in err
+
+
+@pytest.mark.parametrize("verb", ["distill", "quantize"])
+def test_a_search_stands_for_its_winner_where_a_run_is_wanted(run: Cli, tmp_path: Path, verb: str) -> None:
+    """The winner's stand-in artefact is then refused: it is the one that was looked at."""
+    stock.search(tmp_path / "runs" / "s")
+    code, _, err = run(verb, "runs/s")
+    assert (code, "the search's winner is runs/s/trial-001\n" in err) == (1, True)
+    assert f"{tmp_path}/runs/s/trial-001/artifact" in err
 
 
 @pytest.mark.ray
@@ -375,5 +467,5 @@ def test_port_in_use(run: Cli, tmp_path: Path, ray_session: Path) -> None:
         code, _, err = run("serve", folder, "--port", port)
     assert code == 1
     assert f"port {port} on 127.0.0.1 is in use" in err
-    assert "give another with --port" in err
+    assert "end the program that has it, or write --port " in err
     assert "Traceback" not in err

@@ -1,12 +1,15 @@
 """A run's folder: its names, its log read once, its decisions."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from rtrain import events
-from rtrain.run import Run
+from rtrain.errors import UserError
+from rtrain.run import Run, artifact_of, chosen, shown
+from tests import stock
 
 
 def test_the_names_are_those_that_users_and_earlier_versions_know(tmp_path: Path) -> None:
@@ -92,3 +95,58 @@ def test_tracebacks_are_those_that_hold_one(tmp_path: Path) -> None:
     run.stalled(0).write_text("")
     run.stalled(1).write_text("Thread 1 ...")
     assert run.tracebacks() == [run.stalled(1)]
+
+
+# --------------------------------------------------------------------------------------------- what a folder stands for
+
+
+def test_a_run_stands_for_its_float_artefact_and_for_the_int8_one_where_it_is_the_only_one(tmp_path: Path) -> None:
+    run = stock.make(tmp_path / "a")
+    stock.artifact(run.int8, "int8")
+    assert artifact_of(run.folder) == run.artifact
+    assert artifact_of(run.int8) == run.int8
+    shutil.rmtree(run.artifact)
+    assert artifact_of(run.folder) == run.int8
+    assert chosen(run.folder).folder == run.folder
+
+
+def test_a_search_stands_for_its_winner_wherever_it_lies(tmp_path: Path) -> None:
+    stock.search(tmp_path / "s", best=2)
+    shutil.copytree(tmp_path / "s", tmp_path / "copied")
+    (tmp_path / "s").rename(tmp_path / "moved")
+    for name in ("moved", "copied"):
+        assert chosen(tmp_path / name).folder == tmp_path / name / "trial-002"
+        assert artifact_of(tmp_path / name) == tmp_path / name / "trial-002" / "artifact"
+
+
+def test_what_stands_for_nothing_yet_is_told_with_how_to_go_on(tmp_path: Path) -> None:
+    searched = stock.search(tmp_path / "a search", best=None)
+    go_on = f"rtrain tune --resume --out '{searched.folder}'"
+    for resolve in (chosen, artifact_of):
+        with pytest.raises(UserError, match=f"has not chosen its winner yet; go on with: {go_on}"):
+            resolve(searched.folder)
+    open_run = stock.make(tmp_path / "open", ended="interrupted")
+    with pytest.raises(UserError, match=f"has no artefact yet.*: rtrain train --resume --out {open_run.folder}$"):
+        artifact_of(open_run.folder)
+    late = stock.search(tmp_path / "late", best=None)  # it has chosen, and was killed before the winner's last update
+    events.append(late.folder, "searched", best=0)
+    with pytest.raises(UserError, match=f"trial-000 has no artefact yet.*: rtrain tune --resume --out {late.folder}$"):
+        artifact_of(late.folder)
+    shutil.rmtree(late.trial(0).folder)
+    with pytest.raises(UserError, match="has chosen trial-000, which is gone"):
+        chosen(late.folder)
+
+
+def test_a_folder_that_holds_no_run_is_told_with_the_run_around_it(tmp_path: Path) -> None:
+    run = stock.make(tmp_path / "a")
+    with pytest.raises(UserError, match=rf"holds no run \(no config.yaml\); did you mean {run.folder}\?"):
+        chosen(run.artifact)
+    with pytest.raises(UserError, match="name the folder that --out named"):
+        chosen(tmp_path)
+    assert artifact_of(tmp_path / "none") == tmp_path / "none"  # refused by whoever reads it as an artefact
+
+
+def test_a_path_is_shown_as_it_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert shown(tmp_path / "runs" / "a b") == "'runs/a b'"
+    assert shown(Path("/elsewhere/a")) == "/elsewhere/a"

@@ -91,7 +91,14 @@ def test_encoder_learned_the_words(trained: Trained) -> None:
 def test_progress_reaches_the_caller_in_order(trained: Trained) -> None:
     # On a busy machine it also says that it waits for the workers.
     assert [kind for kind in kinds(trained.events) if kind not in ("progress", "waiting")] == [
-        *("tokenised", "transport", "started", *["evaluated"] * (EPOCHS + 1), "trained", "sliced", "sliced")
+        *("tokenised", "labels", "doing", "transport", "started", "first_rows", *["evaluated"] * EPOCHS, "best"),
+        *("evaluated", "trained", "writing", "sliced", "sliced", "doing", "doing", "doing"),
+    ]
+    assert [event["text"] for event in trained.events if event["kind"] == "doing"] == [
+        "starting 2 workers",
+        "measuring baselines for the report",
+        "explaining the hardest rows for the report",
+        "writing the report",
     ]
     progress = [event for event in trained.events if event["kind"] == "progress"]
     # Over both workers, whoever reports it.

@@ -6,6 +6,8 @@ from typing import Any
 from rtrain.run import Run
 
 STATUSES = ("finished", "paused", "stopped", "failed", "interrupted")
+AFTERWARDS = ("cleaned", "imported")
+"""Events that are logged when the training is long over: its time does not go on until then."""
 SECONDS = ("setup", "first_batch", "train", "evaluate", "checkpoint", "input_wait")
 
 
@@ -43,7 +45,8 @@ def summarise(run: Run) -> dict[str, Any]:
     end = ends[-1] if ends else {}
     last = progress[-1] if progress else {}
     seconds = {name: round(sum(event["seconds"].get(name, 0.0) for event in ends), 3) for name in SECONDS}
-    total = round(log[-1]["time"] - created["time"], 3) if log and created else 0.0
+    times = [event["time"] for event in log if event["kind"] not in AFTERWARDS]
+    total = round(times[-1] - created["time"], 3) if times and created else 0.0
     rows, real, padded = (
         sum(event.get(name, 0) for event in ends) for name in ("rows_seen", "real_tokens", "padded_tokens")
     )
@@ -75,12 +78,24 @@ def summarise(run: Run) -> dict[str, Any]:
             "valid": next((event["scores"] for event in reversed(valid) if event["update"] == best), None),
             "test": test,
         },
+        "overlap": overlap(log),
         "slices": {event["split"]: event["slices"] for event in log if event["kind"] == "sliced"},
         "best_update": best,
         "restarts": max(0, len(starts) - 1),
         "data_digest": created.get("data_digest"),
         "order_digest": end.get("order_digest"),
         "certificate": next((event["certificate"] for event in reversed(log) if event["kind"] == "drilled"), None),
+    }
+
+
+def overlap(log: list[dict[str, Any]]) -> dict[str, Any]:
+    """By split: how many of its rows are training rows too (`seen`), and the scores `without` them once there are any.
+    Splits that have none are left out; `seen` is None where an earlier version did not look."""
+    told = {event["split"]: event for event in log if event["kind"] == "overlap"}
+    scored = {event["split"]: event["scores"] for event in log if event["kind"] == "unseen"}
+    return {
+        split: {"rows": event["rows"], "seen": event["seen"], "without": scored.get(split)}
+        for split, event in told.items()
     }
 
 

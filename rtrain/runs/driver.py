@@ -17,7 +17,7 @@ from rtrain.report import attributions, baseline, html, summary
 from rtrain.report.live import trackers
 from rtrain.run import Run
 from rtrain.runs import failures, group, notice, opening, placement, worker
-from rtrain.runs.preparing import Prepared
+from rtrain.runs.preparing import Prepared, said_of_rows
 from rtrain.runs.recovery import Kind, Recovery, halvings, most_after, out_of_memory
 from rtrain.runs.start import ALL, Shortcuts, Start
 
@@ -57,8 +57,8 @@ def fit(
         _copy_out(prepared)
         return summary.write(run)
     say = on_event or (lambda event: None)
-    if rows := run.last("tokenised", "tokens_reused"):
-        say(rows)  # logged before the run was followed
+    for event in said_of_rows(run):
+        say(event)  # logged before the run was followed
     told = events.Follow([(run.folder, {})], on_event), trackers.following(prepared.config, run, say)
     with opening.hold(run), told[0], told[1], notice.Asked(run) as asked:
         try:
@@ -81,11 +81,12 @@ def fit(
 
 def _report(run: Run, say: OnEvent) -> None:
     """Write the page about the run. What goes wrong in it is said and kept in a file, and costs no one the run."""
-    for name, make in (
-        ("baselines", baseline.ensure),
-        ("attributions", attributions.ensure),
-        (run.report.name, html.write),
+    for name, make, text in (
+        ("baselines", baseline.ensure, "measuring baselines for the report"),
+        ("attributions", attributions.ensure, "explaining the hardest rows for the report"),
+        (run.report.name, html.write, "writing the report"),
     ):
+        say(events.doing(text, "report"))
         try:
             make(run)
         except Exception as error:
@@ -129,6 +130,7 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
             halvings=halvings(run.events()),
             shortcuts=plan.shortcuts,
         )
+        say(events.doing(f"starting {workers} worker{'' if workers == 1 else 's'}", "start of workers"))
         trainer = group.trainer(
             partial(worker.run, start),
             workers,

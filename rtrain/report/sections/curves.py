@@ -62,8 +62,11 @@ def _loss(run: Collected, progress: list[Event]) -> list[Block]:
     xs, ys = stats.thin([event["update"] for event in progress], [event["loss"] for event in progress])
     chart = charts.lines([Line("loss", xs, ys)], "update", "training loss (mean of the update)", marks(run), saves(run))
     first, last = progress[0], progress[-1]
+    before, after = three(first["loss"]), three(last["loss"])
     moved = "fell" if last["loss"] < first["loss"] else "rose"
-    title = f"The training loss {moved} from {three(first['loss'])} to {three(last['loss'])}"
+    title = f"The training loss {moved} from {before} to {after}"
+    if before == after:
+        title = f"The training loss is {after} at the end, as at the beginning"
     note = f"Mean over the rows of an update, of every {run.config.recipe.train.log_every} updates one."
     if len(run.starts) > 1:
         note += " Updates that a restart repeated are drawn once: they give the same loss."

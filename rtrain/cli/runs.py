@@ -1,0 +1,178 @@
+"""Verbs about runs as things: runs, clean, export, import."""
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rtrain.cli.options import Json, chosen_run
+from rtrain.cli.output import show
+from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.run import ARTIFACT, Run, shown
+
+
+class Sort(StrEnum):
+    """By what `rtrain runs` sorts."""
+
+    WHEN = "when"
+    NAME = "name"
+    SCORE = "score"
+    SIZE = "size"
+    TOOK = "took"
+
+
+class Keep(StrEnum):
+    """What `rtrain clean` keeps."""
+
+    BEST = "best"
+    ARTIFACT = "artifact"
+    NONE = "none"
+
+
+class WheelsFor(StrEnum):
+    """What the wheels of `rtrain export` are for."""
+
+    PREDICT = "predict"
+    SERVE = "serve"
+    ALL = "all"
+
+
+def runs(
+    root: Annotated[Path, typer.Argument(help="Folder of runs, or a run.")] = Path("runs"),
+    sort: Annotated[
+        Sort, typer.Option("--sort", help="Newest first, by name, or the largest figure first.")
+    ] = Sort.WHEN,
+    every: Annotated[bool, typer.Option("--all", help="A line for each trial of a search too.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List the runs, searches and students of a folder: state, score, size, what they came from, what may go."""
+    from rtrain.inventory import table, walk
+
+    found = walk.look(root.absolute())
+    if as_json:
+        show(table.document(found, sort), True, "")
+    else:
+        print(table.text(found, sort, every))
+
+
+def clean(
+    path: Annotated[Path, typer.Argument(help="A run, or a folder of runs.")],
+    keep: Annotated[
+        Keep,
+        typer.Option(
+            "--keep",
+            help="best: the best checkpoint and all that is finished; artifact: all that is finished; none: nothing.",
+        ),
+    ] = Keep.ARTIFACT,
+    stores: Annotated[
+        bool, typer.Option("--stores", help="Of a folder: also token stores that only ended runs use.")
+    ] = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove whole runs (--keep none) without a question.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove what a finished run does not need, after saying what goes and what is lost by it."""
+    from rtrain.inventory import plan, removal, table, walk
+
+    folder = path.absolute()
+    single = walk.holds_run(folder)
+    if single and stores:
+        fix = f"name the folder that holds the runs: {shown(folder.parent)}"
+        raise ConfigError([Problem("--stores", None, "token stores are shared by runs", fix)])
+    found = walk.around(folder) if single else walk.look(folder)
+    known = found.of(folder) if single else None
+    if not single and not (found.runs or found.shared or found.drafts):
+        raise UserError(f"{folder} holds no run, and none lies below it; name a run, or the folder that holds them")
+    removals = plan.of_run(known, keep.value, found) if known else plan.of_root(found, keep.value, stores)
+    if not as_json:
+        print(table.removals_text(removals, dry))
+    parts = [part for removed in removals for part in removed.parts]
+    if single and not parts and (reasons := removals[0].stays):
+        raise UserError(f"{folder} is left as it is: {'; '.join(reasons)}")
+    if parts and not dry:
+        _ask(keep, yes, len([removed for removed in removals if removed.whole]))
+        removal.carry_out(removals)
+    if as_json:
+        show(table.removals_document(removals, dry), True, "")
+    elif dry and parts:
+        options = f"{' --keep ' + keep.value if keep is not Keep.ARTIFACT else ''}{' --stores' if stores else ''}"
+        print(f"next: rtrain clean {shown(folder)}{options}{' --yes' if keep is Keep.NONE else ''}")
+    else:
+        print(f"next: rtrain runs {shown(folder.parent if single else folder)}")
+
+
+def _ask(keep: Keep, yes: bool, count: int) -> None:
+    """Whole runs go only where a person at a terminal, or `--yes`, says so."""
+    if keep is not Keep.NONE or yes or not count:
+        return
+    fix = "write --yes, or --keep artifact to keep what is finished"
+    if not sys.stdin.isatty():
+        raise ConfigError([Problem("--keep", "none", "removes whole runs, and nobody can be asked here", fix)])
+    if not typer.confirm(f"Remove {count} whole run{'' if count == 1 else 's'}?", err=True):
+        raise UserError("nothing was removed")
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="Run folder, or a search's.")],
+    out: Annotated[Path, typer.Option("--out", help="The file to write, e.g. intent.tar.")],
+    int8: Annotated[
+        bool, typer.Option("--int8", help="Of the artefacts the int8 one alone: smaller, and answered without torch.")
+    ] = False,
+    with_wheels: Annotated[
+        bool, typer.Option("--with-wheels", help="With the packages that answering needs, by pip download.")
+    ] = False,
+    wheels_for: Annotated[
+        WheelsFor, typer.Option("--wheels-for", help="What these packages must do; all: train as well.")
+    ] = WheelsFor.SERVE,
+    as_json: Json = False,
+) -> None:
+    """Put a run's artefacts, scores, report and log into one file, for a machine without network."""
+    import tempfile
+
+    from rtrain import artifact
+    from rtrain.inventory import sending, sizes, wheels
+
+    found, file, name = Run(chosen_run(run)), out.absolute(), run.absolute().name
+    with tempfile.TemporaryDirectory() as folder:
+        fetched, install = [], ""
+        if with_wheels:
+            sending.check(found, file, int8)  # before anything is fetched
+            print(f"fetching what rtrain {wheels_for} needs", file=sys.stderr)
+            places = [found.int8] if int8 else [found.artifact, found.int8]
+            made = [place for place in places if (place / ARTIFACT).is_file()]
+            engines = [artifact.read(place, verify=False).engine for place in made]
+            if doubt := wheels.doubt(wheels.packages(wheels_for.value, engines)):
+                print(doubt, file=sys.stderr)
+            fetched = wheels.fetch(wheels_for.value, engines, Path(folder))
+            install = wheels.instructions(name, file.name, wheels_for.value)
+        sent = sending.send(found, name, file, int8, fetched, install)
+    carried = f"{sent.files} files, {sizes.text(sent.size)}"
+    lines = [f"{shown(file)}: the run {name}, {carried}; its checkpoints and token store stay here"]
+    lines += [f"not carried, as rtrain does not know it: {', '.join(sent.stayed)}"] if sent.stayed else []
+    lines += [install] if install else []
+    lines.append(f"next: rtrain import {shown(file)}   (on the other machine)")
+    document = {"file": str(file), "run": name, "bytes": sent.size, "files": sent.files, "left": list(sent.stayed)}
+    show({**document, "wheels": [path.name for path in fetched]}, as_json, "\n".join(lines))
+
+
+def import_(
+    file: Annotated[Path, typer.Argument(help="A file that rtrain export has written.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Run folder (default: runs/<name of the run>).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Unpack a run that rtrain export has packed; every file is checked before the run appears."""
+    from rtrain.inventory import receiving, sizes, wheels
+
+    got = receiving.receive(file.absolute(), out.absolute() if out else None, Path("runs").absolute())
+    folder = got.run.folder
+    lines = [f"{shown(folder)}: {got.files} files, {sizes.text(got.size)}, each as it was packed"]
+    if got.away:
+        what = "its log and settings name places of the machine it was trained on, and are left as they were written"
+        lines.append(f"{what}; without {', '.join(got.away)} it is not resumed, quantized or distilled here")
+    install = wheels.command(shown(got.wheels)) if got.wheels else None
+    lines += [f"to install what it needs, without network: {install}"] if install else []
+    lines.append(f"next: rtrain predict {shown(folder)} 'a text'   or: rtrain serve {shown(folder)}")
+    document = {"run": str(folder), "files": got.files, "bytes": got.size, "away": list(got.away), "install": install}
+    show(document, as_json, "\n".join(lines))

@@ -1,0 +1,1 @@
+"""Runs as things: listed, cleaned, carried to another machine. Nothing here uses Ray."""

@@ -1,0 +1,198 @@
+"""What is known of one run: read from its settings, its log and its folder, whatever state they are in."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rtrain.config.recipe import TASKS
+from rtrain.inventory import log as logs, sizes
+from rtrain.metrics.by_output import metric_for
+from rtrain.report.summary import AFTERWARDS
+from rtrain.run import ARTIFACT, Run
+from rtrain.tasks import base
+
+
+@dataclass(frozen=True)
+class Score:
+    """The headline of a run's scores."""
+
+    name: str
+    value: float
+    split: str
+
+    def __str__(self) -> str:
+        return f"{self.value:.4f} {self.name} ({self.split})"
+
+
+@dataclass(frozen=True)
+class Known:
+    """A run, a search with its trials, or a student. What its folder does not tell is None or empty."""
+
+    run: Run
+    name: str
+    """Its path in the folder that was looked at."""
+    kind: str
+    """`run`, `search`, `trial` or `student`."""
+    status: str
+    """As `rtrain.inventory.log.status`; `damaged` where config.yaml cannot be read."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """config.yaml as it stands."""
+    score: Score | None = None
+    began: float | None = None
+    """Seconds since 1970."""
+    seconds: float | None = None
+    """From its creation to the last that was logged of its training."""
+    store: Path | None = None
+    """The token store that its log names last, whether it is there or not. Its name is the digest of its rows."""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by part (`rtrain.inventory.sizes`). A search has its trials' in its own."""
+    best_update: int | None = None
+    winner: str | None = None
+    """Name of the trial that a search has chosen."""
+    trials: tuple["Known", ...] = ()
+    flaw: str | None = None
+    cleaned: str | None = None
+    """What `rtrain clean` has kept of it: `best`, `artifact`, `none` (it was interrupted), or None."""
+
+    @property
+    def size(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left to train: it has its artefact or, for a search, its winner has."""
+        if self.kind == "search":
+            return any(trial.run.name == self.winner and trial.ended for trial in self.trials)
+        return self.run.finished or (self.run.int8 / ARTIFACT).is_file()
+
+    @property
+    def model(self) -> str:
+        """`model.name`: the weights that it started from."""
+        return str(_section(self.settings, "model").get("name") or "")
+
+    @cached_property
+    def place(self) -> Path:
+        """The folder by its real path: that of its name may lead through links."""
+        return self.run.folder.resolve()
+
+    @cached_property
+    def weights(self) -> Path | None:
+        """The folder that `model.name` names, by its real path; None for a name of the hub."""
+        return Path(self.model).resolve() if Path(self.model).is_absolute() else None
+
+    @property
+    def teacher(self) -> str | None:
+        """Version of the artefact that it was distilled from."""
+        return _section(self.settings, "distill").get("teacher")
+
+    @property
+    def data(self) -> tuple[str, ...]:
+        """The names of its rows: files, folders, addresses or hub names."""
+        rows = _section(self.settings, "data")
+        return tuple(str(rows[name]) for name in ("path", "valid", "test") if rows.get(name))
+
+    @property
+    def storage(self) -> str | None:
+        return _section(self.settings, "cluster").get("storage")
+
+    @cached_property
+    def versions(self) -> tuple[str, ...]:
+        """Versions of its artefacts."""
+        places = (self.run.artifact / ARTIFACT, self.run.int8 / ARTIFACT)
+        return tuple(str(_document(place).get("version")) for place in places if place.is_file())
+
+
+def read(run: Run, name: str, kind: str = "run") -> Known:
+    """What the run's folder tells. Raises nothing for what is in it: a damaged one is told as such."""
+    parts = sizes.parts(run)
+    try:
+        settings = yaml.load(run.config.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, ValueError, yaml.YAMLError):
+        settings = None
+    if not isinstance(settings, dict):
+        return Known(run, name, kind, "damaged", parts=parts, flaw="its config.yaml cannot be read")
+    events = logs.skim(run.log)
+    # A finished run that is asked for again logs that its tokens are there, and trains no more.
+    training = [event for event in events if event["kind"] not in (*AFTERWARDS, "tokens_reused")]
+    stores = [event["store"] for event in events if isinstance(event.get("store"), str)]
+    created = next((event for event in events if event["kind"] == "created"), None)
+    began = created["time"] if created else None
+    chosen = next((event.get("best") for event in reversed(events) if event["kind"] == "searched"), None)
+    return Known(
+        run,
+        name,
+        "student" if kind == "run" and _section(settings, "distill").get("teacher") else kind,
+        logs.status(run, training),
+        settings,
+        score=_score(str(settings.get("task")), training),
+        began=began,
+        seconds=training[-1]["time"] - began if began is not None else None,
+        store=Path(stores[-1]) if stores else None,
+        parts=parts,
+        best_update=next((event.get("best_update") for event in reversed(events) if event["kind"] == "trained"), None),
+        winner=run.trial(chosen).name if isinstance(chosen, int) else None,
+        flaw=None if events or kind == "search" or not run.finished else "its log is missing or unreadable",
+        cleaned=next((event.get("keep") for event in reversed(events) if event["kind"] == "cleaned"), None),
+    )
+
+
+def read_search(run: Run, name: str) -> Known:
+    """A search: its own folder, and its trials. It shows the winner's score, and the time of them all."""
+    own = read(run, name, "search")
+    trials = tuple(
+        read(Run(folder), f"{name}/{folder.name}", "trial")
+        for folder in sorted(run.folder.glob("trial-[0-9]*"))
+        if Run(folder).exists
+    )
+    best = next((trial for trial in trials if trial.run.name == own.winner), None)
+    scored = [trial for trial in trials if trial.score]
+    shown = best or max(scored, key=lambda trial: trial.score.value if trial.score else 0.0, default=None)
+    begun = [(trial.began, trial.began + (trial.seconds or 0.0)) for trial in trials if trial.began is not None]
+    status = own.status
+    if status != "damaged":
+        open_status = "running" if logs.is_held(run) else "interrupted"
+        status = best.status if best else open_status
+    return replace(
+        own,
+        status=status,
+        score=shown.score if shown else None,
+        began=min((first for first, _ in begun), default=None),
+        seconds=max(last for _, last in begun) - min(first for first, _ in begun) if begun else None,
+        store=next((trial.store for trial in trials if trial.store), None),
+        trials=trials,
+    )
+
+
+def _score(task: str, log: list[logs.Event]) -> Score | None:
+    """The headline on the test rows, else the best of those on the validation rows."""
+    if task not in TASKS:  # of another rtrain
+        return None
+    headline = metric_for(base.get(task).output).headline
+    found = [
+        (event.get("split"), float(scores[headline]))
+        for event in log
+        if event["kind"] == "evaluated" and headline in (scores := event.get("scores") or {})
+    ]
+    tested = [value for split, value in found if split == "test"]
+    held_out = [value for split, value in found if split == "valid"]
+    if tested:
+        return Score(headline, tested[-1], "test")
+    return Score(headline, max(held_out), "valid") if held_out else None
+
+
+def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = settings.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _document(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

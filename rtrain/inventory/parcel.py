@@ -1,0 +1,77 @@
+"""The form of the file that carries a run to another machine: a tar of plain files, each under its SHA-256.
+
+MANIFEST.json   first: the run's name, rtrain's version, and size and SHA-256 of every other file
+INSTALL.txt     with wheels: the commands for a machine that has nothing yet
+run/...         the run's artefacts, and what is told of it
+wheels/...      what answering needs, where it was asked for
+
+It holds no pickle: only kinds of files that nothing in rtrain, and nothing that loads an artefact, unpickles.
+"""
+
+from pathlib import Path, PurePosixPath
+
+from rtrain import engines
+from rtrain.errors import UserError
+from rtrain.inventory import sizes
+from rtrain.run import Run
+
+SCHEMA_VERSION = 1
+RUN, WHEELS, INSTALL = "run", "wheels", "INSTALL.txt"
+SUFFIXES = frozenset({".json", ".jsonl", ".yaml", ".html", ".parquet", ".safetensors", ".txt", ".xml", ".model"})
+"""Of the files of a run. `pytorch_model.bin` is not among them: it would be unpickled."""
+NAMES = frozenset(name for engine in engines.ENGINES.values() for name in engine.files)
+"""Files of an engine, whatever their suffix."""
+MOST_FILES = 10_000
+
+
+class NoParcel(UserError):
+    """A file that no `rtrain export` has made, or that was changed or cut short since."""
+
+
+def carried(run: Run, int8: bool = False) -> tuple[list[str], list[str]]:
+    """(files of a run that go, those that stay behind), by their paths in its folder, sorted.
+
+    Checkpoints, Ray's own files and leftovers are in neither: they are never carried. With `int8` nor is the float
+    artefact.
+    """
+    never = (run.lock, run.notice, run.placement_group, *([run.artifact] if int8 else []))
+    go: list[str] = []
+    stay: list[str] = []
+    for top in sorted(run.folder.iterdir()):
+        part = sizes.part_of(run, top)
+        if part in (sizes.CHECKPOINTS, sizes.RAY, sizes.LEFT, sizes.TRIALS) or top in never:
+            continue
+        if part == sizes.OTHER or top.is_symlink():
+            stay.append(top.name)
+            continue
+        for path in [top] if top.is_file() else sorted(top.rglob("*")):
+            name = path.relative_to(run.folder).as_posix()
+            if path.is_file():
+                (go if may_go(name) and not path.is_symlink() else stay).append(name)
+    return sorted(go), sorted(stay)
+
+
+def may_go(name: str) -> bool:
+    """Whether a file of a run may be in a parcel, by its path in the run's folder."""
+    path = PurePosixPath(name)
+    return path.suffix in SUFFIXES or path.name in NAMES
+
+
+def refuse_name(name: str) -> None:
+    """Raise `NoParcel` for a path that does not lie where a parcel's files lie, whatever a system may take it for."""
+    path = PurePosixPath(name)
+    plain = name == path.as_posix() and not path.is_absolute() and "\\" not in name and name.isprintable()
+    inside = len(path.parts) > 1 and path.parts[0] in (RUN, WHEELS)
+    if not plain or ".." in path.parts or not (inside or name == INSTALL):
+        raise NoParcel(f"{name!r} has no place in a parcel of rtrain export; nothing was unpacked")
+    if path.parts[0] == RUN and not may_go(name):
+        raise NoParcel(f"{name!r} is of a kind that no run holds; nothing was unpacked")
+    if path.parts[0] == WHEELS and (len(path.parts) > 2 or path.suffix not in (".whl", ".txt")):
+        raise NoParcel(f"{name!r} is no wheel; nothing was unpacked")
+
+
+def refuse_run_name(name: object) -> str:
+    """The name of the run's folder. Raises `NoParcel` for what cannot be one."""
+    if isinstance(name, str) and name and name == Path(name).name and name.isprintable() and name[0] not in ".-":
+        return name
+    raise NoParcel(f"{name!r} is no name of a run; nothing was unpacked")

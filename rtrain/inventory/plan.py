@@ -1,0 +1,190 @@
+"""What `rtrain clean` may remove, what is lost by it, and what stays and why. Nothing is removed here."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rtrain.checkpoints import checkpoint
+from rtrain.inventory import log, shared, sizes
+from rtrain.inventory.facts import Known
+from rtrain.inventory.shared import Shared
+from rtrain.inventory.walk import Inventory
+
+Keep = Literal["best", "artifact", "none"]
+"""What is kept of a run: its best checkpoint with all that is finished, all that is finished, or nothing."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file or folder that may go."""
+
+    path: Path
+    size: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What goes of one run, or of what runs share (`run` is None)."""
+
+    name: str
+    run: Known | None
+    keep: Keep
+    parts: tuple[Part, ...] = ()
+    lost: tuple[str, ...] = ()
+    """What cannot be done afterwards, in words."""
+    stays: tuple[str, ...] = ()
+    """What was asked for and is left, with the reason."""
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in self.parts)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the run's folder itself goes."""
+        return self.run is not None and self.keep == "none" and bool(self.parts)
+
+
+def of_run(known: Known, keep: Keep, inventory: Inventory) -> list[Removal]:
+    """What goes of a run. Of a search, what goes of its trials follows."""
+    return _of(known, keep, inventory, {one.run.folder for one in (known, *known.trials)})
+
+
+def of_root(inventory: Inventory, keep: Keep, stores: bool = False) -> list[Removal]:
+    """What goes of all runs, and then of what no remaining run uses.
+
+    With `stores` the token stores go as well that only runs use which have ended.
+    """
+    leaving = [known for known in inventory.runs if keep == "none" and _busy(known) is None]
+    going = {one.run.folder for known in leaving for one in (known, *known.trials)}
+    found = [removal for known in inventory.runs for removal in _of(known, keep, inventory, going)]
+    gone = {removal.run.run.folder for removal in found if removal.run and removal.whole}
+    found += [_of_shared(one, gone, stores, keep) for one in inventory.shared]
+    left = tuple(Part(path, sizes.size(path), sizes.LEFT) for path in inventory.drafts)
+    return [*found, *([Removal("drafts of killed processes", None, keep, left)] if left else [])]
+
+
+# ----------------------------------------------------------------------------------------------------------- of a run
+
+
+def _of(known: Known, keep: Keep, inventory: Inventory, going: set[Path]) -> list[Removal]:
+    """`going`: folders of the runs that are removed together with this one, and so need nothing of it."""
+    if busy := _busy(known):
+        return [Removal(known.name, known, keep, stays=(f"{busy} is being trained",))]
+    if keep == "none":
+        users = needed_by(known, inventory, going)
+        if users:
+            return [Removal(known.name, known, keep, stays=("; ".join(users),))]
+        lost = _lost_with(known)
+        return [Removal(known.name, known, keep, (Part(known.run.folder, known.size, "the whole run"),), lost)]
+    if known.status == "damaged":
+        return [Removal(known.name, known, keep, stays=(f"{known.flaw}; --keep none removes it",))]
+    own = _parts(known, keep, ended=known.ended)
+    return [own, *(_parts(trial, keep, ended=known.ended) for trial in known.trials)]
+
+
+def _busy(known: Known) -> str | None:
+    """Name of the run that a process trains: itself, or a trial of it."""
+    return next((one.name for one in (known, *known.trials) if log.is_held(one.run)), None)
+
+
+def needed_by(known: Known, inventory: Inventory, going: Iterable[Path] = ()) -> list[str]:
+    """Which other runs need a run's folder, and for what."""
+    found, leaving = [], set(going)
+    folders = {one.run.folder: one for one in (known, *known.trials)}
+    versions = {version for one in folders.values() for version in one.versions}
+    for other in inventory.every():
+        if other.run.folder in leaving or other.run.folder in folders:
+            continue
+        if other.weights and any(other.weights.is_relative_to(one.place) for one in folders.values()):
+            found.append(f"{other.name} was started from its weights (model.name), and reads them when it is resumed")
+        elif other.teacher in versions and not other.ended:
+            found.append(f"{other.name} is taught by its artefact, and has not ended")
+        elif other.winner is not None and other.run.trial(_number(other.winner)).folder == known.run.folder:
+            found.append(f"the search {other.name} has chosen it")
+    return found
+
+
+def _parts(known: Known, keep: Keep, *, ended: bool) -> Removal:
+    """What goes of a run that stays itself. `ended` also holds for the trials that an ended search did not choose."""
+    run = known.run
+    parts: list[Part] = []
+    lost: list[str] = []
+    stays: list[str] = []
+    if run.ray.exists():
+        parts.append(Part(run.ray, sizes.size(run.ray), sizes.RAY))
+    parts += [Part(path, sizes.size(path), sizes.LEFT) for path in sizes.leftovers(run)]
+    updates = checkpoint.updates(run.checkpoints)
+    held = sizes.size(run.checkpoints) if run.checkpoints.exists() else 0
+    if run.checkpoints.is_symlink():
+        stays.append(f"checkpoints: {run.checkpoints.name} is a link; remove what it leads to by hand")
+    elif keep == "artifact" and held and ended:
+        inside = [part for part in parts if part.path.parent == run.checkpoints]
+        parts = [part for part in parts if part not in inside]
+        parts.append(Part(run.checkpoints, held, sizes.CHECKPOINTS))
+        lost.append(_lost_checkpoints(known, updates))
+    elif keep == "artifact" and held:
+        stays.append(f"checkpoints, {sizes.text(held)}: it has no artefact yet, and goes on from them")
+    elif keep == "best" and updates:
+        best = known.best_update if known.best_update in updates else updates[-1]
+        kept = {best} if ended else {best, updates[-1]}  # it goes on from the newest
+        going = [checkpoint.path_of(run.checkpoints, update) for update in updates if update not in kept]
+        going += [run.checkpoints / checkpoint.DAMAGED] if (run.checkpoints / checkpoint.DAMAGED).is_dir() else []
+        parts += [Part(path, sizes.size(path), sizes.CHECKPOINTS) for path in going]
+        if going:
+            lost.append(f"{len(going)} of its {len(updates)} checkpoints; update {max(kept)} stays")
+    if known.storage and parts:
+        stays.append(f"its copy at {known.storage}")
+    return Removal(known.name, known, keep, tuple(parts), tuple(lost), tuple(stays))
+
+
+def _lost_checkpoints(known: Known, updates: Sequence[int]) -> str:
+    if known.run.finished:
+        return "the optimizer's state and the last weights; the artefact has the best ones"
+    newest = f"after update {updates[-1]}" if updates else "so far"
+    return f"the weights {newest}: it cannot be resumed (`rtrain train --resume`), and has no artefact"
+
+
+def _lost_with(known: Known) -> tuple[str, ...]:
+    if known.kind == "search":
+        what = f"the search with its {len(known.trials)} trials and the winner's artefact"
+    elif known.run.finished:
+        what = "its artefact, scores, predictions, report and log"
+    else:
+        what = "what it has trained so far, and its log"
+    return (what, f"(its copy at {known.storage} stays)") if known.storage else (what,)
+
+
+# -------------------------------------------------------------------------------------------------- of what is shared
+
+
+def _of_shared(one: Shared, gone: set[Path], stores: bool, keep: Keep) -> Removal:
+    users = [user for user in one.users if user.run.folder not in gone and _top(user) not in gone]
+    parts = tuple(Part(path, sizes.size(path), one.what) for path in (one.path, *one.beside))
+    names = ", ".join(dict.fromkeys(short_name(user) for user in users))
+    is_store = one.path.parent.name == shared.TOKENS
+    if not users:
+        if one.users or one.is_settled:
+            return Removal(one.name, None, keep, parts, (f"{one.what}: no run uses it",))
+        return Removal(one.name, None, keep, stays=("it was made within the hour: a run may be about to begin on it",))
+    if is_store and stores:
+        if open_runs := [user.name for user in users if not user.ended and user.kind != "trial"]:
+            return Removal(one.name, None, keep, stays=(f"{', '.join(open_runs)} can still be resumed on it",))
+        what = "no verify --ledger, quantize or distill, and no rows in the report"
+        return Removal(one.name, None, keep, parts, (f"the rows of {names}: {what}",))
+    return Removal(one.name, None, keep)
+
+
+def _top(known: Known) -> Path:
+    return known.run.folder.parent if known.kind == "trial" else known.run.folder
+
+
+def short_name(known: Known) -> str:
+    """A trial goes by its search's name."""
+    return known.name.rpartition("/")[0] if known.kind == "trial" else known.name
+
+
+def _number(trial: str) -> int:
+    return int(trial.rpartition("-")[2])

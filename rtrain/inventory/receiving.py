@@ -1,0 +1,121 @@
+"""`rtrain import`: a run out of its parcel, every byte checked before anything has its final name."""
+
+import json
+import shutil
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rtrain import drafts, manifest
+from rtrain.errors import UserError
+from rtrain.inventory import parcel
+from rtrain.inventory.parcel import NoParcel
+from rtrain.run import Run
+
+FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+"""Python's own refusal of what `_checked` refuses already; Python 3.11 has it from 3.11.4 on."""
+
+
+@dataclass(frozen=True)
+class Received:
+    run: Run
+    files: int
+    size: int
+    wheels: Path | None
+    """Folder of the wheels that came with the run."""
+    away: tuple[str, ...]
+    """Places that the run's settings and log name and that are not on this machine."""
+
+
+def receive(file: Path, out: Path | None, root: Path) -> Received:
+    """Unpack a parcel as the run folder `out`, by default `<root>/<name of the run>`.
+
+    Raises `UserError` where the name is in use, and `NoParcel` for a file that is no parcel, holds what a parcel does
+    not hold (links, devices, paths that lead elsewhere), or does not match its SHA-256. Nothing is left of it then.
+    """
+    try:
+        with tarfile.open(file, "r:") as tar:
+            return _unpack(file, tar, out, root)
+    except tarfile.TarError as error:
+        raise NoParcel(f"{file} is no file of rtrain export, or was cut short ({error})") from None
+    except FileNotFoundError:
+        raise UserError(f"there is no file {file}") from None
+    except OSError as error:
+        raise UserError(f"{file} cannot be unpacked: {error}") from None
+
+
+def _unpack(file: Path, tar: tarfile.TarFile, out: Path | None, root: Path) -> Received:
+    document = _manifest(file, tar)
+    final = out or root / parcel.refuse_run_name(document["run"])
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise UserError(f"--out: {final} is in use; name a new folder with --out")
+    members = _checked(tar, document["files"])
+    final.parent.mkdir(parents=True, exist_ok=True)
+    drafts.sweep(final)
+    draft = drafts.Draft(final)
+    try:
+        (draft.folder / manifest.NAME).write_text(json.dumps(document), encoding="utf-8")
+        for member in members:
+            tar.extract(member, draft.folder, set_attrs=False, **FILTER)
+        if wrong := manifest.damage(draft.folder):
+            raise NoParcel(f"{file} was changed after it was made: {wrong}; fetch it again. Nothing was unpacked.")
+        unpacked = draft.folder / parcel.RUN
+        if not Run(unpacked).exists:
+            raise NoParcel(f"{file} holds no run (no {Run(unpacked).config.name}); nothing was unpacked")
+        wheels = draft.folder / parcel.WHEELS
+        if wheels.is_dir():
+            wheels.rename(unpacked / parcel.WHEELS)
+        Run(unpacked).append("imported", file=file.name, files=len(members), rtrain=document.get("rtrain"))
+        unpacked.rename(final)
+    finally:
+        shutil.rmtree(draft.folder, ignore_errors=True)
+        draft.release()
+    run = Run(final)
+    came = final / parcel.WHEELS
+    return Received(
+        run, len(members), sum(member.size for member in members), came if came.is_dir() else None, _away(run)
+    )
+
+
+def _manifest(file: Path, tar: tarfile.TarFile) -> dict[str, Any]:
+    first = tar.next()
+    if first is None or first.name != manifest.NAME or not first.isreg():
+        raise NoParcel(f"{file} is no file of rtrain export (no {manifest.NAME} in its first place)")
+    content = tar.extractfile(first)
+    try:
+        document = json.loads(content.read()) if content else None
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict) or not isinstance(document.get("files"), dict) or "run" not in document:
+        raise NoParcel(f"{file}: its {manifest.NAME} cannot be read")
+    if (version := document.get("schema_version")) != parcel.SCHEMA_VERSION:
+        raise NoParcel(f"{file} is of schema {version}, this rtrain reads {parcel.SCHEMA_VERSION}; use that version")
+    return document
+
+
+def _checked(tar: tarfile.TarFile, recorded: dict[str, Any]) -> list[tarfile.TarInfo]:
+    """The members behind the manifest: plain files with plain paths, each recorded, each once, none lacking."""
+    members: dict[str, tarfile.TarInfo] = {}
+    while (member := tar.next()) is not None:
+        if not member.isreg() or member.issparse():
+            raise NoParcel(
+                f"{member.name!r} is a link, a device or a folder, which no parcel holds; nothing was unpacked"
+            )
+        parcel.refuse_name(member.name)
+        if member.name in members or member.name not in recorded:
+            wrong = "is there twice" if member.name in members else f"is not recorded in {manifest.NAME}"
+            raise NoParcel(f"{member.name!r} {wrong}; nothing was unpacked")
+        members[member.name] = member
+        if len(members) > parcel.MOST_FILES:
+            raise NoParcel(f"more than {parcel.MOST_FILES:,} files; nothing was unpacked")
+    if lacking := sorted(set(recorded) - set(members)):
+        raise NoParcel(f"{lacking[0]!r} is recorded and lacking: the file was cut short; fetch it again")
+    return list(members.values())
+
+
+def _away(run: Run) -> tuple[str, ...]:
+    """They are kept as they were written: they say where the run was made, and no verb that answers or reports needs
+    them."""
+    named = [str(event["store"]) for event in run.events() if "store" in event]
+    return tuple(dict.fromkeys(place for place in named if not Path(place).exists()))

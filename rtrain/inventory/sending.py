@@ -1,0 +1,90 @@
+"""`rtrain export`: a run's artefacts, and what is told of it, in one file for a machine without network."""
+
+import io
+import json
+import os
+import tarfile
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rtrain import __version__, manifest
+from rtrain.errors import UserError
+from rtrain.inventory import parcel
+from rtrain.run import ARTIFACT, Run, shown
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What an export has written."""
+
+    file: Path
+    run: str
+    size: int
+    files: int
+    stayed: tuple[str, ...]
+    """What of the folder was not carried, beside checkpoints."""
+
+
+def check(run: Run, out: Path, int8: bool = False) -> None:
+    """Raise `UserError` for a run without artefact, and for a file that exists or cannot be made."""
+    if int8 and not (run.int8 / ARTIFACT).is_file():
+        raise UserError(f"--int8: {run} has no int8 artefact; make it with: rtrain quantize {shown(run.folder)}")
+    if not (run.finished or (run.int8 / ARTIFACT).is_file()):
+        raise UserError(f"{run} has no artefact to carry; finish its training first")
+    if out.exists():
+        raise UserError(f"--out: {out} exists already; name another file, or remove it")
+    if not out.parent.is_dir():
+        raise UserError(f"--out: there is no folder {out.parent}; make it, or name another")
+
+
+def send(run: Run, name: str, out: Path, int8: bool = False, wheels: Iterable[Path] = (), install: str = "") -> Sent:
+    """Write the parcel of a finished run, whole or not at all. Equal files give equal bytes, whenever they were made.
+
+    `name` is that of the folder that it becomes; with `int8` the int8 artefact goes alone. Raises `UserError` as
+    `check` does, and where the disk refuses.
+    """
+    check(run, out, int8)
+    go, stayed = parcel.carried(run, int8)
+    found = {f"{parcel.RUN}/{path}": run.folder / path for path in go}
+    found |= {f"{parcel.WHEELS}/{path.name}": path for path in wheels}
+    draft = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        _write(draft, name, found, install)
+        draft.rename(out)
+    except OSError as error:
+        raise UserError(f"--out: {out} cannot be written: {error.strerror or error}") from None
+    finally:
+        draft.unlink(missing_ok=True)
+    return Sent(out, name, out.stat().st_size, len(found), tuple(stayed))
+
+
+def _write(draft: Path, name: str, files: dict[str, Path], install: str) -> None:
+    entries = {path: manifest.entry(source) for path, source in sorted(files.items())}
+    text = install.encode()
+    if install:
+        entries[parcel.INSTALL] = manifest.entry_of(text)
+    document = {"schema_version": parcel.SCHEMA_VERSION, "run": name, "rtrain": __version__, "files": entries}
+    with tarfile.open(draft, "w", format=tarfile.PAX_FORMAT) as tar:
+        _add(tar, manifest.NAME, json.dumps(document, indent=1, sort_keys=True).encode())
+        if install:
+            _add(tar, parcel.INSTALL, text)
+        for path, source in sorted(files.items()):
+            member = _member(path, entries[path]["size"])
+            with source.open("rb") as file:
+                tar.addfile(member, file)
+    descriptor = os.open(draft, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    tar.addfile(_member(name, len(data)), io.BytesIO(data))
+
+
+def _member(name: str, size: int) -> tarfile.TarInfo:
+    """No time, owner or mode of this machine: they would make other bytes of the same run."""
+    member = tarfile.TarInfo(name)
+    member.size, member.mode = size, 0o644
+    return member

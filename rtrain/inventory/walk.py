@@ -1,0 +1,136 @@
+"""What lies under a folder of runs: runs, searches, students, what they share, and what is none of these."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rtrain import drafts
+from rtrain.errors import UserError
+from rtrain.inventory import facts, shared, sizes
+from rtrain.inventory.facts import Known
+from rtrain.inventory.shared import Shared
+from rtrain.run import ARTIFACT, Run
+
+DEPTH = 3
+"""Folders below the root in which runs are sought: a demo or a drill keeps its runs in a folder of their own."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A folder that holds no run, or the files that lie between the runs."""
+
+    name: str
+    what: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """All that lies under `root`."""
+
+    root: Path
+    runs: tuple[Known, ...]
+    """Runs, searches and students; trials are in their searches."""
+    shared: tuple[Shared, ...] = ()
+    foreign: tuple[Foreign, ...] = ()
+    drafts: tuple[Path, ...] = ()
+    """Left by killed processes, beside the runs and among what they share."""
+
+    def every(self) -> Iterator[Known]:
+        """The runs, each followed by its trials."""
+        for known in self.runs:
+            yield known
+            yield from known.trials
+
+    def of(self, folder: Path) -> Known | None:
+        return next((known for known in self.every() if known.run.folder == folder), None)
+
+    @property
+    def size(self) -> int:
+        held: list[Known | Shared | Foreign] = [*self.runs, *self.shared, *self.foreign]
+        return sum(one.size for one in held) + sum(sizes.size(path) for path in self.drafts)
+
+
+@dataclass
+class _Found:
+    runs: list[Known] = field(default_factory=list)
+    places: list[Path] = field(default_factory=list)
+    """Hidden folders that hold what runs share."""
+    foreign: list[Foreign] = field(default_factory=list)
+    drafts: list[Path] = field(default_factory=list)
+
+
+def look(root: Path) -> Inventory:
+    """What lies under an absolute path, which may be that of a run itself. Nothing is written.
+
+    Raises `UserError` where there is no such folder. What is damaged or strange in it is listed as what it is.
+    """
+    if not root.is_dir():
+        raise UserError(f"there is no folder {root}; name the one that holds the runs")
+    if Run(root).exists:
+        return Inventory(root.parent, (_read(Run(root), root.name),))
+    found = _Found()
+    _walk(root, root, found, DEPTH)
+    known = [one for run in found.runs for one in (run, *run.trials)]
+    kept = [one for place in found.places for one in shared.inside(root, place, known)]
+    found.drafts += [path for place in found.places for path in shared.dead_drafts(place)]
+    return Inventory(root, tuple(found.runs), tuple(kept), tuple(found.foreign), tuple(found.drafts))
+
+
+def around(folder: Path) -> Inventory:
+    """What lies around a run, or around the search that a trial belongs to: the runs that may need something of it."""
+    run = Run(folder)
+    return look(folder.parent.parent if Run(folder.parent).exists and run.exists else folder.parent)
+
+
+def _walk(root: Path, folder: Path, found: _Found, depth: int) -> None:
+    loose = 0
+    for path in _children(folder):
+        name = path.relative_to(root).as_posix()
+        if path.is_symlink() or not path.is_dir():
+            loose += sizes.size(path)
+        elif path.name in shared.KINDS:
+            found.places.append(path)
+        elif path.name.startswith(".") and (path / drafts.LOCK).exists():
+            found.drafts += [path] if path in shared.dead_drafts(folder) else []
+        elif holds_run(path):
+            found.runs.append(_read(Run(path), name))
+        else:
+            before = len(found.runs), len(found.places)
+            inner = _Found(found.runs, found.places, [], found.drafts)
+            if depth > 1:
+                _walk(root, path, inner, depth - 1)
+            if (len(found.runs), len(found.places)) == before:
+                what = (
+                    "an artefact"
+                    if (path / ARTIFACT).is_file()
+                    else "a model"
+                    if (path / "config.json").is_file()
+                    else "no run"
+                )
+                found.foreign.append(Foreign(name, what, sizes.size(path)))
+            else:
+                found.foreign += inner.foreign
+    if loose:
+        place = folder.relative_to(root).as_posix()
+        found.foreign.append(Foreign(place, "files", loose))
+
+
+def _read(run: Run, name: str) -> Known:
+    if not run.exists:
+        parts = sizes.parts(run)
+        return Known(run, name, "run", "damaged", parts=parts, flaw=f"it has no {run.config.name}")
+    return facts.read_search(run, name) if run.is_search else facts.read(run, name)
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder is a run's, also where its config.yaml is lost."""
+    run = Run(folder)
+    return run.exists or run.log.is_file() or next(run.checkpoints.glob("update-*"), None) is not None
+
+
+def _children(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []

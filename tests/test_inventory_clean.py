@@ -1,0 +1,421 @@
+"""What `rtrain clean` removes, what it never removes, and what a kill in the middle of it leaves."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain import config, drafts, events
+from rtrain.errors import UserError
+from rtrain.inventory import plan, removal, table, walk
+from rtrain.inventory.plan import Keep, Removal
+from rtrain.report import html, summary
+from rtrain.run import Run
+from rtrain.runs import opening
+from tests import stock, test_cli
+from tests.conftest import labelled_rows
+from tests.reports import answers_of, make_run, page_of, write_predictions
+from tests.tiny import make_artifact
+
+run = test_cli.run  # a fixture: the command line, in an empty folder
+Cli = test_cli.Cli
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def planned(folder: Path, keep: Keep) -> list[Removal]:
+    found = walk.around(folder)
+    known = found.of(folder)
+    assert known is not None
+    return plan.of_run(known, keep, found)
+
+
+def gone(removals: list[Removal], root: Path) -> set[str]:
+    return {part.path.relative_to(root).as_posix() for removed in removals for part in removed.parts}
+
+
+# ----------------------------------------------------------------------------------------------------------- one run
+
+
+def test_artifact_keeps_all_that_is_finished(tmp_path: Path) -> None:
+    one = stock.make(tmp_path / "a")
+    (one.ray / "attempt").mkdir(parents=True)
+    (one.ray / "attempt" / "state").write_bytes(b"r" * 100)
+    (one.folder / "my-notes.md").write_text("mine")
+    before = stock.names(one.folder)
+    removals = planned(one.folder, "artifact")
+    assert removal.carry_out(removals) == 3 * (stock.WEIGHTS + 2) + 100
+    kept = {name for name in before if not name.startswith(("checkpoints/", "ray/"))}
+    assert {"my-notes.md", "config.yaml", "artifact/model.safetensors"} <= kept
+    assert stock.names(one.folder) == kept | {"lock"}
+    event = Run(one.folder).last("cleaned")
+    assert event is not None
+    assert (event["keep"], event["bytes"], event["removed"]) == ("artifact", 30_106, ["ray", "checkpoints"])
+
+
+def test_best_keeps_the_best_checkpoint_of_a_finished_run(tmp_path: Path) -> None:
+    one = stock.make(tmp_path / "a", best=10)
+    (one.checkpoints / "damaged" / "update-00000003-ab").mkdir(parents=True)
+    removals = planned(one.folder, "best")
+    assert gone(removals, one.checkpoints) == {"update-00000005", "update-00000020", "damaged"}
+    removal.carry_out(removals)
+    assert [path.name for path in one.checkpoints.iterdir()] == ["update-00000010"]
+
+
+@pytest.mark.parametrize(("keep", "kept"), [("artifact", {5, 10, 20}), ("best", {20})])
+def test_a_run_without_an_artefact_keeps_what_it_goes_on_from(tmp_path: Path, keep: Keep, kept: set[int]) -> None:
+    one = stock.make(tmp_path / "a", ended="interrupted")
+    removals = planned(one.folder, keep)
+    removal.carry_out(removals)
+    assert {int(path.name[-8:]) for path in one.checkpoints.iterdir()} == kept
+    if keep == "artifact":
+        assert removals[0].stays == ("checkpoints, 30 kB: it has no artefact yet, and goes on from them",)
+        assert Run(one.folder).last("cleaned") is None  # nothing was, so nothing is told of it
+
+
+def test_the_checkpoints_of_trials_go_once_the_winner_is_finished(tmp_path: Path) -> None:
+    stock.search(tmp_path / "done")
+    stock.search(tmp_path / "open", best=None)
+    removal.carry_out(planned(tmp_path / "done", "artifact"))
+    removal.carry_out(planned(tmp_path / "open", "artifact"))
+    assert not list((tmp_path / "done").rglob("update-*"))
+    assert not (tmp_path / "done" / "ray").exists()
+    assert len(list((tmp_path / "open").rglob("update-*"))) == 6
+    winner = Run(tmp_path / "done").winner
+    assert winner is not None
+    assert winner.finished
+
+
+def test_leftovers_go_when_they_have_settled_and_the_only_artefact_never(tmp_path: Path) -> None:
+    one = stock.make(tmp_path / "a", ended="interrupted")
+    for name in (".artifact.0123abcd", ".artifact-int8.0123abcd", ".artifact-int8.89abcdef"):
+        (one.folder / name).mkdir()
+        (one.folder / name / "model.safetensors").write_bytes(b"d" * 10)
+    (one.checkpoints / ".update-00000030.0123abcd").mkdir()
+    stock.artifact(one.folder / ".artifact.old", "moved away, and its successor never came")
+    for path in one.folder.rglob(".*"):
+        stock.age(path)
+    (one.folder / ".artifact-int8.89abcdef" / "model.safetensors").write_bytes(b"is being written")
+    assert gone(planned(one.folder, "artifact"), one.folder) == {
+        *(".artifact.0123abcd", ".artifact-int8.0123abcd", "checkpoints/.update-00000030.0123abcd"),
+    }
+
+
+def test_a_link_in_place_of_checkpoints_is_left_alone(tmp_path: Path) -> None:
+    one = stock.make(tmp_path / "a")
+    one.checkpoints.rename(tmp_path / "elsewhere")
+    one.checkpoints.symlink_to(tmp_path / "elsewhere")
+    removals = planned(one.folder, "artifact")
+    assert "is a link" in removals[0].stays[0]
+    removal.carry_out(removals)
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 3
+    removal.carry_out(planned(one.folder, "none"))
+    assert not one.folder.exists()
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 3
+
+
+def test_a_run_that_is_being_trained_is_left_alone(tmp_path: Path) -> None:
+    one = stock.make(tmp_path / "a", ended=None)
+    searched = stock.search(tmp_path / "s", best=None)
+    with opening.hold(one), opening.hold(searched.trial(2)):
+        assert planned(one.folder, "none")[0].stays == ("a is being trained",)
+        assert planned(searched.folder, "none")[0].stays == ("s/trial-002 is being trained",)
+        assert gone(plan.of_root(walk.look(tmp_path), "none"), tmp_path) == set()
+    removals = planned(one.folder, "none")
+    with opening.hold(one), pytest.raises(UserError, match="is being trained by process"):
+        removal.carry_out(removals)  # begun after it was planned
+    assert one.config.is_file()
+
+
+# ------------------------------------------------------------------------------------------------- what others need
+
+
+def test_a_run_goes_as_a_whole_unless_another_needs_it(tmp_path: Path) -> None:
+    teacher = stock.make(tmp_path / "teacher", version="v1")
+    stock.make(tmp_path / "student", distill__teacher="v1", ended="interrupted")
+    stock.make(tmp_path / "tuned", model__name=str(teacher.artifact))
+    [refused] = planned(teacher.folder, "none")
+    assert not refused.parts
+    assert "student is taught by its artefact, and has not ended" in refused.stays[0]
+    assert "tuned was started from its weights (model.name)" in refused.stays[0]
+    assert gone(planned(tmp_path / "tuned", "none"), tmp_path) == {"tuned"}
+    removal.carry_out(planned(tmp_path / "tuned", "none"))
+    removal.carry_out(planned(tmp_path / "student", "none"))
+    assert gone(planned(teacher.folder, "none"), tmp_path) == {"teacher"}
+
+
+def test_what_is_needed_is_found_through_a_link_too(tmp_path: Path) -> None:
+    teacher = stock.make(tmp_path / "runs" / "teacher")
+    stock.make(tmp_path / "runs" / "tuned", model__name=str(teacher.artifact))
+    (tmp_path / "alias").symlink_to(tmp_path / "runs")
+    [refused] = planned(tmp_path / "alias" / "teacher", "none")
+    assert "tuned was started from its weights" in refused.stays[0]
+
+
+def test_an_ended_student_does_not_keep_its_teacher(tmp_path: Path) -> None:
+    stock.make(tmp_path / "teacher", version="v1")
+    stock.make(tmp_path / "student", distill__teacher="v1")
+    assert gone(planned(tmp_path / "teacher", "none"), tmp_path) == {"teacher"}
+
+
+def test_the_winner_of_a_search_is_not_taken_out_of_it(tmp_path: Path) -> None:
+    searched = stock.search(tmp_path / "s")
+    [refused] = planned(searched.trial(1).folder, "none")
+    assert refused.stays == ("the search s has chosen it",)
+    assert gone(planned(searched.trial(0).folder, "none"), searched.folder) == {"trial-000"}
+
+
+def test_a_whole_folder_goes_with_all_that_need_one_another_but_what_a_running_one_needs(tmp_path: Path) -> None:
+    teacher = stock.make(tmp_path / "teacher", version="v1")
+    stock.make(tmp_path / "tuned", model__name=str(teacher.artifact))
+    running = stock.make(tmp_path / "running", ended=None, distill__teacher="v1", store="bbbb")
+    stock.store(tmp_path, "aaaa")
+    stock.store(tmp_path, "bbbb")
+    with opening.hold(running):
+        assert gone(plan.of_root(walk.look(tmp_path), "none"), tmp_path) == {"tuned"}
+    assert gone(plan.of_root(walk.look(tmp_path), "none"), tmp_path) == {
+        *("teacher", "tuned", "running", ".tokens/aaaa", ".tokens/bbbb"),
+    }
+
+
+def test_stores_and_copies_that_no_run_uses_go_and_others_only_when_asked(tmp_path: Path) -> None:
+    for digest in ("aaaa", "bbbb", "cccc", "dddd"):
+        stock.store(tmp_path, digest)
+    stock.age(tmp_path / ".tokens" / "cccc")
+    (tmp_path / ".tokens" / ".cccc.classes.baselines.json").write_text("{}")
+    for name in (".students/v1-3", ".students/v2-3"):
+        stock.age(stock.artifact(tmp_path / name, "start"))
+    stock.make(tmp_path / "ended", store="aaaa", updates=(), model__name=str(tmp_path / ".students" / "v1-3"))
+    stock.make(tmp_path / "open", ended="interrupted", store="bbbb")
+    orphaned = drafts.Draft(tmp_path / ".tokens" / "eeee")
+    written = drafts.Draft(tmp_path / ".tokens" / "ffff")
+    orphaned.release()
+    found = walk.look(tmp_path)
+    unused = {".students/v2-3", ".tokens/cccc", ".tokens/.cccc.classes.baselines.json"}
+    left = {orphaned.folder.relative_to(tmp_path).as_posix()}
+    removals = plan.of_root(found, "artifact")
+    assert gone(removals, tmp_path) == unused | left
+    written.release()
+    text = table.removals_text(removals, dry=True)
+    assert ".tokens/dddd: nothing would go\n  stays: it was made within the hour" in text
+    asked = plan.of_root(found, "artifact", stores=True)
+    assert gone(asked, tmp_path) == unused | left | {".tokens/aaaa"}
+    text = table.removals_text(asked, dry=True)
+    assert "lost: the rows of ended: no verify --ledger, quantize or distill" in text
+    assert "stays: open can still be resumed on it" in text
+    freed = removal.carry_out(asked)
+    assert freed == sum(removed.size for removed in asked)
+    assert (tmp_path / ".tokens" / "bbbb" / "manifest.json").is_file()
+    assert not (tmp_path / ".tokens" / "aaaa").exists()
+
+
+def test_the_copy_of_a_run_in_storage_is_not_touched(tmp_path: Path) -> None:
+    copy = tmp_path / "storage" / "a" / "checkpoints" / "update-00000010"
+    copy.mkdir(parents=True)
+    (copy / "MANIFEST.json").write_text("{}")
+    stock.make(tmp_path / "runs" / "a", cluster__storage=str(tmp_path / "storage"))
+    removals = planned(tmp_path / "runs" / "a", "artifact")
+    assert f"its copy at {tmp_path / 'storage'}" in removals[0].stays
+    removal.carry_out(removals)
+    removal.carry_out(planned(tmp_path / "runs" / "a", "none"))
+    assert (copy / "MANIFEST.json").is_file()
+
+
+# --------------------------------------------------------------------------------------------------- what still works
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a real store, answers and artefact, as a training leaves it."""
+    root = tmp_path_factory.mktemp("whole")
+    overrides: dict[str, Any] = {"report.attributions": 2}
+    folder = make_run(root, **overrides)
+    for split in ("test", "valid"):
+        write_predictions(folder, *answers_of(("login", "parcel", "refund"), 30, 0.8), split=split)
+    make_artifact(folder / "artifact", ("login", "parcel", "refund"))
+    summary.write(Run(folder))
+    stock.checkpoint(Run(folder), 20)
+    return root
+
+
+def test_a_cleaned_run_answers_is_scored_and_has_the_same_report(whole: Path, tmp_path: Path, run: Cli) -> None:
+    shutil.copytree(whole, tmp_path / "runs")
+    folder = tmp_path / "runs" / "run"
+    html.make(Run(folder))
+    before = page_of(folder).text
+    code, out, err = run("clean", "runs/run")
+    assert code == 0, err
+    assert "checkpoints: 10 kB" in out
+    assert out.endswith("next: rtrain runs runs\n")
+    assert not Run(folder).checkpoints.exists()
+    assert run("predict", "runs/run", "where is my parcel?")[0] == 0
+    code, out, err = run("report", "runs/run")
+    assert code == 0, err
+    assert page_of(folder).text == before
+    csv = test_cli.csv_of(tmp_path, labelled_rows(30))
+    code, out, err = run("evaluate", "runs/run", "--data", csv, "--json")
+    assert (code, json.loads(out)["scores"]["rows"]) == (0, 30), err
+
+
+def test_a_report_without_its_token_store_keeps_its_scores_answers_and_baselines(whole: Path, tmp_path: Path) -> None:
+    """`report` measures baselines and attributions from the store, once: afterwards they are read."""
+    shutil.copytree(whole, tmp_path / "runs")
+    one = Run(tmp_path / "runs" / "run")
+    text = one.log.read_text().replace(str(whole), str(tmp_path / "runs"))
+    one.log.write_text(text)
+    html.make(one)
+    assert one.baselines.is_file()
+    assert one.attributions("test").is_file()
+    kept = one.baselines.read_bytes(), one.attributions("test").read_bytes()
+    removals = plan.of_root(walk.look(tmp_path / "runs"), "artifact", stores=True)
+    removal.carry_out(removals)
+    assert Run(one.folder).store is None
+    html.make(Run(one.folder))
+    assert (one.baselines.read_bytes(), one.attributions("test").read_bytes()) == kept
+    shown = page_of(one.folder).text
+    assert "token store is no longer where the run left it" in shown
+    assert "TF-IDF" in shown
+
+
+def test_the_time_of_a_training_ends_with_it(tmp_path: Path) -> None:
+    one = stock.make(tmp_path / "a")
+    before = summary.summarise(Run(one.folder))
+    removal.carry_out(planned(one.folder, "artifact"))
+    assert Run(one.folder).last("cleaned") is not None
+    assert summary.summarise(Run(one.folder)) == before
+
+
+def test_a_resume_says_that_the_checkpoints_were_cleaned(tmp_path: Path) -> None:
+    searched = stock.search(tmp_path / "s")
+    removal.carry_out(planned(searched.folder, "artifact"))
+    trial, winner = searched.trial(0), searched.trial(1)
+    with pytest.raises(UserError, match=r"were removed by rtrain clean on .* nothing to go on from; write --new"):
+        opening.choose(trial.folder, opening.stored(trial.folder), "resume")
+    assert opening.choose(winner.folder, opening.stored(winner.folder), "resume")[0] == winner.folder
+    storage = config.with_overrides(opening.stored(trial.folder), {"cluster.storage": "memory://copy"})
+    assert opening.choose(trial.folder, storage, "resume")[0] == trial.folder
+
+
+def test_a_run_of_which_leftovers_alone_went_is_resumed(tmp_path: Path) -> None:
+    one = stock.make(tmp_path / "a", ended="interrupted")
+    (one.ray / "x").mkdir(parents=True)
+    (one.ray / "x" / "state").write_text("x")
+    removal.carry_out(planned(one.folder, "artifact"))
+    assert Run(one.folder).last("cleaned") is not None
+    assert opening.choose(one.folder, opening.stored(one.folder), "resume")[0] == one.folder
+
+
+# --------------------------------------------------------------------------------------------------------------- kills
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from typing import Any
+from rtrain.inventory import plan, removal, walk
+left = int(sys.argv[3])
+def counted(do):
+    def call(*arguments, **options):
+        global left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return do(*arguments, **options)
+    return call
+folder = Path(sys.argv[1])
+found = walk.around(folder)
+removals = plan.of_run(found.of(folder), sys.argv[2], found)
+for name in ("unlink", "rmdir", "rename"):
+    setattr(os, name, counted(getattr(os, name)))
+removal.carry_out(removals)
+"""
+
+
+@pytest.mark.parametrize("keep", ["artifact", "none"])
+def test_a_removal_that_is_killed_at_any_moment_leaves_a_run_and_the_next_one_ends_it(
+    tmp_path: Path, keep: Keep
+) -> None:
+    moment, killed = 0, 0
+    while True:
+        one = stock.make(tmp_path / str(moment) / "a", updates=(10, 20))
+        words = [sys.executable, "-c", KILLED, str(one.folder), keep, str(moment)]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            break
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        killed += 1
+        if keep == "artifact":
+            assert Run(one.folder).finished
+        if one.folder.exists():
+            # Whatever has a final name is whole, and while anything is left it is a run that can be listed.
+            assert one.config.is_file() or not list(one.folder.iterdir())
+            assert one.log.is_file() or not (one.artifact.exists() or one.checkpoints.exists())
+            for folder in (one.artifact, *one.checkpoints.glob("update-*")):
+                assert not folder.exists() or len(list(folder.iterdir())) == 2
+            if one.config.is_file():
+                for hidden in one.folder.glob(".*"):
+                    stock.age(hidden)
+                removal.carry_out(planned(one.folder, keep))
+        if keep == "artifact":
+            assert {path.name for path in one.folder.iterdir()} == {"config.yaml", "events.jsonl", "artifact", "lock"}
+        elif one.folder.exists():
+            assert not list(one.folder.iterdir())  # killed before the last rmdir
+        moment += 3
+    assert killed >= 3
+    assert one.folder.exists() == (keep == "artifact")
+
+
+# --------------------------------------------------------------------------------------------------- the command line
+
+
+def test_the_command_line_lists_says_what_goes_and_removes_it(run: Cli, tmp_path: Path) -> None:
+    stock.make(tmp_path / "runs" / "a b")
+    stock.make(tmp_path / "runs" / "c", ended="interrupted")
+    code, out, err = run("runs")
+    assert code == 0, err
+    assert "rtrain clean would free 30 kB\nnext: rtrain clean runs --dry-run\n" in out
+    code, out, _ = run("runs", "--json", "--sort", "name")
+    document = json.loads(out)
+    assert [one["name"] for one in document["runs"]] == ["a b", "c"]
+    assert document["clean_frees"] == 3 * (stock.WEIGHTS + 2)
+    code, out, _ = run("clean", "runs/a b", "--dry-run")
+    assert (code, "30 kB would go" in out, "next: rtrain clean 'runs/a b'" in out) == (0, True, True)
+    assert Run(tmp_path / "runs" / "a b").checkpoints.is_dir()
+    code, out, _ = run("clean", "runs", "--json")
+    assert json.loads(out)["bytes"] == 3 * (stock.WEIGHTS + 2)
+    code, out, _ = run("clean", "runs")
+    assert (code, "nothing to remove" in out) == (0, True)
+    assert [event["kind"] for event in events.read(tmp_path / "runs" / "a b")].count("cleaned") == 1
+    code, out, _ = run("runs")
+    assert "finished, cleaned (artifact kept)" in out
+
+
+def test_whole_runs_go_only_when_someone_says_so(run: Cli, tmp_path: Path) -> None:
+    stock.make(tmp_path / "runs" / "a")
+    code, out, err = run("clean", "runs/a", "--keep", "none")
+    assert (code, "nobody can be asked here; write --yes" in err) == (2, True)
+    assert "lost: its artefact, scores, predictions, report and log" in out
+    code, out, _ = run("clean", "runs/a", "--keep", "none", "--dry-run")
+    assert (code, "next: rtrain clean runs/a --keep none --yes" in out) == (0, True)
+    assert Run(tmp_path / "runs" / "a").exists
+    code, out, _ = run("clean", "runs/a", "--keep", "none", "--yes")
+    assert (code, (tmp_path / "runs" / "a").exists()) == (0, False)
+
+
+def test_what_cannot_be_cleaned_is_refused_by_name(run: Cli, tmp_path: Path) -> None:
+    one = stock.make(tmp_path / "runs" / "a", ended=None)
+    (tmp_path / "other").mkdir()
+    with opening.hold(one):
+        code, _, err = run("clean", "runs/a")
+    assert (code, "runs/a is left as it is: a is being trained" in err) == (1, True)
+    code, _, err = run("clean", "other")
+    assert (code, "holds no run, and none lies below it" in err) == (1, True)
+    code, _, err = run("clean", "nowhere")
+    assert (code, "there is no folder" in err) == (1, True)
+    code, _, err = run("clean", "runs/a", "--stores")
+    assert (code, "token stores are shared by runs; name the folder that holds the runs: runs" in err) == (2, True)
+    code, _, err = run("runs", "nowhere")
+    assert (code, "there is no folder" in err, "Traceback" in err) == (1, True, False)

@@ -1,0 +1,392 @@
+"""A run carried to another machine: what goes, that it comes whole or not at all, and hostile files."""
+
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain import manifest
+from rtrain.errors import UserError
+from rtrain.inventory import parcel, receiving, sending, wheels
+from rtrain.report import html, summary
+from rtrain.run import Run
+from rtrain.runs import opening
+from tests import stock, test_cli
+from tests.reports import answers_of, make_run, page_of, write_predictions
+from tests.tiny import make_artifact
+
+run = test_cli.run  # a fixture: the command line, in an empty folder
+Cli = test_cli.Cli
+ROOT = Path(__file__).resolve().parents[1]
+
+
+# ------------------------------------------------------------------------------------------------------ there and back
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that answers, with its report."""
+    root = tmp_path_factory.mktemp("whole")
+    overrides: dict[str, Any] = {"report.attributions": 2}
+    folder = make_run(root, **overrides)
+    write_predictions(folder, *answers_of(("login", "parcel", "refund"), 30, 0.8))
+    make_artifact(folder / "artifact", ("login", "parcel", "refund"))
+    summary.write(Run(folder))
+    stock.checkpoint(Run(folder), 20)
+    html.make(Run(folder))
+    return root
+
+
+def test_a_run_goes_to_another_folder_and_answers_and_reports_there(whole: Path, tmp_path: Path, run: Cli) -> None:
+    answer = run("predict", whole / "run", "where is my parcel?")[1]
+    code, out, err = run("export", whole / "run", "--out", "a.tar")
+    assert (code, "next: rtrain import a.tar" in out) == (0, True), err
+    store = (whole / ".tokens").rename(whole / "away")  # this machine becomes another one
+    try:
+        code, out, err = run("import", "a.tar")
+        assert code == 0, err
+        assert "runs/run: " in out
+        assert f"without {whole}/.tokens/" in out
+        assert out.endswith("next: rtrain predict runs/run 'a text'   or: rtrain serve runs/run\n")
+        came = Run(tmp_path / "runs" / "run")
+        assert run("predict", "runs/run", "where is my parcel?")[1] == answer
+        assert run("report", "runs/run")[0] == 0
+        text = page_of(came.folder).text
+        assert "TF-IDF" in text
+        assert "token store is no longer where the run left it" in text
+        code, out, _ = run("runs", "--json")
+        [told] = json.loads(out)["runs"]
+        assert (told["status"], told["score"]["name"]) == ("finished", "accuracy")
+        assert not came.checkpoints.exists()
+        assert summary.summarise(came) == summary.summarise(Run(whole / "run"))
+    finally:
+        store.rename(whole / ".tokens")
+
+
+def test_equal_runs_give_equal_bytes(tmp_path: Path) -> None:
+    one = stock.make(tmp_path / "a")
+    (one.folder / "artifact" / "naïve.txt").write_text("x")
+    first = sending.send(one, "a", tmp_path / "1.tar").file.read_bytes()
+    shutil.copytree(one.folder, tmp_path / "copy" / "a")
+    stock.age(tmp_path / "copy" / "a")
+    os.chmod(tmp_path / "copy" / "a" / "config.yaml", 0o600)
+    second = sending.send(Run(tmp_path / "copy" / "a"), "a", tmp_path / "2.tar").file.read_bytes()
+    assert hashlib.sha256(first).digest() == hashlib.sha256(second).digest()
+
+
+def test_what_is_not_a_run_s_own_stays_behind_and_is_named(tmp_path: Path) -> None:
+    one = stock.make(tmp_path / "a")
+    stock.artifact(one.int8, "int8")
+    (one.folder / "notes").mkdir()
+    (one.folder / "notes" / "x.md").write_text("mine")
+    (one.artifact / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    (one.artifact / "model.int8.bin").write_bytes(b"graph")
+    (one.folder / "report.html").symlink_to("/etc/hostname")
+    with opening.hold(one):
+        pass
+    sent = sending.send(one, "a", tmp_path / "a.tar")
+    assert sent.stayed == ("artifact/pytorch_model.bin", "notes", "report.html")
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        names = tar.getnames()
+        assert {(member.mtime, member.uid, member.uname, member.mode) for member in tar} == {(0, 0, "", 0o644)}
+    assert names == [
+        *("MANIFEST.json", "run/artifact-int8/artifact.json", "run/artifact-int8/model.safetensors"),
+        *("run/artifact/artifact.json", "run/artifact/model.int8.bin", "run/artifact/model.safetensors"),
+        *("run/config.yaml", "run/events.jsonl"),
+    ]
+    alone = sending.send(one, "a", tmp_path / "int8.tar", int8=True)
+    assert alone.files == 4
+
+
+def test_a_search_sends_its_winner_under_its_own_name(run: Cli, tmp_path: Path) -> None:
+    stock.search(tmp_path / "runs" / "s")
+    code, _, err = run("export", "runs/s", "--out", "s.tar")
+    assert (code, "the search's winner is runs/s/trial-001" in err) == (0, True)
+    assert run("import", "s.tar", "--out", "there/won")[0] == 0
+    assert Run(tmp_path / "there" / "won").finished
+
+
+def test_names_in_use_and_runs_without_artefact_are_refused(run: Cli, tmp_path: Path) -> None:
+    stock.make(tmp_path / "runs" / "a")
+    stock.make(tmp_path / "runs" / "open", ended=None)
+    refused: list[tuple[tuple[object, ...], str]] = [
+        (("export", "runs/open", "--out", "o.tar"), "has no artefact to carry; finish its training first"),
+        (("export", "runs/a", "--out", "none/a.tar"), "there is no folder"),
+        (("export", "runs/a", "--out", "a.tar", "--int8"), "make it with: rtrain quantize runs/a"),
+        (("export", "nowhere", "--out", "a.tar"), "holds no run"),
+        (("import", "nowhere.tar"), "there is no file"),
+        (("import", "runs"), "cannot be unpacked"),
+    ]
+    for arguments, reason in refused:
+        code, _, err = run(*arguments)
+        assert (code, reason in err, "Traceback" in err) == (1, True, False), err
+    assert run("export", "runs/a", "--out", "a.tar")[0] == 0
+    code, _, err = run("export", "runs/a", "--out", "a.tar")
+    assert (code, "exists already; name another file" in err) == (1, True)
+    code, _, err = run("import", "a.tar")
+    assert (code, "is in use; name a new folder with --out" in err) == (1, True)
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+def test_a_resume_of_a_run_that_came_without_checkpoints_says_so(tmp_path: Path) -> None:
+    one = stock.make(tmp_path / "a")
+    stock.artifact(one.int8, "int8")
+    sending.send(one, "a", tmp_path / "a.tar", int8=True)
+    came = receiving.receive(tmp_path / "a.tar", tmp_path / "b", tmp_path).run
+    with pytest.raises(UserError, match="were not carried by rtrain import"):
+        opening.choose(came.folder, opening.stored(came.folder), "resume")
+
+
+# -------------------------------------------------------------------------------------------------------- hostile files
+
+Files = dict[str, bytes]
+RUN: Files = {"run/config.yaml": b"name: intent\n", "run/events.jsonl": b"{}\n"}
+
+
+def hostile(
+    path: Path, recorded: Files, members: Callable[[tarfile.TarFile], None] = lambda tar: None, **change: Any
+) -> Path:
+    """A parcel with these files, all rightly recorded, and whatever `members` adds."""
+    entries = {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in recorded.items()}
+    document = {"schema_version": 1, "run": "a", "rtrain": "0", "files": entries, **change}
+    with tarfile.open(path, "w") as tar:
+        for name, data in {manifest.NAME: json.dumps(document).encode(), **recorded}.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+        members(tar)
+    return path
+
+
+def special(name: str, kind: bytes, target: str = "") -> Callable[[tarfile.TarFile], None]:
+    def add(tar: tarfile.TarFile) -> None:
+        member = tarfile.TarInfo(name)
+        member.type, member.linkname = kind, target
+        tar.addfile(member)
+
+    return add
+
+
+def nothing_came(root: Path, file: Path, match: str) -> None:
+    before = stock.names(root)
+    with pytest.raises(parcel.NoParcel, match=match):
+        receiving.receive(file, None, root / "runs")
+    assert stock.names(root) == before
+    assert not list(root.glob("runs/*")) + list(root.glob("runs/.*"))
+
+
+def test_a_right_parcel_is_received(tmp_path: Path) -> None:
+    """So that the refusals below are not of something else."""
+    assert receiving.receive(hostile(tmp_path / "a.tar", RUN), None, tmp_path / "runs").run.exists
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("/etc/passwd", "../outside.json", "run/../../outside.json", "run/./x.json", "run//x.json", "run"),
+        *("elsewhere/x.json", "x.json", "run/..\\x.json", "run/a\nb.json", "run/.", "", "MANIFEST.json"),
+        *("run/artifact/pytorch_model.bin", "run/state.pkl", "run/hook.py", "run/noname"),
+        *("wheels/x.sh", "wheels/deep/x.whl", "wheels/../run/x.json"),
+    ],
+)
+def test_a_path_that_leads_elsewhere_or_a_kind_that_no_run_holds_is_refused(tmp_path: Path, name: str) -> None:
+    def add(tar: tarfile.TarFile) -> None:
+        member = tarfile.TarInfo(name)
+        member.size = 1
+        tar.addfile(member, io.BytesIO(b"x"))
+
+    entry = {"size": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
+    recorded = {path: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for path, data in RUN.items()}
+    file = hostile(tmp_path / "a.tar", RUN, add, files={**recorded, name: entry})
+    nothing_came(tmp_path, file, "has no place in|is of a kind that no run holds|is no wheel|is a link, a device")
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        special("run/link.json", tarfile.SYMTYPE, "/etc/passwd"),
+        special("run/hard.json", tarfile.LNKTYPE, "run/config.yaml"),
+        special("run/pipe.json", tarfile.FIFOTYPE),
+        special("run/device.json", tarfile.CHRTYPE),
+        special("run/block.json", tarfile.BLKTYPE),
+        special("run/folder", tarfile.DIRTYPE),
+        special("run/sparse.json", tarfile.GNUTYPE_SPARSE),
+    ],
+)
+def test_links_devices_and_folders_are_refused(tmp_path: Path, members: Callable[[tarfile.TarFile], None]) -> None:
+    nothing_came(tmp_path, hostile(tmp_path / "a.tar", RUN, members), "is a link, a device or a folder")
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "a/b", "/tmp/x", ".hidden", "-rf", "a\nb", 5, None, ["a"]])
+def test_a_name_that_no_run_can_have_is_refused(tmp_path: Path, name: object) -> None:
+    nothing_came(tmp_path, hostile(tmp_path / "a.tar", RUN, run=name), "is no name of a run")
+
+
+def test_what_is_not_recorded_or_comes_twice_or_lacks_is_refused(tmp_path: Path) -> None:
+    def again(name: str) -> Callable[[tarfile.TarFile], None]:
+        return lambda tar: tar.addfile(tarfile.TarInfo(name), io.BytesIO(b""))
+
+    nothing_came(tmp_path, hostile(tmp_path / "1.tar", RUN, again("run/more.json")), "is not recorded")
+    nothing_came(tmp_path, hostile(tmp_path / "2.tar", RUN, again("run/config.yaml")), "is there twice")
+    lacking = {"run/lost.json": {"size": 1, "sha256": "0"}}
+    nothing_came(tmp_path, hostile(tmp_path / "3.tar", RUN, files=lacking), "is not recorded")
+    short = hostile(tmp_path / "4.tar", {"run/config.yaml": b""}, files={"run/config.yaml": {}, **lacking})
+    nothing_came(tmp_path, short, "is recorded and lacking")
+    nothing_came(tmp_path, hostile(tmp_path / "5.tar", {"run/events.jsonl": b""}), "holds no run")
+    nothing_came(tmp_path, hostile(tmp_path / "6.tar", RUN, schema_version=2), "is of schema 2, this rtrain reads 1")
+    nothing_came(tmp_path, hostile(tmp_path / "7.tar", RUN, files=dict.fromkeys(RUN, 5)), "was changed")
+    clash = {**RUN, "run/a.json": b"", "run/a.json/b.json": b""}
+    with pytest.raises(UserError, match="cannot be unpacked"):
+        receiving.receive(hostile(tmp_path / "8.tar", clash), None, tmp_path / "runs")
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_every_changed_byte_of_a_file_and_every_cut_is_seen(tmp_path: Path) -> None:
+    sent = sending.send(stock.make(tmp_path / "a", updates=()), "a", tmp_path / "a.tar").file.read_bytes()
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        inside = [(member.offset_data, member.size) for member in tar if member.size]
+    (tmp_path / "a.tar").unlink()
+    shutil.rmtree(tmp_path / "a")
+    bad = tmp_path / "bad.tar"
+    for start, size in inside:
+        changed = bytearray(sent)
+        changed[start + size // 2] ^= 1
+        bad.write_bytes(changed)
+        nothing_came(tmp_path, bad, ".")
+    for length in (0, 1, 511, 512, 3000, len(sent) // 2, inside[-1][0] + 1):
+        bad.write_bytes(sent[:length])
+        nothing_came(tmp_path, bad, ".")
+    bad.write_bytes(os.urandom(10_000))
+    nothing_came(tmp_path, bad, "is no file of rtrain export")
+
+
+def test_a_compressed_file_is_refused_since_it_may_grow_without_end(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as tar:
+        tar.add(__file__, manifest.NAME)
+    nothing_came(tmp_path, tmp_path / "a.tar.gz", "is no file of rtrain export")
+
+
+# --------------------------------------------------------------------------------------------------------------- wheels
+
+
+def test_the_packages_depend_on_the_purpose_and_on_the_engine() -> None:
+    least = set(wheels.packages("predict", ["openvino"]))
+    assert "openvino" in least
+    assert not least & {"torch", "transformers", "ray[serve]", "fastapi", "nncf"}
+    assert set(wheels.packages("serve", ["openvino"])) > least | {"ray[serve]"}
+    assert set(wheels.packages("predict", ["torch", "openvino"])) > least | {"torch", "transformers"}
+    assert {"nncf", "ray[data,default,serve,train,tune]", "torch"} <= set(wheels.packages("all", []))
+
+
+def test_pip_is_asked_for_wheels_of_the_installed_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wheels.download(["openvino", "numpy"], tmp_path / "c.txt", tmp_path) == [
+        *("download", "--only-binary=:all:", "--dest", str(tmp_path), "--constraint", str(tmp_path / "c.txt")),
+        *("openvino", "numpy"),
+    ]
+    versions = dict(line.split("==") for line in wheels.installed())
+    assert versions["numpy"] == metadata.version("numpy")
+    assert versions["torch"] == metadata.version("torch").partition("+")[0]
+    assert "rtrain" not in versions
+    asked: list[list[str]] = []
+
+    def fetched(arguments: list[str]) -> None:
+        asked.append(arguments)
+        (tmp_path / f"{len(asked)}.whl").touch()
+
+    monkeypatch.setattr(wheels, "_pip", fetched)
+    assert [path.name for path in wheels.fetch("predict", ["openvino"], tmp_path)] == ["1.whl", "2.whl"]
+    assert asked[0][-len(wheels.packages("predict", ["openvino"])) :] == wheels.packages("predict", ["openvino"])
+    assert asked[1][:2] == ["wheel", "--no-deps"]
+    assert not (tmp_path / "constraints.txt").exists()
+
+
+def test_a_build_of_torch_that_pypi_lacks_is_told_unless_its_index_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(metadata, "version", lambda name: "2.13.0+cpu")
+    assert "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu" in (wheels.doubt(["torch"]) or "")
+    assert wheels.doubt(["openvino"]) is None
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://download.pytorch.org/whl/cpu")
+    assert wheels.doubt(["torch"]) is None
+
+
+def test_wheels_come_with_the_command_that_installs_them(tmp_path: Path, run: Cli) -> None:
+    one = stock.make(tmp_path / "a")
+    (tmp_path / "x-1-py3-none-any.whl").write_bytes(b"wheel")
+    text = wheels.instructions("a", "my file.tar", "serve")
+    assert "tar -xf 'my file.tar' wheels\n" in text
+    assert re.search(r"^python -m pip install --no-index --no-deps wheels/\*\.whl$", text, re.M)
+    sending.send(one, "a", tmp_path / "a.tar", wheels=[tmp_path / "x-1-py3-none-any.whl"], install=text)
+    code, out, err = run("import", "a.tar")
+    assert code == 0, err
+    assert "without network: python -m pip install --no-index --no-deps runs/a/wheels/*.whl\n" in out
+    assert (tmp_path / "runs" / "a" / "wheels" / "x-1-py3-none-any.whl").read_bytes() == b"wheel"
+
+
+def test_pip_that_fails_is_told_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    with pytest.raises(UserError, match=r"(?s)pip could not fetch the wheels:.*must reach a package index"):
+        wheels.fetch("predict", ["openvino"], tmp_path)
+
+
+ALONE = """
+import sys
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+allowed = {*sys.argv[1].split(","), "rtrain", "serve", "tune", *sys.stdlib_module_names}
+class Only(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        top = name.partition(".")[0]
+        return super().find_spec(name, path, target) if top in allowed or top.startswith("_sysconfigdata") else None
+sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Only]
+from rtrain.cli.app import main
+main(sys.argv[2:])
+"""
+
+
+def modules_of(names: list[str]) -> set[str]:
+    """Top-level modules of packages and of all that they need in turn, as they are installed here."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    seen: set[str] = set()
+    queue = [(canonicalize_name(Requirement(name).name), Requirement(name).extras) for name in names]
+    while queue:
+        name, extras = queue.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for line in metadata.requires(name) or ():
+            needed = Requirement(line)
+            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+                queue.append((canonicalize_name(needed.name), needed.extras))
+    tops = metadata.packages_distributions()
+    return {top for top, owners in tops.items() if {canonicalize_name(owner) for owner in owners} & seen}
+
+
+def test_the_smallest_set_answers_and_lists_runs(tmp_path: Path) -> None:
+    """Every package that is not in it cannot be imported; the engine of this artefact is added, as an int8 one's is."""
+    made = make_artifact(tmp_path / "a" / "artifact")
+    stock.make(tmp_path / "b")
+    for engine, words in (
+        ("torch", ["predict", str(made), "hello"]),
+        ("openvino", ["runs", str(tmp_path)]),
+        ("openvino", ["clean", str(tmp_path / "b")]),
+    ):
+        allowed = ",".join(sorted(modules_of(wheels.packages("predict", [engine]))))
+        command = [sys.executable, "-c", ALONE, allowed, *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr

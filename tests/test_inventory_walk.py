@@ -1,0 +1,254 @@
+"""What lies under a folder of runs, in any state, and how it is told."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain import events
+from rtrain.errors import UserError
+from rtrain.inventory import facts, log, sizes, table, walk
+from rtrain.run import Run
+from rtrain.runs import opening
+from tests import stock
+
+NOW = 1_700_007_200.0
+
+
+def lines(root: Path, **how: object) -> dict[str, str]:
+    """Lines of the table by their first word."""
+    text = table.text(walk.look(root), now=NOW, **how)  # type: ignore[arg-type]
+    return {line.split()[0]: line for line in text.splitlines() if line.strip()}
+
+
+def test_a_finished_run_is_told_with_its_score_its_time_its_size_and_where_it_came_from(tmp_path: Path) -> None:
+    run = stock.make(tmp_path / "intent")
+    [known] = walk.look(tmp_path).runs
+    assert (known.kind, known.status, str(known.score)) == ("run", "finished", "0.6000 accuracy (test)")
+    assert (known.began, known.seconds) == (1_700_000_000.0, 60.0)
+    assert known.size == sum(path.stat().st_size for path in run.folder.rglob("*") if path.is_file())
+    assert known.parts["checkpoints"] == 3 * (stock.WEIGHTS + 2)
+    line = lines(tmp_path)["intent"]
+    for part in ("finished", "0.6000 accuracy (test)", "2 h ago", "60 s", "minilm"):
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    ("ended", "status"),
+    [("failed", "failed"), ("interrupted", "interrupted"), ("paused", "paused"), (None, "interrupted")],
+)
+def test_how_a_run_ended_is_its_status(tmp_path: Path, ended: str | None, status: str) -> None:
+    stock.make(tmp_path / "run", ended=ended, test=None)
+    [known] = walk.look(tmp_path).runs
+    assert (known.status, str(known.score)) == (status, "0.5000 accuracy (valid)")
+    assert not known.ended
+
+
+def test_a_run_that_is_held_is_running_and_one_without_a_start_is_new(tmp_path: Path) -> None:
+    run = stock.make(tmp_path / "run", ended=None)
+    fresh = Run(tmp_path / "fresh")
+    fresh.folder.mkdir()
+    fresh.config.write_text("name: intent\ntask: classification\n")
+    with opening.hold(run):
+        assert log.is_held(run)
+        assert {known.name: known.status for known in walk.look(tmp_path).runs} == {"run": "running", "fresh": "new"}
+    assert not log.is_held(run)
+
+
+def test_looking_at_a_run_does_not_keep_another_process_from_training_it(tmp_path: Path) -> None:
+    run = stock.make(tmp_path / "run", ended=None)
+    with opening.hold(run):
+        pass
+    walk.look(tmp_path)
+    with opening.hold(run):
+        pass
+
+
+def test_damaged_and_foreign_folders_are_listed_as_what_they_are(tmp_path: Path) -> None:
+    stock.make(tmp_path / "good")
+    for name, text in (("torn", "name: [intent"), ("list", "- a\n- b\n"), ("binary", "\udcff")):
+        (stock.make(tmp_path / name)).config.write_bytes(text.encode("utf-8", "surrogateescape"))
+    stock.make(tmp_path / "headless").config.unlink()
+    stock.make(tmp_path / "mute").log.unlink()
+    stock.make(tmp_path / "noise").log.write_bytes(b'\xff\xfe{"time": 1\n5\n[]\nnull\n{"kind": 3}\n{"kind": "progress"')
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "todo.md").write_text("x" * 100)
+    stock.artifact(tmp_path / "int8", "v")
+    (tmp_path / "loose.csv").write_text("abc")
+    (tmp_path / "link").symlink_to(tmp_path / "good")
+    found = walk.look(tmp_path)
+    assert {known.name: known.flaw for known in found.runs} == {
+        "good": None,
+        "torn": "its config.yaml cannot be read",
+        "list": "its config.yaml cannot be read",
+        "binary": "its config.yaml cannot be read",
+        "headless": "it has no config.yaml",
+        "mute": "its log is missing or unreadable",
+        "noise": "its log is missing or unreadable",
+    }
+    assert {(one.name, one.what) for one in found.foreign} == {
+        *(("notes", "no run"), ("int8", "an artefact"), (".", "files")),
+    }
+    text = table.text(found)
+    for told in ("it has no config.yaml", "its config.yaml cannot be read", "notes: no run, 100 B"):
+        assert told in text
+    json.dumps(table.document(found))
+
+
+def test_a_folder_that_is_not_there_is_refused_and_an_empty_one_is_empty(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"there is no folder .*; name the one that holds the runs"):
+        walk.look(tmp_path / "none")
+    assert table.text(walk.look(tmp_path)).startswith("no runs here\n\n0 runs, 0 B in")
+
+
+def test_the_trials_of_a_search_are_folded_into_its_line(tmp_path: Path) -> None:
+    stock.search(tmp_path / "s")
+    [known] = walk.look(tmp_path).runs
+    assert (known.kind, known.status, known.winner, len(known.trials)) == ("search", "finished", "trial-001", 3)
+    assert str(known.score) == "0.6000 accuracy (test)"
+    assert known.ended
+    assert known.size == sizes.size(tmp_path / "s")
+    folded, every = lines(tmp_path), lines(tmp_path, every=True)
+    assert "(3 trials)" in folded["s"]
+    assert "s/trial-000" not in folded
+    assert "<- best" in every["s/trial-001"]
+    assert "<- best" not in every["s/trial-000"]
+
+
+def test_a_search_that_has_not_chosen_is_interrupted_and_shows_its_best_trial(tmp_path: Path) -> None:
+    run = stock.search(tmp_path / "s", best=None)
+    [known] = walk.look(tmp_path).runs
+    assert (known.status, known.winner, known.ended) == ("interrupted", None, False)
+    with opening.hold(run):
+        assert walk.look(tmp_path).runs[0].status == "running"
+
+
+def test_a_student_names_its_teacher_and_a_run_the_run_whose_weights_it_began_with(tmp_path: Path) -> None:
+    teacher = stock.make(tmp_path / "teacher", version="abc123")
+    student: dict[str, Any] = {"distill__teacher": "abc123", "model__name": str(tmp_path / ".students" / "abc123-3")}
+    stock.make(tmp_path / "student", **student)
+    stock.make(tmp_path / "tuned", model__name=str(teacher.artifact))
+    stock.make(tmp_path / "orphan", distill__teacher="gone", model__name="/elsewhere/model")
+    found = walk.look(tmp_path)
+    assert {known.name: (known.kind, table.origin(known, found)) for known in found.runs} == {
+        "teacher": ("run", "minilm"),
+        "student": ("student", "student of teacher"),
+        "tuned": ("run", "weights of teacher"),
+        "orphan": ("student", "student of artefact gone"),
+    }
+
+
+def test_stores_and_copies_are_told_with_the_runs_that_use_them(tmp_path: Path) -> None:
+    stock.store(tmp_path, "aaaa")
+    stock.store(tmp_path, "bbbb")
+    (tmp_path / ".tokens" / ".aaaa.classes.baselines.json").write_text("{}")
+    stock.search(tmp_path / "s")
+    commit = "0" * 40
+    stock.make(tmp_path / "hub", model__name=f"owner/name@{commit}", store="cccc")
+    for name in (f"owner--name@{commit}", "other--model@1"):
+        (tmp_path / ".models" / name).mkdir(parents=True)
+    found = walk.look(tmp_path)
+    used = {one.name: {user.name for user in one.users} for one in found.shared}
+    assert used == {
+        ".tokens/aaaa": {"s", "s/trial-000", "s/trial-001", "s/trial-002"},
+        ".tokens/bbbb": set(),
+        f".models/owner--name@{commit}": {"hub"},
+        ".models/other--model@1": set(),
+    }
+    text = table.text(found)
+    assert ".tokens/aaaa: token store, 502 B, used by s\n" in text
+    assert ".tokens/bbbb: token store, 502 B, used by no run\n" in text
+
+
+def test_runs_in_a_folder_of_their_own_are_found_with_their_store(tmp_path: Path) -> None:
+    stock.make(tmp_path / "demo" / "student")
+    stock.store(tmp_path / "demo")
+    stock.make(tmp_path / "a" / "b" / "c" / "too-deep")
+    found = walk.look(tmp_path)
+    assert [known.name for known in found.runs] == ["demo/student"]
+    assert [one.name for one in found.shared] == ["demo/.tokens/aaaa"]
+    assert found.size == sizes.size(tmp_path)
+
+
+def test_the_newest_run_comes_first_unless_it_is_sorted_otherwise(tmp_path: Path) -> None:
+    stock.make(tmp_path / "b", begun=1e9, test=0.9, updates=())
+    stock.make(tmp_path / "a", begun=2e9, test=None, valid=0.1)
+    stock.make(tmp_path / "c", begun=1.5e9, test=0.5, updates=(5,))
+    stock.make(tmp_path / "x").config.unlink()
+    runs = walk.look(tmp_path).runs
+    order = {sort: "".join(known.name for known in table.ordered(runs, sort)) for sort in table.SORTS}
+    assert order == {"when": "acbx", "name": "abcx", "score": "bcax", "size": "axcb", "took": order["took"]}
+    assert order["took"][-1] == "x"
+
+
+def test_each_log_is_read_once_and_its_progress_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock.make(tmp_path / "run")
+    stock.search(tmp_path / "s")
+    read, parsed = list[str](), list[object]()
+    whole, loads = Path.read_bytes, json.loads
+
+    def reading(path: Path) -> bytes:
+        read.append(str(path))
+        return whole(path)
+
+    def parsing(text: str) -> object:
+        parsed.append(text)
+        return loads(text)
+
+    monkeypatch.setattr(Path, "read_bytes", reading)
+    monkeypatch.setattr(json, "loads", parsing)
+    walk.look(tmp_path)
+    logs = [path for path in read if path.endswith(events.NAME)]
+    assert len(logs) == len(set(logs)) == 5
+    assert sum('"progress"' in str(text) for text in parsed) == 4  # the newest of each run and trial
+
+
+def test_a_name_with_control_codes_does_not_write_on_the_terminal(tmp_path: Path) -> None:
+    stock.make(tmp_path / "bad\x1b[31m")
+    stock.make(tmp_path / "büro ☕")
+    text = table.text(walk.look(tmp_path))
+    assert "\x1b" not in text
+    assert "bad\\x1b[31m" in text
+    assert "büro ☕" in text
+
+
+def test_a_task_that_this_rtrain_does_not_know_has_no_score(tmp_path: Path) -> None:
+    run = stock.make(tmp_path / "run")
+    run.config.write_text(run.config.read_text().replace("task: classification", "task: base"))
+    assert facts.read(run, "run").score is None
+
+
+@pytest.mark.parametrize(
+    ("name", "draft"),
+    [
+        (".artifact.0123abcd", True),
+        (".artifact-int8.0123abcd", True),
+        (".report.html.draft", True),
+        ("decisions.draft", True),
+        (".predictions-test.parquet", True),
+        (".artifact.old", False),  # the only one there is: it was moved away to make room for a new one
+        (".git", False),
+        ("artifact", False),
+        ("notes.0123abcd", False),
+    ],
+)
+def test_drafts_are_told_by_their_names(tmp_path: Path, name: str, draft: bool) -> None:
+    assert sizes.is_draft(tmp_path / name) is draft
+    (tmp_path / "artifact").mkdir()
+    assert sizes.is_draft(tmp_path / ".artifact.old")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1234, "1.2 kB"), (87_400_000, "87 MB"), (4.6e9, "4.6 GB"), (2e12, "2.0 TB")],
+)
+def test_bytes_are_told_in_two_digits_or_three(size: float, text: str) -> None:
+    assert sizes.text(size) == text
+
+
+def test_a_folder_that_goes_meanwhile_has_no_size(tmp_path: Path) -> None:
+    assert sizes.size(tmp_path / "gone") == 0
+    os.mkfifo(tmp_path / "pipe")
+    assert sizes.size(tmp_path) == 0
