@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rtrain import engines, manifest
-from rtrain.errors import UserError
+from rtrain.errors import UserError, meant
 
 NAME = "artifact.json"
 SCHEMA_VERSION = 1
@@ -92,7 +92,8 @@ def read(folder: Path, verify: bool = True) -> Artifact:
     path = folder / NAME
     if not path.is_file():
         inner = folder / "artifact"
-        hint = f"did you mean {inner}?" if (inner / NAME).is_file() else "name the artifact folder of a finished run"
+        named = f"did you mean {inner}?" if (inner / NAME).is_file() else meant(folder)
+        hint = named or "name the artifact folder of a finished run"
         raise ArtifactError(f"{folder} is no artefact (no {NAME}); {hint}")
     if verify and (problem := manifest.damage(folder)) is not None:
         raise ArtifactError(f"artefact {folder} is damaged: {problem}; make it again or copy it whole")

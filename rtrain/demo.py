@@ -78,12 +78,12 @@ def run(config: Config, out: str | None, keep: bool = False) -> dict[str, Any]:
     preparing.check(config)
     access.check(config.deploy.serve, say)
     report = Report()
-    with PeakMemory() as memory, Line() as line, session(config, folder):
+    with PeakMemory() as memory, Line() as line, session(config, folder, line):
         _train_stages(report, config, folder, line)
         with _serve_stages(report, config, folder, line) as url:
             document = _finish(report, folder, time.perf_counter() - started, memory.peak_mb)
             if keep:
-                say(f"serving at {url} (Ctrl-C ends it)\ntry: {access.curl(url)}")
+                say(f"serving at {url} (Ctrl-C ends it)\nnext: {access.curl(url)}")
                 until_interrupted()
     return document
 

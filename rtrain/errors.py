@@ -1,7 +1,10 @@
 """Errors that a user can act on. The command line prints them without a traceback."""
 
+import difflib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -25,6 +28,14 @@ class UserError(Exception):
     exit_code = 1
 
 
+class Ended(UserError):
+    """The command was ended from outside; the message says how to go on, `exit_code` by which signal."""
+
+    def __init__(self, message: str, exit_code: int):
+        self.exit_code = exit_code
+        super().__init__(message)
+
+
 class ConfigError(UserError):
     """The configuration cannot work. Holds every problem found, not only the first. Exit code 2."""
 
@@ -38,10 +49,33 @@ class ConfigError(UserError):
         return type(self), (self.problems, self.advice)  # pickling must keep both, on the way back from a Ray worker
 
 
+class TryAgain(UserError):
+    """Nothing is wrong; the rest is for another start, with --resume. Exit code 75 (EX_TEMPFAIL), at which a batch
+    system submits a job again."""
+
+    exit_code = 75
+
+
 def quoted(value: object, limit: int = 60) -> str:
     """A value of a row on one line and in ASCII, so that hostile text cannot write on the terminal."""
     shown = ascii(value)
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
+
+
+def meant(path: Path) -> str | None:
+    """`did you mean ...?` of a path that is not there: what stands beside it under the name most like its own. None
+    where nothing is like it. Hidden names are nobody's meaning."""
+    missing = path
+    while not missing.parent.is_dir():
+        missing = missing.parent
+    readable = os.access(missing.parent, os.R_OK)
+    beside = [name for name in os.listdir(missing.parent) if name[0] != "."] if readable else []
+    near = difflib.get_close_matches(missing.name, beside, n=1)
+    if not near or missing.exists():
+        return None
+    found = missing.with_name(near[0])
+    whole = found / path.relative_to(missing)
+    return f"did you mean {whole if whole.exists() else found}?"
 
 
 def _short(value: Any, limit: int = 80) -> str:

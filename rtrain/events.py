@@ -11,6 +11,14 @@ from typing import Any
 NAME = "events.jsonl"
 
 
+def doing(text: str, phase: str) -> dict[str, Any]:
+    """The event of something that takes seconds, said when it begins to whoever waits. It is no part of a run's log.
+
+    `phase`: what its seconds are counted as.
+    """
+    return {"kind": "doing", "text": text, "phase": phase}
+
+
 def append(folder: Path, kind: str, **fields: Any) -> None:
     """Add one event. Written in one call, so that a reader never sees half a line of a living writer."""
     line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}, ensure_ascii=False)

@@ -62,9 +62,28 @@ class Predictor:
         predictor.check_golden()
         return predictor
 
+    def flaw(self, value: Input) -> str | None:
+        """Why an input cannot be read, as the end of a sentence, or None."""
+        if not isinstance(value, str) and self.task.fields[0] not in value:
+            return f"has other names; send {' and '.join(self.task.fields)}"
+        text, pair = _texts(value, self.task)
+        if self.task.needs_pair and pair is None:
+            return f"lacks one of two texts; send {' and '.join(self.task.fields)}"
+        if self.task.needs_pair and not (pair or "").strip():
+            return f"has an empty {self.task.fields[1]}; send a text"
+        for part in (text, pair or ""):
+            try:
+                part.encode("utf-8")
+            except UnicodeEncodeError:
+                return "is not valid Unicode (a lone surrogate); send UTF-8 text"
+        return None if text.strip() else "is empty; send a text"
+
     def encode(self, inputs: Sequence[Input]) -> list[Encoded]:
         """Tokens of each input, by the same `task.encode` as in training."""
-        read = [_texts(value, position, self.task) for position, value in enumerate(inputs)]
+        for position, value in enumerate(inputs):
+            if (flaw := self.flaw(value)) is not None:
+                raise InputError(f"input {position} {flaw}", position)
+        read = [_texts(value, self.task) for value in inputs]
         most = self.artifact.facts.get("max_windows", 1)
         found: dict[int, Encoded] = {}
         # Pairs apart: beside them, a single text would get an empty second one, and another answer than alone (I8).
@@ -189,27 +208,9 @@ def _apart(found: Floats, expected: Floats) -> float:
     return float(np.abs(found - expected).max()) if found.shape == expected.shape else float("inf")
 
 
-def _texts(value: Input, position: int, task: Task) -> tuple[str, str | None]:
-    """The one or two texts of an input, checked."""
-    if isinstance(value, str):
-        text, pair = value, None
-    elif task.fields[0] not in value:
-        raise InputError(f"input {position} has other names; send {' and '.join(task.fields)}", position)
-    else:
-        text, pair = value[task.fields[0]], value.get(task.fields[1])
-    if task.needs_pair and pair is None:
-        wanted = " and ".join(task.fields)
-        raise InputError(f"input {position} lacks one of two texts; send {wanted}", position)
-    for part in (text, pair or ""):
-        try:
-            part.encode("utf-8")
-        except UnicodeEncodeError:
-            raise InputError(
-                f"input {position} is not valid Unicode (a lone surrogate); send UTF-8 text", position
-            ) from None
-    if not text.strip():
-        raise InputError(f"input {position} is empty; send a text", position)
-    return text, pair
+def _texts(value: Input, task: Task) -> tuple[str, str | None]:
+    """The one or two texts of an input."""
+    return (value, None) if isinstance(value, str) else (value[task.fields[0]], value.get(task.fields[1]))
 
 
 def _pad_id(folder: Path) -> int:

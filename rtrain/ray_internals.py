@@ -6,7 +6,7 @@ the same. Neither library is imported before a function is called.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,46 @@ def actors() -> list[dict[str, Any]]:
     import ray
 
     return list(ray._private.state.actors().values())
+
+
+def running_here() -> str | None:
+    """What Ray's address `auto` stands for: the address of a cluster that this machine is a node of; None without."""
+    import ray._private.services as services
+
+    try:
+        return str(services.get_ray_address_from_environment("auto", None))
+    except ConnectionError:
+        return None
+
+
+def nodes_here() -> set[str]:
+    """Ids of the nodes whose processes run on this machine. A driver connects through one of them."""
+    import ray._private.services as services
+
+    return set(services.find_node_ids())
+
+
+def head(address: str, seconds: float) -> Literal["open", "closed", "none"]:
+    """What answers at `host:port`: the head of a Ray cluster that lets this process in, one that asks for another
+    token, or no head within `seconds`."""
+    import grpc
+    import ray._private.grpc_utils as grpc_utils
+
+    with grpc_utils.init_grpc_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        alive = channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")
+        try:
+            alive(b"", timeout=seconds)
+        except grpc.RpcError as error:
+            refused = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+            return "closed" if error.code() in refused else "none"
+    return "open"
+
+
+def use_token_of_this_machine() -> None:
+    """Show clusters the token that lies on this machine, where there is one, as Ray does with the address `auto`."""
+    import ray._private.authentication.authentication_token_setup as tokens
+
+    tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 # -------------------------------------------------------------------------------------------------------- this process

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rtrain import events
-from rtrain.errors import UserError
+from rtrain.errors import UserError, meant
 
 ARTIFACT = "artifact.json"
 """The file by which an artefact's folder is known (`rtrain.artifact`)."""
@@ -206,7 +206,8 @@ def chosen(folder: Path) -> Run:
     if not run.exists:
         parent = Run(folder.parent)
         inside = (folder / ARTIFACT).is_file() and parent.exists
-        hint = f"did you mean {parent}?" if inside else "name the folder that --out named"
+        near = f"did you mean {parent}?" if inside else meant(folder)
+        hint = near or "name the folder that --out named"
         raise UserError(f"{folder} holds no run (no {run.config.name}); {hint}")
     if (winner := run.winner) is not None:
         if not winner.exists:

@@ -7,18 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rtrain.artifact import Artifact
 from rtrain.batch import Floats, Int32s, Ints, Ragged, Tokens, batches, pack
 from rtrain.config import Data, parse
 from rtrain.data import records
 from rtrain.data.formats import files
+from rtrain.data.records import Record
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem
 from rtrain.metrics.by_output import metric_for
 from rtrain.metrics.scores import measure
 from rtrain.predict import BATCH_ROWS, MOST_TOKENS, Predictor
-from rtrain.tasks.base import Input
+from rtrain.tasks.base import Input, Task
 from rtrain.training.evaluate import SEED
 
 
@@ -63,16 +65,32 @@ def settings(made: Artifact, overrides: Mapping[str, Any]) -> Data:
     return parse(document, overrides).recipe.data
 
 
+@dataclass(frozen=True)
+class Measured:
+    """The scores of an artefact on the rows of a file, and what they are made of."""
+
+    report: dict[str, Any]
+    """As `rtrain.metrics.scores` has it of a run's splits; `bad_rows`, which could not be read; `rows_per_second`."""
+    rows: list[Record]
+    """All rows of the file. A row that could not be used has its reason, and no answer."""
+    answers: list[Any]
+    """In the task's HTTP form, of the rows without a reason."""
+    right: npt.NDArray[np.bool_] | None
+    """Whether each of these answers is right; None for a task whose answers are nearer to the truth or farther."""
+
+
 def run(folder: Path, data: Data) -> dict[str, Any]:
-    """The scores of an artefact on the rows of a file, as `rtrain.metrics.scores` has them of a run's splits;
-    `bad_rows`, which could not be read; and `rows_per_second`. A strange label is wrong."""
+    """The scores of an artefact on the rows of a file; the report of `measured`."""
+    return measured(folder, data).report
+
+
+def measured(folder: Path, data: Data) -> Measured:
+    """Answer the rows of a file, and score the answers. A strange label is wrong."""
     source = records.inspect(data)
     predictor = Predictor.load(folder)
     task = predictor.task
-    rows = [record for piece in source.pieces for record in records.read(piece, data)]
-    good = [
-        record for record in rows if record.reason is None and task.flaw(record.text, record.pair, record.label) is None
-    ]
+    rows = [_with_flaw(record, task) for piece in source.pieces for record in records.read(piece, data)]
+    good = [record for record in rows if record.reason is None]
     if not good:
         raise ConfigError([Problem("data.path", data.path, "no row can be used", "give rows with text and label")])
     start = time.perf_counter()
@@ -81,7 +99,7 @@ def run(folder: Path, data: Data) -> dict[str, Any]:
     ]
     encoded = predictor.encode(asked)
     marks = [task.marks(row.text, row.pair, row.label, one) for row, one in zip(good, encoded, strict=True)]
-    targets = task.targets([row.label for row in good], Ragged.of(marks, np.int32), predictor.head).values
+    targets, unknown = task.targets([row.label for row in good], Ragged.of(marks, np.int32), predictor.head)
     tokens = replace(pack(encoded), targets=targets.values, counts=targets.counts)
     lengths = tokens.lengths_of_rows
     answered = _answered(predictor, lengths, tokens.pick, BATCH_ROWS)
@@ -90,4 +108,14 @@ def run(folder: Path, data: Data) -> dict[str, Any]:
     found = measure(task, predictor.head, "file", answered.outcomes, targets, lengths, columns)
     answers = task.decode(answered.outputs, asked, encoded, predictor.head, {})
     found["scores"] |= task.judge(answers, [row.label for row in good])
-    return {**found, "bad_rows": len(rows) - len(good), "rows_per_second": round(len(good) / seconds, 1)}
+    report = {**found, "bad_rows": len(rows) - len(good), "rows_per_second": round(len(good) / seconds, 1)}
+    is_right = metric_for(task.output).right
+    right = None if is_right is None else is_right(answered.outcomes, targets, predictor.head) & ~unknown
+    return Measured(report, rows, answers, right)
+
+
+def _with_flaw(record: Record, task: Task) -> Record:
+    """The record; with the task's reason where the task cannot use it."""
+    if record.reason is not None:
+        return record
+    return record._replace(reason=task.flaw(record.text, record.pair, record.label))

@@ -268,7 +268,8 @@ def _error(error: RequestError) -> Response:
 async def _answer_error(request: Request, error: Exception) -> Response:
     """For our own errors, and for those of the router: no such path, not that method."""
     if isinstance(error, HTTPException):
-        found = RequestError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        hint = "; texts go to /predict" if (request.method, request.url.path) == ("POST", "/") else ""
+        found = RequestError(error.status_code, f"{request.method} {request.url.path}: {error.detail}{hint}")
         found.headers.update(error.headers or {})
         return _error(found)
     if isinstance(error, RequestError):

@@ -6,6 +6,7 @@ costs more than the model does. This is the only module of the package that impo
 
 import errno
 import http.client
+import json
 import logging
 import re
 import socket
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import prometheus_client
 import ray
@@ -28,7 +30,7 @@ from ray.serve.schema import LoggingConfig
 import rtrain.artifact
 from rtrain import ray_internals
 from rtrain.config import Serve
-from rtrain.errors import UserError
+from rtrain.errors import UserError, quoted
 from rtrain.predict import Predictor
 from serve import access
 from serve.app import Service, build_app
@@ -43,6 +45,10 @@ HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 5.0
 """A hung replica is replaced after three misses; Ray's defaults need two minutes for that."""
 READY_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 30.0
+PORTS_TRIED = 20
+"""How many ports above one in use are tried, to name a free one."""
+ASK_S = 2.0
+"""Seconds in which an endpoint of ours says which model it serves."""
 
 
 @ray.serve.ingress()
@@ -236,12 +242,34 @@ def free_address(host: str, port: int) -> Address:
         return Address(host, _bind(host, port))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise UserError(
-                f"port {port} on {host} is in use; end the program that has it, or give another with --port "
-                "(--port 0 takes a free one)"
-            ) from None
+            raise UserError(_in_use(host, port)) from None
         reason = error.strerror or error
         raise UserError(f"cannot listen on {host}, port {port}: {reason}; correct serve.host or serve.port") from None
+
+
+def _in_use(host: str, port: int) -> str:
+    """What holds a port, where it is an endpoint of ours, and which one is free instead."""
+    model = _model_at(Address(host, port))
+    holder = f" by rtrain, which serves {model}" if model else ""
+    after = next((one for one in range(port + 1, port + 1 + PORTS_TRIED) if Address(host, one).is_free()), 0)
+    free = f"--port {after}, which is free" if after else "--port 0, which takes a free one"
+    return f"port {port} on {host} is in use{holder}; end the program that has it, or write {free}"
+
+
+def _model_at(address: "Address") -> str | None:
+    """Name and version of the model that an endpoint of rtrain's serves there; None where anything else answers."""
+    connection = http.client.HTTPConnection(address.reachable, address.port, timeout=ASK_S)
+    try:
+        connection.request("GET", "/v2")
+        answer = connection.getresponse()
+        document = json.loads(answer.read(1 << 12))
+        name, version = answer.headers["x-model-name"], answer.headers["x-model-version"]
+    except (OSError, ValueError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+    ours = isinstance(document, dict) and document.get("name") == "rtrain" and name
+    return f"{quoted(unquote(name))} (version {quoted(version)})" if ours else None
 
 
 def _bind(host: str, port: int) -> int:

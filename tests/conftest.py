@@ -36,7 +36,8 @@ programs, since two trainings at a time are what two cores bear; those that look
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of one file run in one process, and so do the files that `TOGETHER` names; those with most tests first."""
+    """Tests of one file run in one process, and so do the files that `TOGETHER` names. The two groups that take
+    longest begin, side by side; then the files with most tests."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
@@ -44,6 +45,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             path = nodeid.partition("::")[0]
             text = (config.rootpath / path).read_text(encoding="utf-8")
             return next((name for name, words in TOGETHER.items() if any(word in text for word in words)), path)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            # Begun last, either would run on alone for minutes, when the other process has nothing left to do.
+            for name in ("programs", "ray"):
+                if name in self.workqueue:
+                    self.workqueue.move_to_end(name, last=False)
+            super()._assign_work_unit(node)
 
     return ByFile(config, log)
 

@@ -1,6 +1,7 @@
 """docs/adding.md: what it names exists, and its steps, taken as they are written, lead to the end."""
 
 import asyncio
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 import rtrain.tasks
 from rtrain import artifact, config, engines
+from rtrain.answers import files
 from rtrain.batch import Floats, Head, Ragged, pack
 from rtrain.compress import quantize
 from rtrain.config import Recipe, loading, recipe
@@ -142,6 +144,15 @@ def test_an_added_task_answers_requests(added: str, tmp_path: Path) -> None:
     ]
     with pytest.raises(UserError, match="answers of kind 'verdict' \\(task yes_no\\) are not explained"):
         targets.check(predictor.task)
+
+
+def test_an_added_task_answers_rows_of_files(added: str, tmp_path: Path) -> None:
+    folder = make_task_artifact(tmp_path / "artifact", added, HEAD)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in CORPUS))
+    asked = files.Asked(folder, {"data.path": str(tmp_path / "rows.jsonl")})
+    files.to_file(asked, tmp_path / "answers.jsonl")
+    found = [json.loads(line)["verdict"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert found == [answer["verdict"] for answer in Predictor.load(folder, threads=1)(CORPUS)]
 
 
 def test_an_added_task_has_a_report(added: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,9 @@ def test_a_checkpoint_is_safetensors_and_json(tmp_path: Path) -> None:
         "best_update": None,
         "best_score": None,
         "run": RUN,
-        "schema_version": 2,
+        "schema_version": 3,
+        "scale": None,
+        "best_loss": None,
     }
 
 

@@ -99,16 +99,29 @@ def test_a_file_that_cannot_be_read_is_damage(folder: Path, monkeypatch: pytest.
     assert checkpoint.select(folder, RUN) == 2
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [1, 4])
 def test_another_version_s_checkpoint_is_refused_by_name_and_left_where_it_is(folder: Path, version: int) -> None:
     path = checkpoint.path_of(folder, 3)
     rewrite(path, schema_version=version)
-    told = rf"^{path} was written by another version .*\(checkpoint format {version}; this one reads 2\).*--new\.$"
+    told = (
+        rf"^{path} was written by another version .*\(checkpoint format {version}; this one reads 2 and 3\).*--new\.$"
+    )
     with pytest.raises(checkpoint.OtherVersion, match=told):
         checkpoint.select(folder, RUN)
     with pytest.raises(checkpoint.OtherVersion, match=told):
         checkpoint.load(path, make_network())
     assert checkpoint.updates(folder) == [1, 2, 3]
+
+
+def test_a_checkpoint_of_the_version_before_is_read(folder: Path) -> None:
+    path = checkpoint.path_of(folder, 3)
+    document = json.loads((path / "state.json").read_text())
+    del document["best_loss"], document["scale"]
+    (path / "state.json").write_text(json.dumps({**document, "schema_version": 2}))
+    (path / "MANIFEST.json").unlink()
+    manifest.write(path)
+    assert checkpoint.select(folder, RUN) == 3
+    assert checkpoint.load(path, make_network()) == State(3, "03", 1, 0.5, RUN)
 
 
 def test_names_that_are_no_checkpoint_s_are_passed_over(folder: Path) -> None:

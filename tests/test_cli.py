@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rtrain import config
 from rtrain.cli import app as cli
@@ -93,15 +94,81 @@ def test_verbs_are_these() -> None:
     groups = {group.name for group in cli.app.registered_groups}
     assert commands | groups == {
         *("demo", "recipes", "train", "evaluate", "tune", "distill", "quantize", "predict", "explain", "serve"),
-        *("verify", "drill", "report", "runs", "clean", "export", "import"),
+        *("verify", "drill", "report", "compare", "runs", "clean", "export", "import"),
     }
 
 
 def test_recipes_show_prints_the_commented_yaml(run: Cli) -> None:
     code, out, _ = run("recipes", "show", "intent")
     assert code == 0
-    assert out.startswith("# Intent classification")
+    first, second, *_ = out.splitlines()
+    assert first.endswith("All settings: rtrain recipes show intent --all")
+    assert second.startswith("# Intent classification")
     assert "micro_batch: 8" in out
+
+
+@pytest.mark.parametrize("name", config.recipe_names())
+def test_a_recipe_in_full_names_every_setting_with_a_comment_and_is_the_recipe(
+    run: Cli, tmp_path: Path, name: str
+) -> None:
+    code, out, _ = run("recipes", "show", name, "--all")
+    assert code == 0
+    (tmp_path / "all.yaml").write_text(out)
+    assert config.load("all.yaml") == config.load(name)
+    assert config.dotted(yaml.safe_load(out)).keys() == set(config.dotted_names())
+    lines = [line.strip() for line in out.splitlines()]
+    settings = [place for place, line in enumerate(lines) if line and line[0] != "#" and not line.endswith(":")]
+    assert len(settings) == len(set(config.dotted_names()))
+    assert [lines[place] for place in settings if not lines[place - 1].startswith("# ")] == []
+
+
+def test_a_recipe_in_full_can_be_edited_and_given_back(run: Cli, tmp_path: Path) -> None:
+    _, out, _ = run("recipes", "show", "intent", "--all")
+    (tmp_path / "mine.yaml").write_text(out.replace("epochs: 5", "epochs: 0"))
+    code, _, err = run("train", "mine.yaml", "--data", "x.csv")
+    assert (code, "train.epochs=0" in err) == (2, True)
+
+
+def test_bare_rtrain_is_a_question_for_help(run: Cli) -> None:
+    for group in ([], ["recipes"]):
+        code, out, err = run(*group)
+        assert (code, out) == (2, "")
+        assert err.startswith("Usage: ")
+        assert "Commands:" in err
+    assert run("--version")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["trian"], "Did you mean 'train'?"),
+        (["recipes", "shw"], "Did you mean 'show'?"),
+        (["train", "intnt"], "recipe=intnt: unknown; did you mean intent?"),
+        (
+            ["train", "intent", "--data", "tickts.csv"],
+            "data.path=tickts.csv: no such file, folder or glob; did you mean",
+        ),
+        (["train", "runs/first"], "recipe=runs/first: a run's folder; write runs/first/config.yaml, or --resume --out"),
+        (["train", "runs/first/confg.yaml"], "no such file; did you mean runs/first/config.yaml?"),
+        (["train", "--resume", "--out", "runs/frst"], "recipe: missing, and runs/frst holds no run; did you mean"),
+        (["train", "intent", "--resume", "--out", "runs/frst"], "runs/frst holds no run to resume; did you mean"),
+        (["report", "runs/frst"], "runs/frst holds no run (no config.yaml); did you mean"),
+        (["distill", "runs/frst"], "runs/frst holds no run (no config.yaml); did you mean"),
+        (["quantize", "runs/frst"], "runs/frst holds no run (no config.yaml); did you mean"),
+        (["verify", "--ledger", "runs/frst"], "runs/frst holds no run (no config.yaml); did you mean"),
+        (["predict", "runs/frst/artifact", "text"], "first/artifact?"),
+        (["serve", "runs/frst/artifact"], "first/artifact?"),
+    ],
+)
+def test_a_mistyped_name_is_answered_with_the_nearest_in_one_line(
+    run: Cli, tmp_path: Path, arguments: list[str], meant: str
+) -> None:
+    (tmp_path / "runs" / "first" / "artifact").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "config.yaml").write_text("name: intent\ntask: classification\n")
+    csv_of(tmp_path, labelled_rows(9), "tickets.csv")
+    code, out, err = run(*arguments)
+    assert (code in (1, 2), out, err.count("\n")) == (True, "", 1), err
+    assert meant in err
 
 
 def test_shown_recipe_can_be_saved_edited_and_given_back(run: Cli, tmp_path: Path) -> None:
@@ -144,7 +211,8 @@ def test_verify_prints_its_report_and_fails_with_it(run: Cli, monkeypatch: pytes
     code, out, _ = run("verify", "--ledger", "run", "--json")
     assert (code, json.loads(out)["passed"]) == (0 if passed else 1, passed)
     code, out, _ = run("verify", "--ledger", "run")
-    assert (code, out.strip()) == (0 if passed else 1, found.text())
+    after = ["next: rtrain report run"] if passed else []
+    assert (code, out.splitlines()) == (0 if passed else 1, [*found.text().splitlines(), *after])
 
 
 def test_predict_reads_lines_and_prints_one_answer_each(
@@ -204,7 +272,9 @@ def test_train_prints_one_json_object_leaves_an_artefact_and_sets_a_bad_row_asid
     assert summary["status"] == "finished"
     assert (tmp_path / "runs" / "here" / "artifact" / "MANIFEST.json").is_file()
     assert "valid: accuracy" in err
-    assert "test: accuracy" in err
+    assert "test, by the weights of update " in err
+    assert "3 labels: " in err
+    assert "set aside: 1 x column 'text' is empty" in err
     assert "1 bad row set aside" in err
     [table] = list((tmp_path / "runs" / ".tokens").glob("*/quarantine.parquet"))
     assert pyarrow.parquet.read_table(table).to_pylist() == [
@@ -399,5 +469,5 @@ def test_port_in_use(run: Cli, tmp_path: Path, ray_session: Path) -> None:
         code, _, err = run("serve", folder, "--port", port)
     assert code == 1
     assert f"port {port} on 127.0.0.1 is in use" in err
-    assert "give another with --port" in err
+    assert "end the program that has it, or write --port " in err
     assert "Traceback" not in err

@@ -177,3 +177,28 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
     else:
         return {path: value}
     return {name: leaf for key, inner in pairs for name, leaf in leaves(inner, f"{path}/{key}").items()}
+
+
+def test_a_quantization_is_told_by_before_and_after() -> None:
+    """In place of what `quantize.run` returns: other figures on each side, so that none can stand on the wrong one."""
+    made = {
+        "test": {"accuracy": 0.92215, "macro_f1": 0.9, "rows": 3080},
+        "parent": {"accuracy": 0.9234, "macro_f1": 0.91, "rows": 3080},
+        "flips_against_parent": 0.0042,
+        "flips_alone_against_batch": 0.0,
+        "largest_logit_difference_alone_against_batch": 0.0123,
+        "size_mb": 18.24,
+        "parent_size_mb": 87.0,
+        "seconds": 65.7,
+        "artifact": "/runs/intent/artifact-int8",
+    }
+    assert quantize.report_text(made).splitlines() == [
+        "3,080 test rows, 66 s",
+        "               float        int8",
+        "accuracy      0.9234      0.9222",
+        "macro_f1      0.9100      0.9000",
+        "size         87.0 MB     18.2 MB",
+        "answers that differ from the float model's: 0.42%",
+        "answers that differ between alone and in a batch: 0.00% (logits by 0.012 at most)",
+        "artefact: /runs/intent/artifact-int8",
+    ]

@@ -5,6 +5,7 @@ A command stands alone on a line of a block that is fenced as ```sh. The comment
 """
 
 import argparse
+import itertools
 import re
 import runpy
 import shlex
@@ -26,7 +27,7 @@ from serve import schema
 from tests.test_imports import FLOORS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README_LINES = 120
 SLOW = ("a minute", "minutes")
 NEEDS = (
@@ -34,6 +35,8 @@ NEEDS = (
     "needs root",
     "needs a cluster",
     "needs a GPU",
+    "needs Docker",
+    "needs Slurm",
     "needs a package index",
     "needs a browser",
     "needs DATA",
@@ -160,6 +163,31 @@ def check_ray(words: list[str]) -> None:
     command.make_context(name, arguments)
 
 
+def check_docker(words: list[str]) -> None:
+    """The image is built from a file that there is; what a container would run is a command of ours."""
+    verb, *arguments = words
+    if verb == "build":
+        path = ROOT / arguments[arguments.index("-f") + 1]
+        text = path.read_text(encoding="utf-8")
+        declared = re.findall(r"^ARG (\w+)", text, re.M) + re.findall(r" AS (\w+)$", text, re.M)
+        for option, name in itertools.pairwise(arguments):
+            if option in ("--build-arg", "--target"):
+                assert name.partition("=")[0] in declared, f"{path.name} knows no {name}"
+        return
+    assert verb == "run"
+    [image] = [number for number, word in enumerate(arguments) if re.match(r"rtrain(:\w+)?$", word)]
+    if job := arguments[image + 1 :]:
+        check_rtrain(job)
+
+
+def check_sbatch(words: list[str]) -> None:
+    """The script is there; what it hands to `rtrain train` is understood."""
+    [script] = [number for number, word in enumerate(words) if word.endswith(".sbatch")]
+    assert (ROOT / words[script]).is_file()
+    run, *arguments = words[script + 1 :]
+    check_rtrain(["train", *arguments, "--out", run])
+
+
 def check_curl(words: list[str]) -> None:
     schema.parse(schema.PredictRequest, words[words.index("-d") + 1].encode())
 
@@ -171,8 +199,11 @@ def test_a_command_is_one_that_there_is(command: Command, monkeypatch: pytest.Mo
     if program == "python":
         assert words[0] == "-m"
         check_program(words[1], words[2:], monkeypatch)
-    elif program not in ("export", "tensorboard", "mlflow"):
-        checks = {"rtrain": check_rtrain, "make": check_make, "pip": check_pip, "ray": check_ray, "curl": check_curl}
+    elif program not in ("export", "tensorboard", "mlflow", "squeue"):
+        checks = {
+            **{"rtrain": check_rtrain, "make": check_make, "pip": check_pip, "ray": check_ray, "curl": check_curl},
+            **{"docker": check_docker, "sbatch": check_sbatch},
+        }
         checks[program](words)
 
 
@@ -219,10 +250,16 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(found), target
 
 
-def test_readme_links_every_page() -> None:
-    text = PAGES[0].read_text(encoding="utf-8")
-    assert [page.name for page in PAGES[1:] if f"(docs/{page.name})" not in text] == []
-    assert len(text.splitlines()) <= README_LINES
+def test_readme_leads_to_every_page() -> None:
+    """By a link, or by a link of a page that it links."""
+    met, ahead = set[Path](), [PAGES[0]]
+    while ahead:
+        page = ahead.pop()
+        met.add(page)
+        linked = re.findall(r"\]\(([^)#]+\.md)", page.read_text(encoding="utf-8"))
+        ahead += {(page.parent / name).resolve() for name in linked} - met
+    assert met == set(PAGES)
+    assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= README_LINES
 
 
 def named(page: Path) -> Iterator[str]:

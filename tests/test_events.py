@@ -183,6 +183,7 @@ def test_the_summary_of_a_run_of_two_starts(tmp_path: Path) -> None:
         "restarts": 1,
         "data_digest": "d1",
         "order_digest": "o2",
+        "overlap": {},
         "slices": {},
         "certificate": None,
     }

@@ -1,6 +1,7 @@
 """What a user sees: plain lines off a terminal, one for each thing worth keeping, and nothing that a text can forge."""
 
 import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,9 @@ from typing import Any
 import pytest
 
 from rtrain.report.live import progress
+from rtrain.report.live.waited import Waited
 from rtrain.run import Run
+from tests.tiny import make_artifact
 
 SUMMARY: dict[str, Any] = {
     "status": "finished",
@@ -45,14 +48,56 @@ def test_a_start_an_update_and_an_evaluation(capsys: pytest.CaptureFixture[str])
         {"kind": "created", "time": 1.0},
         {"kind": "started", "workers": 2, "precision": "bf16", "update": 40},
         update(50, 10.0, loss=1.23456),
-        {"kind": "evaluated", "split": "valid", "update": 50, "scores": scores},
+        {"kind": "evaluated", "split": "valid", "update": 50, "scores": scores, "loss": 0.25},
+        {"kind": "evaluated", "split": "test", "update": 50, "scores": scores},
+        {"kind": "evaluated", "split": "valid", "update": 50, "scores": scores, "chosen": {"threshold": 0.3}},
         {"kind": "stage", "text": "done"},
         {"kind": "trained", "time": 2.0},
     ) == [
         "2 workers, bf16, from update 40",
         "update 50/100  loss 1.2346",
-        "update 50  valid: accuracy 0.5000  macro_f1 0.2500  (7 rows)",
+        "update 50  valid: accuracy 0.5000  macro_f1 0.2500  loss 0.2500  (7 rows)",
+        "test, by the weights of update 50: accuracy 0.5000  macro_f1 0.2500  (7 rows)",
+        "valid, by the weights of update 50 and threshold 0.3000: accuracy 0.5000  macro_f1 0.2500  (7 rows)",
         "done",
+    ]
+
+
+def test_which_weights_are_the_run_s_is_said_and_what_parts_a_tie(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {"kind": "best", "update": 8, "of": 6, "headline": "accuracy", "score": 11 / 12, "loss": 0.25}
+    assert shown(
+        capsys,
+        {**found, "why": "score"},
+        {**found, "why": "loss"},
+        {**found, "why": "first"},
+        {**found, "headline": "neg_rmse", "score": -0.5, "why": "score"},
+    ) == [
+        "best of 6: update 8, accuracy 0.9167",
+        "best of 6: update 8, a tie by accuracy 0.9167, of the lower loss",
+        "best of 6: update 8, a tie by accuracy 0.9167, the first of them",
+        "best of 6: update 8, rmse 0.5000",
+    ]
+
+
+def test_slices_that_are_too_small_are_named_and_not_those_of_other_splits(capsys: pytest.CaptureFixture[str]) -> None:
+    every = {
+        "language": {"es": {"accuracy": 0.625, "rows": 8}, "en": {"accuracy": 0.9, "rows": 52}},
+        "shop": {"": {"accuracy": 0.5, "rows": 19}, "b": {"accuracy": 0.5, "rows": 41}},
+        "one": {"x": {"accuracy": 0.5, "rows": 12}},  # all rows have it
+        "length": {"1 to 5": {"accuracy": 0.5, "rows": 15}, "6 to 9": {"accuracy": 0.5, "rows": 15}},
+    }
+    sliced = {"kind": "sliced", "split": "test", "slices": every}
+    many = {str(number): {"f1": 0.5, "rows": 3} for number in range(8)}
+    assert shown(
+        capsys,
+        sliced,
+        {**sliced, "split": "valid"},
+        {**sliced, "slices": {"language": {"en": {"f1": 0.5, "rows": 20}, "de": {"f1": 0.4, "rows": 40}}}},
+        {**sliced, "slices": {"shop": many}},
+    ) == [
+        "2 slices have fewer than 20 rows: not judged: language es (8 rows, 0.625), shop (empty) (19 rows, 0.500)",
+        "8 slices have fewer than 20 rows: not judged: shop 0 (3 rows, 0.500), shop 1 (3 rows, 0.500), "
+        "shop 2 (3 rows, 0.500), shop 3 (3 rows, 0.500), shop 4 (3 rows, 0.500) and 3 more",
     ]
 
 
@@ -181,10 +226,65 @@ def test_the_end_of_a_training(tmp_path: Path) -> None:
         "test (1000 rows): accuracy 0.8765, macro_f1 0.8000",
         f"run: {tmp_path}",
     ]
-    (tmp_path / "artifact").mkdir()
-    assert progress.summary_text(SUMMARY, Run(tmp_path)).splitlines()[3] == (
-        f"next: rtrain predict {tmp_path}/artifact 'a text'   or: rtrain serve {tmp_path}/artifact"
-    )
+    (tmp_path / "report.html").touch()
+    assert progress.summary_text(SUMMARY, Run(tmp_path)).splitlines()[3] == f"report: {tmp_path}/report.html"
+
+
+@pytest.mark.parametrize("name", ["run", "my run", "it's"])
+def test_what_to_do_next_can_be_pasted(tmp_path: Path, name: str) -> None:
+    run = Run(tmp_path / name)
+    run.folder.mkdir()
+
+    def words() -> list[str]:
+        start, _, command = progress.after(run, "distill", "a teacher").partition(" ")
+        assert start == "next:"
+        return shlex.split(command)
+
+    run.append("created", task="classification")
+    assert words() == ["rtrain", "distill", "a teacher", "--resume", "--out", str(run)]
+    make_artifact(run.artifact)
+    assert words() == ["rtrain", "serve", f"{run}/artifact"]
+
+
+def test_an_encoder_is_for_other_recipes(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.append("created", task="masked_lm")
+    make_artifact(run.artifact)
+    assert progress.after(run, "train") == f"next: rtrain train intent --data FILE --model {tmp_path}/artifact"
+
+
+# --------------------------------------------------------------------------------------------------------- the waiting
+
+
+def test_where_the_seconds_went_adds_up_to_what_was_waited() -> None:
+    clock = iter([100.0, 103.0, 107.0, 113.0, 122.2, 122.4, 125.0, 125.0])
+    waited = Waited(lambda: next(clock))
+    for phase in ("Ray", "start of workers", "training", "a moment", "Ray"):
+        waited.enter(phase)
+    assert waited.text() == "25 s in all: checks 3, Ray 7, start of workers 6, training 9"
+
+
+def test_a_command_of_a_moment_says_its_seconds_alone() -> None:
+    assert Waited(lambda: 5.0).text() == "0 s in all"
+
+
+def test_what_takes_seconds_is_said_when_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(
+        capsys,
+        {"kind": "doing", "text": "starting Ray", "phase": "Ray"},
+        {"kind": "doing", "text": "starting 2 workers", "phase": "start of workers"},
+        {"kind": "started", "workers": 2, "precision": "bf16", "update": 0},
+        {"kind": "first_rows"},
+        {"kind": "writing"},
+        {"kind": "doing", "text": "writing the report", "phase": "report"},
+    ) == [
+        "starting Ray",
+        "starting 2 workers",
+        "2 workers, bf16, from update 0",
+        "the first rows are there",
+        "writing predictions, scores and the artefact",
+        "writing the report",
+    ]
 
 
 def test_the_end_of_a_pause_before_any_row(tmp_path: Path) -> None:
@@ -194,20 +294,52 @@ def test_the_end_of_a_pause_before_any_row(tmp_path: Path) -> None:
     assert "padded/real tokens 1.00" in text
 
 
+def test_lines_of_a_search_name_their_trial_and_the_speed_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    start = {"kind": "started", "workers": 1, "precision": "fp32", "update": 0}
+    first, second = ({"trial": number} for number in (0, 3))
+    lines = shown(
+        capsys,
+        {**start, **first},
+        {**start, **second},
+        {**update(10, 100.0), **first},
+        {**update(10, 105.0), **second},
+        {**update(30, 110.0), **first},
+        {**update(20, 115.0), **second},
+        {"kind": "stage", "text": "done"},
+    )
+    assert lines == [
+        "trial 0: 1 worker, fp32, from update 0",
+        "trial 3: 1 worker, fp32, from update 0",
+        "trial 0: update 10/100  loss 0.5000",
+        "trial 3: update 10/100  loss 0.5000",
+        "trial 0: update 30/100  loss 0.5000  35 s left",
+        "trial 3: update 20/100  loss 0.5000  80 s left",
+        "done",
+    ]
+
+
 def test_the_table_of_a_search(tmp_path: Path) -> None:
+    search, run = tmp_path / "search", tmp_path / "search" / "trial-003"
+    each = {"run": str(run), "aggregation_frequency": 4}
     trials = [
-        SimpleNamespace(number=3, lr=3e-4, aggregation_frequency=2, updates=120, score=0.91234, status="done", run=""),
-        SimpleNamespace(number=0, lr=2e-4, aggregation_frequency=4, updates=60, score=0.9, status="stopped", run=""),
-        SimpleNamespace(number=4, lr=1e-3, aggregation_frequency=4, updates=0, score=None, status="failed", run=""),
+        SimpleNamespace(
+            **{**each, "number": 3, "lr": 3e-4, "updates": 120, "score": 0.91234}, status="paused", named="x=1"
+        ),
+        SimpleNamespace(
+            **{**each, "number": 0, "lr": 2e-4, "updates": 60, "score": 0.9}, status="stopped", named="own"
+        ),
+        SimpleNamespace(**{**each, "number": 4, "lr": 1e-3, "updates": 0, "score": None}, status="failed", named="x=2"),
     ]
-    trials[0].run = str(tmp_path)
     found = SimpleNamespace(trials=trials, best=trials[0], failures="1 of 3 trials failed: trial 4: no")
-    lines = progress.search_text(found, SUMMARY).splitlines()
-    assert lines[:5] == [
+    lines = progress.search_text(found, SUMMARY, "a tie").splitlines()
+    assert lines[:6] == [
+        "a tie",
+        "",
         "trial        lr   k  updates    valid  status",
-        "    3   3.0e-04   2      120   0.9123  done  <- best",
-        "    0   2.0e-04   4       60   0.9000  stopped",
-        "    4   1.0e-03   4        0        -  failed",
-        "1 of 3 trials failed: trial 4: no",
+        "    3   3.0e-04   4      120   0.9123  paused    x=1  <- best",
+        "    0   2.0e-04   4       60   0.9000  stopped   own",
+        "    4   1.0e-03   4        0        -  failed    x=2",
     ]
-    assert lines[5:] == progress.summary_text(SUMMARY, Run(tmp_path)).splitlines()
+    assert lines[7:9] == ["1 of 3 trials failed: trial 4: no", f"all trials: rtrain report {search}"]
+    assert lines[9:] == progress.summary_text(SUMMARY, Run(run)).splitlines()
+    assert progress.search_text(found, SUMMARY).splitlines()[0].startswith("trial ")

@@ -14,12 +14,17 @@ def test_no_path_is_a_problem() -> None:
     assert problems(Data()) == (Problem("data.path", None, "not given", "write --data FILE"),)
 
 
-def test_a_path_that_is_not_there_lists_what_is(tmp_path: Path) -> None:
-    for name in ("rows.csv", "other.csv"):
+def test_a_path_that_is_not_there_names_the_nearest_or_lists_what_is(tmp_path: Path) -> None:
+    for name in ("rows.csv", "other.csv", ".rowz.csv"):
         (tmp_path / name).write_text("text,label\n")
-    [problem] = problems(Data(path=str(tmp_path / "row.csv")))
-    assert (problem.field, problem.reason) == ("data.path", "no such file, folder or glob")
-    assert problem.fix == f"{tmp_path} holds other.csv, rows.csv"
+    fixes = {
+        "row.csv": f"did you mean {tmp_path / 'rows.csv'}?",
+        "tickets.jsonl": f"{tmp_path} holds other.csv, rows.csv",
+    }
+    for name, fix in fixes.items():
+        [problem] = problems(Data(path=str(tmp_path / name)))
+        assert (problem.field, problem.reason) == ("data.path", "no such file, folder or glob")
+        assert problem.fix == fix
 
 
 def test_a_path_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
@@ -54,6 +59,25 @@ def test_missing_columns_are_named_together_with_those_there_are(tmp_path: Path)
         f"data.text_pair=reply: no such column; {columns}; write --set data.text_pair=COLUMN",
         f"data.label=label: no such column; {columns}; write --set data.label=COLUMN",
     ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("category", "did you mean --set data.label=Category?"),
+        (" CATEGORY ", "did you mean --set data.label=Category?"),
+        ("Categorie", "did you mean --set data.label=Category?"),
+        ("kind of mesage", "did you mean --set 'data.label=Kind of message'?"),
+        ("intent", "write --set data.label=COLUMN"),  # like none of them
+    ],
+)
+def test_the_column_that_was_meant_is_named_and_one_without_a_name_is_seen(
+    asked: str, meant: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "tickets.csv"
+    path.write_text(",Message,Category,Kind of message\n0,a,b,c\n")
+    [problem] = problems(Data(path=str(path), text="Message", label=asked))
+    assert problem.fix == f"tickets.csv has (unnamed), Message, Category, Kind of message; {meant}"
 
 
 def test_problems_of_both_files_are_reported_at_once(tmp_path: Path) -> None:

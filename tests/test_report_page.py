@@ -10,7 +10,7 @@ import pytest
 
 from rtrain import config, events
 from rtrain.report import collect
-from rtrain.report.drawing.blocks import Cards, Figure, Section, Table
+from rtrain.report.drawing.blocks import Cards, Figure, Note, Section, Table
 from rtrain.report.sections import answers, certificate, curves, data, hardest, labels, settings, slices, terms, timing
 from rtrain.run import Run
 from tests.conftest import labelled_rows
@@ -223,6 +223,41 @@ def test_worst_slice_is_the_planted_one(known: collect.Collected) -> None:
     assert table(section, "The same in figures").rows[0][0] == "language: en"
     assert table(section, "The same in figures").rows[0][4] == "worse"
     assert not any("serial" in str(row[0]) for row in table(section, "The same in figures").rows)
+
+
+def test_slices_that_are_too_small_are_named_and_a_worst_one_within_chance_is_no_weakness(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    true = ["a", "b"] * 60
+    said = [("b" if row in (0, 30, 60) else label) for row, label in enumerate(true)]  # three of the eight are wrong
+    language = ["en" if row % 15 else "es" for row in range(120)]
+    write_predictions(run, true, said, language=language)
+    section = slices.section(collect.read(Run(run)))
+    assert section is not None
+    [note] = (block for block in section.blocks if isinstance(block, Note))
+    assert note.text == "1 slice has fewer than 20 rows: not judged: language: es (8 rows, 0.625)."
+    [figure] = (block for block in section.blocks if isinstance(block, Figure) and "slice" in block.title)
+    assert figure.title == "No slice is worse than all rows beyond chance"
+    assert not any("es" in str(row[0]) for row in table(section, "The same in figures").rows)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "title"),
+    [
+        (1.3501, 1.3504, "The training loss is 1.35 at the end, as at the beginning"),
+        (1.35, 1.36, "The training loss rose from 1.35 to 1.36"),
+        (1.36, 1.35, "The training loss fell from 1.36 to 1.35"),
+    ],
+)
+def test_a_loss_rises_or_falls_only_where_the_figures_do(first: float, last: float, title: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    log = [json.loads(line) for line in (run / events.NAME).read_text().splitlines()]
+    losses = [event for event in log if event["kind"] == "progress"]
+    for event in losses:
+        event["loss"] = 1.0
+    losses[0]["loss"], losses[-1]["loss"] = first, last
+    (run / events.NAME).write_text("".join(json.dumps(event) + "\n" for event in log))
+    figures = [block for block in curves.section(collect.read(Run(run))).blocks if isinstance(block, Figure)]
+    assert figures[0].title == title
 
 
 def test_hardest_rows_are_those_of_the_largest_loss(known: collect.Collected) -> None:

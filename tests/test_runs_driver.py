@@ -91,7 +91,14 @@ def test_encoder_learned_the_words(trained: Trained) -> None:
 def test_progress_reaches_the_caller_in_order(trained: Trained) -> None:
     # On a busy machine it also says that it waits for the workers.
     assert [kind for kind in kinds(trained.events) if kind not in ("progress", "waiting")] == [
-        *("tokenised", "transport", "started", *["evaluated"] * (EPOCHS + 1), "trained", "sliced", "sliced")
+        *("tokenised", "labels", "doing", "transport", "started", "first_rows", *["evaluated"] * EPOCHS, "best"),
+        *("evaluated", "trained", "writing", "sliced", "sliced", "doing", "doing", "doing"),
+    ]
+    assert [event["text"] for event in trained.events if event["kind"] == "doing"] == [
+        "starting 2 workers",
+        "measuring baselines for the report",
+        "explaining the hardest rows for the report",
+        "writing the report",
     ]
     progress = [event for event in trained.events if event["kind"] == "progress"]
     # Over both workers, whoever reports it.
@@ -166,7 +173,7 @@ def test_finished_run_is_left_as_it_is(trained: Trained) -> None:
     prepared = preparing.prepare(settings(trained.run.parent), trained.run, "resume")
     summary = driver.fit(prepared)
     assert summary["updates"] == trained.summary["updates"]
-    assert kinds(events.read(trained.run))[len(before.splitlines()) :] == ["tokens_reused"]
+    assert kinds(events.read(trained.run))[len(before.splitlines()) :] == ["tokens_reused", "labels"]
 
 
 def test_used_name_is_refused_with_the_ways_on(trained: Trained) -> None:

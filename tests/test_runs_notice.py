@@ -1,5 +1,8 @@
 """The watch over the cluster's nodes: what it reads is whole, and a look that fails is not its last."""
 
+import os
+import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -9,9 +12,13 @@ from typing import Any
 
 import pytest
 
+from rtrain.checkpoints import checkpoint
 from rtrain.cluster import supply
+from rtrain.errors import TryAgain
+from rtrain.report import summary
 from rtrain.run import Run
-from rtrain.runs import notice, placement
+from rtrain.runs import driver, notice, placement, preparing
+from tests.trained import Trained, settings
 
 
 def within(what: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -68,3 +75,58 @@ def test_the_file_of_the_workers_placement_is_whole_or_the_one_before(
     remember.after_worker_group_start(started("6b" * 18))
     assert path.read_text() == "6b" * 18
     assert [found.name for found in tmp_path.iterdir()] == [path.name]
+
+
+# --------------------------------------------------------------------------------------------- asked to end by a signal
+
+
+def test_a_signal_gives_notice_and_what_it_meant_before_comes_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with notice.Asked(Run(tmp_path)) as asked:
+        assert not asked.given
+        os.kill(os.getpid(), signal.SIGUSR1)
+        within(lambda: asked.given)
+    assert notice.take(Run(tmp_path)) == "asked"
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_trial_s_thread_hears_of_no_signal(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    entered = []
+
+    def trial() -> None:
+        with notice.Asked(Run(tmp_path)) as asked:
+            entered.append((asked.given, signal.getsignal(signal.SIGUSR1)))
+
+    thread = threading.Thread(target=trial)
+    thread.start()
+    thread.join()
+    assert entered == [(False, before)]
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@pytest.mark.ray
+def test_a_run_that_was_asked_to_end_goes_on_and_ends_with_the_same_weights(
+    trained: Trained, ray_session: Path
+) -> None:
+    prepared = preparing.prepare(settings(ray_session / "asked"), ray_session / "asked" / "run")
+    seen: list[dict[str, Any]] = []
+
+    def on_event(event: dict[str, Any]) -> None:
+        seen.append(event)
+        if event["kind"] == "progress" and event["update"] == 5:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    with pytest.raises(TryAgain, match=r"was asked to end: update \d+ of \d+ is saved\. .* --resume goes on"):
+        driver.fit(prepared, on_event=on_event)
+    reached = max(checkpoint.updates(prepared.run.checkpoints))
+    assert 5 <= reached < prepared.updates
+    assert summary.status(prepared.run.events()) == "interrupted"
+    assert prepared.run.events("yielded") == []
+    assert not notice.given(prepared.run)
+    again = preparing.prepare(prepared.config, prepared.run.folder, "resume")
+    found = driver.fit(again)
+    assert (found["status"], found["updates"]) == ("finished", prepared.updates)
+    assert [event["update"] for event in prepared.run.events("started")] == [0, reached]
+    names = "model.safetensors"
+    assert (prepared.run.artifact / names).read_bytes() == (trained.run / "artifact" / names).read_bytes()

@@ -1,5 +1,6 @@
 """Run folders: a used name is refused, resumed or numbered, and a resume keeps what made the weights."""
 
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from rtrain.config.data import OneOf
 from rtrain.errors import ConfigError, UserError
 from rtrain.run import Run
 from rtrain.runs import opening
+from tests.tiny import make_artifact
 
 
 def made(**overrides: Any) -> Config:
@@ -237,7 +239,7 @@ def test_every_setting_is_taken_by_a_resume_or_refused_by_name(tmp_path: Path, n
     [
         ({"optim__lr": 1e-5}, "optim.lr", 3e-4, 1e-5),
         ({"train__seed": 3}, "train.seed", 0, 3),
-        ({"train__epochs": 9}, "train.epochs", 5, 9),
+        ({"train__epochs": 3}, "train.epochs", 5, 3),
         ({"data__text": "message"}, "data.text", "text", "message"),
         ({"model__name": "other"}, "model.name", "minilm", "other"),
         ({"model__pooling": "own"}, "model.pooling", "mean", "own"),
@@ -255,6 +257,33 @@ def test_what_would_change_the_weights_is_refused_by_name(
     assert (problem.field, problem.value) == (field, after)
     assert problem.reason == f"the run was started with {before!r}"
     assert problem.fix.endswith(", or start another run")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "reason"),
+    [
+        ("linear", "the run was started with 5, over which its learning rate falls to 0"),
+        ("constant", "the run was started with 5"),
+    ],
+)
+@pytest.mark.parametrize("finished", [True, False])
+def test_more_epochs_are_refused_with_the_command_that_trains_on(
+    tmp_path: Path, schedule: str, reason: str, finished: bool
+) -> None:
+    folder = tmp_path / "my run"
+    opening.freeze(Run(folder), made(optim__schedule=schedule))
+    if finished:
+        make_artifact(folder / "artifact")
+    with pytest.raises(ConfigError) as caught:
+        opening.choose(folder, made(train__epochs=7), "resume")
+    [problem] = caught.value.problems
+    assert problem.reason == reason
+    ends, _, command = problem.fix.partition("train another run on from its weights: ")
+    assert ends == ("" if finished else "let it end, then ")
+    assert shlex.split(command) == [
+        *("rtrain", "train", f"{folder}/config.yaml", "--model", f"{folder}/artifact"),
+        *("--set", "train.epochs=2", "--out", f"{folder}-2"),
+    ]
 
 
 def test_all_changes_are_refused_at_once(used: Path) -> None:

@@ -33,6 +33,7 @@ ROUTE_ERRORS = [
     ("POST", "/v2/models/other/infer", 404, *NO_MODEL),
     ("GET", "/predict", 405, "GET /predict: Method Not Allowed", None),
     ("DELETE", "/", 405, "DELETE /: Method Not Allowed", None),
+    ("POST", "/", 405, "POST /: Method Not Allowed; texts go to /predict", None),
 ]
 BODY_ERRORS: list[tuple[str, object, int, str, str | None]] = [
     ("/predict", None, 422, "Input should be an object", None),

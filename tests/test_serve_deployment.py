@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -83,10 +85,8 @@ def test_a_port_in_use_is_refused_with_what_to_do_about_it() -> None:
         port = other.getsockname()[1]
         with pytest.raises(UserError) as refused:
             free_address("127.0.0.1", port)
-        assert str(refused.value) == (
-            f"port {port} on 127.0.0.1 is in use; end the program that has it, or give another with --port "
-            "(--port 0 takes a free one)"
-        )
+        text = f"port {port} on 127.0.0.1 is in use; end the program that has it, or write --port "
+        assert str(refused.value).startswith(text)
     assert free_address("127.0.0.1", port) == Address("127.0.0.1", port)
 
 
@@ -217,6 +217,54 @@ def test_the_hugging_face_client_works_as_it_is(
         assert [element.score for element in found] == pytest.approx([score["score"] for score in scores], abs=1e-5)
     best = client.text_classification(CORPUS[0], top_k=1)
     assert [element.label for element in best] == [expected[0][0]["label"]]
+
+
+@pytest.mark.serve
+def test_the_example_of_the_page_runs_as_it_stands(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # as the tests' own process is
+    page = (Path(__file__).resolve().parents[1] / "docs" / "endpoint.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    assert "http://127.0.0.1:8000/predict" in example
+    exec(example.replace("http://127.0.0.1:8000", endpoint.url), {})
+    label, score = capsys.readouterr().out.split()
+    assert label in LABELS
+    assert 0 < float(score) <= 1
+
+
+@pytest.mark.serve
+def test_a_port_that_an_endpoint_of_ours_has_is_refused_by_the_model_s_name_with_a_free_one(
+    endpoint: Endpoint, artifact: Path
+) -> None:
+    port = int(endpoint.url.rsplit(":", 1)[1])
+    with pytest.raises(UserError) as caught:
+        free_address("127.0.0.1", port)
+    version = rtrain.artifact.read(artifact).version
+    text = str(caught.value)
+    assert text.startswith(f"port {port} on 127.0.0.1 is in use by rtrain, which serves 'tiny' (version '{version}');")
+    [other] = re.findall(r"or write --port (\d+), which is free$", text)
+    assert free_address("127.0.0.1", int(other)).port == int(other) > port
+
+
+@pytest.mark.parametrize("says", [b"", b"hello\r\n", b"HTTP/1.1 200 OK\r\n\r\n[1]", b"HTTP/1.1 200 OK\r\n\r\n{"])
+def test_whatever_else_has_a_port_is_not_named(says: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            client, _ = server.accept()
+            with client:
+                client.recv(1 << 12)
+                client.sendall(says)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        port = server.getsockname()[1]
+        with pytest.raises(
+            UserError, match=rf"^port {port} on 127.0.0.1 is in use; end the program .* write --port \d+"
+        ):
+            free_address("127.0.0.1", port)
+        thread.join()
 
 
 @pytest.mark.serve

@@ -75,6 +75,9 @@ def test_the_commit_takes_a_fixed_number_of_bytes_a_row(tmp_path: Path, distinct
             "label": pa.array(labels),
             "line": pa.array(np.arange(first + 2, first + 2 + rows)),
             "reason": pa.nulls(rows, pa.string()),
+            "text": pa.nulls(rows, pa.string()),
+            "pair": pa.nulls(rows, pa.string()),
+            "key": pa.array(np.arange(first, first + rows, dtype=np.uint64) % 70_001),
         }
         name = f"000000-{number:06d}.arrow"
         entry = store.write_table(writer.folder / "shards" / name, pa.table(columns_of_shard))
@@ -87,6 +90,8 @@ def test_the_commit_takes_a_fixed_number_of_bytes_a_row(tmp_path: Path, distinct
         tracemalloc.stop()
     assert made.manifest.rows == {"train": 64_000, "valid": 8_000, "test": 8_000}
     assert peak / 80_000 < 120
+    found = [made.seen(split) for split in ("valid", "test")]
+    assert all(seen is not None and seen.any() for seen in found)
 
 
 def lists(rows: int, width: int) -> pa.ListArray:

@@ -1,5 +1,6 @@
 """What a token store holds once it is whole: every good row once; bad rows set aside with file and line, or refused."""
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,12 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 
+from rtrain.data import quarantine as bad_rows
 from rtrain.data.records import Record
 from rtrain.data.splits import content_hashes
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
+from rtrain.report.live import said
 from rtrain.tasks.encode import load_tokenizer
 from tests import test_tokens
 from tests.conftest import Row, labelled_rows, write_rows
@@ -56,6 +59,36 @@ def test_bad_rows_are_kept_in_quarantine_with_file_and_line(tmp_path: Path, enco
     ]
     assert made.manifest.quarantined == 2
     assert sum(made.manifest.rows.values()) == 98
+    with (made.folder / "quarantine.csv").open(newline="") as file:
+        assert list(csv.DictReader(file)) == [{**row, "line": str(row["line"])} for row in quarantine(made)]
+
+
+def test_the_commonest_reasons_are_told_with_a_place_each(tmp_path: Path, encoder: Path) -> None:
+    rows = labelled_rows(400)
+    for place in (10, 50, 90):
+        rows[place] = (rows[place][0], " ")
+    rows[20] = ("", "login")
+    made = store_of(tmp_path, rows, encoder)
+    path = tmp_path / "rows.csv"
+    found = bad_rows.commonest(made.folder)
+    assert found == [
+        {"reason": "column 'label' is empty; write a label or remove the row", "rows": 3, "place": f"{path}:12"},
+        {"reason": "column 'text' is empty; write a text or remove the row", "rows": 1, "place": f"{path}:22"},
+    ]
+    event = {"kind": "bad_rows", "rows": 4, "reasons": found, "file": str(made.folder / bad_rows.FIRST)}
+    assert said.of(event) == (
+        f"set aside: 3 x column 'label' is empty; write a label or remove the row ({path}:12); "
+        f"1 x column 'text' is empty; write a text or remove the row ({path}:22); "
+        f"listed in {made.folder / 'quarantine.csv'}"
+    )
+    few = {**event, "rows": 9, "file": str(tmp_path / "gone.csv")}
+    assert str(said.of(few)).endswith("; 5 for other reasons")
+
+
+def test_no_list_of_bad_rows_where_there_are_none(tmp_path: Path, encoder: Path) -> None:
+    made = store_of(tmp_path, labelled_rows(60), encoder)
+    assert bad_rows.commonest(made.folder) == bad_rows.commonest(tmp_path / "gone") == []
+    assert not (made.folder / bad_rows.FIRST).exists()
 
 
 def test_bad_rows_do_not_change_the_others(tmp_path: Path, encoder: Path) -> None:

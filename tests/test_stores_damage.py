@@ -26,6 +26,7 @@ from tests.tiny import make_artifact, make_encoder, make_store
 
 INDEXES = tuple(f"index-{split}.arrow" for split in SPLITS)
 ROWS = tuple(f"rows-{split}.arrow" for split in SPLITS)
+SEEN = ("seen-valid.arrow", "seen-test.arrow")
 
 
 @pytest.fixture
@@ -233,7 +234,7 @@ def test_what_a_killed_job_left_is_removed_also_where_the_store_is_reused(recipe
 def test_what_the_manifest_says_of_a_file_is_what_lies_there(recipe: Recipe, tmp_path: Path) -> None:
     made = make_store(recipe, Path(recipe.model.name), tmp_path)
     read = {str(path.relative_to(made.folder)) for path in made.folder.rglob("*.arrow")}
-    assert set(made.manifest.files) == read == {*INDEXES, *ROWS, "shards/000000-000000.arrow"}
+    assert set(made.manifest.files) == read == {*INDEXES, *ROWS, *SEEN, "shards/000000-000000.arrow"}
     assert made.manifest.schema_version == store.SCHEMA_VERSION == 3
     for name, entry in made.manifest.files.items():
         assert entry == manifest.entry(made.folder / name)
@@ -285,5 +286,5 @@ def test_the_user_of_a_run_reads_which_file_was_changed_and_no_traceback(
     ):
         driver.fit(prepared)
     said = [event["kind"] for event in events.read(prepared.run.folder)]
-    assert said == ["created", "tokens_reused", "transport", "started", "failed"]
+    assert said == ["created", "tokens_reused", "labels", "transport", "started", "failed"]
     assert list(prepared.run.folder.glob("error-*")) == []

@@ -16,7 +16,7 @@ from rtrain.checkpoints.replica import Replica
 from rtrain.config import Distill, Model
 from rtrain.data.ingest import Share, Update, plan_update
 from rtrain.data.order import Order, chain, rows_digest
-from rtrain.data.stores.store import Store
+from rtrain.data.stores.store import PLACES, Store
 from rtrain.exchange.gradients import Exchange
 from rtrain.network import model
 from rtrain.run import Run
@@ -250,6 +250,7 @@ def test_events_come_in_order(ground: Path, tmp_path: Path, monkeypatch: pytest.
         ("progress", "", 6),  # the last update, though not a multiple of four
         ("evaluated", "valid", 6),
         ("score", "", 6),
+        ("best", "", 6),
         ("evaluated", "test", 6),
         ("trained", "", None),
     ]
@@ -347,9 +348,9 @@ def test_a_gradient_that_is_no_number_names_the_update(
     store = Store(next((ground / ".tokens").iterdir()))
     order = Order(store.manifest.digest, store.rows("train"), 19, 2, 3)
     rows = sorted(store.origins("train")["line"].take(order.positions(2)).to_pylist())
-    assert len(rows) > loop.PLACES
-    places = ", ".join(f"{ground / 'rows.csv'}:{line}" for line in rows[: loop.PLACES])
-    more = f"{len(rows) - loop.PLACES} more rows"
+    assert len(rows) > PLACES
+    places = ", ".join(f"{ground / 'rows.csv'}:{line}" for line in rows[:PLACES])
+    more = f"{len(rows) - PLACES} more rows"
     with pytest.raises(step.NonFinite, match=rf"^update 2 \({re.escape(places)} and {more}\): lower optim\.lr$"):
         start(ground, tmp_path)
 
@@ -384,7 +385,7 @@ def test_rows_are_trained_once_an_epoch_by_the_ledger_of_the_store(ground: Path)
 def test_outcomes_are_those_of_the_best_weights(kill: int | None, ground: Path, tmp_path: Path) -> None:
     """Validation rows too, unless the best weights are an earlier start's."""
     # At this rate the last weights are not the best ones.
-    rates: dict[str, Any] = {"evaluate_every": 1, "save_every": 1, "rules": {"lr": 0.2}}
+    rates: dict[str, Any] = {"evaluate_every": 1, "save_every": 1, "rules": {"lr": 0.02}}
     if kill is not None:
         start(ground, tmp_path, kill=kill, **rates)
     ran = start(ground, tmp_path, **rates)

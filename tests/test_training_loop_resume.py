@@ -183,11 +183,11 @@ def test_another_run_s_checkpoints_are_not_taken_up(ground: Path, tmp_path: Path
 def test_another_version_s_checkpoint_stops_the_start(ground: Path, tmp_path: Path) -> None:
     start(ground, tmp_path, save_every=1, kill=1)
     path = tmp_path / "checkpoints" / update_name(1)
-    text = (path / "state.json").read_text().replace('"schema_version": 2', '"schema_version": 7')
+    text = (path / "state.json").read_text().replace('"schema_version": 3', '"schema_version": 7')
     (path / "state.json").write_text(text)
     (path / "MANIFEST.json").unlink()
     manifest.write(path)
-    with pytest.raises(checkpoint.OtherVersion, match="checkpoint format 7; this one reads 2"):
+    with pytest.raises(checkpoint.OtherVersion, match="checkpoint format 7; this one reads 2 and 3"):
         start(ground, tmp_path)
     assert names(tmp_path) == [update_name(1)]
 
@@ -267,7 +267,9 @@ def test_the_state_in_a_checkpoint(ground: Path, straight: tuple[Ran, Path]) -> 
         "best_update": ran.outcome.best_update,
         "best_score": ran.outcome.scores["valid"]["accuracy"],
         "run": loop.identity(Order(store.manifest.digest, store.rows("train"), 19, 2, 3)),
-        "schema_version": 2,
+        "schema_version": 3,
+        "scale": None,
+        "best_loss": pytest.approx(ran.recorder.of("best")[0]["loss"], abs=0),
     }
 
 

@@ -228,7 +228,7 @@ def _run_workers() -> Results:
     test_training_evaluate.make_scored_store(folder / "store", folder / "encoder")
     test_training_loop.make_ground(folder / "loop")
     context = spawn(_worker, args=(folder,), nprocs=max(WORLDS), join=False)
-    end = time.monotonic() + 120
+    end = time.monotonic() + 240  # tenfold what a quiet machine takes
     while not context.join(timeout=1):  # raises where a process failed
         if time.monotonic() > end:
             for process in context.processes:

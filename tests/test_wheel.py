@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -195,7 +194,7 @@ def rows_and_encoder(folder: Path) -> list[str]:
 
 
 def serve(installed: Installed, artifact: Path) -> None:
-    """Serve in the background, ask once, press Ctrl-C: the answer is right, and nothing is left."""
+    """Serve in the background, ask once, end it by SIGTERM: the answer is right, one line is said, nothing is left."""
     (port,) = free_ports(1)
     log = installed.folder.parent / f"{installed.folder.name}.log"
     command = [*installed.module, "serve", str(artifact.relative_to(installed.folder)), "--port", str(port)]
@@ -207,7 +206,7 @@ def serve(installed: Installed, artifact: Path) -> None:
     try:
         answer = ask(server, f"http://127.0.0.1:{port}/predict", log)
         family = psutil.Process(server.pid).children(recursive=True)
-        os.killpg(server.pid, signal.SIGINT)
+        server.terminate()
         code = server.wait(ENDED_WITHIN_S)
     finally:
         _, alive = psutil.wait_procs(family, timeout=ENDED_WITHIN_S if server.poll() is not None else 0)
@@ -216,7 +215,10 @@ def serve(installed: Installed, artifact: Path) -> None:
     assert labels <= {"login", "parcel", "refund"}
     assert labels
     assert "decoy" not in log.read_text()
-    assert (code, alive) == (130, []), log.read_text()
+    assert (code, alive) == (143, []), log.read_text()
+    said = log.read_text().splitlines()
+    assert [line.split()[0] for line in said] == ["starting", "serving", "next:", "ending", "rtrain:"], said
+    assert said[-1] == "rtrain: ended by SIGTERM"
     assert Address("127.0.0.1", port).is_free()
 
 

@@ -1,8 +1,8 @@
 """The search: Ray Tune with ASHA over trials that are ordinary runs, and the winner's way to its full budget."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,13 @@ class Trial:
     run: str
     error: str | None = None
     """First line of the error with which the trial failed; None if it did not fail."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What it sets otherwise than the recipe, by dotted name; empty for trial 0."""
+
+    @property
+    def named(self) -> str:
+        """The trial by what it differs in."""
+        return ", ".join(f"{name}={value}" for name, value in self.settings.items()) or "the recipe as it stands"
 
 
 @dataclass(frozen=True)
@@ -184,6 +191,9 @@ def _run(config: Config, search: Run, on_event: driver.OnEvent | None, tokens_ro
         summarise(config, search.trial(number).folder, number, override, errors.get(number))
         for number, override in enumerate(overrides)
     ]
+    for trial in found:
+        if trial.score is not None:
+            summary.write(Run(Path(trial.run)))  # a stopped trial was killed before it could write it
     search.trials.write_text("".join(json.dumps(asdict(trial)) + "\n" for trial in found))
     chosen = best(found)
     search.append("searched", best=chosen.number, trials=len(found))
@@ -203,8 +213,6 @@ def summarise(config: Config, run: Path, number: int, override: dict[str, Any], 
     log, _ = part(Run(run).events(), config, number)
     scored = [event for event in log if event["kind"] == "evaluated" and event["split"] == "valid"]
     recipe = configuration.with_overrides(config, override).recipe
-    if scored:
-        summary.write(Run(run))  # a stopped trial was killed before it could write it
     budget = trials.stops_at(config, 1, trials.updates_of(log))[0] if scored else 0
     compared = [event for event in scored if event["update"] <= budget] or scored
     headline = trials.headline_of(config)
@@ -217,6 +225,7 @@ def summarise(config: Config, run: Path, number: int, override: dict[str, Any], 
         status="failed" if error else summary.status(log),
         run=str(run),
         error=error,
+        settings={name: value for name, value in override.items() if value is not None},
     )
 
 

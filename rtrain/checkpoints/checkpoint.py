@@ -12,7 +12,7 @@ import shutil
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rtrain import manifest
 from rtrain.checkpoints.loss_scale import Scale
@@ -21,7 +21,9 @@ from rtrain.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+READ = (2, SCHEMA_VERSION)
+"""Formats that this version reads: the second knew no loss of the best weights."""
 FILES = ("model.safetensors", "optim.safetensors", "state.json")
 DAMAGED, REASON = "damaged", "REASON.txt"
 STATELESS = "stateless"
@@ -50,13 +52,8 @@ class State:
     schema_version: int = SCHEMA_VERSION
     scale: Scale | None = None
     """Loss scale of the coming update, where the loss is scaled."""
-
-    def document(self) -> dict[str, Any]:
-        """As it is written. What is not scaled says nothing of it: versions that know no scale read it too."""
-        found = asdict(self)
-        if self.scale is None:
-            del found["scale"]
-        return found
+    best_loss: float | None = None
+    """Mean loss of the validation rows by the best weights; None where an earlier version chose them."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +125,7 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
         _save_tensors(
             draft / "optim.safetensors", snapshot.optimizer, {STATELESS: json.dumps(list(snapshot.stateless))}
         )
-        (draft / "state.json").write_text(json.dumps(state.document()))
+        (draft / "state.json").write_text(json.dumps(asdict(state)))
         manifest.write(draft)
         discard(final)  # only ever an incomplete one: see above
         draft.rename(final)
@@ -161,10 +158,10 @@ def load(path: Path, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer
 
 def read_state(path: Path) -> State:
     document = json.loads((path / "state.json").read_text())
-    if (version := document.get("schema_version")) != SCHEMA_VERSION:
+    if (version := document.pop("schema_version", None)) not in READ:
         raise OtherVersion(
             f"{path} was written by another version of rtrain (checkpoint format {version}; this one reads "
-            f"{SCHEMA_VERSION}). Continue the run with that version, or start another run with --new."
+            f"{' and '.join(map(str, READ))}). Continue the run with that version, or start another run with --new."
         )
     scale = document.pop("scale", None)
     return State(**document, scale=None if scale is None else Scale(**scale))

@@ -1,25 +1,27 @@
 """The command line: which verbs there are. Each parses, calls one function, and prints."""
 
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from rtrain import __version__, env
-from rtrain.cli import compress, proof, runs, serve, train
+from rtrain import __version__, env, signals
+from rtrain.cli import compare, compress, proof, runs, serve, train
 from rtrain.cluster import session as sessions
 from rtrain.errors import UserError
+from rtrain.report.live.waited import Waited
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-recipes_app = typer.Typer(no_args_is_help=True, help="List the recipes, or print one.")
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+recipes_app = typer.Typer()
 app.add_typer(recipes_app, name="recipes")
 recipes_app.command("list")(train.recipes_list)
 recipes_app.command("show")(train.recipes_show)
 for _verb in (
     *(train.train, train.tune),
     *(proof.verify, proof.drill),
-    train.report,
+    *(train.report, compare.compare),
     *(compress.distill, compress.quantize, compress.evaluate),
     *(serve.predict, serve.explain, serve.serve),
     *(runs.runs, runs.clean, runs.export),
@@ -28,31 +30,60 @@ for _verb in (
     app.command()(_verb)
 app.command(name="import")(runs.import_)
 
-INTERRUPTED = 130
+USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script and of `python -m rtrain`; `arguments` default to the command line's."""
     env.prepare()
-    code = None
-    try:
-        sessions.forget_folder()  # `python -m` has put the current folder first on the module path
-        code = app(arguments, standalone_mode=False)  # typer turns KeyboardInterrupt into the returned code 130
-    except UserError as error:
-        print(f"rtrain: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except typer.TyperException as error:
-        print(f"rtrain: {error.format_message()} (rtrain --help lists what there is)", file=sys.stderr)
-        sys.exit(2)
-    if code == INTERRUPTED:
-        print("rtrain: interrupted", file=sys.stderr)
+    with signals.owned():
+        code = _run(arguments)
     if code:
         sys.exit(code)
 
 
+def _run(arguments: Sequence[str] | None) -> int | None:
+    """The exit code. What went wrong has been said by then, in a line for each thing."""
+    try:
+        sessions.forget_folder()  # `python -m` has put the current folder first on the module path
+        # For KeyboardInterrupt typer returns 130.
+        code: int | None = app(arguments, standalone_mode=False, obj=Waited())
+    except UserError as error:
+        return _said(str(error), error.exit_code)
+    except typer.TyperException as error:
+        return _said(f"{error.format_message()} (rtrain --help lists what there is)", USAGE)
+    except SystemExit as stop:
+        if stop.code not in (signals.TERMINATED, signal.SIGTERM):  # the latter by Ray's own handler, while it starts
+            raise
+        return _said("ended by SIGTERM", signals.TERMINATED)
+    return _said("interrupted", code) if code == signals.INTERRUPTED else code
+
+
+def _said(text: str, code: int) -> int:
+    print(f"rtrain: {text}", file=sys.stderr)
+    return code
+
+
+def _help(context: typer.Context) -> None:
+    """A group that is called without a verb says what there is."""
+    if context.invoked_subcommand is None:
+        print(context.get_help(), file=sys.stderr)
+        raise typer.Exit(USAGE)
+
+
 @app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _version(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
     """From a file of text to an HTTP answer: train, search, shrink and serve text encoders on Ray."""
     if version:
         print(__version__)
         raise typer.Exit
+    _help(context)
+
+
+@recipes_app.callback(invoke_without_command=True)
+def _recipes(context: typer.Context) -> None:
+    """List the recipes, or print one."""
+    _help(context)

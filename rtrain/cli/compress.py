@@ -14,16 +14,17 @@ from rtrain.cli.options import (
     Set,
     answering,
     chosen_run,
-    configured,
     leave_to_supervisor,
     overrides_of,
+    resumable,
     reuse_of,
 )
 from rtrain.cli.output import show
-from rtrain.run import Run, shown
+from rtrain.run import Run
 
 
 def distill(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(help="Run folder of the teacher, or a search's.")],
     out: Out = None,
     assignments: Set = None,
@@ -41,14 +42,18 @@ def distill(
     leave_to_supervisor(config, folder, reuse)
     from rtrain.cluster.session import session
     from rtrain.compress import distill as distillation
-    from rtrain.report.live.progress import Line, summary_text
+    from rtrain.report.live.progress import Line, summary_text, then
 
-    with session(distillation.settled(config, folder, reuse), folder.parent), Line() as line:
+    if reuse != "resume":
+        folder = opening.choose(folder, config, reuse)[0]
+    settled = distillation.settled(config, folder, reuse)
+    with resumable(folder, "distill", teacher), Line(context.obj) as line, session(settled, folder.parent, line):
         student, summary = distillation.run(config, teacher, folder, reuse, on_event=line)
-    show(summary, as_json, summary_text(summary, Run(student)))
+    show(summary, as_json, summary_text(summary, Run(student)), context.obj.text(), then("quantize", student))
 
 
 def quantize(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(help="Run folder whose artefact is quantized, or a search's.")],
     out: Annotated[Path | None, typer.Option("--out", help="Folder of the int8 artefact.")] = None,
     assignments: Set = None,
@@ -56,28 +61,37 @@ def quantize(
 ) -> None:
     """Make an int8 artefact with static scales, calibrated on training rows, and score it on the test rows."""
     from rtrain.compress import quantize as quantization
+    from rtrain.report.live.progress import Line, then
+    from rtrain.runs import opening
 
     parent = Run(chosen_run(run))
-    config = configured(str(parent.config), assignments)
-    made = (out or parent.int8).absolute()
-    report = quantization.run(config.recipe, quantization.store_of(parent.folder), parent.folder, made)
-    lines = [f"{name:>16}  {value}" for name, value in report.items()]
-    show(report, as_json, "\n".join([*lines, f"next: rtrain serve {shown(made)}"]))
+    config = opening.stored(parent.folder, overrides_of(assignments))
+    into = (out or parent.int8).absolute()
+    with Line(context.obj) as line:
+        report = quantization.run(config.recipe, quantization.store_of(parent.folder), parent.folder, into, line)
+    show(report, as_json, quantization.report_text(report), context.obj.text(), then("serve", into))
 
 
 def evaluate(
     artifact: Annotated[Path, typer.Argument(help="Artefact folder, or a run's or a search's.")],
     data: Annotated[str, typer.Option("--data", help="Rows with texts and labels.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="File for each row's answer (.csv, .jsonl, .parquet).")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write --out anew if it exists.")] = False,
     assignments: Set = None,
     as_json: Json = False,
 ) -> None:
     """Score an artefact on a file of rows, through the path that answers requests; the columns are those of its own
     training rows, but for what --set data.label=... and so on say."""
     from rtrain import artifact as artifacts, config, score
+    from rtrain.answers import scored
     from rtrain.metrics import scores
+    from rtrain.report.live.progress import then
 
     overrides = {"data.path": data, **dict(config.parse_assignment(text) for text in assignments or ())}
     folder = answering(artifact)
-    report = score.run(folder, score.settings(artifacts.read(folder), overrides))
+    settings = score.settings(artifacts.read(folder), overrides)
+    report = score.run(folder, settings) if out is None else scored.run(folder, settings, out.absolute(), overwrite)
     rate = f"{report['bad_rows']} bad rows, {report['rows_per_second']} rows/s"
-    show(report, as_json, f"{scores.text(report)}\n\n{rate}")
+    show(report, as_json, f"{scores.text(report)}\n\n{rate}", then("serve", folder))

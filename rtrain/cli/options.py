@@ -1,12 +1,15 @@
 """Options that several verbs of the command line take."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rtrain.errors import ConfigError, Problem
+from rtrain import signals
+from rtrain.errors import ConfigError, Ended, Problem, meant
 from rtrain.run import artifact_of, chosen, shown
 
 if TYPE_CHECKING:
@@ -61,6 +64,12 @@ def overrides_of(assignments: list[str] | None, **short: Any) -> dict[str, Any]:
     return overrides | dict(config.parse_assignment(text) for text in assignments or ())
 
 
+def as_given(recipe: str, assignments: list[str] | None, **short: Any) -> list[str]:
+    """The same recipe and settings as words of a command line."""
+    words = [word for name, value in short.items() if value is not None for word in (f"--{name}", str(value))]
+    return [recipe, *words, *(word for text in assignments or () for word in ("--set", text))]
+
+
 def configured(recipe: str, assignments: list[str] | None, **short: Any) -> Any:
     """The configuration of a verb: recipe, then the short options, then `--set`."""
     from rtrain import config
@@ -80,7 +89,7 @@ def opened(
 ) -> tuple[Any, Path, "Reuse"]:
     """Configuration, folder and its reuse of a verb that trains; in a job it goes on as the child of a supervisor.
 
-    A resumed run's configuration is its own, with what is named here.
+    A resumed run's configuration is its own, with what is named here. The folder is the one that will be written.
     """
     from rtrain.runs import opening
 
@@ -91,21 +100,44 @@ def opened(
     leave_to_supervisor(config, folder, reuse)
     from rtrain.runs import preparing  # a supervisor that imports torch could die with its child, of memory
 
-    return preparing.chosen(config, folder, reuse)[1], folder, reuse
+    folder, config = preparing.chosen(config, folder, reuse)
+    return config, folder, reuse
 
 
 def _recipe(recipe: str | None, out: str | None, reuse: "Reuse") -> str:
-    """The recipe's name or file; a run that is resumed has its own, so that none need be given."""
+    """The recipe's name or file; none is needed where `out` holds a run, which is resumed or made anew."""
     if reuse == "resume" and out is None:
         fix = "write --out with the folder of the run"
         raise ConfigError([Problem("--resume", None, "continues the run in --out, and none is named", fix)])
     if recipe is not None:
         return recipe
     own = Path(out or ".").expanduser() / "config.yaml"
-    if reuse == "resume" and own.is_file():
+    if reuse != "refuse" and own.is_file():
         return str(own)
     fix = "write a recipe's name or a YAML file; a run that is here is continued without by --resume --out RUN"
-    raise ConfigError([Problem("recipe", None, "missing", fix)])
+    reason = "missing"
+    if reuse == "resume" and (hint := meant(own.parent)):
+        reason, fix = f"missing, and {out} holds no run", hint
+    raise ConfigError([Problem("recipe", None, reason, fix)])
+
+
+@contextmanager
+def resumable(run: Path, *words: object) -> Iterator[None]:
+    """A block that can be gone on with by the verb and arguments `words`: where it is ended by Ctrl-C or SIGTERM, the
+    one line that is said about it, once all that it had started has ended, is how."""
+    try:
+        yield
+    except (KeyboardInterrupt, signals.Terminated) as end:
+        stopped = isinstance(end, signals.Terminated)
+        said, code = ("ended by SIGTERM", signals.TERMINATED) if stopped else ("interrupted", signals.INTERRUPTED)
+        from rtrain.report.live.progress import then
+        from rtrain.run import Run
+
+        if Run(run).finished:  # all but its report is there
+            said += f"; {then('report', run)}"
+        elif Run(run).exists:
+            said += f"; {then(*words, '--resume', '--out', run)}"
+        raise Ended(said, code) from None
 
 
 def answering(folder: Path) -> Path:

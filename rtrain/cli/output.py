@@ -4,8 +4,9 @@ import json
 from typing import Any
 
 
-def show(document: Any, as_json: bool, text: str) -> None:
-    print(json.dumps(document, ensure_ascii=False) if as_json else text)
+def show(document: Any, as_json: bool, *lines: str) -> None:
+    """What a verb has found: as one JSON object, else as text, whose last line says what to do next."""
+    print(json.dumps(document, ensure_ascii=False) if as_json else "\n".join(lines))
 
 
 def answer_text(answer: Any) -> str:
@@ -15,3 +16,32 @@ def answer_text(answer: Any) -> str:
     if isinstance(answer, list):
         return "\t".join(answer_text(entry) for entry in answer)
     return "\t".join(f"{value:.4f}" if isinstance(value, float) else str(value) for value in answer.values())
+
+
+def given(answer: Any, least: float | None, top: int | None) -> Any:
+    """What is shown of an answer with several entries: those that count (`Task.least`). With `top` that many, each of
+    which then says whether it counts."""
+    if least is None or not isinstance(answer, list):
+        return answer
+    if top is None:
+        return [entry for entry in answer if entry["score"] >= least]
+    return [{**entry, "given": entry["score"] >= least} for entry in answer]
+
+
+def given_text(answer: Any, least: float | None) -> str:
+    """A line for what `given` returns."""
+    if least is None or not isinstance(answer, list):
+        return answer_text(answer)
+    if not answer:
+        return "(no label)"
+    marks = {True: "", False: f" (below {least:.4g})"}
+    return "\t".join(f"{entry['label']}\t{entry['score']:.4f}{marks[entry.get('given', True)]}" for entry in answer)
+
+
+def batch_text(report: dict[str, Any]) -> str:
+    """What became of the rows of files."""
+    counts = (
+        f"{report['rows']:,} rows: {report['answered']:,} answered, {report['empty']:,} empty, {report['bad']:,} bad"
+    )
+    reused = f", {report['reused_rows']:,} of them before" if report["reused_rows"] else ""
+    return f"{counts}{reused}; {report['seconds']:.1f} s, {report['texts_per_second']:,.0f} texts/s"

@@ -5,12 +5,25 @@ from typing import Annotated, Any
 
 import typer
 
-from rtrain.cli.options import Address, DataOption, Json, ModelOption, Out, Set, TestOption, Workers, configured
+from rtrain.cli.options import (
+    Address,
+    DataOption,
+    Json,
+    ModelOption,
+    Out,
+    Set,
+    TestOption,
+    Workers,
+    as_given,
+    configured,
+)
 from rtrain.cli.output import show
 from rtrain.errors import ConfigError, Problem
+from rtrain.report.live.waited import Waited
 
 
 def verify(
+    context: typer.Context,
     recipe: Annotated[str | None, typer.Argument(help="A recipe's name or a YAML file.")] = None,
     ledger: Annotated[Path | None, typer.Option("--ledger", help="Check which rows this run trained on.")] = None,
     data: DataOption = None,
@@ -28,15 +41,18 @@ def verify(
     if (recipe is None) == (ledger is None):
         fix = "write rtrain verify RECIPE --data FILE, or rtrain verify --ledger RUN"
         raise ConfigError([Problem("verify", recipe, "takes a recipe or --ledger, one of them", fix)])
-    report = (
-        _ledger(ledger)
-        if ledger
-        else _layouts(
-            recipe, out, full, planted, assignments, data=data, test=test, model=model, workers=workers, address=address
-        )
-    )
-    show(report.to_document(), as_json, report.text())
-    if not report.to_document()["passed"]:
+    from rtrain.report.live.progress import then
+
+    if ledger is not None:
+        report, lines = _ledger(ledger), [then("report", ledger)]
+    else:
+        assert recipe is not None
+        short = {"data": data, "test": test, "model": model, "workers": workers, "address": address}
+        report = _layouts(context.obj, recipe, out, full, planted, assignments, **short)
+        lines = [context.obj.text(), then("train", *as_given(recipe, assignments, **short))]
+    document = report.to_document()
+    show(document, as_json, report.text(), *(lines if document["passed"] else ()))
+    if not document["passed"]:
         raise typer.Exit(1)
 
 
@@ -48,22 +64,28 @@ def _ledger(run: Path) -> Any:
 
 
 def _layouts(
-    recipe: str | None, out: str | None, full: bool, planted: bool, assignments: list[str] | None, **short: Any
+    waited: Waited,
+    recipe: str,
+    out: str | None,
+    full: bool,
+    planted: bool,
+    assignments: list[str] | None,
+    **short: Any,
 ) -> Any:
     from rtrain.cluster.session import session
     from rtrain.proof import verify as proof
     from rtrain.report.live.progress import Line
     from rtrain.runs import opening, preparing
 
-    assert recipe is not None
     config = opening.absolute(configured(recipe, assignments, **short))
     folder = opening.folder_for(f"{config.recipe.name}-verify", out)
     preparing.check(config, folder.parent)
-    with session(proof.session_config(config, full), folder.parent), Line() as line:
+    with Line(waited) as line, session(proof.session_config(config, full), folder.parent, line):
         return proof.run(config, folder, full=full, bugs=planted, on_event=line)
 
 
 def drill(
+    context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="A recipe's name or a YAML file.")],
     data: DataOption = None,
     test: TestOption = None,
@@ -76,14 +98,16 @@ def drill(
     """Kill a run again and again, resume it, and compare it with one that was never touched."""
     from rtrain.cluster.session import session
     from rtrain.proof import drill as proof
-    from rtrain.report.live.progress import Line
+    from rtrain.report.live.progress import Line, then
     from rtrain.runs import opening, preparing
 
-    config = opening.absolute(configured(recipe, assignments, data=data, test=test, model=model, workers=workers))
+    short = {"data": data, "test": test, "model": model, "workers": workers}
+    config = opening.absolute(configured(recipe, assignments, **short))
     folder = opening.folder_for(f"{config.recipe.name}-drill", out)
     preparing.check(config, folder.parent)
-    with session(config, folder.parent), Line() as line:
+    with Line(context.obj) as line, session(config, folder.parent, line):
         certificate = proof.run(config, folder, on_event=line)
-    show(certificate.to_document(), as_json, certificate.text())
+    lines = [context.obj.text(), then("train", *as_given(recipe, assignments, **short))]
+    show(certificate.to_document(), as_json, certificate.text(), *(lines if certificate.passed else ()))
     if not certificate.passed:
         raise typer.Exit(1)

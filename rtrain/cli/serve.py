@@ -15,26 +15,40 @@ from rtrain.cli.options import (
     answering,
     configured,
 )
-from rtrain.cli.output import answer_text
 
 
 def predict(
     artifact: Annotated[Path, typer.Argument(help="Artefact folder, or a run's or a search's.")],
     texts: Annotated[list[str] | None, typer.Argument(help="Texts; without any, lines of standard input.")] = None,
-    top: Annotated[int, typer.Option("--top", help="Labels per text.", min=1)] = 1,
-    batch: Annotated[int, typer.Option("--batch", help="Most texts of one engine call.", min=1)] = 32,
+    as_texts: Annotated[bool, typer.Option("--text", help="Texts are texts, even where a file is called so.")] = False,
+    data: Annotated[
+        str | None, typer.Option("--data", help="Rows to answer: file, folder or glob; - reads JSON lines from stdin.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="With --data: file of answers (.csv, .jsonl, .parquet); default: lines on stdout."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where a stopped job for --out was.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write --out anew if it exists.")] = False,
+    top: Annotated[
+        int | None,
+        typer.Option("--top", help="Labels per text; default: the best, or those past the threshold.", min=1),
+    ] = None,
+    batch: Annotated[int | None, typer.Option("--batch", help="Most texts of one engine call.", min=1)] = None,
+    assignments: Set = None,
+    address: Address = None,
     as_json: Json = False,
 ) -> None:
-    """Answer texts with an artefact, one line each."""
-    from rtrain.predict import Predictor
+    """Answer texts with an artefact, one line each; or rows of files, each with its columns and its answer."""
+    from rtrain.cli import answers
 
-    inputs = list(texts or [line.rstrip("\n") for line in sys.stdin])
-    answers = Predictor.load(answering(artifact))(inputs, {"top_k": top}, batch_rows=batch)
-    if as_json:
-        print(json.dumps(answers, ensure_ascii=False))
-        return
-    for answer in answers:
-        print(answer_text(answer))
+    folder = answering(artifact)
+    given = answers.Given(folder, texts or [], data, out, resume, overwrite, top, batch, as_json, as_texts)
+    given.check(assignments, address)
+    if data is None:
+        answers.print_texts(given)
+    else:
+        answers.answer_rows(given, assignments, address)
 
 
 def explain(
@@ -51,6 +65,7 @@ def explain(
     from rtrain.explain.explainer import Explainer
     from rtrain.predict import Predictor
     from rtrain.report import explanation
+    from rtrain.report.live.progress import say, then
 
     predictor = Predictor.load(answering(artifact))
     first, second = predictor.task.fields
@@ -61,6 +76,7 @@ def explain(
         print(json.dumps(document, ensure_ascii=False))
     else:
         explanation.show(document, sys.stdout)
+        say(then("serve", artifact))
 
 
 def serve(
@@ -81,7 +97,8 @@ def serve(
     access.check(config.deploy.serve, say)
     folder = answering(artifact)
     artifacts.read(folder)
-    with session(config, folder.parent), deployment.start(folder, config.deploy.serve) as endpoint:
+    ray = session(config, folder.parent, lambda event: say(event["text"]))
+    with ray, deployment.start(folder, config.deploy.serve) as endpoint:
         say(f"serving {folder} at {endpoint.url} (Ctrl-C ends it)")
-        say(f"try: {access.curl(endpoint.url)}")
+        say(f"next: {access.curl(endpoint.url)}")
         until_interrupted()

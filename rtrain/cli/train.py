@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from rtrain import events
 from rtrain.cli.options import (
     Address,
     DataOption,
@@ -21,9 +22,11 @@ from rtrain.cli.options import (
     Workers,
     configured,
     opened,
+    resumable,
 )
 from rtrain.cli.output import show
 from rtrain.errors import UserError
+from rtrain.run import Run
 
 
 def recipes_list() -> None:
@@ -33,14 +36,23 @@ def recipes_list() -> None:
     print("\n".join(config.recipe_names()))
 
 
-def recipes_show(name: str) -> None:
+def recipes_show(
+    name: Annotated[str, typer.Argument(help="A recipe's name.")],
+    every: Annotated[bool, typer.Option("--all", help="Every setting, with its description.")] = False,
+) -> None:
     """Print a recipe's commented YAML; save it, edit it, and give the file's name in place of the recipe's."""
     from rtrain import config
+    from rtrain.config import reference
 
+    if every:
+        print(reference.whole_recipe(name), end="")
+        return
+    print(f"# The short form: what this recipe sets. All settings: rtrain recipes show {name} --all")
     print(config.recipe_text(name), end="")
 
 
 def train(
+    context: typer.Context,
     recipe: Recipe = None,
     data: DataOption = None,
     valid: ValidOption = None,
@@ -58,17 +70,20 @@ def train(
     short = {"data": data, "valid": valid, "test": test, "model": model, "workers": workers, "address": address}
     config, folder, reuse = opened(recipe, assignments, out, resume, new, **short)
     from rtrain.cluster.session import session
-    from rtrain.report.live.progress import Line, summary_text
+    from rtrain.report.live.progress import Line, after, summary_text
     from rtrain.runs import driver, preparing
 
-    source, _ = preparing.check(config, folder.parent)
-    with session(config, folder.parent), Line() as line:
+    source, _ = preparing.check(config, folder.parent, labels=reuse != "resume")
+    with resumable(folder, "train"), Line(context.obj) as line, session(config, folder.parent, line):
+        line(events.doing("reading the rows", "rows"))
         prepared = preparing.prepare(config, folder, reuse, source=source)
         summary = driver.fit(prepared, on_event=line)
-    show(summary, as_json, summary_text(summary, prepared.run))
+    run = prepared.run
+    show(summary, as_json, summary_text(summary, run), context.obj.text(), after(run, "train"))
 
 
 def tune(
+    context: typer.Context,
     recipe: Recipe = None,
     data: DataOption = None,
     valid: ValidOption = None,
@@ -86,24 +101,41 @@ def tune(
     short = {"data": data, "valid": valid, "test": test, "model": model, "workers": workers, "address": address}
     config, folder, reuse = opened(recipe, assignments, out, resume, new, "-search", **short)
     from rtrain.cluster.session import session
-    from rtrain.report.live.progress import Line, search_text
+    from rtrain.report.live.progress import Line, after, search_text
     from rtrain.runs import preparing
-    from tune import search
+    from tune import search, verdict
 
     search.check(config)
-    preparing.check(config, folder.parent)
-    with session(config, folder.parent), Line() as line:
+    preparing.check(config, folder.parent, labels=reuse != "resume")
+    with resumable(folder, "tune"), Line(context.obj) as line, session(config, folder.parent, line):
+        line(events.doing("starting the first trial", "trials"))
         found = search.run(config, folder, reuse, on_event=line)
         winner = search.continue_best(found, on_event=line)
-    show({**found.to_document(), "winner": winner}, as_json, search_text(found, winner))
+    best = Run(Path(found.best.run))
+    told = verdict.of(Run(best.folder.parent))
+    document = {**found.to_document(), "winner": winner, "verdict": told}
+    show(document, as_json, search_text(found, winner, told), context.obj.text(), after(best, "train"))
 
 
-def report(run: Annotated[Path, typer.Argument(help="Run folder, also of a run that has not ended.")]) -> None:
-    """Write RUN/report.html: the rows, the curves, the answers, where the time went; one page, offline."""
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a run or a search, also of one that has not ended.")],
+) -> None:
+    """Write RUN/report.html: the rows, the curves, the answers, where the time went; one page, offline. Of a search:
+    whether it has found anything, and its trials."""
+    from rtrain.comparison.sides import is_search
+
+    if is_search(Run(run.absolute())):
+        from tune import page
+
+        print(page.write(Run(run.absolute())))
+        return
     from rtrain.report import html
-    from rtrain.run import Run
+    from rtrain.report.live.progress import after, say
 
-    print(html.make(Run(run.absolute())))
+    made = Run(run.absolute())
+    print(html.make(made))
+    if made.finished:
+        say(after(made))
 
 
 def demo(

@@ -8,13 +8,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rtrain import env, ray_internals
-from rtrain.cluster import supply
+from rtrain import env, events, ray_internals, signals
+from rtrain.cluster import address as addresses, supply
 from rtrain.config import Config
 from rtrain.errors import UserError
 
@@ -85,29 +85,39 @@ def _token_file() -> None:
 
 
 @contextmanager
-def session(config: Config, folder: Path) -> Iterator[None]:
+def session(config: Config, folder: Path, on_event: Callable[[dict[str, Any]], None] | None = None) -> Iterator[None]:
     """Connect to Ray for the `with` block, from inside `folder`.
 
-    A cluster that this call starts ends with the block; any other cluster is left alone.
+    A cluster that this call starts ends with the block; any other cluster is left alone. Raises `UserError`, before Ray
+    is asked, where the address that is named leads to no cluster.
     """
-    address = config.deploy.cluster.address or os.environ.get("RAY_ADDRESS")
-    if address is None:
+    named, say = addresses.of(config), on_event or (lambda event: None)
+    say(events.doing(f"connecting to Ray at {named[1]}" if named else "starting Ray", "Ray"))
+    if named is None:
         _token_file()
     import ray
 
     if ray.is_initialized():
         yield
         return
+    if named is not None:
+        addresses.check(*named)
     leave_folder(folder)
     _quiet()
-    if address is None:
+    if named is None:
         workers = config.recipe.train.workers
         _start_local(workers, supply.data_cpus(config.deploy.cluster.data_cpus, workers))
     else:
-        ray.init(address=address, runtime_env=_worker_env(), log_to_driver=False, logging_level=logging.ERROR)
+        try:
+            ray.init(address=named[1], runtime_env=_worker_env(), log_to_driver=False, logging_level=logging.ERROR)
+        except ConnectionError as error:  # what could not be seen from outside
+            cause = str(error.__cause__ or error).strip().splitlines()[-1]
+            raise UserError(f"{named[0]}={named[1]}: Ray could not connect to it: {cause}") from None
+    signals.take()  # ray.init has put handlers of its own: one that exits with 15, and one that prints a C++ stack
     try:
         yield
     finally:
+        say(events.doing("ending Ray" if named is None else "leaving Ray", "Ray"))
         ray.shutdown()
 
 
@@ -191,6 +201,6 @@ def _quiet() -> None:
 
 
 def until_interrupted() -> None:
-    """Wait until Ctrl-C (raises KeyboardInterrupt) or SIGTERM (raises SystemExit, by Ray's handler)."""
+    """Wait until Ctrl-C (raises KeyboardInterrupt) or SIGTERM (raises `signals.Terminated`)."""
     while True:
         time.sleep(0.2)

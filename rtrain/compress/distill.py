@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rtrain import artifact, config as configuration, engines, env
+from rtrain import artifact, config as configuration, engines, env, events
 from rtrain.batch import Head, Ints, batches
 from rtrain.config import Config, Model
 from rtrain.data.stores.store import Store, open_store
@@ -62,17 +62,20 @@ def run(
         raise ConfigError([Problem("model.pooling", asked, f"the teacher was trained with {pooled}", fix)])
     source = None
     if reuse != "resume":
-        source, _ = preparing.check(config, folder.parent)
+        source, _ = preparing.check(config, folder.parent, labels=False)  # the teacher's, as it read them
         opening.choose(folder, config, reuse)
     # Beside the run, not in it: the run folder is made by preparing.prepare once nothing is wrong.
     start = student_start(teacher_run / "artifact", config.recipe.distill.layers, folder.parent / ".students")
     values = (str(start), config.recipe.distill.epochs, config.recipe.distill.lr, teacher.version)
     derived = dict(zip(DERIVED, values, strict=True))
     student = configuration.with_overrides(config, {**derived, "model.pooling": pooled})
+    say = on_event or (lambda event: None)
+    say(events.doing("reading the rows", "rows"))
     prepared = preparing.prepare(student, folder, reuse, source=source)
     # The teacher answers on processors, wherever the student is trained.
     wanted, native = config.recipe.train.precision, precision.of_processor()
     decided = precision.resolve("auto" if precision.problems(wanted, native) else wanted, native)
+    say(events.doing(f"the teacher answers {prepared.store.rows('train'):,} rows", "teacher"))
     ensure_answers(prepared.store, teacher_run / "artifact", teacher, decided)
     return prepared.run.folder, driver.fit(prepared, on_event=on_event)
 

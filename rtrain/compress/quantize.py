@@ -7,7 +7,7 @@ logits by a tenth of their range. The scales come from training rows, by the eng
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rtrain import artifact, engines, predict, score
+from rtrain import artifact, engines, events, predict, score
 from rtrain.batch import Floats, Head, padded
 from rtrain.config import Recipe
 from rtrain.config.recipe import Quantize
@@ -32,7 +32,13 @@ ALONE_ROWS = 4000
 """Most test rows that are asked one at a time too, to count the answers that depend on their batch."""
 
 
-def run(recipe: Recipe, store_folder: Path, parent_run: Path, out: Path) -> dict[str, Any]:
+def run(
+    recipe: Recipe,
+    store_folder: Path,
+    parent_run: Path,
+    out: Path,
+    on_event: Callable[[dict[str, Any]], None] = lambda event: None,
+) -> dict[str, Any]:
     """Quantize the artefact of a run; returns its scores beside its parent's, flips and sizes."""
     parent_folder = parent_run / "artifact"
     parent = artifact.read(parent_folder)
@@ -43,12 +49,15 @@ def run(recipe: Recipe, store_folder: Path, parent_run: Path, out: Path) -> dict
     draft = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
     draft.mkdir(parents=True)
     try:
+        rows = min(recipe.quantize.calibration_rows, store.rows("train"))
+        on_event(events.doing(f"measuring scales on {rows:,} training rows", "scales"))
         _write_model(parent_folder, parent, store, recipe.quantize, draft)
         for name in (*TOKENIZER_FILES, "config.json"):
             if (parent_folder / name).is_file():
                 shutil.copyfile(parent_folder / name, draft / name)
         lineage = {**parent.lineage, "parent": parent.version, "calibration_rows": recipe.quantize.calibration_rows}
         made = replace(parent, engine=recipe.quantize.engine, lineage=lineage, golden=(), metrics={})
+        on_event(events.doing(f"scoring both models on {store.rows('test'):,} test rows", "scores"))
         report = _measure(parent_folder, draft, parent, made, store)
         made = replace(made, metrics={"test": report["test"]})
         artifact.write(
@@ -62,6 +71,25 @@ def run(recipe: Recipe, store_folder: Path, parent_run: Path, out: Path) -> dict
         shutil.rmtree(draft, ignore_errors=True)
         raise
     return {**report, "seconds": round(time.perf_counter() - started, 2), "artifact": str(out)}
+
+
+def report_text(report: dict[str, Any]) -> str:
+    """What `run` returns, for a person: scores and size before and after, and which answers have changed."""
+    before, after = report["parent"], report["test"]
+    rows = [(name, f"{before[name]:.4f}", f"{after[name]:.4f}") for name in after if name in before and name != "rows"]
+    rows.append(("size", f"{report['parent_size_mb']:.1f} MB", f"{report['size_mb']:.1f} MB"))
+    width = max(len(name) for name, *_ in rows)
+    table = [f"{name:<{width}}  {old:>10}  {new:>10}" for name, old, new in [("", "float", "int8"), *rows]]
+    apart, moved = report["flips_alone_against_batch"], report["largest_logit_difference_alone_against_batch"]
+    return "\n".join(
+        [
+            f"{after['rows']:,} test rows, {report['seconds']:.0f} s",
+            *table,
+            f"answers that differ from the float model's: {report['flips_against_parent']:.2%}",
+            f"answers that differ between alone and in a batch: {apart:.2%} (logits by {moved:.3f} at most)",
+            f"artefact: {report['artifact']}",
+        ]
+    )
 
 
 def _write_model(folder: Path, parent: artifact.Artifact, store: Store, settings: Quantize, draft: Path) -> None:

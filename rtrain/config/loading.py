@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from rtrain.config.deploy import Deploy, deploy_contradictions
 from rtrain.config.recipe import Recipe, recipe_contradictions
-from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.errors import ConfigError, Problem, UserError, meant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,17 +51,24 @@ def recipe_text(name: str) -> str:
     return (resources.files("rtrain.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
 
 
+def _shipped(name: str) -> str:
+    """`recipe_text`; a folder, most likely of a run, is refused with what to write."""
+    inner = Path(name) / "config.yaml"
+    if name not in recipe_names() and inner.is_file():
+        raise ConfigError([Problem("recipe", name, "a run's folder", f"write {inner}, or --resume --out {name}")])
+    return recipe_text(name)
+
+
 def load(name_or_file: str, overrides: Mapping[str, Any] | None = None) -> Config:
     """The configuration of a recipe's name or of a YAML file, changed by dotted `overrides`, checked as a whole."""
     path = Path(name_or_file)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         if not path.is_file():
-            raise ConfigError(
-                [Problem("recipe", name_or_file, "no such file", "write a recipe's name or an existing file")]
-            )
+            fix = meant(path) or "write a recipe's name or an existing file"
+            raise ConfigError([Problem("recipe", name_or_file, "no such file", fix)])
         text, own = path.read_text(encoding="utf-8"), True
     else:
-        text, own = recipe_text(name_or_file), False
+        text, own = _shipped(name_or_file), False
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -1,4 +1,4 @@
-"""`docs/settings.md`: every setting by its dotted name, written from the models themselves.
+"""Every setting with its description, from the models themselves: as `docs/settings.md`, and as a recipe in full.
 
     python -m rtrain.config.reference > docs/settings.md
 
@@ -7,19 +7,26 @@ A test compares the file with `text()`, so that the page cannot fall behind the 
 
 import json
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import yaml
+
 from rtrain.config.deploy import Deploy
+from rtrain.config.loading import load, recipe_text, to_document
 from rtrain.config.recipe import SPEED, Recipe
 
+WIDTH = 100
+"""Characters of a line of a recipe that is shown in full."""
 COMMAND = "python -m rtrain.config.reference > docs/settings.md"
 HEAD = f"""# Settings
 
 This page is generated from the configuration models: `{COMMAND}`.
 
-Change one with `--set section.name=value`, or in a YAML file: `rtrain recipes show intent` prints one to start from.
-The defaults below are those of the models; a recipe has its own values for some.
+Change one with `--set section.name=value`, or in a YAML file: `rtrain recipes show intent` prints one to start from,
+and with `--all` every setting of this page with its comment. The defaults below are those of the models; a recipe has
+its own values for some.
 
 The column *of* says what a setting belongs to:
 
@@ -68,6 +75,33 @@ def _sections() -> Iterator[tuple[str, list[str]]]:
                 section = schema["$defs"][field["$ref"].rsplit("/", 1)[1]]
                 rows = [_row(f"{name}.{leaf}", inner) for leaf, inner in section["properties"].items()]
                 yield name, rows
+
+
+def whole_recipe(name: str) -> str:
+    """A recipe that comes with rtrain, as YAML with every setting and its description. It loads as the recipe does."""
+    comments = [line for line in recipe_text(name).splitlines() if line.startswith("#")]
+    head = ["# Every setting of this recipe, those that it leaves at their defaults too.", "#", *comments]
+    values = to_document(load(name))
+    lines: list[str] = []
+    for model in (Recipe, Deploy):
+        schema = model.model_json_schema()
+        for key, field in schema["properties"].items():
+            if "$ref" not in field:
+                lines += ["", *_setting(key, field, values[key], "")]
+                continue
+            lines += ["", f"{key}:"]
+            for leaf, inner in schema["$defs"][field["$ref"].rsplit("/", 1)[1]]["properties"].items():
+                lines += _setting(leaf, inner, values[key][leaf], "  ")
+    return "\n".join([*head, *lines]) + "\n"
+
+
+def _setting(name: str, field: Mapping[str, Any], value: Any, indent: str) -> list[str]:
+    """Lines of YAML: what a setting is, what it may be, and what it is."""
+    meaning = f"{' '.join(field.get('description', '').split())} [{_kind(field).replace('`', '')}]"
+    told = textwrap.wrap(meaning, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+    # In a list, since YAML marks the end of a document that is a lone word.
+    shown = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=1 << 20).strip()[1:-1]
+    return [*told, f"{indent}{name}: {shown}"]
 
 
 def _row(name: str, field: Mapping[str, Any], required: bool = False) -> str:

@@ -1,5 +1,6 @@
 """Rows that cannot be used: where each comes from, why it is bad, and whether they are too many."""
 
+import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,9 @@ from rtrain.config import Recipe
 from rtrain.data import records
 from rtrain.errors import UserError, quoted
 
+NAME, FIRST = "quarantine.parquet", "quarantine.csv"
+MOST_FIRST = 100
+MOST_REASONS = 3
 Where = Callable[[int], str]
 """Maps the number of a row of the store in the making to its place, as file:line."""
 
@@ -62,7 +66,8 @@ def locator(source: records.Source, shards: list[str], shard: npt.NDArray[np.uin
 
 
 def write(folder: Path, bad: Bad, where: Where) -> None:
-    """Write `quarantine.parquet` of a store's folder: source, line and reason of each bad row."""
+    """Write `quarantine.parquet` of a store's folder: source, line and reason of each bad row. The first of them stand
+    in `quarantine.csv` too, which any editor opens."""
     places = [where(row).rsplit(":", 1) for row in bad.rows]
     table = pa.table(
         {
@@ -71,4 +76,22 @@ def write(folder: Path, bad: Bad, where: Where) -> None:
             "reason": bad.reasons,
         }
     )
-    pyarrow.parquet.write_table(table, folder / "quarantine.parquet")
+    pyarrow.parquet.write_table(table, folder / NAME)
+    if table.num_rows:
+        with (folder / FIRST).open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(table.column_names)
+            writer.writerows(row.values() for row in table.slice(0, MOST_FIRST).to_pylist())
+
+
+def commonest(folder: Path) -> list[dict[str, Any]]:
+    """The most frequent reasons of a store's bad rows: `reason`, `rows`, and the `place` of the first, as file:line."""
+    if not (folder / NAME).is_file():
+        return []
+    table = pyarrow.parquet.read_table(folder / NAME)
+    counted = table["reason"].value_counts().sort(order="descending", by="counts").slice(0, MOST_REASONS)
+    found = []
+    for reason, rows in zip(counted.field("values").to_pylist(), counted.field("counts").to_pylist(), strict=True):
+        first = table.slice(table["reason"].index(reason).as_py(), 1).to_pylist()[0]
+        found.append({"reason": reason, "rows": rows, "place": f"{first['source']}:{first['line']}"})
+    return found

@@ -4,10 +4,13 @@
 """
 
 import codecs
+import difflib
 import hashlib
 import json
+import shlex
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +43,8 @@ class Record(NamedTuple):
     """`train`, `valid` or `test` by the column `data.split`; None where no such column is named."""
 
 
+UNNAMED = "(unnamed)"
+"""Stands for a column without a name, as that of a table's index, where columns are listed."""
 DAMAGED = (OSError, EOFError, zlib.error, pyarrow.ArrowException)
 """What readers raise on damaged or cut-off files: snappy an OSError, gzip an EOFError, and so on."""
 
@@ -122,6 +127,11 @@ def inspect(data: Data, root: Path | None = None) -> Source:
     return Source(tuple(pieces), columns)
 
 
+def columns_of(piece: Piece) -> tuple[str, ...]:
+    """Names of a file's columns, as its first line or its schema has them."""
+    return _columns("data.path", piece)
+
+
 def _columns(field: str, piece: Piece) -> tuple[str, ...]:
     """Names of the file's columns. Raises `ConfigError` if there are none, or two of one name."""
     if piece.format in readers.COLUMNS:
@@ -172,9 +182,19 @@ def _missing(data: Data, columns: tuple[str, ...], name: str) -> list[Problem]:
     problems = []
     for field, column in _columns_named(data):
         if column not in columns:
-            fix = f"{name} has {', '.join(columns)}; write --set data.{field}=COLUMN"
-            problems.append(Problem(f"data.{field}", column, "no such column", fix))
+            meant = _meant(column, columns)
+            setting = shlex.quote(f"data.{field}={meant or 'COLUMN'}")
+            fix = f"did you mean --set {setting}?" if meant else f"write --set {setting}"
+            there = ", ".join(one if one.strip() else UNNAMED for one in columns)
+            problems.append(Problem(f"data.{field}", column, "no such column", f"{name} has {there}; {fix}"))
     return problems
+
+
+def _meant(name: str, columns: tuple[str, ...]) -> str | None:
+    """The column that a wrong name most likely stands for: the same but for case and blanks, else a close one."""
+    folded = {column.strip().casefold(): column for column in reversed(columns) if column.strip()}
+    near = difflib.get_close_matches(name.strip().casefold(), list(folded), n=1, cutoff=0.7)
+    return folded[near[0]] if near else None
 
 
 def _columns_named(data: Data) -> list[tuple[str, str]]:
@@ -196,9 +216,16 @@ def read(
     A record's `line` is its line in the file (csv, tsv, jsonl, conll), or else its row number from 1. After the last
     row, `total` has hashed all bytes of the part. Raises `UserError` where the file is damaged or cut off.
     """
+    with whole(piece), parts.opened(piece.uri, piece.format, part, total) as file:
+        for line, row in raw(file, piece, data, part):
+            yield checked(line, row, data)
+
+
+@contextmanager
+def whole(piece: Piece) -> Iterator[None]:
+    """Around the reading of a file: damage in it becomes a `UserError`."""
     try:
-        with parts.opened(piece.uri, piece.format, part, total) as file:
-            yield from _checked(_raw(file, piece, data, part), data)
+        yield
     except DAMAGED as error:
         # Damage is not one bad row: nobody knows how many rows are lost behind it.
         raise UserError(
@@ -206,8 +233,13 @@ def read(
         ) from None
 
 
-def _raw(file: IO[bytes], piece: Piece, data: Data, part: parts.Part) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """(line, columns by name), or (line, reason) where the line cannot be read."""
+def raw(
+    file: IO[bytes], piece: Piece, data: Data, part: parts.Part = parts.WHOLE, *, every_line: bool = False
+) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """(line, columns by name), or (line, reason) where the line cannot be read.
+
+    A blank line is no row. With `every_line` it is one where the file has a single column, and the row has no text.
+    """
     if piece.format in ("csv", "tsv"):
         rows = readers.csv_rows(file, piece.format, part.before)
         header = next(rows, (1, []))[1] if part.start == 0 else _header("data.path", piece)
@@ -216,6 +248,8 @@ def _raw(file: IO[bytes], piece: Piece, data: Data, part: parts.Part) -> Iterato
                 yield line, values
             elif len(values) == len(header):
                 yield line, dict(zip(header, values, strict=True))
+            elif not values and every_line and len(header) == 1:
+                yield line, {header[0]: ""}
             elif values:
                 yield line, f"{len(values)} columns instead of {len(header)}; quote a text that holds the separator"
     elif piece.format == "jsonl":
@@ -224,25 +258,23 @@ def _raw(file: IO[bytes], piece: Piece, data: Data, part: parts.Part) -> Iterato
     elif piece.format == "conll":
         yield from readers.conll_rows(file)
     elif piece.format == "squad":
-        yield from readers.squad_rows(file)
+        yield from readers.squad_rows(file, bool(data.labels))
     else:
         named = list(dict.fromkeys(column for _, column in _columns_named(data)))
         yield from enumerate(readers.arrow_rows(file, piece.format, named, part), start=part.before + 1)
 
 
-def _checked(rows: Iterable[tuple[int, dict[str, Any] | str]], data: Data) -> Iterator[Record]:
-    """A record for each row; a row that could not be read keeps its reason."""
-    for line, row in rows:
-        if isinstance(row, str):
-            yield Record(line, "", None, "", row)
-            continue
-        try:
-            yield _record(line, row, data)
-        except RecursionError:
-            yield Record(line, "", None, "", "brackets inside brackets, too deep to be written as text; make it flat")
+def checked(line: int, row: Mapping[str, Any] | str, data: Data) -> Record:
+    """The record of a row's columns by name; a row that could not be read keeps its reason."""
+    if isinstance(row, str):
+        return Record(line, "", None, "", row)
+    try:
+        return _record(line, row, data)
+    except RecursionError:
+        return Record(line, "", None, "", "brackets inside brackets, too deep to be written as text; make it flat")
 
 
-def _record(line: int, row: dict[str, Any], data: Data) -> Record:
+def _record(line: int, row: Mapping[str, Any], data: Data) -> Record:
     # Most editors do not show a blank beside a label. It must not make a second class, so labels are stripped.
     text, label = text_of(row.get(data.text)), _label(row, data)
     pair = None if data.text_pair is None else text_of(row.get(data.text_pair))
@@ -255,7 +287,7 @@ def _record(line: int, row: dict[str, Any], data: Data) -> Record:
     return Record(line, text, pair, label, reason, slices, group, ROLES.get((split or "").lower()))
 
 
-def _label(row: dict[str, Any], data: Data) -> str:
+def _label(row: Mapping[str, Any], data: Data) -> str:
     """The label as text. Several columns become a JSON object, or an empty text if none of them is filled."""
     found = {name: string(row.get(name)).strip() for name in data.labels}
     if isinstance(data.label, tuple):

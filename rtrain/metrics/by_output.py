@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from rtrain.batch import IGNORED, OUTSIDE, Head, Ragged
-from rtrain.metrics import classification, entities, regression, summary_rows, tables, text
+from rtrain.metrics import classification, entities, regression, right, summary_rows, tables, text
 from rtrain.metrics.additive import Additive, Floats, Ints, joined, means, ratio
 
 Scores = dict[str, float]
@@ -30,6 +31,8 @@ class Metric(NamedTuple):
     """Figures that are measured of a finished model only."""
     tables: Callable[[Ragged, Ragged, Head], dict[str, Any]] | None = None
     """Results that are no single figure, as JSON of bounded size (`rtrain.metrics.tables`)."""
+    right: Callable[[Ragged, Ragged, Head], npt.NDArray[np.bool_]] | None = None
+    """Whether each row's answer is right as a whole; None where answers are nearer to the truth or farther from it."""
 
     def all(self, outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
         """Every figure."""
@@ -303,12 +306,12 @@ def _named(additive: Additive, names: tuple[str, ...], prefix: str = "") -> Addi
 
 
 METRICS: Mapping[str, Metric] = {
-    "classes": Metric("accuracy", classes, additive_classes, more_of_classes, tables.classes),
-    "labels": Metric("micro_f1", labels, additive_labels, more_of_labels, tables.labels),
-    "heads": Metric("mean_accuracy", heads, additive_heads, None, tables.heads),
+    "classes": Metric("accuracy", classes, additive_classes, more_of_classes, tables.classes, right.classes),
+    "labels": Metric("micro_f1", labels, additive_labels, more_of_labels, tables.labels, right.labels),
+    "heads": Metric("mean_accuracy", heads, additive_heads, None, tables.heads, right.heads),
     "number": Metric("neg_rmse", number, additive_number, more_of_number, tables.number),
-    "tags": Metric("f1", tags, additive_tags, None, tables.tags),
-    "spans": Metric("f1", spans, additive_spans, None, tables.spans),
+    "tags": Metric("f1", tags, additive_tags, None, tables.tags, right.tags),
+    "spans": Metric("f1", spans, additive_spans, None, tables.spans, right.spans),
     "tokens": Metric("neg_loss", tokens, additive_tokens),
     "summary": Metric("rouge", summary, additive_summary, more_of_summary, tables.summary),
 }

@@ -7,6 +7,7 @@
   "intervals": {"confidence": 0.95, "replicates": 1000, "scores": {"accuracy": [0.90, 0.95], ...}},
   "slices": {"language": [...], "length": [...]},
   "tables": {...}                    what is no single figure, by the kind of output: see rtrain.metrics.tables
+  "unseen": {"seen": 10, "rows": 290, "scores": {...}}   where 10 rows are training rows too: the scores without them
 }
 
 A slice is {"value", "rows", "scores", "interval": of its headline, "merged": how many values are in it, "examples":
@@ -87,6 +88,13 @@ def measure(
         "slices": sliced,
         "tables": {} if metric.tables is None else metric.tables(outcomes, targets, head),
     }
+
+
+def without(task: Task, head: Head, outcomes: Ragged, targets: Ragged, seen: npt.NDArray[np.bool_]) -> dict[str, Any]:
+    """The main scores without the rows that are training rows too; none where all are."""
+    rest = np.flatnonzero(~seen)
+    found = metric_for(task.output).scores(outcomes.take(rest), targets.take(rest), head) if len(rest) else {}
+    return {"seen": int(seen.sum()), "rows": len(rest), "scores": _finite(found)}
 
 
 def write(path: Path, document: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from rtrain import config as configuration
 from rtrain.checkpoints import checkpoint
 from rtrain.data.order import Order, chain, refuse_other, rows_digest
 from rtrain.data.stores.store import Store
-from rtrain.errors import UserError
+from rtrain.errors import UserError, meant
 from rtrain.run import Run
 from rtrain.training.loop import GENESIS
 
@@ -65,7 +65,8 @@ class Report:
 def check(run: Run) -> Report:
     """Recompute the order of `run` from its configuration and token store. Needs no Ray; reads the index alone."""
     if not run.exists:
-        raise UserError(f"--ledger: {run} holds no run (no {run.config.name}); name the folder given to --out")
+        fix = meant(run.folder) or "name the folder given to --out"
+        raise UserError(f"--ledger: {run} holds no run (no {run.config.name}); {fix}")
     recipe = configuration.load(str(run.config)).recipe
     store = _store(run)
     recorded = _recorded(run)

@@ -11,7 +11,7 @@ from rtrain import config as configuration
 from rtrain.batch import Ints
 from rtrain.config import Config
 from rtrain.data.stores.store import Store
-from rtrain.errors import UserError
+from rtrain.errors import UserError, meant
 from rtrain.metrics import scores
 from rtrain.report import answer_rows, attributions, baseline, summary
 from rtrain.run import Run
@@ -84,7 +84,8 @@ class Collected:
 def read(run: Run) -> Collected:
     """Raises `UserError` for a folder that holds no run."""
     if not run.exists:
-        raise UserError(f"{run} holds no run (no {run.config.name}); name the folder that --out named")
+        fix = meant(run.folder) or "name the folder that --out named"
+        raise UserError(f"{run} holds no run (no {run.config.name}); {fix}")
     config = configuration.load(str(run.config))
     made, answers = _artifact(run), answer_rows.newest(run)
     explained = attributions.read(run, answers.split, made["version"]) if made and answers is not None else None

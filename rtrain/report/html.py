@@ -47,4 +47,5 @@ def page(run: collect.Collected) -> str:
         settings.section(run),
     ]
     shown = [section for section in sections if section]
-    return render(run.summary["run"], run.config.recipe.name, outcome.tiles(run), shown)
+    about = f"A run of the recipe {run.config.recipe.name} by rtrain"
+    return render(run.summary["run"], about, outcome.tiles(run), shown)

@@ -79,7 +79,7 @@ def eta_squared(values: Floats, groups: Ints) -> float:
     return float((counts * (means - values.mean()) ** 2).sum() / total)
 
 
-def wilson(right: int, rows: int, z: float = 1.96) -> tuple[float, float]:
+def wilson(right: float, rows: int, z: float = 1.96) -> tuple[float, float]:
     """95 % interval of a share (Wilson 1927, "Probable inference"); it stays inside [0, 1] also for few rows."""
     share, square = right / rows, z * z
     middle = (share + square / (2 * rows)) / (1 + square / rows)

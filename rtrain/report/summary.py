@@ -78,12 +78,24 @@ def summarise(run: Run) -> dict[str, Any]:
             "valid": next((event["scores"] for event in reversed(valid) if event["update"] == best), None),
             "test": test,
         },
+        "overlap": overlap(log),
         "slices": {event["split"]: event["slices"] for event in log if event["kind"] == "sliced"},
         "best_update": best,
         "restarts": max(0, len(starts) - 1),
         "data_digest": created.get("data_digest"),
         "order_digest": end.get("order_digest"),
         "certificate": next((event["certificate"] for event in reversed(log) if event["kind"] == "drilled"), None),
+    }
+
+
+def overlap(log: list[dict[str, Any]]) -> dict[str, Any]:
+    """By split: how many of its rows are training rows too (`seen`), and the scores `without` them once there are any.
+    Splits that have none are left out; `seen` is None where an earlier version did not look."""
+    told = {event["split"]: event for event in log if event["kind"] == "overlap"}
+    scored = {event["split"]: event["scores"] for event in log if event["kind"] == "unseen"}
+    return {
+        split: {"rows": event["rows"], "seen": event["seen"], "without": scored.get(split)}
+        for split, event in told.items()
     }
 
 

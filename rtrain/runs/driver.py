@@ -12,11 +12,12 @@ from rtrain import events
 from rtrain.checkpoints import checkpoint, replica
 from rtrain.cluster import supply
 from rtrain.config import Cluster
+from rtrain.errors import TryAgain
 from rtrain.report import attributions, baseline, html, summary
 from rtrain.report.live import trackers
 from rtrain.run import Run
 from rtrain.runs import failures, group, notice, opening, placement, worker
-from rtrain.runs.preparing import Prepared
+from rtrain.runs.preparing import Prepared, said_of_rows
 from rtrain.runs.recovery import Kind, Recovery, halvings, most_after, out_of_memory
 from rtrain.runs.start import ALL, Shortcuts, Start
 
@@ -47,7 +48,8 @@ def fit(
     """Train from the newest checkpoint to update `until` (default: the last) and return the run's summary.
 
     At the updates `evaluate_at` the validation rows are scored beside those of the run's own cadence; `callbacks` are
-    Ray Train's own. A run that is finished already is left as it is.
+    Ray Train's own. A run that is finished already is left as it is. Raises `TryAgain` where the run was asked to end
+    (`notice.Asked`) before that.
     """
     plan = _Plan(until, tuple(evaluate_at), tuple(callbacks), shortcuts)
     run = prepared.run
@@ -55,13 +57,13 @@ def fit(
         _copy_out(prepared)
         return summary.write(run)
     say = on_event or (lambda event: None)
-    if rows := run.last("tokenised", "tokens_reused"):
-        say(rows)  # logged before the run was followed
+    for event in said_of_rows(run):
+        say(event)  # logged before the run was followed
     told = events.Follow([(run.folder, {})], on_event), trackers.following(prepared.config, run, say)
-    with opening.hold(run), told[0], told[1]:
+    with opening.hold(run), told[0], told[1], notice.Asked(run) as asked:
         try:
-            _attempts(prepared, plan, say)
-        except (KeyboardInterrupt, SystemExit):
+            _attempts(prepared, plan, say, asked)
+        except (KeyboardInterrupt, SystemExit, TryAgain):
             run.append("interrupted")
             summary.write(run)
             raise
@@ -79,11 +81,12 @@ def fit(
 
 def _report(run: Run, say: OnEvent) -> None:
     """Write the page about the run. What goes wrong in it is said and kept in a file, and costs no one the run."""
-    for name, make in (
-        ("baselines", baseline.ensure),
-        ("attributions", attributions.ensure),
-        (run.report.name, html.write),
+    for name, make, text in (
+        ("baselines", baseline.ensure, "measuring baselines for the report"),
+        ("attributions", attributions.ensure, "explaining the hardest rows for the report"),
+        (run.report.name, html.write, "writing the report"),
     ):
+        say(events.doing(text, "report"))
         try:
             make(run)
         except Exception as error:
@@ -97,7 +100,7 @@ def _copy_out(prepared: Prepared) -> None:
         copy.push_artifact(prepared.run.folder)
 
 
-def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent) -> None:
+def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked) -> None:
     """Start the workers again and again until they have come to the end, or until that makes no sense.
 
     Each start is a worker group with a controller of its own, and resumes from the newest checkpoint, which the workers
@@ -112,6 +115,9 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent) -> None:
     recovery, owners = Recovery(cluster.max_crashes), _owners(run, cluster)
     while True:
         notice.take(run)  # one that was left by a driver that died is of no concern to the workers of this one
+        if asked.given:
+            saved = f"update {_newest(run)} of {prepared.updates} is saved"
+            raise TryAgain(f"{run} was asked to end: {saved}. The same command with --resume goes on")
         workers = min(ceiling, _workers(wanted, kind, say))
         start = Start(
             config=prepared.config,
@@ -124,6 +130,7 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent) -> None:
             halvings=halvings(run.events()),
             shortcuts=plan.shortcuts,
         )
+        say(events.doing(f"starting {workers} worker{'' if workers == 1 else 's'}", "start of workers"))
         trainer = group.trainer(
             partial(worker.run, start),
             workers,
@@ -149,7 +156,8 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent) -> None:
         reason, last = notice.take(run), _last_trained(run)
         if reason is None or last["finished"] or last["updates"] == plan.until:
             return
-        run.append("yielded", reason=reason, update=last["updates"])
+        if not asked.given:
+            run.append("yielded", reason=reason, update=last["updates"])
 
 
 def _owners(run: Run, cluster: Cluster) -> tuple[str, ...]:

@@ -1,14 +1,17 @@
-"""Notice to a running start: end after the coming update, with a checkpoint. Given where nodes go or come.
+"""Notice to a running start: end after the coming update, with a checkpoint. Given where nodes go or come, and where
+the driver is told that its time is nearly up.
 
 The driver watches the cluster and leaves a file in the run folder; rank 0 looks for it before each update and tells the
 other workers in the exchange that counts the rows, so that all of them end after the same update.
 """
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 from rtrain.cluster import supply
 from rtrain.run import Run
@@ -37,6 +40,33 @@ def take(run: Run) -> str | None:
     reason = run.notice.read_text() if given(run) else None
     run.notice.unlink(missing_ok=True)
     return reason
+
+
+class Asked:
+    """While it is entered, SIGUSR1 asks the run to end after the coming update: a batch system sends a signal some time
+    before it ends a job. SIGTERM, which means at once, is left alone.
+
+    Python takes signals in the main thread alone; entered in another (a trial of a search), it hears of none.
+    """
+
+    def __init__(self, run: Run):
+        self._run = run
+        self.given = False
+        """Stays true between two starts, where the notice itself is taken away."""
+
+    def __enter__(self) -> Self:
+        self._main = threading.current_thread() is threading.main_thread()
+        if self._main:
+            self._before = signal.signal(signal.SIGUSR1, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._main:
+            signal.signal(signal.SIGUSR1, self._before)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.given = True
+        give(self._run, "asked")
 
 
 def waiting(workers: int | None, device: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shlex
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -14,11 +15,12 @@ from rtrain import config as configuration, hub
 from rtrain.checkpoints import checkpoint
 from rtrain.config import Config, Recipe
 from rtrain.data.formats import files
-from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.errors import ConfigError, Problem, UserError, meant
 from rtrain.run import Run
 
 Reuse = Literal["refuse", "resume", "new"]
 ROWS, FREQUENCY = "train.rows_per_update", "train.aggregation_frequency"
+EPOCHS = "train.epochs"
 LEFT_OPEN = ("model.pooling", "train.precision")
 """Settings whose `auto` is decided once for a run. A resume that names `auto` again asks for nothing new."""
 
@@ -40,7 +42,8 @@ def choose(folder: Path, config: Config, reuse: Reuse) -> tuple[Path, Config]:
     if not used and folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"--out: {folder} is not empty and holds no run; name a new folder")
     if not used and reuse == "resume":
-        raise UserError(f"--resume: {folder} holds no run to resume; leave --resume out to start one")
+        fix = meant(folder) or "leave --resume out to start one"
+        raise UserError(f"--resume: {folder} holds no run to resume; {fix}")
     if used and reuse == "refuse":
         raise UserError(
             f"--out: {folder} holds a run already; write --resume to continue it, or --new for {_numbered(folder).name}"
@@ -78,6 +81,8 @@ def absolute(config: Config, resumed: Path | None = None) -> Config:
 
 def stored(folder: Path, overrides: Mapping[str, Any] | None = None) -> Config:
     """The configuration that a run was started with, changed by `overrides`. Only these count as named by the user."""
+    if not Run(folder).exists:
+        raise UserError(f"{folder} holds no run; {meant(folder) or 'name the folder that --out named'}")
     found = configuration.load(str(Run(folder).config))
     if found.recipe.model.pooling == "auto":  # the run is older than the setting
         found = configuration.with_overrides(found, {"model.pooling": "own"})
@@ -178,7 +183,8 @@ def _resumed(folder: Path, new: Config) -> Config:
     was, wanted = {**configuration.flat(old), **before}, {**configuration.dotted(document), **after}
     changed = [name for name in was if was[name] != wanted[name] and before.get(name) != after.get(name)]
     if changed:
-        raise ConfigError([_changed(name, was[name], wanted[name]) for name in changed], _ways_on(folder, old))
+        problems = [_changed(name, was[name], wanted[name], folder, old) for name in changed]
+        raise ConfigError(problems, _ways_on(folder, old))
     asked |= {ROWS: old.recipe.rows_per_update, FREQUENCY: None}
     return replace(configuration.with_overrides(old, asked), named=new.named)
 
@@ -200,11 +206,22 @@ def _refuse_cleaned(run: Run, config: Config) -> None:
     )
 
 
-def _changed(name: str, before: Any, after: Any) -> Problem:
-    fix = "leave it out, or start another run"
+def _changed(name: str, before: Any, after: Any, folder: Path, old: Config) -> Problem:
+    reason, fix = f"the run was started with {before!r}", "leave it out, or start another run"
     if name == ROWS:
         fix = f"set {ROWS}={before} and {FREQUENCY}=null, or start another run"
-    return Problem(name, after, f"the run was started with {before!r}", fix)
+    if name == EPOCHS and after > before and old.recipe.distill.teacher is None:
+        if old.recipe.optim.schedule != "constant":
+            reason += ", over which its learning rate falls to 0"
+        ends = "" if Run(folder).finished else "let it end, then "
+        fix = f"{ends}train another run on from its weights: {_more(Run(folder), after - before)}"
+    return Problem(name, after, reason, fix)
+
+
+def _more(run: Run, epochs: int) -> str:
+    """The command that trains another run from a run's weights, with the same settings and a new schedule."""
+    words = ["rtrain", "train", run.config, "--model", run.artifact, "--set", f"{EPOCHS}={epochs}"]
+    return shlex.join(map(str, [*words, "--out", _numbered(run.folder)]))
 
 
 def _ways_on(folder: Path, old: Config) -> str:

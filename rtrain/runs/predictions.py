@@ -1,8 +1,9 @@
 """What a finished run leaves of its rows: predictions-<split>.parquet, and what scores-<split>.json is made from.
 
 The parquet file has a line per row of the split, in index order: position (int64), row_id (uint64), source (string),
-line (int64), tokens (int32), text (decoded from the tokens), target, prediction (string, float or list of strings, by
-the kind of output), score (float64: how sure the model is), loss (float64), and a string column for each slice.
+line (int64), tokens (int32), text (its first characters as they are written; decoded from the tokens where an older
+store has not kept them), target, prediction (string, float or list of strings, by the kind of output), score (float64:
+how sure the model is), loss (float64), and a string column for each slice.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from rtrain.batch import Head, Ragged
+from rtrain.batch import Head, Ints, Ragged, Tokens
 from rtrain.data.stores.store import Store
 from rtrain.metrics import scores
 from rtrain.tasks.base import Place, Task
@@ -50,8 +51,8 @@ def write(
         "line": origins["line"],
         "tokens": pa.array(lengths, pa.int32()),
         "text": pa.array(_texts(store, split, tokenizer, alive), pa.string()),
-        "target": _column(_in_words(described.target, store, split, tokenizer, alive)),
-        "prediction": _column(_in_words(described.prediction, store, split, tokenizer, alive)),
+        "target": _column(_in_words(described.target, store, split, task, tokenizer, alive)),
+        "prediction": _column(_in_words(described.prediction, store, split, task, tokenizer, alive)),
         "score": pa.array(described.score, pa.float64(), from_pandas=True),
         "loss": pa.array(described.loss, pa.float64(), from_pandas=True),
     }
@@ -70,28 +71,48 @@ def slices(store: Store, split: str) -> list[str]:
 def measured(
     store: Store, split: str, task: Task, head: Head, outcomes: Ragged, alive: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """The scores of the split, of its slices, and its tables; `alive` as in `rtrain.metrics.scores.measure`."""
+    """The scores of the split, of its slices, and its tables; `alive` as in `rtrain.metrics.scores.measure`. Where rows
+    of it are training rows too, also the scores without them."""
     origins = store.origins(split)
     columns = {name: origins[name].to_pylist() for name in slices(store, split)}
     lengths = store.column(split, "length")
-    return scores.measure(task, head, split, outcomes, store.targets(split), lengths, columns, alive)
+    targets, seen = store.targets(split), store.seen(split)
+    document = scores.measure(task, head, split, outcomes, targets, lengths, columns, alive)
+    if seen is not None and seen.any():
+        document["unseen"] = scores.without(task, head, outcomes, targets, seen)
+    return document
 
 
 def _texts(store: Store, split: str, tokenizer: "tokenizers.Tokenizer", alive: Callable[[], None]) -> list[str]:
+    """The rows' texts as they are written; those that the store has not kept, as their tokens spell them."""
     texts: list[str] = []
     total = store.rows(split)
     for start in range(0, total, TEXT_ROWS):
-        tokens = store.read(split, np.arange(start, min(start + TEXT_ROWS, total)))
-        rows = Ragged(tokens.ids, tokens.lengths_of_rows)
-        # A token is a character at least, so the first ones hold all that is kept.
-        decoded = tokenizer.decode_batch([row[:TEXT_CHARACTERS].tolist() for row in rows], skip_special_tokens=True)
-        texts += [text[:TEXT_CHARACTERS] for text in decoded]
+        positions = np.arange(start, min(start + TEXT_ROWS, total))
+        written = store.texts(split, positions)
+        spelt = iter(_spelt(store, split, positions[[one is None for one in written]], tokenizer))
+        texts += [next(spelt) if one is None else " ".join(filter(None, one))[:TEXT_CHARACTERS] for one in written]
         alive()
     return texts
 
 
+def _spelt(store: Store, split: str, positions: Ints, tokenizer: "tokenizers.Tokenizer") -> list[str]:
+    if not len(positions):
+        return []
+    tokens = store.read(split, positions)
+    rows = Ragged(tokens.ids, tokens.lengths_of_rows)
+    # A token is a character at least, so the first ones hold all that is kept.
+    decoded = tokenizer.decode_batch([row[:TEXT_CHARACTERS].tolist() for row in rows], skip_special_tokens=True)
+    return [text[:TEXT_CHARACTERS] for text in decoded]
+
+
 def _in_words(
-    values: Sequence[Any], store: Store, split: str, tokenizer: "tokenizers.Tokenizer", alive: Callable[[], None]
+    values: Sequence[Any],
+    store: Store,
+    split: str,
+    task: Task,
+    tokenizer: "tokenizers.Tokenizer",
+    alive: Callable[[], None],
 ) -> list[Any]:
     """Slices of a row's tokens, and places in its windows, as their text."""
     found = list(values)
@@ -104,8 +125,24 @@ def _in_words(
         if isinstance(value, Place):
             begin = int(tokens.lengths[: value.window].sum())
             value = slice(begin + value.first, begin + value.last + 1)
-        found[row] = tokenizer.decode(tokens.ids[value].tolist())
+        [texts] = store.texts(split, np.array([row]))
+        found[row] = _written(texts, tokens, value, task, tokenizer) or tokenizer.decode(tokens.ids[value].tolist())
     return found
+
+
+def _written(
+    texts: tuple[str, str | None] | None, tokens: Tokens, places: slice, task: Task, tokenizer: "tokenizers.Tokenizer"
+) -> str:
+    """Some tokens of a row as they are written in its second text, or in its only one; empty where what is kept of the
+    texts does not make all tokens of the row."""
+    if texts is None:
+        return ""
+    text, pair = texts
+    [again] = task.encode(tokenizer, [text], None if pair is None else [pair], len(tokens.lengths))
+    if again.ids != tokens.ids.tolist():
+        return ""
+    source = text if pair is None else pair
+    return source[again.spans[places.start][0] : again.spans[places.stop - 1][1]]
 
 
 def _column(values: Sequence[Any]) -> pa.Array:

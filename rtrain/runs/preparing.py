@@ -4,23 +4,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from rtrain import config as configuration
 from rtrain.checkpoints import replica
 from rtrain.cluster import preflight, supply
-from rtrain.config import Config
-from rtrain.data import records, refusals, tokens
+from rtrain.config import Config, Recipe
+from rtrain.data import quarantine, records, refusals, separators, tokens
 from rtrain.data.order import Order, refuse_other, version
 from rtrain.data.stores import commit
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import device, model, precision
-from rtrain.report import versions
+from rtrain.report import label_counts, versions
 from rtrain.report.live import trackers
 from rtrain.run import Run
 from rtrain.runs import nodes, opening
+from rtrain.tasks import base
 from rtrain.training import losses
 
 DEVICE = "device"
 """The name under which a run keeps the decision."""
+
+
+TOLD = ("tokenised", "tokens_reused", "bad_rows", "label_column", "labels", "overlap")
+"""What is logged of a run's rows before it is followed, the first or the second of these first."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +49,12 @@ class Prepared:
 
 
 def check(
-    config: Config, root: Path | None = None, source: records.Source | None = None
+    config: Config, root: Path | None = None, source: records.Source | None = None, labels: bool = True
 ) -> tuple[records.Source, Path]:
-    """Everything that can be refused before Ray starts, all at once: files, columns, model, precision.
+    """Everything that can be refused before Ray starts, all at once: files, columns, labels, model, precision.
 
     What was copied from the hub under `root` is not asked for again, and the files of a `source` that was found before
-    are not looked at again.
+    are not looked at again. Without `labels` those of the rows are not: a run that is resumed reads them as it did.
     """
     problems: list[Any] = [
         *tokens.problems(config.recipe),
@@ -56,6 +64,8 @@ def check(
     folder = None
     try:
         source = source or records.inspect(config.recipe.data, root)
+        if labels:
+            problems += separators.problems(config.recipe, separators.shown(config.recipe, source))
     except ConfigError as error:
         problems += error.problems
     try:
@@ -85,10 +95,12 @@ def prepare(
     """
     chosen_folder, config = chosen(config, folder, reuse)
     run, root = Run(chosen_folder), tokens_root or chosen_folder.parent
-    source, weights = nodes.share(config, *check(config, root, source), root)
+    created = run.first("created")
+    source, weights = nodes.share(config, *check(config, root, source, labels=False), root)
     source = source.beside(root)
     config = model.resolved(config, weights)
-    origin, created = commit.origin(config.recipe, source, weights), run.first("created")
+    config, label_column = (config, None) if created else _separated(config, source)
+    origin = commit.origin(config.recipe, source, weights)
     if created and created["data_digest"] != tokens.digest(config.recipe, source, weights):
         raise _other_rows(run, created, origin)
     preflight.disk(run.folder, needed=_disk_needed(weights, config.recipe.train.keep))
@@ -127,7 +139,41 @@ def prepare(
         left_out=store.manifest.left_out,
         store=str(store.folder),
     )
+    if store.manifest.quarantined:
+        first, reasons = store.folder / quarantine.FIRST, quarantine.commonest(store.folder)
+        run.append("bad_rows", rows=store.manifest.quarantined, reasons=reasons, file=str(first))
+    if label_column:
+        run.append("label_column", **label_column)
+    for found in label_counts.told(store, base.get(frozen.recipe.task).output):
+        run.append("labels", **found)
+    for found in _overlaps(frozen.recipe, store):
+        run.append("overlap", **found)
     return Prepared(run, frozen, store, weights, chosen_device)
+
+
+def _separated(config: Config, source: records.Source) -> tuple[Config, dict[str, Any] | None]:
+    """The configuration with the separator that the labels show, and what the log is to say of them, if anything."""
+    recipe, shown = config.recipe, separators.shown(config.recipe, source)
+    if problems := separators.problems(recipe, shown):
+        raise ConfigError(problems)
+    told = separators.told(recipe, shown)
+    if told and told["what"] == "separator":
+        config = configuration.with_overrides(config, {"data.separator": told["sign"]})
+    return config, told
+
+
+def _overlaps(recipe: Recipe, store: Store) -> list[dict[str, Any]]:
+    """The splits with rows that are training rows too; and those with a file of their own of which nobody knows, since
+    an earlier version made the store."""
+    found: list[dict[str, Any]] = []
+    for split in ("valid", "test"):
+        seen, counted = store.seen(split), {"split": split, "rows": store.rows(split)}
+        if seen is not None and seen.any():
+            places = store.places(split, np.flatnonzero(seen))
+            found.append({**counted, "seen": int(seen.sum()), "places": places})
+        elif seen is None and getattr(recipe.data, split) and not base.get(recipe.task).packs:
+            found.append({**counted, "seen": None, "store": str(store.folder)})
+    return found
 
 
 def _device(config: Config, run: Run) -> device.Choice:
@@ -136,6 +182,13 @@ def _device(config: Config, run: Run) -> device.Choice:
     train = config.recipe.train
     wanted = train.device if train.device != "auto" else run.decisions.get(DEVICE, "auto")
     return device.choose(wanted, train.workers, train.min_workers, supply.most("gpu"), device.usable())
+
+
+def said_of_rows(run: Run) -> list[dict[str, Any]]:
+    """What the newest preparation of a run has logged of its rows."""
+    log = run.events(*TOLD)
+    last = max((place for place, event in enumerate(log) if event["kind"] in TOLD[:2]), default=0)
+    return log[last:]
 
 
 def chosen(config: Config, folder: Path, reuse: opening.Reuse) -> tuple[Path, Config]:

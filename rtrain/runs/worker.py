@@ -4,7 +4,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,10 +164,18 @@ class _Worker:
         share = ingest.Share(
             self.job.store.folder, self.job.order, self._world, self._rank, most_rows, most_tokens, teacher
         )
-        return lambda first, last: ingest.stream(share, first, last)
+        return lambda first, last: self._told(ingest.stream(share, first, last))
+
+    def _told(self, stream: Iterator[ingest.Update]) -> Iterator[ingest.Update]:
+        """The same updates; the log says when the first one is there, seconds before there is a loss to tell."""
+        for number, update in enumerate(stream):
+            if number == 0:
+                self.reporter.event("first_rows")
+            yield update
 
     def finish(self, outcome: loop.Outcome) -> None:
         """After the last update: the answers to the rows, their scores, and the artefact, all made by rank 0."""
+        self.reporter.event("writing")
         job, answers = self.job, dict(outcome.outcomes)
         if job.validates and "valid" not in answers:  # the best weights are an earlier start's
             answers["valid"] = evaluate.gathered(
@@ -242,13 +250,16 @@ def _calibrated(job: loop.Job, outcome: loop.Outcome, answers: dict[str, Ragged]
 
 def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged], alive: Callable[[], None]) -> None:
     """Every row's prediction, for people; and the scores in full, of which the log keeps the slices' headlines."""
-    tokenizer = load_tokenizer(source, job.recipe.data.max_tokens)
+    reading = reading_of(job.task, job.recipe.data)
+    tokenizer = load_tokenizer(source, reading.max_tokens, reading.stride)
     for split, found in outcomes.items():
         alive()
         predictions.write(job.run.predictions(split), split, job.store, job.task, job.head, found, tokenizer, alive)
         document = predictions.measured(job.store, split, job.task, job.head, found, alive)
         scores.write(job.run.scores(split), document)
         job.run.append("sliced", split=split, slices=scores.headlines(document))
+        if unseen := document.get("unseen"):
+            job.run.append("unseen", split=split, **unseen)
 
 
 def export(network: "transformers.PreTrainedModel", source: Path, job: loop.Job, outcome: loop.Outcome) -> Path:

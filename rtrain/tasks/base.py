@@ -6,7 +6,7 @@ steps to another task. No torch or transformers at module level: serving needs n
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -49,6 +49,17 @@ class Described(NamedTuple):
     """How sure the model is, 0 to 1; NaN where the task has no such thing."""
     loss: npt.NDArray[np.float64]
     """The row's own mean loss per target."""
+
+
+class Column(NamedTuple):
+    """A column of the answers, where rows are answered into a table."""
+
+    name: str
+    kind: Any
+    """Type of its values: `str`, `float`, `int` or `bool`; a list of one of these, as `[str]`; a list of objects, as
+    `[{"word": str, "start": int}]`; `object` for anything, which a table holds as JSON."""
+    value: Callable[[Any], Any]
+    """From an answer of `Task.decode` to the column's value; None where it has none."""
 
 
 Variation = Literal["text", "words", "nothing"]
@@ -171,6 +182,14 @@ class Task(Protocol):
         parameters: Mapping[str, Any],
     ) -> list[Any]:
         """The answer of /predict to each input, JSON; `serve.schema.PredictReply` describes its forms."""
+        ...
+
+    def columns(self, head: Head) -> list[Column]:
+        """The columns of an answer in a table. Raises `UserError` where a row has no one answer."""
+        ...
+
+    def least(self, head: Head) -> float | None:
+        """The score from which an entry of an answer counts; None where the first entry is the answer."""
         ...
 
     def asks(self, texts: Sequence[str], head: Head) -> list[Input]:

@@ -13,7 +13,7 @@ from rtrain.batch import OUTSIDE, Encoded, Floats, Head, Outputs, Ragged, Tokens
 from rtrain.errors import UserError
 from rtrain.metrics.calibration import softmax
 from rtrain.metrics.classification import choose_threshold
-from rtrain.tasks.base import Described, Input, Targets
+from rtrain.tasks.base import Column, Described, Input, Targets
 from rtrain.tasks.pooled import PooledTask, pooled
 
 if TYPE_CHECKING:
@@ -100,6 +100,16 @@ class Classification(PooledTask):
                 length = len(answer) if parameters.get("top_k") else len(answer) + 1
                 answer[:] = [{"label": head.facts["outside"], "score": float(1 - sure)}, *answer][:length]
         return answers
+
+    def columns(self, head: Head) -> list[Column]:
+        """`abstained`: the best class's chance is below the threshold, and the label is that of rows outside of all
+        classes. It has no value where the artefact has no such threshold."""
+        least, outside = refusal(head), head.facts.get("outside")
+        return [
+            Column("label", str, lambda answer: answer[0]["label"]),
+            Column("score", float, lambda answer: answer[0]["score"]),
+            Column("abstained", bool, lambda answer: answer[0]["label"] == outside if least else None),
+        ]
 
 
 def refusal(head: Head) -> float:

@@ -53,6 +53,12 @@ class Defaults:
     def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
         return {}
 
+    def columns(self, head: Head) -> list[base.Column]:
+        return [base.Column("answer", object, lambda answer: answer)]
+
+    def least(self, head: Head) -> float | None:
+        return None
+
     def asks(self, texts: Sequence[str], head: Head) -> list[base.Input]:
         if not self.needs_pair:
             return list(texts)

@@ -9,6 +9,7 @@ A summary's words are counted by blanks, and its length is by default the mean l
 first sentence may be longer: no summary is empty.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from rtrain.errors import UserError
 from rtrain.metrics import summary_rows, text as scores
 from rtrain.metrics.additive import Floats as Wide, Ints
 from rtrain.tasks import base
-from rtrain.tasks.base import Described, Input, Targets
+from rtrain.tasks.base import Column, Described, Input, Targets
 from rtrain.tasks.classification import divergence
 from rtrain.tasks.defaults import Defaults
 from rtrain.words import sentence_spans
@@ -145,6 +146,11 @@ class ExtractiveSummary(Defaults):
             ]
             answers.append({"summary": " ".join(text[start:end] for start, end, _ in found), "sentences": sentences})
         return answers
+
+    def columns(self, head: Head) -> list[Column]:
+        sentence = {"text": str, "score": float, "start": int, "end": int}
+        kinds = {"summary": str, "sentences": [sentence]}
+        return [Column(name, kind, operator.itemgetter(name)) for name, kind in kinds.items()]
 
 
 def places(encoded: Encoded, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from rtrain.batch import IGNORED, Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens
 from rtrain.errors import UserError
 from rtrain.metrics.calibration import softmax
-from rtrain.tasks.base import Described, Input, Targets
+from rtrain.tasks.base import Column, Described, Input, Targets
 from rtrain.tasks.defaults import Defaults
 
 if TYPE_CHECKING:
@@ -109,6 +109,12 @@ class MaskedLM(Defaults):
         mean = losses / np.maximum(1, guessed)
         share = [f"{int(good)} of {int(count)} masked tokens" for good, count in zip(right, guessed, strict=True)]
         return Described([""] * len(share), share, right / np.maximum(1, guessed), mean)
+
+    def columns(self, head: Head) -> list[Column]:
+        raise UserError(
+            "task=masked_lm: a masked language model guesses masked words, and a row of a file has no one answer; "
+            "train a task on it, with --model and the folder of this artefact, and answer rows with that"
+        )
 
     def asks(self, texts: Sequence[str], head: Head) -> list[Input]:
         """A mask before each text: at the end of a long one it would be cut off."""

@@ -5,6 +5,7 @@ counts for the others. Each head's loss is divided by that head's own number of 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from rtrain.batch import IGNORED, Encoded, Head, Outputs, Ragged, Tokens
 from rtrain.errors import UserError, quoted
 from rtrain.metrics.calibration import softmax
-from rtrain.tasks.base import Described, Input, Targets
+from rtrain.tasks.base import Column, Described, Input, Targets
 from rtrain.tasks.classification import divergence, ranked
 from rtrain.tasks.labels import BadLabel, flaw_of, parsed, text_of
 from rtrain.tasks.pooled import PooledTask, pooled
@@ -123,6 +124,18 @@ class MultiHead(PooledTask):
         logits = np.asarray(outputs)
         answers = {name: ranked(softmax(logits[:, columns]), own, parameters) for name, own, columns in heads(head)}
         return [{name: rows[row] for name, rows in answers.items()} for row in range(len(logits))]
+
+    def columns(self, head: Head) -> list[Column]:
+        """For each head its best label, in a column of the head's name, and that label's score."""
+        found = []
+        for name, _, _ in heads(head):
+            found.append(Column(name, str, partial(_best, name, "label")))
+            found.append(Column(f"{name} score", float, partial(_best, name, "score")))
+        return found
+
+
+def _best(head: str, entry: str, answer: Any) -> Any:
+    return answer[head][0][entry]
 
 
 def _labels(label: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from rtrain.batch import Encoded, Head, Outputs, Ragged, Tokens
 from rtrain.errors import UserError
-from rtrain.tasks.base import Described, Input, Targets
+from rtrain.tasks.base import Column, Described, Input, Targets
 from rtrain.tasks.classification import ranked
 from rtrain.tasks.labels import flaw_of, listed
 from rtrain.tasks.pooled import PooledTask, pooled
@@ -113,6 +113,17 @@ class MultiLabel(PooledTask):
     ) -> list[Any]:
         """`[{"label", "score"}, ...]` per row, best first; the scores are chances of their own, not shares of one."""
         return ranked(sigmoid(np.asarray(outputs)), head.labels, parameters)
+
+    def columns(self, head: Head) -> list[Column]:
+        """The labels from the threshold on, the surest first, and their scores; both may be empty."""
+        least = self.least(head)
+        return [
+            Column("labels", [str], lambda answer: [entry["label"] for entry in answer if entry["score"] >= least]),
+            Column("scores", [float], lambda answer: [entry["score"] for entry in answer if entry["score"] >= least]),
+        ]
+
+    def least(self, head: Head) -> float:
+        return threshold(head)
 
 
 def labels_of(label: str) -> list[str]:

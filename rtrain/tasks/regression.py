@@ -8,7 +8,7 @@ import numpy as np
 
 from rtrain.batch import Encoded, Head, Outputs, Ragged, Tokens
 from rtrain.errors import UserError, quoted
-from rtrain.tasks.base import Described, Input, Targets
+from rtrain.tasks.base import Column, Described, Input, Targets
 from rtrain.tasks.pooled import PooledTask, pooled
 
 if TYPE_CHECKING:
@@ -99,6 +99,9 @@ class Regression(PooledTask):
     ) -> list[Any]:
         """A number for each input, in the unit of the training scores."""
         return [float(value) for value in _unit(outputs, head)]
+
+    def columns(self, head: Head) -> list[Column]:
+        return [Column("value", float, lambda answer: answer)]
 
 
 def _unit(outputs: Outputs, head: Head) -> Any:

@@ -5,6 +5,7 @@ learned at its first token, as for questions without one (Devlin et al. 2019). T
 windows, given where it beats the first token's score by more than a threshold, which is chosen on the validation rows.
 """
 
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +17,7 @@ from rtrain.errors import UserError, quoted
 from rtrain.metrics import spans
 from rtrain.metrics.calibration import softmax
 from rtrain.tasks import base
-from rtrain.tasks.base import Described, Input, Targets
+from rtrain.tasks.base import Column, Described, Input, Targets
 from rtrain.tasks.defaults import Defaults
 from rtrain.tasks.encode import encode
 from rtrain.tasks.labels import parsed
@@ -190,6 +191,11 @@ class SpanQA(Defaults):
             else:
                 answers.append({"answer": given["context"][start:end], "score": best.score, "start": start, "end": end})
         return answers
+
+    def columns(self, head: Head) -> list[Column]:
+        """As in the HTTP answer: an answer that is not in the context is empty, with its place at 0."""
+        kinds = {"answer": str, "start": int, "end": int, "score": float}
+        return [Column(name, kind, operator.itemgetter(name)) for name, kind in kinds.items()]
 
     def judge(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
         """SQuAD's own scores, of the answers' texts: exact match and F1, 0 to 100."""

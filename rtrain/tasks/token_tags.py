@@ -15,7 +15,7 @@ from rtrain.errors import UserError, quoted
 from rtrain.metrics.calibration import softmax
 from rtrain.metrics.entities import entities
 from rtrain.tasks import base
-from rtrain.tasks.base import Described, Input, Targets
+from rtrain.tasks.base import Column, Described, Input, Targets
 from rtrain.tasks.classification import divergence
 from rtrain.tasks.defaults import Defaults
 from rtrain.tasks.labels import flaw_of, listed
@@ -137,6 +137,10 @@ class TokenTags(Defaults):
             [group for group, _, _ in located(text, output, row, head)]
             for text, output, row in zip(asked, outputs, encoded, strict=True)
         ]
+
+    def columns(self, head: Head) -> list[Column]:
+        entity = {"entity_group": str, "score": float, "word": str, "start": int, "end": int}
+        return [Column("entities", [entity], lambda answer: answer)]
 
 
 def names(places: Any, head: Head) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rtrain.batch import Head, Ints, Ragged
+from rtrain.batch import Head, Ragged
 from rtrain.checkpoints import checkpoint, loss_scale
 from rtrain.checkpoints.replica import Replica
 from rtrain.checkpoints.saver import Saver
@@ -19,7 +19,7 @@ from rtrain.metrics.by_output import metric_for
 from rtrain.network import device
 from rtrain.run import Run
 from rtrain.tasks import base
-from rtrain.training import optim, sharded, step
+from rtrain.training import best, optim, sharded, step
 from rtrain.training.cadence import Cadence
 from rtrain.training.evaluate import evaluate
 from rtrain.training.totals import Clock as Clock, Totals
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 GENESIS = bytes(32)
 """The ledger before the first update."""
-PLACES = 5
-"""How many rows of an update an error names."""
 NONE = -1
 """Stands for 'no update' in what ranks tell each other."""
 
@@ -113,6 +111,7 @@ class _Loop(step.Observer):
         self._totals = Totals()
         self._answers: dict[str, Ragged] = {}
         """Outcomes by split, of the best weights of this start."""
+        self._evaluations = best.evaluations(job.run.events("evaluated"), self._headline, state.update)
 
     def notice(self) -> bool:
         return self._reporter.notice()
@@ -191,14 +190,32 @@ class _Loop(step.Observer):
     def _evaluate(self) -> None:
         """Score the validation rows; where that is the best so far, the state and the answers say so."""
         kept: dict[str, Ragged] = {}
-        scores, state = self._scores("valid", kept), self._state
-        score = scores[self._headline]
-        self._reporter.event("evaluated", split="valid", update=state.update, scores=scores)
-        if state.best_score is None or score > state.best_score:
-            self._state = replace(state, best_update=state.update, best_score=score)
+        found, is_best = self._validated(self._state.update, kept)
+        if is_best:
+            self._state = best.kept(found, self._state)
             self._answers |= kept
-        percent = 100 * state.update / self._job.order.updates
-        self._reporter.score({"update": state.update, "percent": percent, "score": score})
+        percent = 100 * found.update / self._job.order.updates
+        self._reporter.score({"update": found.update, "percent": percent, "score": found.score})
+
+    def _validated(self, update: int, keep: dict[str, Ragged]) -> tuple[best.Evaluated, bool]:
+        """Score the validation rows by the weights of `update`, log it, and compare it with the best so far.
+
+        The rows' outcomes go into `keep`. Rank 0 alone computes the loss and compares: on another machine the sum over
+        the rows may differ in its last bit, and the ranks must agree on the best.
+        """
+        job, scores = self._job, self._scores("valid", keep)
+        found = best.Evaluated(update, scores[self._headline])
+
+        def compare() -> int:
+            nonlocal found
+            if outcomes := keep.get("valid"):
+                found = found._replace(loss=best.mean_loss(job.task, outcomes, job.store))
+            return best.better(found, best.of(self._state))
+
+        is_best = ranks.decided(self._exchange.watch, compare)
+        self._reporter.event("evaluated", split="valid", update=update, scores=scores, loss=found.loss)
+        self._evaluations[update] = found
+        return found, bool(is_best)
 
     def _scores(self, split: str, keep: dict[str, Ragged]) -> dict[str, float]:
         job = self._job
@@ -231,7 +248,7 @@ class _Loop(step.Observer):
         state = self._loaded(update, self._optimizer)
         # The best one is loaded at the end, so it must verify too; where it does not, the best is sought from here on.
         if self._best(state) == NONE:
-            return replace(state, best_update=None, best_score=None)
+            return best.kept(None, state)
         return state
 
     def _loaded(self, update: int, optimizer: "torch.optim.Optimizer | None" = None) -> checkpoint.State:
@@ -246,16 +263,15 @@ class _Loop(step.Observer):
 
     def _best(self, state: checkpoint.State) -> int:
         """Update of the best checkpoint, or NONE. Rank 0 verifies it, and reports where it is lost."""
-        best = state.best_update
-        if best is None:
+        update, folder = state.best_update, self._saver.folder
+        if update is None:
             return NONE
-        if best == state.update:  # verified when it was loaded, or the weights as they stand
-            return best
-        folder = self._saver.folder
-        found = ranks.decided(self._exchange.watch, lambda: best if checkpoint.sound(folder, best, state.run) else NONE)
-        if found == NONE:
-            self._reporter.event("best_lost", update=best)
-        return found
+        if update == state.update:  # verified when it was loaded, or the weights as they stand
+            return update
+        if ranks.decided(self._exchange.watch, lambda: checkpoint.sound(folder, update, state.run)):
+            return update
+        self._reporter.event("best_lost", update=update)
+        return NONE
 
     def _save(self) -> None:
         def take() -> int:
@@ -278,22 +294,22 @@ class _Loop(step.Observer):
 
         with self._clock.section("checkpoint"):
             ranks.decided(self._exchange.watch, flush)
-            best = self._best(state)
-        if best not in (NONE, state.update):
-            self._loaded(best)
-        score = state.best_score if best != NONE else None
-        if finished and best == NONE:
-            best = state.update
-        if finished and score is None and job.validates:  # the best weights are lost: the last ones have a score too
-            found = self._scores("valid", self._answers)
-            self._reporter.event("evaluated", split="valid", update=best, scores=found)
-            score = found[self._headline]
-        scores = {"valid": {self._headline: score or 0.0}} if job.validates else {}
+            update = self._best(state)
+        if update not in (NONE, state.update):
+            self._loaded(update)
+        chosen = best.of(state) if update != NONE else None
+        if finished and update == NONE:
+            update = state.update
+        if finished and chosen is None and job.validates:  # the best weights are lost: the last ones have a score too
+            chosen, _ = self._validated(update, self._answers)
+        scores = {"valid": {self._headline: chosen.score if chosen else 0.0}} if job.validates else {}
+        if finished and chosen is not None:
+            self._reporter.event("best", headline=self._headline, **best.said(chosen, self._evaluations))
         if finished:
             scores["test"] = self._scores("test", self._answers)
-            self._reporter.event("evaluated", split="test", update=best, scores=scores["test"])
-        self._report_sums(finished, best)
-        return Outcome(finished, best, state.ledger, scores, self._answers)
+            self._reporter.event("evaluated", split="test", update=update, scores=scores["test"])
+        self._report_sums(finished, update)
+        return Outcome(finished, update, state.ledger, scores, self._answers)
 
     def _report_sums(self, finished: bool, best: int) -> None:
         exchange, state = self._exchange, self._state
@@ -372,15 +388,7 @@ def one_update(
 
 
 def _named(job: Job, number: int) -> str:
-    return f"update {number} ({_places(job.store, job.order.positions(number))})"
-
-
-def _places(store: Store, positions: Ints) -> str:
-    """Where an update's rows come from, for a person: the first few by file and line."""
-    rows = store.origins("train").take(sorted(positions)[:PLACES])
-    found = [f"{row['source']}:{row['line']}" for row in rows.select(["source", "line"]).to_pylist()]
-    more = len(positions) - len(found)
-    return ", ".join(found) + (f" and {more} more rows" if more else "")
+    return f"update {number} ({job.store.places('train', job.order.positions(number))})"
 
 
 def _seed(*parts: int) -> int:

@@ -3,6 +3,7 @@
 An address is a file, a folder, a glob, a folder of `datasets`, or the name of a data set on the hub.
 """
 
+import difflib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -83,7 +84,10 @@ def tells_format(name: str) -> bool:
 
 def _nearby(filesystem: Any, path: str) -> str:
     parent = str(Path(path).parent)
-    names = sorted(Path(name).name for name in filesystem.ls(parent, detail=False)) if filesystem.isdir(parent) else []
+    found = filesystem.ls(parent, detail=False) if filesystem.isdir(parent) else []
+    names = sorted(name for name in (Path(entry).name for entry in found) if name[0] != ".")
+    if near := difflib.get_close_matches(Path(path).name, names, n=1):
+        return f"did you mean {Path(parent) / near[0]}?"
     listed = ", ".join(names[:8])
     return f"{parent} holds {listed}" if names else "write the path of an existing file, or a hub name (owner/name)"
 

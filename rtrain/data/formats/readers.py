@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
 from rtrain.data.formats.parts import WHOLE, Part, row_groups
@@ -10,7 +10,8 @@ from rtrain.errors import quoted
 
 
 def csv_rows(file: IO[bytes], format: str, before: int = 0) -> Iterator[tuple[int, list[str] | str]]:
-    """(line, values) of each row, or (line, reason) if it cannot be read. `file` begins behind `before` lines."""
+    """(line, values) of each line or row, or (line, reason) if it cannot be read; a blank line has no values. `file`
+    begins behind `before` lines."""
     # A row of a megabyte must become a bad row with its line, not csv's error "field larger than field limit".
     csv.field_size_limit(1 << 30)
     # Tab-separated files have no quoting by convention: a quote is a character of the text.
@@ -23,7 +24,6 @@ def csv_rows(file: IO[bytes], format: str, before: int = 0) -> Iterator[tuple[in
         ended = True
 
     reader = csv.reader(lines(), **options)
-    first = before == 0
     while True:
         line = before + reader.line_num + 1
         try:
@@ -38,9 +38,8 @@ def csv_rows(file: IO[bytes], format: str, before: int = 0) -> Iterator[tuple[in
             # file.
             reason = f"the quote that opens in line {line} is never closed; close it, or double one that is text"
             yield from ((number, reason) for number in range(line, before + reader.line_num + 1))
-        elif values or first:
+        else:
             yield line, values
-        first = False
 
 
 def json_rows(file: IO[bytes], before: int = 0) -> Iterator[tuple[int, Any]]:
@@ -73,6 +72,42 @@ def arrow_schema(file: IO[bytes], format: str) -> Any:
     )
 
 
+def arrow_size(file: IO[bytes], format: str) -> tuple[Any, int, int]:
+    """The Arrow schema of a parquet or `datasets` file, its rows, and the bytes that they take in memory, about."""
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    if format == "parquet":
+        opened = pyarrow.parquet.ParquetFile(file)
+        groups = (opened.metadata.row_group(number) for number in range(opened.metadata.num_row_groups))
+        return opened.schema_arrow, opened.metadata.num_rows, sum(group.total_byte_size for group in groups)
+    rows = size = 0
+    stream = pyarrow.ipc.open_stream(file)
+    for batch in stream:
+        rows, size = rows + batch.num_rows, size + batch.nbytes
+    return stream.schema, rows, size
+
+
+def arrow_batches(file: IO[bytes], format: str, first: int) -> Iterator[Any]:
+    """The Arrow batches of a parquet or `datasets` file from the row `first` (from 0) on, with all columns."""
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    batches: Iterable[Any]
+    if format == "parquet":
+        opened = pyarrow.parquet.ParquetFile(file)
+        _, before = row_groups(opened.metadata)
+        group = max((number for number, rows in enumerate(before) if rows <= first), default=0)
+        first -= before[group] if before else 0
+        batches = opened.iter_batches(1024, list(range(group, len(before))))
+    else:
+        batches = pyarrow.ipc.open_stream(file)
+    for batch in batches:
+        if first < batch.num_rows:
+            yield batch.slice(first)
+        first = max(0, first - batch.num_rows)
+
+
 class _Bad(NamedTuple):
     """Stands for a value that cannot be turned into a Python object."""
 
@@ -101,9 +136,18 @@ def arrow_rows(file: IO[bytes], format: str, columns: list[str], part: Part = WH
         for column in columns:
             if (known := names(column)) is not None:
                 lists[column] = [_named(column, value, known) for value in lists[column]]
-        for values in zip(*lists.values(), strict=True):
-            bad = next((value.reason for value in values if isinstance(value, _Bad)), None)
-            yield bad or dict(zip(columns, values, strict=True))
+        yield from _joined(lists)
+
+
+def table_rows(table: Any, columns: Sequence[str]) -> Iterator[dict[str, Any] | str]:
+    """The columns of each row of an Arrow table or batch by name, or the reason why it cannot be read."""
+    yield from _joined({column: _values(column, table.column(column)) for column in columns})
+
+
+def _joined(lists: dict[str, list[Any]]) -> Iterator[dict[str, Any] | str]:
+    for values in zip(*lists.values(), strict=True):
+        bad = next((value.reason for value in values if isinstance(value, _Bad)), None)
+        yield bad or dict(zip(lists, values, strict=True))
 
 
 def _values(column: str, array: Any) -> list[Any]:
@@ -148,12 +192,12 @@ def conll_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | str]]:
         yield sentence.line, sentence.reason or {"tokens": list(sentence.tokens), "tags": list(sentence.tags)}
 
 
-def squad_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | str]]:
+def squad_rows(file: IO[bytes], labelled: bool = True) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """(number, row) of each question, with columns `id`, `title`, `question`, `context`, and `answers`, a list of
     `{"text", "start"}`. A bad question gives its reason."""
     from rtrain.data.formats import squad
 
-    for row in squad.read(file):
+    for row in squad.read(file, labelled):
         answers = [answer._asdict() for answer in row.answers]
         columns = {"id": row.id, "title": row.title, "question": row.question, "context": row.context}
         yield row.line, row.reason or {**columns, "answers": answers}

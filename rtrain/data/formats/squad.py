@@ -50,9 +50,12 @@ class _Bad(Exception):
     """Why a part of the file cannot be used, and what to do."""
 
 
-def read(file: IO[bytes]) -> Iterator[Question]:
-    """The questions of a file, in order. A broken part (an article, a paragraph, the rest of the file) gives one row
-    with a reason; each question of a paragraph with a bad context gives one."""
+def read(file: IO[bytes], labelled: bool = True) -> Iterator[Question]:
+    """The questions of a file, in order; they may lack their answers where they are not `labelled`.
+
+    A broken part (an article, a paragraph, the rest of the file) gives one row with a reason; each question of a
+    paragraph with a bad context gives one.
+    """
     line = 0
     seen: dict[str, int] = {}
     for where, value in _parts(file):
@@ -62,7 +65,7 @@ def read(file: IO[bytes]) -> Iterator[Question]:
             continue
         title, context, question = value
         try:
-            row = _question(line, where, title, context, question)
+            row = _question(line, where, title, context, question, labelled)
             if row.id in seen:
                 raise _Bad(f"its id {quoted(row.id)} is that of question {seen[row.id]} too; give each its own")
             seen[row.id] = line
@@ -78,7 +81,7 @@ def _refused(line: int, where: str, bad: _Bad) -> Question:
 # ------------------------------------------------------------------------------------------------------------ one row
 
 
-def _question(line: int, where: str, title: str, context: str, question: Any) -> Question:
+def _question(line: int, where: str, title: str, context: str, question: Any, labelled: bool) -> Question:
     if not isinstance(question, dict):
         raise _Bad("not a JSON object; a question has id, question and answers")
     identity = question.get("id")
@@ -90,12 +93,12 @@ def _question(line: int, where: str, title: str, context: str, question: Any) ->
     impossible = question.get("is_impossible", False)
     if not isinstance(impossible, bool):
         raise _Bad("is_impossible is neither true nor false; correct it")
-    if not isinstance(found := question.get("answers"), list):
+    if not isinstance(found := question.get("answers", None if labelled else []), list):
         raise _Bad('answers is missing or no list; write {"text", "answer_start"} objects, or [] with is_impossible')
     answers = tuple(_answer(number, answer, context) for number, answer in enumerate(found))
     if impossible and answers:
         raise _Bad("is_impossible is true, but there are answers; remove one of the two")
-    if not impossible and not answers:
+    if labelled and not impossible and not answers:
         raise _Bad("it has no answer; write one, or is_impossible: true")
     for name, value in (("id", identity), ("title", title)):
         _check_utf8(name, value)

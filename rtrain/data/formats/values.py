@@ -2,12 +2,13 @@
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from rtrain.config import Data
 
 
-def not_words(data: Data, row: dict[str, Any]) -> str | None:
+def not_words(data: Data, row: Mapping[str, Any]) -> str | None:
     """Why a text column's list cannot be words, or None. Nulls and objects, written as text, would be words that nobody
     wrote."""
     for column in (data.text, data.text_pair):

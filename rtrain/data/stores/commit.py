@@ -3,7 +3,7 @@
 All rows of a store are held at once here, as columns and without their tokens, which stay in the shards.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from rtrain.batch import Head, Ragged
 from rtrain.config import Recipe
-from rtrain.data import quarantine, records, refusals
+from rtrain.data import overlap, quarantine, records, refusals, separators
 from rtrain.data.formats import digests
 from rtrain.data.stores import columns, store
 from rtrain.data.stores.shards import BAD, LEFT_OUT, SLICE, SPLIT_CODES, Job, tokenizer_of
@@ -45,7 +45,9 @@ class _Rows:
     @classmethod
     def read(cls, folder: Path, names: list[str]) -> "_Rows | None":
         """The rows of the named shards of a store's folder; None if there are none."""
-        shards = [store.map_table(folder / "shards" / name).drop_columns(["ids", "windows"]) for name in names]
+        shards = [
+            store.map_table(folder / "shards" / name).drop_columns(["ids", "windows", "text", "pair"]) for name in names
+        ]
         table = pa.concat_tables(shards) if shards else None
         if table is None or table.num_rows == 0:
             return None
@@ -99,7 +101,10 @@ def commit(job: Job, source: records.Source, writer: store.Writer, written: list
     task = base.get(recipe.task)
     # Copies are not counted: some rows have more copies than others, and labels would seem more frequent than they are.
     trained_on = (rows.split == SPLIT_CODES["train"]) & ~rows.copy
-    head = _head(job, task, columns.Counts(columns.chosen(rows.table["label"], trained_on)))
+    labels = columns.Counts(columns.chosen(rows.table["label"], trained_on))
+    if problem := separators.late_problem(recipe, labels):
+        raise UserError(problem)
+    head = _head(job, task, labels)
     before = rows.split.copy()
     targets = _targets(task, head, rows)
     unseen = np.flatnonzero(rows.split != before)
@@ -185,7 +190,23 @@ def _write_indexes(
         origins = {"source": columns.named(names, rows.shard[chosen]), "line": pa.array(rows.lines[chosen])}
         slices = {name: columns.chosen(rows.table[SLICE + name], mask) for name in job.recipe.data.slices}
         write(f"rows-{split}.arrow", {**origins, **slices})
+        if split != "train" and "key" in rows.table.column_names:
+            write(f"seen-{split}.arrow", {"seen": pa.array(_seen(rows, mask))})
     return files
+
+
+def _seen(rows: _Rows, mask: columns.Mask) -> columns.Mask:
+    """Which rows of a split are training rows too."""
+    column, start = rows.table["key"], 0
+
+    def trained_on() -> Iterator[overlap.Keys]:
+        nonlocal start
+        for chunk in column.chunks:
+            end = start + len(chunk)
+            yield chunk.to_numpy()[rows.split[start:end] == SPLIT_CODES["train"]]
+            start = end
+
+    return overlap.seen(trained_on(), columns.chosen(column, mask).to_numpy())
 
 
 def origin(recipe: Recipe, source: records.Source, model: Path) -> dict[str, dict[str, str]]:

@@ -5,7 +5,7 @@ A shard is a table of up to `SHARD_ROWS` rows. The commit (`rtrain.data.stores.c
 
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from rtrain.batch import Encoded, Ragged
 from rtrain.config import Recipe
-from rtrain.data import packing, pieces, records
+from rtrain.data import overlap, packing, pieces, records
 from rtrain.data.augment import rewriting, variants
 from rtrain.data.formats import parts
 from rtrain.data.formats.files import Piece
@@ -30,10 +30,13 @@ from rtrain.tasks.encode import load_tokenizer, reading_of
 SHARD_ROWS = 8192
 SPLIT_CODES = {name: code for code, name in enumerate(store.SPLITS)}
 """The number of each split in a shard's column `split`."""
+HELD_OUT = (SPLIT_CODES["valid"], SPLIT_CODES["test"])
 BAD = 255
 """In that column: the row cannot be used, and goes into quarantine."""
 LEFT_OUT = 254
 """In that column: a training row of the label `data.outside`, which is sound and is not trained on."""
+KEPT_CHARACTERS = 2000
+"""Most characters that are kept of each text of a row that is not trained on: for people, who read its answer."""
 SLICE = "slice:"
 """The shards' columns for `data.slices` begin with this."""
 
@@ -170,10 +173,13 @@ def _encode(
         task.marks(record.text, record.pair, record.label, row) if record.reason is None else []
         for record, row in zip(batch, encoded, strict=True)
     ]
-    slices = {
+    further = {
         SLICE + name: pa.array([printable(record.slices[place]) if record.slices else "" for record in batch])
         for place, name in enumerate(data.slices)
     }
+    if not task.packs:  # blocks of text are cut by the texts before them, and so repeat nothing as a whole
+        further["key"] = pa.array([overlap.key(record) for record in batch], pa.uint64())
+    kept = [row.split in HELD_OUT for row in rows]
     return pa.table(
         {
             "ids": _lists([row.ids for row in encoded]),
@@ -187,8 +193,18 @@ def _encode(
             "label": pa.array([printable(record.label) for record in batch]),
             "line": pa.array([record.line for record in batch], pa.int64()),
             "reason": pa.array([record.reason for record in batch], pa.string()),
-            **slices,
+            "text": _kept([record.text for record in batch], kept),
+            "pair": _kept([record.pair for record in batch], kept),
+            **further,
         }
+    )
+
+
+def _kept(texts: Sequence[str | None], kept: Sequence[bool]) -> pa.Array:
+    """The first characters of the texts that are kept, as they are written; null for the others."""
+    pairs = zip(texts, kept, strict=True)
+    return pa.array(
+        [printable(text[:KEPT_CHARACTERS]) if keep and text is not None else None for text, keep in pairs], pa.string()
     )
 
 

@@ -4,7 +4,9 @@
     manifest.json               written last: its presence means complete; size and SHA-256 of indexes, rows and shards
     index-{train,valid,test}.arrow   one line per row: row_id, shard, offset, length (tokens), targets
     rows-{train,valid,test}.arrow    where each row came from (source, line), and its values of data.slices
-    shards/<piece>-<part>.arrow      tokens (ids; windows: length and second of each), and what the index was made from
+    seen-{valid,test}.arrow          whether each row is a training row too
+    shards/<piece>-<part>.arrow      tokens (ids; windows: length and second of each), what the index was made from, and
+                                     the beginning of the texts of rows that are not trained on
     quarantine.parquet          bad rows: source, line, reason
 
 A file is checked against its SHA-256 when a process first maps it, so that no row of a changed file is trained on. A
@@ -39,6 +41,10 @@ SUMMED_ROWS = 256
 take 800 MB."""
 SHARDS_OPEN = 1280
 """Shards that a process keeps mapped: those of two shuffle windows, each of 512 blocks that lie in one shard or two."""
+
+
+PLACES = 5
+"""How many rows a message names."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,44 @@ class Store:
         """Where each row came from, in index order: `source` (text), `line` (integer), a text column for each of
         `data.slices`."""
         return self._open(f"rows-{split}.arrow")
+
+    def seen(self, split: str) -> npt.NDArray[np.bool_] | None:
+        """Whether each held-out row is a training row too (`rtrain.data.overlap`).
+
+        None where that was not looked for: rows are blocks of text, or an earlier version made the store.
+        """
+        name = f"seen-{split}.arrow"
+        if name not in self.manifest.files:
+            return None
+        column = self._open(name)["seen"]
+        return column.to_numpy() if len(column) else np.empty(0, dtype=np.bool_)
+
+    def texts(self, split: str, positions: Ints) -> list[tuple[str, str | None] | None]:
+        """The first characters of the two texts of held-out rows, as they are written (`shards.KEPT_CHARACTERS`).
+
+        None for a row whose texts are not kept: it is trained on, or an earlier version made the store.
+        """
+        shards, offsets = self.column(split, "shard")[positions], self.column(split, "offset")[positions]
+        return [self._kept(int(shard), int(offset)) for shard, offset in zip(shards, offsets, strict=True)]
+
+    @lru_cache(maxsize=8)  # noqa: B019 - a store lives as long as its process
+    def _written(self, number: int) -> pa.Table:
+        table = self._open(self._shards[number])
+        return table.select([name for name in ("text", "pair") if name in table.column_names])
+
+    def _kept(self, shard: int, offset: int) -> tuple[str, str | None] | None:
+        table = self._written(shard)
+        if "text" not in table.column_names:
+            return None
+        text = table["text"][offset].as_py()
+        return None if text is None else (text, table["pair"][offset].as_py())
+
+    def places(self, split: str, positions: Ints) -> str:
+        """Where rows come from, for a person: the first few by file and line."""
+        rows = self.origins(split).take(sorted(positions)[:PLACES])
+        found = [f"{row['source']}:{row['line']}" for row in rows.select(["source", "line"]).to_pylist()]
+        more = len(positions) - len(found)
+        return ", ".join(found) + (f" and {more} more rows" if more else "")
 
     @lru_cache(maxsize=SHARDS_OPEN)  # noqa: B019 - a store lives as long as its process
     def _shard(self, number: int) -> tuple[Int32s, Int32s, Int32s, Int32s]:

@@ -21,6 +21,7 @@ from rtrain.report.drawing.svg import (
     SERIES,
     TOP,
     WIDTH,
+    Logarithmic,
     Scale,
     axes,
     bottom_axis,
@@ -213,6 +214,33 @@ def scatter(xs: Floats, ys: Floats, x_label: str, y_label: str, *, diagonal: boo
         tag("circle", cx=round(x(a), 1), cy=round(y(b), 1), r=2, class_="dot s0") for a, b in zip(xs, ys, strict=True)
     ]
     return svg(*parts, label=f"{y_label} against {x_label}, {len(xs)} points")
+
+
+@dataclass(frozen=True)
+class Dot:
+    x: float
+    y: float
+    series: int
+    """Place of its name in the legend."""
+    name: str
+    hint: str = ""
+
+
+def dots(items: Sequence[Dot], names: Sequence[str], x_label: str, y_label: str) -> Markup:
+    """A named point per item over a logarithmic axis, coloured by series. A name that would lie on another one is left
+    to the pointer."""
+    _, y = _plane([], [dot.y for dot in items], pad=0.1)
+    x = Logarithmic.over([dot.x for dot in items], LEFT + 14, WIDTH - RIGHT - 14, pad=0.04)
+    parts, taken = [axes(x, y, x_label, y_label), legend(names)], list[tuple[float, float]]()
+    for dot in items:
+        at, up, wide = x(dot.x), y(dot.y), LETTER * len(dot.name)
+        css = f"bubble s{dot.series % SERIES}"
+        parts.append(tag("circle", tag("title", dot.hint or dot.name), cx=at, cy=up, r=5, class_=css))
+        left = at + 8 if at + 8 + wide < WIDTH else at - 8 - wide
+        if all(abs(left - other) > wide + 4 or abs(up - height) > 11 for other, height in taken):
+            taken.append((left, up))
+            parts.append(text(left, up + 4, dot.name, css="mute"))
+    return svg(*parts, label=f"{y_label} over {x_label}, {len(items)} points")
 
 
 def stack(parts_of: Sequence[tuple[str, float]], unit: str) -> Markup:

@@ -15,14 +15,15 @@ from markupsafe import Markup
 from rtrain.report.drawing.blocks import Section, Tile
 from rtrain.report.drawing.svg import visible
 
-_PIECE = re.compile(r"\s+|\d{1,12}(?:[.,]\d{1,12})+[,;:.)]*|[^\s_/.:-]{1,22}[_/.:-]*|[_/.:-]+")
+_PIECE = re.compile(r"\s+|[(+-]{0,2}\d{1,12}(?:[.,]\d{1,12})+[,;:.)]*|[^\s_/.:-]{1,22}[_/.:-]*|[_/.:-]+")
 """What of a cell stays on one line: figures as a whole."""
 
 
-def render(name: str, recipe: str, tiles: Sequence[Tile], sections: Sequence[Section]) -> str:
-    """The whole page, with the time at which it was made."""
+def render(name: str, about: str, tiles: Sequence[Tile], sections: Sequence[Section], lead: str = "") -> str:
+    """The whole page, with the time at which it was made. `about` says of what it is, `lead` what comes first: the
+    outcome in a sentence."""
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    return str(_template().render(name=name, recipe=recipe, made=made, tiles=tiles, sections=sections))
+    return str(_template().render(name=name, about=about, lead=lead, made=made, tiles=tiles, sections=sections))
 
 
 def _template() -> Any:

@@ -132,6 +132,35 @@ class Scale:
     def __call__(self, value: float) -> float:
         return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
 
+    def ticks(self, about: int = 5) -> list[float]:
+        return ticks(self.low, self.high, about)
+
+
+class Logarithmic(Scale):
+    """Equal ratios are equally long; all values are above 0."""
+
+    @classmethod
+    def over(cls, values: Sequence[float], start: float, stop: float, *, pad: float = 0.0) -> "Logarithmic":
+        low, high = (min(values), max(values)) if values else (1.0, 10.0)
+        if high <= low:
+            low, high = low / 2, high * 2
+        extra = (high / low) ** pad
+        return cls(low / extra, high * extra, start, stop)
+
+    def __call__(self, value: float) -> float:
+        share = math.log(value / self.low) / math.log(self.high / self.low)
+        return self.start + share * (self.stop - self.start)
+
+    def ticks(self, about: int = 5) -> list[float]:
+        """1, 2 and 5 times the powers of ten; the powers alone where these are too many."""
+        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        for steps in ((1, 2, 5), (1,)):
+            found = [step * 10.0**power for power in powers for step in steps]
+            inside = [value for value in found if self.low <= value <= self.high]
+            if len(inside) <= about + 1:
+                break
+        return inside
+
 
 def text(x: float, y: float, words: str, *, anchor: str = "start", css: str | None = None, full: str = "") -> Markup:
     """A label; `full` is what a pointer over it shows."""
@@ -155,10 +184,10 @@ def points(xs: Sequence[float], ys: Sequence[float]) -> str:
 def axes(x: Scale, y: Scale, x_label: str, y_label: str) -> Markup:
     """Grid, ticks and labels of a chart of two numeric axes."""
     parts = []
-    for value in ticks(y.low, y.high):
+    for value in y.ticks():
         parts.append(line(x.start, y(value), x.stop, y(value), "grid"))
         parts.append(text(x.start - 5, y(value) + 3.5, number(value), anchor="end"))
-    parts += [_bottom(value, x, y.start) for value in ticks(x.low, x.high, 6)]
+    parts += [_bottom(value, x, y.start) for value in x.ticks(6)]
     parts.append(line(x.start, y.start, x.stop, y.start, "axis"))
     parts += [_label(x, x_label, y.start), text(2, 11, y_label, css="label")]
     return Markup("").join(parts)
@@ -166,12 +195,14 @@ def axes(x: Scale, y: Scale, x_label: str, y_label: str) -> Markup:
 
 def bottom_axis(x: Scale, y: float, top: float, label: str) -> Markup:
     """The numeric axis of a chart with one row per name: ticks below, grid lines up to `top`."""
-    parts = [line(x(value), y, x(value), top, "grid") + _bottom(value, x, y) for value in ticks(x.low, x.high, 5)]
+    parts = [line(x(value), y, x(value), top, "grid") + _bottom(value, x, y) for value in x.ticks()]
     return Markup("").join([*parts, _label(x, label, y)])
 
 
 def _bottom(value: float, x: Scale, y: float) -> Markup:
-    return text(x(value), y + 14, number(value), anchor="middle")
+    figure = number(value)
+    at = min(x(value), WIDTH - LETTER * len(figure) / 2)  # of the last tick all digits are seen
+    return text(at, y + 14, figure, anchor="middle")
 
 
 def _label(x: Scale, label: str, y: float) -> Markup:

@@ -1,13 +1,16 @@
 """What a user sees while a command runs: one live line on a terminal, plain lines elsewhere; all of it on stderr."""
 
+import shlex
 import sys
-import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from rtrain.report.live import said
+from rtrain.report.live.waited import Waited
 from rtrain.run import Run
 
 
@@ -16,15 +19,25 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-class Line:
-    """Turns a run's events into progress. Use as a context manager; call it with each event."""
+def then(*words: object) -> str:
+    """The line that says what to do next: a command of rtrain's that can be pasted."""
+    return f"next: {shlex.join(['rtrain', *map(str, words)])}"
 
-    def __init__(self) -> None:
+
+class Line:
+    """Turns a run's events into progress. Use as a context manager; call it with each event.
+
+    `waited`: what has counted the seconds since the command began; the times of the lines are its own.
+    """
+
+    def __init__(self, waited: Waited | None = None) -> None:
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
-        self._status = self._console.status("starting Ray") if self._console.is_terminal else None
-        self._started = time.monotonic()
-        self._first: dict[str, Any] | None = None
-        self._starts = 0
+        self._status = self._console.status("") if self._console.is_terminal else None
+        self._waited = waited or Waited()
+        self._trial: int | None = None
+        self._first: dict[int | None, dict[str, Any]] = {}
+        """By trial; trials of a search run beside each other."""
+        self._starts: Counter[int | None] = Counter()
 
     def __enter__(self) -> "Line":
         if self._status:
@@ -37,21 +50,34 @@ class Line:
 
     def __call__(self, event: dict[str, Any]) -> None:
         kind = event["kind"]
-        if kind == "started":
-            self._first = None
-            self._starts += 1
+        self._trial = event.get("trial")
+        if kind == "doing":
+            self._waited.enter(event["phase"])
+            self._now(event["text"])
+        elif kind == "started":
+            self._waited.enter("training")
+            self._first.pop(self._trial, None)
+            self._starts[self._trial] += 1
             rate = f", learning rate {event['lr']:.3g} at its peak" if "lr" in event else ""
             workers = f"{event['workers']} worker{'' if event['workers'] == 1 else 's'}"
             where = f" on {event['device']}" if "device" in event else ""
             self._now(f"{workers}{where}, {event['precision']}{rate}, from update {event['update']}")
         elif kind in ("tokenised", "tokens_reused"):
-            self._starts = 0  # said once a run: the next trial of a search, or stage of the demo, is no restart
+            self._starts[self._trial] = 0  # said once a run: the next stage of the demo is no restart
             self._keep(_rows_text(event))
+        elif kind == "first_rows":
+            self._now("the first rows are there")
+        elif kind == "writing":
+            self._waited.enter("writing")
+            self._now("writing predictions, scores and the artefact")
         elif kind == "progress":
             self._now(f"update {event['update']}/{event['of']}  loss {event['loss']:.4f}{self._pace(event)}")
-        elif kind == "evaluated":
-            scores = "  ".join(f"{name} {value:.4f}" for name, value in event["scores"].items() if name != "rows")
-            self._keep(f"update {event['update']}  {event['split']}: {scores}  ({event['scores']['rows']} rows)")
+        elif kind == "answered":
+            speed = event["rows_per_second"]
+            pace = "" if speed is None else f"  {speed:,.0f} rows/s  {event['left_s']:.0f} s left"
+            self._now(f"row {event['rows']:,}/{event['of']:,}{pace}")
+        elif text := said.of(event):
+            self._keep(text)
         elif kind == "crashed":
             hung = f"; what it hung in: {', '.join(event['stalled'])}" if event["stalled"] else ""
             self._keep(f"{event['cause']}: {event['error']}{hung}; going on from update {event['resumes_from']}")
@@ -94,23 +120,24 @@ class Line:
 
     def _pace(self, event: dict[str, Any]) -> str:
         """Speed and time left by the wall clock since this start's first progress, which follows its first batch."""
-        restarts = self._starts - 1
+        restarts = self._starts[self._trial] - 1
         again = f"  {restarts} restart{'s' if restarts > 1 else ''}" if restarts > 0 else ""
-        if self._first is None:
-            self._first = event
-            return again
-        seconds, updates = event["time"] - self._first["time"], event["update"] - self._first["update"]
+        first = self._first.setdefault(self._trial, event)
+        seconds, updates = event["time"] - first["time"], event["update"] - first["update"]
         if updates <= 0 or seconds <= 0:
             return again
         speeds = ""
         if "rows" in event:
-            rows, tokens = ((event[name] - self._first[name]) / seconds for name in ("rows", "real_tokens"))
+            rows, tokens = ((event[name] - first[name]) / seconds for name in ("rows", "real_tokens"))
             speeds = f"  {rows:,.0f} rows/s, {tokens:,.0f} tokens/s"
         return f"{speeds}  {seconds / updates * (event['of'] - event['update']):.0f} s left{again}"
 
+    def _named(self, text: str) -> str:
+        return text if self._trial is None else f"trial {self._trial}: {text}"
+
     def _now(self, text: str) -> None:
         if self._status:
-            shown = Text(text)  # a str would be read as markup
+            shown = Text(self._named(text))  # a str would be read as markup
             shown.truncate(self._console.width - 2, overflow="ellipsis")  # beside the spinner: one line on any width
             self._status.update(shown)
         else:
@@ -118,7 +145,7 @@ class Line:
 
     def _keep(self, text: str) -> None:
         """A line that stays. Printed as it is: text of the user's data must not be read as markup or control codes."""
-        line = f"{time.monotonic() - self._started:6.1f} s  {text}"
+        line = f"{self._waited.seconds:6.1f} s  {self._named(text)}"
         shown = (char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
         self._console.print("".join(shown), soft_wrap=True)
 
@@ -145,20 +172,46 @@ def summary_text(summary: dict[str, Any], run: Run) -> str:
         f"test ({test.get('rows', 0)} rows): {scores}" if test else "no test score yet",
         f"run: {run}",
     ]
-    if run.artifact.is_dir():
-        lines.append(f"next: rtrain predict {run.artifact} 'a text'   or: rtrain serve {run.artifact}")
+    if run.report.is_file():
+        lines.append(f"report: {run.report}")
     return "\n".join(lines)
 
 
-def search_text(found: Any, winner: dict[str, Any]) -> str:
-    """The trials, best first, and what became of the winner."""
-    lines = [f"{'trial':>5}  {'lr':>8}  {'k':>2}  {'updates':>7}  {'valid':>7}  status"]
+MEANING = {
+    "k": "passes of a worker between two exchanges of gradients (train.aggregation_frequency)",
+    "paused": "came to the search's budget, and can be trained on",
+    "stopped": "was among the worse half at a rung, and was ended there",
+}
+"""The words of a search's table."""
+
+
+def after(run: Run, *words: object) -> str:
+    """What to do with a run next: where it has not ended, go on by the verb and arguments `words`; else use its
+    artefact."""
+    created = run.first("created") or {}
+    if not run.finished:
+        return then(*words, "--resume", "--out", run)
+    if created.get("task") == "masked_lm":
+        return then("train", "intent", "--data", "FILE", "--model", run.artifact)
+    return then("serve", run.artifact)
+
+
+def search_text(found: Any, winner: dict[str, Any], verdict: str = "") -> str:
+    """What a search has come to: the verdict, the trials, and what became of the winner."""
+    lines = [*([verdict, ""] if verdict else []), _trial("trial", "lr", "k", "updates", "valid", "status", "")]
     for trial in found.trials:
-        lines.append(
-            f"{trial.number:>5}  {trial.lr:>8.1e}  {trial.aggregation_frequency:>2}  {trial.updates:>7}  "
-            f"{'-' if trial.score is None else format(trial.score, '.4f'):>7}  {trial.status}"
-            f"{'  <- best' if trial.number == found.best.number else ''}"
-        )
+        score = "-" if trial.score is None else format(trial.score, ".4f")
+        best = "  <- best" if trial.number == found.best.number else ""
+        figures = (trial.number, f"{trial.lr:.1e}", trial.aggregation_frequency, trial.updates, score, trial.status)
+        lines.append(_trial(*figures, f"{trial.named}{best}"))
+    lines.append("; ".join(f"{name}: {what}" for name, what in MEANING.items()))
     if found.failures:
         lines.append(found.failures)
-    return "\n".join([*lines, summary_text(winner, Run(Path(found.best.run)))])
+    run = Run(Path(found.best.run))
+    lines.append(f"all trials: rtrain report {run.folder.parent}")
+    return "\n".join([*lines, summary_text(winner, run)])
+
+
+def _trial(*cells: object) -> str:
+    number, lr, k, updates, score, status, named = cells
+    return f"{number:>5}  {lr:>8}  {k:>2}  {updates:>7}  {score:>7}  {status:<8}  {named}".rstrip()

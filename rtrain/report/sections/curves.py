@@ -8,6 +8,7 @@ from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.drawing.charts import Line, Mark
 from rtrain.report.drawing.svg import rate, score_name, short, three
+from rtrain.report.live import said
 
 MOST_MARKS = 12
 MOST_METRICS = 6
@@ -62,8 +63,11 @@ def _loss(run: Collected, progress: list[Event]) -> list[Block]:
     xs, ys = stats.thin([event["update"] for event in progress], [event["loss"] for event in progress])
     chart = charts.lines([Line("loss", xs, ys)], "update", "training loss (mean of the update)", marks(run), saves(run))
     first, last = progress[0], progress[-1]
+    before, after = three(first["loss"]), three(last["loss"])
     moved = "fell" if last["loss"] < first["loss"] else "rose"
-    title = f"The training loss {moved} from {three(first['loss'])} to {three(last['loss'])}"
+    title = f"The training loss {moved} from {before} to {after}"
+    if before == after:
+        title = f"The training loss is {after} at the end, as at the beginning"
     note = f"Mean over the rows of an update, of every {run.config.recipe.train.log_every} updates one."
     if len(run.starts) > 1:
         note += " Updates that a restart repeated are drawn once: they give the same loss."
@@ -101,7 +105,8 @@ def _metrics(run: Collected) -> list[Block]:
         for name, [(_, value)] in series([event]).items()
     ]
     if rows:
-        note = "Of the best update, which validation chose; the test rows were looked at once, after that."
+        chosen = "".join(f" {said.best(event).capitalize()}." for event in run.of("best")[-1:])
+        note = f"Of the best update, which validation chose; the test rows were looked at once, after that.{chosen}"
         blocks.append(Table("Scores", ("rows", "update", "score", "value"), rows[:40], note))
     return blocks
 

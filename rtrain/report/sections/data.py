@@ -11,6 +11,7 @@ from rtrain.report.collect import Collected
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.drawing.svg import number
+from rtrain.report.live import said
 from rtrain.report.sections import labels, terms
 
 MOST_BAD = 50
@@ -22,7 +23,8 @@ def section(run: Collected) -> Section:
     if store is None:
         note = Note("The token store is no longer where the run left it; what it says of the rows cannot be shown.")
         return Section("data", "Data", "", [note])
-    blocks: list[Block] = [_splits(run, store), _lengths(run, store), *labels.blocks(run, store)]
+    overlaps = {event["split"]: Note(said.overlap(event)) for event in run.of("overlap")}
+    blocks: list[Block] = [*overlaps.values(), _splits(run, store), _lengths(run, store), *labels.blocks(run, store)]
     blocks += [*terms.blocks(run, store), _quarantine(store)]
     total = sum(store.manifest.rows.values())
     intro = f"{total:,} rows were read; {store.manifest.quarantined:,} more were set aside as unusable. {_split(run)}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from rtrain.data.stores.store import Store
-from rtrain.report import stats
+from rtrain.report import label_counts, stats
 from rtrain.report.collect import Collected
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure
@@ -146,25 +146,11 @@ def _number(store: Store) -> list[Block]:
 
 
 def _tags(store: Store) -> list[Block]:
-    """Entities begin at B- tags; where a file has none of these (IO), at the first I- behind another tag."""
-    labels, values = store.manifest.labels, store.targets("train")
-    counts: Counter[str] = Counter()
-    marked = 0
-    for row in values:
-        places = row[row >= 0].astype(np.int64)
-        tags = [labels[place] for place in places.tolist()]
-        own = [
-            tag[2:]
-            for before, tag in zip(["O", *tags], tags, strict=False)
-            if tag != "O" and (tag.startswith("B-") or before[2:] != tag[2:])
-        ]
-        counts.update(own)
-        marked += bool(own)
-    if not counts:
+    found = label_counts.of_entities(store)
+    names, numbers = found.types, found.counts
+    if not numbers.sum():
         return []
-    names = [name for name, _ in counts.most_common()]
-    numbers = np.array([counts[name] for name in names])
-    share = 100 * marked / max(1, len(values))
+    share = 100 * found.marked / max(1, store.rows("train"))
     bars = _bars(names, numbers, unit="entities")
     note = f"Training rows by type of entity; {share:.0f} % of the rows have one."
     title = f"{int(numbers.sum()):,} entities of {len(names)} types: {short(names[0])} is the most frequent"

@@ -93,6 +93,10 @@ def _scores(run: Collected) -> Block:
         ends = _interval(run, split, headline, sign)
         between = "{:.4f} to {:.4f}".format(*ends) if ends else "-"
         rows.append((name, "this model", f"{sign * scores[headline]:.4f}", between))
+        known = run.summary["overlap"].get(split) or {}
+        if headline in (known.get("without") or {}):
+            without = f"this model, without the {known['seen']:,} rows that are training rows too"
+            rows.append((name, without, f"{sign * known['without'][headline]:.4f}", "-"))
         rows += [
             (name, other, f"{sign * value:.4f}", "-")
             for other, value in sorted(next_steps.baselines(run, split), key=lambda one: -one[1])

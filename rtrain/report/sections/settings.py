@@ -40,7 +40,7 @@ def _settings(config: Config) -> Table:
         for name, value in after.items()
         if before[name] != value
     ]
-    note = "All other settings have their defaults; rtrain recipes show prints them with comments."
+    note = "All other settings have their defaults; rtrain recipes show RECIPE --all prints them with comments."
     return Table("Settings that differ from the defaults", ("setting", "this run", "default"), rows, note, wide=True)
 
 

@@ -7,19 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from rtrain.metrics.slices import quantiles
+from rtrain.metrics.slices import LEAST, quantiles
 from rtrain.report import stats
 from rtrain.report.answer_rows import AnswerRows
 from rtrain.report.collect import Collected
 from rtrain.report.drawing import charts
-from rtrain.report.drawing.blocks import Block, Figure, Section, Table
+from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
 from rtrain.report.drawing.charts import Bar
 from rtrain.report.drawing.svg import score_name, short, three
 
 LENGTH = "length"
 """The slices by tokens in scores-<split>.json."""
 FEWEST = 10
-"""Rows below which a slice's score is noise."""
+"""Rows below which quartiles say nothing."""
 SHOWN = 15
 MOST_COLUMNS, MOST_BOXES = 6, 12
 
@@ -55,6 +55,7 @@ def section(run: Collected) -> Section | None:
     blocks: list[Block] = []
     if run.scores is not None:
         blocks += _worst(told(run, slices(run.scores)), measure(run.scores))
+        blocks += _unjudged(told(run, slices(run.scores, judged=False)))
     blocks += _boxes(answers)
     if not blocks:
         return None
@@ -71,15 +72,15 @@ def measure(scores: dict[str, Any]) -> Measure:
     return Measure(score_name(name.removeprefix("neg_")), sign, sign * scores["scores"][name], sign > 0)
 
 
-def slices(scores: dict[str, Any]) -> list[Slice]:
-    """The slices with at least `FEWEST` rows, the worst first."""
+def slices(scores: dict[str, Any], judged: bool = True) -> list[Slice]:
+    """The slices with at least `LEAST` rows, the worst first; or, not `judged`, those with fewer."""
     name, chosen = scores["headline"], measure(scores)
     found = []
     for column, every in scores["slices"].items():
         if len(every) < 2:  # all rows have one value, or so many that all are rare: nothing to compare
             continue
         for one in every:
-            if one["rows"] < FEWEST or name not in one["scores"]:
+            if (one["rows"] >= LEAST) != judged or name not in one["scores"]:
                 continue
             value = chosen.sign * one["scores"][name]
             ends = None
@@ -88,7 +89,9 @@ def slices(scores: dict[str, Any]) -> list[Slice]:
             elif "interval" in one:
                 low, high = sorted(chosen.sign * end for end in one["interval"])
                 ends = (low, high)
-            found.append(Slice(f"{column}: {one['value'] or '(empty)'}", one["rows"], value, ends))
+            # Small values are merged, and a slice of them may be small still: then their own names say more.
+            known = ", ".join(one["examples"]) if "merged" in one and not judged else one["value"]
+            found.append(Slice(f"{column}: {known or '(empty)'}", one["rows"], value, ends))
     return sorted(found, key=lambda one: chosen.sign * one.value)
 
 
@@ -118,11 +121,12 @@ def _worst(found: Sequence[Slice], whole: Measure) -> list[Block]:
     )
     note = (
         "Whiskers: 95 % intervals. A slice whose whisker does not reach the line differs, or is the one in twenty "
-        f"that does so by chance. Slices of {FEWEST} rows or more, the worst first."
+        f"that does so by chance. Slices of {LEAST} rows or more, the worst first."
     )
-    title = (
-        f"Worst slice: {short(worst[0].name, 40)}, {whole.name} {three(worst[0].value)} against {three(whole.whole)}"
-    )
+    weak = next((one for one in worst if verdict(one, whole) == "worse"), None)
+    title = "No slice is worse than all rows beyond chance"
+    if weak is not None:
+        title = f"Worst slice: {short(weak.name, 40)}, {whole.name} {three(weak.value)} against {three(whole.whole)}"
     rows = [
         (
             short(one.name, 60),
@@ -135,6 +139,16 @@ def _worst(found: Sequence[Slice], whole: Measure) -> list[Block]:
     ]
     table = Table("The same in figures", ("slice", "rows", whole.name, "95 % interval", "vs. all"), rows)
     return [Figure(title, chart, note), table]
+
+
+def _unjudged(found: Sequence[Slice]) -> list[Block]:
+    """The slices whose rows are too few to say anything: they are named, so that nobody takes them for sound."""
+    if not found:
+        return []
+    named = ", ".join(f"{short(one.name, 60)} ({one.rows} rows, {three(one.value)})" for one in found[:SHOWN])
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    have = "1 slice has" if len(found) == 1 else f"{len(found)} slices have"
+    return [Note(f"{have} fewer than {LEAST} rows: not judged: {named}{more}.")]
 
 
 def verdict(one: Slice, whole: Measure) -> str:

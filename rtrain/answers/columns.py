@@ -1,0 +1,153 @@
+"""The columns of the answers' table: those of the input as they are, the answer's beside them, and `reason`.
+
+An answer's column whose name the input has already is called `NAME (answer)`. Arrow types say what a column holds:
+those of Arrow and Parquet files are kept, csv holds text, and a column of JSON lines has the one type of its values.
+Where these have several types, or are objects, a Parquet file holds them as text; csv holds lists as JSON too.
+"""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from rtrain.data import records
+from rtrain.data.formats import readers
+from rtrain.data.formats.files import Piece
+from rtrain.data.formats.values import string
+from rtrain.tasks.base import Column
+
+REASON = Column("reason", str, lambda reason: reason)
+"""Why a row has no answer. The column is always there, empty where a row is answered."""
+
+_SIMPLE = {str: pa.string(), float: pa.float64(), int: pa.int64(), bool: pa.bool_(), object: pa.string()}
+_WORDS = pa.list_(pa.string())
+_NOT_TEXT = {
+    "tokens": _WORDS,
+    "tags": _WORDS,
+    "answers": pa.list_(pa.struct([("text", pa.string()), ("start", pa.int64())])),
+}
+"""Columns of CoNLL and SQuAD files that are no texts."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The table's columns in order: Arrow type by name."""
+
+    given: dict[str, pa.DataType]
+    """Those of the input."""
+    added: dict[str, pa.DataType]
+    """Those of the answers, then the reason."""
+    renamed: dict[str, str]
+    """The answers' columns whose names the input has already, and how they are called instead."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        return pa.schema([*self.given.items(), *self.added.items()])
+
+
+def layout(given: Mapping[str, pa.DataType], answer: Sequence[Column]) -> Layout:
+    """The columns `answer` and the reason behind those of the input."""
+    taken, added, renamed = set(given), {}, {}
+    for column in (*answer, REASON):
+        name, number = column.name, 1
+        while name in taken:
+            name = f"{column.name} (answer{f' {number}' if number > 1 else ''})"
+            number += 1
+        if name != column.name:
+            renamed[column.name] = name
+        taken.add(name)
+        added[name] = arrow_type(column.kind)
+    return Layout(dict(given), added, renamed)
+
+
+def arrow_type(kind: Any) -> pa.DataType:
+    """The Arrow type of a kind of `Column`."""
+    if isinstance(kind, list):
+        return pa.list_(arrow_type(kind[0]))
+    if isinstance(kind, dict):
+        return pa.struct([(name, arrow_type(inner)) for name, inner in kind.items()])
+    return _SIMPLE[kind]
+
+
+# -------------------------------------------------------------------------------------------------- types of the input
+
+
+def of_file(piece: Piece) -> dict[str, pa.DataType]:
+    """Of a file whose rows are alike: csv, tsv, CoNLL or SQuAD."""
+    known = readers.COLUMNS.get(piece.format, ())
+    return {name: _NOT_TEXT.get(name, pa.string()) for name in known} or dict.fromkeys(
+        records.columns_of(piece), pa.string()
+    )
+
+
+def kind_of(value: Any) -> pa.DataType:
+    """The type of a value of JSON."""
+    if isinstance(value, bool):
+        return pa.bool_()
+    if isinstance(value, int):
+        return pa.int64() if -(2**63) <= value < 2**63 else pa.string()
+    if isinstance(value, float):
+        return pa.float64()
+    if isinstance(value, list):
+        return pa.list_(functools.reduce(common, map(kind_of, value), pa.null()))
+    return pa.null() if value is None else pa.string()
+
+
+def common(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    """The type that holds the values of both; text where nothing else does."""
+    if one == other or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    if pa.types.is_list(one) and pa.types.is_list(other):
+        return pa.list_(common(one.value_type, other.value_type))
+    numbers = {pa.int64(), pa.float64()}
+    return pa.float64() if {one, other} == numbers else pa.string()
+
+
+def settled(kind: pa.DataType) -> pa.DataType:
+    """What holds nothing holds texts."""
+    if pa.types.is_list(kind):
+        return pa.list_(settled(kind.value_type))
+    return pa.string() if pa.types.is_null(kind) else kind
+
+
+# -------------------------------------------------------------------------------------------------------------- values
+
+
+def text(value: Any) -> str:
+    """A value as it stands in csv, or in a column of texts: nothing for null, JSON for lists and objects."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False, default=string)
+    return string(value)
+
+
+def array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    """The values as an Arrow array. What is no valid Unicode, which Arrow cannot hold, becomes a question mark."""
+    values = [_as(kind, value) for value in values]
+    try:
+        return pa.array(values, kind)
+    except UnicodeEncodeError:
+        return pa.array([_valid(value) for value in values], kind)
+
+
+def _as(kind: pa.DataType, value: Any) -> Any:
+    """A value as text where the column is one of texts, since others of its values are."""
+    if pa.types.is_string(kind):
+        return value if value is None or isinstance(value, str) else text(value)
+    if pa.types.is_list(kind) and value is not None:
+        return [_as(kind.value_type, inner) for inner in value]
+    return value
+
+
+def _valid(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, list):
+        return [_valid(inner) for inner in value]
+    return {name: _valid(inner) for name, inner in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,226 @@
+"""An artefact and files of rows -> a file of answers, or JSON lines: the verb `predict --data`.
+
+The answers go through `rtrain.predict`, as those of requests do. Rows are read as the artefact's own training rows were
+(`rtrain.score.settings`), but need no labels.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+import fsspec
+
+from rtrain import artifact as artifacts, score
+from rtrain.answers import columns, source
+from rtrain.answers.answering import Answered, Answerer, Counts, Work
+from rtrain.answers.folder import Folder, Reuse
+from rtrain.answers.source import Chunk, Portion, Survey
+from rtrain.answers.writing import Format, format_of
+from rtrain.batch import Head
+from rtrain.config import Data
+from rtrain.data import records
+from rtrain.data.formats import readers
+from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.predict import BATCH_ROWS, Predictor
+from rtrain.tasks import base
+
+STREAM_ROWS = 1024
+"""Rows of a stream that are answered at a time."""
+PROGRESS_S = 2.0
+
+OnEvent = Callable[[dict[str, Any]], None]
+Answers = Callable[[Work, list[Portion]], Iterator[Answered]]
+"""Answers portions in any order."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The rows to answer, by what, and how they are read."""
+
+    artifact: Path
+    overrides: Mapping[str, Any]
+    """Settings of `data`, its `path` among them."""
+    batch_rows: int = BATCH_ROWS
+
+
+def here(work: Work, portions: list[Portion]) -> Iterator[Answered]:
+    """The portions answered in this process."""
+    return Answerer(work).each(portions) if portions else iter(())
+
+
+def to_file(
+    asked: Asked, out: Path, reuse: Reuse = "refuse", answers: Answers = here, on_event: OnEvent = lambda event: None
+) -> dict[str, Any]:
+    """Answer all rows into the file `out`; returns counts and seconds.
+
+    Raises `ConfigError` where files, columns or `out` cannot be used.
+    """
+    start, format = time.perf_counter(), format_of(out)
+    work, found, version = _opened(asked, format, on_event)
+    _refuse_input_as_output(work, out)
+    binding = {"input": work.source.digest(), "artifact": version, "settings": _settings(work)}
+    with Folder(out, format, binding, reuse) as folder:
+        left = [portion for portion in found.portions if portion.number not in folder.done]
+        reused = sum(counts.rows for counts in folder.done.values())
+        if reuse == "resume":
+            on_event({"kind": "stage", "text": f"{reused:,} of {found.rows:,} rows are answered already"})
+        progress = _Progress(found.rows, reused, on_event)
+        for answered in answers(work, left):
+            folder.add(answered)
+            progress(answered.counts.rows)
+        if _digest(work) != binding["input"]:
+            raise UserError(
+                f"{asked.overrides['data.path']} was changed while it was read; begin anew with --overwrite"
+            )
+        folder.join(work.layout, found.portions)
+        totals = [sum(column) for column in zip(*folder.done.values(), strict=True)] or [0, 0, 0]
+    return {**_report(Counts(*totals), reused, work.layout, time.perf_counter() - start), "out": str(out)}
+
+
+def to_stream(asked: Asked, file: IO[bytes], on_event: OnEvent = lambda event: None) -> dict[str, Any]:
+    """Answer the rows of files as JSON lines, in order."""
+    start = time.perf_counter()
+    work, found, _ = _opened(asked, "jsonl", on_event)
+    progress, total = _Progress(found.rows, 0, on_event), Counts(0, 0, 0)
+    for answered in here(work, list(found.portions)):
+        file.write(answered.body)
+        total = _added(total, answered.counts)
+        progress(answered.counts.rows)
+    return _report(total, 0, work.layout, time.perf_counter() - start)
+
+
+def stream(asked: Asked, lines: IO[bytes], file: IO[bytes], on_event: OnEvent = lambda event: None) -> dict[str, Any]:
+    """Answer JSON lines as they come, as JSON lines in their order; `lines` is read `STREAM_ROWS` rows at a time.
+
+    The keys of the first rows say how the answers' columns are called. A later row with another key of such a name
+    keeps it, and is not answered.
+    """
+    start = time.perf_counter()
+    made, data = _settled(asked)
+    data = data.model_copy(update={"format": "jsonl"})
+    answer = base.get(made.task).columns(Head(made.labels, made.facts))
+    predictor = Predictor.load(asked.artifact)
+    chunks = _chunks(lines, data)
+    first = next(chunks, None)
+    given = {} if first is None else {name: columns.kind_of(None) for row in first.columns for name in row}
+    work = Work(asked.artifact, records.Source((), ()), data, columns.layout(given, answer), "jsonl", asked.batch_rows)
+    _say_renamed(work, on_event)
+    total = Counts(0, 0, 0)
+    every = iter(()) if first is None else _with_clashes(first, chunks, work)
+    for answered in Answerer(work, predictor).stream(every):
+        file.write(answered.body)
+        file.flush()
+        total = _added(total, answered.counts)
+    return _report(total, 0, work.layout, time.perf_counter() - start)
+
+
+# ------------------------------------------------------------------------------------------------------ what is asked
+
+
+def _settled(asked: Asked) -> tuple[artifacts.Artifact, Data]:
+    """The artefact, and how its rows are read: without labels, and without what only scores need."""
+    made = artifacts.read(asked.artifact)
+    data = score.settings(made, asked.overrides)
+    unlabelled = {"label": None, "separator": None, "slices": (), "split_by": None, "split": None, "outside": None}
+    return made, data.model_copy(update=unlabelled)
+
+
+def _opened(asked: Asked, format: Format, on_event: OnEvent) -> tuple[Work, Survey, str]:
+    """The work, its portions, and the artefact's version."""
+    made, data = _settled(asked)
+    answer = base.get(made.task).columns(Head(made.labels, made.facts))
+    found = records.inspect(data)
+    on_event({"kind": "stage", "text": "counting rows"})
+    survey = source.survey(found, data)
+    work = Work(asked.artifact, found, data, columns.layout(survey.kinds, answer), format, asked.batch_rows)
+    _say_renamed(work, on_event)
+    return work, survey, made.version
+
+
+def _say_renamed(work: Work, on_event: OnEvent) -> None:
+    for name, other in work.layout.renamed.items():
+        on_event({"kind": "stage", "text": f"the rows have a column {name!r} of their own: the answer's is {other!r}"})
+
+
+def _settings(work: Work) -> dict[str, Any]:
+    """What else an answer's bytes depend on."""
+    return {"data": work.data.model_dump(mode="json", exclude={"path"}), "batch": work.batch_rows}
+
+
+def _digest(work: Work) -> str:
+    """The digest of the files as they are now."""
+    return records.Source(work.source.pieces, work.source.columns).digest()
+
+
+def _refuse_input_as_output(work: Work, out: Path) -> None:
+    """Raise `ConfigError` where the answers would be read as rows by the next call."""
+    own = [piece.uri for piece in work.source.pieces if piece.uri.removeprefix("file://") == str(out)]
+    folder = Path(fsspec.core.strip_protocol(str(work.data.path)))
+    if own or (folder.is_dir() and out.is_relative_to(folder.absolute())):
+        reason, fix = "it is among the rows that --data names", "write the answers to another folder"
+        raise ConfigError([Problem("--out", str(out), reason, fix)])
+
+
+# ------------------------------------------------------------------------------------------------------------ a stream
+
+
+def _chunks(lines: IO[bytes], data: Data) -> Iterator[Chunk]:
+    rows = readers.json_rows(lines)
+    while taken := list(islice(rows, STREAM_ROWS)):
+        named: list[source.Raw] = [
+            (line, row if isinstance(row, dict) else "not a JSON object; write one object a line")
+            for line, row in taken
+        ]
+        yield source.chunk_of(named, [row if isinstance(row, dict) else {} for _, row in named], data, "line")
+
+
+def _with_clashes(first: Chunk, chunks: Iterator[Chunk], work: Work) -> Iterator[Chunk]:
+    yield first
+    for chunk in chunks:
+        for place, row in enumerate(chunk.columns):
+            clash = next((name for name in work.layout.added if name in row), None)
+            if clash is not None and chunk.records[place].reason is None:
+                reason = f"its column {clash!r} has the name of an answer's; give the first row that column too"
+                chunk.records[place] = chunk.records[place]._replace(reason=reason)
+        yield chunk
+
+
+# ----------------------------------------------------------------------------------------------------------- the report
+
+
+def _added(one: Counts, other: Counts) -> Counts:
+    return Counts(*map(sum, zip(one, other, strict=True)))
+
+
+def _report(counts: Counts, reused: int, layout: columns.Layout, seconds: float) -> dict[str, Any]:
+    rate = round((counts.rows - reused) / seconds, 1)
+    figures = {"rows": counts.rows, **counts._asdict(), "reused_rows": reused}
+    return {**figures, "seconds": round(seconds, 3), "texts_per_second": rate, "renamed": layout.renamed}
+
+
+class _Progress:
+    """Says every `PROGRESS_S` seconds how many rows are answered, how fast, and how long the rest will take."""
+
+    def __init__(self, rows: int, done: int, on_event: OnEvent):
+        self._rows, self._done, self._on_event = rows, done, on_event
+        self._first = (0.0, 0)
+        """Time and rows when the first portion was done, which took the loading of the model too."""
+        self._said = 0.0
+
+    def __call__(self, rows: int) -> None:
+        self._done += rows
+        now = time.perf_counter()
+        if not self._said:
+            self._first = (now, self._done)
+        if now - self._said < PROGRESS_S and self._done < self._rows:
+            return
+        self._said = now
+        seconds, new = now - self._first[0], self._done - self._first[1]
+        speed = new / seconds if new else None
+        left = (self._rows - self._done) / speed if speed else None
+        self._on_event(
+            {"kind": "answered", "rows": self._done, "of": self._rows, "rows_per_second": speed, "left_s": left}
+        )

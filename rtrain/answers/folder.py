@@ -1,0 +1,190 @@
+"""Answers on their way to a file: portions in a hidden folder beside it, joined at the end.
+
+.<name>.portions/manifest.json      what is answered by what: another input or artefact is refused by name
+                 portions.jsonl     a line per portion, behind the portion's file: rows, size, SHA-256
+                 000000.csv ...     a portion's rows, written whole or not at all
+                 writer.lock        held by the process that writes
+<name>                              the whole, moved there once every row is in it
+
+A killed job loses the portions that it was at. `--resume` verifies the others, and goes on.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Literal
+
+from rtrain import manifest
+from rtrain.answers import writing
+from rtrain.answers.answering import Answered, Counts
+from rtrain.answers.columns import Layout
+from rtrain.answers.source import Portion
+from rtrain.answers.writing import Format
+from rtrain.errors import ConfigError, Problem, UserError
+
+Reuse = Literal["refuse", "resume", "overwrite"]
+SCHEMA_VERSION = 1
+MANIFEST, LOG, LOCK = "manifest.json", "portions.jsonl", "writer.lock"
+WORDS = {"input": "rows", "artifact": "artefact", "settings": "settings", "schema_version": "version of rtrain"}
+"""What a key of the manifest binds the portions to."""
+
+
+class Folder:
+    """The portions of one output file, which this process alone writes. Use as a context manager."""
+
+    def __init__(self, out: Path, format: Format, binding: Mapping[str, Any], reuse: Reuse):
+        self.out, self._format, self._reuse = out, format, reuse
+        self._binding = {"schema_version": SCHEMA_VERSION, **binding}
+        self.path = out.with_name(f".{out.name}.portions")
+        self.done: dict[int, Counts] = {}
+        """By the portion's number."""
+        self._lock = -1
+
+    def __enter__(self) -> "Folder":
+        """Raises `ConfigError` where the output is there already, `UserError` where it cannot be written or resumed."""
+        self._refuse()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written ({error.strerror}); name another place with --out"
+            ) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise UserError(f"another process is writing {self.out}; wait for its end, or name another --out") from None
+        except OSError:
+            pass  # storage without locks
+        try:
+            self._begin()
+        except BaseException:
+            os.close(self._lock)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.done:
+            shutil.rmtree(self.path, ignore_errors=True)  # there is nothing to go on from
+        os.close(self._lock)
+
+    def _refuse(self) -> None:
+        refuse_existing(self.out, self._reuse != "refuse")
+        if self._reuse == "refuse" and (self.path / MANIFEST).exists():
+            fix = "go on with --resume, or begin anew with --overwrite"
+            raise ConfigError([Problem("--out", str(self.out), "a job that was to write it has not ended", fix)])
+
+    def _begin(self) -> None:
+        known = self._known()
+        if self._reuse != "resume" or known is None:
+            for path in self.path.iterdir():
+                if path.name != LOCK:
+                    path.unlink()
+            _write_whole(self.path / MANIFEST, json.dumps(self._binding, indent=1).encode())
+            return
+        if other := [WORDS[key] for key, value in self._binding.items() if known.get(key) != value]:
+            raise UserError(
+                f"--resume: {self.out.name} was begun with other {' and '.join(other)} ({self.path}); "
+                "give what it was begun with, or begin anew with --overwrite"
+            )
+        found = self._lines()
+        for line in found:
+            entry: manifest.Entry = {"size": line["size"], "sha256": line["sha256"]}
+            if manifest.flaw(self._file(line["number"]), entry) is None:
+                self.done[line["number"]] = Counts(*line["counts"])
+        # Written anew: a killed process may have left half a line at its end, to which the next would be added.
+        _write_whole(self.path / LOG, b"".join(_line(line) for line in found))
+
+    def _known(self) -> dict[str, Any] | None:
+        """What portions that are here already were made of."""
+        try:
+            found: dict[str, Any] = json.loads((self.path / MANIFEST).read_text())
+            return found
+        except FileNotFoundError:
+            return None
+
+    def _lines(self) -> list[dict[str, Any]]:
+        """The log, without a last line that a killed process has left unfinished."""
+        path = self.path / LOG
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def _file(self, number: int) -> Path:
+        return self.path / f"{number:06d}.{self._format}"
+
+    def add(self, answered: Answered) -> None:
+        """Keep a portion: its file, whole, and then its line in the log."""
+        path = self._file(answered.number)
+        with self._writing():
+            _write_whole(path, answered.body)
+            line = {"number": answered.number, "counts": list(answered.counts), **manifest.entry(path)}
+            with (self.path / LOG).open("ab") as log:
+                log.write(_line(line))
+        self.done[answered.number] = answered.counts
+
+    def join(self, layout: Layout, portions: Sequence[Portion]) -> None:
+        """Put the whole file in its place, and remove the portions."""
+        wrong = [one.number for one in portions if self.done.get(one.number, Counts(0, 0, 0)).rows != one.rows]
+        assert not wrong, f"portions {wrong[:5]} have other rows than the input"
+        whole = self.path / f"whole.{self._format}"
+        with self._writing():
+            with whole.open("wb") as file:
+                writing.join(self._format, layout, (self._file(one.number) for one in portions), file)
+            manifest.sync(whole)
+            whole.replace(self.out)
+            manifest.sync(self.out.parent)
+        shutil.rmtree(self.path)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written ({error.strerror}); once it can, --resume goes on from what is there"
+            ) from None
+
+
+@contextmanager
+def replaced(out: Path, overwrite: bool) -> Iterator[IO[bytes]]:
+    """A file that takes the place of `out` once it is whole. Raises `ConfigError` where `out` is there already."""
+    refuse_existing(out, overwrite)
+    draft = out.with_name(f".{out.name}.draft")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with draft.open("wb") as file:
+            yield file
+        draft.replace(out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror}); name another place with --out") from None
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def refuse_existing(out: Path, overwrite: bool) -> None:
+    """Raise `ConfigError` where a file would be replaced that nobody has given up."""
+    if out.is_dir():
+        raise ConfigError([Problem("--out", str(out), "is a folder", "name a file in it")])
+    if out.exists() and not overwrite:
+        fix = "name another, or write it anew with --overwrite"
+        raise ConfigError([Problem("--out", str(out), "there is such a file already", fix)])
+
+
+def _line(line: Mapping[str, Any]) -> bytes:
+    return json.dumps(line).encode() + b"\n"
+
+
+def _write_whole(path: Path, body: bytes) -> None:
+    """Write a file whole or not at all."""
+    draft = path.with_name(f"{path.name}.draft")
+    draft.write_bytes(body)
+    manifest.sync(draft)
+    draft.replace(path)

@@ -1,0 +1,144 @@
+"""Rows with their answers, as bytes of a file: csv, JSON lines or Parquet. A file is joined from portions' bytes."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet
+
+from rtrain.answers.columns import Layout, array, text
+from rtrain.answers.source import Chunk
+from rtrain.data.formats.values import string
+from rtrain.errors import ConfigError, Problem
+
+Format = Literal["csv", "jsonl", "parquet"]
+FORMATS: Mapping[str, Format] = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+GROUP_ROWS = 1 << 16
+GROUP_BYTES = 64 << 20
+"""Rows, or bytes in memory, of a row group of a Parquet file: whichever is reached first."""
+
+Added = Sequence[Sequence[Any]]
+"""The values of each column of `Layout.added`, in its order."""
+
+
+def format_of(out: Path) -> Format:
+    """The format that a file's name says. Raises `ConfigError` for another name."""
+    found = FORMATS.get(out.suffix)
+    if found is None:
+        fix = "end the name by .csv, .jsonl or .parquet"
+        raise ConfigError([Problem("--out", str(out), "its name does not tell its format", fix)])
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------- a portion
+
+
+def encode(format: Format, layout: Layout, chunk: Chunk, added: Added) -> bytes:
+    """The rows of a portion, without a header. The same rows and answers are always the same bytes."""
+    if format == "csv":
+        return _csv(_cells(layout, chunk, added))
+    if format == "jsonl":
+        return _jsonl(layout, chunk, added)
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(_table(layout, chunk, added), buffer)
+    return buffer.getvalue()
+
+
+def _csv(rows: Iterable[Sequence[str]]) -> bytes:
+    buffer = io.StringIO(newline="")
+    csv.writer(buffer, lineterminator="\n").writerows(rows)
+    return buffer.getvalue().encode("utf-8", "replace")
+
+
+def _cells(layout: Layout, chunk: Chunk, added: Added) -> Iterable[list[str]]:
+    if isinstance(chunk.columns, pa.Table):
+        given = [_texts(chunk.columns, name) for name in layout.given]
+        for row in zip(*given, *added, strict=True):
+            yield [text(value) for value in row]
+        return
+    for columns, answer in zip(chunk.columns, zip(*added, strict=True), strict=True):
+        yield [text(value) for value in (*(columns.get(name) for name in layout.given), *answer)]
+
+
+def _jsonl(layout: Layout, chunk: Chunk, added: Added) -> bytes:
+    """A row has the columns that it has in the input, which need not be those of all rows."""
+    rows: Iterable[Mapping[str, Any]]
+    if isinstance(chunk.columns, pa.Table):
+        names = chunk.columns.column_names
+        values = zip(*(_without_nan(_texts(chunk.columns, name)) for name in names), strict=True)
+        rows = (dict(zip(names, row, strict=True)) for row in values)
+    else:
+        rows = chunk.columns
+    lines = []
+    for row, answer in zip(rows, zip(*added, strict=True), strict=True):
+        # The row's own columns win: a stream may bring a name late that an answer's column has.
+        document = {**row, **{name: value for name, value in zip(layout.added, answer, strict=True) if name not in row}}
+        lines.append(json.dumps(document, ensure_ascii=False, default=string) + "\n")
+    return "".join(lines).encode("utf-8", "replace")
+
+
+def _texts(table: pa.Table, name: str) -> list[Any]:
+    """A column's values; as texts where Python has no such thing, such as times to a nanosecond."""
+    if name not in table.column_names:
+        return [None] * table.num_rows
+    column = table[name]
+    try:
+        return column.to_pylist()  # type: ignore[no-any-return]
+    except (ValueError, OverflowError):
+        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+            raw = column.cast(pa.large_binary()).to_pylist()
+            return [None if value is None else value.decode("utf-8", "replace") for value in raw]
+        return column.cast(pa.string()).to_pylist()  # type: ignore[no-any-return]
+
+
+def _without_nan(values: list[Any]) -> list[Any]:
+    """JSON has no NaN, by which Arrow files often say that there is no value."""
+    return [None if isinstance(value, float) and math.isnan(value) else value for value in values]
+
+
+def _table(layout: Layout, chunk: Chunk, added: Added) -> pa.Table:
+    given = [_column(chunk.columns, name, kind) for name, kind in layout.given.items()]
+    answers = [array(values, kind) for values, kind in zip(added, layout.added.values(), strict=True)]
+    return pa.Table.from_arrays([*given, *answers], schema=layout.schema)
+
+
+def _column(columns: Any, name: str, kind: pa.DataType) -> Any:
+    if not isinstance(columns, pa.Table):
+        return array([row.get(name) for row in columns], kind)
+    if name not in columns.column_names:
+        return pa.nulls(columns.num_rows, kind)
+    own = columns[name]
+    # Files of one address may have a column in several types: then it is one of texts.
+    return own if own.type == kind else array(_texts(columns, name), kind)
+
+
+# ------------------------------------------------------------------------------------------------------------ the file
+
+
+def join(format: Format, layout: Layout, portions: Iterable[Path], file: IO[bytes]) -> None:
+    """Write the whole file from the files of its portions, in order."""
+    if format == "parquet":
+        _join_tables(layout, portions, file)
+        return
+    if format == "csv":
+        file.write(_csv([[*layout.given, *layout.added]]))
+    for path in portions:
+        file.write(path.read_bytes())
+
+
+def _join_tables(layout: Layout, portions: Iterable[Path], file: IO[bytes]) -> None:
+    group: list[pa.Table] = []
+    with pyarrow.parquet.ParquetWriter(file, layout.schema) as writer:
+        for path in portions:
+            group.append(pyarrow.parquet.ParquetFile(path).read())
+            full = sum(table.num_rows for table in group) >= GROUP_ROWS
+            if full or sum(table.nbytes for table in group) >= GROUP_BYTES:
+                writer.write_table(pa.concat_tables(group))
+                group = []
+        if group:
+            writer.write_table(pa.concat_tables(group))

@@ -1,0 +1,184 @@
+"""What the verb predict does: texts of the command line or of stdin, or rows of files."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from rtrain.cli.options import configured
+from rtrain.cli.output import batch_text, given, given_text, show
+from rtrain.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from rtrain.answers.files import Asked
+    from rtrain.answers.folder import Reuse
+    from rtrain.predict import Predictor
+    from rtrain.report.live.progress import Line
+
+STDIN = "-"
+LINES = 4096
+"""Lines of standard input that are answered at a time."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """The options of the verb, as they were given."""
+
+    artifact: Path
+    texts: list[str]
+    data: str | None
+    out: Path | None
+    resume: bool
+    overwrite: bool
+    top: int | None
+    batch: int | None
+    as_json: bool
+    as_texts: bool
+
+    def check(self, assignments: list[str] | None, address: str | None) -> None:
+        """Raise `ConfigError` with all options that contradict each other."""
+        found: list[Problem] = []
+
+        def refuse(is_wrong: bool, field: str, reason: str, fix: str) -> None:
+            if is_wrong:
+                found.append(Problem(field, None, reason, fix))
+
+        file_options = (
+            *(("--out", self.out), ("--resume", self.resume), ("--overwrite", self.overwrite)),
+            *(("--set", assignments), ("--address", address)),
+        )
+        for name, value in file_options:
+            refuse(bool(value) and self.data is None, name, "is for rows of files", "name them with --data FILE")
+        if self.data is not None:
+            refuse(bool(self.texts), "--data", "there are texts too", "leave out one of the two")
+            refuse(self.top is not None, "--top", "is for texts", "leave it out: rows get the answer itself")
+            for name, value in (("--resume", self.resume), ("--overwrite", self.overwrite), ("--json", self.as_json)):
+                refuse(value and self.out is None, name, "the answers go to stdout", "name a file with --out")
+            refuse(self.resume and self.overwrite, "--resume", "--overwrite begins anew", "leave out one of the two")
+        if self.data == STDIN:
+            refuse(self.resume, "--resume", "standard input cannot be read again", "give the rows in a file")
+            refuse(address is not None, "--address", "standard input is answered here", "give the rows in a file")
+            lines = self.out is None or self.out.suffix in (".jsonl", ".ndjson")
+            refuse(not lines, "--out", "JSON lines are answered as JSON lines", "end its name by .jsonl")
+        for text in () if self.as_texts else self.texts:
+            if os.path.isfile(text):
+                fix = (
+                    f"rtrain predict {self.artifact} --data {text} --out answers.csv answers its rows; --text takes it"
+                )
+                found.append(Problem("text", text, "is the name of a file", f"{fix} as a text"))
+        if found:
+            raise ConfigError(found)
+
+
+# --------------------------------------------------------------------------------------------------------------- texts
+
+
+def print_texts(options: Given) -> None:
+    """A line for each text. One that cannot be read has an empty line (null with --json), and its reason on stderr; the
+    exit code is 1 if none was answered."""
+    from rtrain.predict import Predictor
+
+    predictor = Predictor.load(options.artifact)
+    least = predictor.task.least(predictor.head)
+    place, lines = ("text", iter(options.texts)) if options.texts else ("line", _lines())
+    first, answered, documents = 1, 0, []
+    while texts := list(islice(lines, LINES)):
+        for answer in _answers(predictor, texts, f"{place} {{}}", first, options):
+            answered += answer is not None
+            shown = given(answer, least, options.top)
+            if options.as_json:
+                documents.append(shown)
+            else:
+                print("" if answer is None else given_text(shown, least))
+        first += len(texts)
+    if options.as_json:
+        print(json.dumps(documents, ensure_ascii=False))
+    if first > 1 and not answered:
+        raise typer.Exit(1)
+
+
+def _lines() -> Iterator[str]:
+    for line in sys.stdin.buffer:
+        yield line.decode("utf-8", "surrogateescape").rstrip("\r\n")
+
+
+def _answers(predictor: "Predictor", texts: list[str], place: str, first: int, options: Given) -> list[Any]:
+    """The answer to each text; None where it cannot be read."""
+    from rtrain.predict import BATCH_ROWS
+
+    flaws = [predictor.flaw(text) for text in texts]
+    for number, flaw in enumerate(flaws, first):
+        if flaw is not None:
+            print(f"rtrain: {place.format(number)} {flaw}", file=sys.stderr)
+    good = [text for text, flaw in zip(texts, flaws, strict=True) if flaw is None]
+    # Where entries count by a threshold, all are asked for: it may let any number of them pass.
+    every = options.top is None and predictor.task.least(predictor.head) is not None
+    parameters = {} if every else {"top_k": options.top or 1}
+    found = iter(predictor(good, parameters, batch_rows=options.batch or BATCH_ROWS))
+    return [next(found) if flaw is None else None for flaw in flaws]
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def answer_rows(options: Given, assignments: list[str] | None, address: str | None) -> None:
+    """The rows of --data, into --out or onto stdout; the exit code is 1 if there are rows and none was answered."""
+    from rtrain import config, events
+    from rtrain.answers import files
+    from rtrain.predict import BATCH_ROWS
+    from rtrain.report.live.progress import Line
+
+    assert options.data is not None
+    overrides = dict(config.parse_assignment(text) for text in assignments or ())
+    asked = files.Asked(options.artifact, {"data.path": options.data, **overrides}, options.batch or BATCH_ROWS)
+    out = None if options.out is None else options.out.absolute()
+    try:
+        with Line() as line:
+            line(events.doing("loading the artefact", "loading"))
+            report = _report(asked, out, options, address, line)
+    except BrokenPipeError:
+        # Who reads stdout, such as head, has enough. At its end Python would write once more, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return
+    if out is None:
+        print(batch_text(report), file=sys.stderr)
+    else:
+        show(report, options.as_json, f"{batch_text(report)}\n{out}")
+    if report["rows"] and not report["answered"]:
+        raise typer.Exit(1)
+
+
+def _report(asked: "Asked", out: Path | None, options: Given, address: str | None, line: "Line") -> dict[str, Any]:
+    from rtrain.answers import files
+
+    if options.data == STDIN:
+        return _stream(asked, out, options.overwrite, line)
+    if out is not None:
+        return _to_file(asked, out, options, address, line)
+    return files.to_stream(asked, sys.stdout.buffer, line)
+
+
+def _stream(asked: "Asked", out: Path | None, overwrite: bool, line: "Line") -> dict[str, Any]:
+    from rtrain.answers import files, folder
+
+    if out is None:
+        return files.stream(asked, sys.stdin.buffer, sys.stdout.buffer, line)
+    with folder.replaced(out, overwrite) as file:
+        return files.stream(asked, sys.stdin.buffer, file, line)
+
+
+def _to_file(asked: "Asked", out: Path, options: Given, address: str | None, line: "Line") -> dict[str, Any]:
+    from rtrain.answers import files
+
+    reuse: Reuse = "resume" if options.resume else "overwrite" if options.overwrite else "refuse"
+    if address is None and "RAY_ADDRESS" not in os.environ:
+        return files.to_file(asked, out, reuse, on_event=line)
+    from rtrain.answers import job
+
+    return files.to_file(asked, out, reuse, job.on(configured("intent", None, address=address), out.parent), line)

@@ -1,0 +1,69 @@
+"""The address of a Ray cluster, tried before Ray tries it, which takes 20 s or a minute and ends in a traceback.
+
+An address is `host:port` of a head (the port of `ray start --head`, by default 6379) or `auto`, which Ray resolves to
+the cluster that this machine is a node of. `local` and no address at all mean a private Ray.
+"""
+
+import os
+import socket
+
+from rtrain import ray_internals
+from rtrain.config import Config
+from rtrain.errors import ConfigError, Problem, UserError
+
+LOCAL, AUTO = "local", "auto"
+CONNECT_S, ANSWER_S = 1.5, 3.0
+"""Seconds in which the head must take a connection, and answer on it."""
+FIX = "write HOST:PORT of a running head, as `ray start --head` prints it, or leave it out for a private Ray"
+
+
+def of(config: Config) -> tuple[str, str] | None:
+    """(the setting or variable that names it, the address); None for a private Ray."""
+    named = config.deploy.cluster.address
+    name, value = ("cluster.address", named) if named else ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS"))
+    return None if not value or value == LOCAL else (name, value)
+
+
+def check(name: str, address: str) -> None:
+    """Raise an error of one line where no Ray that this process can use answers at `address`, which `name` names."""
+    if "://" in address:
+        reason = "a driver of rtrain runs on a node of the cluster, not through Ray's client"
+        host = address.split("://", 1)[1].split(":", 1)[0] or "HOST"
+        job = f"ray job submit --address http://{host}:8265 -- python -m rtrain ..."
+        fix = f"submit a job ({job}), or start rtrain there with {AUTO}"
+        raise ConfigError([Problem(name, address, reason, fix)])
+    if address == AUTO:
+        found = ray_internals.running_here()
+        if found is None:
+            raise _refused(name, address, "no Ray runs on this machine")
+        ray_internals.use_token_of_this_machine()
+    else:
+        found = address
+    host, port = _parts(name, address, found)
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_S).close()
+    except OSError as error:
+        reason = f"nothing answers at {found} ({error.strerror or error})"
+        raise _refused(name, address, reason) from None
+    head = ray_internals.head(found, ANSWER_S)
+    if head == "none":
+        raise _refused(name, address, f"what listens at {found} is not the head of a Ray cluster")
+    if head == "closed":
+        fix = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file that holds it"
+        raise UserError(f"{name}={address}: the cluster at {found} asks for its own token; {fix}")
+    if not ray_internals.nodes_here():
+        raise UserError(
+            f"{name}={address}: the cluster answers, but this machine is none of its nodes; start rtrain on one, or "
+            f"submit a job there: ray job submit --address http://{host}:8265 -- python -m rtrain ..."
+        )
+
+
+def _parts(name: str, address: str, found: str) -> tuple[str, int]:
+    host, separator, port = found.rpartition(":")
+    if not separator or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise ConfigError([Problem(name, address, "not an address", FIX)])
+    return host.strip("[]"), int(port)
+
+
+def _refused(name: str, address: str, reason: str) -> ConfigError:
+    return ConfigError([Problem(name, address, reason, FIX)])

@@ -1,0 +1,169 @@
+"""One side against the first one: scores with intervals, McNemar's test, slices, flipped rows."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rtrain.comparison import by_row, chance, flips
+from rtrain.comparison.answers import Paired
+from rtrain.comparison.by_row import Judged, Sheet
+from rtrain.comparison.chance import Difference
+from rtrain.comparison.sides import Side
+from rtrain.data.stores.store import Store
+from rtrain.metrics.additive import Additive, Bools, Ints
+from rtrain.metrics.scores import LENGTH, MOST_SLICES
+from rtrain.metrics.slices import LEAST, by_column, quantiles
+
+SLICE_REPLICATES = 1000
+
+
+@dataclass(frozen=True)
+class Slice:
+    column: str
+    value: str
+    difference: Difference
+    """Its p is corrected for the number of slices, by Holm's method."""
+
+    @property
+    def verdict(self) -> int:
+        """1: the other side is better there, -1: worse, 0: not told apart."""
+        return self.difference.verdict
+
+
+@dataclass(frozen=True)
+class Flipped:
+    """McNemar's test: how many rows only the first side has right, how many only the other, and the exact p."""
+
+    lost: int
+    won: int
+    p: float
+
+
+@dataclass(frozen=True)
+class Against:
+    """What is found of a side beside the first one."""
+
+    side: Side
+    headline: Difference
+    """Its p is corrected for the number of sides; for classes it is the larger of the bootstrap's and McNemar's."""
+    scores: tuple[Difference, ...]
+    """Every score, p as the bootstrap gives it."""
+    mcnemar: Flipped | None
+    slices: tuple[Slice, ...]
+    """Those where the side is worst first."""
+    kinds: tuple[flips.Kind, ...]
+
+
+@dataclass(frozen=True)
+class Measured:
+    split: str
+    rows: int
+    of: tuple[int, ...]
+    """All rows of each side's file."""
+    left_out: int
+    """Common rows that the sides have cut to different lengths."""
+    against: tuple[Against, ...]
+
+
+def measure(sides: Sequence[Side], paired: Paired) -> Measured:
+    """Each side against the first one, on the common rows."""
+    judged, at = _judged(sides, paired)
+    found = [_against(sides, paired, at, judged, place) for place in range(1, len(sides))]
+    corrected = chance.holm([one.headline.p for one in found])
+    return Measured(
+        split=paired.split,
+        rows=len(at[0]),
+        of=tuple(len(answers.rows) for answers in paired.answers),
+        left_out=len(paired) - len(at[0]),
+        against=tuple(
+            replace(one, headline=replace(one.headline, p=p)) for one, p in zip(found, corrected, strict=True)
+        ),
+    )
+
+
+def headline(sides: Sequence[Side], paired: Paired) -> Difference:
+    """The headline of the second of two sides beside the first."""
+    (first, other), _ = _judged(sides, paired)
+    return _headline(sides[0].output, first, other)[0]
+
+
+def _judged(sides: Sequence[Side], paired: Paired) -> tuple[list[Judged], list[Ints]]:
+    """What each side's answers are worth, and the places of the judged rows in its file."""
+    output = sides[0].output
+    targets = [answers.rows.target[at] for answers, at in zip(paired.answers, paired.at, strict=True)]
+    target, same = by_row.reconciled(output, targets)
+    at = [own[same] for own in paired.at]
+    sheets = [_sheet(side, paired, place, at[place], target[same]) for place, side in enumerate(sides)]
+    return [by_row.judge(output, sheet) for sheet in sheets], at
+
+
+def _headline(output: str, first: Judged, other: Judged) -> tuple[Difference, Flipped | None, list[Difference]]:
+    """(the headline with the p that decides, McNemar's test of classes, every score)."""
+    scores = chance.differences(first.scores, other.scores)
+    found = next(one for one in scores if one.name == first.headline)
+    flipped = _flipped(first.right, other.right) if output == "classes" else None
+    return (found if flipped is None else replace(found, p=max(found.p, flipped.p))), flipped, scores
+
+
+def _sheet(side: Side, paired: Paired, place: int, at: Ints, target: by_row.Column) -> Sheet:
+    answers, where = paired.answers[place], side.run.store
+    return Sheet(
+        target=target,
+        prediction=answers.rows.prediction[at],
+        loss=answers.rows.loss[at],
+        facts={} if side.made is None else side.made.facts,
+        store=None if where is None else Store(where),
+        split=paired.split,
+        position=answers.position[at],
+    )
+
+
+def _against(
+    sides: Sequence[Side], paired: Paired, at: Sequence[Ints], judged: Sequence[Judged], place: int
+) -> Against:
+    first, other = judged[0], judged[place]
+    decisive, flipped, scores = _headline(sides[0].output, first, other)
+    rows = paired.answers[0].rows
+    columns = {name: [values[row] for row in at[0]] for name, values in rows.slices.items()}
+    if LENGTH not in columns:
+        columns[LENGTH] = quantiles(rows.tokens[at[0]])
+    letters = (sides[0].letter, sides[place].letter)
+    both = (paired.answers[0], paired.answers[place])
+    return Against(
+        side=sides[place],
+        headline=decisive,
+        scores=tuple(scores),
+        mcnemar=flipped,
+        slices=tuple(slices(first.main, other.main, first.headline, columns)),
+        kinds=tuple(flips.kinds(sides[0].output, first, other, both, (at[0], at[place]), letters)),
+    )
+
+
+def _flipped(first: Bools | None, other: Bools | None) -> Flipped | None:
+    if first is None or other is None:
+        return None
+    lost, won = int((first & ~other).sum()), int((~first & other).sum())
+    return Flipped(lost, won, chance.mcnemar(lost, won))
+
+
+def slices(
+    first: Additive, other: Additive, headline: str, columns: Mapping[str, Sequence[str]], least: int = LEAST
+) -> list[Slice]:
+    """The difference on the rows of each value, where it is the worst first. Rare values are one slice. A column in
+    which all rows have one value says nothing, nor do fewer than `LEAST` rows."""
+    found: list[tuple[str, str, Difference]] = []
+
+    for column, values in columns.items():
+        inside: dict[int, Difference] = {}
+
+        def difference(rows: Ints, kept: dict[int, Difference] = inside) -> Mapping[str, float]:
+            a, b = (Additive(side.rows[rows], side.score) for side in (first, other))
+            one = next(d for d in chance.differences(a, b, SLICE_REPLICATES) if d.name == headline)
+            kept[len(kept)] = one
+            return {"difference": one.difference, "number": len(kept) - 1}
+
+        every = by_column(values, difference, "difference", least=1 if column == LENGTH else least)
+        if 1 < len(every) <= MOST_SLICES:
+            found += [(column, one.value, inside[int(one.scores["number"])]) for one in every if one.rows >= LEAST]
+    corrected = chance.holm([one.p for _, _, one in found])
+    made = [Slice(column, value, replace(one, p=p)) for (column, value, one), p in zip(found, corrected, strict=True)]
+    return sorted(made, key=lambda one: one.difference.difference)

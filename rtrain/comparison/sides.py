@@ -1,0 +1,117 @@
+"""What is compared: a run, the winner of a search, or another artefact of a run, each found from a folder's name."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rtrain import artifact, config as configuration
+from rtrain.artifact import Artifact
+from rtrain.config import Config
+from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.report import summary
+from rtrain.run import Run
+from rtrain.tasks import base
+
+LETTERS = "ABCDEFGH"
+"""One for each side, as many as the charts have colours."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the models that are compared."""
+
+    letter: str
+    name: str
+    """Folders that tell it from the other sides."""
+    run: Run
+    folder: Path
+    """The artefact that answers; it is there only once the run has ended."""
+    config: Config
+
+    def __str__(self) -> str:
+        return f"{self.letter} ({self.name})"
+
+    @property
+    def own(self) -> bool:
+        """Whether the run itself is meant, and not an artefact that was made of it later."""
+        return self.folder == self.run.artifact
+
+    @cached_property
+    def made(self) -> Artifact | None:
+        """artifact.json, where the artefact is there."""
+        return artifact.read(self.folder, verify=False) if (self.folder / artifact.NAME).is_file() else None
+
+    @property
+    def output(self) -> str:
+        """Kind of the answers."""
+        return base.get(self.config.recipe.task).output
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        return summary.summarise(self.run)
+
+
+def find(folders: Sequence[Path]) -> list[Side]:
+    """The sides, in the order in which they were named. Raises `UserError` for a folder that holds no run, for one that
+    is named twice, and for runs of different tasks."""
+    if not 2 <= len(folders) <= len(LETTERS):
+        fix = f"name two to {len(LETTERS)} of them, the one that the others are compared with first"
+        raise ConfigError([Problem("runs", len(folders), "so many runs cannot be compared", fix)])
+    found = [_found(folder.absolute()) for folder in folders]
+    made = [one.resolve() for _, one in found]  # a link, or a path with .., may lead to a folder once more
+    for place, one in enumerate(made):
+        if one in made[:place]:
+            raise UserError(f"{folders[place]} and {folders[made.index(one)]} are the same model; name another run")
+    names = _names(found)
+    sides = [
+        Side(letter, name, run, folder, configuration.load(str(run.config)))
+        for letter, name, (run, folder) in zip(LETTERS, names, found, strict=False)
+    ]
+    first = sides[0]
+    for side in sides[1:]:
+        task, other = first.config.recipe.task, side.config.recipe.task
+        if task != other:
+            raise UserError(
+                f"{first.run} answers by the task {task}, {side.run} by {other}: their scores measure different "
+                f"things; name runs of one task"
+            )
+    return sides
+
+
+def is_search(run: Run) -> bool:
+    """Whether the folder is that of a search, also of one that has not ended."""
+    return run.exists and (run.winner is not None or run.trials.is_file() or run.trial(0).folder.is_dir())
+
+
+def _found(folder: Path) -> tuple[Run, Path]:
+    """(the run, the artefact that answers)."""
+    if (folder / artifact.NAME).is_file():
+        if Run(folder.parent).exists:
+            return Run(folder.parent), folder
+        reason = "is an artefact outside of its run, where neither its rows nor its training are known"
+        raise UserError(f"{folder} {reason}; name the folder of its run, or an artefact inside one")
+    run = Run(folder)
+    if not run.exists:
+        raise UserError(f"{folder} holds no run (no {run.config.name}); name the folder that --out named")
+    if not is_search(run):
+        return run, run.artifact
+    winner = run.winner
+    if winner is None:
+        fix = f"let it end (rtrain tune --resume --out {folder}), or name one of its trials"
+        raise UserError(f"{folder} is a search that has not chosen a winner; {fix}")
+    return Run(winner.folder), winner.artifact
+
+
+def _names(found: Sequence[tuple[Run, Path]]) -> list[str]:
+    """The name of each run's folder, with that of another artefact behind it; more folders where names are equal."""
+    names: list[str] = []
+    for more in range(max(len(made.parts) for _, made in found)):
+        names = [
+            "/".join(run.folder.parts[-1 - more :] + (() if made == run.artifact else (made.name,)))
+            for run, made in found
+        ]
+        if len(set(names)) == len(names):
+            break
+    return names

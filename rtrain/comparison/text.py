@@ -1,0 +1,142 @@
+"""The comparison as a terminal shows it: the outcome first, then what it rests on."""
+
+from collections.abc import Iterator, Sequence
+
+from rtrain.comparison import verdict
+from rtrain.comparison.answers import NAMES
+from rtrain.comparison.compare import Compared
+from rtrain.comparison.flips import Kind
+from rtrain.comparison.measure import Against, Measured
+from rtrain.comparison.settings import Setting
+from rtrain.report.drawing.svg import duration, rate, short, visible
+
+SHOWN = 3
+"""Rows of each kind that are printed; the page and --json have more."""
+MOST_SETTINGS = 30
+WIDEST = 40
+TEXT = 100
+
+
+def text(found: Compared) -> str:
+    lines = [found.verdict, ""]
+    lines += [f"{side.letter}  {side.folder if not side.own else side.run}" for side in found.sides]
+    if found.measured is not None:
+        lines += ["", *_rows(found.measured)]
+        for one in found.measured.against:
+            lines += ["", *_against(found, one)]
+    lines += ["", *_settings(found), "", *_costs(found)]
+    return "\n".join(visible(line) for line in lines)
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns under each other, the first one flush left; the others are figures for the most part."""
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if place == 0 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _rows(found: Measured) -> Iterator[str]:
+    yield f"{found.rows:,} {NAMES[found.split]} rows that all have answered, of {common_of(found)}"
+    if found.left_out:
+        yield f"{found.left_out:,} more are left out: their texts were cut at different places"
+
+
+def common_of(found: Measured) -> str:
+    return f"{found.of[0]:,} in each" if len(set(found.of)) == 1 else " and ".join(f"{count:,}" for count in found.of)
+
+
+def _against(found: Compared, one: Against) -> Iterator[str]:
+    a, b = found.sides[0].letter, one.side.letter
+    head = ("score", a, b, f"{b} less {a} (95 % interval)", "p")
+    yield from table(
+        [head]
+        + [
+            (
+                verdict.named(score),
+                verdict.score(score, score.first),
+                verdict.score(score, score.other),
+                verdict.change(score),
+                verdict.probability(score.p),
+            )
+            for score in one.scores
+        ]
+    )
+    if one.mcnemar is not None:
+        yield mcnemar(one, a, b)
+    beyond = [slice_ for slice_ in one.slices if slice_.verdict]
+    for slice_ in beyond:
+        side = "better" if slice_.verdict > 0 else "worse"
+        figures = verdict.figures(slice_.difference)
+        where = f"{slice_.column} is {short(slice_.value, WIDEST)}"
+        yield f"{b} is {side} where {where}: {figures} ({slice_.difference.rows:,} rows)"
+    if one.slices and not beyond:
+        yield f"no slice of {len(one.slices)} tells {b} from {a} beyond chance"
+    for kind in one.kinds:
+        yield from _kind(kind, a, b)
+
+
+def mcnemar(one: Against, a: str, b: str) -> str:
+    assert one.mcnemar is not None
+    lost, won = one.mcnemar.lost, one.mcnemar.won
+    p = verdict.probability(one.mcnemar.p)
+    return f"McNemar, exact: {lost:,} rows right in {a} alone, {won:,} in {b} alone, p {p}"
+
+
+def _kind(kind: Kind, a: str, b: str) -> Iterator[str]:
+    order = ", the largest change first" if "than" in kind.name else ", the worst first"
+    yield f"{kind.name}: {kind.rows:,} row{'' if kind.rows == 1 else 's'}{order if kind.rows > 1 else ''}"
+    for flip in kind.shown[:SHOWN]:
+        true = f"{short(flip.target, WIDEST)}: " if flip.target != "nothing" else ""
+        said = f"{a} {_said(flip.first, flip.first_score)}, {b} {_said(flip.other, flip.other_score)}"
+        yield f"    {true}{said}  {short(flip.text, TEXT)}  ({flip.where.rsplit('/', 1)[-1]})"
+
+
+def _said(answer: str, score: float | None) -> str:
+    return short(answer, WIDEST) + ("" if score is None else f" {score:.2f}")
+
+
+def _settings(found: Compared) -> Iterator[str]:
+    known = found.settings
+    letters = [side.letter for side in found.sides]
+    groups = (
+        ("settings that change the weights", known.weights),
+        ("settings that do not", known.others),
+        ("versions", known.versions),
+        ("digests", known.digests),
+    )
+    same = [name for name, settings in groups if not settings]
+    for name, settings in groups:
+        if settings:
+            yield from table([(name, *letters), *_cells(settings[:MOST_SETTINGS])])
+            if len(settings) > MOST_SETTINGS:
+                yield f"and {len(settings) - MOST_SETTINGS} more"
+    if same:
+        yield f"the same: {', '.join(same)}"
+
+
+def _cells(settings: Sequence[Setting]) -> list[tuple[str, ...]]:
+    return [(f"  {short(one.name, WIDEST)}", *(short(value, WIDEST) for value in one.values)) for one in settings]
+
+
+def costs(found: Compared) -> list[tuple[str, ...]]:
+    """What each side cost, a line for each measure: for the terminal and for the page."""
+    known = found.costs
+    return [
+        ("status", *(one.status for one in known)),
+        ("updates", *(f"{one.updates:,}" for one in known)),
+        ("rows trained on", *(f"{one.rows_seen:,}" for one in known)),
+        ("time from creation to end", *(duration(one.seconds) for one in known)),
+        ("seconds of training", *(f"{one.train_seconds:,.1f}" for one in known)),
+        ("times workers", *(f"{one.worker_seconds:,.1f}" for one in known)),
+        ("rows/s", *(rate(one.rows_per_second) for one in known)),
+        ("MB of weights that answer", *("-" if one.megabytes is None else f"{one.megabytes:,.1f}" for one in known)),
+    ]
+
+
+def _costs(found: Compared) -> list[str]:
+    return table([("cost", *(side.letter for side in found.sides)), *costs(found)])

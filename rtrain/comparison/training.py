@@ -1,0 +1,98 @@
+"""How the sides came to be: curves of loss and score over rows and seconds, and what each one cost."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rtrain import artifact
+from rtrain.comparison.sides import Side
+from rtrain.metrics.by_output import metric_for
+from rtrain.report.sections.curves import newest
+from rtrain.report.summary import STATUSES
+from rtrain.run import Run
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Point:
+    rows: int
+    """Rows trained on so far."""
+    seconds: float
+    """Since the first start, without the time between an end and the next start."""
+    value: float
+
+
+@dataclass(frozen=True)
+class Curves:
+    loss: tuple[Point, ...]
+    score: tuple[Point, ...]
+    """The headline on the validation rows; larger is better."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    status: str
+    updates: int
+    rows_seen: int
+    seconds: float
+    """Wall clock from the run's creation to its last event."""
+    train_seconds: float
+    worker_seconds: float
+    """Seconds of training times workers: what the machines were held for."""
+    rows_per_second: float
+    workers: int | None
+    megabytes: float | None
+    """Of the weights that answer; None before there is an artefact."""
+
+
+def curves(run: Run, rows_per_update: int, output: str) -> Curves:
+    headline = metric_for(output).headline
+    log = run.events()
+    seconds = {id(event): passed for event, passed in clock(log)}
+
+    def points(events: Sequence[Event], value: str) -> tuple[Point, ...]:
+        return tuple(
+            Point(event["update"] * rows_per_update, round(seconds[id(event)], 3), float(_value(event, value)))
+            for event in newest(events)
+            if _value(event, value) is not None
+        )
+
+    progress = [event for event in log if event["kind"] == "progress"]
+    # Scores are measured once more with what was chosen by them (a threshold): no point of the curve.
+    scored = [e for e in log if e["kind"] == "evaluated" and e["split"] == "valid" and "chosen" not in e]
+    return Curves(points(progress, "loss"), points(scored, headline))
+
+
+def _value(event: Event, name: str) -> Any:
+    return event.get(name) if event["kind"] == "progress" else event["scores"].get(name)
+
+
+def clock(log: Sequence[Event]) -> Iterator[tuple[Event, float]]:
+    """(event, seconds of all starts up to it). What lies between the end of a start and the next one is left out: a
+    pause, a night."""
+    passed, begun, base = 0.0, None, 0.0
+    for event in log:
+        if event["kind"] == "started":
+            begun, base = event["time"], passed
+        if begun is not None:
+            passed = base + max(0.0, event["time"] - begun)
+        yield event, passed
+        if event["kind"] in (*STATUSES, "crashed"):
+            begun = None
+
+
+def cost(side: Side) -> Cost:
+    found = side.summary
+    made, workers = side.made, found["workers"]
+    return Cost(
+        status=found["status"],
+        updates=found["updates"],
+        rows_seen=found["rows_seen"],
+        seconds=found["seconds"]["total"],
+        train_seconds=found["seconds"]["train"],
+        worker_seconds=round(found["seconds"]["train"] * (workers or 1), 1),
+        rows_per_second=found["rows_per_second"],
+        workers=workers,
+        megabytes=None if made is None else round(artifact.size_mb(side.folder, made.engine), 1),
+    )

@@ -1,0 +1,145 @@
+"""What a user is told of a run's rows and scores: a line of text for each kind of event, by `TEXTS`."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rtrain.errors import quoted
+from rtrain.metrics.scores import LENGTH
+from rtrain.metrics.slices import LEAST
+
+Event = dict[str, Any]
+MOST_SMALL = 5
+"""Small slices that are named in a line."""
+SPLITS = {"valid": "validation", "test": "test"}
+
+
+def evaluated(event: Event) -> str:
+    """The scores of a split. Those of the best weights, at the end, say of which update these are."""
+    scores = _scores(event["scores"])
+    scores += f"  loss {event['loss']:.4f}" if event.get("loss") is not None else ""
+    split, update, chosen = event["split"], event["update"], event.get("chosen")
+    if split == "valid" and not chosen:
+        head = f"update {update}  {split}"
+    else:
+        by = ", ".join(f"{name} {value:.4f}" for name, value in (chosen or {}).items() if isinstance(value, float))
+        head = f"{split}, by the weights of update {update}" + (f" and {by}" if by else "")
+    return f"{head}: {scores}  ({event['scores']['rows']} rows)"
+
+
+def best(event: Event) -> str:
+    """Which evaluation's weights are the run's, and why: its score, or what parts it from others of that score."""
+    name, sign = event["headline"].removeprefix("neg_"), -1 if event["headline"].startswith("neg_") else 1
+    score, text = f"{name} {sign * event['score']:.4f}", f"best of {event['of']}: update {event['update']}"
+    if event["why"] == "score":
+        return f"{text}, {score}"
+    return f"{text}, a tie by {score}, {'of the lower loss' if event['why'] == 'loss' else 'the first of them'}"
+
+
+def label_column(event: Event) -> str:
+    """The separator that was found in the labels, or what is doubtful about them."""
+    what, of = event["what"], f"of the {event['of']:,} labels looked at"
+    if what == "single":
+        return (
+            f"no label holds several: each {of} is one. For one label per text, whose chances add up to 1, write "
+            "--set task=classification"
+        )
+    sign, example = event.get("sign"), quoted(event.get("example"))
+    if what == "separator":
+        return f"data.separator: {sign!r} stands between the labels of {event['rows']:,} {of}, e.g. {example}"
+    looks = f"{event['rows']:,} {of} look like lists" + (f", e.g. {example}" if sign else "")
+    option = f" --set \"data.separator='{sign}'\"" if sign else ""
+    return f"{looks}, and each is learned as one label; for several labels per text: --set task=multi_label{option}"
+
+
+def labels(event: Event) -> str:
+    """What the training rows are labelled with."""
+    if event["of"] == "numbers":
+        return f"numbers from {event['low']:g} to {event['high']:g}, mean {event['mean']:.4g} ({event['rows']:,} rows)"
+    if event["of"] == "questions":
+        without = event["rows"] - event["answered"]
+        return f"{event['rows']:,} questions, {without:,} of them without an answer in what is read"
+    most, rarest = (", ".join(f"{name} {rows:,}" for name, rows in event[part]) for part in ("most", "rarest"))
+    named = f"{most}, ... the rarest {rarest}" if rarest else most or "none"
+    if event["of"] == "entities":
+        return f"{event['marked']:,} of {event['rows']:,} training rows have entities, of {_types(event)}: {named}"
+    head = f"{event['head']}: " if "head" in event else ""
+    several = ""
+    if "per_row" in event:
+        several = f", {event['per_row']:.2f} per row ({event['without']:,} rows have none)"
+    return f"{head}{event['number']} labels{several}: {named}"
+
+
+def bad_rows(event: Event) -> str:
+    """Why rows were set aside: the most frequent reasons, each with a place to look at."""
+    named = "; ".join(f"{one['rows']:,} x {one['reason']} ({one['place']})" for one in event["reasons"])
+    told = sum(one["rows"] for one in event["reasons"])
+    more = f"; {event['rows'] - told:,} for other reasons" if told < event["rows"] else ""
+    text = f"set aside: {named}{more}"
+    return f"{text}; listed in {event['file']}" if Path(event["file"]).is_file() else text
+
+
+def overlap(event: Event) -> str:
+    """How many rows of a split are training rows too, and where some of them are."""
+    of = f"{SPLITS[event['split']]} rows"
+    if event["seen"] is None:
+        return (
+            f"whether {of} are training rows too is not known: an earlier version of rtrain made {event['store']}. "
+            "Remove that folder to have it looked at"
+        )
+    return (
+        f"WARNING: {event['seen']:,} of {event['rows']:,} {of} are training rows too, but for case, blanks and "
+        f"punctuation: {event['places']}. The score without them will stand beside the score"
+    )
+
+
+def unseen(event: Event) -> str:
+    """The scores without the rows that are training rows too."""
+    text = f"{event['split']} without the {event['seen']:,} rows that are training rows too: "
+    return f"{text}{_scores(event['scores'])}  ({event['rows']} rows)" if event["rows"] else f"{text}no row is left"
+
+
+def sliced(event: Event) -> str | None:
+    """The slices of the test rows that are too small to be judged; quarters by length are all alike in that."""
+    small = [
+        (f"{column} {value or '(empty)'}", one["rows"], next(score for name, score in one.items() if name != "rows"))
+        for column, every in event["slices"].items()
+        for value, one in every.items()
+        if column != LENGTH and len(every) > 1 and one["rows"] < LEAST
+    ]
+    if event["split"] != "test" or not small:
+        return None
+    named = ", ".join(f"{name} ({rows} rows, {score:.3f})" for name, rows, score in small[:MOST_SMALL])
+    more = f" and {len(small) - MOST_SMALL} more" if len(small) > MOST_SMALL else ""
+    have = "1 slice has" if len(small) == 1 else f"{len(small)} slices have"
+    return f"{have} fewer than {LEAST} rows: not judged: {named}{more}"
+
+
+def _scores(scores: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in scores.items() if name != "rows")
+
+
+def _types(event: Event) -> str:
+    return f"{event['number']} type{'' if event['number'] == 1 else 's'}"
+
+
+def of(event: Event) -> str | None:
+    """The line of an event; None where there is none. The trials of a search have the same rows: the first tells."""
+    kind = event["kind"]
+    if kind not in TEXTS or (kind in ROWS and event.get("trial")):
+        return None
+    return TEXTS[kind](event)
+
+
+ROWS = ("bad_rows", "label_column", "labels", "overlap")
+"""Kinds that are about the rows, not about what was learned from them."""
+TEXTS: Mapping[str, Callable[[Event], str | None]] = {
+    "bad_rows": bad_rows,
+    "label_column": label_column,
+    "labels": labels,
+    "overlap": overlap,
+    "unseen": unseen,
+    "sliced": sliced,
+    "evaluated": evaluated,
+    "best": best,
+}

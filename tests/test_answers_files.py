@@ -1,0 +1,509 @@
+"""Rows of files get their answers: as many rows out as in, in their order, each with its own columns."""
+
+import datetime
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from rtrain.answers import files, source
+from rtrain.answers.answering import Answered, Answerer, Work
+from rtrain.answers.folder import Reuse
+from rtrain.answers.source import Portion
+from rtrain.batch import Head
+from rtrain.errors import ConfigError, UserError
+from rtrain.predict import Predictor
+from tests.answering import MESSY, asked, read_csv, read_jsonl, read_parquet, texts, write_csv, write_jsonl
+from tests.tiny import CORPUS, make_artifact, make_task_artifact
+
+EMPTY = "column 'text' is empty; write a text or remove the row"
+OUTSIDE = {"outside": "other", "threshold": 0.6}
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_artifact(tmp_path_factory.mktemp("made") / "artifact")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_artifact(tmp_path_factory.mktemp("other") / "artifact", seed=1)
+
+
+@pytest.fixture
+def portions_of_seven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "ROWS", 7)
+
+
+def best(artifact: Path, rows: list[Any]) -> list[tuple[str, float]]:
+    """Label and score of each, by the path of single texts."""
+    found = Predictor.load(artifact)(rows, {"top_k": 1})
+    return [(answer[0]["label"], answer[0]["score"]) for answer in found]
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def test_each_row_of_a_messy_file_keeps_its_place_and_its_columns(artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "messy.csv").write_bytes(MESSY)
+    events: list[dict[str, Any]] = []
+    report = files.to_file(asked(artifact, tmp_path / "messy.csv"), tmp_path / "answers.csv", on_event=events.append)
+    assert {name: report[name] for name in ("rows", "answered", "empty", "bad")} == {
+        **{"rows": 7, "answered": 3},
+        **{"empty": 2, "bad": 2},
+    }
+    assert report["renamed"] == {"label": "label (answer)"}
+    assert "the rows have a column 'label' of their own: the answer's is 'label (answer)'" in [
+        event.get("text") for event in events
+    ]
+    rows = read_csv(tmp_path / "answers.csv")
+    assert [tuple(row.values())[:4] for row in rows] == [
+        ("0", "hello, my parcel\r\nis lost", "2020-01-01", "b"),
+        ("1", "", "2020-01-02", "a"),
+        ("", "", "", ""),
+        ("3", "  ", "x", ""),
+        ("4", "caf?", "y", "c"),
+        ("5", 'say "hi"', "z", "a"),
+        ("6", "日本 é", "z", "b"),
+    ]
+    assert list(rows[0])[4:] == ["label (answer)", "score", "abstained", "reason"]
+    assert [row["reason"] for row in rows] == [
+        "",
+        f"line 4: {EMPTY}",
+        "line 5: 3 columns instead of 4; quote a text that holds the separator",
+        f"line 6: {EMPTY}",
+        "line 7: column 'text' is not UTF-8; convert the file, e.g. iconv -f latin1 -t utf-8",
+        "",
+        "",
+    ]
+    expected = best(artifact, ["hello, my parcel\r\nis lost", 'say "hi"', "日本 é"])
+    answered = [row for row in rows if not row["reason"]]
+    assert [row["label (answer)"] for row in answered] == [label for label, _ in expected]
+    assert [float(row["score"]) for row in answered] == pytest.approx([score for _, score in expected], abs=1e-5)
+    assert {row["label (answer)"] + row["score"] for row in rows if row["reason"]} == {""}
+    assert {row["abstained"] for row in rows} == {""}  # the artefact has no threshold
+
+
+@pytest.mark.usefixtures("portions_of_seven")
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_the_answers_of_many_portions_are_those_of_single_texts(artifact: Path, tmp_path: Path, suffix: str) -> None:
+    rows = texts(50)
+    write_csv(tmp_path / "rows.csv", rows)
+    out = tmp_path / f"answers.{suffix}"
+    report = files.to_file(asked(artifact, tmp_path / "rows.csv"), out)
+    read: Any = {"csv": read_csv, "jsonl": read_jsonl, "parquet": read_parquet}[suffix]
+    found = read(out)
+    assert (report["rows"], report["answered"]) == (50, 50)
+    assert [(row["number"], row["text"]) for row in found] == [(str(place), text) for place, text in enumerate(rows)]
+    expected = best(artifact, rows)
+    assert len({label for label, _ in expected}) > 1
+    assert [row["label"] for row in found] == [label for label, _ in expected]
+    assert [float(row["score"]) for row in found] == pytest.approx([score for _, score in expected], abs=1e-5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([out.name, "rows.csv"])
+
+
+def test_parquet_keeps_the_types_of_its_columns(artifact: Path, tmp_path: Path) -> None:
+    stamp = pa.array([10**18 + 1, None, 3], pa.timestamp("ns"))  # to a nanosecond, which Python's own types cannot hold
+    table = pa.table(
+        {
+            "text": pa.array(["where is my parcel", None, "money"]),
+            "when": stamp,
+            "kinds": pa.array([["a"], [], None], pa.list_(pa.string())),
+            "code": pa.array(["x", "y", "x"]).dictionary_encode(),
+            "score": pa.array([1.5, float("nan"), None]),
+        }
+    ).replace_schema_metadata({"pandas": "{}", "huggingface": "{}"})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    files.to_file(asked(artifact, tmp_path / "rows.parquet"), tmp_path / "a.parquet")
+    found = pyarrow.parquet.ParquetFile(tmp_path / "a.parquet").read()
+    assert found.schema.names == [*table.schema.names, "label", "score (answer)", "abstained", "reason"]
+    for name in table.schema.names:
+        assert found[name].type == table[name].type
+        assert found[name].combine_chunks().equals(table[name].combine_chunks()) or name == "score"
+    assert found["reason"].to_pylist() == [None, f"row 2: {EMPTY}", None]
+    files.to_file(asked(artifact, tmp_path / "rows.parquet"), tmp_path / "a.jsonl")
+    rows = read_jsonl(tmp_path / "a.jsonl")
+    assert [row["score"] for row in rows] == [1.5, None, None]
+    assert [row["kinds"] for row in rows] == [["a"], [], None]
+    assert rows[0]["when"].startswith("2001-09-09")
+    files.to_file(asked(artifact, tmp_path / "rows.parquet"), tmp_path / "a.csv")
+    assert [row["kinds"] for row in read_csv(tmp_path / "a.csv")] == ['["a"]', "[]", ""]
+
+
+def test_json_lines_keep_their_values_and_parquet_gives_each_column_one_type(artifact: Path, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"text": "where", "n": 1, "mixed": "x", "tags": ["a"], "deep": {"a": [None]}, "flag": True},
+        {"text": "money \ud800", "n": 2.5},
+        {"text": "parcel", "n": None, "mixed": 3, "tags": [1, None], "huge": 10**30, "label": "own"},
+    ]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    files.to_file(asked(artifact, tmp_path / "rows.jsonl"), tmp_path / "a.jsonl")
+    found = read_jsonl(tmp_path / "a.jsonl")
+    assert [{name: row[name] for name in given} for row, given in zip(found, rows, strict=True)] == [
+        rows[0],
+        {**rows[1], "text": "money ?"},
+        rows[2],
+    ]
+    assert [row["label (answer)"] is None for row in found] == [False, True, False]
+    assert found[1]["reason"].startswith("line 2: column 'text' is not UTF-8")
+    files.to_file(asked(artifact, tmp_path / "rows.jsonl"), tmp_path / "a.parquet")
+    table = pyarrow.parquet.ParquetFile(tmp_path / "a.parquet").read()
+    assert table["n"].to_pylist() == [1.0, 2.5, None]
+    assert table["mixed"].to_pylist() == ["x", None, "3"]
+    assert table["tags"].to_pylist() == [["a"], None, ["1", None]]
+    assert table["deep"].to_pylist() == ['{"a": [null]}', None, None]
+    assert table["flag"].type == pa.bool_()
+    assert table["huge"].to_pylist() == [None, None, str(10**30)]
+
+
+def test_a_file_of_texts_alone_has_an_answer_for_every_line(artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts.csv").write_text("text\nwhere\n\nmoney\n\n")
+    report = files.to_file(asked(artifact, tmp_path / "texts.csv"), tmp_path / "a.csv")
+    assert (report["rows"], report["answered"], report["empty"]) == (4, 2, 2)
+    assert [row["text"] for row in read_csv(tmp_path / "a.csv")] == ["where", "", "money", ""]
+
+
+def test_a_file_without_rows_gives_a_table_without_rows(artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "none.csv").write_text("id,text\n")
+    for suffix, expected in (("csv", b"id,text,label,score,abstained,reason\n"), ("jsonl", b"")):
+        report = files.to_file(asked(artifact, tmp_path / "none.csv"), tmp_path / f"a.{suffix}")
+        assert (report["rows"], (tmp_path / f"a.{suffix}").read_bytes()) == (0, expected)
+    files.to_file(asked(artifact, tmp_path / "none.csv"), tmp_path / "a.parquet")
+    assert pyarrow.parquet.ParquetFile(tmp_path / "a.parquet").metadata.num_rows == 0
+
+
+def test_files_of_a_folder_are_answered_in_order_with_the_columns_of_all(artifact: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    write_csv(folder / "b.csv", texts(3))
+    write_jsonl(folder / "a.jsonl", [{"text": "where", "more": 1}, {"text": ""}])
+    files.to_file(asked(artifact, folder), tmp_path / "a.csv")
+    found = read_csv(tmp_path / "a.csv")
+    assert [row["text"] for row in found] == ["where", "", *texts(3)]
+    assert [(row["more"], row["number"]) for row in found] == [("1", ""), ("", ""), ("", "0"), ("", "1"), ("", "2")]
+    assert found[1]["reason"] == f"a.jsonl line 2: {EMPTY}"
+
+
+def test_a_row_that_is_too_long_keeps_its_place(artifact: Path, tmp_path: Path) -> None:
+    write_csv(tmp_path / "rows.csv", ["where", "x" * 200, "money"])
+    files.to_file(asked(artifact, tmp_path / "rows.csv", max_row_bytes=100), tmp_path / "a.csv")
+    rows = read_csv(tmp_path / "a.csv")
+    assert [bool(row["label"]) for row in rows] == [True, False, True]
+    assert rows[1]["text"] == "x" * 200
+    assert rows[1]["reason"].startswith("line 3: column 'text' has 200 bytes; split it, or raise data.max_row_bytes")
+
+
+def test_columns_that_the_artefact_asks_for_and_the_file_lacks_are_named(artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("Message\nwhere\n")
+    with pytest.raises(ConfigError, match=r"data.text=text: no such column; rows.csv has Message"):
+        files.to_file(asked(artifact, tmp_path / "rows.csv"), tmp_path / "a.csv")
+    report = files.to_file(asked(artifact, tmp_path / "rows.csv", text="Message"), tmp_path / "a.csv")
+    assert report["answered"] == 1
+
+
+# --------------------------------------------------------------------------------------------------------------- tasks
+
+
+HEADS = Head(("mood=x", "mood=y", "intent=p", "intent=q"), {"heads": [["mood", 2], ["intent", 2]]})
+NUMBER = Head(("score",), {"mean": 3.0, "std": 1.0, "lowest": 0.0, "highest": 6.0, "step": 1.0})
+QA = {"text": "question", "text_pair": "context"}
+
+
+@pytest.mark.parametrize(
+    ("task", "head", "data"),
+    [
+        ("classification", Head(("a", "b", "c"), OUTSIDE), {}),
+        ("multi_label", Head(("a", "b", "c"), {"threshold": 0.45}), {}),
+        ("multi_head", HEADS, {}),
+        ("regression", NUMBER, {}),
+        ("span_qa", Head(("start", "end"), {"no_answer": False}), QA),
+        ("token_tags", Head(("O", "B-PER", "I-PER")), {}),
+        ("extractive_summary", Head(("left out", "taken"), {"max_words": 8}), {}),
+    ],
+)
+def test_the_columns_of_a_task_are_its_http_answer(task: str, head: Head, data: dict[str, str], tmp_path: Path) -> None:
+    folder = make_task_artifact(tmp_path / "artifact", task, head, data=data)
+    rows: list[Any] = [{"question": text, "context": CORPUS[place - 1]} for place, text in enumerate(CORPUS)]
+    if not data:
+        rows = [{"text": f"{text}. {text} again."} for text in CORPUS]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    answers = Predictor.load(folder)([row if data else row["text"] for row in rows])
+    files.to_file(asked(folder, tmp_path / "rows.jsonl"), tmp_path / "a.jsonl")
+    files.to_file(asked(folder, tmp_path / "rows.jsonl"), tmp_path / "a.parquet")
+    found, table = read_jsonl(tmp_path / "a.jsonl"), read_parquet(tmp_path / "a.parquet")
+    assert json.loads(json.dumps(table)) == found  # lists and objects are such, in both
+    assert len(found) == len(CORPUS)
+    for row, answer in zip(found, answers, strict=True):
+        match task:
+            case "classification":
+                assert (row["label"], row["score"]) == (answer[0]["label"], pytest.approx(answer[0]["score"], abs=1e-5))
+                assert row["abstained"] == (answer[0]["label"] == "other")
+            case "multi_label":
+                assert row["labels"] == [entry["label"] for entry in answer if entry["score"] >= 0.45]
+                assert len(row["scores"]) == len(row["labels"])
+            case "multi_head":
+                assert (row["mood"], row["intent"]) == tuple(answer[name][0]["label"] for name in ("mood", "intent"))
+                assert row["mood score"] == pytest.approx(answer["mood"][0]["score"], abs=1e-5)
+            case "regression":
+                assert row["value"] == pytest.approx(answer, abs=1e-5)
+            case "span_qa":
+                assert [row[name] for name in ("answer", "start", "end")] == [
+                    answer[name] for name in ("answer", "start", "end")
+                ]
+                assert row["context"][row["start"] : row["end"]] == row["answer"] != ""
+            case "token_tags":
+                assert [dict(entity, score=0) for entity in row["entities"]] == [
+                    dict(entity, score=0) for entity in answer
+                ]
+            case _:
+                assert row["summary"] == answer["summary"]
+                assert [one["text"] for one in row["sentences"]] == [one["text"] for one in answer["sentences"]]
+    if task == "classification":
+        assert {row["abstained"] for row in found} == {True, False}
+    if task == "multi_label":
+        assert len({len(row["labels"]) for row in found}) > 1
+
+
+def test_questions_need_a_context_and_no_answers(tmp_path: Path) -> None:
+    folder = make_task_artifact(tmp_path / "artifact", "span_qa", Head(("start", "end"), {"no_answer": True}), data=QA)
+    write_jsonl(tmp_path / "rows.jsonl", [{"question": "who", "context": " "}, {"question": "who", "context": "anna"}])
+    files.to_file(asked(folder, tmp_path / "rows.jsonl"), tmp_path / "a.jsonl")
+    found = read_jsonl(tmp_path / "a.jsonl")
+    assert [row["reason"] for row in found] == ["line 1: it has an empty context; send a text", None]
+    asks = [{"id": "1", "question": "who"}, {"id": "2", "question": "where"}]
+    document = {"data": [{"title": "t", "paragraphs": [{"context": "anna is here", "qas": asks}]}]}
+    (tmp_path / "squad.json").write_text(json.dumps(document))
+    report = files.to_file(asked(folder, tmp_path / "squad.json", format="squad"), tmp_path / "b.jsonl")
+    assert report["answered"] == 2
+    assert [row["id"] for row in read_jsonl(tmp_path / "b.jsonl")] == ["1", "2"]
+
+
+def test_a_masked_language_model_is_refused(tmp_path: Path) -> None:
+    head = Head((), {"mask": "[MASK]", "mask_id": 4, "special": [0, 1, 2, 3, 4], "vocabulary": 300})
+    folder = make_task_artifact(tmp_path / "artifact", "masked_lm", head)
+    write_csv(tmp_path / "rows.csv", ["where"])
+    with pytest.raises(UserError, match="a row of a file has no one answer; train a task on it, with --model"):
+        files.to_file(asked(folder, tmp_path / "rows.csv"), tmp_path / "a.csv")
+
+
+# -------------------------------------------------------------------------------------------------------------- resume
+
+
+class Stopped(Exception):
+    pass
+
+
+def stops_after(count: int) -> files.Answers:
+    def answers(work: Work, portions: list[Portion]) -> Iterator[Answered]:
+        assert len(portions) > count
+        yield from Answerer(work).each(portions[:count])
+        raise Stopped
+
+    return answers
+
+
+def done_here(numbers: list[int]) -> files.Answers:
+    """Answers portions from the last to the first, and notes which."""
+
+    def answers(work: Work, portions: list[Portion]) -> Iterator[Answered]:
+        answerer = Answerer(work)
+        for portion in reversed(portions):
+            numbers.append(portion.number)
+            yield answerer.answer(portion)
+
+    return answers
+
+
+@pytest.mark.usefixtures("portions_of_seven")
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_a_stopped_job_goes_on_with_the_same_bytes(artifact: Path, tmp_path: Path, suffix: str) -> None:
+    write_csv(tmp_path / "rows.csv", texts(50))
+    job = asked(artifact, tmp_path / "rows.csv")
+    whole, out = tmp_path / f"whole.{suffix}", tmp_path / f"out.{suffix}"
+    files.to_file(job, whole)
+    with pytest.raises(Stopped):
+        files.to_file(job, out, answers=stops_after(3))
+    assert not out.exists()
+    hidden = tmp_path / f".out.{suffix}.portions"
+    with (hidden / "portions.jsonl").open("a") as log:  # what a killed process may leave of a line
+        log.write('{"number": 4, "cou')
+    (hidden / f"000001.{suffix}").write_bytes(b"damaged")
+    numbers: list[int] = []
+    report = files.to_file(job, out, "resume", done_here(numbers))
+    assert numbers == [7, 6, 5, 4, 3, 1]
+    assert (report["rows"], report["reused_rows"]) == (50, 14)
+    assert out.read_bytes() == whole.read_bytes()
+    assert not hidden.exists()
+
+
+def test_a_job_that_fails_before_its_first_answer_leaves_nothing(artifact: Path, tmp_path: Path) -> None:
+    job = asked(artifact, write_csv(tmp_path / "rows.csv", texts(5)))
+
+    def fails(work: Work, portions: list[Portion]) -> Iterator[Answered]:
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        files.to_file(job, tmp_path / "a.csv", answers=fails)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
+
+
+@pytest.mark.usefixtures("portions_of_seven")
+def test_what_portions_were_made_of_must_be_the_same(artifact: Path, other: Path, tmp_path: Path) -> None:
+    write_csv(tmp_path / "rows.csv", texts(50))
+    out = tmp_path / "out.csv"
+    with pytest.raises(Stopped):
+        files.to_file(asked(artifact, tmp_path / "rows.csv"), out, answers=stops_after(1))
+    with pytest.raises(UserError, match=r"out.csv was begun with other artefact \("):
+        files.to_file(asked(other, tmp_path / "rows.csv"), out, "resume")
+    with pytest.raises(UserError, match=r"begun with other settings"):
+        files.to_file(asked(artifact, tmp_path / "rows.csv", max_row_bytes=1000), out, "resume")
+    with pytest.raises(ConfigError, match="a job that was to write it has not ended; go on with --resume"):
+        files.to_file(asked(artifact, tmp_path / "rows.csv"), out)
+    write_csv(tmp_path / "rows.csv", texts(51))
+    with pytest.raises(UserError, match=r"other rows \(.*begin anew with --overwrite"):
+        files.to_file(asked(artifact, tmp_path / "rows.csv"), out, "resume")
+    assert files.to_file(asked(artifact, tmp_path / "rows.csv"), out, "overwrite")["reused_rows"] == 0
+    assert len(read_csv(out)) == 51
+    with pytest.raises(ConfigError, match="there is such a file already; name another"):
+        files.to_file(asked(artifact, tmp_path / "rows.csv"), out)
+
+
+def test_resume_with_nothing_to_go_on_from_begins_at_the_beginning(artifact: Path, tmp_path: Path) -> None:
+    write_csv(tmp_path / "rows.csv", texts(5))
+    assert files.to_file(asked(artifact, tmp_path / "rows.csv"), tmp_path / "a.csv", "resume")["rows"] == 5
+
+
+def test_rows_that_change_while_they_are_read_are_refused(artifact: Path, tmp_path: Path) -> None:
+    write_csv(tmp_path / "rows.csv", texts(5))
+
+    def changes(work: Work, portions: list[Portion]) -> Iterator[Answered]:
+        yield from Answerer(work).each(portions)
+        write_csv(tmp_path / "rows.csv", texts(6))
+
+    with pytest.raises(UserError, match="was changed while it was read"):
+        files.to_file(asked(artifact, tmp_path / "rows.csv"), tmp_path / "a.csv", answers=changes)
+    assert not (tmp_path / "a.csv").exists()
+
+
+def test_a_killed_command_is_resumed_without_a_row_lost_or_twice(artifact: Path, tmp_path: Path) -> None:
+    write_csv(tmp_path / "rows.csv", texts(20_000))
+    command = [sys.executable, "-m", "rtrain", "predict", str(artifact), "--data", "rows.csv", "--out", "a.csv"]
+    root = Path(files.__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE) as process:
+        log, deadline = tmp_path / ".a.csv.portions" / "portions.jsonl", time.monotonic() + 120
+        while not (log.exists() and log.read_bytes().count(b"\n") >= 1):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    assert not (tmp_path / "a.csv").exists()
+    job = asked(artifact, tmp_path / "rows.csv")
+    with pytest.raises(UserError, match="begun with other settings"):
+        files.to_file(files.Asked(job.artifact, job.overrides, batch_rows=2), tmp_path / "a.csv", "resume")
+    report = files.to_file(job, tmp_path / "a.csv", "resume")
+    assert report["rows"] == 20_000
+    assert 0 < report["reused_rows"] < 20_000
+    assert [(row["number"], row["text"]) for row in read_csv(tmp_path / "a.csv")] == [
+        (str(number), text) for number, text in enumerate(texts(20_000))
+    ]
+    files.to_file(job, tmp_path / "whole.csv")
+    assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
+
+
+# ---------------------------------------------------------------------------------------------------------------- out
+
+
+@pytest.mark.parametrize("reuse", ["refuse", "overwrite"])
+def test_answers_are_not_written_among_the_rows(artifact: Path, tmp_path: Path, reuse: Reuse) -> None:
+    path = write_csv(tmp_path / "rows.csv", ["where"])
+    before = path.read_bytes()
+    for data, out in ((path, path), (tmp_path, tmp_path / "a.csv"), (tmp_path / "*.csv", path)):
+        with pytest.raises(ConfigError, match="it is among the rows that --data names"):
+            files.to_file(asked(artifact, data), out, reuse)
+    assert path.read_bytes() == before
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_first_answer(artifact: Path, tmp_path: Path) -> None:
+    data = write_csv(tmp_path / "rows.csv", ["where"])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written \(Not a directory\); name another place with --out"):
+        files.to_file(asked(artifact, data), tmp_path / "file" / "a.csv")
+    with pytest.raises(
+        ConfigError, match=r"its name does not tell its format; end the name by \.csv, \.jsonl or \.parquet"
+    ):
+        files.to_file(asked(artifact, data), tmp_path / "answers.xls")
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(ConfigError, match="is a folder; name a file in it"):
+        files.to_file(asked(artifact, data), tmp_path / "folder.csv", "overwrite")
+
+
+def test_two_jobs_do_not_write_one_file(artifact: Path, tmp_path: Path) -> None:
+    job = asked(artifact, write_csv(tmp_path / "rows.csv", texts(3)))
+
+    def meanwhile(work: Work, portions: list[Portion]) -> Iterator[Answered]:
+        with pytest.raises(UserError, match="another process is writing"):
+            files.to_file(job, tmp_path / "a.csv", "resume")
+        yield from Answerer(work).each(portions)
+
+    assert files.to_file(job, tmp_path / "a.csv", answers=meanwhile)["rows"] == 3
+
+
+# -------------------------------------------------------------------------------------------------------------- stream
+
+
+def test_json_lines_are_answered_as_json_lines(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "STREAM_ROWS", 3)
+    rows: list[Any] = [{"text": text, "place": place} for place, text in enumerate(texts(8))]
+    rows[4] = {"text": "late", "label": "own"}
+    rows[5] = {"text": ""}
+    lines = [json.dumps(row).encode() + b"\n" for row in rows]
+    lines[6] = b"{not json\n"
+    out = io.BytesIO()
+    report = files.stream(asked(artifact, "-"), io.BytesIO(b"".join(lines)), out)
+    found = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert (report["rows"], report["answered"], report["empty"], report["bad"]) == (8, 5, 1, 2)
+    assert [row.get("place") for row in found] == [0, 1, 2, 3, None, None, None, 7]
+    assert found[4]["label"] == "own"
+    assert "its column 'label' has the name of an answer's" in found[4]["reason"]
+    assert found[5]["reason"] == f"line 6: {EMPTY}"
+    assert found[6]["reason"] == "line 7: not a JSON object; write one object a line"
+    assert found[7]["label"] == best(artifact, texts(8))[7][0]
+
+
+def test_an_empty_stream_has_no_answers(artifact: Path) -> None:
+    out = io.BytesIO()
+    assert files.stream(asked(artifact, "-"), io.BytesIO(b""), out)["rows"] == 0
+    assert out.getvalue() == b""
+
+
+def test_files_are_answered_onto_a_stream_too(artifact: Path, tmp_path: Path) -> None:
+    path, out = tmp_path / "messy.csv", io.BytesIO()
+    path.write_bytes(MESSY)
+    files.to_stream(asked(artifact, path), out)
+    files.to_file(asked(artifact, path), tmp_path / "a.jsonl")
+    assert out.getvalue() == (tmp_path / "a.jsonl").read_bytes()
+
+
+def test_importing_loads_neither_torch_nor_ray() -> None:
+    code = "import sys, rtrain.answers.files; print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
+    root = Path(files.__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_timestamp_is_no_text_of_python(artifact: Path, tmp_path: Path) -> None:
+    table = pa.table({"text": ["where"], "day": [datetime.date(2020, 1, 2)]})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    files.to_file(asked(artifact, tmp_path / "rows.parquet"), tmp_path / "a.jsonl")
+    assert read_jsonl(tmp_path / "a.jsonl")[0]["day"] == "2020-01-02"

@@ -1,0 +1,59 @@
+"""Rows answered on a Ray cluster: the same bytes as in this process, resumed by the same portions."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rtrain.answers import files, job, source
+from rtrain.answers.answering import Answered, Work
+from rtrain.answers.source import Portion
+from rtrain.errors import UserError
+from tests.answering import asked, read_csv, texts, write_csv
+from tests.tiny import make_artifact
+
+pytestmark = pytest.mark.ray
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_a_cluster_leaves_the_bytes_of_one_process_and_goes_on_from_its_portions(
+    ray_session: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "ROWS", 16)
+    artifact = make_artifact(tmp_path / "artifact")
+    rows = texts(100)
+    rows[50] = " "
+    work = asked(artifact, write_csv(tmp_path / "rows.csv", rows))
+    files.to_file(work, tmp_path / "here.csv")
+    numbers: list[int] = []
+
+    def stopped(given: Work, portions: list[Portion]) -> Iterator[Answered]:
+        for answered in job.on_cluster(given, portions):
+            yield answered
+            numbers.append(answered.number)
+            if len(numbers) == 2:
+                raise Stopped
+
+    with pytest.raises(Stopped):
+        files.to_file(work, tmp_path / "there.csv", answers=stopped)
+    report = files.to_file(work, tmp_path / "there.csv", "resume", job.on_cluster)
+    assert len(set(numbers)) == 2
+    assert report["reused_rows"] == sum(16 if number < 6 else 4 for number in numbers)
+    assert (report["rows"], report["answered"], report["empty"]) == (100, 99, 1)
+    assert [row["text"] for row in read_csv(tmp_path / "there.csv")] == rows
+    assert (tmp_path / "there.csv").read_bytes() == (tmp_path / "here.csv").read_bytes()
+
+
+def test_an_artefact_that_the_nodes_cannot_read_is_told_in_a_line(ray_session: Path, tmp_path: Path) -> None:
+    work = asked(make_artifact(tmp_path / "artifact"), write_csv(tmp_path / "rows.csv", texts(3)))
+
+    def damaged(given: Work, portions: list[Portion]) -> Iterator[Answered]:
+        (tmp_path / "artifact" / "model.safetensors").write_bytes(b"")
+        yield from job.on_cluster(given, portions)
+
+    with pytest.raises(UserError, match=r"on a node of the cluster: artefact .* is damaged: model\.safetensors has 0"):
+        files.to_file(work, tmp_path / "a.csv", answers=damaged)
+    assert not list(tmp_path.glob(".a.csv*"))

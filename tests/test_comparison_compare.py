@@ -1,0 +1,348 @@
+"""Runs beside each other, from the command line: the verdict, the rows, the refusals, the page."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from rtrain import artifact
+from rtrain.cli import app as cli
+from rtrain.comparison import answers, compare, page, sides, text
+from rtrain.errors import ConfigError, UserError
+from rtrain.run import Run
+from tests.reports import Page, answers_of, make_answered, make_run, write_predictions
+from tests.searches import make_search
+
+LABELS = ("login", "parcel", "refund")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has ended, with no answers yet."""
+    return make_run(tmp_path_factory.mktemp("base"))
+
+
+def twin(base: Path, folder: Path, right: float, rows: int = 400, language: Sequence[str] = ()) -> Path:
+    """A copy of the run with answers of its own, to the same rows; a larger share of them right includes a smaller."""
+    shutil.copytree(base, folder)
+    target, said = answers_of(LABELS, rows, right)
+    if language:
+        write_predictions(folder, target, said, language=language)
+    else:
+        write_predictions(folder, target, said)
+    return folder
+
+
+def with_ids(run: Path, ids: Sequence[int], split: str = "test") -> None:
+    path = Run(run).predictions(split)
+    table = pyarrow.parquet.read_table(path)
+    column = pa.array(np.array(ids, dtype=np.uint64))
+    pyarrow.parquet.write_table(table.set_column(table.column_names.index("row_id"), "row_id", column), path)
+
+
+def of(*runs: Path) -> compare.Compared:
+    return compare.compare(runs)
+
+
+# ------------------------------------------------------------------------------------------------------------- verdict
+
+
+def test_the_better_run_is_named_first_with_its_figures(base: Path, tmp_path: Path) -> None:
+    found = of(twin(base, tmp_path / "a", 0.8), twin(base, tmp_path / "wide", 0.9))
+    assert found.measured is not None
+    (one,) = found.measured.against
+    assert found.verdict.startswith("B (wide) is better: accuracy 0.")
+    assert found.verdict.endswith(", on 400 rows")
+    assert one.mcnemar is not None
+    assert one.mcnemar.lost == 0
+    assert one.headline.p == pytest.approx(2 / 2001)  # not one of 2,000 resamples; McNemar's is smaller
+    assert one.headline.difference == pytest.approx(one.mcnemar.won / 400)
+    assert [kind.rows for kind in one.kinds] == [0, one.mcnemar.won, 0]
+    back = of(tmp_path / "wide", tmp_path / "a")
+    assert back.verdict.startswith("B (a) is worse: accuracy 0.")
+    assert "-" in back.verdict.partition("points")[0]
+
+
+def test_runs_that_cannot_be_told_apart_say_how_many_rows_it_would_take(base: Path, tmp_path: Path) -> None:
+    found = of(twin(base, tmp_path / "a", 0.8, rows=60), twin(base, tmp_path / "b", 0.8, rows=60))
+    assert found.verdict.startswith("B (b) cannot be told apart on 60 rows: accuracy")
+    assert found.verdict.endswith("every row is answered as well by both")
+    target, said = answers_of(LABELS, 60, 0.8)
+    said[0], said[1] = target[0], next(label for label in LABELS if label != target[1])
+    said[2] = next(label for label in LABELS if label != target[2])
+    write_predictions(tmp_path / "b", target, said)
+    told = of(tmp_path / "a", tmp_path / "b").verdict
+    assert "a difference below" in told
+    assert "needs more rows, one of" in told
+
+
+def test_a_handful_of_rows_tells_nothing(base: Path, tmp_path: Path) -> None:
+    found = of(twin(base, tmp_path / "a", 0.0, rows=8), twin(base, tmp_path / "b", 1.0, rows=8))
+    assert found.verdict.startswith("B (b) cannot be told apart on 8 rows")
+    assert found.verdict.endswith("fewer than 20 rows tell nothing")
+
+
+def test_several_are_each_set_beside_the_first(base: Path, tmp_path: Path) -> None:
+    runs = [twin(base, tmp_path / name, right) for name, right in (("a", 0.7), ("b", 0.9), ("c", 0.7))]
+    found = of(*runs)
+    assert found.measured is not None
+    better, same = found.measured.against
+    assert found.verdict.startswith("B (b) is better")
+    assert "; C (c) cannot be told apart" in found.verdict
+    assert found.verdict.endswith("(p by Holm for 2 comparisons)")
+    assert better.headline.p == pytest.approx(2 * next(s.p for s in better.scores if s.name == "accuracy"))
+    assert same.headline.p == 1.0
+
+
+def test_only_common_rows_are_compared(base: Path, tmp_path: Path) -> None:
+    a, b = twin(base, tmp_path / "a", 0.6, rows=100), twin(base, tmp_path / "b", 0.6, rows=100)
+    with_ids(b, range(130, 30, -1))  # rows 31 to 99 of a, in another order, and 31 that it has not
+    found = of(a, b)
+    assert found.measured is not None
+    assert (found.measured.rows, found.measured.of) == (69, (100, 100))
+    # Each common row is judged by its own answer in either file.
+    (one,) = found.measured.against
+    target, said = answers_of(LABELS, 100, 0.6)
+    right = [t == s for t, s in zip(target, said, strict=True)]
+    assert one.headline.first == pytest.approx(np.mean(right[31:]))
+    assert "69 test rows that all have answered, of 100 in each" in text.text(found)
+
+
+def test_no_common_row_is_refused_with_what_to_do(base: Path, tmp_path: Path) -> None:
+    a, b = twin(base, tmp_path / "a", 0.6, rows=30), twin(base, tmp_path / "b", 0.6, rows=40)
+    with_ids(b, range(1000, 1040))
+    with pytest.raises(
+        UserError, match=r"none of the test rows is common to all \(A 30, B 40\), .* one data\.test file"
+    ):
+        of(a, b)
+
+
+def test_slices_in_which_a_run_is_worse_are_found(base: Path, tmp_path: Path) -> None:
+    languages = ["english", "german"] * 200
+    a, b = twin(base, tmp_path / "a", 0.8, language=languages), twin(base, tmp_path / "b", 0.8, language=languages)
+    target, said = answers_of(LABELS, 400, 0.8)
+    # B has lost every third row in German.
+    said = ["no label" if row % 6 == 1 else one for row, one in enumerate(said)]
+    write_predictions(b, target, said, language=languages)
+    found = of(a, b)
+    assert found.measured is not None
+    slices = {one.value: one.verdict for one in found.measured.against[0].slices if one.column == "language"}
+    assert slices == {"german": -1, "english": 0}
+    assert "B is worse where language is german: accuracy" in text.text(found)
+
+
+# --------------------------------------------------------------------------------------------------------- flipped rows
+
+
+def test_flipped_rows_have_both_answers_and_their_place(base: Path, tmp_path: Path) -> None:
+    a, b = twin(base, tmp_path / "a", 1.0, rows=30), twin(base, tmp_path / "b", 1.0, rows=30)
+    target, said = answers_of(LABELS, 30, 1.0)
+    other = ["nothing like it" if row in (3, 7) else one for row, one in enumerate(said)]
+    write_predictions(
+        b, target, other, text=[f'"{row}"\nmit Umbruch: größer 🙂' for row in range(30)], score=[0.25] * 30
+    )
+    found = of(a, b)
+    assert found.measured is not None
+    lost, won, both = found.measured.against[0].kinds
+    assert [(kind.name, kind.rows) for kind in (lost, won, both)] == [
+        ("right in A, wrong in B", 2),
+        ("wrong in A, right in B", 0),
+        ("wrong in both, differently", 0),
+    ]
+    assert {flip.where for flip in lost.shown} == {"rows.csv:5", "rows.csv:9"}
+    flip = next(flip for flip in lost.shown if flip.where == "rows.csv:5")
+    assert (flip.target, flip.first, flip.other, flip.other_score) == (target[3], target[3], "nothing like it", 0.25)
+    assert flip.text == "text number 3"  # the first side's
+
+
+def test_answers_that_are_more_or_less_good_are_worse_and_better(tmp_path: Path) -> None:
+    found = of(make_answered(tmp_path / "a", "regression"), make_answered(tmp_path / "b", "regression", seed=4))
+    assert found.measured is not None
+    worse, better = found.measured.against[0].kinds
+    assert (worse.name, better.name) == ("worse in B than in A", "better in B than in A")
+    assert 0 < worse.rows + better.rows <= found.measured.rows
+    gaps = [
+        abs(float(one.other) - float(one.target)) - abs(float(one.first) - float(one.target)) for one in worse.shown
+    ]
+    assert gaps == pytest.approx(sorted(gaps, reverse=True), abs=0.003)  # the answers are rounded
+    assert min(gaps) > -0.002
+    assert "RMSE" in found.verdict
+    assert "neg" not in text.text(found)
+
+
+# ----------------------------------------------------------------------------------------- what was set, what it cost
+
+
+def test_settings_that_change_the_weights_stand_apart(tmp_path: Path) -> None:
+    a = make_run(tmp_path / "one", trained=False)
+    other: dict[str, Any] = {"optim.lr": 0.005, "train.log_every": 3}
+    b = make_run(tmp_path / "two", trained=False, **other)
+    found = of(a, b)
+    weights = {one.name: one.values for one in found.settings.weights}
+    assert weights["optim.lr"] == ("0.0003", "0.005")
+    assert "data.path" in weights
+    assert [(one.name, one.values) for one in found.settings.others] == [("train.log_every", ("10", "3"))]
+    assert found.settings.versions == ()
+    assert "files, train" not in {one.name for one in found.settings.digests}  # the same bytes in another folder
+    assert found.measured is None
+    assert "not told apart: A (one/run), B (two/run) left no answers to test rows" in found.verdict
+    assert "settings that change the weights" in text.text(found)
+
+
+def test_curves_leave_out_the_time_between_two_starts() -> None:
+    from rtrain.comparison.training import clock
+
+    log = [
+        {"kind": kind, "time": float(time)}
+        for kind, time in (
+            *(("created", 0), ("started", 10), ("progress", 15), ("paused", 20)),
+            *(("started", 1020), ("progress", 1030), ("crashed", 1031)),
+            *(("started", 1100), ("progress", 1101)),
+        )
+    ]
+    assert [seconds for _, seconds in clock(log)] == [0, 0, 5, 10, 10, 20, 21, 21, 22]
+
+
+def test_a_run_without_answers_is_compared_by_what_there_is(base: Path, tmp_path: Path) -> None:
+    a, b = twin(base, tmp_path / "a", 0.6), tmp_path / "b"
+    shutil.copytree(base, b)
+    found = of(a, b)
+    assert found.verdict == (
+        "not told apart: B (b) left no answers to test rows; A (a), B (b) left no answers to validation rows"
+    )
+    assert found.costs[0].rows_seen == found.costs[1].rows_seen > 0
+    assert len(found.curves[1].loss) == 20
+    assert "Answers cannot be compared row by row" in Page(page.page(found)).text
+
+
+# ------------------------------------------------------------------------------------------------- which runs there are
+
+
+def test_what_is_no_run_is_refused(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"{tmp_path}/nowhere holds no run \(no config\.yaml\)"):
+        of(base, tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="name two to 8 of them"):
+        of(base)
+    with pytest.raises(UserError, match="are the same model"):
+        of(base, base / ".." / "run")
+    search = make_search(tmp_path / "s", [0.5, 0.6], ended=False)
+    with pytest.raises(UserError, match="is a search that has not chosen a winner; let it end"):
+        of(base, search.folder)
+
+
+def test_runs_of_two_tasks_are_refused(base: Path, tmp_path: Path) -> None:
+    other = make_answered(tmp_path, "regression")
+    with pytest.raises(
+        UserError, match=r"answers by the task classification, .* by regression: .* name runs of one task"
+    ):
+        of(base, other)
+
+
+def test_a_search_stands_for_its_winner(base: Path, tmp_path: Path) -> None:
+    search = make_search(tmp_path / "s", [0.5, 0.9, 0.6])
+    found = sides.find([base, search.folder])
+    assert found[1].run.folder == search.trial(1).folder
+    assert [side.name for side in found] == ["run", "trial-001"]
+
+
+def test_names_tell_sides_apart(base: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "x" / "run", tmp_path / "y" / "run"
+    for folder in (one, two):
+        shutil.copytree(base, folder)
+    assert [side.name for side in sides.find([one, two])] == ["x/run", "y/run"]
+
+
+# -------------------------------------------------------------------------------------------------------- the artefacts
+
+
+def test_answers_are_had_from_an_artefact_where_no_file_has_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second artefact in the run's folder, as rtrain quantize leaves one, and a run whose answers were removed."""
+    run = Run(make_answered(tmp_path, "classification"))
+    kept = pyarrow.parquet.read_table(run.predictions("test"))
+    shutil.copytree(run.artifact, run.int8)
+    run.predictions("test").unlink()
+    found = of(run.folder, run.int8)
+    assert [side.name for side in found.sides] == ["run", "run/artifact-int8"]
+    assert "every row is answered as well by both" in found.verdict
+    assert "A (run) answers 22 test rows" in capsys.readouterr().err
+    assert pyarrow.parquet.read_table(run.predictions("test")).equals(kept)
+    of(run.folder, run.int8)
+    assert capsys.readouterr().err == ""  # kept
+    version = artifact.read(run.int8).version
+    assert run.predictions(f"test-artifact-int8-{version}").is_file()
+
+
+def test_an_artefact_outside_of_a_run_is_refused(base: Path, tmp_path: Path) -> None:
+    run = Run(make_answered(tmp_path / "run", "classification"))
+    shutil.copytree(run.artifact, tmp_path / "alone")
+    with pytest.raises(UserError, match=r"alone is an artefact outside of its run, .* name the folder of its run"):
+        of(base, tmp_path / "alone")
+
+
+@pytest.mark.parametrize(
+    "task", ["multi_label", "multi_head", "span_qa", "token_tags", "extractive_summary", "masked_lm"]
+)
+def test_every_task_has_text_json_and_a_page(task: str, tmp_path: Path) -> None:
+    found = of(make_answered(tmp_path / "a", task), make_answered(tmp_path / "b", task, seed=4))
+    assert found.measured is not None
+    assert found.measured.rows > 0
+    shown = text.text(found)
+    assert shown.splitlines()[0] == found.verdict
+    assert json.loads(json.dumps(compare.document(found), allow_nan=False))["rows"]["common"] == found.measured.rows
+    drawn = Page(page.page(found))
+    assert f"{found.verdict}." in drawn.text
+    assert "Answered otherwise" in drawn.text
+    assert "script" not in drawn.tags
+
+
+# --------------------------------------------------------------------------------------------------- the verb, the page
+
+
+def test_the_verb_prints_the_outcome_and_writes_a_page(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = twin(base, tmp_path / "a", 0.7), twin(base, tmp_path / "b", 0.9)
+    cli.main(["compare", str(a), str(b)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("B (b) is better: accuracy ")
+    assert lines[-1] == f"page: {tmp_path}/compare-a-b.html"
+    cli.main(["compare", str(a), str(b), "--json", "--out", str(tmp_path / "mine.html")])
+    made: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert (made["verdict"], made["page"]) == (lines[0], str(tmp_path / "mine.html"))
+    assert made["rows"]["against"][0]["headline"]["verdict"] == 1
+    assert [one["side"] for one in made["sides"]] == ["A", "B"]
+    drawn = Page((tmp_path / "mine.html").read_text(encoding="utf-8"))
+    assert "Training loss over seconds" in drawn.text
+    assert not [value for name, value in drawn.attributes if name in ("src", "href") and not value.startswith("#")]
+
+
+def test_a_page_that_cannot_be_written_is_said(base: Path, tmp_path: Path) -> None:
+    found = of(twin(base, tmp_path / "a", 0.7, rows=30), twin(base, tmp_path / "b", 0.9, rows=30))
+    with pytest.raises(UserError, match=r"no/page\.html cannot be written .* name another file with --out"):
+        page.write(found, tmp_path / "no" / "page.html")
+
+
+def test_hostile_texts_and_labels_stay_text(base: Path, tmp_path: Path) -> None:
+    hostile = "</td><script>alert(1)</script>\x1b[31m\u202e"
+    a, b = twin(base, tmp_path / "a", 0.7, rows=30), twin(base, tmp_path / "b", 0.9, rows=30)
+    target, _ = answers_of(LABELS, 30, 1.0)
+    for run, label in ((a, "parcel"), (b, hostile)):
+        write_predictions(run, target, [label] * 30, text=[hostile] * 30, language=[hostile, "x"] * 15)
+    found = of(a, b)
+    drawn = page.page(found)
+    assert "<script" not in drawn
+    assert "\x1b" not in text.text(found)
+    assert "\\x1b" in text.text(found)
+
+
+def test_common_rows_are_in_the_order_of_the_first() -> None:
+    ids = [np.array(side, dtype=np.uint64) for side in ([5, 2**63 + 1, 9, 7], [7, 2**63 + 1, 5])]
+    assert [places.tolist() for places in answers.common(ids)] == [[0, 1, 3], [2, 1, 0]]

@@ -1,0 +1,96 @@
+"""SIGTERM ends a command once, after what it has started, and is handed back afterwards."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rtrain import signals
+from rtrain.cli import options
+from rtrain.errors import Ended
+from tests.tiny import make_artifact
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_it_is_raised_once_and_cleaning_up_is_not_broken_off() -> None:
+    done = []
+
+    def work() -> None:
+        try:
+            terminate()
+        finally:
+            terminate()  # `timeout` sends it twice
+            done.append("cleaned up")
+
+    with pytest.raises(signals.Terminated) as caught, signals.owned():
+        work()
+    assert (caught.value.code, done) == (143, ["cleaned up"])
+
+
+def test_the_handler_of_before_is_back_afterwards() -> None:
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        with pytest.raises(signals.Terminated), signals.owned():
+            terminate()
+        terminate()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [(KeyboardInterrupt, 130, "interrupted"), (signals.Terminated, 143, "ended by SIGTERM")],
+)
+def test_a_run_that_is_there_is_gone_on_with(tmp_path: Path, end: type[BaseException], code: int, said: str) -> None:
+    run = tmp_path / "my run"
+    with pytest.raises(Ended) as caught, options.resumable(run, "distill", "a teacher"):
+        raise end
+    assert (caught.value.exit_code, str(caught.value)) == (code, said)  # nothing is there yet
+    run.mkdir()
+    (run / "config.yaml").touch()
+    with pytest.raises(Ended) as caught, options.resumable(run, "distill", "a teacher"):
+        raise end
+    assert str(caught.value) == f"{said}; next: rtrain distill 'a teacher' --resume --out '{run}'"
+    make_artifact(run / "artifact")
+    with pytest.raises(Ended) as caught, options.resumable(run, "distill", "a teacher"):
+        raise end
+    assert str(caught.value) == f"{said}; next: rtrain report '{run}'"
+
+
+def test_other_errors_pass(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), options.resumable(tmp_path, "train"):
+        raise ZeroDivisionError
+
+
+def catches(pid: int) -> bool:
+    """Whether a process has put its own handler for SIGTERM, as the kernel knows it."""
+    [mask] = re.findall(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def test_a_verb_without_ray_says_one_line_and_exits_143(tmp_path: Path) -> None:
+    """`predict` waits for its texts on standard input, which never come."""
+    command = [sys.executable, "-m", "rtrain", "predict", str(make_artifact(tmp_path / "artifact"))]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        give_up = time.monotonic() + 60
+        while not catches(process.pid):
+            assert process.poll() is None
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+        process.terminate()
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (143, "", "rtrain: ended by SIGTERM\n")
