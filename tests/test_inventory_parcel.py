@@ -24,6 +24,7 @@ from rtrain.report import html, summary
 from rtrain.run import Run
 from rtrain.runs import opening
 from tests import stock, test_cli
+from tests.conftest import labelled_rows, write_rows
 from tests.reports import answers_of, make_run, page_of, write_predictions
 from tests.tiny import make_artifact
 
@@ -382,9 +383,11 @@ def modules_of(names: list[str]) -> set[str]:
 def test_the_smallest_set_answers_and_lists_runs(tmp_path: Path) -> None:
     """Every package that is not in it cannot be imported; the engine of this artefact is added, as an int8 one's is."""
     made = make_artifact(tmp_path / "a" / "artifact")
+    rows = write_rows(tmp_path / "rows.csv", labelled_rows(5))
     stock.make(tmp_path / "b")
     for engine, words in (
         ("torch", ["predict", str(made), "hello"]),
+        ("torch", ["predict", str(made), "--data", str(rows), "--out", str(tmp_path / "answers.csv")]),
         ("openvino", ["runs", str(tmp_path)]),
         ("openvino", ["clean", str(tmp_path / "b")]),
     ):
