@@ -334,10 +334,20 @@ def test_a_resume_says_that_the_checkpoints_were_cleaned(tmp_path: Path) -> None
     assert opening.choose(trial.folder, storage, "resume")[0] == trial.folder
 
 
+def test_a_search_that_has_not_chosen_goes_on_after_a_removal(tmp_path: Path) -> None:
+    """Its own folder has no checkpoints at all, and its trials keep theirs."""
+    searched = stock.search(tmp_path / "s", best=None)
+    removal.carry_out(planned(searched.folder, "artifact"))
+    assert Run(searched.folder).last("cleaned") is not None
+    for one in (searched, searched.trial(0)):
+        assert opening.choose(one.folder, opening.stored(one.folder), "resume")[0] == one.folder
+
+
 def test_a_run_of_which_leftovers_alone_went_is_resumed(tmp_path: Path) -> None:
     one = stock.make(tmp_path / "a", ended="interrupted")
     (one.ray / "x").mkdir(parents=True)
     (one.ray / "x" / "state").write_text("x")
+    shutil.rmtree(one.checkpoints)  # it was stopped before its first one
     removal.carry_out(planned(one.folder, "artifact"))
     assert Run(one.folder).last("cleaned") is not None
     assert opening.choose(one.folder, opening.stored(one.folder), "resume")[0] == one.folder
