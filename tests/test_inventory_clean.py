@@ -247,6 +247,19 @@ def test_stores_and_copies_that_no_run_uses_go_and_others_only_when_asked(tmp_pa
     assert not (tmp_path / ".tokens" / "aaaa").exists()
 
 
+def test_an_import_that_was_killed_leaves_a_draft_that_goes_and_one_that_goes_on_does_not(tmp_path: Path) -> None:
+    killed, writing = drafts.Draft(tmp_path / "a"), drafts.Draft(tmp_path / "b")
+    (killed.folder / "weights").write_bytes(b"w" * 100)
+    killed.release()
+    (tmp_path / ".mine.0123abcd").mkdir()
+    stock.age(tmp_path / ".mine.0123abcd")
+    removals = plan.of_root(walk.look(tmp_path), "artifact")
+    assert gone(removals, tmp_path) == {killed.folder.name}
+    removal.carry_out(removals)
+    writing.release()
+    assert {path.name for path in tmp_path.iterdir()} == {writing.folder.name, ".mine.0123abcd"}
+
+
 def test_the_copy_of_a_run_in_storage_is_not_touched(tmp_path: Path) -> None:
     copy = tmp_path / "storage" / "a" / "checkpoints" / "update-00000010"
     copy.mkdir(parents=True)

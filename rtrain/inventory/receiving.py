@@ -52,8 +52,7 @@ def _unpack(file: Path, tar: tarfile.TarFile, out: Path | None, root: Path) -> R
         raise UserError(f"--out: {final} is in use; name a new folder with --out")
     members = _checked(tar, document["files"])
     final.parent.mkdir(parents=True, exist_ok=True)
-    drafts.sweep(final)
-    draft = drafts.Draft(final)
+    draft = drafts.Draft(final)  # what a kill leaves of it goes with `rtrain clean`
     try:
         (draft.folder / manifest.NAME).write_text(json.dumps(document), encoding="utf-8")
         for member in members:
