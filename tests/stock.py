@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rtrain import config, events
+from rtrain import config, events, manifest
 from rtrain.run import Run
 from rtrain.runs import opening
 
@@ -78,6 +78,7 @@ def artifact(folder: Path, version: str) -> Path:
     folder.mkdir(parents=True)
     (folder / "artifact.json").write_text(json.dumps({"version": version}))
     (folder / "model.safetensors").write_bytes(b"a" * WEIGHTS)
+    manifest.write(folder)
     return folder
 
 
@@ -85,7 +86,7 @@ def checkpoint(run: Run, update: int) -> Path:
     folder = run.checkpoints / f"update-{update:08d}"
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(b"c" * WEIGHTS)
-    (folder / "MANIFEST.json").write_text("{}")
+    manifest.write(folder)
     return folder
 
 

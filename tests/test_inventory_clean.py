@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rtrain import config, drafts, events
+from rtrain import config, drafts, events, manifest
 from rtrain.errors import UserError
-from rtrain.inventory import plan, removal, table, walk
+from rtrain.inventory import plan, removal, sizes, table, walk
 from rtrain.inventory.plan import Keep, Removal
 from rtrain.report import html, summary
 from rtrain.run import Run
@@ -48,13 +48,14 @@ def test_artifact_keeps_all_that_is_finished(tmp_path: Path) -> None:
     (one.folder / "my-notes.md").write_text("mine")
     before = stock.names(one.folder)
     removals = planned(one.folder, "artifact")
-    assert removal.carry_out(removals) == 3 * (stock.WEIGHTS + 2) + 100
+    size = sizes.size(one.checkpoints) + 100
+    assert (size > 3 * stock.WEIGHTS, removal.carry_out(removals)) == (True, size)
     kept = {name for name in before if not name.startswith(("checkpoints/", "ray/"))}
     assert {"my-notes.md", "config.yaml", "artifact/model.safetensors"} <= kept
     assert stock.names(one.folder) == kept | {"lock"}
     event = Run(one.folder).last("cleaned")
     assert event is not None
-    assert (event["keep"], event["bytes"], event["removed"]) == ("artifact", 30_106, ["ray", "checkpoints"])
+    assert (event["keep"], event["bytes"], event["removed"]) == ("artifact", size, ["ray", "checkpoints"])
 
 
 def test_best_keeps_the_best_checkpoint_of_a_finished_run(tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_a_run_without_an_artefact_keeps_what_it_goes_on_from(tmp_path: Path, ke
     removal.carry_out(removals)
     assert {int(path.name[-8:]) for path in one.checkpoints.iterdir()} == kept
     if keep == "artifact":
-        assert removals[0].stays == ("checkpoints, 30 kB: it has no artefact yet, and goes on from them",)
+        assert removals[0].stays == ("checkpoints, 31 kB: it has no artefact yet, and goes on from them",)
         assert Run(one.folder).last("cleaned") is None  # nothing was, so nothing is told of it
 
 
@@ -116,6 +117,22 @@ def test_a_link_in_place_of_checkpoints_is_left_alone(tmp_path: Path) -> None:
     removal.carry_out(planned(one.folder, "none"))
     assert not one.folder.exists()
     assert len(list((tmp_path / "elsewhere").iterdir())) == 3
+
+
+def test_checkpoints_stay_while_what_would_be_left_is_damaged(tmp_path: Path, run: Cli) -> None:
+    """A finished run whose artefact a disk has changed, and an open one whose newest checkpoint it has."""
+    ended = stock.make(tmp_path / "runs" / "ended")
+    (ended.artifact / "model.safetensors").write_bytes(b"A" * stock.WEIGHTS)
+    still = stock.make(tmp_path / "runs" / "open", ended="interrupted")
+    (still.checkpoints / "update-00000020" / "model.safetensors").write_bytes(b"C" * stock.WEIGHTS)
+    code, out, err = run("clean", "runs/ended")
+    assert (code, "left as it is: checkpoints: artifact is damaged (model.safetensors" in err) == (1, True)
+    code, out, err = run("clean", "runs", "--keep", "best")
+    assert (code, "stays: checkpoints: update-00000020 is damaged" in out) == (0, True), err
+    assert len(list(tmp_path.rglob("update-*"))) == 6
+    (still.checkpoints / "update-00000020" / "model.safetensors").write_bytes(b"c" * stock.WEIGHTS)
+    assert run("clean", "runs/open", "--keep", "best")[0] == 0
+    assert len(list(still.checkpoints.iterdir())) == 1
 
 
 def test_a_run_that_is_being_trained_is_left_alone(tmp_path: Path) -> None:
@@ -182,6 +199,23 @@ def test_a_whole_folder_goes_with_all_that_need_one_another_but_what_a_running_o
     }
 
 
+def test_what_stays_for_a_running_one_keeps_what_it_needs_itself(tmp_path: Path) -> None:
+    first = stock.make(tmp_path / "first")
+    second = stock.make(tmp_path / "second", model__name=str(first.artifact))
+    running = stock.make(tmp_path / "running", ended=None, model__name=str(second.artifact))
+    stock.make(tmp_path / "other")
+    with opening.hold(running):
+        assert gone(plan.of_root(walk.look(tmp_path), "none"), tmp_path) == {"other"}
+
+
+def test_while_a_run_cannot_be_read_what_it_may_use_stays(tmp_path: Path) -> None:
+    stock.age(stock.store(tmp_path, "cccc"))
+    stock.make(tmp_path / "torn").config.write_text("[")
+    [told] = [removed for removed in plan.of_root(walk.look(tmp_path), "artifact") if removed.run is None]
+    assert (told.parts, told.stays) == ((), ("torn cannot be read, and may use it",))
+    assert gone(plan.of_root(walk.look(tmp_path), "none"), tmp_path) == {"torn", ".tokens/cccc"}
+
+
 def test_stores_and_copies_that_no_run_uses_go_and_others_only_when_asked(tmp_path: Path) -> None:
     for digest in ("aaaa", "bbbb", "cccc", "dddd"):
         stock.store(tmp_path, digest)
@@ -211,6 +245,19 @@ def test_stores_and_copies_that_no_run_uses_go_and_others_only_when_asked(tmp_pa
     assert freed == sum(removed.size for removed in asked)
     assert (tmp_path / ".tokens" / "bbbb" / "manifest.json").is_file()
     assert not (tmp_path / ".tokens" / "aaaa").exists()
+
+
+def test_an_import_that_was_killed_leaves_a_draft_that_goes_and_one_that_goes_on_does_not(tmp_path: Path) -> None:
+    killed, writing = drafts.Draft(tmp_path / "a"), drafts.Draft(tmp_path / "b")
+    (killed.folder / "weights").write_bytes(b"w" * 100)
+    killed.release()
+    (tmp_path / ".mine.0123abcd").mkdir()
+    stock.age(tmp_path / ".mine.0123abcd")
+    removals = plan.of_root(walk.look(tmp_path), "artifact")
+    assert gone(removals, tmp_path) == {killed.folder.name}
+    removal.carry_out(removals)
+    writing.release()
+    assert {path.name for path in tmp_path.iterdir()} == {writing.folder.name, ".mine.0123abcd"}
 
 
 def test_the_copy_of_a_run_in_storage_is_not_touched(tmp_path: Path) -> None:
@@ -300,10 +347,20 @@ def test_a_resume_says_that_the_checkpoints_were_cleaned(tmp_path: Path) -> None
     assert opening.choose(trial.folder, storage, "resume")[0] == trial.folder
 
 
+def test_a_search_that_has_not_chosen_goes_on_after_a_removal(tmp_path: Path) -> None:
+    """Its own folder has no checkpoints at all, and its trials keep theirs."""
+    searched = stock.search(tmp_path / "s", best=None)
+    removal.carry_out(planned(searched.folder, "artifact"))
+    assert Run(searched.folder).last("cleaned") is not None
+    for one in (searched, searched.trial(0)):
+        assert opening.choose(one.folder, opening.stored(one.folder), "resume")[0] == one.folder
+
+
 def test_a_run_of_which_leftovers_alone_went_is_resumed(tmp_path: Path) -> None:
     one = stock.make(tmp_path / "a", ended="interrupted")
     (one.ray / "x").mkdir(parents=True)
     (one.ray / "x" / "state").write_text("x")
+    shutil.rmtree(one.checkpoints)  # it was stopped before its first one
     removal.carry_out(planned(one.folder, "artifact"))
     assert Run(one.folder).last("cleaned") is not None
     assert opening.choose(one.folder, opening.stored(one.folder), "resume")[0] == one.folder
@@ -354,7 +411,7 @@ def test_a_removal_that_is_killed_at_any_moment_leaves_a_run_and_the_next_one_en
             assert one.config.is_file() or not list(one.folder.iterdir())
             assert one.log.is_file() or not (one.artifact.exists() or one.checkpoints.exists())
             for folder in (one.artifact, *one.checkpoints.glob("update-*")):
-                assert not folder.exists() or len(list(folder.iterdir())) == 2
+                assert not folder.exists() or manifest.damage(folder) is None
             if one.config.is_file():
                 for hidden in one.folder.glob(".*"):
                     stock.age(hidden)
@@ -376,16 +433,17 @@ def test_the_command_line_lists_says_what_goes_and_removes_it(run: Cli, tmp_path
     stock.make(tmp_path / "runs" / "c", ended="interrupted")
     code, out, err = run("runs")
     assert code == 0, err
-    assert "rtrain clean would free 30 kB\nnext: rtrain clean runs --dry-run\n" in out
+    assert "rtrain clean would free 31 kB\nnext: rtrain clean runs --dry-run\n" in out
     code, out, _ = run("runs", "--json", "--sort", "name")
     document = json.loads(out)
     assert [one["name"] for one in document["runs"]] == ["a b", "c"]
-    assert document["clean_frees"] == 3 * (stock.WEIGHTS + 2)
+    size = sizes.size(Run(tmp_path / "runs" / "a b").checkpoints)
+    assert document["clean_frees"] == size
     code, out, _ = run("clean", "runs/a b", "--dry-run")
-    assert (code, "30 kB would go" in out, "next: rtrain clean 'runs/a b'" in out) == (0, True, True)
+    assert (code, "31 kB would go" in out, "next: rtrain clean 'runs/a b'" in out) == (0, True, True)
     assert Run(tmp_path / "runs" / "a b").checkpoints.is_dir()
     code, out, _ = run("clean", "runs", "--json")
-    assert json.loads(out)["bytes"] == 3 * (stock.WEIGHTS + 2)
+    assert json.loads(out)["bytes"] == size
     code, out, _ = run("clean", "runs")
     assert (code, "nothing to remove" in out) == (0, True)
     assert [event["kind"] for event in events.read(tmp_path / "runs" / "a b")].count("cleaned") == 1

@@ -1,6 +1,7 @@
 """A run carried to another machine: what goes, that it comes whole or not at all, and hostile files."""
 
 import hashlib
+import importlib.util
 import io
 import json
 import os
@@ -23,6 +24,7 @@ from rtrain.report import html, summary
 from rtrain.run import Run
 from rtrain.runs import opening
 from tests import stock, test_cli
+from tests.conftest import labelled_rows, write_rows
 from tests.reports import answers_of, make_run, page_of, write_predictions
 from tests.tiny import make_artifact
 
@@ -51,7 +53,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_goes_to_another_folder_and_answers_and_reports_there(whole: Path, tmp_path: Path, run: Cli) -> None:
     answer = run("predict", whole / "run", "where is my parcel?")[1]
     code, out, err = run("export", whole / "run", "--out", "a.tar")
-    assert (code, "next: rtrain import a.tar" in out) == (0, True), err
+    assert (code, "next, on the other machine: rtrain import a.tar" in out) == (0, True), err
     store = (whole / ".tokens").rename(whole / "away")  # this machine becomes another one
     try:
         code, out, err = run("import", "a.tar")
@@ -101,12 +103,13 @@ def test_what_is_not_a_run_s_own_stays_behind_and_is_named(tmp_path: Path) -> No
         names = tar.getnames()
         assert {(member.mtime, member.uid, member.uname, member.mode) for member in tar} == {(0, 0, "", 0o644)}
     assert names == [
-        *("MANIFEST.json", "run/artifact-int8/artifact.json", "run/artifact-int8/model.safetensors"),
+        *("MANIFEST.json", "run/artifact-int8/MANIFEST.json", "run/artifact-int8/artifact.json"),
+        *("run/artifact-int8/model.safetensors", "run/artifact/MANIFEST.json"),
         *("run/artifact/artifact.json", "run/artifact/model.int8.bin", "run/artifact/model.safetensors"),
         *("run/config.yaml", "run/events.jsonl"),
     ]
     alone = sending.send(one, "a", tmp_path / "int8.tar", int8=True)
-    assert alone.files == 4
+    assert alone.files == 5
 
 
 def test_a_search_sends_its_winner_under_its_own_name(run: Cli, tmp_path: Path) -> None:
@@ -283,8 +286,8 @@ def test_a_compressed_file_is_refused_since_it_may_grow_without_end(tmp_path: Pa
 def test_the_packages_depend_on_the_purpose_and_on_the_engine() -> None:
     least = set(wheels.packages("predict", ["openvino"]))
     assert "openvino" in least
-    assert not least & {"torch", "transformers", "ray[serve]", "fastapi", "nncf"}
-    assert set(wheels.packages("serve", ["openvino"])) > least | {"ray[serve]"}
+    assert not least & {"torch", "transformers", "ray[data,serve]", "fastapi", "nncf"}
+    assert set(wheels.packages("serve", ["openvino"])) > least | {"ray[data,serve]"}
     assert set(wheels.packages("predict", ["torch", "openvino"])) > least | {"torch", "transformers"}
     assert {"nncf", "ray[data,default,serve,train,tune]", "torch"} <= set(wheels.packages("all", []))
 
@@ -380,9 +383,11 @@ def modules_of(names: list[str]) -> set[str]:
 def test_the_smallest_set_answers_and_lists_runs(tmp_path: Path) -> None:
     """Every package that is not in it cannot be imported; the engine of this artefact is added, as an int8 one's is."""
     made = make_artifact(tmp_path / "a" / "artifact")
+    rows = write_rows(tmp_path / "rows.csv", labelled_rows(5))
     stock.make(tmp_path / "b")
     for engine, words in (
         ("torch", ["predict", str(made), "hello"]),
+        ("torch", ["predict", str(made), "--data", str(rows), "--out", str(tmp_path / "answers.csv")]),
         ("openvino", ["runs", str(tmp_path)]),
         ("openvino", ["clean", str(tmp_path / "b")]),
     ):
@@ -390,3 +395,23 @@ def test_the_smallest_set_answers_and_lists_runs(tmp_path: Path) -> None:
         command = [sys.executable, "-c", ALONE, allowed, *words]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+
+
+SERVING = """
+from rtrain.cluster.session import _quiet, session, until_interrupted
+from rtrain.report.live import progress
+from serve import access, app, deployment, explanations
+_quiet()
+"""
+
+
+def test_what_serving_imports_is_in_its_set() -> None:
+    found = importlib.util.find_spec("ray")
+    assert found is not None
+    assert found.origin is not None
+    bundled = {path.name for path in (Path(found.origin).parent / "thirdparty_files").iterdir()}  # in Ray's own wheel
+    allowed = ",".join(sorted(modules_of(wheels.packages("serve", ["openvino"])) | bundled))
+    script = ALONE.partition("from rtrain.cli")[0] + SERVING
+    command = [sys.executable, "-c", script, allowed]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -85,7 +85,8 @@ def clean(
     known = found.of(folder) if single else None
     if not single and not (found.runs or found.shared or found.drafts):
         raise UserError(f"{folder} holds no run, and none lies below it; name a run, or the folder that holds them")
-    removals = plan.of_run(known, keep.value, found) if known else plan.of_root(found, keep.value, stores)
+    planned = plan.of_run(known, keep.value, found) if known else plan.of_root(found, keep.value, stores)
+    removals = plan.checked(planned)
     if not as_json:
         print(table.removals_text(removals, dry))
     parts = [part for removed in removals for part in removed.parts]
@@ -152,7 +153,7 @@ def export(
     lines = [f"{shown(file)}: the run {name}, {carried}; its checkpoints and token store stay here"]
     lines += [f"not carried, as rtrain does not know it: {', '.join(sent.stayed)}"] if sent.stayed else []
     lines += [install] if install else []
-    lines.append(f"next: rtrain import {shown(file)}   (on the other machine)")
+    lines.append(f"next, on the other machine: rtrain import {shown(file)}")
     document = {"file": str(file), "run": name, "bytes": sent.size, "files": sent.files, "left": list(sent.stayed)}
     show({**document, "wheels": [path.name for path in fetched]}, as_json, "\n".join(lines))
 

@@ -73,7 +73,7 @@ class Known:
     @property
     def model(self) -> str:
         """`model.name`: the weights that it started from."""
-        return str(_section(self.settings, "model").get("name") or "")
+        return _text(_section(self.settings, "model").get("name")) or ""
 
     @cached_property
     def place(self) -> Path:
@@ -88,7 +88,7 @@ class Known:
     @property
     def teacher(self) -> str | None:
         """Version of the artefact that it was distilled from."""
-        return _section(self.settings, "distill").get("teacher")
+        return _text(_section(self.settings, "distill").get("teacher"))
 
     @property
     def data(self) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ class Known:
 
     @property
     def storage(self) -> str | None:
-        return _section(self.settings, "cluster").get("storage")
+        return _text(_section(self.settings, "cluster").get("storage"))
 
     @cached_property
     def versions(self) -> tuple[str, ...]:
@@ -112,7 +112,7 @@ def read(run: Run, name: str, kind: str = "run") -> Known:
     parts = sizes.parts(run)
     try:
         settings = yaml.load(run.config.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         settings = None
     if not isinstance(settings, dict):
         return Known(run, name, kind, "damaged", parts=parts, flaw="its config.yaml cannot be read")
@@ -126,7 +126,7 @@ def read(run: Run, name: str, kind: str = "run") -> Known:
     return Known(
         run,
         name,
-        "student" if kind == "run" and _section(settings, "distill").get("teacher") else kind,
+        "student" if kind == "run" and _text(_section(settings, "distill").get("teacher")) else kind,
         logs.status(run, training),
         settings,
         score=_score(str(settings.get("task")), training),
@@ -135,9 +135,9 @@ def read(run: Run, name: str, kind: str = "run") -> Known:
         store=Path(stores[-1]) if stores else None,
         parts=parts,
         best_update=next((event.get("best_update") for event in reversed(events) if event["kind"] == "trained"), None),
-        winner=run.trial(chosen).name if isinstance(chosen, int) else None,
+        winner=run.trial(chosen).name if isinstance(chosen, int) and chosen >= 0 else None,
         flaw=None if events or kind == "search" or not run.finished else "its log is missing or unreadable",
-        cleaned=next((event.get("keep") for event in reversed(events) if event["kind"] == "cleaned"), None),
+        cleaned=_text(next((event.get("keep") for event in reversed(events) if event["kind"] == "cleaned"), None)),
     )
 
 
@@ -174,15 +174,21 @@ def _score(task: str, log: list[logs.Event]) -> Score | None:
         return None
     headline = metric_for(base.get(task).output).headline
     found = [
-        (event.get("split"), float(scores[headline]))
+        (event.get("split"), float(value))
         for event in log
-        if event["kind"] == "evaluated" and headline in (scores := event.get("scores") or {})
+        if event["kind"] == "evaluated"
+        and isinstance(scores := event.get("scores"), dict)
+        and isinstance(value := scores.get(headline), int | float)
     ]
     tested = [value for split, value in found if split == "test"]
     held_out = [value for split, value in found if split == "valid"]
     if tested:
         return Score(headline, tested[-1], "test")
     return Score(headline, max(held_out), "valid") if held_out else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
 
 
 def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -193,6 +199,6 @@ def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _document(path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

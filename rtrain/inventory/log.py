@@ -14,6 +14,9 @@ PROGRESS = b'"kind": "progress"'
 KIND_WITHIN = 64
 """Bytes of a line in which its kind stands: it follows the time."""
 
+LATEST = 1e11
+"""Seconds since 1970, in the year 5138: a time past it is damage, and no calendar shows it."""
+
 
 def skim(log: Path) -> list[Event]:
     """The events of a log, the oldest first; of its progress the newest alone. Lines that are no events are left out.
@@ -36,13 +39,12 @@ def _parsed(lines: Iterator[bytes]) -> Iterator[Event]:
     for line in lines:
         try:
             event = json.loads(line.decode("utf-8", "replace"))
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
-        if (
-            isinstance(event, dict)
-            and isinstance(event.get("kind"), str)
-            and isinstance(event.get("time"), int | float)
-        ):
+        if not (isinstance(event, dict) and isinstance(event.get("kind"), str)):
+            continue
+        at = event.get("time")
+        if isinstance(at, int | float) and 0 <= at < LATEST:
             yield event
 
 

@@ -47,27 +47,23 @@ def carried(run: Run, int8: bool = False) -> tuple[list[str], list[str]]:
         for path in [top] if top.is_file() else sorted(top.rglob("*")):
             name = path.relative_to(run.folder).as_posix()
             if path.is_file():
-                (go if may_go(name) and not path.is_symlink() else stay).append(name)
+                fit = not path.is_symlink() and flaw(f"{RUN}/{name}") is None
+                (go if fit else stay).append(name)
     return sorted(go), sorted(stay)
 
 
-def may_go(name: str) -> bool:
-    """Whether a file of a run may be in a parcel, by its path in the run's folder."""
-    path = PurePosixPath(name)
-    return path.suffix in SUFFIXES or path.name in NAMES
-
-
-def refuse_name(name: str) -> None:
-    """Raise `NoParcel` for a path that does not lie where a parcel's files lie, whatever a system may take it for."""
+def flaw(name: str) -> str | None:
+    """Why a path cannot be in a parcel, or None: it leads elsewhere, on whatever system, or is of another kind."""
     path = PurePosixPath(name)
     plain = name == path.as_posix() and not path.is_absolute() and "\\" not in name and name.isprintable()
     inside = len(path.parts) > 1 and path.parts[0] in (RUN, WHEELS)
     if not plain or ".." in path.parts or not (inside or name == INSTALL):
-        raise NoParcel(f"{name!r} has no place in a parcel of rtrain export; nothing was unpacked")
-    if path.parts[0] == RUN and not may_go(name):
-        raise NoParcel(f"{name!r} is of a kind that no run holds; nothing was unpacked")
-    if path.parts[0] == WHEELS and (len(path.parts) > 2 or path.suffix not in (".whl", ".txt")):
-        raise NoParcel(f"{name!r} is no wheel; nothing was unpacked")
+        return "has no place in a parcel of rtrain export"
+    if path.parts[0] == RUN and path.suffix not in SUFFIXES and path.name not in NAMES:
+        return "is of a kind that no run holds"
+    if path.parts[0] == WHEELS and (len(path.parts) > 2 or path.suffix != ".whl"):
+        return "is no wheel"
+    return None
 
 
 def refuse_run_name(name: object) -> str:

@@ -1,10 +1,11 @@
 """What `rtrain clean` may remove, what is lost by it, and what stays and why. Nothing is removed here."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from rtrain import manifest
 from rtrain.checkpoints import checkpoint
 from rtrain.inventory import log, shared, sizes
 from rtrain.inventory.facts import Known
@@ -57,13 +58,25 @@ def of_root(inventory: Inventory, keep: Keep, stores: bool = False) -> list[Remo
 
     With `stores` the token stores go as well that only runs use which have ended.
     """
-    leaving = [known for known in inventory.runs if keep == "none" and _busy(known) is None]
-    going = {one.run.folder for known in leaving for one in (known, *known.trials)}
+    going = _leaving(inventory) if keep == "none" else set()
     found = [removal for known in inventory.runs for removal in _of(known, keep, inventory, going)]
     gone = {removal.run.run.folder for removal in found if removal.run and removal.whole}
-    found += [_of_shared(one, gone, stores, keep) for one in inventory.shared]
+    unread = [known.name for known in inventory.runs if known.status == "damaged" and known.run.folder not in gone]
+    found += [_of_shared(one, gone, stores, keep, unread) for one in inventory.shared]
     left = tuple(Part(path, sizes.size(path), sizes.LEFT) for path in inventory.drafts)
     return [*found, *([Removal("drafts of killed processes", None, keep, left)] if left else [])]
+
+
+def _leaving(inventory: Inventory) -> set[Path]:
+    """Folders of the runs, and of their trials, that can go together: none is trained, and none is needed by one that
+    stays. What stays may need others in its turn."""
+    leaving = [known for known in inventory.runs if _busy(known) is None]
+    while True:
+        going = {one.run.folder for known in leaving for one in (known, *known.trials)}
+        free = [known for known in leaving if not needed_by(known, inventory, going)]
+        if len(free) == len(leaving):
+            return going
+        leaving = free
 
 
 # ----------------------------------------------------------------------------------------------------------- of a run
@@ -83,6 +96,30 @@ def _of(known: Known, keep: Keep, inventory: Inventory, going: set[Path]) -> lis
         return [Removal(known.name, known, keep, stays=(f"{known.flaw}; --keep none removes it",))]
     own = _parts(known, keep, ended=known.ended)
     return [own, *(_parts(trial, keep, ended=known.ended) for trial in known.trials)]
+
+
+def checked(removals: Iterable[Removal]) -> list[Removal]:
+    """The removals without those of checkpoints that may be the only good weights: every byte of what stays in their
+    place, the artefact or the other checkpoints, is read and must be as it was written."""
+    return [_checked(removal) for removal in removals]
+
+
+def _checked(removal: Removal) -> Removal:
+    known, going = removal.run, {part.path for part in removal.parts if part.what == sizes.CHECKPOINTS}
+    if known is None or removal.keep == "none" or not going:
+        return removal
+    run, places = known.run, []
+    if known.ended:
+        places.append(run.artifact if run.finished else run.int8)
+    if removal.keep == "best":
+        held = [checkpoint.path_of(run.checkpoints, update) for update in checkpoint.updates(run.checkpoints)]
+        places += [path for path in held if path not in going]
+    for place in places:
+        if wrong := manifest.damage(place):
+            parts = tuple(part for part in removal.parts if part.what != sizes.CHECKPOINTS)
+            reason = f"checkpoints: {place.name} is damaged ({wrong}), and they may be all that is left of it"
+            return replace(removal, parts=parts, lost=(), stays=(*removal.stays, reason))
+    return removal
 
 
 def _busy(known: Known) -> str | None:
@@ -133,8 +170,8 @@ def _parts(known: Known, keep: Keep, *, ended: bool) -> Removal:
         going = [checkpoint.path_of(run.checkpoints, update) for update in updates if update not in kept]
         going += [run.checkpoints / checkpoint.DAMAGED] if (run.checkpoints / checkpoint.DAMAGED).is_dir() else []
         parts += [Part(path, sizes.size(path), sizes.CHECKPOINTS) for path in going]
-        if going:
-            lost.append(f"{len(going)} of its {len(updates)} checkpoints; update {max(kept)} stays")
+        if len(kept) < len(updates):
+            lost.append(f"{len(updates) - len(kept)} of its {len(updates)} checkpoints; update {max(kept)} stays")
     if known.storage and parts:
         stays.append(f"its copy at {known.storage}")
     return Removal(known.name, known, keep, tuple(parts), tuple(lost), tuple(stays))
@@ -160,12 +197,15 @@ def _lost_with(known: Known) -> tuple[str, ...]:
 # -------------------------------------------------------------------------------------------------- of what is shared
 
 
-def _of_shared(one: Shared, gone: set[Path], stores: bool, keep: Keep) -> Removal:
+def _of_shared(one: Shared, gone: set[Path], stores: bool, keep: Keep, unread: Sequence[str]) -> Removal:
+    """`unread` are runs of which nobody knows what they use."""
     users = [user for user in one.users if user.run.folder not in gone and _top(user) not in gone]
     parts = tuple(Part(path, sizes.size(path), one.what) for path in (one.path, *one.beside))
     names = ", ".join(dict.fromkeys(short_name(user) for user in users))
     is_store = one.path.parent.name == shared.TOKENS
     if not users:
+        if unread:
+            return Removal(one.name, None, keep, stays=(f"{', '.join(unread)} cannot be read, and may use it",))
         if one.users or one.is_settled:
             return Removal(one.name, None, keep, parts, (f"{one.what}: no run uses it",))
         return Removal(one.name, None, keep, stays=("it was made within the hour: a run may be about to begin on it",))

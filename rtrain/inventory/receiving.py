@@ -52,8 +52,7 @@ def _unpack(file: Path, tar: tarfile.TarFile, out: Path | None, root: Path) -> R
         raise UserError(f"--out: {final} is in use; name a new folder with --out")
     members = _checked(tar, document["files"])
     final.parent.mkdir(parents=True, exist_ok=True)
-    drafts.sweep(final)
-    draft = drafts.Draft(final)
+    draft = drafts.Draft(final)  # what a kill leaves of it goes with `rtrain clean`
     try:
         (draft.folder / manifest.NAME).write_text(json.dumps(document), encoding="utf-8")
         for member in members:
@@ -102,7 +101,8 @@ def _checked(tar: tarfile.TarFile, recorded: dict[str, Any]) -> list[tarfile.Tar
             raise NoParcel(
                 f"{member.name!r} is a link, a device or a folder, which no parcel holds; nothing was unpacked"
             )
-        parcel.refuse_name(member.name)
+        if wrong := parcel.flaw(member.name):
+            raise NoParcel(f"{member.name!r} {wrong}; nothing was unpacked")
         if member.name in members or member.name not in recorded:
             wrong = "is there twice" if member.name in members else f"is not recorded in {manifest.NAME}"
             raise NoParcel(f"{member.name!r} {wrong}; nothing was unpacked")

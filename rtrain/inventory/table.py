@@ -186,7 +186,7 @@ def removals_text(removals: Sequence[Removal], dry: bool) -> str:
         of_kind: dict[str, int] = {}
         for part in removal.parts:
             of_kind[part.what] = of_kind.get(part.what, 0) + part.size
-        lines += [_safe(f"  {what}: {sizes.text(size)}") for what, size in of_kind.items()]
+        lines += [_safe(f"  {what}: {sizes.text(size)}") for what, size in of_kind.items() if size]
         lines += [_safe(f"  lost: {what}") for what in removal.lost]
         lines += [_safe(f"  stays: {what}") for what in removal.stays]
     total = sum(removal.size for removal in removals)

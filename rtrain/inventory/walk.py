@@ -21,7 +21,12 @@ class Foreign:
 
     name: str
     what: str
-    size: int
+    paths: tuple[Path, ...]
+
+    @property
+    def size(self) -> int:
+        """Counted when it is asked for: a run may lie beside a whole disk of other things."""
+        return sum(sizes.size(path) for path in self.paths)
 
 
 @dataclass(frozen=True)
@@ -84,11 +89,11 @@ def around(folder: Path) -> Inventory:
 
 
 def _walk(root: Path, folder: Path, found: _Found, depth: int) -> None:
-    loose = 0
+    loose: list[Path] = []
     for path in _children(folder):
         name = path.relative_to(root).as_posix()
         if path.is_symlink() or not path.is_dir():
-            loose += sizes.size(path)
+            loose.append(path)
         elif path.name in shared.KINDS:
             found.places.append(path)
         elif path.name.startswith(".") and (path / drafts.LOCK).exists():
@@ -108,12 +113,12 @@ def _walk(root: Path, folder: Path, found: _Found, depth: int) -> None:
                     if (path / "config.json").is_file()
                     else "no run"
                 )
-                found.foreign.append(Foreign(name, what, sizes.size(path)))
+                found.foreign.append(Foreign(name, what, (path,)))
             else:
                 found.foreign += inner.foreign
     if loose:
         place = folder.relative_to(root).as_posix()
-        found.foreign.append(Foreign(place, "files", loose))
+        found.foreign.append(Foreign(place, "files", tuple(loose)))
 
 
 def _read(run: Run, name: str) -> Known:

@@ -193,9 +193,10 @@ def _refuse_cleaned(run: Run, config: Config) -> None:
     """Raise `UserError` for a run whose checkpoints `rtrain clean` has removed, or that came without them: it would
     begin again with its first update. One with an artefact has nothing left to train, and one with a copy in storage
     goes on from there."""
-    event = run.last("cleaned", "imported")
-    if event is None or run.finished or config.deploy.cluster.storage or checkpoint.updates(run.checkpoints):
+    told = [event for event in run.events("cleaned", "imported") if _lost_checkpoints(event)]
+    if not told or run.finished or config.deploy.cluster.storage or checkpoint.updates(run.checkpoints):
         return
+    event = told[-1]
     day = time.strftime("%Y-%m-%d %H:%M", time.localtime(event["time"]))
     why = (
         f"removed by rtrain clean on {day}" if event["kind"] == "cleaned" else f"not carried by rtrain import on {day}"
@@ -204,6 +205,12 @@ def _refuse_cleaned(run: Run, config: Config) -> None:
         f"--resume: the checkpoints of {run} were {why}, so there is nothing to go on from; "
         f"write --new in place of --resume to train {_numbered(run.folder).name} from the start"
     )
+
+
+def _lost_checkpoints(event: Mapping[str, Any]) -> bool:
+    """Whether checkpoints went with it: a removal may have been of leftovers alone, and one of a whole run names `.`"""
+    removed = event.get("removed", [])
+    return event["kind"] == "imported" or any(name == "." or name.startswith("checkpoints") for name in removed)
 
 
 def _changed(name: str, before: Any, after: Any, folder: Path, old: Config) -> Problem:
