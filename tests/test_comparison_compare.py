@@ -13,7 +13,8 @@ import pytest
 
 from rtrain import artifact
 from rtrain.cli import app as cli
-from rtrain.comparison import answers, compare, page, sides, text
+from rtrain.comparison import answers, compare, page, sides, text, verdict
+from rtrain.comparison.chance import Difference
 from rtrain.errors import ConfigError, UserError
 from rtrain.run import Run
 from tests.reports import Page, answers_of, make_answered, make_run, write_predictions
@@ -227,12 +228,14 @@ def test_a_run_without_answers_is_compared_by_what_there_is(base: Path, tmp_path
 def test_what_is_no_run_is_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"{tmp_path}/nowhere holds no run \(no config\.yaml\)"):
         of(base, tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="name two to 8 of them"):
+    with pytest.raises(ConfigError, match=r"runs=1: a comparison is of two to 8 runs; name the one"):
         of(base)
     with pytest.raises(UserError, match="are the same model"):
         of(base, base / ".." / "run")
     search = make_search(tmp_path / "s", [0.5, 0.6], ended=False)
-    with pytest.raises(UserError, match="is a search that has not chosen a winner; let it end"):
+    with pytest.raises(
+        UserError, match="is a search that has not chosen its winner yet; go on with: rtrain tune --resume --out"
+    ):
         of(base, search.folder)
 
 
@@ -248,7 +251,9 @@ def test_a_search_stands_for_its_winner(base: Path, tmp_path: Path) -> None:
     search = make_search(tmp_path / "s", [0.5, 0.9, 0.6])
     found = sides.find([base, search.folder])
     assert found[1].run.folder == search.trial(1).folder
-    assert [side.name for side in found] == ["run", "trial-001"]
+    assert [side.name for side in found] == ["run", "search/trial-001"]
+    made = of(search.trial(0).folder, search.folder)
+    assert page.default(made) == tmp_path / "s" / "compare-search-trial-000-search-trial-001.html"
 
 
 def test_names_tell_sides_apart(base: Path, tmp_path: Path) -> None:
@@ -346,3 +351,35 @@ def test_hostile_texts_and_labels_stay_text(base: Path, tmp_path: Path) -> None:
 def test_common_rows_are_in_the_order_of_the_first() -> None:
     ids = [np.array(side, dtype=np.uint64) for side in ([5, 2**63 + 1, 9, 7], [7, 2**63 + 1, 5])]
     assert [places.tolist() for places in answers.common(ids)] == [[0, 1, 3], [2, 1, 0]]
+
+
+def test_texts_that_were_all_cut_otherwise_are_refused(tmp_path: Path) -> None:
+    a, b = (Run(make_answered(tmp_path / name, "token_tags")) for name in "ab")
+    path = b.predictions("test")
+    table = pyarrow.parquet.read_table(path)
+    for name in ("target", "prediction"):
+        shorter = pa.array([row[:-1] for row in table[name].to_pylist()], table.schema.field(name).type)
+        table = table.set_column(table.column_names.index(name), name, shorter)
+    pyarrow.parquet.write_table(table, path)
+    with pytest.raises(UserError, match=r"none of the 13 common rows has targets .* one data\.max_tokens"):
+        of(a.folder, b.folder)
+
+
+def test_answers_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    a, b = (Run(make_answered(tmp_path / name, "regression")) for name in "ab")
+    path = b.predictions("test")
+    table = pyarrow.parquet.read_table(path)
+    nothing = pa.array([float("nan")] * len(table), pa.float64())
+    place = table.column_names.index("prediction")
+    pyarrow.parquet.write_table(table.set_column(place, "prediction", nothing), path)
+    with pytest.raises(UserError, match=r"B \(b/run\) answers with what is no finite number"):
+        of(a.folder, b.folder)
+
+
+def test_errors_and_correlations_are_not_told_in_points() -> None:
+    def one(name: str) -> str:
+        return verdict.change(Difference(name, 0.5, 0.25, -0.25, -0.5, 0.125, 0.5, 100))
+
+    assert one("accuracy") == "-25.0 points (-50.0 to 12.5)"
+    assert one("mae") == one("qwk") == "-0.250 (-0.500 to 0.125)"
+    assert one("neg_rmse") == "+0.250 (-0.125 to 0.500)"  # the error has grown

@@ -169,3 +169,21 @@ def test_calibration_dots_grow_with_their_rows() -> None:
     small, large = of_class(chart, "circle", "bubble")
     assert float(small.get("r", "")) < float(large.get("r", ""))
     assert re.search(r"100 rows: confidence 0.90, right 0.80", str(chart))
+
+
+def test_a_logarithmic_axis_has_its_values_as_ticks_where_they_have_room() -> None:
+    scale = svg.Logarithmic.over([1e-4, 1e-3, 1e-3, 1e-2], 0, 300)
+    assert [scale(value) for value in (1e-4, 1e-3, 1e-2)] == pytest.approx([0, 150, 300])
+    assert scale.ticks() == [1e-4, 1e-3, 1e-2]
+    assert svg.Logarithmic.over([2e-5 * 1.1**n for n in range(60)], 0, 300).ticks() == pytest.approx([1e-4, 1e-3])
+    assert svg.Logarithmic.over([3.0], 0, 100)(3.0) == pytest.approx(50)
+    assert svg.Logarithmic.over([], 0, 100).ticks() == [1.0, 2.0, 5.0, 10.0]
+
+
+def test_points_are_named_where_there_is_room_and_always_told_to_a_pointer() -> None:
+    items = [charts.Dot(1e-4, 0.9, 0, "0"), charts.Dot(1e-3, 0.5, 1, HOSTILE), charts.Dot(1e-4, 0.9, 1, "2", "two")]
+    chart = charts.dots(items, ["k=2", "k=4"], "learning rate", "accuracy")
+    assert len(of_class(chart, "circle", "bubble")) == 3
+    assert "2" not in texts(chart)  # it lies on the first one
+    assert [found.text for found in parse(chart).iter("title")].count("two") == 1
+    assert "<script" not in str(chart)

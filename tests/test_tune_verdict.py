@@ -113,7 +113,7 @@ def test_the_page_of_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     told = verdict.of(found)
     assert f"{told[:1].upper()}{told[1:]}." in drawn.text
     assert told.startswith("trial 2 is better")
-    assert "2, the winner" in drawn.text
+    assert "trial 2, the winner" in drawn.text
     assert "&lt;b&gt;CUDA&lt;/b&gt; is gone" in text.replace("<wbr>", "")
     assert "passes of a worker between two exchanges of gradients" in drawn.text
     assert "Trial 0 and the best 7 others are drawn." in drawn.text

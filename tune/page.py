@@ -17,7 +17,7 @@ from rtrain.report.drawing.svg import SERIES, duration, number, score_name, shor
 from rtrain.report.live.progress import MEANING
 from rtrain.run import Run
 from rtrain.tasks import base
-from tune import verdict
+from tune import search as searching, verdict
 from tune.search import Trial
 
 MOST_CURVES = SERIES
@@ -45,7 +45,7 @@ def page(search: Run, found: list[Trial]) -> str:
     output = base.get(config.recipe.task).output
     headline = metric_for(output).headline
     shown, sign = score_name(headline.removeprefix("neg_")), -1 if headline.startswith("neg_") else 1
-    told, best = verdict.of(search), _best(search)
+    told, best = verdict.of(search), _best(search, found)
     curves = {trial.number: _curves(Path(trial.run), output) for trial in found}
     sections = [
         _trials(found, best, shown, sign),
@@ -54,14 +54,13 @@ def page(search: Run, found: list[Trial]) -> str:
         _next(search, best),
     ]
     about = f"A search from the recipe {config.recipe.name} by rtrain, {len(found)} trials"
-    return render(
-        search.name, about, _tiles(search, found, shown, sign), sections, lead=f"{told[:1].upper()}{told[1:]}."
-    )
+    return render(search.name, about, _tiles(found, best, shown, sign), sections, lead=f"{told[:1].upper()}{told[1:]}.")
 
 
-def _best(search: Run) -> int | None:
-    chosen = search.last("searched")
-    return None if chosen is None else int(chosen["best"])
+def _best(search: Run, found: list[Trial]) -> int | None:
+    """The winner's number, once the search has ended with one."""
+    scored = any(trial.score is not None and not trial.error for trial in found)
+    return searching.best(found).number if scored and search.trials.is_file() else None
 
 
 def _curves(trial: Path, output: str) -> Curves:
@@ -70,8 +69,8 @@ def _curves(trial: Path, output: str) -> Curves:
     return training.curves(run, rows, output)
 
 
-def _tiles(search: Run, found: list[Trial], shown: str, sign: int) -> list[Tile]:
-    best, default = _best(search), next((trial for trial in found if trial.number == 0), None)
+def _tiles(found: list[Trial], best: int | None, shown: str, sign: int) -> list[Tile]:
+    default = next((trial for trial in found if trial.number == 0), None)
     winner, tiles = next((one for one in found if one.number == best), None), []
     for trial, name in ((winner, "winner"), (default if best else None, "trial 0")):
         if trial is not None and trial.score is not None:
@@ -95,7 +94,7 @@ def _trials(found: list[Trial], best: int | None, shown: str, sign: int) -> Sect
     rows: list[tuple[Cell, ...]] = [
         (
             _name(trial, best),
-            f"{trial.lr:.1e}",
+            f"{trial.lr:g}",
             trial.aggregation_frequency,
             trial.updates,
             "-" if trial.score is None else f"{sign * trial.score:.4f}",
@@ -103,13 +102,13 @@ def _trials(found: list[Trial], best: int | None, shown: str, sign: int) -> Sect
         )
         for trial in found
     ]
-    head = ("trial", "lr", "k", "updates", shown, "status")
+    head = ("", "lr", "k", "updates", shown, "status")
     blocks: list[Block] = [Table("Trials", head, rows, f"Validation {shown}, the best within the budget.", wide=True)]
     named = [(_name(trial, best), trial.named, f"{_seconds(trial):,.0f}") for trial in found]
-    blocks.append(Table("What they differ in", ("trial", "settings", "seconds"), named, wide=True))
+    blocks.append(Table("What they differ in", ("", "settings", "seconds"), named, wide=True))
     if failed := [trial for trial in found if trial.error]:
         errors = [(_name(trial, best), short(trial.error or "", LONGEST)) for trial in failed]
-        blocks.append(Table("Why trials failed", ("trial", "error"), errors, wide=True))
+        blocks.append(Table("Why trials failed", ("", "error"), errors, wide=True))
     blocks.append(Table("What the words mean", ("word", "meaning"), list(MEANING.items()), wide=True))
     if best:
         note = (
@@ -121,7 +120,7 @@ def _trials(found: list[Trial], best: int | None, shown: str, sign: int) -> Sect
 
 
 def _name(trial: Trial, best: int | None) -> str:
-    return f"{trial.number}, the winner" if trial.number == best else f"{trial.number}."
+    return f"trial {trial.number}{', the winner' if trial.number == best else ''}"
 
 
 def _drawn(found: list[Trial]) -> list[Trial]:

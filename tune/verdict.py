@@ -18,8 +18,9 @@ OWN = "the recipe's own settings"
 def trials(search: Run) -> list[Trial]:
     """The trials of a search, also of one that has not ended: then those that have begun."""
     if search.trials.is_file():
-        lines = search.trials.read_text(encoding="utf-8").splitlines()
-        return [Trial(**json.loads(line)) for line in lines]
+        listed = map(json.loads, search.trials.read_text(encoding="utf-8").splitlines())
+        # By number: the folder may have been moved since.
+        return [Trial(**{**one, "run": str(search.trial(one["number"]).folder)}) for one in listed]
     config = configuration.load(str(search.config))
     return [
         searching.summarise(config, search.trial(number).folder, number, override, None)
@@ -36,7 +37,7 @@ def of(search: Run) -> str:
         best = searching.best(found)
     except UserError as error:
         return str(error)
-    if search.winner is None:
+    if not search.trials.is_file():
         begun = f"{len(found)} trial{'' if len(found) == 1 else 's'} begun"
         return f"the search has not ended: {begun}, of which trial {best.number} leads so far"
     default = next((trial for trial in found if trial.number == 0 and trial.score is not None), None)

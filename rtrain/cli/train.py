@@ -122,17 +122,15 @@ def report(
 ) -> None:
     """Write RUN/report.html: the rows, the curves, the answers, where the time went; one page, offline. Of a search:
     whether it has found anything, and its trials."""
-    from rtrain.comparison.sides import is_search
-
-    if is_search(Run(run.absolute())):
+    made = Run(run.absolute())
+    if made.is_search:
         from tune import page
 
-        print(page.write(Run(run.absolute())))
+        print(page.write(made))
         return
     from rtrain.report import html
     from rtrain.report.live.progress import after, say
 
-    made = Run(run.absolute())
     print(html.make(made))
     if made.finished:
         say(after(made))

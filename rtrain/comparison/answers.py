@@ -21,6 +21,7 @@ from rtrain.report.live.progress import say
 from rtrain.runs import predictions
 
 Ints = npt.NDArray[np.int64]
+NAMES = {"test": "test", "valid": "validation"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +73,6 @@ def paired(sides: Sequence[Side], splits: Sequence[str] = SPLITS) -> Paired | st
         fix = "train them with one data.test file, or score one artefact on the other's rows with rtrain evaluate"
         raise UserError(f"{'; '.join(apart)}, and only answers to the same rows can be compared; {fix}")
     return "; ".join(lacking)
-
-
-NAMES = {"test": "test", "valid": "validation"}
 
 
 def common(ids: Sequence[npt.NDArray[np.uint64]]) -> list[Ints]:

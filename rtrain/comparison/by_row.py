@@ -213,7 +213,7 @@ GUESSED = re.compile(r"(\d+) of (\d+) ")
 def _tokens(sheet: Sheet) -> Judged | None:
     """Masked tokens: a row's answer says how many were guessed of how many."""
     found = [GUESSED.match(one) for one in sheet.prediction]
-    if not all(found):
+    if not all(found) or not np.isfinite(sheet.loss).all():
         return None
     right, guessed = np.array([[int(one[1]), int(one[2])] for one in found if one], dtype=np.float64).reshape(-1, 2).T
     rows = np.stack([guessed, right, sheet.loss * guessed], axis=1)

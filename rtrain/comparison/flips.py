@@ -28,6 +28,7 @@ class Flip:
 
     text: str
     target: str
+    """Empty where the files have none: of masked text."""
     first: str
     other: str
     first_score: float | None
@@ -42,6 +43,8 @@ class Kind:
     """Rows that went one way."""
 
     name: str
+    order: str
+    """Which come first."""
     rows: int
     """All of them; `shown` has at most `MOST`."""
     shown: tuple[Flip, ...]
@@ -66,12 +69,14 @@ def kinds(
     if first.right is not None and other.right is not None:
         said = [side.rows.prediction[own] for side, own in zip(sides, at, strict=True)]
         apart = np.fromiter((bool(x != y) for x, y in zip(*said, strict=True)), dtype=np.bool_, count=len(gained))
+        order = "the worst first"
         chosen = [
             (f"right in {a}, wrong in {b}", first.right & ~other.right, losses[1]),
             (f"wrong in {a}, right in {b}", ~first.right & other.right, losses[0]),
             ("wrong in both, differently", ~first.right & ~other.right & apart, losses[1]),
         ]
     else:
+        order = "the largest change first"
         chosen = [
             (f"worse in {b} than in {a}", gained < -SAME, -gained),
             (f"better in {b} than in {a}", gained > SAME, gained),
@@ -81,7 +86,7 @@ def kinds(
         rows = np.flatnonzero(inside)
         rows = rows[np.argsort(-np.nan_to_num(bad[rows], nan=-np.inf), kind="stable")]
         flipped = _flips(output, sides, at, (first.worth, other.worth), rows[:MOST])
-        found.append(Kind(name, len(rows), tuple(flipped)))
+        found.append(Kind(name, order, len(rows), tuple(flipped)))
     return found
 
 
@@ -94,7 +99,7 @@ def _flips(
     return [
         Flip(
             text,
-            said(output, _true(first.target[one], other.target[two])),
+            "" if output == "tokens" else said(output, _true(first.target[one], other.target[two])),
             said(output, first.prediction[one]) + _worth(output, float(worth[0][row])),
             said(output, other.prediction[two]) + _worth(output, float(worth[1][row])),
             _score(first.score, one) if sure else None,

@@ -3,12 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from rtrain.comparison import by_row, chance, flips
 from rtrain.comparison.answers import Paired
 from rtrain.comparison.by_row import Judged, Sheet
 from rtrain.comparison.chance import Difference
 from rtrain.comparison.sides import Side
 from rtrain.data.stores.store import Store
+from rtrain.errors import UserError
 from rtrain.metrics.additive import Additive, Bools, Ints
 from rtrain.metrics.scores import LENGTH, MOST_SLICES
 from rtrain.metrics.slices import LEAST, by_column, quantiles
@@ -67,6 +70,11 @@ class Measured:
 def measure(sides: Sequence[Side], paired: Paired) -> Measured:
     """Each side against the first one, on the common rows."""
     judged, at = _judged(sides, paired)
+    if not len(at[0]):
+        raise UserError(
+            f"none of the {len(paired):,} common rows has targets that can be compared: their texts were cut to other "
+            "lengths, or the heads are not the same; compare runs of one data.max_tokens and one set of heads"
+        )
     found = [_against(sides, paired, at, judged, place) for place in range(1, len(sides))]
     corrected = chance.holm([one.headline.p for one in found])
     return Measured(
@@ -93,6 +101,13 @@ def _judged(sides: Sequence[Side], paired: Paired) -> tuple[list[Judged], list[I
     target, same = by_row.reconciled(output, targets)
     at = [own[same] for own in paired.at]
     sheets = [_sheet(side, paired, place, at[place], target[same]) for place, side in enumerate(sides)]
+    if output == "number":
+        for side, sheet in zip(sides, sheets, strict=True):
+            if not np.isfinite(sheet.prediction.astype(np.float64)).all():
+                reason = "answers with what is no finite number: its training has gone astray"
+                raise UserError(f"{side} {reason}; compare runs that have learned something")
+        # On the scale of the first: scores by two scales say nothing of each other.
+        sheets = [sheet._replace(facts=sheets[0].facts) for sheet in sheets]
     return [by_row.judge(output, sheet) for sheet in sheets], at
 
 
@@ -105,7 +120,8 @@ def _headline(output: str, first: Judged, other: Judged) -> tuple[Difference, Fl
 
 
 def _sheet(side: Side, paired: Paired, place: int, at: Ints, target: by_row.Column) -> Sheet:
-    answers, where = paired.answers[place], side.run.store
+    # Only a summary is judged by more than its file holds; another kind must not fail for want of the store.
+    answers, where = paired.answers[place], side.run.store if side.output == "summary" else None
     return Sheet(
         target=target,
         prediction=answers.rows.prediction[at],
@@ -157,7 +173,7 @@ def slices(
 
         def difference(rows: Ints, kept: dict[int, Difference] = inside) -> Mapping[str, float]:
             a, b = (Additive(side.rows[rows], side.score) for side in (first, other))
-            one = next(d for d in chance.differences(a, b, SLICE_REPLICATES) if d.name == headline)
+            one = next(one for one in chance.differences(a, b, SLICE_REPLICATES) if one.name == headline)
             kept[len(kept)] = one
             return {"difference": one.difference, "number": len(kept) - 1}
 

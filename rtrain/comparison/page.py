@@ -18,6 +18,7 @@ from rtrain.report.drawing.blocks import Block, Card, Cards, Cell, Figure, Note,
 from rtrain.report.drawing.charts import Bar, Line
 from rtrain.report.drawing.page import render
 from rtrain.report.drawing.svg import score_name, short
+from rtrain.run import Run
 
 SHOWN = 10
 """Rows of a kind."""
@@ -30,7 +31,8 @@ VALUE = 120
 def default(found: Compared) -> Path:
     """`compare-A-B.html` with the sides' names, beside the first run."""
     names = "-".join(side.name.replace("/", "-") for side in found.sides)
-    return found.sides[0].run.folder.parent / f"compare-{names[:150]}.html"
+    root = found.sides[0].run.folder.parent
+    return (root.parent if Run(root).is_search else root) / f"compare-{names[:150]}.html"
 
 
 def write(found: Compared, path: Path) -> Path:
@@ -46,7 +48,7 @@ def write(found: Compared, path: Path) -> Path:
 
 def page(found: Compared) -> str:
     sections = [_outcome(found), _settings(found), *_slices(found), *_rows(found), _training(found)]
-    title = " and ".join(f"{side.letter}: {side.name}" for side in found.sides)
+    title = ", ".join(f"{side.letter}: {side.name}" for side in found.sides)
     about = f"Models by rtrain beside each other, by the task {found.sides[0].config.recipe.task}"
     return render(title, about, _tiles(found), sections, lead=f"{found.verdict}.")
 
@@ -120,7 +122,7 @@ def _rows(found: Compared) -> Iterator[Section]:
     if found.measured is None:
         return
     a = found.sides[0].letter
-    blocks: list[Block] = []
+    blocks, without = list[Block](), list[str]()
     for one in found.measured.against:
         b = one.side.letter
         for kind in one.kinds:
@@ -129,18 +131,20 @@ def _rows(found: Compared) -> Iterator[Section]:
                 cards = [_card(flip, a, b) for flip in kind.shown[:SHOWN]]
                 blocks.append(Cards(title, cards, _said_of(kind)))
             else:
-                blocks.append(Note(f"{title}."))
+                without.append(title)
+    if without:
+        blocks.append(Note(f"{'. '.join(without)}."))
     intro = "Rows that are answered otherwise. A few of one kind say more than a score."
     yield Section("rows", "Answered otherwise", intro, blocks)
 
 
 def _said_of(kind: Kind) -> str:
-    shown = f"The worst {SHOWN} of them" if kind.rows > SHOWN else "The worst first"
-    return f"{shown}; rtrain compare --json has up to {len(kind.shown):,}." if kind.rows > SHOWN else f"{shown}."
+    more = f", {SHOWN} of them; rtrain compare --json has {len(kind.shown):,}" if kind.rows > SHOWN else ""
+    return f"{_sentence(kind.order)}{more}."
 
 
 def _card(flip: Flip, a: str, b: str) -> Card:
-    facts = [("true", short(flip.target, VALUE))] if flip.target != "nothing" else []
+    facts = [("true", short(flip.target, VALUE))] if flip.target else []
     for letter, answer, score in ((a, flip.first, flip.first_score), (b, flip.other, flip.other_score)):
         facts.append((letter, short(answer, VALUE) + ("" if score is None else f" ({score:.2f})")))
     return Card(flip.text if len(flip.text) <= LONGEST else f"{flip.text[:LONGEST]} …", facts, flip.where)
@@ -187,15 +191,14 @@ def _slices_of(a: str, one: Against) -> Iterator[Block]:
     yield Figure(f"{b} beside {a} by slice", charts.bars(bars, gain), "Right of 0 is better; whiskers: 95 % intervals.")
     rows: list[Sequence[Cell]] = [
         (
-            slice_.column,
-            short(slice_.value, 40),
+            f"{slice_.column}: {short(slice_.value, 40)}",
             slice_.difference.rows,
             verdict.change(slice_.difference),
             {1: "better", -1: "worse", 0: "-"}[slice_.verdict],
         )
         for slice_ in shown
     ]
-    yield Table(title, ("column", "value", "rows", f"{b} less {a}", "beyond chance"), rows)
+    yield Table(title, ("slice", "rows", f"{b} less {a}", "beyond chance"), rows)
 
 
 # ------------------------------------------------------------------------------------------- how they came to be, cost
@@ -245,7 +248,7 @@ def _settings(found: Compared) -> Section:
     known = found.settings
     blocks = [
         _differences(found, "Settings that change the weights", known.weights),
-        _differences(found, "Settings that do not", known.others),
+        _differences(found, "Settings that change no weight", known.others),
         _differences(found, "Versions", known.versions),
         _differences(found, "Digests", known.digests),
     ]

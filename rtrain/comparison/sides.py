@@ -11,7 +11,7 @@ from rtrain.artifact import Artifact
 from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.report import summary
-from rtrain.run import Run
+from rtrain.run import Run, chosen
 from rtrain.tasks import base
 
 LETTERS = "ABCDEFGH"
@@ -57,8 +57,8 @@ def find(folders: Sequence[Path]) -> list[Side]:
     """The sides, in the order in which they were named. Raises `UserError` for a folder that holds no run, for one that
     is named twice, and for runs of different tasks."""
     if not 2 <= len(folders) <= len(LETTERS):
-        fix = f"name two to {len(LETTERS)} of them, the one that the others are compared with first"
-        raise ConfigError([Problem("runs", len(folders), "so many runs cannot be compared", fix)])
+        fix = "name the one that the others are compared with, then the others"
+        raise ConfigError([Problem("runs", len(folders), f"a comparison is of two to {len(LETTERS)} runs", fix)])
     found = [_found(folder.absolute()) for folder in folders]
     made = [one.resolve() for _, one in found]  # a link, or a path with .., may lead to a folder once more
     for place, one in enumerate(made):
@@ -80,11 +80,6 @@ def find(folders: Sequence[Path]) -> list[Side]:
     return sides
 
 
-def is_search(run: Run) -> bool:
-    """Whether the folder is that of a search, also of one that has not ended."""
-    return run.exists and (run.winner is not None or run.trials.is_file() or run.trial(0).folder.is_dir())
-
-
 def _found(folder: Path) -> tuple[Run, Path]:
     """(the run, the artefact that answers)."""
     if (folder / artifact.NAME).is_file():
@@ -92,24 +87,20 @@ def _found(folder: Path) -> tuple[Run, Path]:
             return Run(folder.parent), folder
         reason = "is an artefact outside of its run, where neither its rows nor its training are known"
         raise UserError(f"{folder} {reason}; name the folder of its run, or an artefact inside one")
-    run = Run(folder)
-    if not run.exists:
-        raise UserError(f"{folder} holds no run (no {run.config.name}); name the folder that --out named")
-    if not is_search(run):
-        return run, run.artifact
-    winner = run.winner
-    if winner is None:
-        fix = f"let it end (rtrain tune --resume --out {folder}), or name one of its trials"
-        raise UserError(f"{folder} is a search that has not chosen a winner; {fix}")
-    return Run(winner.folder), winner.artifact
+    run = chosen(folder)
+    return run, run.artifact
 
 
 def _names(found: Sequence[tuple[Run, Path]]) -> list[str]:
-    """The name of each run's folder, with that of another artefact behind it; more folders where names are equal."""
+    """The name of each run's folder, with its search's before it and that of another artefact behind it; more folders
+    where names are equal."""
     names: list[str] = []
     for more in range(max(len(made.parts) for _, made in found)):
         names = [
-            "/".join(run.folder.parts[-1 - more :] + (() if made == run.artifact else (made.name,)))
+            "/".join(
+                run.folder.parts[-1 - more - Run(run.folder.parent).is_search :]
+                + (() if made == run.artifact else (made.name,))
+            )
             for run, made in found
         ]
         if len(set(names)) == len(names):

@@ -88,10 +88,9 @@ def mcnemar(one: Against, a: str, b: str) -> str:
 
 
 def _kind(kind: Kind, a: str, b: str) -> Iterator[str]:
-    order = ", the largest change first" if "than" in kind.name else ", the worst first"
-    yield f"{kind.name}: {kind.rows:,} row{'' if kind.rows == 1 else 's'}{order if kind.rows > 1 else ''}"
+    yield f"{kind.name}: {kind.rows:,} row{'' if kind.rows == 1 else f's, {kind.order}'}"
     for flip in kind.shown[:SHOWN]:
-        true = f"{short(flip.target, WIDEST)}: " if flip.target != "nothing" else ""
+        true = f"{short(flip.target, WIDEST)}: " if flip.target else ""
         said = f"{a} {_said(flip.first, flip.first_score)}, {b} {_said(flip.other, flip.other_score)}"
         yield f"    {true}{said}  {short(flip.text, TEXT)}  ({flip.where.rsplit('/', 1)[-1]})"
 
@@ -105,7 +104,7 @@ def _settings(found: Compared) -> Iterator[str]:
     letters = [side.letter for side in found.sides]
     groups = (
         ("settings that change the weights", known.weights),
-        ("settings that do not", known.others),
+        ("settings that change no weight", known.others),
         ("versions", known.versions),
         ("digests", known.digests),
     )

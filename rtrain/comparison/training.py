@@ -1,5 +1,6 @@
 """How the sides came to be: curves of loss and score over rows and seconds, and what each one cost."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ def curves(run: Run, rows_per_update: int, output: str) -> Curves:
         return tuple(
             Point(event["update"] * rows_per_update, round(seconds[id(event)], 3), float(_value(event, value)))
             for event in newest(events)
-            if _value(event, value) is not None
+            if _value(event, value) is not None and math.isfinite(_value(event, value))
         )
 
     progress = [event for event in log if event["kind"] == "progress"]

@@ -6,6 +6,8 @@ from rtrain.comparison.measure import Against, Measured
 from rtrain.metrics.slices import LEAST
 from rtrain.report.drawing.svg import score_name, three
 
+NO_SHARES = ("rmse", "mae", "r2", "pearson", "qwk", "perplexity")
+"""Errors and correlations, which may happen to be between 0 and 1."""
 SIDES = {1: "is better", -1: "is worse"}
 
 
@@ -48,7 +50,7 @@ def figures(one: Difference) -> str:
 
 def is_share(one: Difference) -> bool:
     """Whether the score is a share, whose differences are told in points: of an error the unit is the targets' own."""
-    return not is_error(one.name) and all(0 <= value <= 1 for value in (one.first, one.other))
+    return one.name not in NO_SHARES and not is_error(one.name) and 0 <= one.first <= 1 and 0 <= one.other <= 1
 
 
 def is_error(name: str) -> bool:

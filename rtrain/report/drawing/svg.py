@@ -4,6 +4,7 @@ Everything is drawn at the size of a phone's column and scaled up, so that text 
 from the page's style sheet (classes s0 to s7, grid, mute, ...), which has a light and a dark set.
 """
 
+import itertools
 import math
 import unicodedata
 from collections.abc import Sequence
@@ -136,8 +137,12 @@ class Scale:
         return ticks(self.low, self.high, about)
 
 
+@dataclass(frozen=True)
 class Logarithmic(Scale):
     """Equal ratios are equally long; all values are above 0."""
+
+    values: tuple[float, ...] = ()
+    """Those that are drawn, each once: where they are few, they are the ticks."""
 
     @classmethod
     def over(cls, values: Sequence[float], start: float, stop: float, *, pad: float = 0.0) -> "Logarithmic":
@@ -145,14 +150,18 @@ class Logarithmic(Scale):
         if high <= low:
             low, high = low / 2, high * 2
         extra = (high / low) ** pad
-        return cls(low / extra, high * extra, start, stop)
+        return cls(low / extra, high * extra, start, stop, tuple(sorted(set(values))))
 
     def __call__(self, value: float) -> float:
         share = math.log(value / self.low) / math.log(self.high / self.low)
         return self.start + share * (self.stop - self.start)
 
     def ticks(self, about: int = 5) -> list[float]:
-        """1, 2 and 5 times the powers of ten; the powers alone where these are too many."""
+        """The values, where their figures have room beside each other; else 1, 2 and 5 times the powers of ten, or the
+        powers alone."""
+        apart = [self(high) - self(low) for low, high in itertools.pairwise(self.values)]
+        if 0 < len(self.values) <= about and min(apart, default=self.stop) > LETTER * 7:
+            return list(self.values)
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         for steps in ((1, 2, 5), (1,)):
             found = [step * 10.0**power for power in powers for step in steps]
