@@ -276,11 +276,11 @@ def test_answers_that_are_spans_are_as_they_are_written(tmp_path: Path) -> None:
     rows = Ragged.even(np.array(figures))
     predictions.write(tmp_path / "p.parquet", "valid", found, task, found.manifest.head, rows, tokenizer)
     listed_rows = pyarrow.parquet.read_table(tmp_path / "p.parquet").to_pylist()
-    texts = [texts[1] for texts in found.texts("valid", np.arange(len(figures))) if texts is not None]
-    assert len({text[:9] for text in texts if text is not None}) == 3  # rows of every context are there
-    for row, context in zip(listed_rows, texts, strict=True):
-        assert context is not None
-        if len(context) == shards.KEPT_CHARACTERS:  # its end is not kept: spelt by the tokens
+    contexts = [both[1] for both in found.texts("valid", np.arange(len(figures))) if both is not None]
+    assert len({context[:9] for context in contexts if context is not None}) == 3  # rows of every context are there
+    for row, kept in zip(listed_rows, contexts, strict=True):
+        assert kept is not None
+        if len(kept) == shards.KEPT_CHARACTERS:  # its end is not kept: spelt by the tokens
             assert row["prediction"] == row["target"] == "due on monday"
         else:
-            assert row["prediction"] == row["target"] == ("due on  MONDAY" if "MONDAY" in context else "due on Monday")
+            assert row["prediction"] == row["target"] == ("due on  MONDAY" if "MONDAY" in kept else "due on Monday")

@@ -98,7 +98,7 @@ def looked_at(recipe: Recipe) -> Found:
 def test_the_separator_that_is_found_is_the_run_s_and_is_said(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, SEVERAL * 2)
     found = config.Config(recipe, config.load("intent").deploy)
-    chosen, told = preparing._separated(found, records.inspect(recipe.data))
+    chosen, told = preparing.separated(found, records.inspect(recipe.data))
     assert chosen.recipe.data.separator == ";"
     assert chosen.recipe.identity() != recipe.identity()  # another run than one that learns joined labels
     assert told is not None

@@ -63,7 +63,8 @@ class Data(Section):
     label: str | tuple[str, ...] | None = "label"
     """Column with the label; for a task of several heads a list, one column each; null where nothing is labelled."""
     separator: Annotated[str, Field(min_length=1)] | None = None
-    """Sign between several labels in one text, e.g. "|"; null where the column holds lists."""
+    """Sign between several labels in one text, e.g. "|". By default multi_label looks for it in the labels, and refuses
+    what is not clear; a column of lists needs none."""
     outside: Annotated[str, Field(min_length=1)] | None = None
     """Label of the rows that belong to no class. They are not trained on; a threshold, chosen on the validation rows,
     tells them from the others."""

@@ -137,7 +137,7 @@ def late_problem(recipe: Recipe, labels: Mapping[str, int]) -> str | None:
         return None
     return (
         f"data.separator: {sign.rows:,} of {seen.rows:,} training labels hold {sign.sign!r} between several, e.g. "
-        f"{quoted(sign.example)}, which the first {MOST_ROWS:,} rows did not show; write {setting(sign.sign)}"
+        f"{quoted(sign.example)}, and each would be learned as one label; write {setting(sign.sign)}"
     )
 
 

@@ -203,7 +203,7 @@ def run(
     if folder.exists():
         raise UserError(f"--out: {folder} exists; name a new folder, which is removed when the check has ended")
     source, weights = nodes.share(config, *found, folder.parent)
-    config = model.resolved(config, weights)
+    config, _ = preparing.separated(model.resolved(config, weights), source)
     store, _ = tokens.ensure(config.recipe, source, weights, folder.parent)
     rows = store.rows("train")
     todo = plan(config, rows, store.manifest.tokens["train"] / max(1, rows), full=full, bugs=bugs)

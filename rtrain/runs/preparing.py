@@ -99,7 +99,7 @@ def prepare(
     source, weights = nodes.share(config, *check(config, root, source, labels=False), root)
     source = source.beside(root)
     config = model.resolved(config, weights)
-    config, label_column = (config, None) if created else _separated(config, source)
+    config, label_column = (config, None) if created else separated(config, source)
     origin = commit.origin(config.recipe, source, weights)
     if created and created["data_digest"] != tokens.digest(config.recipe, source, weights):
         raise _other_rows(run, created, origin)
@@ -151,7 +151,7 @@ def prepare(
     return Prepared(run, frozen, store, weights, chosen_device)
 
 
-def _separated(config: Config, source: records.Source) -> tuple[Config, dict[str, Any] | None]:
+def separated(config: Config, source: records.Source) -> tuple[Config, dict[str, Any] | None]:
     """The configuration with the separator that the labels show, and what the log is to say of them, if anything."""
     recipe, shown = config.recipe, separators.shown(config.recipe, source)
     if problems := separators.problems(recipe, shown):

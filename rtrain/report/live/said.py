@@ -102,7 +102,7 @@ def unseen(event: Event) -> str:
 def sliced(event: Event) -> str | None:
     """The slices of the test rows that are too small to be judged; quarters by length are all alike in that."""
     small = [
-        (f"{column} {value or '(empty)'}", one["rows"], next(score for name, score in one.items() if name != "rows"))
+        (f"{column} {value or '(empty)'}", one["rows"], _headline(one))
         for column, every in event["slices"].items()
         for value, one in every.items()
         if column != LENGTH and len(every) > 1 and one["rows"] < LEAST
@@ -113,6 +113,11 @@ def sliced(event: Event) -> str | None:
     more = f" and {len(small) - MOST_SMALL} more" if len(small) > MOST_SMALL else ""
     have = "1 slice has" if len(small) == 1 else f"{len(small)} slices have"
     return f"{have} fewer than {LEAST} rows: not judged: {named}{more}"
+
+
+def _headline(scores: Mapping[str, float]) -> float:
+    """The only score beside the number of rows; of the negative of an error, the error."""
+    return next(-score if name.startswith("neg_") else score for name, score in scores.items() if name != "rows")
 
 
 def _scores(scores: Mapping[str, float]) -> str:

@@ -105,7 +105,7 @@ def _metrics(run: Collected) -> list[Block]:
         for name, [(_, value)] in series([event]).items()
     ]
     if rows:
-        chosen = "".join(f" {said.best(event).capitalize()}." for event in run.of("best")[-1:])
+        chosen = "".join(f" B{said.best(event)[1:]}." for event in run.of("best")[-1:])
         note = f"Of the best update, which validation chose; the test rows were looked at once, after that.{chosen}"
         blocks.append(Table("Scores", ("rows", "update", "score", "value"), rows[:40], note))
     return blocks
