@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rtrain import signals
-from rtrain.cli import options
+from rtrain.cli import answers, options
 from rtrain.errors import Ended
 from tests.tiny import make_artifact
 
@@ -67,6 +67,19 @@ def test_a_run_that_is_there_is_gone_on_with(tmp_path: Path, end: type[BaseExcep
     with pytest.raises(Ended) as caught, options.resumable(run, "distill", "a teacher"):
         raise end
     assert str(caught.value) == f"{said}; next: rtrain report '{run}'"
+
+
+def test_a_job_for_a_file_is_gone_on_with_and_one_for_a_stream_is_not(tmp_path: Path) -> None:
+    def way_on(data: str, out: Path | None) -> str | None:
+        options = answers.Given(tmp_path / "my artifact", [], data, out, False, True, None, 8, False, False)
+        return answers._again(options, ["data.text=my text"], None)
+
+    assert way_on("rows.csv", Path("out.csv")) == (
+        f"next: rtrain predict '{tmp_path}/my artifact' --data rows.csv --batch 8 --set 'data.text=my text' "
+        "--out out.csv --resume"
+    )
+    assert way_on("-", Path("out.jsonl")) is None
+    assert way_on("rows.csv", None) is None
 
 
 def test_other_errors_pass(tmp_path: Path) -> None:
