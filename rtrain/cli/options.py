@@ -127,10 +127,8 @@ def told_how(way_on: Callable[[], str | None]) -> Iterator[None]:
     that it had started has ended, names the way on."""
     try:
         yield
-    except (KeyboardInterrupt, signals.Terminated) as end:
-        stopped = isinstance(end, signals.Terminated)
-        said, code = ("ended by SIGTERM", signals.TERMINATED) if stopped else ("interrupted", signals.INTERRUPTED)
-        how = way_on()
+    except KeyboardInterrupt:
+        (said, code), how = signals.ended(), way_on()
         raise Ended(said if how is None else f"{said}; {how}", code) from None
 
 
