@@ -52,6 +52,8 @@ def _run(arguments: Sequence[str] | None) -> int | None:
         return _said(str(error), error.exit_code)
     except typer.TyperException as error:
         return _said(f"{error.format_message()} (rtrain --help lists what there is)", USAGE)
+    except KeyboardInterrupt:  # before a verb was called
+        return _said(*signals.ended())
     except SystemExit as stop:
         if stop.code != signal.SIGTERM:  # by Ray's own handler, which stands while Ray starts
             raise
