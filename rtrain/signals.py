@@ -1,7 +1,8 @@
 """SIGTERM ends a command as Ctrl-C does: first what it has started ends, and the exit code names the signal.
 
 Without this, Python's own answer to SIGTERM would skip every `finally` and leave Ray's processes behind, and that of
-Ray's core would print a stack of C++ calls.
+Ray's core would print a stack of C++ calls. It is KeyboardInterrupt that is raised, which Ray and Tune hand on from
+wherever the process waits in them; of SystemExit Ray makes an error, as of a worker that crashed.
 """
 
 import signal
@@ -13,17 +14,13 @@ from types import FrameType
 INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 
-
-class Terminated(SystemExit):
-    """SIGTERM has come."""
-
-    def __init__(self) -> None:
-        super().__init__(TERMINATED)
+_received: list[int] = []
+"""SIGTERM, once it has come. Ray raises a KeyboardInterrupt of its own, so that the error cannot say it."""
 
 
 def take() -> None:
-    """From now on SIGTERM raises `Terminated` in the main thread; called again after whatever sets its own handler."""
-    if threading.current_thread() is threading.main_thread():
+    """From now on SIGTERM raises KeyboardInterrupt in the main thread; called again after others set their handlers."""
+    if threading.current_thread() is threading.main_thread() and not _received:
         signal.signal(signal.SIGTERM, _raise)
 
 
@@ -31,6 +28,7 @@ def take() -> None:
 def owned() -> Iterator[None]:
     """`take` for the block; afterwards SIGTERM does what it did before."""
     before = signal.getsignal(signal.SIGTERM)
+    _received.clear()
     take()
     try:
         yield
@@ -39,8 +37,14 @@ def owned() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
+def ended() -> tuple[str, int]:
+    """What ended the command that a KeyboardInterrupt has ended: in words, and as its exit code."""
+    return ("ended by SIGTERM", TERMINATED) if _received else ("interrupted", INTERRUPTED)
+
+
 def _raise(number: int, frame: FrameType | None) -> None:
     # Once: `timeout` and others send the signal to a process and to its group, and a second one would break off the end
     # of what the process has started.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Terminated
+    _received.append(number)
+    raise KeyboardInterrupt

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rtrain import signals
-from rtrain.cli import options
+from rtrain.cli import answers, options
 from rtrain.errors import Ended
 from tests.tiny import make_artifact
 
@@ -32,16 +32,19 @@ def test_it_is_raised_once_and_cleaning_up_is_not_broken_off() -> None:
             terminate()  # `timeout` sends it twice
             done.append("cleaned up")
 
-    with pytest.raises(signals.Terminated) as caught, signals.owned():
+    with pytest.raises(KeyboardInterrupt), signals.owned():
         work()
-    assert (caught.value.code, done) == (143, ["cleaned up"])
+    assert (signals.ended(), done) == (("ended by SIGTERM", 143), ["cleaned up"])
+    with pytest.raises(KeyboardInterrupt), signals.owned():
+        raise KeyboardInterrupt
+    assert signals.ended() == ("interrupted", 130)
 
 
 def test_the_handler_of_before_is_back_afterwards() -> None:
     seen = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
-        with pytest.raises(signals.Terminated), signals.owned():
+        with pytest.raises(KeyboardInterrupt), signals.owned():
             terminate()
         terminate()
     finally:
@@ -50,23 +53,36 @@ def test_the_handler_of_before_is_back_afterwards() -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "said"),
-    [(KeyboardInterrupt, 130, "interrupted"), (signals.Terminated, 143, "ended by SIGTERM")],
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")],
 )
-def test_a_run_that_is_there_is_gone_on_with(tmp_path: Path, end: type[BaseException], code: int, said: str) -> None:
+def test_a_run_that_is_there_is_gone_on_with(tmp_path: Path, number: int, code: int, said: str) -> None:
     run = tmp_path / "my run"
-    with pytest.raises(Ended) as caught, options.resumable(run, "distill", "a teacher"):
-        raise end
+    with pytest.raises(Ended) as caught, signals.owned(), options.resumable(run, "distill", "a teacher"):
+        os.kill(os.getpid(), number)
     assert (caught.value.exit_code, str(caught.value)) == (code, said)  # nothing is there yet
     run.mkdir()
     (run / "config.yaml").touch()
-    with pytest.raises(Ended) as caught, options.resumable(run, "distill", "a teacher"):
-        raise end
+    with pytest.raises(Ended) as caught, signals.owned(), options.resumable(run, "distill", "a teacher"):
+        os.kill(os.getpid(), number)
     assert str(caught.value) == f"{said}; next: rtrain distill 'a teacher' --resume --out '{run}'"
     make_artifact(run / "artifact")
-    with pytest.raises(Ended) as caught, options.resumable(run, "distill", "a teacher"):
-        raise end
+    with pytest.raises(Ended) as caught, signals.owned(), options.resumable(run, "distill", "a teacher"):
+        os.kill(os.getpid(), number)
     assert str(caught.value) == f"{said}; next: rtrain report '{run}'"
+
+
+def test_a_job_for_a_file_is_gone_on_with_and_one_for_a_stream_is_not(tmp_path: Path) -> None:
+    def way_on(data: str, out: Path | None) -> str | None:
+        options = answers.Given(tmp_path / "my artifact", [], data, out, False, True, None, 8, False, False)
+        return answers._again(options, ["data.text=my text"], None)
+
+    assert way_on("rows.csv", Path("out.csv")) == (
+        f"next: rtrain predict '{tmp_path}/my artifact' --data rows.csv --batch 8 --set 'data.text=my text' "
+        "--out out.csv --resume"
+    )
+    assert way_on("-", Path("out.jsonl")) is None
+    assert way_on("rows.csv", None) is None
 
 
 def test_other_errors_pass(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rtrain.cli.options import configured
+from rtrain.cli.options import as_given, configured, told_how
 from rtrain.cli.output import batch_text, given, given_text, show
 from rtrain.errors import ConfigError, Problem
 
@@ -139,7 +139,7 @@ def answer_rows(options: Given, assignments: list[str] | None, address: str | No
     asked = files.Asked(options.artifact, {"data.path": options.data, **overrides}, options.batch or BATCH_ROWS)
     out = None if options.out is None else options.out.absolute()
     try:
-        with Line() as line:
+        with told_how(lambda: _again(options, assignments, address)), Line() as line:
             line(events.doing("loading the artefact", "loading"))
             report = _report(asked, out, options, address, line)
     except BrokenPipeError:
@@ -152,6 +152,16 @@ def answer_rows(options: Given, assignments: list[str] | None, address: str | No
         show(report, options.as_json, f"{batch_text(report)}\n{out}")
     if report["rows"] and not report["answered"]:
         raise typer.Exit(1)
+
+
+def _again(options: Given, assignments: list[str] | None, address: str | None) -> str | None:
+    """How to go on with a job for a file; None where there is no file to go on with."""
+    from rtrain.report.live.progress import then
+
+    if options.out is None or options.data == STDIN:
+        return None
+    same = as_given(str(options.artifact), assignments, data=options.data, batch=options.batch, address=address)
+    return then("predict", *same, "--out", options.out, "--resume")
 
 
 def _report(asked: "Asked", out: Path | None, options: Given, address: str | None, line: "Line") -> dict[str, Any]:

@@ -52,11 +52,13 @@ def _run(arguments: Sequence[str] | None) -> int | None:
         return _said(str(error), error.exit_code)
     except typer.TyperException as error:
         return _said(f"{error.format_message()} (rtrain --help lists what there is)", USAGE)
+    except KeyboardInterrupt:  # before a verb was called
+        return _said(*signals.ended())
     except SystemExit as stop:
-        if stop.code not in (signals.TERMINATED, signal.SIGTERM):  # the latter by Ray's own handler, while it starts
+        if stop.code != signal.SIGTERM:  # by Ray's own handler, which stands while Ray starts
             raise
         return _said("ended by SIGTERM", signals.TERMINATED)
-    return _said("interrupted", code) if code == signals.INTERRUPTED else code
+    return _said(*signals.ended()) if code == signals.INTERRUPTED else code
 
 
 def _said(text: str, code: int) -> int:

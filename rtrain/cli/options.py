@@ -1,7 +1,7 @@
 """Options that several verbs of the command line take."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -122,22 +122,30 @@ def _recipe(recipe: str | None, out: str | None, reuse: "Reuse") -> str:
 
 
 @contextmanager
-def resumable(run: Path, *words: object) -> Iterator[None]:
-    """A block that can be gone on with by the verb and arguments `words`: where it is ended by Ctrl-C or SIGTERM, the
-    one line that is said about it, once all that it had started has ended, is how."""
+def told_how(way_on: Callable[[], str | None]) -> Iterator[None]:
+    """A block that can be gone on with: where Ctrl-C or SIGTERM ends it, the one line that is said about it, once all
+    that it had started has ended, names the way on."""
     try:
         yield
-    except (KeyboardInterrupt, signals.Terminated) as end:
-        stopped = isinstance(end, signals.Terminated)
-        said, code = ("ended by SIGTERM", signals.TERMINATED) if stopped else ("interrupted", signals.INTERRUPTED)
+    except KeyboardInterrupt:
+        (said, code), how = signals.ended(), way_on()
+        raise Ended(said if how is None else f"{said}; {how}", code) from None
+
+
+@contextmanager
+def resumable(run: Path, *words: object) -> Iterator[None]:
+    """`told_how` for a run that the verb and arguments `words` make."""
+
+    def way_on() -> str | None:
         from rtrain.report.live.progress import then
         from rtrain.run import Run
 
         if Run(run).finished:  # all but its report is there
-            said += f"; {then('report', run)}"
-        elif Run(run).exists:
-            said += f"; {then(*words, '--resume', '--out', run)}"
-        raise Ended(said, code) from None
+            return then("report", run)
+        return then(*words, "--resume", "--out", run) if Run(run).exists else None
+
+    with told_how(way_on):
+        yield
 
 
 def answering(folder: Path) -> Path:

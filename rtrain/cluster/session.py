@@ -201,6 +201,6 @@ def _quiet() -> None:
 
 
 def until_interrupted() -> None:
-    """Wait until Ctrl-C (raises KeyboardInterrupt) or SIGTERM (raises `signals.Terminated`)."""
+    """Wait until Ctrl-C or SIGTERM, which raise KeyboardInterrupt."""
     while True:
         time.sleep(0.2)
