@@ -235,6 +235,9 @@ def test_evaluate_leaves_each_row_with_its_answer_and_what_is_right(run: Cli, ar
     right = sum(row["right"] == "true" for row in answered)
     assert right / len(answered) == pytest.approx(report["scores"]["accuracy"])
     assert run("evaluate", artifact, "--data", "rows.csv", "--out", "a.csv")[0] == 2
+    code, _, err = run("evaluate", artifact, "--data", "rows.csv", "--out", "rows.csv", "--overwrite")
+    assert code == 2
+    assert "it is among the rows that --data names" in err
 
 
 @pytest.mark.parametrize(

@@ -11,25 +11,23 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-import fsspec
-
 from rtrain import artifact as artifacts, score
 from rtrain.answers import columns, source
 from rtrain.answers.answering import Answered, Answerer, Counts, Work
-from rtrain.answers.folder import Folder, Reuse
+from rtrain.answers.folder import Folder, Reuse, refuse_among_rows
 from rtrain.answers.source import Chunk, Portion, Survey
 from rtrain.answers.writing import Format, format_of
 from rtrain.batch import Head
 from rtrain.config import Data
 from rtrain.data import records
 from rtrain.data.formats import readers
-from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.errors import UserError
 from rtrain.predict import BATCH_ROWS, Predictor
 from rtrain.tasks import base
 
 STREAM_ROWS = 1024
 """Rows of a stream that are answered at a time."""
-PROGRESS_S = 2.0
+PROGRESS_S = 5.0
 
 OnEvent = Callable[[dict[str, Any]], None]
 Answers = Callable[[Work, list[Portion]], Iterator[Answered]]
@@ -60,7 +58,7 @@ def to_file(
     """
     start, format = time.perf_counter(), format_of(out)
     work, found, version = _opened(asked, format, on_event)
-    _refuse_input_as_output(work, out)
+    refuse_among_rows(work.source, work.data, out)
     binding = {"input": work.source.digest(), "artifact": version, "settings": _settings(work)}
     with Folder(out, format, binding, reuse) as folder:
         left = [portion for portion in found.portions if portion.number not in folder.done]
@@ -153,15 +151,6 @@ def _settings(work: Work) -> dict[str, Any]:
 def _digest(work: Work) -> str:
     """The digest of the files as they are now."""
     return records.Source(work.source.pieces, work.source.columns).digest()
-
-
-def _refuse_input_as_output(work: Work, out: Path) -> None:
-    """Raise `ConfigError` where the answers would be read as rows by the next call."""
-    own = [piece.uri for piece in work.source.pieces if piece.uri.removeprefix("file://") == str(out)]
-    folder = Path(fsspec.core.strip_protocol(str(work.data.path)))
-    if own or (folder.is_dir() and out.is_relative_to(folder.absolute())):
-        reason, fix = "it is among the rows that --data names", "write the answers to another folder"
-        raise ConfigError([Problem("--out", str(out), reason, fix)])
 
 
 # ------------------------------------------------------------------------------------------------------------ a stream

@@ -19,12 +19,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
 
+import fsspec
+
 from rtrain import manifest
 from rtrain.answers import writing
 from rtrain.answers.answering import Answered, Counts
 from rtrain.answers.columns import Layout
 from rtrain.answers.source import Portion
 from rtrain.answers.writing import Format
+from rtrain.config import Data
+from rtrain.data.records import Source
 from rtrain.errors import ConfigError, Problem, UserError
 
 Reuse = Literal["refuse", "resume", "overwrite"]
@@ -63,7 +67,8 @@ class Folder:
         except OSError:
             pass  # storage without locks
         try:
-            self._begin()
+            with self._writing():
+                self._begin()
         except BaseException:
             os.close(self._lock)
             raise
@@ -176,6 +181,15 @@ def refuse_existing(out: Path, overwrite: bool) -> None:
     if out.exists() and not overwrite:
         fix = "name another, or write it anew with --overwrite"
         raise ConfigError([Problem("--out", str(out), "there is such a file already", fix)])
+
+
+def refuse_among_rows(source: Source, data: Data, out: Path) -> None:
+    """Raise `ConfigError` where the answers would be read as rows by the next call."""
+    own = [piece.uri for piece in source.pieces if piece.uri.removeprefix("file://") == str(out)]
+    folder = Path(fsspec.core.strip_protocol(str(data.path)))
+    if own or (folder.is_dir() and out.is_relative_to(folder.absolute())):
+        reason, fix = "it is among the rows that --data names", "write the answers to another folder"
+        raise ConfigError([Problem("--out", str(out), reason, fix)])
 
 
 def _line(line: Mapping[str, Any]) -> bytes:

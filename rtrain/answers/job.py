@@ -19,6 +19,8 @@ from rtrain.predict import Predictor
 THREADS = 2
 """CPUs of an actor, and threads of its engine. More actors would hold more copies of the model, fewer would leave
 reading and writing to one thread for many cores."""
+MOST_ACTORS = 256
+"""There are as many as free CPUs hold, up to this."""
 
 
 class Actor:
@@ -54,14 +56,14 @@ def on_cluster(work: Work, portions: list[Portion]) -> Iterator[Answered]:
     """The portions, in the order in which they are done. Needs a Ray session."""
     import ray.data
 
+    # A small machine keeps a CPU for Ray Data itself.
     cpus = int(sum(node.get("CPU", 0.0) for node in supply.here()))
-    # A CPU is left to Ray Data itself, where there is more than one.
     threads = min(THREADS, max(1, cpus - 1))
-    size = max(1, min((cpus - 1) // threads, len(portions)))
     items = [portion._asdict() for portion in portions]
+    pool = ray.data.ActorPoolStrategy(min_size=1, max_size=min(MOST_ACTORS, len(items)))
     actor: Any = Actor  # Ray's annotation leaves out classes
     dataset = ray.data.from_items(items, override_num_blocks=len(items)).map(
-        actor, fn_constructor_args=(work, threads), num_cpus=threads, compute=ray.data.ActorPoolStrategy(size=size)
+        actor, fn_constructor_args=(work, threads), num_cpus=threads, compute=pool
     )
     for row in dataset.iter_rows():
         if row["error"]:

@@ -10,7 +10,7 @@ from typing import Any
 from rtrain import artifact as artifacts, score
 from rtrain.answers import columns, source, writing
 from rtrain.answers.answering import beside, reasons
-from rtrain.answers.folder import refuse_existing
+from rtrain.answers.folder import refuse_among_rows, refuse_existing
 from rtrain.answers.source import Chunk
 from rtrain.batch import Head
 from rtrain.config import Data
@@ -32,8 +32,9 @@ def run(artifact: Path, data: Data, out: Path, overwrite: bool = False) -> dict[
     refuse_existing(out, overwrite)
     made = artifacts.read(artifact)
     answer = base.get(made.task).columns(Head(made.labels, made.facts))
-    found = score.measured(artifact, data)
     own = records.inspect(data)
+    refuse_among_rows(own, data, out)
+    found = score.measured(artifact, data)
     survey = source.survey(own, data)
     layout = columns.layout(survey.kinds, [*answer, EXPECTED, RIGHT])
     reader, values = source.Reader(own, data), _Values(found)
