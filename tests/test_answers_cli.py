@@ -183,6 +183,14 @@ def test_json_lines_of_stdin_go_into_a_file(
     assert code == 1  # a row, and no answer
 
 
+def test_a_cluster_is_not_asked_where_no_row_is_left(run: Cli, artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "none.csv").write_text("text\n")
+    nowhere = ("--address", "127.0.0.1:1")
+    code, out, err = run("predict", artifact, "--data", "none.csv", "--out", "a.csv", *nowhere, "--json")
+    assert (code, json.loads(out)["rows"]) == (0, 0), err
+    assert (tmp_path / "a.csv").read_text() == "text,label,score,abstained,reason\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
