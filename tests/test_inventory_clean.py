@@ -14,6 +14,7 @@ from rtrain import config, drafts, events, manifest
 from rtrain.errors import UserError
 from rtrain.inventory import plan, removal, sizes, table, walk
 from rtrain.inventory.plan import Keep, Removal
+from rtrain.proof import ledger
 from rtrain.report import html, summary
 from rtrain.run import Run
 from rtrain.runs import opening
@@ -321,6 +322,8 @@ def test_a_report_without_its_token_store_keeps_its_scores_answers_and_baselines
     removals = plan.of_root(walk.look(tmp_path / "runs"), "artifact", stores=True)
     removal.carry_out(removals)
     assert Run(one.folder).store is None
+    with pytest.raises(UserError, match=r"the token store .* is gone: it was removed, or lies on the machine"):
+        ledger.check(Run(one.folder))
     html.make(Run(one.folder))
     assert (one.baselines.read_bytes(), one.attributions("test").read_bytes()) == kept
     shown = page_of(one.folder).text
@@ -372,6 +375,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from typing import Any
+from rtrain.proof import ledger
 from rtrain.inventory import plan, removal, walk
 left = int(sys.argv[3])
 def counted(do):

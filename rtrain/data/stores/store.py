@@ -258,6 +258,11 @@ def _read_manifest(folder: Path) -> Manifest:
     try:
         document = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if not folder.exists():
+            raise UserError(
+                f"the token store {folder} is gone: it was removed, or lies on the machine where the run was trained; "
+                "a training on the same rows with the same settings makes it again"
+            ) from None
         raise UserError(
             f"{folder} is no finished token store (no manifest.json); remove what is left of it, and train again"
         ) from None
