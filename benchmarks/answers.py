@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rtrain import env
 from rtrain.data import synthetic
 
 ROWS = 1_000_000
@@ -62,14 +63,15 @@ def texts_of(path: Path, column: str, count: int) -> list[str]:
 
 def engine_rate(artifact: Path, texts: Sequence[str]) -> dict[str, float]:
     """Texts a second by batch size, tokens and engine alone."""
-    from rtrain.predict import Predictor
+    from rtrain.answers.answering import copies
+    from rtrain.predict import side_by_side
 
-    predictor = Predictor.load(artifact)
-    predictor.outputs(predictor.encode(texts[:512]))
+    engines = copies(artifact, env.cores())
+    side_by_side(engines, engines[0].encode(texts[:512]), BATCHES[0])
     found = {}
     for size in BATCHES:
         start = time.perf_counter()
-        predictor.outputs(predictor.encode(texts), size)
+        side_by_side(engines, engines[0].encode(texts), size)
         found[str(size)] = len(texts) / (time.perf_counter() - start)
     return found
 

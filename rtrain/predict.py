@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -128,12 +130,7 @@ class Predictor:
 
     def outputs(self, encoded: Sequence[Encoded], batch_rows: int = BATCH_ROWS) -> list[Floats]:
         """The output for each of any number of rows, in batches of neighbours in length."""
-        lengths = np.array([len(row.ids) for row in encoded], dtype=np.int32)
-        order: Ints = np.argsort(lengths, kind="stable")
-        found: dict[int, Floats] = {}
-        for rows in batches(lengths, order, batch_rows, MOST_TOKENS):
-            found.update(zip(rows.tolist(), self.run([encoded[row] for row in rows]), strict=True))
-        return [found[row] for row in range(len(encoded))]
+        return side_by_side([self], encoded, batch_rows)
 
     def logits(self, inputs: Sequence[Input], batch_rows: int = BATCH_ROWS) -> list[Floats]:
         """The output for each input."""
@@ -177,6 +174,32 @@ class Predictor:
                 f"artefact {self.artifact.name} {self.artifact.version} does not reproduce its golden answers: logits "
                 f"differ by {worst:.3g} (at most {tolerance:g}). Its tokenizer, weights or engine are not its maker's."
             )
+
+
+def side_by_side(copies: Sequence[Predictor], encoded: Sequence[Encoded], batch_rows: int) -> list[Floats]:
+    """The output for each of any number of rows, in batches of neighbours in length. Each batch is computed by
+    whichever of the `copies` of one artefact is free; which one it is does not change its output."""
+    lengths = np.array([len(row.ids) for row in encoded], dtype=np.int32)
+    order: Ints = np.argsort(lengths, kind="stable")
+    groups = list(batches(lengths, order, batch_rows, MOST_TOKENS))
+    free: SimpleQueue[Predictor] = SimpleQueue()
+    for copy in copies:
+        free.put(copy)
+
+    def run(rows: Ints) -> Outputs:
+        copy = free.get()
+        try:
+            return copy.run([encoded[row] for row in rows])
+        finally:
+            free.put(copy)
+
+    found: dict[int, Floats] = {}
+    with ThreadPoolExecutor(len(copies)) as threads:
+        # One copy computes in this thread: in a new one torch would make all of its own threads anew.
+        every = map(run, groups) if len(copies) == 1 else threads.map(run, groups)
+        for rows, outputs in zip(groups, every, strict=True):
+            found.update(zip(rows.tolist(), outputs, strict=True))
+    return [found[row] for row in range(len(encoded))]
 
 
 def parts(lengths: Sequence[int], most_tokens: int) -> Iterator[slice]:

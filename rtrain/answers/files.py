@@ -11,9 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from rtrain import artifact as artifacts, score
+from rtrain import artifact as artifacts, env, score
 from rtrain.answers import columns, source
-from rtrain.answers.answering import Answered, Answerer, Counts, Work
+from rtrain.answers.answering import Answered, Answerer, Counts, Work, copies
 from rtrain.answers.folder import Folder, Reuse, refuse_among_rows
 from rtrain.answers.source import Chunk, Portion, Survey
 from rtrain.answers.writing import Format, format_of
@@ -46,7 +46,9 @@ class Asked:
 
 def here(work: Work, portions: list[Portion]) -> Iterator[Answered]:
     """The portions answered in this process."""
-    return Answerer(work).each(portions) if portions else iter(())
+    if len(portions) < 2:
+        return Answerer(work).each(portions) if portions else iter(())
+    return Answerer(work, copies(work.artifact, env.cores())).each(portions)
 
 
 def to_file(
@@ -108,7 +110,7 @@ def stream(asked: Asked, lines: IO[bytes], file: IO[bytes], on_event: OnEvent = 
     _say_renamed(work, on_event)
     total = Counts(0, 0, 0)
     every = iter(()) if first is None else _with_clashes(first, chunks, work)
-    for answered in Answerer(work, predictor).stream(every):
+    for answered in Answerer(work, [predictor]).stream(every):
         file.write(answered.body)
         file.flush()
         total = _added(total, answered.counts)

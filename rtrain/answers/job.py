@@ -8,16 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rtrain.answers.answering import Answered, Answerer, Counts, Work
+from rtrain.answers.answering import Answered, Answerer, Counts, Work, copies
 from rtrain.answers.source import Portion
 from rtrain.cluster import supply
 from rtrain.cluster.session import session
 from rtrain.config import Config
 from rtrain.errors import UserError
-from rtrain.predict import Predictor
 
 THREADS = 2
-"""CPUs of an actor, and threads of its engine. More actors would hold more copies of the model, fewer would leave
+"""CPUs of an actor, and threads of its engines. More actors would hold more copies of the model, fewer would leave
 reading and writing to one thread for many cores."""
 MOST_ACTORS = 256
 """There are as many as free CPUs hold, up to this."""
@@ -34,7 +33,7 @@ class Actor:
         """An error that a user can mend is returned: raised, it would carry Ray's traceback and advice."""
         try:
             if self._answerer is None:
-                self._answerer = Answerer(self._work, Predictor.load(self._work.artifact, self._threads))
+                self._answerer = Answerer(self._work, copies(self._work.artifact, self._threads))
             found = self._answerer.answer(Portion(**{name: int(row[name]) for name in Portion._fields}))
         except UserError as error:
             return {"number": row["number"], "body": b"", **Counts(0, 0, 0)._asdict(), "error": str(error)}
