@@ -82,7 +82,11 @@ def write(
     logits = answer(folder, artifact)
     golden = tuple({"inputs": asked, "logits": row} for asked, row in zip(inputs, logits, strict=True))
     artifact = replace(artifact, golden=golden)
-    (folder / NAME).write_text(json.dumps(asdict(artifact), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path = folder / NAME
+    path.write_text(json.dumps(asdict(artifact), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    for part in parts:
+        # safetensors lets its owner alone read what it writes; an endpoint often runs as another user.
+        part.chmod(path.stat().st_mode)
     manifest.write(folder)
     return artifact
 

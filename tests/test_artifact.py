@@ -79,6 +79,13 @@ def test_a_made_artefact_is_a_transformers_folder(whole: Path) -> None:
     assert model.config.num_labels == 3
 
 
+def test_whoever_may_read_one_file_may_read_all(whole: Path) -> None:
+    """An endpoint in a container often has another user than the training had."""
+    modes = {path.name: path.stat().st_mode & 0o777 for path in whole.iterdir()}
+    assert "model.safetensors" in modes
+    assert set(modes.values()) == {modes["artifact.json"]}, modes
+
+
 def test_the_version_is_over_what_answers(tmp_path: Path) -> None:
     def version(name: str, made: Artifact, **files: Any) -> str:
         return artifact.write(model_files(tmp_path / name, **files), made, answer).version
