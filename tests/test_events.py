@@ -228,6 +228,23 @@ def test_rows_of_a_killed_start_count_and_its_unknown_seconds_make_no_rate(tmp_p
     assert found["rows_per_second"] == 60 / 20.0
 
 
+def test_the_time_between_an_end_and_a_resume_is_no_part_of_the_training(tmp_path: Path) -> None:
+    day = 86_400.0
+    kinds = [
+        *((0.0, "created"), (1.0, "tokenised"), (9.0, "interrupted")),
+        *(
+            (day, "tokens_reused"),
+            (day + 1, "started"),
+            (day + 5, "crashed"),
+            (day + 8, "started"),
+            (day + 20, "finished"),
+        ),
+        *((2 * day, "cleaned"), (3 * day, "tokens_reused"), (3 * day, "labels")),
+    ]
+    log = [{"time": time, "kind": kind} for time, kind in kinds]
+    assert summary.spent(log) == 9.0 + 20.0
+
+
 def test_the_summary_of_nothing(tmp_path: Path) -> None:
     found = summary.summarise(Run(tmp_path))
     assert (found["run"], found["status"], found["updates"], found["workers"]) == (tmp_path.name, "running", 0, None)

@@ -104,6 +104,10 @@ def test_slices_that_are_too_small_are_named_and_not_those_of_other_splits(capsy
 def test_a_start_says_to_what_the_learning_rate_rises(capsys: pytest.CaptureFixture[str]) -> None:
     start = {"kind": "started", "workers": 4, "precision": "bf16", "lr": 2e-4 * 2**0.5, "update": 0}
     assert shown(capsys, start) == ["4 workers, bf16, learning rate 0.000283 at its peak, from update 0"]
+    rate = "learning rate 0.000283 at its peak"
+    assert shown(capsys, {**start, "rows_per_update": 64}) == [
+        f"4 workers, bf16, 64 rows per update, {rate}, from update 0"
+    ]
 
 
 def test_how_gradients_go_is_said_where_it_is_not_as_asked_or_loses_something(

@@ -61,6 +61,15 @@ def test_missing_columns_are_named_together_with_those_there_are(tmp_path: Path)
     ]
 
 
+@pytest.mark.parametrize(("sign", "shown"), [(";", "';'"), ("\t", "a tab"), ("|", "'|'")])
+def test_a_file_whose_columns_another_sign_parts_is_told_so(tmp_path: Path, sign: str, shown: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f"text{sign}label\na{sign}b\n")
+    fixes = [problem.fix for problem in problems(Data(path=str(path)))]
+    assert len(fixes) == 2
+    assert all(f"its columns look parted by {shown}: write it with commas" in fix for fix in fixes)
+
+
 @pytest.mark.parametrize(
     ("asked", "meant"),
     [

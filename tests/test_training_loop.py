@@ -255,6 +255,7 @@ def test_events_come_in_order(ground: Path, tmp_path: Path, monkeypatch: pytest.
         ("trained", "", None),
     ]
     started = {"update": 0, "of": 6, "workers": 1, "device": "cpu", "precision": "fp32", "lr": 5e-3}
+    started["rows_per_update"] = 19
     assert ran.recorder.of("started") == [started]
     assert ran.recorder.scores == [
         {"update": 3, "percent": 50.0, "score": 0.5},

@@ -47,8 +47,8 @@ def recipes_show(
     if every:
         print(reference.whole_recipe(name), end="")
         return
-    print(f"# The short form: what this recipe sets. All settings: rtrain recipes show {name} --all")
-    print(config.recipe_text(name), end="")
+    text = config.recipe_text(name)  # refuses an unknown name before anything is printed
+    print(f"# The short form: what this recipe sets. All settings: rtrain recipes show {name} --all\n{text}", end="")
 
 
 def train(

@@ -185,6 +185,9 @@ def _missing(data: Data, columns: tuple[str, ...], name: str) -> list[Problem]:
             meant = _meant(column, columns)
             setting = shlex.quote(f"data.{field}={meant or 'COLUMN'}")
             fix = f"did you mean --set {setting}?" if meant else f"write --set {setting}"
+            if len(columns) == 1 and (sign := next((one for one in ";\t|" if one in columns[0]), None)):
+                shown = "a tab" if sign == "\t" else repr(sign)
+                fix = f"its columns look parted by {shown}: write it with commas, or with tabs as a .tsv"
             there = ", ".join(one if one.strip() else UNNAMED for one in columns)
             problems.append(Problem(f"data.{field}", column, "no such column", f"{name} has {there}; {fix}"))
     return problems

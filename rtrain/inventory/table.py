@@ -83,7 +83,7 @@ def origin(known: Known, inventory: Inventory) -> str:
 
 def _line(known: Known, inventory: Inventory, now: float, winner: str | None = None) -> dict[str, str]:
     chosen = "  <- best" if known.kind == "trial" and known.run.name == winner else ""
-    what = f" ({len(known.trials)} trials)" if known.kind == "search" else ""
+    what = f" ({len(known.trials)} trial{'' if len(known.trials) == 1 else 's'})" if known.kind == "search" else ""
     cleaned = f", cleaned ({known.cleaned} kept)" if known.cleaned in ("best", "artifact") else ""
     cut_short = ", half removed: clean it again" if known.cleaned == "none" else ""
     return {

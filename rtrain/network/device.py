@@ -33,7 +33,7 @@ def choose(wanted: str, workers: int, least: int | None, gpus: int, usable: bool
     if wanted == "cpu" or (wanted == "auto" and not gpus):
         return Choice("cpu", workers)
     has = f"{gpus} GPU{'' if gpus == 1 else 's'}"
-    if not usable:
+    if gpus and not usable:
         reason = f"the cluster has {has}, which this build of torch cannot use"
         if wanted == "auto":
             return Choice("cpu", workers, f"training on CPUs: {reason}; install a build of torch for them")

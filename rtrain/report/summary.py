@@ -8,6 +8,8 @@ from rtrain.run import Run
 STATUSES = ("finished", "paused", "stopped", "failed", "interrupted")
 AFTERWARDS = ("cleaned", "imported")
 """Events that are logged when the training is long over: its time does not go on until then."""
+ROWS_READ = ("tokenised", "tokens_reused")
+"""The first events of a start; that of a new run comes after `created`."""
 SECONDS = ("setup", "first_batch", "train", "evaluate", "checkpoint", "input_wait")
 
 
@@ -34,6 +36,21 @@ def rows_cut_short(log: list[dict[str, Any]]) -> int:
     return total
 
 
+def spent(log: list[dict[str, Any]]) -> float:
+    """Seconds from the begin of each start to its end, or to the last that its log has: what lies between an end and a
+    resume, minutes or days, is no part of the training."""
+    starts: list[list[float]] = []
+    before = None
+    for event in log:
+        if event["kind"] in AFTERWARDS:
+            continue
+        if not starts or (event["kind"] in ROWS_READ and before != "created"):
+            starts.append([])
+        starts[-1].append(event["time"])
+        before = event["kind"]
+    return float(sum(times[-1] - times[0] for times in starts))
+
+
 def summarise(run: Run) -> dict[str, Any]:
     """What a run did, over all of its starts. `seconds` are sums over the starts; rates are over training time."""
     log = run.events()
@@ -45,8 +62,7 @@ def summarise(run: Run) -> dict[str, Any]:
     end = ends[-1] if ends else {}
     last = progress[-1] if progress else {}
     seconds = {name: round(sum(event["seconds"].get(name, 0.0) for event in ends), 3) for name in SECONDS}
-    times = [event["time"] for event in log if event["kind"] not in AFTERWARDS]
-    total = round(times[-1] - created["time"], 3) if times and created else 0.0
+    total = round(spent(log), 3)
     rows, real, padded = (
         sum(event.get(name, 0) for event in ends) for name in ("rows_seen", "real_tokens", "padded_tokens")
     )

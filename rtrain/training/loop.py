@@ -126,6 +126,7 @@ class _Loop(step.Observer):
         )
         where = device.named(next(exchange.module.parameters()).device)
         known = {"workers": exchange.world, "device": where, "precision": job.precision, "lr": job.recipe.peak_lr}
+        known["rows_per_update"] = job.recipe.rows_per_update
         self._reporter.event("started", update=self._state.update, of=job.order.updates, **known)
         exchange.module.train()
         settle(job, exchange)

@@ -61,7 +61,8 @@ class Line:
             rate = f", learning rate {event['lr']:.3g} at its peak" if "lr" in event else ""
             workers = f"{event['workers']} worker{'' if event['workers'] == 1 else 's'}"
             where = f" on {event['device']}" if "device" in event else ""
-            self._now(f"{workers}{where}, {event['precision']}{rate}, from update {event['update']}")
+            rows = f", {event['rows_per_update']} rows per update" if "rows_per_update" in event else ""
+            self._now(f"{workers}{where}, {event['precision']}{rows}{rate}, from update {event['update']}")
         elif kind in ("tokenised", "tokens_reused"):
             self._starts[self._trial] = 0  # said once a run: the next stage of the demo is no restart
             self._keep(_rows_text(event))
@@ -179,6 +180,7 @@ def summary_text(summary: dict[str, Any], run: Run) -> str:
 
 MEANING = {
     "k": "passes of a worker between two exchanges of gradients (train.aggregation_frequency)",
+    "valid": "the best validation score within the search's budget of updates",
     "paused": "came to the search's budget, and can be trained on",
     "stopped": "was among the worse half at a rung, and was ended there",
 }
