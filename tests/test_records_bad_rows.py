@@ -79,11 +79,12 @@ def test_a_source_with_too_many_bad_rows_is_refused(bad: int, total: int, refuse
         return
     with pytest.raises(UserError) as caught:
         records.refuse_if_too_bad(bad, total, examples, Data())
-    listed = "\n  ".join(examples)
+    listed, enough = "\n  ".join(examples), {49: "0.021", 100: "0.031"}[total]
     assert str(caught.value) == (
         f"{bad} of {total} rows cannot be used (data.max_bad_rows=0.02):\n  {listed}\n"
-        "Mend these lines, or raise data.max_bad_rows to set them aside."
+        f"Mend these lines, or set them aside by --set data.max_bad_rows={enough}"
     )
+    records.refuse_if_too_bad(bad, total, examples, Data(max_bad_rows=float(enough)))  # as it is told
 
 
 def test_at_most_five_bad_lines_are_listed() -> None:

@@ -113,7 +113,7 @@ def test_too_many_bad_rows_are_refused_with_their_lines(tmp_path: Path, encoder:
     assert str(caught.value) == (
         "3 of 100 rows cannot be used (data.max_bad_rows=0.02):\n"
         f"  {path}:2: {reason}\n  {path}:3: {reason}\n  {path}:4: {reason}\n"
-        "Mend these lines, or raise data.max_bad_rows to set them aside."
+        "Mend these lines, or set them aside by --set data.max_bad_rows=0.031"
     )
 
 

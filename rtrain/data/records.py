@@ -7,6 +7,7 @@ import codecs
 import difflib
 import hashlib
 import json
+import math
 import shlex
 import zlib
 from collections.abc import Iterator, Mapping
@@ -326,7 +327,8 @@ def refuse_if_too_bad(bad: int, total: int, examples: list[str], data: Data) -> 
     """
     if total and bad > data.max_bad_rows * total:
         listed = "\n  ".join(examples[:5])
+        enough = min(1.0, math.floor(1000 * bad / total + 1) / 1000)  # never below the share, however it is rounded
         raise UserError(
             f"{bad} of {total} rows cannot be used (data.max_bad_rows={data.max_bad_rows:g}):\n  {listed}\n"
-            "Mend these lines, or raise data.max_bad_rows to set them aside."
+            f"Mend these lines, or set them aside by --set data.max_bad_rows={enough:g}"
         )
