@@ -1,5 +1,6 @@
 """What a search has come to: its verdict in a sentence, its page, and what a terminal shows of it."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,6 +89,8 @@ def test_a_search_that_has_not_ended(tmp_path: Path) -> None:
 def test_trials_name_what_they_differ_in(tmp_path: Path) -> None:
     trials = verdict.trials(make_search(tmp_path, [0.5, 0.6]))
     assert trials[0].named == "the recipe as it stands"
+    older = replace(trials[1], settings={}, lr=1e-4, aggregation_frequency=2)
+    assert older.named == "optim.lr=0.0001, train.aggregation_frequency=2"
     assert trials[1].named == "optim.lr=0.001, train.aggregation_frequency=4"
     assert (trials[1].lr, trials[1].aggregation_frequency) == (1e-3, 4)
 

@@ -52,7 +52,11 @@ class Trial:
     @property
     def named(self) -> str:
         """The trial by what it differs in."""
-        return ", ".join(f"{name}={value}" for name, value in self.settings.items()) or "the recipe as it stands"
+        if self.number == 0:
+            return "the recipe as it stands"
+        # Searches of an earlier version did not write the settings of a trial down.
+        known = self.settings or {"optim.lr": self.lr, "train.aggregation_frequency": self.aggregation_frequency}
+        return ", ".join(f"{name}={value}" for name, value in known.items())
 
 
 @dataclass(frozen=True)
