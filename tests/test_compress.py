@@ -143,7 +143,7 @@ def test_quantizing_twice_is_refused(student: Path, int8: dict[str, Any], tmp_pa
 
 def test_failed_quantization_leaves_nothing(student: Path, tmp_path: Path) -> None:
     recipe = settings(student.parent).recipe
-    with pytest.raises(UserError, match="the token store .* is gone"):
+    with pytest.raises(UserError, match=r"the token store .* is gone"):
         quantize.run(recipe, tmp_path / "no-store", student, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
