@@ -52,7 +52,7 @@ class Counts(NamedTuple):
 
 class Answered(NamedTuple):
     number: int
-    """Of the portion."""
+    """The portion's number."""
     body: bytes
     """The portion's rows and answers, as `writing.encode` has them."""
     counts: Counts
@@ -62,7 +62,7 @@ class _Prepared(NamedTuple):
     number: int
     chunk: Chunk
     asked: list[Input]
-    """Of the rows that have no reason against them."""
+    """What is asked of the rows that have no reason against them."""
     encoded: list[Encoded]
 
 

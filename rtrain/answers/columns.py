@@ -76,7 +76,7 @@ def arrow_type(kind: Any) -> pa.DataType:
 
 
 def of_file(piece: Piece) -> dict[str, pa.DataType]:
-    """Of a file whose rows are alike: csv, tsv, CoNLL or SQuAD."""
+    """The columns and types of a file whose rows are alike: csv, tsv, CoNLL or SQuAD."""
     known = readers.COLUMNS.get(piece.format, ())
     return {name: _NOT_TEXT.get(name, pa.string()) for name in known} or dict.fromkeys(
         records.columns_of(piece), pa.string()

@@ -120,8 +120,8 @@ def tune(
 def report(
     run: Annotated[Path, typer.Argument(help="Folder of a run or a search, also of one that has not ended.")],
 ) -> None:
-    """Write RUN/report.html: the rows, the curves, the answers, where the time went; one page, offline. Of a search:
-    whether it has found anything, and its trials."""
+    """Write RUN/report.html: the rows, the curves, the answers, where the time went; one page, offline. A
+    search's page says whether it has found anything, and shows its trials."""
     made = Run(run.absolute())
     if made.is_search:
         from tune import page

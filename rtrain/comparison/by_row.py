@@ -29,7 +29,7 @@ class Sheet(NamedTuple):
     prediction: Column
     loss: Floats
     facts: Mapping[str, Any]
-    """Of the head: names of heads, the scale of numbers, the label for rows outside."""
+    """Facts of the head: names of heads, the scale of numbers, the label for rows outside."""
     store: Store | None
     split: str
     position: Ints

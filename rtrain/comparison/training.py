@@ -44,7 +44,7 @@ class Cost:
     rows_per_second: float
     workers: int | None
     megabytes: float | None
-    """Of the weights that answer; None before there is an artefact."""
+    """Size of the weights that answer; None before there is an artefact."""
 
 
 def curves(run: Run, rows_per_update: int, output: str) -> Curves:
