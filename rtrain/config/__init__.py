@@ -10,6 +10,7 @@ from rtrain.config.data import (
 from rtrain.config.deploy import (
     Cluster as Cluster,
     Deploy as Deploy,
+    Range as Range,
     Serve as Serve,
     Tune as Tune,
 )

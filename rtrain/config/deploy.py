@@ -1,6 +1,6 @@
 """The sections `cluster`, `tune`, `serve` and `report`: where and how a recipe runs. They change no run's weights."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -27,22 +27,58 @@ class Cluster(Section):
     `<storage>/<run>`; where the run folder is lost, `--resume` brings it back from there."""
 
 
+class Range(Section):
+    """Numbers that a search may try for a setting."""
+
+    low: float
+    high: float
+    log: bool = False
+    """Draw evenly over the logarithm: a step is a factor."""
+
+
 class Tune(Section):
-    trials: Annotated[int, Field(ge=1)] = 4
-    """Number of trials; trial 0 is the recipe as it stands."""
-    points: tuple[dict[str, float], ...] = ()
-    """Settings to try right after trial 0, e.g. [{optim.lr: 1.0e-4}]; further trials draw from tune.lr and
-    tune.aggregation_frequency."""
-    lr: tuple[float, ...] = (1e-4, 3e-4, 5e-4)
-    """Learning rates that trials draw from."""
-    aggregation_frequency: tuple[Positive, ...] = (2, 4, 8)
-    """Aggregation frequencies that trials draw from."""
-    budget: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the updates that each trial but trial 0 may use; the winner is then continued to the end."""
+    space: dict[str, Range | tuple[Any, ...]] = {
+        "optim.lr": Range(low=5e-5, high=1e-3, log=True),
+        "train.aggregation_frequency": (1, 2, 4, 8),
+    }
+    """Settings that are searched, by dotted name: a range, e.g. {optim.lr: {low: 5.0e-5, high: 1.0e-3, log: true}}, or
+    a list of choices."""
+    points: tuple[dict[str, Any], ...] = ()
+    """Settings to try right after trial 0, the recipe as it stands, e.g. [{optim.lr: 1.0e-4}]."""
+    sampler: Literal["auto", "gp", "tpe", "random", "grid"] = "auto"
+    """What proposes settings after the first few, which are spread over the space: a Gaussian process (`gp`) or
+    tree-structured Parzen estimators (`tpe`), both of Optuna (the extra `tune`); `auto` takes the first for up to 50
+    trials."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "sqrt"
+    """How a searched learning rate, which is meant for the recipe's rows_per_update, is carried to trials of another
+    (`optim.lr_scaling`); with `sqrt`, `optim.beta2_scaling` follows the rows too."""
+    trials: Positive | None = None
+    """Most trials, trial 0 among them. Default: as many as the budget pays for."""
+    full_runs: Annotated[float, Field(gt=0)] = 8.0
+    """Budget of the search, without its end: the rows of so many full runs."""
+    rows: Positive | None = None
+    """The same as a number of rows trained on, in place of full_runs."""
+    minutes: Annotated[float, Field(gt=0)] | None = None
+    """Minutes after which no further trial is begun."""
+    money: Annotated[float, Field(gt=0)] | None = None
+    """Money after which no further trial is begun; it needs tune.price."""
+    price: Annotated[float, Field(gt=0)] | None = None
+    """Price of an hour of one worker."""
     first_rung: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Share of the updates after which a trial is first compared with the others, and stopped if it is behind."""
-    concurrent: Positive = 1
-    """Trials that run at a time; each has train.workers workers."""
+    """Share of a run's rows after which trials are first compared: the better half goes on, to twice the rows, and so
+    on. The others are frozen, and can be thawed."""
+    objective: Literal["score", "time", "front"] = "score"
+    """What is searched for: the best validation score; the least seconds of training to `target`; or the front of both,
+    from which the best score within the spread is taken."""
+    target: float | None = None
+    """Validation score to be reached in the least time, for the objective `time`."""
+    held_back: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """Share of the validation rows that steer no rung: by them the end decides."""
+    final_rows: Annotated[int, Field(ge=0)] | None = None
+    """Rows of the end, where the two best and trial 0 are trained on to their ends, and again with other seeds, until
+    it is clear which is best. Default: those of 4 full runs. The three are trained to their ends in any case."""
+    concurrent: Positive | None = None
+    """Trials that run at a time; each has train.workers workers. Default: as many as the cluster has room for."""
 
 
 class Serve(Section):
@@ -93,7 +129,9 @@ class Deploy(Section):
 
 def deploy_contradictions(deploy: Deploy) -> list[Problem]:
     """Settings that are valid alone and impossible together."""
-    tune = deploy.tune
-    if tune.first_rung <= tune.budget:
-        return []
-    return [Problem("tune.first_rung", tune.first_rung, f"above tune.budget={tune.budget}", "write a smaller share")]
+    tune, problems = deploy.tune, []
+    if tune.objective == "time" and tune.target is None:
+        problems.append(Problem("tune.target", None, "tune.objective=time needs a score to reach", "write e.g. 0.9"))
+    if tune.money is not None and tune.price is None:
+        problems.append(Problem("tune.price", None, "tune.money needs the price of a worker's hour", "write e.g. 0.04"))
+    return problems

@@ -1,0 +1,159 @@
+"""What a search knows: its trials, what each came to, and what was decided. Pure; `journal` keeps it on disk."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Status = Literal["asked", "frozen", "finished", "failed", "diverged"]
+"""asked: on its way to its first rung. frozen: at a rung, from where it can go on. finished: trained to its end."""
+RECIPE = "recipe"
+"""What has proposed trial 0: the recipe as it stands."""
+SEED = "seed"
+"""What has proposed a trial that repeats another one's settings with another seed, at the search's end."""
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What a trial came to at a rung, on the validation rows that steer the search."""
+
+    rung: int
+    """From 0."""
+    update: int
+    rows: int
+    """Rows trained on until then."""
+    score: float
+    """The task's headline; larger is better."""
+    loss: float | None = None
+    """Mean over the rows, where the task has one."""
+    seconds: float = 0.0
+    """Seconds of training until then."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a trial came to at its end, by its best weights."""
+
+    update: int
+    rows: int
+    score: float
+    """On all validation rows."""
+    held: float
+    """On the validation rows that were held back."""
+    held_rows: int
+    """How many these are."""
+    seconds: float = 0.0
+    to_target: float | None = None
+    """Seconds of training until the first evaluation that reached `tune.target`; None where none did."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial: settings, and what a run with them came to. Its run is `search.trial(number)`."""
+
+    number: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What it sets otherwise than the recipe, by dotted name; empty for trial 0."""
+    by: str = RECIPE
+    """What has proposed it: recipe, points, spread, gp, tpe, random, grid, or seed."""
+    of: int | None = None
+    """The trial whose settings this one repeats with another seed; None for a trial of its own."""
+    seed: int | None = None
+    """Its `train.seed`, where that is not the recipe's."""
+    reached: tuple[Reached, ...] = ()
+    """By rung, the first one first."""
+    finished: Finished | None = None
+    error: str | None = None
+    """First line of the error with which it failed; None if it did not."""
+    diverged: str | None = None
+    """How it was seen to diverge; None if it did not."""
+
+    @property
+    def status(self) -> Status:
+        if self.error is not None:
+            return "failed"
+        if self.finished is not None:
+            return "finished"
+        if self.diverged is not None:
+            return "diverged"
+        return "frozen" if self.reached else "asked"
+
+    @property
+    def sound(self) -> bool:
+        """Whether it neither failed nor diverged."""
+        return self.error is None and self.diverged is None
+
+    @property
+    def named(self) -> str:
+        """The trial by what it differs in."""
+        if self.of is not None:
+            return f"trial {self.of} with seed {self.seed}"
+        told = {name: value for name, value in self.settings.items() if value is not None}
+        return ", ".join(f"{name}={_shown(value)}" for name, value in told.items()) or "the recipe as it stands"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class History:
+    """A search until now. It grows by events alone, so that whoever reads the journal again knows the same."""
+
+    trials: tuple[Trial, ...] = ()
+    stopped: str | None = None
+    """Why no further trial is asked for; None as long as there may be more."""
+    chosen: int | None = None
+    """The winner's number, once the search has ended."""
+    verdict: Mapping[str, Any] = field(default_factory=dict)
+    """What the end has come to; `text` is one sentence."""
+    seconds: float = 0.0
+    """Seconds that the search has taken, over all of its starts."""
+
+    @property
+    def own(self) -> tuple[Trial, ...]:
+        """Trials with settings of their own, without those that repeat one with another seed."""
+        return tuple(trial for trial in self.trials if trial.of is None)
+
+    def after(self, event: Mapping[str, Any]) -> "History":
+        """The history with one more event of the journal. An event of another kind changes nothing."""
+        fields = {name: value for name, value in event.items() if name not in ("time", "kind", "trial")}
+        match event["kind"]:
+            case "asked":
+                return replace(self, trials=(*self.trials, Trial(event["trial"], **fields)))
+            case "reached":
+                return self._with(event["trial"], lambda trial: _reached(trial, Reached(**fields)))
+            case "finished":
+                return self._with(event["trial"], lambda trial: replace(trial, finished=Finished(**fields), error=None))
+            case "failed":
+                return self._with(event["trial"], lambda trial: replace(trial, error=event["error"]))
+            case "diverged":
+                return self._with(event["trial"], lambda trial: replace(trial, diverged=event["why"]))
+            case "stopped":
+                return replace(self, stopped=event["why"])
+            case "spent":
+                return replace(self, seconds=self.seconds + event["seconds"])
+            case "chosen":
+                return replace(self, chosen=event["best"], verdict=event["verdict"])
+        return self
+
+    def _with(self, number: int, change: Any) -> "History":
+        return replace(self, trials=tuple(change(one) if one.number == number else one for one in self.trials))
+
+
+def _reached(trial: Trial, new: Reached) -> Trial:
+    """A rung that was run again after its result had been written down counts once."""
+    if any(known.rung == new.rung for known in trial.reached):
+        return trial
+    return replace(trial, reached=(*trial.reached, new))
+
+
+def replay(events: Iterable[Mapping[str, Any]]) -> History:
+    """The history of a journal's events, in their order."""
+    found = History()
+    for event in events:
+        found = found.after(event)
+    return found
+
+
+def numbered(trials: Sequence[Trial], number: int) -> Trial:
+    return next(trial for trial in trials if trial.number == number)
