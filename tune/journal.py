@@ -1,12 +1,12 @@
-"""`trials.jsonl` of a search: its journal, one event a line. It is only ever added to, and the search is rebuilt from it.
+"""`trials.jsonl` of a search: its journal, one event a line. It is only added to, and the search is rebuilt from it.
 
-    asked     trial, settings, by, of, seed                        a trial's settings are decided
-    reached   trial, rung, update, rows, score, loss, seconds      it came to a rung
-    finished  trial, update, rows, score, held, ...                it came to its end
-    failed    trial, error                                         diverged  trial, why
-    stopped   why                                                  no further trial is asked for
-    spent     seconds                                              how long a start of the search took
-    chosen    best, verdict                                        the search has ended
+asked     trial, settings, by, of, seed                        a trial's settings are decided
+reached   trial, rung, update, rows, score, loss, seconds      it came to a rung
+finished  trial, update, rows, score, held, ...                it came to its end
+failed    trial, error                                         diverged  trial, why
+stopped   why                                                  no further trial is asked for
+spent     seconds                                              how long a start of the search took
+chosen    best, verdict                                        the search has ended
 """
 
 import json

@@ -1,6 +1,6 @@
 """The sections `cluster`, `tune`, `serve` and `report`: where and how a recipe runs. They change no run's weights."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
@@ -36,11 +36,14 @@ class Range(Section):
     """Draw evenly over the logarithm: a step is a factor."""
 
 
+SPACE: Final[dict[str, Range | tuple[Any, ...]]] = {
+    "optim.lr": Range(low=5e-5, high=1e-3, log=True),
+    "train.aggregation_frequency": (1, 2, 4, 8),
+}
+
+
 class Tune(Section):
-    space: dict[str, Range | tuple[Any, ...]] = {
-        "optim.lr": Range(low=5e-5, high=1e-3, log=True),
-        "train.aggregation_frequency": (1, 2, 4, 8),
-    }
+    space: dict[str, Range | tuple[Any, ...]] = SPACE
     """Settings that are searched, by dotted name: a range, e.g. {optim.lr: {low: 5.0e-5, high: 1.0e-3, log: true}}, or
     a list of choices."""
     points: tuple[dict[str, Any], ...] = ()
