@@ -41,6 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rtrain.answers", "rtrain.report", "serve"),
     ("rtrain.runs",),
     ("rtrain.comparison",),
+    ("rtrain.gate",),
     ("rtrain.proof", "rtrain.compress", "rtrain.inventory", "tune"),
     ("rtrain.demo",),
     ("rtrain.cli",),

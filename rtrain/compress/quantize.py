@@ -21,6 +21,7 @@ from rtrain.config import Recipe
 from rtrain.config.recipe import Quantize
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
+from rtrain.gate import gate, told
 from rtrain.network import model, pooling
 from rtrain.network.inputs import accepted
 from rtrain.run import Run
@@ -38,8 +39,11 @@ def run(
     parent_run: Path,
     out: Path,
     on_event: Callable[[dict[str, Any]], None] = lambda event: None,
+    threads: int = 1,
 ) -> dict[str, Any]:
-    """Quantize the artefact of a run; returns its scores beside its parent's, flips and sizes."""
+    """Quantize the artefact of a run, and gate it against its parent; returns its scores beside its parent's, flips,
+    sizes and the gate's document. A refused artefact is there too, and is not served. `threads`: those that serve it.
+    """
     parent_folder = parent_run / "artifact"
     parent = artifact.read(parent_folder)
     if not engines.get(parent.engine).gradients:
@@ -66,6 +70,10 @@ def run(
             predict.golden_logits,
             predict.golden_inputs(base.get(made.task), Head(made.labels, made.facts)),
         )
+        report["gate"] = gate.run(
+            gate.Sides(draft, parent_folder, store, store, threads), recipe.gate, on_event=on_event
+        )
+        artifact.judged(draft, report["gate"])
         artifact.publish(draft, out)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -87,6 +95,7 @@ def report_text(report: dict[str, Any]) -> str:
             *table,
             f"answers that differ from the float model's: {report['flips_against_parent']:.2%}",
             f"answers that differ between alone and in a batch: {apart:.2%} (logits by {moved:.3f} at most)",
+            f"gate: {told.sentence(report['gate'])}",
             f"artefact: {report['artifact']}",
         ]
     )
