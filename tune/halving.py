@@ -7,10 +7,11 @@ its own checkpoint, as in Swersky et al. 2014, arXiv:1406.3896).
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tune.history import History, Reached, Trial
+from tune.aim import Aim, at
+from tune.history import History, Trial
 
 REDUCTION = 2
 KEPT = 2
@@ -38,10 +39,9 @@ class Ladder:
         """Rows that so many trials are trained on until `KEPT` are left."""
         rows, before = 0, 0
         for rung in self.rungs:
-            rows, before = rows + trials * (rung - before), rung
+            rows, before, trials = rows + trials * (rung - before), rung, goes_on(trials)
             if trials <= KEPT:
                 break
-            trials = goes_on(trials)
         return rows
 
     def affordable(self, rows: int) -> int:
@@ -65,18 +65,7 @@ class Go:
     rung: int | None
 
 
-def better(trial: Trial, rung: int) -> tuple[float, float, int]:
-    """What trials are sorted by at a rung, the best first: score, then loss, then number."""
-    one = at(trial, rung)
-    assert one is not None  # the caller asks those that have come to it
-    return -one.score, math.inf if one.loss is None else one.loss, trial.number
-
-
-def at(trial: Trial, rung: int) -> Reached | None:
-    return next((one for one in trial.reached if one.rung == rung), None)
-
-
-def due(history: History, ladder: Ladder, asking: bool) -> list[Go] | None:
+def due(history: History, ladder: Ladder, aim: Aim, asking: bool) -> list[Go] | None:
     """The trials that have yet to come to their next rung; None when the halving is over.
 
     `asking`: further trials may be asked for, so that none is compared yet. An empty list means that whoever asks has
@@ -89,26 +78,26 @@ def due(history: History, ladder: Ladder, asking: bool) -> list[Go] | None:
             return [Go(trial.number, rung) for trial in waiting]
         if len(field) <= KEPT:
             return None
-        field = survivors(field, rung)
+        field = survivors(field, rung, aim)
         if len(field) <= KEPT:
             return None
     return None
 
 
-def survivors(trials: Iterable[Trial], rung: int) -> list[Trial]:
+def survivors(trials: Sequence[Trial], rung: int, aim: Aim) -> list[Trial]:
     """The better half of the trials at a rung to which all of them have come, in the order of their numbers."""
-    ranked = sorted(trials, key=lambda trial: better(trial, rung))
+    ranked = aim.ranked(trials, rung)
     return sorted(ranked[: goes_on(len(ranked))], key=lambda trial: trial.number)
 
 
-def frozen_at(history: History, ladder: Ladder) -> dict[int, int]:
+def frozen_at(history: History, ladder: Ladder, aim: Aim) -> dict[int, int]:
     """By trial: the rung at which it was left behind, for those that were."""
     left: dict[int, int] = {}
     field = [trial for trial in history.own if trial.sound]
     for rung in range(len(ladder.rungs)):
         if any(at(trial, rung) is None for trial in field) or len(field) <= KEPT:
             break
-        stay = survivors(field, rung)
+        stay = survivors(field, rung, aim)
         left |= {trial.number: rung for trial in field if trial not in stay}
         field = stay
     return left
@@ -124,8 +113,3 @@ def rows_used(history: History, ladder: Ladder) -> tuple[int, int]:
 
 def _after_rungs(trial: Trial, ladder: Ladder) -> int:
     return ladder.full - (trial.reached[-1].rows if trial.reached else 0)
-
-
-def ranked(trials: Sequence[Trial], rung: int) -> list[Trial]:
-    """Those that have come to a rung, the best first."""
-    return sorted((trial for trial in trials if at(trial, rung)), key=lambda trial: better(trial, rung))

@@ -50,8 +50,8 @@ class Post:
 
 def post() -> Any:
     """A post office on the head node, which no spot notice takes away."""
-    actor = ray.remote(num_cpus=0, resources={HEAD_RESOURCE: 0.001}, max_concurrency=1000)(Post)
-    return actor.remote()
+    options: dict[str, Any] = {"num_cpus": 0, "resources": {HEAD_RESOURCE: 0.001}, "max_concurrency": 1000}
+    return ray.remote(**options)(Post).remote()
 
 
 class Kept:
