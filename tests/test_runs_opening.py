@@ -179,6 +179,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "augment.mask": {"augment.copies": 1},
     "augment.pivot": {"augment.paraphrase": "there"},
     "optim.lr_scaling": {"optim.lr_rows": 32},
+    "optim.beta2_scaling": {"optim.lr_rows": 32},
+    "tune.money": {"tune.price": 1.0},
     "train.aggregation_frequency": {"train.rows_per_update": None},
 }
 """What some settings cannot be changed without."""
