@@ -82,7 +82,7 @@ def test_a_configuration_survives_yaml(tmp_path: Any) -> None:
             "optim.clip_norm": None,
             "train.rows_per_update": 48,
             "tune.points": [{"optim.lr": 1e-6}],
-            "tune.lr": [1e-4],
+            "tune.space": {"optim.lr": {"low": 1e-5, "high": 1e-3, "log": True}, "optim.clip_norm": [None, 1.0]},
             "serve.port": 0,
         },
     )
