@@ -107,13 +107,11 @@ def optuna(sampler: str = "auto") -> Any:
 
 @contextmanager
 def quiet(library: Any) -> Iterator[None]:
-    """Inside, Optuna says nothing of studies that it makes and of which of its own parts are experimental."""
+    """Inside, Optuna says nothing of the studies that it makes."""
     before = library.logging.get_verbosity()
     library.logging.set_verbosity(library.logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", library.exceptions.ExperimentalWarning)
-            yield
+        yield
     finally:
         library.logging.set_verbosity(before)
 
