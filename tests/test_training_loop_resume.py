@@ -114,6 +114,7 @@ RULES: dict[str, Any] = {
     "schedule": "cosine",
     "lr_scaling": "sqrt",
     "lr_rows": 76,  # 4 x 19: the learning rate is half of what it would be
+    "beta2_scaling": "rows",
     "layer_decay": 0.5,
 }
 
@@ -130,9 +131,9 @@ def test_a_killed_run_by_other_rules_resumes_to_the_undisturbed_run_bit_for_bit(
         assert fingerprint(tmp_path / f"{kill}", UPDATES) == fingerprint(tmp_path / "straight", UPDATES)
     ends = {weights_digest(undisturbed.network), weights_digest(straight[0].network)}
     for name in RULES.keys() - {"lr_rows"}:  # each one alone changes the weights
-        rule = {name: RULES[name], **({"lr_rows": 76} if name == "lr_scaling" else {})}
+        rule = {name: RULES[name], **({"lr_rows": 76} if name.endswith("_scaling") else {})}
         ends.add(weights_digest(start(ground, tmp_path / name, rules=rule).network))
-    assert len(ends) == 6
+    assert len(ends) == 7
 
 
 def test_updates_after_the_last_checkpoint_are_trained_again(
