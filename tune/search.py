@@ -15,7 +15,7 @@ from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.run import Run
 from rtrain.runs import driver, opening, preparing
-from tune import ask_tell, finals, halving, slots, space
+from tune import ask_tell, finals, halving, held_back, slots, space
 from tune.aim import Aim, at
 from tune.halving import Go, Ladder
 from tune.history import SEED, History, Trial, numbered
@@ -48,6 +48,12 @@ class Found:
     def winner(self) -> Run:
         return self.search.trial(self.best.number)
 
+    @property
+    def rows(self) -> int:
+        """Rows that all trials were trained on."""
+        ends = (trial.finished or (trial.reached[-1] if trial.reached else None) for trial in self.history.trials)
+        return sum(end.rows for end in ends if end is not None)
+
     def to_document(self) -> dict[str, Any]:
         trials = [{**asdict(trial), "status": trial.status} for trial in self.history.trials]
         return {"trials": trials, "best": self.history.chosen, "verdict": dict(self.history.verdict)}
@@ -66,7 +72,7 @@ def check(config: Config) -> None:
         problems += error.problems
     if problems:
         raise ConfigError(problems)
-    ask_tell.check(config.deploy.tune.sampler)
+    ask_tell.check(config)
 
 
 def run(
@@ -117,7 +123,7 @@ class _Search:
         self._say: Callable[[dict[str, Any]], None] = on_event or (lambda event: None)
         self._on_event, self._search = on_event, Run(task.search)
         self._journal = Journal(self._search.trials)
-        self._dimensions, self._aim = space.dimensions(config), Aim.of(self._tune)
+        self._dimensions, self._aim, self._seed = space.dimensions(config), Aim.of(self._tune), config.recipe.train.seed
         self._lost: dict[int, int] = {}
         self._follow: events.Follow | None = None
         self._begun = time.monotonic()
@@ -146,6 +152,8 @@ class _Search:
         count = slots.number(self._config, prepared.device.device)
         self._ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
         self._planned = self._trials()
+        self._steering = len(held_back.steering(prepared.store, self._tune.held_back))
+        self._store = prepared.store
         with events.Follow([], self._on_event) as self._follow:
             for trial in self._history.trials:
                 self._follow.add(self._search.trial(trial.number).folder, {"trial": trial.number})
@@ -157,8 +165,6 @@ class _Search:
         """How many trials the budget pays for."""
         budget = self._tune.rows or round(self._tune.full_runs * self._ladder.full)
         affordable = self._ladder.affordable(budget)
-        if self._tune.sampler == "grid":
-            affordable = min(affordable, 1 + len(self._tune.points) + len(space.grid(self._dimensions)))
         return min(affordable, self._tune.trials or affordable)
 
     # --------------------------------------------------------------------------------------------------------- phases
@@ -201,18 +207,30 @@ class _Search:
         found = halving.due(self._history, self._ladder, self._aim, asking)
         if not (asking and idle and found is not None and given.issuperset(found)):
             return found
-        if self._stop():
+        if self._stop() or (number := self._propose()) is None:
+            if self._history.stopped is None:
+                self._write("stopped", why="every point of the space was tried")
             return halving.due(self._history, self._ladder, self._aim, asking=False)
-        return [*found, Go(self._propose(), 0)]
+        return [*found, Go(number, 0)]
 
     def _ending(self, given: set[Go], idle: bool) -> list[Go] | None:
         """The two best and trial 0 go to their ends, and again with other seeds, until it is clear which is best."""
+        if self._history.chosen is not None:
+            return None
         if not any(trial.sound for trial in self._history.own):
             raise UserError(f"no trial of the search came to a score; {failures(self._history)}")
-        wanted = finals.next_runs(self._history, self._config, self._search, self._ladder)
+        budget = FINAL_RUNS * self._ladder.full if self._tune.final_rows is None else self._tune.final_rows
+        wanted = finals.next_runs(
+            self._history,
+            self._ladder.full,
+            budget,
+            {},
+            seed=self._seed,
+            objective=self._tune.objective,
+            steered=not self._tune.held_back,
+        )
         if isinstance(wanted, finals.Verdict):
-            if idle and not given:
-                self._write("chosen", best=wanted.winner, verdict=wanted.document)
+            self._write("chosen", best=wanted.best, verdict=wanted.to_document())
             return None
         return [Go(self._seeded(one), None) for one in wanted]
 
@@ -225,8 +243,8 @@ class _Search:
             why = f"the budget pays for {self._planned} trials"
         elif own > 1 and (over := self._over()):
             why = over
-        elif (gain := self._gain()) is not None:
-            why = gain
+        else:
+            why = self._gain()
         if why is not None:
             self._write("stopped", why=why)
         return why is not None
@@ -244,44 +262,48 @@ class _Search:
         return None
 
     def _gain(self) -> str | None:
-        """Why another trial is not worth its cost: it is expected to gain less than seeds and rows make differ."""
-        if self._tune.objective != "score" or self._tune.sampler in ("random", "grid"):
+        """Why another trial is not worth its cost: it is expected to gain less than chance makes trials differ."""
+        best = max((one.score for trial in self._history.own if (one := at(trial, 0))), default=None)
+        if best is None or self._tune.objective != "score" or self._tune.sampler in ("random", "grid"):
             return None
-        gain = ask_tell.expected_gain(self._dimensions, self._told(), self._config.recipe.train.seed)
-        noise = finals.noise(self._history)
-        if gain is None or noise is None or gain >= noise:
+        gain = ask_tell.expected_gain(self._dimensions, self._told(), self._seed)
+        noise = max(finals.spread(self._history) or 0.0, finals.row_noise(best, self._steering) or 0.0)
+        if gain is None or gain >= noise:
             return None
-        return f"the next trial is expected to gain {gain:.2g}, less than chance alone makes differ ({noise:.2g})"
+        return f"another trial is expected to gain {gain:.2g}, and chance alone makes {noise:.2g}"
 
     def _told(self) -> list[ask_tell.Told]:
+        """What the sampler is told: where each trial stands in the space, and what it came to at the first rung, where
+        all have been trained on as many rows."""
         found = []
         for trial in self._history.own:
-            point, first = space.point(self._config, trial.settings), at(trial, 0)
-            value = self._aim.value(first) if first is not None and trial.sound else None
-            found.append(ask_tell.Told(point, value, pending=first is None and trial.sound))
+            point, first = space.coordinates(self._config, self._dimensions, trial.settings), at(trial, 0)
+            if point is not None:
+                value = self._aim.value(first) if first is not None and trial.sound else None
+                found.append(ask_tell.Told(point, value, pending=first is None and trial.sound))
         return found
 
-    def _propose(self) -> int:
-        number = len(self._history.trials)
-        points = self._tune.points
+    def _propose(self) -> int | None:
+        """The number of the next trial; None where every point of the space was tried."""
+        number, points = len(self._history.trials), self._tune.points
         if 0 < number <= len(points):
             return self._ask(space.overrides(self._config, points[number - 1]), "points")
-        point, by = ask_tell.propose(
+        found = ask_tell.propose(
             self._dimensions,
             self._told(),
             number=number,
-            seed=self._config.recipe.train.seed,
+            seed=self._seed,
             sampler=self._tune.sampler,
             planned=self._planned,
         )
-        return self._ask(space.overrides(self._config, point), by)
+        return None if found is None else self._ask(space.overrides(self._config, found[0]), found[1])
 
     def _ask(self, settings: Mapping[str, Any], by: str, **more: Any) -> int:
         number = len(self._history.trials)
         self._write("asked", trial=number, settings=dict(settings), by=by, **more)
         return number
 
-    def _seeded(self, one: finals.Again) -> int:
+    def _seeded(self, one: finals.Run) -> int:
         """The number of the trial that repeats another one with a seed; a new one where there is none yet."""
         if one.seed is None:
             return one.of
@@ -289,7 +311,7 @@ class _Search:
         if known:
             return known[0]
         base = numbered(self._history.trials, one.of)
-        return self._ask({**base.settings, **one.settings}, SEED, of=one.of, seed=one.seed)
+        return self._ask({**base.settings, **finals.overrides(one, seed=self._seed)}, SEED, of=one.of, seed=one.seed)
 
     def _write(self, kind: str, **fields: Any) -> None:
         self._journal.append(kind, **fields)

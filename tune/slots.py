@@ -18,10 +18,10 @@ from typing import Any
 import ray
 import ray.tune
 
+from rtrain import ray_internals
 from rtrain.cluster import supply
 from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.ray_internals import HEAD_RESOURCE
 from rtrain.run import Run
 from rtrain.runs import kept, placement
 from tune import trial
@@ -29,7 +29,7 @@ from tune.trial import Order, Outcome, Task
 
 # A slot takes no CPU itself, since its workers take theirs. Tune refuses an empty bundle, so the slot takes a sliver of
 # the resource that marks the head node.
-RESOURCES = {"CPU": 0, HEAD_RESOURCE: 0.001}
+RESOURCES = {"CPU": 0, ray_internals.HEAD_RESOURCE: 0.001}
 ANSWERS = "answers"
 DEATHS = 3
 """Deaths of a slot's process, after which Tune does not start it again."""
@@ -142,6 +142,7 @@ def opened(config: Config, task: Task, count: int) -> Iterator[Slots]:
             storage_path=str(search.ray),
             failure_config=ray.tune.FailureConfig(max_failures=DEATHS),
             stop=_Told(ending),
+            callbacks=[ray_internals.silent_progress()],
             verbose=0,
         ),
     )

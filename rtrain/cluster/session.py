@@ -90,8 +90,9 @@ def session(
 ) -> Iterator[None]:
     """Connect to Ray for the `with` block, from inside `folder`.
 
-    A private cluster has room for `at_once` trainings with the recipe's workers. A cluster that this call starts ends with the block; any other cluster is left alone. Raises `UserError`, before Ray
-    is asked, where the address that is named leads to no cluster.
+    A private cluster, which this call starts, has room for `at_once` trainings with the recipe's workers, and ends with
+    the block; any other cluster is left alone. Raises `UserError`, before Ray is asked, where the address that is named
+    leads to no cluster.
     """
     named, say = addresses.of(config), on_event or (lambda event: None)
     say(events.doing(f"connecting to Ray at {named[1]}" if named else "starting Ray", "Ray"))
