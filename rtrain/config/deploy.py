@@ -69,8 +69,8 @@ class Tune(Section):
     a list of choices. It may hold what changes a run's weights and leaves its rows and its budget as they are: all of
     `optim`, some of `train`, of `model` and of `data`; another setting is refused with the reason."""
     points: tuple[dict[str, Any], ...] = ()
-    """Settings to try right after trial 0, the recipe as it stands, e.g. [{optim.lr: 1.0e-4}]: of those that `space` may
-    hold, also out of its ranges."""
+    """Settings to try right after trial 0, the recipe as it stands, e.g. [{optim.lr: 1.0e-4}]: of those that `space`
+    may hold, also out of its ranges."""
     sampler: Literal["auto", "gp", "tpe", "random", "grid"] = "auto"
     """What proposes settings after the first few, which are spread over the space: a Gaussian process (`gp`) or
     tree-structured Parzen estimators (`tpe`), both of Optuna (the extra `tune`); `auto` takes the first for up to 50
