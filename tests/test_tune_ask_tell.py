@@ -4,7 +4,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,13 @@ RECIPE: dict[str, Any] = {"optim.lr": 3e-4, "train.aggregation_frequency": 4}
 Point = dict[str, Any]
 
 
-def score(point: Point) -> float:
+def of_told(one: Told) -> Mapping[str, Any]:
+    """The point of a trial in the space."""
+    assert one.point is not None
+    return one.point
+
+
+def score(point: Mapping[str, Any]) -> float:
     """Best, with 0.9, at a learning rate of 2e-4 and k = 2."""
     away = math.log(point["optim.lr"] / 2e-4) ** 2 + 0.5 * math.log2(point["train.aggregation_frequency"] / 2) ** 2
     return 0.9 - 0.1 * away
@@ -77,6 +83,14 @@ def test_without_any_score_there_is_nothing_to_model(sampler: str) -> None:
     assert ask([*told, Told(RECIPE, math.nan)], 6, sampler)[1] == "random"
 
 
+def test_what_is_outside_of_the_space_tells_nothing() -> None:
+    told, _ = searched(7)
+    outside = [Told(None, 5.0), Told(None, None), Told(None, None, pending=True)]
+    assert ask([*outside, *told], 7) == ask(told, 7)
+    assert ask([*outside, *told[:2]], 7)[1] == "spread"
+    assert expected_gain(PLANE, [*outside, *told], 0) == expected_gain(PLANE, told, 0)
+
+
 # ------------------------------------------------------------------------------------------------ by the scores alone
 
 
@@ -97,7 +111,7 @@ def test_the_sixth_proposal_depends_on_the_first_five_scores(sampler: str) -> No
 @pytest.mark.parametrize("sampler", ["gp", "tpe", "random", "grid"])
 def test_the_order_in_which_trials_came_back_has_no_influence(sampler: str) -> None:
     told, _ = searched(6, "random")
-    dimensions = (Dimension("optim.lr", choices=tuple(sorted(one.point["optim.lr"] for one in told))), K)
+    dimensions = (Dimension("optim.lr", choices=tuple(sorted(of_told(one)["optim.lr"] for one in told))), K)
     chosen = dimensions if sampler == "grid" else PLANE
     for seed in range(3):
         first = propose(chosen, told, number=6, seed=seed, sampler=sampler, planned=9)
@@ -107,7 +121,7 @@ def test_the_order_in_which_trials_came_back_has_no_influence(sampler: str) -> N
 
 def test_another_process_proposes_the_same(tmp_path: Path) -> None:
     told, _ = searched(6)
-    names = (name for one in told for name in one.point)
+    names = (name for one in told for name in of_told(one))
     assert set(names) == {"optim.lr", "train.aggregation_frequency"}
     code = """
 import json, sys
@@ -183,7 +197,7 @@ def test_a_small_space_is_tried_whole_and_nothing_twice(sampler: str) -> None:
     for number in range(8):
         found = propose(dimensions, told, number=number, seed=1, sampler=sampler, planned=20)
         assert found is not None
-        assert not any(points.equal(found[0], one.point) for one in told)
+        assert not any(points.equal(found[0], of_told(one)) for one in told)
         told.append(Told(found[0], float(number % 3)))
     assert propose(dimensions, told, number=8, seed=1, sampler=sampler, planned=20) is None
 
@@ -240,8 +254,8 @@ def test_several_objectives_are_sought_together(sampler: str) -> None:
     told, by = searched(12, sampler, of=of)
     assert by[3] == sampler
     assert set(by[4:]) <= {sampler, "random"}  # that corner can be tried only once
-    assert max(one.point["optim.lr"] for one in told[START:]) > 7e-4
-    assert max(one.point["train.aggregation_frequency"] for one in told[START:]) == 8
+    assert max(of_told(one)["optim.lr"] for one in told[START:]) > 7e-4
+    assert max(of_told(one)["train.aggregation_frequency"] for one in told[START:]) == 8
 
 
 # --------------------------------------------------------------------------------------------------- better than chance
@@ -252,7 +266,7 @@ def test_a_model_finds_better_than_chance(sampler: str) -> None:
     """Of 12 trials, over 8 seeds: how far the best is from 0.9, which is the best of the plane."""
 
     def left(by: str) -> float:
-        ends = [max(score(dict(one.point)) for one in searched(12, by, seed)[0]) for seed in range(8)]
+        ends = [max(score(of_told(one)) for one in searched(12, by, seed)[0]) for seed in range(8)]
         return 0.9 - sum(ends) / len(ends)
 
     assert left(sampler) < 0.75 * left("random")
@@ -283,7 +297,7 @@ def test_the_gain_falls_as_the_best_is_found_and_is_in_units_of_the_score() -> N
     assert many < 0.2 * few
     # The best that was found is 0.001 or less from the best of the plane: so little can be gained.
     assert many < 0.005
-    tenfold = [Told(one.point, 10 * score(dict(one.point))) for one in told[:5]]
+    tenfold = [Told(one.point, 10 * score(of_told(one))) for one in told[:5]]
     assert expected_gain(PLANE, tenfold, 0) == pytest.approx(10 * few, rel=1e-3)
 
 
@@ -315,18 +329,18 @@ def test_without_optuna_the_extra_is_named_and_random_and_grid_work(monkeypatch:
     monkeypatch.setitem(sys.modules, "optuna", None)  # as if it were not installed
     for sampler in ("auto", "gp", "tpe"):
         with pytest.raises(ConfigError) as caught:
-            ask_tell.check(config.load("intent", {"tune.sampler": sampler}))
+            ask_tell.check(sampler)
         [problem] = caught.value.problems
         assert (problem.field, problem.value) == ("tune.sampler", sampler)
         assert problem.fix == "pip install 'rtrain[tune]', or write tune.sampler=random or grid"
         with pytest.raises(ConfigError, match=r"rtrain\[tune\]"):
             ask(told, 5, sampler)
     for sampler in ("random", "grid"):
-        ask_tell.check(config.load("intent", {"tune.sampler": sampler}))
+        ask_tell.check(sampler)
         few = [Told(point, 1.0) for point in (*points.grid((K, NAME)),)[:4]]
         found = propose((K, NAME), few, number=4, seed=0, sampler=sampler, planned=9)
         assert found is not None
         assert found[1] == sampler
     assert ask(told, 5, "random")[1] == "random"
     monkeypatch.undo()
-    ask_tell.check(config.load("intent"))
+    ask_tell.check("auto")
