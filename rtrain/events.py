@@ -78,6 +78,10 @@ class Follow:
         if self._on_event:
             self._thread.start()
 
+    def add(self, run: Path, fields: dict[str, Any]) -> None:
+        """Follow one more run, from its next event on."""
+        self._tails = [*self._tails, (Tail(run), fields)]  # a new list: the thread may be reading the old one
+
     def __exit__(self, *_: object) -> None:
         self._done.set()
         if self._on_event:

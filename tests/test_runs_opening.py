@@ -172,6 +172,7 @@ def test_another_recipe_is_refused(used: Path) -> None:
 BESIDE: dict[str, dict[str, Any]] = {
     "data.fold": {"data.folds": 5},
     "data.valid_share": {"data.valid": None},
+    "data.valid_part": {"data.valid": None},
     "augment.copies": {"augment.typo": 0.1},
     "augment.typo": {"augment.copies": 1},
     "augment.swap": {"augment.copies": 1},
@@ -182,6 +183,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "optim.beta2_scaling": {"optim.lr_rows": 32},
     "tune.money": {"tune.price": 1.0},
     "train.aggregation_frequency": {"train.rows_per_update": None},
+    "tune.money": {"tune.price": 0.04},
 }
 """What some settings cannot be changed without."""
 

@@ -13,7 +13,6 @@ from rtrain.checkpoints.saver import Saver
 from rtrain.data.order import Order
 from rtrain.data.stores.store import Store
 from rtrain.network import model
-from rtrain.training import loop
 from tests import test_training_loop
 from tests.test_training_loop import (
     TASK,
@@ -267,7 +266,7 @@ def test_the_state_in_a_checkpoint(ground: Path, straight: tuple[Ran, Path]) -> 
         "ledger": ran.outcome.ledger,
         "best_update": ran.outcome.best_update,
         "best_score": ran.outcome.scores["valid"]["accuracy"],
-        "run": loop.identity(Order(store.manifest.digest, store.rows("train"), 19, 2, 3)),
+        "run": Order(store.manifest.digest, store.rows("train"), 19, 2, 3).identity,
         "schema_version": 3,
         "scale": None,
         "best_loss": pytest.approx(ran.recorder.of("best")[0]["loss"], abs=0),

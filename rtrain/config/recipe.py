@@ -150,7 +150,9 @@ exception is dropout: which activations it drops depends on the workers and thei
 ADDED = {"lr_scaling": "none", "lr_rows": None, "beta2_scaling": "none", "layer_decay": 1.0}
 """Settings of `optim` that came later, and their neutral values. `identity` omits a neutral one, so that older runs
 can be resumed."""
-ADDED_TO_MODEL = {"attention_dropout": None, "pooling": "own", "freeze": "none"}
+ADDED_TO_DATA: dict[str, Any] = {"outside": None, "valid_part": 0}
+"""The same for `data`."""
+ADDED_TO_MODEL: dict[str, Any] = {"attention_dropout": None, "pooling": "own", "freeze": "none"}
 """The same for `model`; `auto` has been replaced by what it stands for before a run is frozen."""
 
 
@@ -222,8 +224,9 @@ class Recipe(Section):
         )
         for name in SPEED:
             del document["train"][name]
-        if self.data.outside is None:
-            del document["data"]["outside"]
+        for name, neutral in ADDED_TO_DATA.items():
+            if document["data"][name] == neutral:
+                del document["data"][name]
         if not self.augment.active:  # then it changes no row
             del document["augment"]
         # A neutral setting is left out: runs from before it existed have this identity.
