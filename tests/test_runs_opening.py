@@ -181,7 +181,6 @@ BESIDE: dict[str, dict[str, Any]] = {
     "augment.pivot": {"augment.paraphrase": "there"},
     "optim.lr_scaling": {"optim.lr_rows": 32},
     "optim.beta2_scaling": {"optim.lr_rows": 32},
-    "tune.money": {"tune.price": 1.0},
     "train.aggregation_frequency": {"train.rows_per_update": None},
     "tune.money": {"tune.price": 0.04},
 }

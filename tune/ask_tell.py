@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem
-from tune.points import Dimension, draws, equal, finite, grid, spread
+from tune.points import Dimension, draws, equal, finite, grid, spread, walk
 
 START = 4
 """Trials before the first one that a model of the others proposes. Optuna's own samplers would take 10, which is more
@@ -36,8 +35,9 @@ CANDIDATES = 512
 class Told:
     """A point that was tried, and what it came to."""
 
-    point: Mapping[str, Any]
-    """A value for each dimension, by name: `space.coordinates` of a trial's settings, where these are in the space."""
+    point: Mapping[str, Any] | None
+    """A value for each dimension, by name: `space.coordinates` of a trial's settings. None where these are outside of
+    the space: then it tells a model nothing."""
     value: float | tuple[float, ...] | None
     """Larger is better, of each objective; None where the trial failed, diverged, or is not there yet."""
     pending: bool = False
@@ -51,10 +51,10 @@ class Told:
         return known if len(known) == len(found) and not self.pending else None
 
 
-def check(config: Config) -> None:
-    """Raise `ConfigError` where the search's sampler is not installed."""
-    if config.deploy.tune.sampler not in ("random", "grid"):
-        optuna(config.deploy.tune.sampler)
+def check(sampler: str) -> None:
+    """Raise `ConfigError` where a sampler is not installed."""
+    if sampler not in ("random", "grid"):
+        optuna(sampler)
 
 
 def propose(
@@ -62,29 +62,37 @@ def propose(
 ) -> tuple[dict[str, Any], str] | None:
     """The point of trial `number` and what has proposed it; None where every point of the space was tried.
 
-    Until `START` points were tried they are spread over the space (`spread`). Then `sampler` proposes them: a Gaussian
-    process (`gp`), tree-structured Parzen estimators (`tpe`), `random`, `grid`, or `auto`, one of the first two by how
-    many trials are `planned`. A point that was tried, or is being tried, is never proposed again: where a sampler
-    does so, `random` takes its place. The order of `told` has no influence.
+    Until `START` points of the space were tried they are spread over it (`spread`). Then `sampler` proposes them: a
+    Gaussian process (`gp`), tree-structured Parzen estimators (`tpe`), `random`, `grid`, or `auto`, one of the first
+    two by how many trials are `planned`. A point that was tried, or is being tried, is never proposed again: where a
+    sampler does so, `random` takes its place. The order of `told` has no influence.
     """
-    told = sorted(told, key=lambda one: repr(sorted(one.point.items())))
-    tried = [one.point for one in told]
-    if len(told) < START:
+    inside = sorted(_inside(told), key=lambda one: repr((sorted(one[0].items()), one[1])))
+    tried = [point for point, _ in inside]
+    if len(inside) < START:
         # A sequence for the whole search, which each trial enters at its number.
         if fresh := _first(spread(dimensions, number + 16 * START, seed)[number:], tried):
             return fresh, "spread"
     elif sampler == "grid":
-        shuffled = list(grid(dimensions))
+        shuffled = grid(dimensions)
         random.Random(f"grid {seed}").shuffle(shuffled)
         fresh = _first(shuffled, tried)
         return (fresh, "grid") if fresh else None
-    elif sampler != "random" and any(one.values for one in told):
+    elif sampler != "random" and any(values for _, values in inside):
         by = sampler if sampler != "auto" else "gp" if planned <= GP_TRIALS else "tpe"
-        if fresh := _modelled(dimensions, told, random.Random(f"ask {seed} {number}").getrandbits(31), by):
+        if fresh := _modelled(dimensions, inside, random.Random(f"ask {seed} {number}").getrandbits(31), by):
             return fresh, by
     drawn = islice(draws(dimensions, seed, number), DRAWN)
-    fresh = _first(drawn, tried) or (_first(grid(dimensions), tried) if finite(dimensions) else None)
+    fresh = _first(drawn, tried) or (_first(walk(dimensions), tried) if finite(dimensions) else None)
     return (fresh, "random") if fresh else None
+
+
+Tried = tuple[Mapping[str, Any], tuple[float, ...] | None]
+"""A point of the space, and its values where it has any."""
+
+
+def _inside(told: Sequence[Told]) -> list[Tried]:
+    return [(one.point, one.values) for one in told if one.point is not None]
 
 
 def _first(points: Iterable[dict[str, Any]], tried: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -116,14 +124,14 @@ def quiet(library: Any) -> Iterator[None]:
         library.logging.set_verbosity(before)
 
 
-def _modelled(dimensions: Sequence[Dimension], told: Sequence[Told], seed: int, by: str) -> dict[str, Any] | None:
+def _modelled(dimensions: Sequence[Dimension], inside: Sequence[Tried], seed: int, by: str) -> dict[str, Any] | None:
     """The point that a model of all values proposes; None where it proposes none but those that were tried.
 
     A trial without values counts as the worst of all: one that failed, so that it is not tried nearby again, and one
     that is on its way, so that trials of the same time differ (the constant liar of Ginsbourger et al. 2010).
     """
     library = optuna(by)
-    known = [one.values for one in told if one.values]
+    known = [values for _, values in inside if values]
     worst = [min(values) for values in zip(*known, strict=True)]
     distributions = {one.name: _distribution(library, one) for one in dimensions}
     with quiet(library):
@@ -132,15 +140,15 @@ def _modelled(dimensions: Sequence[Dimension], told: Sequence[Told], seed: int, 
         else:
             sampler = library.samplers.TPESampler(seed=seed, n_startup_trials=0, multivariate=True)
         study = library.create_study(directions=["maximize"] * len(worst), sampler=sampler)
-        for one in told:
-            params = {each.name: _encoded(each, one.point[each.name]) for each in dimensions}
+        for point, values in inside:
+            params = {one.name: _encoded(one, point[one.name]) for one in dimensions}
             study.add_trial(
-                library.trial.create_trial(params=params, distributions=distributions, values=list(one.values or worst))
+                library.trial.create_trial(params=params, distributions=distributions, values=list(values or worst))
             )
         for _ in range(ATTEMPTS):
             trial = study.ask(distributions)
-            point = {each.name: _decoded(each, trial.params[each.name]) for each in dimensions}
-            if fresh := _first([point], [one.point for one in told]):
+            proposed = {one.name: _decoded(one, trial.params[one.name]) for one in dimensions}
+            if fresh := _first([proposed], [point for point, _ in inside]):
                 return fresh
             study.tell(trial, worst)
     return None
@@ -182,13 +190,16 @@ def expected_gain(dimensions: Sequence[Dimension], told: Sequence[Told], seed: i
     import numpy as np
     from scipy.stats import norm
 
-    known = [(one.point, one.values[0]) for one in told if one.values and len(one.values) == 1]
+    inside = _inside(told)
+    known = [(point, values[0]) for point, values in inside if values and len(values) == 1]
     if len(known) < GAIN_VALUES or not dimensions:
         return None
     scores = np.array([score for _, score in known])
     mean, deviation = scores.mean(), scores.std()
-    tried = [one.point for one in told]
-    candidates = grid(dimensions) if finite(dimensions) else spread(dimensions, CANDIDATES, seed)
+    tried = [point for point, _ in inside]
+    candidates: Iterable[dict[str, Any]] = (
+        walk(dimensions) if finite(dimensions) else spread(dimensions, CANDIDATES, seed)
+    )
     fresh = [point for point in islice(candidates, CANDIDATES) if _first([point], tried)]
     if not fresh or deviation == 0:
         return 0.0

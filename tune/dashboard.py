@@ -76,7 +76,7 @@ def _distribution(optuna: Any, dimension: Dimension, values: Sequence[Any]) -> A
         return optuna.distributions.CategoricalDistribution((*dimension.choices, *others))
     numbers = [value for value in values if is_number(value) and (value > 0 or not dimension.log)]
     kind = optuna.distributions.IntDistribution if dimension.whole else optuna.distributions.FloatDistribution
-    return kind(min(dimension.low, *numbers), max(dimension.high, *numbers), log=dimension.log)
+    return kind(min([dimension.low, *numbers]), max([dimension.high, *numbers]), log=dimension.log)
 
 
 def _holds(distribution: Any, value: Any) -> bool:

@@ -112,8 +112,13 @@ def spread(dimensions: Sequence[Dimension], count: int, seed: int) -> list[dict[
     return [_point(dimensions, row) for row in places.tolist()]
 
 
-def grid(dimensions: Sequence[Dimension]) -> Iterator[dict[str, Any]]:
+def grid(dimensions: Sequence[Dimension]) -> list[dict[str, Any]]:
     """All points, the last setting going round first. Raises `ValueError` where they are without number."""
+    return list(walk(dimensions))
+
+
+def walk(dimensions: Sequence[Dimension]) -> Iterator[dict[str, Any]]:
+    """The points of `grid` one by one: of whole numbers there may be many."""
     names = [dimension.name for dimension in dimensions]
     return (dict(zip(names, values, strict=True)) for values in itertools.product(*map(_all, dimensions)))
 

@@ -14,7 +14,14 @@ from rtrain.errors import ConfigError, Problem
 from rtrain.network import model
 from rtrain.tasks import base
 from rtrain.training import losses
-from tune.points import Dimension, is_number, same_value
+from tune.points import (
+    Dimension as Dimension,
+    grid as grid,
+    is_number,
+    random_point as random_point,
+    same_value,
+    spread as spread,
+)
 
 FREQUENCY, ROWS = "train.aggregation_frequency", "train.rows_per_update"
 """Two ways to say how many rows an update has; a configuration with both is an error."""

@@ -66,9 +66,11 @@ SPACE: Final[dict[str, Searched]] = {
 class Tune(Section):
     space: dict[str, Searched] = SPACE
     """Settings that are searched, by dotted name: a range, e.g. {optim.lr: {low: 5.0e-5, high: 1.0e-3, log: true}}, or
-    a list of choices."""
+    a list of choices. It may hold what changes a run's weights and leaves its rows and its budget as they are: all of
+    `optim`, some of `train`, of `model` and of `data`; another setting is refused with the reason."""
     points: tuple[dict[str, Any], ...] = ()
-    """Settings to try right after trial 0, the recipe as it stands, e.g. [{optim.lr: 1.0e-4}]."""
+    """Settings to try right after trial 0, the recipe as it stands, e.g. [{optim.lr: 1.0e-4}]: of those that `space`
+    may hold, also out of its ranges."""
     sampler: Literal["auto", "gp", "tpe", "random", "grid"] = "auto"
     """What proposes settings after the first few, which are spread over the space: a Gaussian process (`gp`) or
     tree-structured Parzen estimators (`tpe`), both of Optuna (the extra `tune`); `auto` takes the first for up to 50
