@@ -95,10 +95,12 @@ def make_search(folder: Path, journal: list[Event], **overrides: Any) -> Run:
     for trial in replay(journal).own:
         run = found.trial(trial.number)
         opening.freeze(run, config.with_overrides(chosen, dict(trial.settings)))
-        last = trial.finished.update if trial.finished else trial.reached[-1].update if trial.reached else 0
-        run.append("started", update=0, of=FULL // 32, workers=2, precision="fp32")
-        for update in range(10, last + 1, 10):
-            run.append("progress", update=update, of=FULL // 32, loss=2.0 / update + trial.number / 100)
-        for one in trial.reached:
-            run.append("evaluated", split="valid", update=one.update, scores={"accuracy": one.score, "rows": 500})
+        per = config.load(str(run.config)).recipe.rows_per_update
+        run.append("started", update=0, of=FULL // per, workers=2, precision="fp32")
+        came = {one.rows: one.score for one in trial.reached}
+        came |= {trial.finished.rows: trial.finished.score} if trial.finished else {}
+        for rows in range(320, max(came, default=0) + 1, 320):
+            run.append("progress", update=rows // per, of=FULL // per, loss=640 / rows + trial.number / 100)
+        for rows, score in came.items():
+            run.append("evaluated", split="valid", update=rows // per, scores={"accuracy": score, "rows": 500})
     return found

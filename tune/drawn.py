@@ -88,7 +88,7 @@ def _axes(known: Known, found: Importance | None) -> list[Dimension]:
     if len(pair) == len(PAIR):
         return sorted(pair, key=lambda one: PAIR.index(one.name))
     if found:
-        matters = dict(zip(known.dimensions, found.shares, strict=True))
+        matters = dict(zip(known.dimensions, found.falls, strict=True))
         numeric.sort(key=lambda one: -matters[one])
     return numeric[:2]
 
@@ -133,10 +133,10 @@ def _pair(known: Known, scored: Sequence[tuple[Trial, float]], found: Importance
         yield Figure(f"Trials over {one.short} and {two.short}", chart, f"{points} {few}")
         return
     row, column = np.unravel_index(heights.argmax(), heights.shape)
-    at = f"{one.short} {number(float(grid.xs[column]))}, {two.short} {number(float(grid.ys[row]))}"
+    at = f"{_near(known, one, wide[column])} and {_near(known, two, high[row])}"
     estimate = (
         f"The surface is an estimate of the {known.score} at the first rung, by a Gaussian process through "
-        f"{len(scored)} trials; darker is better, and far from the points it is a guess."
+        f"{len(scored)} trials; the stronger the colour, the better, and far from the points it is a guess."
     )
     if len(known.dimensions) > 2:
         estimate += " The other settings are not told apart in it."
@@ -158,6 +158,13 @@ Place = TypeVar("Place", float, figures.Floats)
 def _unit(one: Dimension, place: Place) -> Place:
     """The setting's value at a place."""
     return 10.0**place if one.scale == "log" else place
+
+
+def _near(known: Known, one: Dimension, place: float) -> str:
+    """The setting at a place; where few values were tried, the nearest one of them."""
+    tried = _values(known, one)
+    near = min(tried, key=lambda value: abs(value - place)) if len(tried) <= MOST_TICKS else place
+    return f"{one.short} {_unit(one, near):.2g}"
 
 
 def _alone(known: Known, one: Dimension, scored: Sequence[tuple[Trial, float]]) -> Iterator[Block]:
@@ -192,7 +199,7 @@ def _parallel(known: Known, scored: Sequence[tuple[Trial, float]]) -> Iterator[B
         hint = known.hint(trial, score, "at the first rung")
         strands.append(Strand(places, shade, hint, trial.number == known.history.chosen))
     label = f"settings and {known.score} of {len(strands)} trials"
-    chart = parallel.parallel(uprights, strands, known.figure(low), known.figure(high), label)
+    chart = parallel.parallel(uprights, strands, label, (known.figure(low), known.figure(high)) if scores else None)
     note = "A line is a trial: through its settings, to its score at the first rung, by which it is coloured."
     note += " Thick: the winner." if known.history.chosen is not None else ""
     note += " Dashed: came to no score." if len(scores) < len(strands) else ""
@@ -253,14 +260,14 @@ def _importance(known: Known, trials: int, found: Importance | None) -> Iterator
         why = f"settings do not predict the scores of trials that were left out (R2 {found.explained:.2f})"
         yield Note(f"Which setting matters most cannot be told from {trials} trials: {why}.")
         return
-    ranked = sorted(zip(known.dimensions, found.shares, strict=True), key=lambda pair: -pair[1])
-    items = [Bar(one.short, share, f"{one.name}: {share:.3f}") for one, share in ranked]
+    ranked = sorted(zip(known.dimensions, found.falls, strict=True), key=lambda pair: -pair[1])
+    items = [Bar(one.short, fall, f"{one.name}: {fall:.3f}") for one, fall in ranked]
     note = (
-        f"A random forest explains {100 * found.explained:.0f} % of the variance of first-rung scores, in trials that "
-        "it has not seen. A bar is by how much that share falls when the values of a setting are shuffled "
-        f"(permutation importance), of {trials} trials: an estimate."
+        f"By a random forest, of {trials} trials: it predicts the first-rung scores of trials that it has not seen "
+        f"with R2 {found.explained:.2f}. A bar is by how much R2 falls when the values of a setting are shuffled "
+        "(permutation importance): an estimate."
     )
-    chart = charts.bars(items, "share of the variance that is lost")
+    chart = charts.bars(items, "fall of R2")
     yield Figure(f"{ranked[0][0].short} matters most at the first rung", chart, note)
 
 

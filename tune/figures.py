@@ -104,7 +104,8 @@ def _default(config: Config, name: str) -> Any:
     return configuration.flat(config).get(name)
 
 
-def _scale(values: Sequence[Any], searched: Any) -> Literal["log", "linear", "choice"]:
+def _scale(tried: Sequence[Any], searched: Any) -> Literal["log", "linear", "choice"]:
+    values = [*tried, *(searched if isinstance(searched, tuple) else ())]
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return "choice"
     if min(values) <= 0:
@@ -194,7 +195,7 @@ class Spent:
     budget: int | None
     """Rows that the search may take before its end; None before that is known."""
     every: int | None
-    """Rows of a full run of each trial that was asked for."""
+    """Rows of a full run of each trial, once no further one is asked for."""
     seconds: float
     """Of training, over all trials."""
 
@@ -217,7 +218,7 @@ def spent(history: History, tune: Tune) -> Spent:
         end += trial.finished.rows - rungs[-1] if trial.finished else 0
     full = full_rows(history, tune)
     budget = tune.rows or (None if full is None else round(tune.full_runs * full))
-    every = None if full is None else full * len(history.own)
+    every = None if full is None or history.stopped is None else full * len(history.own)
     return Spent(first, later, end, full, budget, every, sum(map(seconds_of, history.trials)))
 
 
@@ -258,8 +259,8 @@ def surface(xs: Floats, ys: Floats, scores: Floats, grid_x: Floats, grid_y: Floa
 class Importance:
     explained: float
     """Share of the variance of scores of trials that the forest had not seen (R2); at or below 0 it knows nothing."""
-    shares: tuple[float, ...]
-    """By setting: by how much that share falls when the setting's values are shuffled."""
+    falls: tuple[float, ...]
+    """By setting: by how much R2 falls when the setting's values are shuffled; that may be more than 1."""
 
 
 def importance(places: Floats, scores: Floats) -> Importance | None:
@@ -283,12 +284,12 @@ def importance(places: Floats, scores: Floats) -> Importance | None:
             predicted[unseen] = forest.predict(of[unseen])
         return float(1 - ((scores - predicted) ** 2).mean() / scores.var())
 
-    whole, random, shares = explained(places), np.random.default_rng(0), []
-    for setting in range(places.shape[1]):
-        falls = []
-        for _ in range(SHUFFLES):
-            shuffled = places.copy()
-            shuffled[:, setting] = random.permutation(shuffled[:, setting])
-            falls.append(whole - explained(shuffled))
-        shares.append(float(np.mean(falls)))
-    return Importance(whole, tuple(shares))
+    whole, random = explained(places), np.random.default_rng(0)
+
+    def fall(setting: int) -> float:
+        shuffled = places.copy()
+        shuffled[:, setting] = random.permutation(shuffled[:, setting])
+        return whole - explained(shuffled)
+
+    means = [np.mean([fall(setting) for _ in range(SHUFFLES)]) for setting in range(places.shape[1])]
+    return Importance(whole, tuple(map(float, means)))

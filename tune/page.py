@@ -23,8 +23,8 @@ WORDS = (
     ("held-back rows", "the other validation rows, which decide at the end and steered nothing"),
     ("frozen", "at a rung, with a checkpoint: it can go on from there"),
     ("finished", "trained to its end"),
-    ("k", "passes of a worker between two exchanges of gradients (train.aggregation_frequency)"),
 )
+K = ("k", "passes of a worker between two exchanges of gradients (train.aggregation_frequency)")
 
 
 def write(search: Run) -> Path:
@@ -105,7 +105,7 @@ def _trials(known: Known) -> Section:
     history = known.history
     rungs = range(max((one.rung for trial in history.trials for one in trial.reached), default=-1) + 1)
     head = (
-        *("trial", *(one.short for one in known.dimensions), "by", "rung", *(f"rung {rung + 1}" for rung in rungs)),
+        *("trial", *(one.short for one in known.dimensions), "by", "reached", *(f"rung {rung + 1}" for rung in rungs)),
         *("held back", "status", "seconds", "seeds"),
     )
     note = (
@@ -119,7 +119,8 @@ def _trials(known: Known) -> Section:
     if failed := [trial for trial in history.trials if not trial.sound]:
         errors = [(trial.number, known.named(trial), short(_why(trial), LONGEST)) for trial in failed]
         blocks.append(Table("Why trials failed", ("trial", "settings", "what happened"), errors, wide=True))
-    blocks.append(Table("What the words mean", ("word", "meaning"), list(WORDS), wide=True))
+    words = [*WORDS, *([K] if any(one.short == K[0] for one in known.dimensions) else [])]
+    blocks.append(Table("What the words mean", ("word", "meaning"), words, wide=True))
     stopped = f"No further trial was asked for: {history.stopped}." if history.stopped else ""
     return Section("trials", "Trials", stopped, blocks)
 
@@ -135,7 +136,7 @@ def _row(known: Known, trial: Trial, rungs: Sequence[int]) -> tuple[Cell, ...]:
         f"{trial.number}, the winner" if trial.number == known.history.chosen else str(trial.number),
         *(figures.figure(one.value(trial)) for one in known.dimensions),
         trial.by,
-        str(max(reached) + 1) if reached else "-",
+        f"rung {max(reached) + 1}" if reached else "-",
         *(known.figure(reached[rung]) if rung in reached else "-" for rung in rungs),
         known.figure(held.score) if held else "-",
         trial.status,

@@ -7,8 +7,8 @@ from markupsafe import Markup
 
 from rtrain.report.drawing.svg import HEIGHT, LETTER, WIDTH, line, points, rect, short, svg, tag, text
 
-TOP, BOTTOM, SIDE = 46, 14, 44
-APART = 104
+TOP, BOTTOM, SIDE = 46, 14, 54
+APART = 94
 """Least distance between two axes; a chart that needs more room than a phone's column is scrolled there."""
 SHADES = 9
 
@@ -30,13 +30,15 @@ class Strand:
     best: bool = False
 
 
-def parallel(uprights: Sequence[Upright], strands: Sequence[Strand], low: str, high: str, label: str) -> Markup:
-    """`low` and `high` are the figures at the ends of the shades."""
+def parallel(
+    uprights: Sequence[Upright], strands: Sequence[Strand], label: str, ends: tuple[str, str] | None = None
+) -> Markup:
+    """`ends` are the figures at the worst and the best shade; None where no strand is shaded."""
     width = max(WIDTH, 2 * SIDE + APART * (len(uprights) - 1))
     apart = (width - 2 * SIDE) / max(1, len(uprights) - 1)
     xs = [SIDE + apart * place for place in range(len(uprights))]
     foot, size = HEIGHT - BOTTOM, HEIGHT - BOTTOM - TOP
-    parts = [_key(width, low, high)]
+    parts = [_key(width, *ends)] if ends else []
     for strand in sorted(strands, key=lambda one: (one.best, -1.0 if one.shade is None else one.shade)):
         ys = [foot - size * place for place in strand.places]
         css = "strand best" if strand.best else "strand" if strand.shade is not None else "strand none"
@@ -52,7 +54,8 @@ def parallel(uprights: Sequence[Upright], strands: Sequence[Strand], low: str, h
         for height, figure in upright.ticks:
             y = foot - size * height
             parts.append(line(x - 3, y, x + 3, y, "axis"))
-            parts.append(text(x - 6, y + 3.5, figure, anchor="end", css="halo"))
+            beside = text(x + 6, y + 3.5, figure) if last else text(x - 6, y + 3.5, figure, anchor="end", css="halo")
+            parts.append(beside)
     return svg(*parts, label=label, width=width, wide=width > WIDTH)
 
 

@@ -31,7 +31,7 @@ Corner = tuple[float, float, float]
 """x, y and height."""
 LEVELS = 8
 STEP = 0.11
-"""Opacity of a band; bands lie on each other, so that the higher ones are the darker ones."""
+"""Opacity of a band; bands lie on each other, so that the higher ones have the stronger colour."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Grid:
 def contour(
     grid: Grid, spots: Sequence[Spot], x_label: str, y_label: str, unit: str, *, log: tuple[bool, bool], sign: int = 1
 ) -> Markup:
-    """Bands of equal height under named points. `unit` is what the height is, `sign` what its figures are multiplied
-    by (an error is drawn by its negative)."""
+    """Bands of equal height under points with their names, where these have room. `unit` is what the height is, `sign`
+    what its figures are multiplied by (an error is drawn by its negative)."""
     x = _scale([*grid.xs], [spot.x for spot in spots], LEFT, WIDTH - RIGHT, log[0])
     y = _scale([*grid.ys], [spot.y for spot in spots], HEIGHT - BOTTOM, TOP, log[1])
     parts = []
@@ -72,14 +72,14 @@ def contour(
             parts.append(tag("path", tag("title", hint), d=inside, class_="band", fill_opacity=STEP))
         parts.append(_key(levels, sign))
     parts.append(axes(x, y, x_label, y_label))
-    taken: list[tuple[float, float]] = []
+    boxes = [(x(spot.x) - 4, x(spot.x) + 4, y(spot.y)) for spot in spots]  # left, right, middle: no name lies on them
     for spot in sorted(spots, key=lambda spot: not spot.best):  # the best one's name is kept
         at, up, wide = x(spot.x), y(spot.y), LETTER * len(spot.name)
         css = "spot best" if spot.best else "spot" if spot.scored else "spot none"
         parts.append(tag("circle", tag("title", spot.hint), cx=at, cy=up, r=5 if spot.best else 4, class_=css))
         left = at + 7 if at + 7 + wide < WIDTH else at - 7 - wide
-        if all(abs(left - other) > wide + 4 or abs(up - height) > 11 for other, height in taken):
-            taken.append((left, up))
+        if all(left + wide <= begin or end <= left or abs(up - middle) > 10 for begin, end, middle in boxes):
+            boxes.append((left, left + wide, up))
             parts.append(text(left, up + 4, spot.name, css="halo"))
     return svg(*parts, label=f"{unit} over {x_label} and {y_label}, {len(spots)} points")
 
