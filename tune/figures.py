@@ -31,6 +31,13 @@ FOLDS, TREES, SHUFFLES = 5, 100, 10
 # ---------------------------------------------------------------------------------------------------------- dimensions
 
 
+def searched(history: History, tune: Tune) -> list[str]:
+    """The settings that trials set by themselves: those of the space, then those of the points alone. What such a
+    setting brings with it (`optim.lr_scaling`, say) is not among them."""
+    names = dict.fromkeys([*tune.space, *(name for point in tune.points for name in point)])
+    return [name for name in names if any(trial.settings.get(name) is not None for trial in history.own)]
+
+
 def short_names(names: Iterable[str]) -> dict[str, str]:
     """A short name for each dotted one: its last part (`k` for the aggregation frequency), where no other has it."""
     parts = {name: SHORT.get(last := name.rpartition(".")[2], last) for name in names}
@@ -38,19 +45,12 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
     return {name: short if taken.count(short) == 1 else name for name, short in parts.items()}
 
 
-def told(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a trial sets, without what it only unsets to make room for that."""
-    return {name: value for name, value in settings.items() if value is not None}
-
-
 def named(trial: Trial, short: Mapping[str, str]) -> str:
-    """The trial by what it sets, in short names."""
+    """The trial by what it sets, in the short names of what was searched."""
     if trial.of is not None:
         return f"trial {trial.of} with seed {trial.seed}"
-    settings = told(trial.settings).items()
-    return (
-        ", ".join(f"{short.get(name, name)} {figure(value)}" for name, value in settings) or "the recipe as it stands"
-    )
+    parts = [f"{told} {figure(trial.settings[name])}" for name, told in short.items() if name in trial.settings]
+    return ", ".join(parts) or trial.named
 
 
 def figure(value: Any) -> str:
@@ -82,13 +82,10 @@ class Dimension:
 
 
 def dimensions(history: History, config: Config) -> tuple[Dimension, ...]:
-    """Every setting that differs between trials: those of the search's space first, in its order, then those of its
-    points alone."""
-    space = config.deploy.tune.space
-    names = {name: None for trial in history.own for name in told(trial.settings)}
-    ordered = [name for name in space if name in names] + [name for name in names if name not in space]
-    short, found = short_names(ordered), []
-    for name in ordered:
+    """Every setting that was searched and that a trial has set."""
+    space, names = config.deploy.tune.space, searched(history, config.deploy.tune)
+    short, found = short_names(names), []
+    for name in names:
         default = _default(config, name)
         values = [trial.settings.get(name, default) for trial in history.own]
         scale = _scale(values, space.get(name))

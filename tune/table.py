@@ -20,15 +20,15 @@ LONGEST = 160
 """Characters of an error in a line."""
 
 
-def text(history: History, headline: str, most: int = 40) -> str:
+def text(history: History, headline: str, tune: Tune, most: int = 40) -> str:
     """The trials beside each other, at most so many of them, and what the words mean.
 
     `headline` is the task's main score; the negative of an error is shown as the error.
     """
     if not history.trials:
         return "no trial has begun"
-    short = _short(history)
-    rungs = max((len(trial.reached) for trial in history.own), default=0)
+    short = _short(history, tune)
+    rungs = 1 + max((one.rung for trial in history.own for one in trial.reached), default=-1)
     shown = _shown(history, most)
     head = ("trial", "sets", "by", *(f"rung {rung + 1}" for rung in range(rungs)), "held", "seeds", "status", "")
     rows = [head, *(_row(history, trial, headline, rungs, short) for trial in shown)]
@@ -50,10 +50,8 @@ def text(history: History, headline: str, most: int = 40) -> str:
     return "\n".join(lines)
 
 
-def _short(history: History) -> dict[str, str]:
-    return figures.short_names(
-        dict.fromkeys(name for trial in history.own for name in figures.told(trial.settings)),
-    )
+def _short(history: History, tune: Tune) -> dict[str, str]:
+    return figures.short_names(figures.searched(history, tune))
 
 
 def _shown(history: History, most: int) -> list[Trial]:
@@ -107,12 +105,12 @@ def _cut(error: str) -> str:
 # ---------------------------------------------------------------------------------------------------- while it runs
 
 
-def said(event: Mapping[str, Any], history: History, headline: str) -> str:
+def said(event: Mapping[str, Any], history: History, headline: str, tune: Tune) -> str:
     """The line of an event {what, trial, the journal's fields}, by the history with it; empty where there is none."""
     number, name = event.get("trial", -1), _name(headline)
     match event["what"]:
         case "asked":
-            return f"trial {number}: {_asked(numbered(history.trials, number), _short(history))}"
+            return f"trial {number}: {_asked(numbered(history.trials, number), _short(history, tune))}"
         case "reached":
             return f"trial {number}: {_came(event, history, headline)}"
         case "frozen":
@@ -203,7 +201,7 @@ class Follower:
     def said(self, event: Mapping[str, Any]) -> str:
         fields = {name: value for name, value in event.items() if name not in ("kind", "what", "time")}
         self._history = self._history.after({"kind": event["what"], **fields})
-        return said(event, self._history, self._headline)
+        return said(event, self._history, self._headline, self._tune)
 
     @property
     def standing(self) -> str:

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +56,8 @@ class Line:
         self._status = self._console.status("") if self._console.is_terminal else None
         self._waited = waited or Waited()
         self._search, self._kept = search, 0.0
+        self._lock = threading.Lock()
+        """A search's own events and those of its trials come from different threads."""
         self._trial: int | None = None
         self._first: dict[int | None, dict[str, Any]] = {}
         """By trial; trials of a search run beside each other."""
@@ -70,6 +73,10 @@ class Line:
             self._status.stop()
 
     def __call__(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            self._take(event)
+
+    def _take(self, event: dict[str, Any]) -> None:
         kind = event["kind"]
         self._trial = event.get("trial")
         if self._search and self._trial is not None and (kind in SCORES or (kind in ALIKE and self._trial)):
