@@ -4,7 +4,7 @@ formula."""
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +82,16 @@ def history(*args: Any, **options: Any) -> History:
     return replay(events(*args, **options))
 
 
-def configured(folder: Path, **overrides: Any) -> Config:
+def configured(folder: Path, recipe: str = "intent", /, **overrides: Any) -> Config:
     rows = write_rows(folder / "rows.csv", [("a parcel", "parcel")])
-    return config.load("intent", {"data.path": str(rows), "optim.lr": 2e-4, **overrides})
+    return config.load(recipe, {"data.path": str(rows), "optim.lr": 2e-4, **overrides})
 
 
-def make_search(folder: Path, journal: list[Event], **overrides: Any) -> Run:
+def make_search(folder: Path, journal: Sequence[Event], recipe: str = "intent", /, **overrides: Any) -> Run:
     """A search's folder: its configuration, its journal, and of every trial the configuration and the log."""
+    folder.mkdir(parents=True, exist_ok=True)
     found = Run(folder / "search")
-    chosen = opening.freeze(found, configured(folder, **overrides))
+    chosen = opening.freeze(found, configured(folder, recipe, **overrides))
     found.trials.write_text("".join(json.dumps({"time": 1.0, **event}) + "\n" for event in journal))
     for trial in replay(journal).own:
         run = found.trial(trial.number)
