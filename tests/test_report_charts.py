@@ -243,6 +243,7 @@ def test_names_of_points_lie_on_no_other_point_and_the_best_one_keeps_its_own() 
     spots = [Spot(1, 1, "3", ""), Spot(1, 1, "8", "", best=True), Spot(0.2, 0.5, "5", "", scored=False)]
     chart = surface.contour(GRID, spots, "x", "y", "z", log=(False, False))
     assert [found.text for found in of_class(chart, "text", "halo")] == ["8", "5"]
+    assert of_class(chart, "circle", "spot")[-1].get("r") == "5"  # the best one lies on the others
     assert [len(of_class(chart, "circle", css)) for css in ("spot", "best", "none")] == [3, 1, 1]
 
 
@@ -252,12 +253,17 @@ def test_few_values_are_the_ticks_of_an_upright_axis() -> None:
 
 def test_a_strand_goes_through_its_places_and_one_without_a_value_ends_early() -> None:
     uprights = [Upright("lr", [(0.0, "0.0001")]), Upright("k", []), Upright("accuracy", [(1.0, "0.9")])]
-    strands = [Strand([0.0, 1.0, 1.0], 1.0, "trial 1", best=True), Strand([0.5, 0.5], None, "trial 2")]
+    strands = [
+        Strand([0.0, 1.0, 1.0], 1.0, "trial 1", best=True),
+        Strand([0.5, 0.5], None, "trial 2"),
+        Strand([0.5, 0.5, 0.25], 0.25, "trial 3"),
+    ]
     chart = parallel.parallel(uprights, strands, "trials", ("0.1", "0.9"))
     (best,) = of_class(chart, "polyline", "best")
     ys = [float(point.split(",")[1]) for point in best.get("points", "").split()]
     assert ys[0] > ys[1] == ys[2]
-    assert "var(--c0) 100%" in best.get("style", "")
+    shaded = [found.get("style") for found in of_class(chart, "polyline", "strand") if found.get("style")]
+    assert shaded == ["stroke:color-mix(in oklab, var(--c0) 25%, var(--c1));stroke-opacity:0.80"]
     (failed,) = of_class(chart, "polyline", "none")
     assert len(failed.get("points", "").split()) == 2
     assert {"lr", "k", "accuracy", "0.0001", "0.9"} <= set(texts(chart))

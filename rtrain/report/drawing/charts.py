@@ -91,7 +91,8 @@ def lines(
     parts = [axes(x, y, x_label, y_label), legend([one.name for one in series])]
     for one in faint:
         path = points([x(v) for v in one.xs], [y(v) for v in one.ys])
-        parts.append(tag("polyline", tag("title", one.name), points=path, class_="faint"))
+        opacity = f"stroke-opacity:{min(0.4, 12 / len(faint)):.2f}"  # many on each other are no darker than few
+        parts.append(tag("polyline", tag("title", one.name), points=path, class_="faint", style=opacity))
     parts += [line(x(at), y.start, x(at), y.start - 5, "tick") for at in ticks_at]
     taken: dict[float, list[tuple[float, float]]] = {}
     for mark in sorted(marks, key=lambda mark: -mark.x):  # the last one's name is kept

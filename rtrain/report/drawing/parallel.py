@@ -11,6 +11,8 @@ TOP, BOTTOM, SIDE = 46, 14, 54
 APART = 94
 """Least distance between two axes; a chart that needs more room than a phone's column is scrolled there."""
 SHADES = 9
+INK = 60.0
+"""Strands beyond so many are the fainter, the more there are."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,13 @@ def parallel(
     apart = (width - 2 * SIDE) / max(1, len(uprights) - 1)
     xs = [SIDE + apart * place for place in range(len(uprights))]
     foot, size = HEIGHT - BOTTOM, HEIGHT - BOTTOM - TOP
-    parts = [_key(width, *ends)] if ends else []
+    parts, opacity = [_key(width, *ends)] if ends else [], min(0.8, INK / max(1, len(strands)))
     for strand in sorted(strands, key=lambda one: (one.best, -1.0 if one.shade is None else one.shade)):
         ys = [foot - size * place for place in strand.places]
         css = "strand best" if strand.best else "strand" if strand.shade is not None else "strand none"
-        style = None if strand.shade is None else f"stroke:{_colour(strand.shade)}"
+        style = None
+        if strand.shade is not None and not strand.best:
+            style = f"stroke:{_colour(strand.shade)};stroke-opacity:{opacity:.2f}"
         path = points(xs[: len(ys)], ys)
         parts.append(tag("polyline", tag("title", strand.hint), points=path, class_=css, style=style))
     for place, (x, upright) in enumerate(zip(xs, uprights, strict=True)):

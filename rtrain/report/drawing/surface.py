@@ -30,6 +30,8 @@ Floats = npt.NDArray[np.float64]
 Corner = tuple[float, float, float]
 """x, y and height."""
 LEVELS = 8
+MANY = 60
+"""Points from which on they are drawn smaller."""
 STEP = 0.11
 """Opacity of a band; bands lie on each other, so that the higher ones have the stronger colour."""
 
@@ -72,16 +74,25 @@ def contour(
             parts.append(tag("path", tag("title", hint), d=inside, class_="band", fill_opacity=STEP))
         parts.append(_key(levels, sign))
     parts.append(axes(x, y, x_label, y_label))
-    boxes = [(x(spot.x) - 4, x(spot.x) + 4, y(spot.y)) for spot in spots]  # left, right, middle: no name lies on them
-    for spot in sorted(spots, key=lambda spot: not spot.best):  # the best one's name is kept
-        at, up, wide = x(spot.x), y(spot.y), LETTER * len(spot.name)
+    size = 4 if len(spots) <= MANY else 2.5
+    for spot in sorted(spots, key=lambda spot: spot.best):  # the best one lies on the others
         css = "spot best" if spot.best else "spot" if spot.scored else "spot none"
-        parts.append(tag("circle", tag("title", spot.hint), cx=at, cy=up, r=5 if spot.best else 4, class_=css))
-        left = at + 7 if at + 7 + wide < WIDTH else at - 7 - wide
-        if all(left + wide <= begin or end <= left or abs(up - middle) > 10 for begin, end, middle in boxes):
-            boxes.append((left, left + wide, up))
-            parts.append(text(left, up + 4, spot.name, css="halo"))
+        hint, r = tag("title", spot.hint), 5 if spot.best else size
+        parts.append(tag("circle", hint, cx=x(spot.x), cy=y(spot.y), r=r, class_=css))
+    parts += _names([(x(spot.x), y(spot.y), spot) for spot in spots], size)
     return svg(*parts, label=f"{unit} over {x_label} and {y_label}, {len(spots)} points")
+
+
+def _names(places: Sequence[tuple[float, float, Spot]], size: float) -> Iterator[Markup]:
+    """Beside their points: the best one's, and of the others those that lie on no point and no name."""
+    taken = [(at - size, at + size, up) for at, up, _ in places]  # from, to, middle
+    for at, up, spot in sorted(places, key=lambda place: not place[2].best):
+        wide = LETTER * len(spot.name)
+        left = at + 7 if at + 7 + wide < WIDTH else at - 7 - wide
+        free = all(left + wide <= begin or end <= left or abs(up - middle) > 10 for begin, end, middle in taken)
+        if free or spot.best:
+            taken.append((left, left + wide, up))
+            yield text(left, up + 4, spot.name, css="halo")
 
 
 def _scale(ends: Sequence[float], values: Sequence[float], start: float, stop: float, log: bool) -> Scale:
