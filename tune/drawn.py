@@ -1,4 +1,4 @@
-"""The drawn sections of a search's page: what was searched, the curves, and what it has cost."""
+"""The drawn sections of a search's page: what was searched, and the learning curves."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -13,11 +13,11 @@ from rtrain.comparison.training import Curves
 from rtrain.config import Config
 from rtrain.report import stats
 from rtrain.report.drawing import charts, parallel, surface
-from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
+from rtrain.report.drawing.blocks import Block, Figure, Note, Section
 from rtrain.report.drawing.charts import Bar, Dot, Line, Mark
 from rtrain.report.drawing.parallel import Strand, Upright
 from rtrain.report.drawing.surface import Grid, Spot
-from rtrain.report.drawing.svg import duration, number, score_name, ticks
+from rtrain.report.drawing.svg import number, score_name, ticks
 from rtrain.run import Run
 from tune import figures
 from tune.figures import Dimension, Importance
@@ -343,57 +343,3 @@ def _logs(
         note = "The runs' own evaluations, on all validation rows." if label.startswith("validation") else ""
         title = f"{label[0].upper()}{label[1:]} of each trial"
         yield Figure(title, charts.lines(lines, "rows trained on", label, _marks(known)), note)
-
-
-# ---------------------------------------------------------------------------------------------------------------- cost
-
-
-def cost(known: Known) -> Section:
-    tune = known.config.deploy.tune
-    spent = figures.spent(known.history, tune)
-    parts = [("until the first rung", spent.first), ("later rungs", spent.later), ("the end", spent.end)]
-    blocks: list[Block] = []
-    if sum(rows for _, rows in parts):
-        saved = spent.saved or 0
-        title = f"{spent.searched + spent.end:,} rows were trained on"
-        if saved > 0:
-            title += f", {saved:,} fewer than by full runs of all trials"
-            parts.append(("saved against full runs", saved))
-        note = (
-            "The end: the best trials and trial 0 to their ends, and again with other seeds. What a failed trial had "
-            "done since its last rung is not known."
-        )
-        blocks.append(Figure(title, charts.stack([(name, float(rows)) for name, rows in parts], "rows"), note))
-    blocks += _front(known)
-    rows = [("seconds of training, over all trials", f"{spent.seconds:,.0f}")]
-    if known.history.seconds:
-        rows.insert(0, ("time of the search", duration(known.history.seconds)))
-    if spent.full:
-        rows.append(("rows of a full run", f"{spent.full:,}"))
-        rows.append(("full runs that the rows would pay for", f"{(spent.searched + spent.end) / spent.full:.1f}"))
-    if tune.price is not None:
-        workers = known.config.recipe.train.workers
-        rows.append(
-            (f"money, at {tune.price:g} an hour of a worker", f"{spent.seconds * workers / 3600 * tune.price:.2f}")
-        )
-    blocks.append(Table("What it has cost", ("", ""), rows))
-    return Section("cost", "What it has cost", "", blocks)
-
-
-def _front(known: Known) -> Iterator[Block]:
-    ended = [(trial, trial.finished) for trial in known.history.own if trial.finished]
-    if len(ended) < 2 or min(end.seconds for _, end in ended) <= 0:
-        return
-    best = figures.front(known.history)
-    items = [
-        Dot(
-            *(end.seconds, known.sign * end.held, int(trial not in best), str(trial.number)),
-            known.hint(trial, end.held, f"on held-back rows after {duration(end.seconds)}"),
-        )
-        for trial, end in ended
-    ]
-    joined = [(one.finished.seconds, known.sign * one.finished.held) for one in best if one.finished]
-    label, names = f"held-back {known.score}", ["front", "others"] if len(best) < len(ended) else []
-    chart = charts.dots(items, names, "seconds of training", label, joined)
-    note = "Trials that were trained to their ends. On the front: no other trial is both as fast and as good."
-    yield Figure(f"The {known.score} for the time: {len(best)} of {len(ended)} trials are on the front", chart, note)

@@ -89,14 +89,17 @@ def dimensions(history: History, config: Config) -> tuple[Dimension, ...]:
         default = _default(config, name)
         values = [trial.settings.get(name, default) for trial in history.own]
         scale = _scale(values, space.get(name))
-        choices = tuple(dict.fromkeys(values)) if scale == "choice" else ()
-        found.append(Dimension(name, short[name], scale, default, choices))
+        choices = tuple(value for place, value in enumerate(values) if value not in values[:place])  # some are lists
+        found.append(Dimension(name, short[name], scale, default, choices if scale == "choice" else ()))
     return tuple(found)
 
 
 def _default(config: Config, name: str) -> Any:
     recipe = config.recipe
-    if name == "train.aggregation_frequency":  # a recipe may give the rows of an update in its place
+    # A recipe gives one of these two; the other one follows from it.
+    if name == "train.rows_per_update":
+        return recipe.rows_per_update
+    if name == "train.aggregation_frequency":
         return recipe.rows_per_update / (recipe.train.workers * recipe.train.micro_batch)
     return configuration.flat(config).get(name)
 

@@ -1,13 +1,15 @@
 """search.html of a search: the verdict, the trials, what was searched, the curves, the cost, and what to do next."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rtrain import config as configuration
 from rtrain.errors import UserError
 from rtrain.metrics.by_output import metric_for
-from rtrain.report.drawing.blocks import Block, Cell, Section, Step, Steps, Table, Tile
+from rtrain.report.drawing import charts
+from rtrain.report.drawing.blocks import Block, Cell, Figure, Section, Step, Steps, Table, Tile
+from rtrain.report.drawing.charts import Dot
 from rtrain.report.drawing.page import render
 from rtrain.report.drawing.svg import duration, short
 from rtrain.run import Run
@@ -46,7 +48,7 @@ def page(search: Run, history: History, told: str) -> str:
     config = configuration.load(str(search.config))
     output = base.get(config.recipe.task).output
     known = Known(search, config, history, figures.dimensions(history, config), output, metric_for(output).headline)
-    sections = [_trials(known), drawn.space(known), drawn.curves(known), drawn.cost(known), _next(known)]
+    sections = [_trials(known), drawn.space(known), drawn.curves(known), _cost(known), _next(known)]
     about = f"A search from the recipe {config.recipe.name} by rtrain, {_count(len(history.own), 'trial')}"
     lead = f"{told[:1].upper()}{told[1:].removesuffix('.')}."
     return render(search.name, about, _tiles(known), sections, lead=lead)
@@ -160,6 +162,60 @@ def _again(known: Known, trials: Sequence[Trial]) -> Table:
     ]
     head = ("trial", "settings of", "seed", "held back", "all validation rows", "status", "seconds")
     return Table("The end: the same settings with other seeds", head, rows, f"Figures are {known.score}.", wide=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------- cost
+
+
+def _cost(known: Known) -> Section:
+    tune = known.config.deploy.tune
+    spent = figures.spent(known.history, tune)
+    parts = [("until the first rung", spent.first), ("later rungs", spent.later), ("the end", spent.end)]
+    blocks: list[Block] = []
+    if sum(rows for _, rows in parts):
+        saved = spent.saved or 0
+        title = f"{spent.searched + spent.end:,} rows were trained on"
+        if saved > 0:
+            title += f", {saved:,} fewer than by full runs of all trials"
+            parts.append(("saved against full runs", saved))
+        note = (
+            "The end: the best trials and trial 0 to their ends, and again with other seeds. What a failed trial had "
+            "done since its last rung is not known."
+        )
+        blocks.append(Figure(title, charts.stack([(name, float(rows)) for name, rows in parts], "rows"), note))
+    blocks += _front(known)
+    rows = [("seconds of training, over all trials", f"{spent.seconds:,.0f}")]
+    if known.history.seconds:
+        rows.insert(0, ("time of the search", duration(known.history.seconds)))
+    if spent.full:
+        rows.append(("rows of a full run", f"{spent.full:,}"))
+        rows.append(("full runs that the rows would pay for", f"{(spent.searched + spent.end) / spent.full:.1f}"))
+    if tune.price is not None:
+        workers = known.config.recipe.train.workers
+        rows.append(
+            (f"money, at {tune.price:g} an hour of a worker", f"{spent.seconds * workers / 3600 * tune.price:.2f}")
+        )
+    blocks.append(Table("What it has cost", ("", ""), rows))
+    return Section("cost", "What it has cost", "", blocks)
+
+
+def _front(known: Known) -> Iterator[Block]:
+    ended = [(trial, trial.finished) for trial in known.history.own if trial.finished]
+    if len(ended) < 2 or min(end.seconds for _, end in ended) <= 0:
+        return
+    best = figures.front(known.history)
+    items = [
+        Dot(
+            *(end.seconds, known.sign * end.held, int(trial not in best), str(trial.number)),
+            known.hint(trial, end.held, f"on held-back rows after {duration(end.seconds)}"),
+        )
+        for trial, end in ended
+    ]
+    joined = [(one.finished.seconds, known.sign * one.finished.held) for one in best if one.finished]
+    label, names = f"held-back {known.score}", ["front", "others"] if len(best) < len(ended) else []
+    chart = charts.dots(items, names, "seconds of training", label, joined)
+    note = "Trials that were trained to their ends. On the front: no other trial is both as fast and as good."
+    yield Figure(f"The {known.score} for the time: {len(best)} of {len(ended)} trials are on the front", chart, note)
 
 
 # ---------------------------------------------------------------------------------------------------------------- next
