@@ -160,6 +160,11 @@ class Run:
         return self.folder / "trials.jsonl"
 
     @property
+    def search_page(self) -> Path:
+        """What a search has come to, as a page."""
+        return self.folder / "search.html"
+
+    @property
     def is_search(self) -> bool:
         return self.trials.is_file() or next(self.folder.glob("trial-[0-9]*/config.yaml"), None) is not None
 
