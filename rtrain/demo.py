@@ -116,7 +116,7 @@ def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> N
     import ray
 
     from rtrain.compress import distill, quantize
-    from tune import search
+    from tune import search, table
 
     recipe = config.recipe
     with report.stage("ingest", line) as stage:
@@ -126,7 +126,8 @@ def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> N
         report.baseline = ray.get(ray.remote(num_cpus=1)(_baseline).remote(recipe))
     headline = metric_for(base.get(recipe.task).output).headline
     with report.stage("search", line) as stage:
-        found = search.run(config, folder / "search", on_event=line, tokens_root=folder)
+        with line.following(table.Follower(headline, config.deploy.tune)):
+            found = search.run(config, folder / "search", on_event=line, tokens_root=folder)
         default, winner = (summarise(run)["metrics"]["test"] for run in (found.search.trial(0), found.winner))
         report.default_score, report.winner_score = default[headline], winner[headline]
         stage.score, stage.rows = winner[headline], found.rows

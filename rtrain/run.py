@@ -165,6 +165,11 @@ class Run:
         return self.folder / "search.html"
 
     @property
+    def best(self) -> Path:
+        """The settings of a search's winner, complete; `rtrain train` takes them."""
+        return self.folder / "best.yaml"
+
+    @property
     def is_search(self) -> bool:
         return self.trials.is_file() or next(self.folder.glob("trial-[0-9]*/config.yaml"), None) is not None
 

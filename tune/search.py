@@ -15,7 +15,7 @@ from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.run import Run
 from rtrain.runs import driver, opening, preparing
-from tune import ask_tell, finals, halving, held_back, slots, space
+from tune import ask_tell, dashboard, finals, halving, held_back, page, slots, space
 from tune.aim import Aim, at
 from tune.halving import Go, Ladder
 from tune.history import SEED, History, Trial, numbered
@@ -185,6 +185,8 @@ class _Search:
         trial = numbered(self._history.trials, go.trial)
         rows = self._ladder.full if go.rung is None else self._ladder.rungs[go.rung]
         self._search.append("ordered", trial=go.trial, rung=go.rung, slot=slot)
+        if trial.reached:
+            self._say({"kind": "search", "what": "thawed", "trial": go.trial})
         open_slots.give(slot, Order(go.trial, trial.settings, go.rung, rows))
 
     def _hear(self, order: Order | None, outcomes: tuple[Outcome, ...] | None) -> None:
@@ -328,11 +330,15 @@ class _Search:
         winner = self._search.trial(history.chosen)
         config = configuration.load(str(winner.config))
         text = configuration.to_yaml(_replayed(config, self._config))
-        (self._search.folder / "best.yaml").write_text(text, encoding="utf-8")
+        self._search.best.write_text(text, encoding="utf-8")
         if self._search.winner is None:
             self._search.append("searched", best=history.chosen, trials=len(history.trials))
+        say = self._say
         if not winner.report.is_file():
-            driver.report(winner, lambda event: self._say({**event, "trial": history.chosen}))
+            driver.report(winner, lambda event: say({**event, "trial": history.chosen}))
+        driver.add(self._search, "page", page.write, say)
+        if ask_tell.installed():
+            driver.add(self._search, "study", lambda run: dashboard.export(run.folder, self._config, history), say)
 
 
 def _replayed(config: Config, search: Config) -> Config:

@@ -82,19 +82,24 @@ def fit(
 
 
 def report(run: Run, say: OnEvent) -> None:
-    """Write the page about the run. What goes wrong in it is said and kept in a file, and costs no one the run."""
+    """Write the page about the run."""
     for name, make, text in (
         ("baselines", baseline.ensure, "measuring baselines for the report"),
         ("attributions", attributions.ensure, "explaining the hardest rows for the report"),
         (run.report.name, html.write, "writing the report"),
     ):
         say(events.doing(text, "report"))
-        try:
-            make(run)
-        except Exception as error:
-            kept = failures.keep_traceback(run, Path(name).stem, error)
-            text = f"no {name}: {failures.first_line([error])} (traceback in {kept})"
-            say({"kind": "stage", "text": text})
+        add(run, name, make, say)
+
+
+def add(run: Run, name: str, make: Callable[[Run], Any], say: OnEvent) -> None:
+    """Make something about a run that has ended. What goes wrong in it is said and kept in a file, and costs no one the
+    run."""
+    try:
+        make(run)
+    except Exception as error:
+        kept = failures.keep_traceback(run, Path(name).stem, error)
+        say({"kind": "stage", "text": f"no {name}: {failures.first_line([error])} (traceback in {kept})"})
 
 
 def _copy_out(prepared: Prepared) -> None:

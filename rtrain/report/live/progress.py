@@ -4,6 +4,8 @@ import shlex
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,15 +49,15 @@ PULSE = 60.0
 class Line:
     """Turns a run's events into progress. Use as a context manager; call it with each event.
 
-    `waited`: what has counted the seconds since the command began; the times of the lines are its own. `search`: the
-    search that the events are of; then its own events are said, and of the trials' events what goes wrong.
+    `waited`: what has counted the seconds since the command began; the times of the lines are its own.
     """
 
-    def __init__(self, waited: Waited | None = None, search: Search | None = None) -> None:
+    def __init__(self, waited: Waited | None = None) -> None:
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._status = self._console.status("") if self._console.is_terminal else None
         self._waited = waited or Waited()
-        self._search, self._kept = search, 0.0
+        self._search: Search | None = None
+        self._kept = 0.0
         self._lock = threading.Lock()
         """A search's own events and those of its trials come from different threads."""
         self._trial: int | None = None
@@ -71,6 +73,15 @@ class Line:
     def __exit__(self, *_: object) -> None:
         if self._status:
             self._status.stop()
+
+    @contextmanager
+    def following(self, search: Search) -> Iterator[None]:
+        """The events of the block are those of a search: its own are said, and of its trials' what goes wrong."""
+        self._search = search
+        try:
+            yield
+        finally:
+            self._search = None
 
     def __call__(self, event: dict[str, Any]) -> None:
         with self._lock:
