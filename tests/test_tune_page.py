@@ -193,13 +193,11 @@ def test_steps_of_a_factor_are_equally_long(tmp_path: Path) -> None:
     assert default.default == 6.0  # passes of 8 rows on 2 workers
 
 
-def test_choices_may_be_lists_and_rows_of_an_update_have_the_recipes_own(tmp_path: Path) -> None:
-    tried = {"optim.betas": [0.9, 0.95], "train.rows_per_update": 128}
-    space = {"optim.betas": [[0.9, 0.999], [0.9, 0.95]], "train.rows_per_update": [64, 128]}
-    known = replay([asked(0, {"optim.betas": [0.9, 0.999]}), asked(1, tried), asked(2, tried)])
-    betas, rows = figures.dimensions(known, configured(tmp_path, **{"tune.space": space}))
-    assert betas.choices == ([0.9, 0.999], [0.9, 0.95])
-    assert [rows.value(trial) for trial in known.trials] == [64, 128, 128]
+def test_rows_of_an_update_that_are_searched_have_the_recipes_own(tmp_path: Path) -> None:
+    known = replay([asked(0, by="recipe"), asked(1, {"train.rows_per_update": 512})])
+    (rows,) = figures.dimensions(known, configured(tmp_path, **{"tune.space": {"train.rows_per_update": [64, 512]}}))
+    assert [rows.value(trial) for trial in known.trials] == [64, 512]
+    assert rows.scale == "log"
 
 
 def test_a_setting_of_words_has_an_axis_of_its_own(tmp_path: Path) -> None:

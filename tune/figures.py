@@ -89,8 +89,8 @@ def dimensions(history: History, config: Config) -> tuple[Dimension, ...]:
         default = _default(config, name)
         values = [trial.settings.get(name, default) for trial in history.own]
         scale = _scale(values, space.get(name))
-        choices = tuple(value for place, value in enumerate(values) if value not in values[:place])  # some are lists
-        found.append(Dimension(name, short[name], scale, default, choices if scale == "choice" else ()))
+        choices = tuple(dict.fromkeys(values)) if scale == "choice" else ()
+        found.append(Dimension(name, short[name], scale, default, choices))
     return tuple(found)
 
 
