@@ -4,6 +4,7 @@ Each question is answered by a new sampler that is told everything anew, seeded 
 number: a search that was killed asks again just what it would have asked.
 """
 
+import importlib.util
 import math
 import random
 import warnings
@@ -101,6 +102,11 @@ def _first(points: Iterable[dict[str, Any]], tried: Sequence[Mapping[str, Any]])
 
 
 # -------------------------------------------------------------------------------------------------------------- optuna
+
+
+def installed() -> bool:
+    """Whether Optuna is."""
+    return importlib.util.find_spec("optuna") is not None
 
 
 def optuna(sampler: str = "auto") -> Any:

@@ -72,7 +72,7 @@ def check(config: Config) -> None:
         problems += error.problems
     if problems:
         raise ConfigError(problems)
-    ask_tell.check(config)
+    ask_tell.check(config.deploy.tune.sampler)
 
 
 def run(
@@ -280,9 +280,8 @@ class _Search:
         found = []
         for trial in self._history.own:
             point, first = space.coordinates(self._config, self._dimensions, trial.settings), at(trial, 0)
-            if point is not None:
-                value = self._aim.value(first) if first is not None and trial.sound else None
-                found.append(ask_tell.Told(point, value, pending=first is None and trial.sound))
+            value = self._aim.value(first) if first is not None and trial.sound else None
+            found.append(ask_tell.Told(point, value, pending=first is None and trial.sound))
         return found
 
     def _propose(self) -> int | None:
