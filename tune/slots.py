@@ -33,6 +33,8 @@ RESOURCES = {"CPU": 0, ray_internals.HEAD_RESOURCE: 0.001}
 ANSWERS = "answers"
 DEATHS = 3
 """Deaths of a slot's process, after which Tune does not start it again."""
+IDLE_S = 30.0
+"""Seconds that a slot without an order keeps its workers; starting them again takes some ten."""
 END_S = 60.0
 """Seconds that the slots have to end, once they are told to."""
 
@@ -74,13 +76,22 @@ def _slot(settings: dict[str, Any], office: Any, task: Task) -> None:
     ray.get(office.put.remote(ANSWERS, Answer(slot, box)))
     try:
         for taken in itertools.count():
-            order: Order | None = ray.get(office.take.remote(box, taken))
+            order = _next(office.take.remote(box, taken), workers)
             if order is None:
                 return
             outcomes = trial.run(order, task, workers)
             ray.get(office.put.remote(ANSWERS, Answer(slot, box, order, tuple(outcomes))))
     finally:
         workers.end()
+
+
+def _next(taken: Any, workers: kept.Kept) -> Order | None:
+    """The slot's next order. While there is none, its workers give their CPUs back: where a node is gone, another slot
+    may be waiting for just those."""
+    if not ray.wait([taken], timeout=IDLE_S)[0]:
+        workers.end()
+    order: Order | None = ray.get(taken)
+    return order
 
 
 def _folder(search: Run, slot: int) -> Run:
