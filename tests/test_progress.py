@@ -357,7 +357,7 @@ def test_a_search_says_its_own_events_and_of_its_trials_what_goes_wrong(capsys: 
         {"kind": "search", "what": "spent", "seconds": 3.0},  # it has no line
         {"kind": "search", "what": "stopped", "line": "no further trial"},
     ]
-    with progress.Line(search=Counting()) as line:
+    with progress.Line() as line, line.following(Counting()):
         for event in events:
             line(event)
     lines = [text.split(" s  ", 1)[1] for text in capsys.readouterr().err.splitlines()]
@@ -371,7 +371,7 @@ def test_a_search_says_its_own_events_and_of_its_trials_what_goes_wrong(capsys: 
 
 def test_a_search_that_is_silent_for_a_minute_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
-    with progress.Line(Waited(lambda: now), Counting()) as line:
+    with progress.Line(Waited(lambda: now)) as line, line.following(Counting()):
         line({"kind": "search", "what": "asked", "trial": 2, "line": "trial 2: lr 0.1"})
         for number in (1, 2, 3):
             now += progress.PULSE / 2
@@ -383,7 +383,7 @@ def test_a_search_that_is_silent_for_a_minute_says_how_far_it_is(capsys: pytest.
 def test_the_live_line_of_a_search(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"FORCE_COLOR": "1", "COLUMNS": "120", "TERM": "xterm"}.items():
         monkeypatch.setenv(name, value)
-    with progress.Line(search=Counting()) as line:
+    with progress.Line() as line, line.following(Counting()):
         line({"kind": "search", "what": "asked", "trial": 2, "line": "trial 2: lr 0.1"})
         line({**update(10, 1.0), "trial": 2})
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)

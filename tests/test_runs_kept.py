@@ -63,7 +63,8 @@ def test_a_run_frozen_at_rungs_and_thawed_in_used_workers_ends_like_one_that_nev
 
 
 def test_a_killed_worker_costs_its_start_alone(trained: Trained, workers: kept.Kept) -> None:
-    folder, last, killed = trained.run.parent, trained.summary["updates"], []
+    folder, last = trained.run.parent, trained.summary["updates"]
+    killed: list[dict[str, object]] = []
 
     def kill(event: dict[str, object]) -> None:
         if event["kind"] == "progress" and event["update"] == 9 and not killed:

@@ -234,12 +234,14 @@ def test_a_rung_is_no_evaluation_and_leaves_the_answers(
     """Were it one, a run that paused might choose other best weights than one that did not."""
     scripted(monkeypatch, 0.2, 0.3)
     paused = start(ground, tmp_path, until=1, rung=True)
+    assert paused.outcome is not None
     assert (paused.outcome.finished, paused.recorder.scores) == (False, [])
     kept = rungs.read(Run(tmp_path), 1)
     assert kept is not None
     assert len(kept) == Store(next((ground / ".tokens").iterdir())).rows("valid")
     ended = start(ground, tmp_path, rung=True)
     assert [fields["update"] for fields in ended.recorder.scores] == [3, 6]
+    assert ended.outcome is not None
     assert ended.outcome.best_update == 6
     assert [fields["update"] for kind, fields in ended.recorder.events if kind == "rung"] == [6]
 

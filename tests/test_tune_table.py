@@ -140,7 +140,7 @@ def test_the_best_so_far_is_that_of_the_deepest_rung_and_rows_are_a_share_of_the
 def test_a_resumed_search_goes_on_from_what_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
     known = replay([asked(0, by="recipe"), asked(1), reached(0, 0, 0.8)])
     event: dict[str, Any] = {**reached(1, 0, 0.7), "kind": "search", "what": "reached"}
-    with Line(search=table.Follower("accuracy", TUNE, known)) as line:
+    with Line() as line, line.following(table.Follower("accuracy", TUNE, known)):
         line(event)
     err = capsys.readouterr().err
     assert err.endswith("trial 1: accuracy 0.7000 at rung 1 (1,280 rows, 13 s), place 2 of 2 so far\n")
