@@ -3,8 +3,8 @@
 The document that `run` returns, and that artifact.json keeps as `gate` (without `rivals`):
 {"schema_version", "verdict", "reasons", "findings": [{"word", "text"}], "version": of the candidate, "against":
 {"name", "version", "folder"}, "student", "rows", "source", "headline", "scores": [difference], "mcnemar", "slices",
-"latency": [speed by bucket], "megabytes", "base_megabytes", "memory_mb", "base_memory_mb", "read_otherwise", "limits", "host",
-"made", "seconds"}.
+"latency": [speed by bucket], "megabytes", "base_megabytes", "memory_mb", "base_memory_mb", "read_otherwise", "limits",
+"host", "made", "seconds"}.
 """
 
 import platform

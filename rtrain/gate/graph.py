@@ -1,4 +1,4 @@
-"""What is in an OpenVINO graph, from its .xml alone: constants by part of the model, operators by type and precision."""
+"""What is in an OpenVINO graph, by its .xml alone: constants by part of the model, operators by type and precision."""
 
 import re
 import xml.etree.ElementTree as ElementTree

@@ -56,7 +56,7 @@ def inspect(folder: Path) -> dict[str, Any]:
 
 
 def _model(folder: Path, made: Artifact) -> tuple[Graph | None, dict[str, Part]]:
-    """(the graph of an int8 artefact, the model's numbers by part). None and nothing for an engine of another format."""
+    """(the graph of an int8 artefact, the model's numbers by part). None and nothing for engines of other formats."""
     name = engines.get(made.engine).files[0]
     if name.endswith(".xml"):
         graph = Graph(folder / name)

@@ -18,14 +18,14 @@ NO_RECIPE = "intent"
 
 
 def default_base(candidate: Path) -> Path | None:
-    """The float artefact of the run that a candidate lies in; None where the candidate is that one, or there is none."""
+    """The float artefact of the run that a candidate lies in; None where that is the candidate, or there is none."""
     float_one = Run(candidate.parent).artifact
     return float_one if float_one != candidate and (float_one / artifact.NAME).is_file() else None
 
 
 def find(candidate: Path, base: Path, overrides: Mapping[str, Any]) -> tuple[Sides, Gate]:
-    """What is set beside what, on which rows, by which limits. `overrides` are dotted settings: `data.path` is a file of
-    rows, `gate.*` the limits; all else is that of the candidate's run, or of its base's."""
+    """What is set beside what, on which rows, by which limits. `overrides` are dotted settings: `data.path` is a file
+    of rows, `gate.*` the limits; all else is that of the candidate's run, or of its base's."""
     run = next((run for run in (Run(candidate.parent), Run(base.parent)) if run.exists), None)
     settings = {name: value for name, value in overrides.items() if not name.startswith("data.")}
     chosen = configuration.load(NO_RECIPE, settings) if run is None else opening.stored(run.folder, settings)
