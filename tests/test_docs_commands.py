@@ -20,8 +20,9 @@ ADDRESS = "127.0.0.1:8000"
 """Of the endpoint in the commands; another test may hold that port, so a free one takes its place."""
 SMALLER = {
     "train": ("train.epochs=1", "train.precision=fp32", "optim.lr=5e-3", "report.attributions=2", "model.name=encoder"),
-    "distill": ("distill.epochs=1", "distill.layers=1", "report.attributions=0"),
-    "quantize": ("quantize.calibration_rows=16",),
+    "distill": ("distill.epochs=1", "distill.layers=1", "report.attributions=0", "gate.seconds=1"),
+    "quantize": ("quantize.calibration_rows=16", "gate.seconds=1"),
+    "serve": ("serve.ungated=true",),
 }
 """Settings that are put behind a verb's own, for its size. A resume has those of its run."""
 

@@ -62,7 +62,7 @@ def run(
         lineage = {**parent.lineage, "parent": parent.version, "calibration_rows": recipe.quantize.calibration_rows}
         made = replace(parent, engine=recipe.quantize.engine, lineage=lineage, golden=(), metrics={})
         on_event(events.doing(f"scoring both models on {store.rows('test'):,} test rows", "scores"))
-        report = _measure(parent_folder, draft, parent, made, store)
+        report, answered = _measure(parent_folder, draft, parent, made, store)
         made = replace(made, metrics={"test": report["test"]})
         artifact.write(
             draft,
@@ -71,7 +71,7 @@ def run(
             predict.golden_inputs(base.get(made.task), Head(made.labels, made.facts)),
         )
         report["gate"] = gate.run(
-            gate.Sides(draft, parent_folder, store, store, threads), recipe.gate, on_event=on_event
+            gate.Sides(draft, parent_folder, store, store, threads, answered), recipe.gate, on_event=on_event
         )
         artifact.judged(draft, report["gate"])
         artifact.publish(draft, out)
@@ -125,16 +125,16 @@ def _samples(store: Store, rows: int, pad_id: int, names: frozenset[str]) -> Ite
 
 def _measure(
     parent_folder: Path, draft: Path, parent: artifact.Artifact, made: artifact.Artifact, store: Store
-) -> dict[str, Any]:
-    """The scores of both artefacts on the test rows; the shares of int8 answers that differ from the parent's, and that
-    differ between being asked alone and in a batch."""
+) -> tuple[dict[str, Any], tuple[score.Answered, score.Answered]]:
+    """(scores of both artefacts on the test rows and the shares of int8 answers that differ from the parent's, and that
+    differ between being asked alone and in a batch; the answers of parent and int8)"""
     alone_rows = np.arange(min(store.rows("test"), ALONE_ROWS))
     int8, every = predict.Predictor(draft, made), np.arange(store.rows("test"))
     float_answers = score.on_split(predict.Predictor(parent_folder, parent), store, "test", every)
     batched = score.on_split(int8, store, "test", every)
     alone = score.on_split(int8, store, "test", alone_rows, batch_rows=1)
     together = [batched.outputs[row] for row in alone_rows]
-    return {
+    report = {
         "test": score.scores(int8, batched, store),
         "parent": score.scores(int8, float_answers, store),
         "flips_against_parent": _flips(batched.outputs, float_answers.outputs),
@@ -145,6 +145,7 @@ def _measure(
         "size_mb": round(artifact.size_mb(draft, made.engine), 2),
         "parent_size_mb": round(artifact.size_mb(parent_folder, parent.engine), 2),
     }
+    return report, (float_answers, batched)
 
 
 def _flips(left: list[Floats], right: list[Floats]) -> float:

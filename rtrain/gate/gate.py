@@ -26,7 +26,7 @@ from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.gate import decision, footprint, latency, rivals as plain, rows
 from rtrain.gate.decision import Measured, Word
-from rtrain.gate.rows import Both, Judged, Unequal
+from rtrain.gate.rows import Answers, Both, Judged, Unequal
 from rtrain.predict import Predictor
 from rtrain.report.answer_rows import SPLITS
 
@@ -44,6 +44,8 @@ class Sides:
     """The rows that the base was trained on: the plain models are too."""
     threads: int = 1
     """Of each engine: those that serve it."""
+    known: Answers | None = None
+    """The base's and the candidate's answers to all test rows of the store, where somebody has asked already."""
 
 
 def run(sides: Sides, settings: Gate, *, thorough: bool = False, on_event: Say = lambda event: None) -> dict[str, Any]:
@@ -134,7 +136,7 @@ def _answers(sides: Sides, on_event: Say) -> tuple[Both | None, Judged, str]:
                 return None, Judged(None, (), None, 0, (), unscored), ""
             on_event(events.doing(f"both models answer {sides.rows.rows(split):,} {split} rows", "answers"))
             alike = rows.reading(sides.base, base) == rows.reading(sides.candidate, candidate)
-            both = rows.of_store(base, candidate, sides.rows, split, alike)
+            both = rows.of_store(base, candidate, sides.rows, split, alike, sides.known if split == "test" else None)
     except Unequal as error:
         return None, nothing, str(error)
     return both, rows.judge(both), ""

@@ -1,5 +1,6 @@
 """What is in an OpenVINO graph, by its .xml alone: constants by part of the model, operators by type and precision."""
 
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter, defaultdict
@@ -109,18 +110,11 @@ class Graph:
 
 
 def _layer(node: ElementTree.Element) -> Layer:
-    data = node.find("data")
-    held = {} if data is None else data.attrib
-    shape = [int(one) for one in held.get("shape", "").split(",") if one.strip()]
-    numbers = 1
-    for size in shape:
-        numbers *= size
-    kind = node.attrib["type"]
-    constant = kind == "Const"
-    size = int(held.get("size", 0)) if constant else 0
-    return Layer(
-        node.attrib.get("name", ""), kind, held.get("element_type", "") if constant else "", size, numbers * constant
-    )
+    name, kind, data = node.attrib.get("name", ""), node.attrib["type"], node.find("data")
+    if kind != "Const" or data is None:  # only a constant's shape is sure to be known
+        return Layer(name, kind, "", 0, 0)
+    shape = [int(one) for one in data.attrib.get("shape", "").split(",") if one.strip()]
+    return Layer(name, kind, data.attrib.get("element_type", ""), int(data.attrib.get("size", 0)), math.prod(shape))
 
 
 def _sum(layers: Iterable[Layer]) -> Part:

@@ -1,7 +1,8 @@
 """Latency of two sides, beside each other: the machine's moods meet both alike.
 
-Rounds alternate between the sides, text by text, and each round gives one ratio of medians. What is said of the ratio
-is an interval over rounds, never one figure.
+In each round both sides answer the same texts, one after the other, and whoever begins changes from round to round; it
+gives one ratio of medians. What is said of the ratio is an interval over rounds, never one figure. The sides do not
+alternate text by text: each would find its weights thrown out of the caches by the other one's, which no endpoint does.
 """
 
 import math
@@ -54,7 +55,7 @@ def measure(
     for name, positions in rows.items():
         # Answers of the first texts warm both sides up, and say how many there is time for.
         cost = [_timed(base, row, clock) + _timed(candidate, row, clock) for row in [*positions[:FEWEST]] * 2]
-        fitting = int(seconds / len(rows) / (ROUNDS * max(statistics.median(cost), 1e-9)))
+        fitting = int(seconds / len(rows) / (ROUNDS * max(statistics.median(cost), 1e-9))) - 1
         asked = _spread(positions, max(FEWEST, min(fitting, MOST)))
         found.append(_bucket(name, base, candidate, asked, clock))
     return found
@@ -65,13 +66,12 @@ def _bucket(name: str, base: Ask, candidate: Ask, positions: Sequence[int], cloc
     ratios = []
     for number in range(ROUNDS):
         own: tuple[list[float], list[float]] = ([], [])
-        for row in positions:
-            # Whoever comes second finds the caches of the first.
-            for side, ask in ((0, base), (1, candidate))[:: 1 if number % 2 else -1]:
-                own[side].append(_timed(ask, row, clock))
+        for side, ask in ((0, base), (1, candidate))[:: 1 if number % 2 else -1]:
+            ask(positions[0])  # it fetches the weights that the other side's have replaced
+            own[side].extend(_timed(ask, row, clock) for row in positions)
         ratios.append(statistics.median(own[0]) / max(statistics.median(own[1]), 1e-9))
-        for side in (0, 1):
-            times[side].extend(own[side])
+        times[0].extend(own[0])
+        times[1].extend(own[1])
     low, high = interval(ratios)
     (base_p50, base_p99), (p50, p99) = (np.percentile(np.array(side) * 1000, (50, 99)).tolist() for side in times)
     return Speed(

@@ -36,6 +36,8 @@ MOST_ROWS = 10_000
 """Rows of a store that are answered; of more, so many are drawn, always the same ones."""
 ABSENT = -100.0
 """Logit of a label that a side lacks."""
+Answers = tuple[score.Answered, score.Answered]
+"""The base's and the candidate's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,8 +116,12 @@ def of_file(base: Predictor, candidate: Predictor, data: Data) -> Both:
     return Both(first, other, columns, str(data.path), _otherwise(first.tokens, other.tokens))
 
 
-def of_store(base: Predictor, candidate: Predictor, store: Store, split: str, alike: bool) -> Both:
+def of_store(
+    base: Predictor, candidate: Predictor, store: Store, split: str, alike: bool, known: Answers | None = None
+) -> Both:
     """Both sides on the rows of a split. `alike`: the sides have equal `reading`.
+
+    `known`: the base's and the candidate's answers to all rows of the split; they are asked anew where rows are drawn.
 
     Raises `Unequal` where the candidate's labels, or its tokens, cannot be set beside those of the store.
     """
@@ -130,8 +136,13 @@ def of_store(base: Predictor, candidate: Predictor, store: Store, split: str, al
         read = [tokens.pick(kept), own] if made else [own, tokens.pick(kept)]
         positions, targets = positions[kept], targets.take(kept)
 
+    usable = known if alike and known and len(known[0].outputs) == len(positions) == store.rows(split) else None
+
     def side(predictor: Predictor, mine: Tokens) -> Side:
-        answered = score.answer(predictor, mine.lengths_of_rows, mine.pick)
+        if usable is None:
+            answered = score.answer(predictor, mine.lengths_of_rows, mine.pick)
+        else:
+            answered = usable[0 if predictor is base else 1]
         head, answered = _by_name(predictor, answered, store.manifest.head, (base, candidate))
         return Side(predictor, mine, answered, targets, head, np.zeros(len(positions), dtype=np.bool_))
 

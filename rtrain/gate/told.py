@@ -13,8 +13,13 @@ def text(found: dict[str, Any]) -> str:
 
 
 def sentence(found: dict[str, Any]) -> str:
-    """`refuse: accuracy 0.905 against 0.925, ...`."""
-    return f"{found['verdict']}: {'; '.join(found['reasons'])}"
+    """`refuse: accuracy 0.905 against 0.925, ...`. Of a promoted one what comes first is enough."""
+    reasons = found["reasons"]
+    if found["verdict"] != "promote":
+        return f"{found['verdict']}: {'; '.join(reasons)}"
+    more = len(reasons) - 1
+    rest = f"; {more} more finding{'s' if more > 1 else ''} for it, none against" if more else ""
+    return f"promote: {reasons[0]}{rest}"
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
@@ -56,5 +61,6 @@ def _rivals(rivals: list[dict[str, Any]]) -> Iterator[str]:
         if one["absent"]:
             yield f"{one['name']:<42}not measured: {one['absent']}"
             continue
-        own = "" if one["points_per_ms"] is None else f"  {one['points_per_ms']:.2f}"
+        bought = "it is no slower" if one["points_per_ms"] is None else f"{one['points_per_ms']:.2f}"
+        own = "" if one is rivals[0] else f"  {bought}"
         yield f"{one['name']:<42}{one['score']:>9.4f}{one['ms']:>9.3f}{own}"
