@@ -14,7 +14,7 @@ import numpy as np
 
 from rtrain.gate.decision import Speed
 
-ROUNDS = 9
+LEAST_ROUNDS, MOST_ROUNDS = 9, 51
 """With nine, the interval leaves out the fastest and the slowest round: a hiccup of the machine spoils one."""
 FEWEST, MOST = 3, 12
 """Texts of a bucket that are asked in each round."""
@@ -50,21 +50,25 @@ def measure(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Speed]:
-    """The speed of both sides on the rows of each bucket, in about so many seconds, or what `FEWEST` texts take."""
+    """The speed of both sides on the rows of each bucket, in about so many seconds, or what the least rounds of the
+    fewest texts take."""
     found = []
     for name, positions in rows.items():
         # Answers of the first texts warm both sides up, and say how many there is time for.
         cost = [_timed(base, row, clock) + _timed(candidate, row, clock) for row in [*positions[:FEWEST]] * 2]
-        fitting = int(seconds / len(rows) / (ROUNDS * max(statistics.median(cost), 1e-9))) - 1
-        asked = _spread(positions, max(FEWEST, min(fitting, MOST)))
-        found.append(_bucket(name, base, candidate, asked, clock))
+        calls = int(seconds / len(rows) / max(statistics.median(cost), 1e-9))
+        asked = _spread(positions, max(FEWEST, min(calls // LEAST_ROUNDS - 1, MOST)))
+        rounds = max(LEAST_ROUNDS, min(calls // (len(asked) + 1), MOST_ROUNDS))
+        found.append(_bucket(name, base, candidate, asked, rounds, clock))
     return found
 
 
-def _bucket(name: str, base: Ask, candidate: Ask, positions: Sequence[int], clock: Callable[[], float]) -> Speed:
+def _bucket(
+    name: str, base: Ask, candidate: Ask, positions: Sequence[int], rounds: int, clock: Callable[[], float]
+) -> Speed:
     times: tuple[list[float], list[float]] = ([], [])
     ratios = []
-    for number in range(ROUNDS):
+    for number in range(rounds):
         own: tuple[list[float], list[float]] = ([], [])
         for side, ask in ((0, base), (1, candidate))[:: 1 if number % 2 else -1]:
             ask(positions[0])  # it fetches the weights that the other side's have replaced
