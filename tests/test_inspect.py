@@ -45,12 +45,16 @@ def test_bytes_by_part_are_those_of_the_files(float_one: Path, tmp_path: Path) -
         assert all(size > 0 for size in found["bytes"].values())
 
 
-def test_a_graph_of_floats_has_the_float_model_s_numbers(float_one: Path, tmp_path: Path) -> None:
-    """Within the few constants that a graph has beside its weights, such as the one that divides by."""
-    graph, model = inspection.inspect(openvino_artifact(tmp_path / "graph")), inspection.inspect(float_one)
-    for part in ("word table", "layers", "other embeddings"):
-        assert graph["parts"][part]["numbers"] == pytest.approx(model["parts"][part]["numbers"], rel=0.01)
-    assert set(graph["operators"]["MatMul"]) == {"float"}
+def test_a_graph_of_floats_has_the_float_model_s_matrices(tmp_path: Path) -> None:
+    """Its vectors, which are zeros and ones before a training, are left out of the graph; it has a few constants beside
+    its weights, such as the one that divides by."""
+    folder = openvino_artifact(tmp_path / "graph")
+    found = inspection.inspect(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    matrices = sum(one.numel() for one in model.bert.encoder.parameters() if one.dim() > 1)
+    assert 0 <= found["parts"]["layers"]["numbers"] - matrices <= 8
+    assert found["parts"]["word table"]["numbers"] == model.bert.embeddings.word_embeddings.weight.numel()
+    assert set(found["operators"]["MatMul"]) == {"float"}
 
 
 @pytest.mark.parametrize(
@@ -137,13 +141,10 @@ def test_lineage_leads_to_data_and_run_and_to_the_commands(gated: Gated) -> None
 
 @pytest.mark.ray
 def test_the_verb_takes_a_run_and_tells_it_both_ways(gated: Gated, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["inspect", str(gated.run.folder), "--json"])
-    assert not stopped.value.code
+    cli.main(["inspect", str(gated.run.folder), "--json"])
     document = json.loads(capfd.readouterr().out)
     assert document == json.loads(json.dumps(inspection.inspect(gated.float_one)))
-    with pytest.raises(SystemExit):
-        cli.main(["inspect", str(gated.int8)])
+    cli.main(["inspect", str(gated.int8)])
     text = capfd.readouterr().out
     assert "answered by openvino" in text
     assert f"all {document['numbers']:>14,}" not in text
