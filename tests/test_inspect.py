@@ -98,9 +98,9 @@ def test_the_verdict_is_told_with_date_and_host(tmp_path: Path) -> None:
     made = artifact.judged(folder, {**verdict, "version": artifact.read(folder).version})
     found = inspection.inspect(folder)
     assert (found["gate"], found["gated"]) == (verdict, True)
-    assert "gate: hold, 2026-01-02T03:04:05Z, on wren: a; b" in inspection.text(found)
+    assert "gate: hold: a; b (2026-01-02T03:04:05Z, on wren)" in inspection.text(found)
     artifact.judged(folder, {**verdict, "version": made.version[::-1]})
-    assert "gate: hold (of another artefact), 2026-01-02" in inspection.text(inspection.inspect(folder))
+    assert "gate: hold: a; b (of another artefact, 2026-01-02T" in inspection.text(inspection.inspect(folder))
 
 
 # --------------------------------------------------------------------------------------------------- of a run, and int8
@@ -149,4 +149,4 @@ def test_the_verb_takes_a_run_and_tells_it_both_ways(gated: Gated, capfd: pytest
     assert "answered by openvino" in text
     assert f"all {document['numbers']:>14,}" not in text
     assert "i8 x i8" in text
-    assert "gate: promote, " in text
+    assert "gate: promote: accuracy " in text

@@ -14,6 +14,7 @@ from typing import Any
 
 from rtrain import artifact, engines
 from rtrain.artifact import Artifact, ArtifactError
+from rtrain.gate import told
 from rtrain.gate.graph import Graph, Part, part_of
 from rtrain.run import Run
 
@@ -154,6 +155,6 @@ def _gate(found: dict[str, Any]) -> str:
     gate = found["gate"]
     if gate is None:
         return "none has looked at it" + ("; serve asks for one" if found["needs_gate"] else ", and none is needed")
-    other = "" if found["gated"] else " (of another artefact)"
+    other = "" if found["gated"] else "of another artefact, "
     where = (gate.get("host") or {}).get("name", "an unknown machine")
-    return f"{gate['verdict']}{other}, {gate['made']}, on {where}: {'; '.join(gate['reasons'] or ())}"
+    return f"{told.sentence(gate)} ({other}{gate['made']}, on {where})"

@@ -14,7 +14,7 @@ def text(found: dict[str, Any]) -> str:
 
 def sentence(found: dict[str, Any]) -> str:
     """`refuse: accuracy 0.905 against 0.925, ...`. Of a promoted one what comes first is enough."""
-    reasons = found["reasons"]
+    reasons = found["reasons"] or ["no reason given"]
     if found["verdict"] != "promote":
         return f"{found['verdict']}: {'; '.join(reasons)}"
     more = len(reasons) - 1
