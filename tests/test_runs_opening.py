@@ -180,6 +180,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "augment.mask": {"augment.copies": 1},
     "augment.pivot": {"augment.paraphrase": "there"},
     "optim.lr_scaling": {"optim.lr_rows": 32},
+    "optim.beta2_scaling": {"optim.lr_rows": 32},
     "train.aggregation_frequency": {"train.rows_per_update": None},
     "tune.money": {"tune.price": 0.04},
 }
@@ -206,7 +207,7 @@ def others(name: str, value: Any) -> Iterator[Any]:
         yield not value
     elif isinstance(value, int | float):
         yield from (value + 1, value + 1e-3, value / 2 or 0.1)
-    yield from ([{"optim.lr": 1e-4}], [7], [0.5], ["other"], "other", 2, 9, 0.25)
+    yield from ([{"optim.lr": 1e-4}], [7], [0.5], ["other"], "other", 2, 9, 0.25, {"optim.lr": [1e-4, 1e-3]})
 
 
 @pytest.mark.parametrize("name", sorted(set(config.dotted_names())))
