@@ -46,6 +46,9 @@ class Tune(Section):
     space: dict[str, Range | tuple[Any, ...]] = SPACE
     """Settings that are searched, by dotted name: a range, e.g. {optim.lr: {low: 5.0e-5, high: 1.0e-3, log: true}}, or
     a list of choices."""
+    study: bool = False
+    """No search: train with aggregation frequencies 1, 2, 10 and 100 (or those of another `space`), each by AdamW, by
+    AdamW under the linear rule and by RAdam, and make a table of scores and times."""
     points: tuple[dict[str, Any], ...] = ()
     """Settings to try right after trial 0, the recipe as it stands, e.g. [{optim.lr: 1.0e-4}]."""
     sampler: Literal["auto", "gp", "tpe", "random", "grid"] = "auto"

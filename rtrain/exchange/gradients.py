@@ -51,9 +51,8 @@ class Exchange:
             ray_internals.take_times(self.model)
             self._transport, hooked = self._carried(by, compressed)
             if hooked:  # otherwise DistributedDataParallel sends the buckets by itself
-                self.model.register_comm_hook(
-                    (self._transport, self._spent), lambda state, bucket: _started(*state, bucket)
-                )
+                state = (self._transport, self._spent)
+                self.model.register_comm_hook(state, lambda state, bucket: _started(state, bucket))
 
     def _carried(self, by: str, compressed: str) -> "tuple[transport.Transport, bool]":
         """The transport, and whether it is to have DistributedDataParallel's buckets. Asked for on every worker."""
@@ -171,8 +170,9 @@ class Exchange:
             dist.barrier()
 
 
-def _started(by: "transport.Transport", spent: Spent, bucket: Any) -> Any:
+def _started(state: "tuple[transport.Transport, Spent]", bucket: Any) -> Any:
     """DistributedDataParallel's hook. It is no method of an exchange: it is kept below Python, where no collector finds
     a cycle."""
+    by, spent = state
     with spent.waiting():
         return by.start(bucket.buffer(), bucket.is_last())
