@@ -116,7 +116,7 @@ def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> N
     import ray
 
     from rtrain.compress import distill, quantize
-    from tune import search
+    from tune import search, table
 
     recipe = config.recipe
     with report.stage("ingest", line) as stage:
@@ -124,19 +124,14 @@ def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> N
         store, _ = tokens.ensure(recipe, source, model.resolve(recipe.model.name), folder)
         stage.rows = sum(store.manifest.rows.values())
         report.baseline = ray.get(ray.remote(num_cpus=1)(_baseline).remote(recipe))
+    headline = metric_for(base.get(recipe.task).output).headline
     with report.stage("search", line) as stage:
-        found = search.run(config, folder / "search", on_event=line, tokens_root=folder)
-        stage.score = found.best.score
-        default = summarise(Run(Path(found.trials[0].run)))
-        headline = metric_for(base.get(recipe.task).output).headline
-        report.default_score = default["metrics"]["test"][headline]
-        stage.rows = sum(trial.updates * _rows_per_update(trial) for trial in found.trials if trial.updates)
-    with report.stage("train", line) as stage:
-        before = found.best.updates * _rows_per_update(found.best)
-        winner = search.continue_best(found, on_event=line, tokens_root=folder)
-        report.winner_score = stage.score = winner["metrics"]["test"][headline]
-        stage.rows = max(0, winner["rows_seen"] - before)
-    teacher = Path(found.best.run)
+        with line.following(table.Follower(headline, config.deploy.tune)):
+            found = search.run(config, folder / "search", on_event=line, tokens_root=folder)
+        default, winner = (summarise(run)["metrics"]["test"] for run in (found.search.trial(0), found.winner))
+        report.default_score, report.winner_score = default[headline], winner[headline]
+        stage.score, stage.rows = winner[headline], found.rows
+    teacher = found.winner.folder
     with report.stage("distill", line) as stage:
         settings = configuration.load(str(Run(teacher).config))
         student, summary = distill.run(settings, teacher, folder / "student", on_event=line)
@@ -150,10 +145,6 @@ def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> N
             made["size_mb"],
             recipe.quantize.calibration_rows,
         )
-
-
-def _rows_per_update(trial: Any) -> int:
-    return configuration.load(str(Run(Path(trial.run)).config)).recipe.rows_per_update
 
 
 def _baseline(recipe: configuration.Recipe) -> float:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 NAME = "events.jsonl"
 
@@ -74,9 +74,14 @@ class Follow:
         self._on_event, self._done = on_event, threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         if self._on_event:
             self._thread.start()
+        return self
+
+    def add(self, run: Path, fields: dict[str, Any]) -> None:
+        """Follow one more run, from its next event on."""
+        self._tails = [*self._tails, (Tail(run), fields)]  # a new list: the thread may be reading the old one
 
     def __exit__(self, *_: object) -> None:
         self._done.set()

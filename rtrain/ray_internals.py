@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
     from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+    from ray.tune.callback import Callback as TuneCallback
     from ray.util.placement_group import PlacementGroup
 
 HEAD_RESOURCE = "node:__internal_head__"
@@ -157,6 +158,21 @@ def torch_trainer() -> type[Any]:
             return [callback for callback in found if not isinstance(callback, unwanted)]
 
     return Trainer
+
+
+def silent_progress() -> "TuneCallback":
+    """A callback of Ray Tune's that takes the place of its own, which prints a line at the end of each of its trials,
+    however little it was told to print."""
+    from ray.tune.progress_reporter import TrialProgressCallback
+
+    class Silent(TrialProgressCallback):
+        def log_result(self, trial: Any, result: dict[str, Any], error: bool = False) -> None:
+            pass
+
+        def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+            pass
+
+    return Silent()
 
 
 def serve_controller() -> tuple[str, str]:

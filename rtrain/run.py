@@ -110,6 +110,10 @@ class Run:
         """The id of the placement group that the running start holds."""
         return self.folder / "placement_group"
 
+    def rung(self, update: int) -> Path:
+        """The answers to the validation rows at a rung of a search (`training.rungs`)."""
+        return self.folder / "rungs" / f"update-{update:08d}.safetensors"
+
     def stalled(self, rank: int | str) -> Path:
         """Traceback of a worker, by rank, that hung in the newest start; empty where it did not. `*` for a pattern."""
         return self.folder / f"stalled-{rank}.txt"
@@ -154,6 +158,16 @@ class Run:
     def trials(self) -> Path:
         """Where a search lists its trials, once it has ended: one JSON object a line."""
         return self.folder / "trials.jsonl"
+
+    @property
+    def search_page(self) -> Path:
+        """What a search has come to, as a page."""
+        return self.folder / "search.html"
+
+    @property
+    def best(self) -> Path:
+        """The settings of a search's winner, complete; `rtrain train` takes them."""
+        return self.folder / "best.yaml"
 
     @property
     def is_search(self) -> bool:

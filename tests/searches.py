@@ -1,34 +1,48 @@
-"""A search's folder as `tune.search` leaves it, made without Ray: trials with logs and scores, and who won."""
+"""A search's folder as a search leaves it, made without Ray: its journal, and trials with logs, scores and answers."""
 
-import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rtrain import config, events
+import numpy as np
+
+from rtrain import config
 from rtrain.config import Config
+from rtrain.report import answer_rows
 from rtrain.run import Run
 from rtrain.runs import opening
 from tests.conftest import write_rows
-from tests.reports import answers_of, write_predictions
-from tune import search, space
+from tests.reports import write_predictions
+from tune import held_back
+from tune.history import SEED, Finished, Reached
+from tune.journal import Journal
 
 UPDATES = 40
-SPACE: Mapping[str, Any] = {
-    "tune.lr": [1e-4, 3e-4, 1e-3],
-    "tune.aggregation_frequency": [2, 4, 8],
-    "tune.budget": 0.5,
+"""Of a full run."""
+ROWS_PER_UPDATE = 32
+LABELS = ("login", "parcel", "refund")
+POINTS: Sequence[Mapping[str, Any]] = [
+    {"optim.lr": lr, "train.aggregation_frequency": frequency, "train.rows_per_update": None}
+    for frequency in (4, 2, 8)
+    for lr in (1e-3, 1e-4, 3e-4)
+]
+"""Settings of the trials after trial 0."""
+SETTINGS: Mapping[str, Any] = {
+    "tune.space": {
+        "optim.lr": {"low": 1e-4, "high": 1e-3, "log": True},
+        "train.aggregation_frequency": [2, 4, 8],
+    },
     "tune.first_rung": 0.25,
     "optim.lr": 2e-4,
 }
-LABELS = ("login", "parcel", "refund")
 
 
 def settings(folder: Path, trials: int, **overrides: Any) -> Config:
     folder.mkdir(parents=True, exist_ok=True)
     rows = write_rows(folder / "rows.csv", [("a parcel", "parcel")])
-    return config.load("intent", {"data.path": str(rows), **SPACE, "tune.trials": trials, **overrides})
+    return config.load("intent", {"data.path": str(rows), **SETTINGS, "tune.trials": trials, **overrides})
 
 
 def make_search(
@@ -37,43 +51,126 @@ def make_search(
     *,
     rows: int = 60,
     ended: bool = True,
+    ends: Mapping[int, float] | None = None,
+    repeats: Sequence[tuple[int, int, float]] = (),
     errors: Mapping[int, str] | None = None,
+    diverged: Mapping[int, str] | None = None,
     **overrides: Any,
 ) -> Run:
-    """A search whose trials came to these scores on so many validation rows; a trial without one failed."""
+    """A search whose trials came to these scores at their rungs, on so many validation rows; one without failed.
+
+    The better half of them goes on at each rung. Then, unless the search has not `ended`, trial 0 and the two best
+    others are trained to their ends, where about a share `ends` of their answers is right (by default their score); and
+    so are the `repeats`: (trial, seed, share).
+    """
     chosen = settings(folder, len(scores), **overrides)
     found = Run(folder / "search")
     opening.freeze(found, chosen)
-    trials = []
-    for number, (override, score) in enumerate(zip(space.trials(chosen), scores, strict=True)):
-        run = found.trial(number)
-        opening.freeze(run, config.with_overrides(chosen, override))
-        error = (errors or {}).get(number, "ValueError: no") if score is None else None
-        _train(run, number, score, rows)
-        trials.append(search.summarise(chosen, run.folder, number, override, error))
+    journal = Journal(found.trials)
+    for number in range(len(scores)):
+        by = "recipe" if number == 0 else "spread" if number < 4 else "gp"
+        journal.append("asked", trial=number, settings=_point(number), by=by, of=None, seed=None)
+        opening.freeze(found.trial(number), config.with_overrides(chosen, _point(number)))
+    for number, score in enumerate(scores):
+        if score is None:
+            error = (errors or {}).get(number, "ValueError: no")
+            _begin(found.trial(number))
+            found.trial(number).append("failed", error=error)
+            journal.append("failed", trial=number, error=error)
+    known = {number: score for number, score in enumerate(scores) if score is not None}
+    _rungs(found, journal, known, rows, diverged or {})
     if ended:
-        found.trials.write_text("".join(json.dumps(asdict(trial)) + "\n" for trial in trials))
-        found.append("searched", best=search.best(trials).number, trials=len(trials))
+        _end(found, journal, chosen, known, rows, ends or {}, repeats)
+    journal.append("spent", seconds=100.0)
     return found
 
 
-def _train(run: Run, number: int, score: float | None, rows: int) -> None:
-    """The first trial to its end, the others to the budget; their score grows, and ends as it was asked for."""
-    last = UPDATES if number == 0 else UPDATES // 2
+def answered(run: Run, right: float, rows: int = 60, seed: int = 0) -> None:
+    """Answers of a run that was trained to its end, about that share of them right. Of one seed, a larger share has
+    right what a smaller one has; another seed is right on other rows."""
+    target = np.random.default_rng(0).integers(0, len(LABELS), rows)
+    luck = np.random.default_rng([1, seed])
+    other = (target + luck.integers(1, len(LABELS), rows)) % len(LABELS)
+    said = np.where(luck.uniform(size=rows) < right, target, other)
+    given = ([LABELS[code] for code in codes] for codes in (target, said))
+    write_predictions(run.folder, *given, split="valid", seed=seed)
+
+
+def _point(number: int) -> dict[str, Any]:
+    return dict(POINTS[(number - 1) % len(POINTS)]) if number else {}
+
+
+def _rungs(search: Run, journal: Journal, scores: Mapping[int, float], rows: int, diverged: Mapping[int, str]) -> None:
+    """Every trial to its rungs: at each of them the better half goes on, until two are left."""
+    left, rung, update = list(scores), 0, UPDATES // 4
+    for number in left:
+        _begin(search.trial(number))
+    while update < UPDATES:
+        for number in left:
+            _train(search.trial(number), update // 2, update, scores[number], rows)
+            search.trial(number).append("paused", update=update)
+            loss = 2.0 / update + number / 100
+            one = Reached(rung, update, ROWS_PER_UPDATE * update, scores[number], loss, seconds=float(update))
+            journal.append("reached", trial=number, **asdict(one))
+            if rung == 0 and number in diverged:
+                journal.append("diverged", trial=number, why=diverged[number])
+        left = [number for number in left if number not in diverged]
+        if len(left) <= 2:
+            return
+        left = sorted(left, key=lambda number: (-scores[number], number))[: math.ceil(len(left) / 2)]
+        rung, update = rung + 1, 2 * update
+
+
+def _end(
+    search: Run,
+    journal: Journal,
+    chosen: Config,
+    scores: Mapping[int, float],
+    rows: int,
+    ends: Mapping[int, float],
+    repeats: Sequence[tuple[int, int, float]],
+) -> None:
+    sound = [trial.number for trial in journal.history.trials if trial.sound]
+    best = sorted((number for number in sound if number), key=lambda number: (-scores[number], number))[:2]
+    held: dict[int, list[float]] = {}
+    for number in [number for number in sound if number == 0] + best:
+        held[number] = [_finish(search, journal, chosen, number, ends.get(number, scores[number]), rows, seed=0)]
+    for of, seed, right in repeats:
+        number = len(journal.history.trials)
+        journal.append("asked", trial=number, settings=_point(of), by=SEED, of=of, seed=seed)
+        opening.freeze(search.trial(number), config.with_overrides(chosen, {**_point(of), "train.seed": seed}))
+        _begin(search.trial(number))
+        held[of].append(_finish(search, journal, chosen, number, right, rows, seed))
+    if held:
+        winner = min(held, key=lambda number: (-float(np.mean(held[number])), number))
+        journal.append("chosen", best=winner, verdict={"text": f"trial {winner} has won"})
+        search.append("searched", best=winner, trials=len(journal.history.trials))
+
+
+def _finish(search: Run, journal: Journal, chosen: Config, number: int, right: float, rows: int, seed: int) -> float:
+    """Train a trial to its end, and write down what it came to; returns its score on the held-back rows."""
+    run = search.trial(number)
+    _train(run, UPDATES // 2 + UPDATES // 4, UPDATES, right, rows)
+    answered(run, right, rows, seed)
+    run.append("finished", update=UPDATES)
+    answers = answer_rows.read(run, "valid")
+    assert answers is not None  # they were just written
+    kept = held_back.mask(np.arange(rows, dtype=np.uint64), chosen.deploy.tune.held_back)
+    kept = kept if kept.any() else ~kept
+    score, held = float(answers.right.mean()), float(answers.right[kept].mean())
+    seconds, all_rows = 2.0 * UPDATES, ROWS_PER_UPDATE * UPDATES
+    one = Finished(UPDATES, all_rows, score, held, int(kept.sum()), seconds, to_target=seconds / 2)
+    journal.append("finished", trial=number, **asdict(one))
+    return held
+
+
+def _begin(run: Run) -> None:
     run.append("created", run=run.name, recipe="intent", task="classification")
     run.append("started", update=0, of=UPDATES, workers=2, precision="fp32")
-    if score is None:
-        run.append("failed", error="ValueError: no")
-        return
-    for update in range(10, last + 1, 10):
-        run.append("progress", update=update, of=UPDATES, loss=2.0 / update + number / 100, rows=32 * update)
-        reached = {"accuracy": score * min(1.0, update / 20), "rows": rows}
-        run.append("evaluated", split="valid", update=update, scores=reached)
-    events.append(run.folder, "finished" if number == 0 else "paused", update=last)
 
 
-def answered(run: Run, right: float, rows: int = 60, seed: int = 0) -> None:
-    """Answers of a trial that was trained to its end, of which about that share is right."""
-    target, _ = answers_of(LABELS, rows, 1.0, seed=0)
-    _, said = answers_of(LABELS, rows, right, seed=0)
-    write_predictions(run.folder, target, said, split="valid", seed=seed)
+def _train(run: Run, first: int, last: int, score: float, rows: int) -> None:
+    """Two evaluations on the way to a rung or the end, the first with a lower score."""
+    for update, share in ((first, 0.8), (last, 1.0)):
+        run.append("progress", update=update, of=UPDATES, loss=2.0 / update, rows=ROWS_PER_UPDATE * update)
+        run.append("evaluated", split="valid", update=update, scores={"accuracy": score * share, "rows": rows})

@@ -19,7 +19,6 @@ from rtrain.checkpoints.replica import Lost, Replica, Unreachable
 from rtrain.config import Cluster
 from rtrain.data.order import Order
 from rtrain.data.stores.store import Store
-from rtrain.training import loop
 from tests import test_training_loop
 from tests.test_training_loop import Ran, start, update_name, weights_digest
 
@@ -73,7 +72,7 @@ def claimed(storage: str, name: str = "run") -> Replica:
 def identity_of(ground: Path) -> str:
     recipe = test_training_loop.recipe_of(ground)
     store = Store(next((ground / ".tokens").iterdir()))
-    return loop.identity(Order(store.manifest.digest, store.rows("train"), recipe.rows_per_update, 2, 3))
+    return Order(store.manifest.digest, store.rows("train"), recipe.rows_per_update, 2, 3).identity
 
 
 def objects(storage: str) -> list[str]:

@@ -328,12 +328,12 @@ def test_unknown_setting_offers_the_nearest_names(run: Cli) -> None:
 def test_contradictory_settings_are_reported_all_at_once(run: Cli) -> None:
     code, _, err = run(
         *("train", "intent", "--data", "x.csv", "--set", "train.rows_per_update=1", "--set", "data.label=text"),
-        *("--set", "train.aggregation_frequency=2", "--set", "tune.first_rung=0.9", "--set", "tune.budget=0.5"),
+        *("--set", "train.aggregation_frequency=2", "--set", "tune.objective=time"),
     )
     assert code == 2
     assert "train.rows_per_update=1: train.aggregation_frequency=2 sets it too" in err
     assert "train.rows_per_update=1: fewer rows than the 2 workers that share them" in err
-    assert "tune.first_rung=0.9: above tune.budget=0.5" in err
+    assert "tune.target: tune.objective=time needs a score to reach" in err
     assert "data.label=text: the same column as the text" in err
 
 

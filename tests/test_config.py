@@ -83,7 +83,7 @@ def test_a_configuration_survives_yaml(tmp_path: Any) -> None:
             "optim.clip_norm": None,
             "train.rows_per_update": 48,
             "tune.points": [{"optim.lr": 1e-6}],
-            "tune.lr": [1e-4],
+            "tune.space": {"optim.lr": {"low": 1e-5, "high": 1e-3, "log": True}, "optim.clip_norm": [None, 1.0]},
             "serve.port": 0,
         },
     )
@@ -173,7 +173,7 @@ def test_names_that_may_be_set() -> None:
     ("name", "fix"),
     [
         ("optim.lrr", "did you mean optim.lr"),
-        ("lr", "distill.lr or optim.lr or tune.lr"),
+        ("lr", "distill.lr or optim.lr"),
         ("train.worker", "did you mean train.workers"),
         ("max_tokens", "data.max_tokens"),
         ("optim.epochs", "train.epochs"),
@@ -228,7 +228,8 @@ def test_all_problems_are_reported_at_once() -> None:
             "train.rows_per_update",
             "fewer rows than the 4 workers that share them",
         ),
-        ({"tune.first_rung": 0.6, "tune.budget": 0.5}, "tune.first_rung", "above tune.budget=0.5"),
+        ({"tune.objective": "time"}, "tune.target", "tune.objective=time needs a score to reach"),
+        ({"tune.money": 5}, "tune.price", "tune.money needs the price of a worker's hour"),
         ({"data.text_pair": "text"}, "data.text_pair", "the same column as data.text"),
         ({"data.label": "text"}, "data.label", "the same column as the text"),
         ({"data.text_pair": "label"}, "data.label", "the same column as the text"),
@@ -243,6 +244,17 @@ def test_all_problems_are_reported_at_once() -> None:
             "optim.lr_scaling=linear asks at which rows_per_update optim.lr=0.0002 holds",
         ),
         (
+            {"optim.beta2_scaling": "rows"},
+            "optim.lr_rows",
+            "optim.beta2_scaling=rows asks at which rows_per_update beta2=0.999 holds",
+        ),
+        (
+            {"optim.lr_scaling": "sqrt", "optim.beta2_scaling": "rows"},
+            "optim.lr_rows",
+            "optim.lr_scaling=sqrt asks at which rows_per_update optim.lr=0.0002 holds and "
+            "optim.beta2_scaling=rows asks at which rows_per_update beta2=0.999 holds",
+        ),
+        (
             {"optim.lr_scaling": "linear", "optim.lr_rows": 8, "optim.lr": 0.25, "train.rows_per_update": 32},
             "optim.lr",
             "scaled from 8 to 32 rows per update it is 1, not less than 1",
@@ -255,8 +267,8 @@ def test_contradictions_are_refused(overrides: dict[str, Any], field: str, reaso
 
 
 def test_several_contradictions_are_reported_together() -> None:
-    found = problems(INTENT, {"tune.first_rung": 0.6, "data.label": "text", "data.text_pair": "text"})
-    assert [problem.field for problem in found] == ["data.text_pair", "data.label", "tune.first_rung"]
+    found = problems(INTENT, {"tune.money": 5, "data.label": "text", "data.text_pair": "text"})
+    assert [problem.field for problem in found] == ["data.text_pair", "data.label", "tune.price"]
 
 
 # ------------------------------------------------------------------------------------------------------------ identity
@@ -345,6 +357,9 @@ def test_what_changes_the_weights_changes_the_identity() -> None:
         {"optim.lr_scaling": "linear", "optim.lr_rows": 32},
         {"optim.lr_scaling": "sqrt", "optim.lr_rows": 32},
         {"optim.lr_scaling": "sqrt", "optim.lr_rows": 16},
+        {"optim.beta2_scaling": "rows", "optim.lr_rows": 32},
+        {"optim.beta2_scaling": "rows", "optim.lr_rows": 16},
+        {"optim.beta2_scaling": "rows", "optim.lr_scaling": "sqrt", "optim.lr_rows": 16},
     ]
     identities = [config.parse(INTENT, change).recipe.identity() for change in changes]
     assert len(set(identities)) == len(changes) - 1
@@ -356,7 +371,13 @@ def test_rules_that_are_switched_off_leave_the_identity_of_before_there_were_any
     """Computed by the version before these rules: artefacts and runs of then are still known by it."""
     before = {"model.pooling": "own", "train.precision": "fp32"}  # the defaults of then
     assert config.parse(INTENT, before).recipe.identity() == "9f69ac1c99a7c697"
-    off = {"optim.lr_scaling": "none", "optim.lr_rows": 32, "optim.layer_decay": 1.0, "model.freeze": "none"}
+    off = {
+        "optim.lr_scaling": "none",
+        "optim.beta2_scaling": "none",
+        "optim.lr_rows": 32,
+        "optim.layer_decay": 1.0,
+        "model.freeze": "none",
+    }
     assert config.parse(INTENT, {**before, **off}).recipe.identity() == "9f69ac1c99a7c697"
     mean = {**before, "model.pooling": "mean"}
     assert config.parse(INTENT, mean).recipe.identity() == "76bb3f58c670f67f"

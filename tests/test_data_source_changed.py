@@ -24,7 +24,6 @@ from rtrain.errors import UserError
 from rtrain.proof import ledger
 from rtrain.runs import opening, preparing
 from rtrain.tasks.encode import load_tokenizer
-from rtrain.training import loop
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.tiny import make_encoder
 
@@ -258,9 +257,9 @@ def test_what_checkpoints_are_known_by_has_the_order_s_version_where_there_are_b
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = order.Order("digest", 262_144, 64, epochs=2, seed=7)
-    assert loop.identity(made) == "dfc2f151a4266ef6"
+    assert made.identity == "dfc2f151a4266ef6"
     monkeypatch.setattr(order, "SHUFFLE_WINDOW_ROWS", 262_143)
-    assert loop.identity(made) == "d766ddfaea3d2d1d"
+    assert made.identity == "d766ddfaea3d2d1d"
 
 
 def test_files_that_were_looked_at_already_are_not_looked_at_again(

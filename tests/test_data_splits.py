@@ -1,5 +1,7 @@
 """Which rows are trained on, choose the weights, and are the test."""
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +9,11 @@ import pytest
 
 from rtrain import config
 from rtrain.config import Recipe
-from rtrain.data import records
+from rtrain.data import records, tokens
+from rtrain.data.formats import digests
 from rtrain.data.records import Record
 from rtrain.data.splits import Splits, content_hashes
-from rtrain.data.stores.store import Store
+from rtrain.data.stores.store import SCHEMA_VERSION, Store
 from rtrain.errors import ConfigError, UserError
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder, make_store
@@ -59,6 +62,47 @@ def test_shares_are_near_80_10_10_and_90_10() -> None:
 def test_no_share_is_no_validation_row() -> None:
     assert {Splits(True, 0.0).at("train", value) for value in HASHES} == {"train"}
     assert {Splits(False, 0.0).at("train", value) for value in HASHES} == {"train", "test"}
+
+
+@pytest.mark.parametrize("has_test", [True, False])
+@pytest.mark.parametrize("folds", [None, 5])
+@pytest.mark.parametrize("share", [0.1, 0.3])
+def test_another_part_validates_other_rows_and_moves_no_row_of_the_test(
+    share: float, folds: int | None, has_test: bool
+) -> None:
+    parts = Splits(has_test, share, folds).valid_parts
+    assert parts == {(0.1, True): 10, (0.1, False): 9, (0.3, True): 3, (0.3, False): 3}[share, has_test or bool(folds)]
+    splits = [Splits(has_test, share, folds, valid_part=part) for part in range(parts)]
+    found = [[one.at("train", value) for value in HASHES] for one in splits]
+    valid = [{value for value, split in zip(HASHES, names, strict=True) if split == "valid"} for names in found]
+    tests = [{value for value, split in zip(HASHES, names, strict=True) if split == "test"} for names in found]
+    assert sum(map(len, valid)) == len(set.union(*valid))
+    assert all(one == tests[0] for one in tests)
+    for rows in valid:
+        assert len(rows) / (len(HASHES) - (len(tests[0]) if folds else 0)) == pytest.approx(share, abs=0.012)
+
+
+def test_a_part_that_there_is_not_is_refused(tmp_path: Path, encoder: Path) -> None:
+    path = write_rows(tmp_path / "rows.csv", labelled_rows(300))
+    assert rows_of(make_store(recipe_of(path, valid_part=8), encoder, tmp_path))["valid"] > 0
+    with pytest.raises(ConfigError, match=r"data\.valid_part=9: .* have 9 parts of the size of data\.valid_share"):
+        make_store(recipe_of(path, valid_part=9), encoder, tmp_path)
+
+
+def test_the_first_part_has_the_identity_and_the_store_of_a_run_from_before_there_were_parts(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.csv", labelled_rows(30))
+    recipe = recipe_of(path)
+    assert "valid_part" not in recipe.weights()["data"]
+    model, source = make_encoder(tmp_path / "encoder"), records.inspect(recipe.data)
+    known = recipe.data.model_dump(mode="json", exclude={"path", "valid", "test", "max_bad_rows"})
+    assert known.pop("valid_part") == 0
+    del known["outside"]
+    text = json.dumps({"schema": SCHEMA_VERSION, "task": recipe.task, **known}, sort_keys=True)
+    made_of = source.digest(), digests.file_digest(str(model / "tokenizer.json")), text
+    assert tokens.digest(recipe, source, model) == hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
+    other = recipe_of(path, valid_part=1)
+    assert other.identity() != recipe.identity()
+    assert tokens.digest(other, source, model) != tokens.digest(recipe, source, model)
 
 
 def test_folds_are_disjoint_and_cover_all_rows_once() -> None:
@@ -178,6 +222,9 @@ def test_settings_that_contradict_each_other_are_named(tmp_path: Path) -> None:
         ({"folds": 5, "fold": 5}, "data.fold"),
         ({"fold": 1}, "data.fold"),
         ({"valid_share": 0, "outside": "oos"}, "data.valid_share"),
+        ({"valid_part": 1, "valid": "v.csv"}, "data.valid_part"),
+        ({"valid_part": 1, "valid_share": 0}, "data.valid_part"),
+        ({"valid_part": 1, "split": "part"}, "data.valid_part"),
     ):
         with pytest.raises(ConfigError) as raised:
             recipe_of(path, **overrides)

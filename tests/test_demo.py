@@ -20,7 +20,7 @@ from tests.tiny import make_encoder
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = [f"where is parcel number {number}" for number in range(20)]
-STAGES = ("ingest", "search", "train", "distill", "quantize", "serve", "ask")
+STAGES = ("ingest", "search", "distill", "quantize", "serve", "ask")
 # The demo's path at a size of seconds: a tiny encoder, one epoch, two trials.
 SMALL = (
     *("train.epochs=1", "tune.trials=2", "distill.layers=1", "distill.epochs=1", "quantize.calibration_rows=16"),
@@ -66,7 +66,7 @@ def test_answers_match_only_with_equal_labels_and_near_scores() -> None:
 
 def test_table_shows_baseline_and_default_beside_the_winner_also_when_it_loses() -> None:
     report = demo.Report(baseline=0.9, default_score=0.8, winner_score=0.7, answer_matches=False)
-    with report.stage("train", Line()) as stage:
+    with report.stage("search", Line()) as stage:
         stage.score, stage.rows, stage.size_mb, stage.latency_ms = 0.7, 1234, 5.5, 6.25
     text = demo.table(report, {"seconds": 12.0, "peak_memory_mb": 3456, "run": "here"})
     assert "TF-IDF baseline 0.9000, default recipe 0.8000, winner 0.7000" in text
@@ -94,7 +94,7 @@ def interrupt_at(stage: str, folder: Path) -> tuple[int, str, list[str]]:
             assert process.poll() is None, text
             assert time.monotonic() < give_up, text
             time.sleep(0.1)
-        time.sleep(4 if stage in ("search", "train", "distill") else 0.5)  # into the stage, past its first lines
+        time.sleep(4 if stage in ("search", "distill") else 0.5)  # into the stage, past its first lines
         family = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGINT)
         code = process.wait(60)

@@ -337,6 +337,7 @@ def test_kinds_are_told_with_their_bounds() -> None:
         "| `data.valid_share` | number (0 or more, 0.5 or less) or `null` | `null` | run |",
         '| `quantize.engine` | `openvino` | `"openvino"` | int8 |',
         "| `tune.points` | list of mapping | `[]` | deploy |",
+        '| `tune.space` | mapping of range or list | `{"optim.lr": {"low": 5e-05, "high": 0.001, "log": true}, ',
         "| `name` | string | required | run |",
     ):
         assert line in page

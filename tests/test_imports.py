@@ -56,6 +56,7 @@ RAY_ALLOWED = (
         "rtrain.runs.worker",
         "rtrain.runs.driver",
         "rtrain.runs.group",
+        "rtrain.runs.kept",
     ),
     *(
         "rtrain.compress.distill",

@@ -3,7 +3,6 @@
 import re
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -322,28 +321,75 @@ def test_lines_of_a_search_name_their_trial_and_the_speed_is_its_own(capsys: pyt
     ]
 
 
-def test_the_table_of_a_search(tmp_path: Path) -> None:
-    search, run = tmp_path / "search", tmp_path / "search" / "trial-003"
-    each = {"run": str(run), "aggregation_frequency": 4}
-    trials = [
-        SimpleNamespace(
-            **{**each, "number": 3, "lr": 3e-4, "updates": 120, "score": 0.91234}, status="paused", named="x=1"
-        ),
-        SimpleNamespace(
-            **{**each, "number": 0, "lr": 2e-4, "updates": 60, "score": 0.9}, status="stopped", named="own"
-        ),
-        SimpleNamespace(**{**each, "number": 4, "lr": 1e-3, "updates": 0, "score": None}, status="failed", named="x=2"),
+class Counting:
+    """A search that says which of its events it was told, and how many so far."""
+
+    def __init__(self) -> None:
+        self.events = 0
+
+    def said(self, event: dict[str, Any]) -> str:
+        self.events += 1
+        return str(event.get("line", ""))
+
+    @property
+    def standing(self) -> str:
+        return f"{self.events} so far"
+
+
+def test_a_search_says_its_own_events_and_of_its_trials_what_goes_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    scores = {"kind": "evaluated", "split": "valid", "update": 50, "scores": {"accuracy": 0.5, "rows": 7}}
+    fault = {
+        "kind": "crashed",
+        "trial": 1,
+        "cause": "worker died",
+        "error": "SIGKILL",
+        "stalled": [],
+        "resumes_from": 5,
+    }
+    events: list[dict[str, Any]] = [
+        {"kind": "search", "what": "asked", "trial": 1, "line": "trial 1: lr 0.1"},
+        {"kind": "started", "workers": 1, "precision": "fp32", "update": 0, "trial": 1},
+        {**update(10, 1.0), "trial": 1},
+        {**scores, "trial": 1},
+        {"kind": "device", "why": "no GPU", "trial": 1},
+        {"kind": "device", "why": "no GPU", "trial": 0},
+        fault,
+        {"kind": "search", "what": "spent", "seconds": 3.0},  # it has no line
+        {"kind": "search", "what": "stopped", "line": "no further trial"},
     ]
-    found = SimpleNamespace(trials=trials, best=trials[0], failures="1 of 3 trials failed: trial 4: no")
-    lines = progress.search_text(found, SUMMARY, "a tie").splitlines()
-    assert lines[:6] == [
-        "a tie",
-        "",
-        "trial        lr   k  updates    valid  status",
-        "    3   3.0e-04   4      120   0.9123  paused    x=1  <- best",
-        "    0   2.0e-04   4       60   0.9000  stopped   own",
-        "    4   1.0e-03   4        0        -  failed    x=2",
+    with progress.Line() as line, line.following(Counting()):
+        for event in events:
+            line(event)
+    lines = [text.split(" s  ", 1)[1] for text in capsys.readouterr().err.splitlines()]
+    assert lines == [
+        "trial 1: lr 0.1",
+        "trial 0: no GPU",
+        "trial 1: worker died: SIGKILL; going on from update 5",
+        "no further trial",
     ]
-    assert lines[7:9] == ["1 of 3 trials failed: trial 4: no", f"all trials: rtrain report {search}"]
-    assert lines[9:] == progress.summary_text(SUMMARY, Run(run)).splitlines()
-    assert progress.search_text(found, SUMMARY).splitlines()[0].startswith("trial ")
+
+
+def test_a_search_that_is_silent_for_a_minute_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    with progress.Line(Waited(lambda: now)) as line, line.following(Counting()):
+        line({"kind": "search", "what": "asked", "trial": 2, "line": "trial 2: lr 0.1"})
+        for number in (1, 2, 3):
+            now += progress.PULSE / 2
+            line({**update(10 * number, now), "trial": 2})
+    lines = [text.split(" s  ", 1)[1] for text in capsys.readouterr().err.splitlines()]
+    assert lines == ["trial 2: lr 0.1", "1 so far  trial 2: update 20/100  loss 0.5000  240 s left"]
+
+
+def test_the_live_line_of_a_search(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "120", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    with progress.Line() as line, line.following(Counting()):
+        line({"kind": "search", "what": "asked", "trial": 2, "line": "trial 2: lr 0.1"})
+        line({**update(10, 1.0), "trial": 2})
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+    assert "trial 2: lr 0.1" in text
+    assert "1 so far  trial 2: update 10/100  loss 0.5000" in text
+
+
+def test_events_of_a_search_that_nobody_follows_are_no_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(capsys, {"kind": "search", "what": "asked", "trial": 1}, {"kind": "stage", "text": "done"}) == ["done"]

@@ -19,6 +19,10 @@ from tests.tiny import make_encoder
 BUGS = ["mean of means", "dropped tail row", "double exchange", "k ignored", "stale embedding row"]
 
 
+pytestmark = pytest.mark.timeout(900)
+"""Six trainings before the first test: on a machine that is busy otherwise they take longer than a test may."""
+
+
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Rows in three uneven files, and an encoder of two layers."""

@@ -174,6 +174,18 @@ def test_a_group_s_start_is_told_to_callbacks() -> None:
     assert "placement_group_handle" in inspect.signature(WorkerGroupState).parameters
 
 
+def test_tune_prints_through_the_callback_that_is_replaced() -> None:
+    """Tune adds its own unless it is given one of that class."""
+    from ray.tune.progress_reporter import TrialProgressCallback
+    from ray.tune.utils.callback import _create_default_callbacks
+
+    made = ray_internals.silent_progress()
+    assert isinstance(made, TrialProgressCallback)
+    found = _create_default_callbacks([made], air_verbosity=None)
+    assert [one for one in found if isinstance(one, TrialProgressCallback)] == [made]
+    assert {"log_result", "on_trial_complete"} <= vars(TrialProgressCallback).keys()
+
+
 def test_the_callbacks_that_are_left_out_are_among_ray_s_own() -> None:
     from ray.train.torch import TorchTrainer
     from ray.train.v2._internal.callbacks.datasets import DatasetsCallback

@@ -70,7 +70,7 @@ def test_a_file_of_other_columns_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_report_that_fails_is_said_and_does_not_fail_the_run(tmp_path: Path) -> None:
     run, said = make_run(tmp_path), list[str]()
     Run(run).predictions("test").write_bytes(b"no parquet")
-    driver._report(Run(run), lambda event: said.append(event["text"]))
+    driver.report(Run(run), lambda event: said.append(event["text"]))
     (kept,) = run.glob("report-*.txt")
     assert "Traceback" in kept.read_text()
     assert said[-1].startswith(f"no report.html: {run}/predictions-test.parquet cannot be read")

@@ -176,7 +176,7 @@ def test_a_failure_is_said_and_costs_neither_run_nor_page(run: Path) -> None:
     with pytest.raises(UserError, match="damaged"):
         attributions.ensure(Run(run))
     said: list[str] = []
-    driver._report(Run(run), lambda event: said.append(event["text"]))
+    driver.report(Run(run), lambda event: said.append(event["text"]))
     [told] = [text for text in said if not text.endswith("report")]
     assert told.startswith("no attributions: ")
     assert len(list(run.glob("attributions-*.txt"))) == 1

@@ -172,6 +172,7 @@ def test_another_recipe_is_refused(used: Path) -> None:
 BESIDE: dict[str, dict[str, Any]] = {
     "data.fold": {"data.folds": 5},
     "data.valid_share": {"data.valid": None},
+    "data.valid_part": {"data.valid": None},
     "augment.copies": {"augment.typo": 0.1},
     "augment.typo": {"augment.copies": 1},
     "augment.swap": {"augment.copies": 1},
@@ -179,7 +180,9 @@ BESIDE: dict[str, dict[str, Any]] = {
     "augment.mask": {"augment.copies": 1},
     "augment.pivot": {"augment.paraphrase": "there"},
     "optim.lr_scaling": {"optim.lr_rows": 32},
+    "optim.beta2_scaling": {"optim.lr_rows": 32},
     "train.aggregation_frequency": {"train.rows_per_update": None},
+    "tune.money": {"tune.price": 0.04},
 }
 """What some settings cannot be changed without."""
 
@@ -204,7 +207,7 @@ def others(name: str, value: Any) -> Iterator[Any]:
         yield not value
     elif isinstance(value, int | float):
         yield from (value + 1, value + 1e-3, value / 2 or 0.1)
-    yield from ([{"optim.lr": 1e-4}], [7], [0.5], ["other"], "other", 2, 9, 0.25)
+    yield from ([{"optim.lr": 1e-4}], [7], [0.5], ["other"], "other", 2, 9, 0.25, {"optim.lr": [1e-4, 1e-3]})
 
 
 @pytest.mark.parametrize("name", sorted(set(config.dotted_names())))

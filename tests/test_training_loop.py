@@ -21,7 +21,7 @@ from rtrain.exchange.gradients import Exchange
 from rtrain.network import model
 from rtrain.run import Run
 from rtrain.tasks import base
-from rtrain.training import cadence, evaluate, loop, losses, optim, step
+from rtrain.training import cadence, evaluate, loop, losses, optim, rungs, step
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder, make_store
 
@@ -89,7 +89,7 @@ def start(
     *,
     until: int | None = None,
     kill: int | None = None,
-    evaluate_at: frozenset[int] = frozenset(),
+    rung: bool = False,
     world: int = 1,
     rank: int = 0,
     replica: Replica | None = None,
@@ -114,7 +114,7 @@ def start(
         pad_id=0,
         precision=precision,
         until=order.updates if until is None else until,
-        evaluate_at=evaluate_at,
+        rung=rung,
         replica=replica,
     )
     share = Share(store.folder, order, world, rank, recipe.train.micro_batch)
@@ -208,30 +208,42 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *accuracies: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("last", "every", "save_every", "at", "evaluates", "saves"),
+    ("last", "until", "every", "save_every", "evaluates", "saves"),
     [
-        (7, 3, None, (), [3, 6, 7], [3, 6, 7]),
-        (6, 3, None, (), [3, 6], [3, 6]),
-        (7, 3, 2, (), [3, 6, 7], [2, 3, 4, 6, 7]),
-        (7, 100, 1, (), [7], [1, 2, 3, 4, 5, 6, 7]),
-        (7, 100, None, (2, 5), [2, 5, 7], [2, 5, 7]),
-        (1, 1, 1, (1,), [1], [1]),
+        (7, 7, 3, None, [3, 6, 7], [3, 6, 7]),
+        (6, 6, 3, None, [3, 6], [3, 6]),
+        (7, 7, 3, 2, [3, 6, 7], [2, 3, 4, 6, 7]),
+        (7, 7, 100, 1, [7], [1, 2, 3, 4, 5, 6, 7]),
+        (7, 5, 100, None, [], [5]),
+        (7, 5, 3, None, [3], [3, 5]),
+        (1, 1, 1, 1, [1], [1]),
     ],
 )
 def test_when_to_evaluate_and_save(
-    last: int, every: int, save_every: int | None, at: tuple[int, ...], evaluates: list[int], saves: list[int]
+    last: int, until: int, every: int, save_every: int | None, evaluates: list[int], saves: list[int]
 ) -> None:
-    chosen = cadence.Cadence(last, every, save_every, frozenset(at))
-    due = {done: chosen.due(done) for done in range(1, last + 1)}
+    chosen = cadence.Cadence(last, until, every, save_every)
+    due = {done: chosen.due(done) for done in range(1, until + 1)}
     assert [done for done, found in due.items() if "evaluate" in found] == evaluates
     assert [done for done, found in due.items() if "save" in found] == saves
-    assert frozenset().union(*due.values()) == {"evaluate", "save"}
 
 
-def test_evaluate_at_adds_evaluations(ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted(monkeypatch, 0.1, 0.2, 0.3, 0.4)
-    ran = start(ground, tmp_path, evaluate_at=frozenset({1, 5}))
-    assert [fields["update"] for fields in ran.recorder.scores] == [1, 3, 5, 6]
+def test_a_rung_is_no_evaluation_and_leaves_the_answers(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were it one, a run that paused might choose other best weights than one that did not."""
+    scripted(monkeypatch, 0.2, 0.3)
+    paused = start(ground, tmp_path, until=1, rung=True)
+    assert paused.outcome is not None
+    assert (paused.outcome.finished, paused.recorder.scores) == (False, [])
+    kept = rungs.read(Run(tmp_path), 1)
+    assert kept is not None
+    assert len(kept) == Store(next((ground / ".tokens").iterdir())).rows("valid")
+    ended = start(ground, tmp_path, rung=True)
+    assert [fields["update"] for fields in ended.recorder.scores] == [3, 6]
+    assert ended.outcome is not None
+    assert ended.outcome.best_update == 6
+    assert [fields["update"] for kind, fields in ended.recorder.events if kind == "rung"] == [6]
 
 
 # -------------------------------------------------------------------------------------------------------------- events

@@ -13,7 +13,6 @@ from rtrain.checkpoints.saver import Saver
 from rtrain.data.order import Order
 from rtrain.data.stores.store import Store
 from rtrain.network import model
-from rtrain.training import loop
 from tests import test_training_loop
 from tests.test_training_loop import (
     TASK,
@@ -115,6 +114,7 @@ RULES: dict[str, Any] = {
     "schedule": "cosine",
     "lr_scaling": "sqrt",
     "lr_rows": 76,  # 4 x 19: the learning rate is half of what it would be
+    "beta2_scaling": "rows",
     "layer_decay": 0.5,
 }
 
@@ -131,9 +131,9 @@ def test_a_killed_run_by_other_rules_resumes_to_the_undisturbed_run_bit_for_bit(
         assert fingerprint(tmp_path / f"{kill}", UPDATES) == fingerprint(tmp_path / "straight", UPDATES)
     ends = {weights_digest(undisturbed.network), weights_digest(straight[0].network)}
     for name in RULES.keys() - {"lr_rows"}:  # each one alone changes the weights
-        rule = {name: RULES[name], **({"lr_rows": 76} if name == "lr_scaling" else {})}
+        rule = {name: RULES[name], **({"lr_rows": 76} if name.endswith("_scaling") else {})}
         ends.add(weights_digest(start(ground, tmp_path / name, rules=rule).network))
-    assert len(ends) == 6
+    assert len(ends) == 7
 
 
 def test_updates_after_the_last_checkpoint_are_trained_again(
@@ -266,7 +266,7 @@ def test_the_state_in_a_checkpoint(ground: Path, straight: tuple[Ran, Path]) -> 
         "ledger": ran.outcome.ledger,
         "best_update": ran.outcome.best_update,
         "best_score": ran.outcome.scores["valid"]["accuracy"],
-        "run": loop.identity(Order(store.manifest.digest, store.rows("train"), 19, 2, 3)),
+        "run": Order(store.manifest.digest, store.rows("train"), 19, 2, 3).identity,
         "schema_version": 3,
         "scale": None,
         "best_loss": pytest.approx(ran.recorder.of("best")[0]["loss"], abs=0),

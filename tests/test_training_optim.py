@@ -1,6 +1,6 @@
 """The optimizer's groups, and the learning rate as a table."""
 
-from math import cos, pi, sqrt
+from math import cos, log, pi, sqrt
 from typing import Any
 
 import pytest
@@ -110,6 +110,39 @@ def test_the_optimizer_is_the_one_that_is_named() -> None:
     made = [optim.build(Network(), Optim.model_validate({"name": name})) for name in ("adamw", "radam")]
     assert [type(optimizer) for optimizer in made] == [torch.optim.AdamW, radam.optimizer_class()]
     assert all(group["fused"] for optimizer in made for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("rows", [16, 128])
+def test_squares_are_forgotten_after_as_many_rows_whatever_the_rows_of_an_update(rows: int) -> None:
+    """k = 1 and k = 8 at 16 rows a pass: an eighth of the updates, and the same number of rows to the half."""
+    made = recipe(rows, beta2_scaling="rows", lr_rows=16)
+    assert rows * log(0.5) / log(made.beta2) == pytest.approx(16 * log(0.5) / log(0.999), rel=1e-12)  # 11,084 rows
+    assert recipe(rows).beta2 == recipe(rows, lr_rows=16).beta2 == 0.999
+    # 0.999^(1,600 / 16) = 0.905 and 0.999^(1,700 / 16) = 0.899: squares are never forgotten before the gradients.
+    assert recipe(1600, beta2_scaling="rows", lr_rows=16).beta2 == pytest.approx(0.9048, abs=1e-4)
+    assert recipe(1700, beta2_scaling="rows", lr_rows=16).beta2 == 0.9
+
+
+@pytest.mark.parametrize("name", ["adamw", "radam"])
+def test_every_group_of_the_optimizer_has_the_beta2_of_its_recipe(name: str) -> None:
+    made = recipe(128, name=name, beta2_scaling="rows", lr_rows=16)
+    for beta2, built in (
+        (0.999**8, optim.build(Network(), made.optim, beta2=made.beta2)),
+        (0.999, optim.build(Network(), made.optim)),
+    ):
+        assert [group["betas"] for group in built.param_groups] == [(0.9, beta2)] * 2
+
+
+def test_the_second_moment_is_averaged_by_the_beta2_of_the_recipe() -> None:
+    """Gradients of 1 and then of 0: of the square 1 - beta2 is kept, and then beta2 of that."""
+    made = recipe(128, beta2_scaling="rows", lr_rows=16)
+    network = Network()
+    optimizer = optim.build(network, made.optim, beta2=made.beta2)
+    for gradient in (1.0, 0.0):
+        network.linear.weight.grad = torch.full((2, 3), gradient)
+        optimizer.step()
+    kept = optimizer.state[network.linear.weight]["exp_avg_sq"]
+    assert torch.allclose(kept, torch.full((2, 3), (1 - 0.999**8) * 0.999**8), rtol=1e-5, atol=0)
 
 
 def test_without_decay_one_group_has_all() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain.checkpoints import checkpoint
 from rtrain.checkpoints.checkpoint import State
-from rtrain.config import Optim
+from rtrain.config import Optim, Recipe
 from rtrain.training import optim, radam
 from tests.test_checkpoints_checkpoint import equal, make_network, train
 
@@ -113,6 +113,32 @@ def test_a_parameter_without_a_gradient_has_updates_of_its_own() -> None:
     steps = [[int(optimizer.state[value]["step"]) for value in weights(optimizer)] for optimizer in both]
     assert steps == [[12, 6, 4, 3]] * 2
     assert max(map(apart, *map(weights, both))) < 1e-14
+
+
+def test_the_rectification_is_that_of_the_beta2_that_follows_the_rows() -> None:
+    """Built from a recipe of 8 times the rows that beta2 is meant for: torch's RAdam with 0.999^8 is the reference."""
+    made = Recipe.model_validate(
+        {
+            "name": "x",
+            "task": "classification",
+            "optim": {"name": "radam", "lr": 0.01, "beta2_scaling": "rows", "lr_rows": 8},
+            "train": {"rows_per_update": 64},
+        }
+    )
+    ours = make_network()
+    train(ours, optim.build(ours, made.optim, beta2=made.beta2), 12)
+    found = {}
+    for beta2 in (0.999**8, 0.999):
+        other = make_network()
+        decays = [parameter.dim() > 1 for parameter in other.parameters()]
+        groups = [
+            {"params": [parameter], "weight_decay": made.optim.weight_decay * decayed}
+            for parameter, decayed in zip(other.parameters(), decays, strict=True)
+        ]
+        train(other, torch.optim.RAdam(groups, 0.01, (0.9, beta2), decoupled_weight_decay=True), 12)
+        found[beta2] = max(map(apart, ours.parameters(), other.parameters()))
+    assert found[0.999**8] < 1e-5
+    assert found[0.999] > 1e-3
 
 
 # ------------------------------------------------------------------------------------------------------------- numbers

@@ -69,7 +69,9 @@ def _run(folder: Path, name: str, world: int, rank: int) -> dict[str, Any]:
 
 
 def recipe(**train: Any) -> Recipe:
-    return load("intent", {f"train.{name}": value for name, value in train.items()}).recipe
+    """Of 64 rows an update, 8 times those for which beta2 is meant."""
+    chosen = {"optim.beta2_scaling": "rows", "optim.lr_rows": 8, "train.rows_per_update": 64}
+    return load("intent", chosen | {f"train.{name}": value for name, value in train.items()}).recipe
 
 
 def _bytes(world: int, rank: int, by: str) -> dict[str, Any]:
@@ -83,7 +85,7 @@ def _bytes(world: int, rank: int, by: str) -> dict[str, Any]:
     other = Network()
     other.load_state_dict(network.state_dict())
     other.layers[3].requires_grad_(False)
-    plain = optim.build(other, recipe().optim)
+    plain = optim.build(other, recipe().optim, beta2=0.999**8)
     for seed in range(2):
         torch.manual_seed(seed)
         for parameter, copy in zip(network.parameters(), other.parameters(), strict=True):
@@ -208,5 +210,6 @@ def test_one_worker_has_the_whole_optimizer() -> None:
     network = Network()
     optimizer = sharded.build(Exchange(network), recipe(**SHARDED))
     assert type(optimizer) is torch.optim.AdamW
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.9, 0.999**8)] * 2
     with sharded.whole(optimizer):
         assert not optimizer.state

@@ -1,107 +1,215 @@
-"""The search on real Ray, with four logical CPUs: a stopped trial must give its workers' CPUs back to the next."""
+"""The search on real Ray: what it leaves, what a thawed winner is worth, and that a disturbed one ends like another."""
 
 import contextlib
-import json
-import subprocess
-import sys
-import time
-from dataclasses import replace
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from rtrain import config, events
+from rtrain import config
 from rtrain.checkpoints import checkpoint
-from rtrain.config import with_overrides
+from rtrain.config import Config, with_overrides
 from rtrain.errors import ConfigError, UserError
 from rtrain.proof.faults import workers_left
-from rtrain.report import summary
-from rtrain.report.live.progress import search_text
+from rtrain.report.live import peak_memory
 from rtrain.run import Run
+from rtrain.runs import driver, preparing
 from tests.test_runs_notice import within
 from tests.trained import settings
-from tune import search
-
-pytestmark = pytest.mark.ray
-
+from tune import halving, journal, search, slots, table, trial, verdict
+from tune.aim import Aim
+from tune.halving import Ladder
 
 SEARCH = {
-    "train.evaluate_every": 5,  # each report waits for the last to be read: no trial outruns the scheduler
-    "tune.trials": 3,
+    "train.epochs": 3,
+    "tune.trials": 6,
+    "tune.space": {"optim.lr": {"low": 1e-3, "high": 1e-2, "log": True}, "train.aggregation_frequency": [1, 2, 3]},
     "tune.points": [{"optim.lr": 1e-6}],
-    "tune.lr": [5e-3],
-    "tune.aggregation_frequency": [2, 3],
-    "tune.budget": 0.5,
-    "tune.first_rung": 0.25,
+    "tune.first_rung": 0.2,
 }
+LOST = 4
+"""The trial whose folder is in use: it fails, and the search goes on."""
+
+
+def searched(folder: Path) -> Config:
+    return with_overrides(settings(folder), SEARCH)
+
+
+def in_use(root: Path) -> Path:
+    root = root / f"trial-{LOST:03d}"
+    root.mkdir(parents=True)
+    (root / "thesis.txt").touch()
+    return root
 
 
 @pytest.fixture(scope="module")
 def found(ray_session: Path) -> search.Found:
-    chosen = with_overrides(settings(ray_session / "search"), SEARCH)
-    ended = search.run(chosen, ray_session / "search" / "search")
-    within(lambda: workers_left() == [])  # a stopped trial's workers may log one more update before they are gone
+    """A search that nothing disturbs. A user's file is in the way of one of its trials."""
+    root = ray_session / "search" / "search"
+    chosen = searched(ray_session / "search")
+
+    def block(event: dict[str, Any]) -> None:
+        if event["kind"] == "search" and (event["what"], event.get("trial")) == ("asked", 0):
+            in_use(root)
+
+    ended = search.run(chosen, root, on_event=block)
+    within(lambda: workers_left() == [])
     return ended
 
 
-def folder(found: search.Found, number: int) -> Path:
-    return Path(found.trials[number].run)
+def told(found: search.Found) -> list[dict[str, Any]]:
+    """The journal without what clocks say."""
+    log = [one for one in journal.read(found.search.trials) if one["kind"] != "spent"]
+    return [{name: value for name, value in one.items() if name not in ("time", "seconds")} for one in log]
 
 
-def test_default_recipe_is_trained_to_the_end(found: search.Found) -> None:
-    assert (found.trials[0].number, found.trials[0].status) == (0, "finished")
-    assert found.trials[0].lr == 3e-3
-    assert (folder(found, 0) / "artifact" / "artifact.json").is_file()
+def slot_processes() -> list[int]:
+    found = []
+    for pid in peak_memory.session_processes():
+        with contextlib.suppress(psutil.Error):
+            if "ImplicitFunc" in " ".join(psutil.Process(pid).cmdline()):
+                found.append(pid)
+    return found
 
 
-def test_hopeless_trial_is_stopped_at_the_first_rung(found: search.Found) -> None:
-    assert (found.trials[1].lr, found.trials[1].status) == (1e-6, "stopped")
-    rung, budget = -(-found.trials[0].updates // 4), -(-found.trials[0].updates // 2)
-    assert rung <= found.trials[1].updates < budget
-    assert json.loads((folder(found, 1) / "summary.json").read_text())["status"] == "stopped"
+def weights(run: Run, update: int) -> bytes:
+    return (checkpoint.path_of(run.checkpoints, update) / "model.safetensors").read_bytes()
 
 
-def test_trial_after_the_stopped_one_gets_its_workers(found: search.Found) -> None:
-    """It would wait for ever for the CPUs that the stopped trial's placement group holds."""
-    assert (found.trials[2].lr, found.trials[2].aggregation_frequency) == (5e-3, 3)
-    assert found.trials[2].status in ("paused", "stopped")
-    assert found.trials[2].updates > 0
+def test_every_trial_came_to_the_first_rung_at_equal_rows_and_the_better_half_went_on(found: search.Found) -> None:
+    full = max(one.finished.rows for one in found.history.trials if one.finished)
+    ladder, sound = Ladder.of(0.2, full), [one for one in found.history.own if one.sound]
+    assert [one.number for one in found.history.own if not one.sound] == [LOST]
+    assert len(sound) == 5
+    for one in sound:
+        recipe = config.load(str(found.search.trial(one.number).config)).recipe
+        for reached in one.reached:
+            assert 0 <= reached.rows - ladder.rungs[reached.rung] < recipe.rows_per_update
+    survivors = halving.survivors(sound, 0, Aim())
+    assert [one.number for one in sound if len(one.reached) > 1] == [one.number for one in survivors]
+    assert found.history.trials[1].settings == {"optim.lr": 1e-6}
+    assert found.history.trials[1] not in survivors
 
 
-def test_trials_are_written_down(found: search.Found) -> None:
-    lines = (folder(found, 0).parent / "trials.jsonl").read_text().splitlines()
-    assert [json.loads(line)["number"] for line in lines] == [0, 1, 2]
-    assert [json.loads(line)["score"] for line in lines] == [trial.score for trial in found.trials]
-    winner = Run(folder(found, 0).parent).winner
-    assert winner is not None
-    assert winner.folder == Path(found.best.run)
+def test_the_end_has_trial_0_and_its_winner_is_not_behind_it(found: search.Found) -> None:
+    ended = {one.number: one.finished for one in found.history.own if one.finished}
+    assert 0 in ended
+    assert len(ended) == 3
+    assert found.best.finished is not None
+    assert found.best.finished.held >= ended[0].held
+    assert found.search.winner is not None
+    assert found.search.winner.folder == found.winner.folder
+    assert (found.winner.artifact / "artifact.json").is_file()
+    assert found.winner.report.is_file()
 
 
-def test_best_trial_is_not_the_stopped_one(found: search.Found) -> None:
-    assert found.best.status != "stopped"
-    assert found.best.score == max(trial.score or 0.0 for trial in found.trials if trial.status != "stopped")
+def test_frozen_trials_have_a_checkpoint_of_their_rung_and_no_artefact(found: search.Found) -> None:
+    frozen = [one for one in found.history.own if one.status == "frozen"]
+    assert frozen
+    for one in frozen:
+        run = found.search.trial(one.number)
+        assert max(checkpoint.updates(run.checkpoints)) == one.reached[-1].update
+        assert not run.finished
 
 
-def test_winner_is_continued_to_its_full_budget(found: search.Found) -> None:
-    challenger = found.trials[2] if found.trials[2].status == "paused" else found.trials[0]
-    chosen = search.Found(found.trials, challenger)
-    before = len(events.read(Path(challenger.run)))
-    ended = search.continue_best(chosen, tokens_root=Path(challenger.run).parents[1])
-    recipe = config.load(str(Path(challenger.run) / "config.yaml")).recipe
-    rows = next(event["rows"]["train"] for event in events.read(Path(challenger.run)) if "rows" in event)
-    assert ended["status"] == "finished"
-    assert ended["updates"] == recipe.train.epochs * -(-rows // recipe.rows_per_update)
-    assert (Path(challenger.run) / "artifact" / "artifact.json").is_file()
-    started = [event for event in events.read(Path(challenger.run))[before:] if event["kind"] == "started"]
-    assert [event["update"] for event in started] == ([challenger.updates] if challenger.status == "paused" else [])
-    assert "<- best" in search_text(chosen, ended)
+def test_best_yaml_trains_the_winner_again_and_it_is_the_same_to_the_last_bit(
+    found: search.Found, ray_session: Path
+) -> None:
+    """The winner was frozen at rungs and thawed in processes that other trials used; this run never paused."""
+    straight = Run(ray_session / "search" / "straight")
+    summary = driver.fit(preparing.prepare(config.load(str(found.search.best)), straight.folder))
+    last = summary["updates"]
+    assert len([event for event in found.winner.events("started")]) > 1
+    assert weights(found.winner, last) == weights(straight, last)
+    model = "model.safetensors"
+    assert (found.winner.artifact / model).read_bytes() == (straight.artifact / model).read_bytes()
+    assert summary["order_digest"] == (found.winner.last("trained") or {})["order_digest"]
+
+
+def test_what_a_search_leaves(found: search.Found) -> None:
+    page = found.search.search_page.read_text()
+    assert verdict.of(found.search)[1:40] in page
+    assert (found.search.folder / "optuna.journal").is_file()
+    headline = trial.headline_of(config.load(str(found.search.config)))
+    text = table.text(found.history, headline, config.load(str(found.search.config)).deploy.tune)
+    assert f"trial {LOST}" in text
+    assert "is not empty and holds no run; name a new folder" in str(found.history.trials[LOST].error)
+
+
+def test_a_search_that_has_ended_is_left_as_it_is(found: search.Found) -> None:
+    logs = [found.search.trials, *(found.search.trial(one.number).log for one in found.history.trials)]
+    before = [path.read_bytes() for path in logs if path.is_file()]
+    again = search.run(config.load("intent"), found.search.folder, "resume")
+    assert again.history == found.history
+    assert [path.read_bytes() for path in logs if path.is_file()] == before
+
+
+def test_a_search_that_is_interrupted_and_loses_a_slot_ends_like_one_that_was_not_disturbed(
+    found: search.Found, ray_session: Path
+) -> None:
+    """Interrupted in the second rung; then the process of its slot is killed in the middle of an order."""
+    root = ray_session / "search" / "disturbed"
+    seen: list[str] = []
+
+    def interrupt(event: dict[str, Any]) -> None:
+        if event["kind"] != "search":
+            return
+        seen.append(event["what"])
+        if (event["what"], event.get("trial")) == ("asked", 0):
+            in_use(root)
+        if seen.count("reached") == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search.run(searched(ray_session / "search"), root, on_event=interrupt)
+    assert journal.read(root / "trials.jsonl")[-1]["kind"] == "spent"
+    within(lambda: slot_processes() == [])
+    killed: list[int] = []
+
+    def kill(event: dict[str, Any]) -> None:
+        if event["kind"] == "progress" and not killed:
+            killed.extend(slot_processes())
+            os.kill(killed[0], signal.SIGKILL)
+
+    ended = search.run(config.load("intent"), root, "resume", on_event=kill)
+    assert killed
+    assert [event["rung"] for event in ended.search.events("lost")] != []
+
+    def named(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{name: str(value).replace(str(root), str(found.search)) for name, value in one.items()} for one in log]
+
+    assert named(told(ended)) == named(told(found))
+    for one in found.history.own:
+        both = [run.events("rung") for run in (found.search.trial(one.number), ended.search.trial(one.number))]
+        updates = [[event["update"] for event in log] for log in both]
+        assert sorted(set(updates[1])) == updates[0]
+        assert len(updates[1]) <= len(updates[0]) + 1  # of the order that was lost with its slot
+
+
+def test_no_process_group_or_cpu_is_left(found: search.Found) -> None:
+    import ray
+    import ray.util
+
+    within(lambda: workers_left() == [])
+    assert {group["state"] for group in ray.util.placement_group_table().values()} <= {"REMOVED"}
+    within(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"])
+
+
+def test_more_trials_at_once_than_fit_are_refused_with_the_nearest_number_that_does(ray_session: Path) -> None:
+    """The session has four logical CPUs: two workers and the data tasks of one trial."""
+    many = with_overrides(searched(ray_session / "many"), {"tune.concurrent": 3})
+    with pytest.raises(ConfigError, match=r"tune\.concurrent=3: 3 trials of 2 workers need 12 logical CPUs.*write 1"):
+        slots.number(many, "cpu")
+    assert slots.number(searched(ray_session / "many"), "cpu") == 1
 
 
 @pytest.mark.parametrize(
     ("rows", "refused"), [({}, True), ({"data.valid": "v.csv"}, False), ({"data.split": "s"}, False)]
 )
-def test_a_search_without_validation_rows_is_refused(rows: dict[str, str], refused: bool, tmp_path: Path) -> None:
+def test_a_search_without_validation_rows_is_refused(rows: dict[str, str], refused: bool) -> None:
     chosen = config.load("intent", {"data.path": "rows.csv", "data.valid_share": 0, **rows})
     if not refused:
         search.check(chosen)
@@ -110,111 +218,25 @@ def test_a_search_without_validation_rows_is_refused(rows: dict[str, str], refus
         search.check(chosen)
 
 
-def test_search_folder_in_use_is_refused(found: search.Found, ray_session: Path) -> None:
+def test_a_search_in_a_used_folder_and_another_search_in_an_old_one_are_refused(
+    found: search.Found, ray_session: Path
+) -> None:
     with pytest.raises(UserError, match="holds a run already"):
-        search.run(settings(ray_session / "search"), ray_session / "search" / "search")
+        search.run(searched(ray_session / "search"), found.search.folder)
+    other = with_overrides(config.load("intent"), {"tune.first_rung": 0.3})
+    with pytest.raises(ConfigError, match=r"tune\.first_rung=0\.3: the search was started with 0\.2; leave it out"):
+        search.run(other, found.search.folder, "resume")
 
 
-def test_a_search_is_resumed_with_more_trials_and_one_that_cannot_work_ends_alone(
-    found: search.Found, ray_session: Path
-) -> None:
-    base, root = ray_session / "search", folder(found, 0).parent
-    (root / "trial-003").mkdir()
-    (root / "trial-003" / "thesis.txt").touch()
-    logs = [Path(one.run, "events.jsonl") for one in found.trials]
-    before = [path.read_bytes() for path in logs]
-    more = with_overrides(config.load("intent"), {"tune.trials": 4, "tune.lr": [5e-3]})
-    with pytest.raises(ConfigError, match=r"tune\.first_rung=0\.2: the search was started with 0\.25; leave it out"):
-        search.run(with_overrides(more, {"tune.first_rung": 0.2}), root, "resume", tokens_root=base)
-    resumed = search.run(more, root, "resume", tokens_root=base)
-    assert (resumed.trials[:3], resumed.best.number) == (found.trials, found.best.number)
-    lost = resumed.trials[3]
-    assert (lost.status, lost.score, lost.updates) == ("failed", None, 0)
-    assert str(lost.error).endswith("trial-003 is not empty and holds no run; name a new folder")
-    lines = (root / "trials.jsonl").read_text().splitlines()
-    assert [json.loads(line)["status"] for line in lines] == [one.status for one in resumed.trials]
-    text = search_text(resumed, json.loads((Path(resumed.trials[0].run) / "summary.json").read_text()))
-    assert f"1 of 4 trials failed: trial 3: {lost.error}" in text
-    assert [one["error"] for one in resumed.to_document()["trials"]] == [None, None, None, lost.error]
-    assert search.run(config.load("intent"), root, "resume", tokens_root=base) == resumed
-    assert [path.read_bytes() for path in logs] == before  # nothing that had come to its end was run again
-
-
-DRIVER = """
-import sys
-from pathlib import Path
-from rtrain import config
-from rtrain.cluster.session import session
-from tune import search
-chosen, folder = config.load(sys.argv[1]), Path(sys.argv[2])
-with session(chosen, folder.parent):
-    search.run(chosen, folder)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_search_whose_driver_was_killed_goes_on_and_ends_like_one_that_was_not(
-    found: search.Found, ray_session: Path
-) -> None:
-    """SIGKILL in the middle of the first trial, with a Ray of its own."""
-    base, killed = ray_session / "search", ray_session / "search" / "killed"
-    chosen = with_overrides(settings(base), SEARCH)
-    (base / "search.yaml").write_text(config.to_yaml(chosen))
-    cut_short = Run(killed).trial(0).folder
-    with (
-        (base / "killed.log").open("wb") as log,
-        subprocess.Popen(
-            [sys.executable, "-c", DRIVER, str(base / "search.yaml"), str(killed)], stdout=log, stderr=log
-        ) as driver,
-    ):
-        give_up = time.monotonic() + 400
-        while not checkpoint.updates(cut_short / "checkpoints"):
-            assert driver.poll() is None, (base / "killed.log").read_text()
-            assert time.monotonic() < give_up, (base / "killed.log").read_text()
-            time.sleep(0.02)
-        processes = [*psutil.Process(driver.pid).children(recursive=True), psutil.Process(driver.pid)]
-        for process in reversed(processes):  # its Ray too, which would train on for a moment
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-    psutil.wait_procs(processes, timeout=60)
-    assert summary.status(events.read(cut_short)) == "running"
-    resumed = search.run(config.load("intent"), killed, "resume", tokens_root=base)
-
-    def row(one: search.Trial) -> search.Trial:
-        """How far a stopped trial came before its workers were gone is a matter of timing, in any search."""
-        one = replace(one, run="")
-        return replace(one, updates=0, score=None) if one.status == "stopped" else one
-
-    assert [row(one) for one in resumed.trials] == [row(one) for one in found.trials]
-    assert resumed.best.number == found.best.number
-    told = events.read(cut_short)
-    first, second = [event["update"] for event in told if event["kind"] == "started"]
-    assert first == 0 < second < found.trials[0].updates
-    updates = [event["update"] for event in told if event["kind"] == "progress"]
-    assert set(updates) == set(range(1, found.trials[0].updates + 1))
-    # What came after the newest checkpoint, which is written every 5 updates, was lost with the driver; no more was.
-    assert len(updates) - len(set(updates)) < 10
-    scored = [event["update"] for event in told if event["kind"] == "evaluated" and event["split"] == "valid"]
-    assert len(scored) - len(set(scored)) <= 1
-
-
-def made(number: int, score: float | None, status: str, error: str | None = None) -> search.Trial:
-    return search.Trial(number, 1e-4, 4, 10, score, status, "run", error)
-
-
-def test_a_failed_trial_never_wins_and_a_search_of_such_alone_is_an_error() -> None:
-    failed, stopped = made(0, 0.9, "failed", "CUDA is gone"), made(1, 0.1, "stopped")
-    assert search.best([failed, stopped]) is stopped
-    assert search.best([failed, stopped, made(2, 0.05, "paused")]).number == 2
-    with pytest.raises(UserError, match=r"no trial of the search came to a score; 2 of 2 trials failed: trial 0: CUDA"):
-        search.best([failed, made(1, None, "failed", "too")])
-
-
-def test_all_cpus_are_free_again(found: search.Found) -> None:
-    import ray
-    import ray.util
-
-    states = {group["state"] for group in ray.util.placement_group_table().values()}
-    assert states <= {"REMOVED"}
-    assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([4.3, 4.2, 4.3, 9.0, 8.0, 30.0], True),
+        ([4.3, 4.2, 4.3, 4.1, 30.0, 4.2], False),  # one bad update
+        ([4.3, 4.2, 4.3, 4.6, 4.5, 4.7], False),
+        ([4.3, 9.0, 9.0], False),  # too few to tell
+        ([], False),
+    ],
+)
+def test_when_a_trial_is_seen_to_diverge(losses: list[float], expected: bool) -> None:
+    assert trial.diverges(losses) is expected

@@ -1,84 +1,387 @@
-"""Which settings a search tries: the recipe first, then the given points, then draws without repetition."""
+"""Which settings a search may try, which points there are among them, and what a trial makes of a point."""
 
+import math
+from functools import cache
 from typing import Any
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from rtrain import config
-from tune import space
+from rtrain.config import Config
+from rtrain.errors import ConfigError, Problem
+from tune import points, space
+from tune.points import Dimension
 
-GRID = {"tune.lr": [1e-4, 2e-4, 3e-4], "tune.aggregation_frequency": [2, 4]}
-
-
-def trials(count: int, **overrides: Any) -> list[dict[str, Any]]:
-    dotted = {name.replace("__", "."): value for name, value in overrides.items()}
-    return space.trials(config.load("intent", {**GRID, "tune.trials": count, **dotted}))
-
-
-def drawn(lr: float, frequency: int) -> dict[str, Any]:
-    return {"optim.lr": lr, "train.aggregation_frequency": frequency, "train.rows_per_update": None}
+LR = {"low": 5e-5, "high": 1e-3, "log": True}
+K = "train.aggregation_frequency"
+ROWS = "train.rows_per_update"
 
 
-def test_trial_0_is_the_recipe_as_it_stands() -> None:
-    assert trials(1) == [{}]
+def made(recipe: str = "intent", **overrides: Any) -> Config:
+    return config.load(recipe, {name.replace("__", "."): value for name, value in overrides.items()})
 
 
-def test_all_of_the_grid_but_the_recipe_itself_comes_once() -> None:
-    found = trials(100)
-    # The recipe is lr 3e-4 and k 4, so 5 of the 6 points of the grid are left.
-    assert len(found) == 6
-    assert sorted((point["optim.lr"], point["train.aggregation_frequency"]) for point in found[1:]) == [
-        (1e-4, 2),
-        (1e-4, 4),
-        (2e-4, 2),
-        (2e-4, 4),
-        (3e-4, 2),
-    ]
-    assert all(point["train.rows_per_update"] is None for point in found[1:])
+def problems(searched: dict[str, Any], recipe: str = "intent", **overrides: Any) -> list[Problem]:
+    with pytest.raises(ConfigError) as caught:
+        space.dimensions(made(recipe, tune__space=searched, **overrides))
+    return list(caught.value.problems)
 
 
-def test_the_recipe_is_known_by_its_rows_however_they_are_given() -> None:
-    # 48 rows are no point of the grid (2 workers x 8 rows x k), 32 rows are k = 2.
-    assert len(trials(100, train__rows_per_update=48)) == 1 + 6
-    found = trials(100, train__rows_per_update=32)
-    assert drawn(3e-4, 2) not in found
-    assert drawn(3e-4, 4) in found
+# ------------------------------------------------------------------------------------------------ what may be searched
 
 
-def test_points_come_right_after_trial_0_and_are_not_drawn_again() -> None:
-    points = [{"optim.lr": 1e-6}, {"optim.lr": 3e-4, "train.aggregation_frequency": 2}]
-    found = trials(100, tune__points=points)
-    assert found[:3] == [{}, {"optim.lr": 1e-6}, drawn(3e-4, 2)]
-    assert len(found) == 1 + 2 + 4
+def test_the_default_space_is_the_learning_rate_and_the_aggregation_frequency() -> None:
+    for recipe in config.recipe_names():
+        if recipe != "demo":  # it has a space of its own
+            assert space.dimensions(config.load(recipe)) == (
+                Dimension("optim.lr", 5e-5, 1e-3, log=True),
+                Dimension(K, choices=(1, 2, 4, 8)),
+            )
 
 
-def test_the_number_of_trials_is_a_limit() -> None:
-    everything = trials(100, tune__points=[{"optim.lr": 1e-6}])
-    for count in range(1, 7):
-        assert trials(count, tune__points=[{"optim.lr": 1e-6}]) == everything[:count]
-
-
-def test_the_draw_is_a_function_of_the_seed() -> None:
-    orders = {str(trials(100, train__seed=seed)) for seed in range(8)}
-    assert len(orders) > 4
-    assert trials(100, train__seed=3) == trials(100, train__seed=3)
-
-
-def test_every_trial_is_a_valid_configuration_also_of_a_frozen_run() -> None:
-    frozen = config.load("intent", {**GRID, "tune.trials": 100, "train.rows_per_update": 64})
-    made = [config.with_overrides(frozen, overrides).recipe for overrides in space.trials(frozen)]
-    assert len(made) == 6
-    assert {recipe.rows_per_update for recipe in made} == {32, 64}
-    assert len({recipe.identity() for recipe in made}) == 6
-
-
-def test_a_trial_s_learning_rate_is_scaled_to_the_rows_of_its_own_updates() -> None:
-    base = config.load(
-        "intent", {**GRID, "tune.trials": 100, "optim.lr_scaling": "sqrt", "optim.lr_rows": 16, "optim.lr": 1e-4}
+def test_ranges_of_whole_numbers_and_choices_of_all_kinds() -> None:
+    found = space.dimensions(
+        made(
+            tune__space={
+                "train.rows_per_update": {"low": 16, "high": 128, "log": True},
+                "optim.warmup": {"low": 0, "high": 0.5},
+                "optim.name": ["radam", "adamw"],
+                "optim.clip_norm": [None, 1],
+                "optim.weight_decay": ["1e-2", 0],
+                "model.attention_dropout": [0.1, 0.0, 0.05],
+                "data.max_tokens": [64, 32],
+            }
+        )
     )
-    made = [config.with_overrides(base, overrides).recipe for overrides in space.trials(base)]
-    # k = 2 is 32 rows (root of 2), k = 4 is 64 rows (twice).
-    assert len(made) == 6
-    assert {(recipe.optim.lr, recipe.rows_per_update): recipe.peak_lr / recipe.optim.lr for recipe in made} == {
-        (lr, rows): pytest.approx((rows / 16) ** 0.5, rel=1e-12) for lr in (1e-4, 2e-4, 3e-4) for rows in (32, 64)
+    assert found == (
+        Dimension(ROWS, 16, 128, log=True),
+        Dimension("optim.warmup", 0.0, 0.5),
+        Dimension("optim.name", choices=("radam", "adamw")),
+        Dimension("optim.clip_norm", choices=(None, 1.0)),
+        Dimension("optim.weight_decay", choices=(0.0, 0.01)),
+        Dimension("model.attention_dropout", choices=(0.0, 0.05, 0.1)),
+        Dimension("data.max_tokens", choices=(32, 64)),
+    )
+    assert [one.whole for one in found] == [True, *[False] * 6]
+    assert [one.ordered for one in found] == [True, True, False, False, True, True, True]
+    assert isinstance(found[0].low, int)
+    assert isinstance(found[1].low, float)
+    assert isinstance(found[3].choices[1], float)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "fix"),
+    [
+        ("optim.lrr", "unknown", "did you mean optim.lr"),
+        ("lr", "unknown", "optim.lr"),
+        ("serve.port", "it says where and how the search runs, not what a trial is", "leave it out"),
+        ("tune.trials", "it says where and how the search runs, not what a trial is", "leave it out"),
+        ("name", "it is no setting of a trial's training", "leave it out"),
+        ("distill.alpha", "it is no setting of a trial's training", "leave it out"),
+        ("quantize.calibration_rows", "it is no setting of a trial's training", "leave it out"),
+        ("train.seed", "a seed is no better than another; the end of the search tries other seeds itself", "leave"),
+        ("train.epochs", "trials are compared after as many rows as each other, of one budget", "leave it out"),
+        ("data.path", "trials are compared on the same rows, and it changes these", "leave it out"),
+        ("data.valid_share", "trials are compared on the same rows, and it changes these", "leave it out"),
+        ("augment.copies", "trials are compared on the same rows, and it changes these", "leave it out"),
+        ("model.name", "a search compares settings of one model", "leave it out"),
+        (
+            "train.workers",
+            f"it changes speed, never the score; the rows of an update are {K} or {ROWS}",
+            "leave it out",
+        ),
+        ("train.micro_batch", f"it changes speed, never the score; the rows of an update are {K} or {ROWS}", "leave"),
+    ],
+)
+def test_a_setting_that_no_trial_may_change_is_refused_by_name(name: str, reason: str, fix: str) -> None:
+    for found, where in (
+        (problems({name: [1, 2]}), f"tune.space.{name}"),
+        (problems({"optim.lr": LR}, tune__points=[{"optim.lr": 1e-4}, {name: 1}]), f"tune.points.1.{name}"),
+    ):
+        [problem] = found
+        assert (problem.field, problem.reason) == (where, reason)
+        assert fix in problem.fix
+
+
+def test_every_setting_is_searched_or_refused() -> None:
+    base = made()
+    accepted = {name for name in config.dotted_names() if not space._refused(base, name)}
+    assert {name for name in accepted if not name.startswith("optim.")} == {
+        *("data.max_tokens", "data.window", "data.stride", "data.max_windows", "data.pooling"),
+        *("model.attention_dropout", "model.pooling", "model.freeze"),
+        *("train.aggregation_frequency", "train.rows_per_update", "train.label_smoothing"),
+        *("train.gradient_compression", "train.precision"),
     }
+    assert {name for name in config.dotted_names() if name.startswith("optim.")} <= accepted
+
+
+@pytest.mark.parametrize(
+    ("searched", "shown", "reason"),
+    [
+        ({"optim.lr": []}, [], "nothing to choose from"),
+        ({"optim.lr": [1e-4]}, [1e-4], "nothing to choose from"),
+        ({K: [1, 2, 1]}, 1, "twice among the choices"),
+        ({"optim.lr": [1e-4, "1.0e-4"]}, "1.0e-4", "twice among the choices"),
+        ({"optim.lr": [1e-4, 2]}, 2, "input should be less than 1"),
+        ({"optim.lr": {"low": 1e-4, "high": 2}}, 2.0, "input should be less than 1"),
+        ({"optim.lr": {"low": 0, "high": 0.1}}, 0.0, "input should be greater than 0"),
+        ({"optim.lr": {"low": 1e-3, "high": 1e-4}}, "0.001 to 0.0001", "low is not below high"),
+        ({"optim.lr": {"low": 1e-3, "high": 1e-3}}, "0.001 to 0.001", "low is not below high"),
+        ({"optim.warmup": {"low": 0, "high": 0.5, "log": True}}, "0 to 0.5", "a logarithmic range begins above 0"),
+        ({K: {"low": 1, "high": 2.5}}, "1 to 2.5", "the setting is a whole number"),
+        ({"optim.name": {"low": 1, "high": 2}}, "1 to 2", "the setting is no number"),
+        ({"optim.name": ["adamw", "sgd"]}, "sgd", "input should be 'adamw' or 'radam'"),
+        ({"data.stride": [0, 40]}, 40, "windows would share half of their tokens or more"),
+    ],
+)
+def test_values_are_refused_before_anything_starts(searched: dict[str, Any], shown: Any, reason: str) -> None:
+    [problem] = problems(searched)
+    [name] = searched
+    assert (problem.field, problem.value, problem.reason) == (f"tune.space.{name}", shown, reason)
+    assert problem.fix
+
+
+def test_all_problems_are_told_at_once() -> None:
+    found = problems(
+        {"optim.lrr": [1, 2], "optim.lr": {"low": 2, "high": 1}, "optim.name": ["sgd", "adamw"], "train.seed": [1, 2]},
+        tune__points=[{"optim.lr": 3}, {"train.epochs": 2, "optim.warmup": 0.5}],
+    )
+    assert [problem.field for problem in found] == [
+        "tune.space.optim.lrr",
+        "tune.space.optim.lr",
+        "tune.space.optim.name",
+        "tune.space.train.seed",
+        "tune.points.0",
+        "tune.points.1.train.epochs",
+    ]
+
+
+def test_a_grid_has_no_ranges() -> None:
+    [problem] = problems({"optim.lr": LR, K: [1, 2]}, tune__sampler="grid")
+    assert (problem.field, problem.reason) == ("tune.space.optim.lr", "a grid has no ranges")
+    assert problem.fix == "write a list of choices, or another tune.sampler"
+
+
+def test_the_rows_of_an_update_are_searched_in_one_way() -> None:
+    [problem] = problems({K: [1, 2], ROWS: [16, 32]})
+    assert (problem.field, problem.fix) == ("tune.space", "search one of them")
+
+
+def test_combinations_that_cannot_be_are_found_although_each_value_can() -> None:
+    """64 rows an update; a learning rate of 0.8 holds there, and at k = 8 it is 0.8 x sqrt(2)."""
+    searched = {"optim.lr": {"low": 0.1, "high": 0.8}, K: [1, 8]}
+    [problem] = problems(searched)
+    assert (problem.field, problem.value) == ("tune.space", f"optim.lr=0.8, {K}=8")
+    assert problem.reason == "scaled from 64 to 128 rows per update it is 1.13137, not less than 1"
+    assert len(space.dimensions(made(tune__space=searched, tune__lr_scaling="none"))) == 2
+
+
+def test_what_the_recipe_s_task_cannot_use_is_refused() -> None:
+    [problem] = problems({"train.label_smoothing": [0.0, 0.1]}, "essay")
+    assert (problem.value, problem.reason) == (0.1, "regression does not choose one label out of several")
+    [problem] = problems({"data.max_tokens": [32, 64]}, "domain-adapt")
+    assert problem.reason.startswith("a row of masked_lm is a block of so many tokens")
+    [problem] = problems({"model.pooling": ["own", "mean"]}, "entities")
+    assert (problem.value, problem.reason) == ("mean", "token_tags answers each token")
+
+
+# -------------------------------------------------------------------------------------------------------------- points
+
+DIMENSIONS = (
+    Dimension("lr", 5e-5, 1e-3, log=True),
+    Dimension("warmup", 0.0, 0.5),
+    Dimension("rows", 1, 64, log=True),
+    Dimension("layers", 2, 5),
+    Dimension("k", choices=(1, 2, 4, 8)),
+    Dimension("name", choices=("a", None, True)),
+)
+
+
+@given(st.floats(0, 1))
+@settings(max_examples=200, deadline=None)
+def test_a_place_has_a_value_and_a_value_its_place(place: float) -> None:
+    for one in DIMENSIONS:
+        value = one.at(place)
+        back = one.place(value)
+        assert back is not None
+        steps = {"lr": 500, "warmup": 1000, "rows": 6, "layers": 4, "k": 4, "name": 3}[one.name]
+        assert abs(back - place) <= 1 / steps
+        assert one.at(back) == value
+
+
+def test_ends_and_middles() -> None:
+    assert [one.at(0.0) for one in DIMENSIONS] == [5e-5, 0.0, 1, 2, 1, "a"]
+    assert [one.at(1.0) for one in DIMENSIONS] == [1e-3, 0.5, 64, 5, 8, True]
+    assert DIMENSIONS[0].at(0.5) == pytest.approx(math.sqrt(5e-5 * 1e-3), rel=5e-3)
+    # Each whole number has the same part of the range.
+    assert [DIMENSIONS[3].at((place + 0.5) / 8) for place in range(8)] == [2, 2, 3, 3, 4, 4, 5, 5]
+
+
+def test_what_is_outside_has_no_place() -> None:
+    outside = {"lr": 2e-3, "warmup": -0.1, "rows": 65, "layers": 2.5, "k": 3, "name": "b"}
+    assert [one.place(outside[one.name]) for one in DIMENSIONS] == [None] * 6
+    assert DIMENSIONS[1].place(True) is None
+    assert DIMENSIONS[5].place(1) is None  # it is not True
+    assert DIMENSIONS[0].place(1e-3 * (1 + 1e-12)) == 1.0  # a rounding is no other value
+
+
+def test_drawn_numbers_are_short() -> None:
+    for point in points.spread(DIMENSIONS, 50, 3):
+        assert float(f"{point['lr']:.3g}") == point["lr"]
+        assert round(point["warmup"], 4) == point["warmup"]
+
+
+def test_a_spread_begins_like_a_longer_one_and_is_a_function_of_its_seed() -> None:
+    long = points.spread(DIMENSIONS, 40, 7)
+    assert points.spread(DIMENSIONS, 11, 7) == long[:11]
+    assert points.spread(DIMENSIONS, 40, 8) != long
+    assert points.spread((), 3, 0) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_spread_leaves_no_half_of_a_setting_empty(seed: int) -> None:
+    found = points.spread(DIMENSIONS[:2], 4, seed)
+    for one in DIMENSIONS[:2]:
+        places = [place for point in found if (place := one.place(point[one.name])) is not None]
+        assert 1 <= sum(place < 0.5 for place in places) <= 3
+
+
+def test_random_points_follow_the_seed_and_the_trial() -> None:
+    found = [points.random_point(DIMENSIONS, seed, number) for seed in range(3) for number in range(30)]
+    assert len({str(point) for point in found}) == 90
+    assert found[0] == points.random_point(DIMENSIONS, 0, 0)
+    assert {point["k"] for point in found} == {1, 2, 4, 8}
+    halves = [place < 0.5 for point in found if (place := DIMENSIONS[0].place(point["lr"])) is not None]
+    assert 30 <= sum(halves) <= 60
+
+
+def test_a_grid_has_all_points_once() -> None:
+    found = list(points.grid(DIMENSIONS[3:]))
+    assert len(found) == len({str(point) for point in found}) == 4 * 4 * 3
+    assert found[:2] == [{"layers": 2, "k": 1, "name": "a"}, {"layers": 2, "k": 1, "name": None}]
+    assert points.finite(DIMENSIONS[2:])
+    assert not points.finite(DIMENSIONS)
+    with pytest.raises(ValueError, match="the numbers of warmup are without number"):
+        list(points.grid(DIMENSIONS[1:]))
+
+
+# ------------------------------------------------------------------------------------------------- what a trial changes
+
+
+def overrides(point: dict[str, Any], **chosen: Any) -> dict[str, Any]:
+    return space.overrides(made(**chosen), point)
+
+
+def test_a_learning_rate_is_carried_to_the_rows_of_the_trial() -> None:
+    """The recipe has 64 rows an update: k = 1 has 16, where the square root of a quarter is a half."""
+    base = made()
+    changed = space.overrides(base, {"optim.lr": 2e-4, K: 1})
+    assert changed == {
+        "optim.lr": 2e-4,
+        K: 1,
+        ROWS: None,
+        "optim.lr_scaling": "sqrt",
+        "optim.lr_rows": 64,
+        "optim.beta2_scaling": "rows",
+    }
+    recipe = config.with_overrides(base, changed).recipe
+    assert recipe.rows_per_update == 16
+    assert recipe.peak_lr == pytest.approx(1e-4, rel=1e-12)
+    assert recipe.beta2 == pytest.approx(0.999**0.25, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("point", "chosen", "expected"),
+    [
+        ({"optim.lr": 2e-4}, {}, {}),
+        ({K: 4}, {}, {ROWS: None}),  # as many rows as the recipe
+        ({ROWS: 64}, {}, {K: None}),
+        ({ROWS: 32}, {}, {K: None, "optim.lr_scaling": "sqrt", "optim.lr_rows": 64, "optim.beta2_scaling": "rows"}),
+        ({K: 2}, {"tune__lr_scaling": "linear"}, {ROWS: None, "optim.lr_scaling": "linear", "optim.lr_rows": 64}),
+        ({K: 2}, {"tune__lr_scaling": "none"}, {ROWS: None}),
+        ({K: 2}, {"optim__lr_scaling": "linear", "optim__lr_rows": 16}, {ROWS: None}),  # the recipe's own stays
+        (
+            {K: 2},
+            {"optim__lr_rows": 16},
+            {ROWS: None, "optim.lr_scaling": "sqrt", "optim.lr_rows": 16, "optim.beta2_scaling": "rows"},
+        ),
+        ({K: 2, "optim.lr_scaling": "none"}, {}, {ROWS: None}),  # so does the point's own
+        ({K: 2, "optim.lr_scaling": "linear"}, {}, {ROWS: None, "optim.lr_rows": 64}),
+    ],
+)
+def test_what_a_point_brings_with_it(point: dict[str, Any], chosen: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert overrides(point, **chosen) == {**point, **expected}
+
+
+def test_a_point_that_sets_the_rows_twice_is_an_error() -> None:
+    [problem] = problems({"optim.lr": LR}, tune__points=[{K: 2, ROWS: 16}])
+    assert (problem.field, problem.reason) == ("tune.points.0", f"{K}=2 sets it too")
+
+
+def test_the_recipe_is_known_by_what_its_settings_come_to() -> None:
+    base = made()
+    point: dict[str, Any]
+    for point in ({}, {"optim.lr": 3e-4}, {K: 4}, {ROWS: 64}, {"optim.lr": 3e-4, K: 4}):
+        assert space.same(base, space.overrides(base, point), {})
+        frozen = config.with_overrides(base, {ROWS: 64})
+        assert space.same(frozen, space.overrides(frozen, point), {})
+    others: list[dict[str, Any]] = [{"optim.lr": 3.01e-4}, {K: 2}, {"optim.warmup": 0.2}, {"optim.name": "radam"}]
+    for point in others:
+        assert not space.same(base, space.overrides(base, point), {})
+    # Said otherwise: 32 rows with the learning rate that the square root gives, and with beta2 of twice as long.
+    plain = {ROWS: 32, "optim.lr": 3e-4 * 0.5**0.5, "optim.lr_scaling": "none", "optim.beta2_scaling": "rows"}
+    said = {**plain, "optim.lr_rows": 64}
+    assert space.same(base, said, space.overrides(base, {K: 2}))
+    assert not space.same(base, {**said, "optim.beta2_scaling": "none"}, space.overrides(base, {K: 2}))
+
+
+@pytest.mark.parametrize("chosen", [{}, {ROWS: 64}, {"optim.lr_scaling": "sqrt", "optim.lr_rows": 16}])
+def test_a_trial_stands_where_it_was_asked_for(chosen: dict[str, Any]) -> None:
+    base = config.load("intent", chosen)
+    dimensions = space.dimensions(base)
+    for point in points.spread(dimensions, 12, 5):
+        assert space.coordinates(base, dimensions, space.overrides(base, point)) == point
+    assert space.coordinates(base, dimensions, {}) == {"optim.lr": 3e-4, K: 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "chosen"),
+    [
+        ({"optim.lr": 1e-6}, {}),
+        ({"optim.warmup": 0.2}, {}),  # it is not searched
+        ({}, {ROWS: 48}),  # 2 workers x 8 rows x k = 48: k = 3 is no choice
+        ({}, {ROWS: 50}),  # and no k gives 50
+        ({"optim.lr_scaling": "none", K: 2}, {}),  # another learning rate than that which the search would carry there
+    ],
+)
+def test_a_trial_outside_of_the_space_stands_nowhere(settings: dict[str, Any], chosen: dict[str, Any]) -> None:
+    base = config.load("intent", chosen)
+    assert space.coordinates(base, space.dimensions(base), space.overrides(base, settings)) is None
+
+
+SEARCHED = {
+    "optim.lr": LR,
+    K: [1, 2, 4, 8],
+    "optim.warmup": {"low": 0, "high": 1},
+    "optim.schedule": ["linear", "cosine", "constant"],
+    "optim.layer_decay": {"low": 0.5, "high": 1},
+    "model.attention_dropout": [None, 0, 0.1],
+    "data.max_tokens": {"low": 8, "high": 512, "log": True},
+}
+
+
+@cache
+def searched() -> tuple[Config, tuple[Dimension, ...]]:
+    base = made(tune__space=SEARCHED)
+    return base, space.dimensions(base)
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 1000))
+@settings(max_examples=60, deadline=None)
+def test_every_point_is_a_configuration_and_comes_back_from_it(seed: int, number: int) -> None:
+    base, dimensions = searched()
+    for point in (points.random_point(dimensions, seed, number), *points.spread(dimensions, 2, seed)):
+        found = space.coordinates(base, dimensions, space.overrides(base, point))
+        assert found is not None
+        assert points.equal(found, point)

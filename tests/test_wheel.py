@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "rtrain", "serve", "tune")
 COMMAND_WITHIN_S, READY_WITHIN_S, ENDED_WITHIN_S = 240, 120, 30
 SMALL = ("train.epochs=2", "train.workers=1", "train.precision=fp32", "optim.lr=5e-3", "train.log_every=1")
-SEARCH = (*SMALL, "tune.trials=2", "tune.lr=[1e-6]", "tune.aggregation_frequency=[4]")
+SEARCH = (*SMALL, "tune.trials=2", "tune.points=[{optim.lr: 1e-6}]")
 
 
 @dataclass(frozen=True)

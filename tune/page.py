@@ -1,192 +1,246 @@
-"""report.html of a search: the verdict, the trials, their curves, and the score over what was searched."""
+"""search.html of a search: the verdict, the trials, what was searched, the curves, the cost, and what to do next."""
 
-from collections.abc import Callable
+import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rtrain import config as configuration
-from rtrain.comparison import training
-from rtrain.comparison.training import Curves
 from rtrain.errors import UserError
 from rtrain.metrics.by_output import metric_for
-from rtrain.report import stats
 from rtrain.report.drawing import charts
-from rtrain.report.drawing.blocks import Block, Cell, Code, Figure, Note, Section, Table, Tile
-from rtrain.report.drawing.charts import Dot, Line
+from rtrain.report.drawing.blocks import Block, Cell, Figure, Section, Step, Steps, Table, Tile
+from rtrain.report.drawing.charts import Dot
 from rtrain.report.drawing.page import render
-from rtrain.report.drawing.svg import SERIES, duration, number, score_name, short
-from rtrain.report.live.progress import MEANING
+from rtrain.report.drawing.svg import duration, short
 from rtrain.run import Run
 from rtrain.tasks import base
-from tune import search as searching, verdict
-from tune.search import Trial
+from tune import drawn, figures, journal, verdict
+from tune.drawn import Known
+from tune.history import History, Trial, numbered, replay
 
-MOST_CURVES = SERIES
-MOST_GROUPS = 4
-"""Names in the legend of points, which stands beside the axis's label."""
-LONGEST = 160
+LONGEST = 300
+WORDS = (
+    ("rung", "a number of rows after which trials are compared; the better half goes on to twice the rows"),
+    ("steering rows", "the validation rows that decide at the rungs"),
+    ("held-back rows", "the other validation rows, which decide at the end and steered nothing"),
+    ("frozen", "at a rung, with a checkpoint: it can go on from there"),
+    ("finished", "trained to its end"),
+)
+K = ("k", "passes of a worker between two exchanges of gradients (train.aggregation_frequency)")
 
 
 def write(search: Run) -> Path:
-    """Make the search's report.html. Raises `UserError` for a search of which no trial has begun."""
-    found = verdict.trials(search)
-    if not found:
+    """Make the search's search.html. Raises `UserError` for a search of which no trial has begun."""
+    history = replay(journal.read(search.trials))
+    if not history.trials:
         raise UserError(
             f"{search} is a search of which no trial has begun; rtrain tune --resume --out {search} goes on"
         )
-    path = search.report
+    path = search.search_page
     draft = path.with_name(f".{path.name}.draft")
-    draft.write_bytes(page(search, found).encode("utf-8", "backslashreplace"))
+    draft.write_bytes(page(search, history, verdict.of(search)).encode("utf-8", "backslashreplace"))
     draft.rename(path)  # a reader never sees half a page
     return path
 
 
-def page(search: Run, found: list[Trial]) -> str:
+def page(search: Run, history: History, told: str) -> str:
+    """`told` is the verdict in one sentence."""
     config = configuration.load(str(search.config))
     output = base.get(config.recipe.task).output
-    headline = metric_for(output).headline
-    shown, sign = score_name(headline.removeprefix("neg_")), -1 if headline.startswith("neg_") else 1
-    told, best = verdict.of(search), _best(search, found)
-    curves = {trial.number: _curves(Path(trial.run), output) for trial in found}
-    sections = [
-        _trials(found, best, shown, sign),
-        Section("curves", "Curves", _curves_intro(found), _lines(found, curves, shown, sign)),
-        Section("space", "What was searched", "", _space(found, shown, sign)),
-        _next(search, best),
-    ]
-    about = f"A search from the recipe {config.recipe.name} by rtrain, {len(found)} trials"
-    return render(search.name, about, _tiles(found, best, shown, sign), sections, lead=f"{told[:1].upper()}{told[1:]}.")
+    known = Known(search, config, history, figures.dimensions(history, config), output, metric_for(output).headline)
+    sections = [_trials(known), drawn.space(known), drawn.curves(known), _cost(known), _next(known)]
+    about = f"A search from the recipe {config.recipe.name} by rtrain, {_count(len(history.own), 'trial')}"
+    lead = f"{told[:1].upper()}{told[1:].removesuffix('.')}."
+    return render(search.name, about, _tiles(known), sections, lead=lead)
 
 
-def _best(search: Run, found: list[Trial]) -> int | None:
-    """The winner's number, once the search has ended with one."""
-    scored = any(trial.score is not None and not trial.error for trial in found)
-    return searching.best(found).number if scored and search.trials.is_file() else None
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _curves(trial: Path, output: str) -> Curves:
-    run = Run(trial)
-    rows = configuration.load(str(run.config)).recipe.rows_per_update if run.exists else 1
-    return training.curves(run, rows, output)
+# --------------------------------------------------------------------------------------------------------------- tiles
 
 
-def _tiles(found: list[Trial], best: int | None, shown: str, sign: int) -> list[Tile]:
-    default = next((trial for trial in found if trial.number == 0), None)
-    winner, tiles = next((one for one in found if one.number == best), None), []
-    for trial, name in ((winner, "winner"), (default if best else None, "trial 0")):
-        if trial is not None and trial.score is not None:
-            tiles.append(
-                Tile(f"{shown}, {name}", f"{sign * trial.score:.4f}", short(f"trial {trial.number}: {trial.named}", 60))
-            )
-    rows = max((verdict.rows_of(Run(Path(trial.run))) for trial in found), default=0)
-    tiles.append(Tile("validation rows", f"{rows:,}", "on which trials are compared"))
-    ended = [trial for trial in found if trial.status in ("finished", "paused")]
-    tiles.append(Tile("trials", str(len(found)), f"{len(ended)} to their end or the budget"))
-    tiles.append(Tile("time", duration(sum(map(_seconds, found))), "of all trials together"))
+def _tiles(known: Known) -> list[Tile]:
+    history, spent = known.history, figures.spent(known.history, known.config.deploy.tune)
+    tiles = [*_scores(known)]
+    states = [trial.status for trial in history.own]
+    words = ("finished", "frozen", "asked", "failed", "diverged")
+    each = ", ".join(f"{states.count(word)} {word}" for word in words if word in states)
+    tiles.append(Tile("trials", f"{len(history.own):,}", each))
+    if spent.budget:
+        note = f"{spent.searched:,} of {spent.budget:,} rows; {spent.end:,} more for the end"
+        tiles.append(Tile("of the budget used", f"{100 * spent.searched / spent.budget:.0f} %", note))
+    if spent.saved is not None and spent.every and spent.saved > 0:
+        note = f"of the {spent.every:,} that full runs of all trials would take"
+        tiles.append(Tile("rows saved", f"{100 * spent.saved / spent.every:.0f} %", note))
+    if history.seconds:
+        tiles.append(Tile("time", duration(history.seconds), f"{duration(spent.seconds)} of training in it"))
+    else:
+        tiles.append(Tile("time", duration(spent.seconds), "of training, over all trials"))
     return tiles
 
 
-def _seconds(trial: Trial) -> float:
-    """Of its starts, without the time between them."""
-    return max((passed for _, passed in training.clock(Run(Path(trial.run)).events())), default=0.0)
+def _scores(known: Known) -> list[Tile]:
+    """Of the winner and of trial 0 on the held-back rows; where there is none yet, of the best so far."""
+    leading, tiles = figures.leader(known.history), list[Tile]()
+    first = "winner" if known.history.chosen is not None else "best so far"
+    for number, name in ((leading.number if leading else 0, first), (0, "trial 0")):
+        trial, held = numbered(known.history.trials, number), figures.held(known.history, number)
+        if number == 0 and tiles and leading and leading.number == 0:
+            break
+        about = f"trial {number}: {known.named(trial)}"
+        if held:
+            seeds = f", mean of {held.seeds} seeds" if held.seeds > 1 else ""
+            note = f"{short(about, 60)}; {held.rows:,} held-back rows{seeds}"
+            tiles.append(Tile(f"{known.score}, {name}", known.figure(held.score), note))
+        elif trial.reached:
+            note = f"{short(about, 60)}; steering rows, at rung {trial.reached[-1].rung + 1}"
+            tiles.append(Tile(f"{known.score}, {name}", known.figure(trial.reached[-1].score), note))
+    return tiles
 
 
-def _trials(found: list[Trial], best: int | None, shown: str, sign: int) -> Section:
-    rows: list[tuple[Cell, ...]] = [
+# -------------------------------------------------------------------------------------------------------------- trials
+
+
+def _trials(known: Known) -> Section:
+    history = known.history
+    rungs = range(max((one.rung for trial in history.trials for one in trial.reached), default=-1) + 1)
+    head = (
+        *("trial", *(one.short for one in known.dimensions), "by", "reached", *(f"rung {rung + 1}" for rung in rungs)),
+        *("held back", "status", "seconds", "seeds"),
+    )
+    note = (
+        f"Under each rung: {known.score} on the steering rows. Held back: on the held-back rows, the mean over the "
+        "seeds that the settings were trained with to the end."
+    )
+    rows = [_row(known, trial, rungs) for trial in history.own]
+    blocks: list[Block] = [Table("Trials", head, rows, note, wide=True)]
+    if again := [trial for trial in history.trials if trial.of is not None]:
+        blocks.append(_again(known, again))
+    if failed := [trial for trial in history.trials if not trial.sound]:
+        errors = [(trial.number, known.named(trial), short(_why(trial), LONGEST)) for trial in failed]
+        blocks.append(Table("Why trials failed", ("trial", "settings", "what happened"), errors, wide=True))
+    words = [*WORDS, *([K] if any(one.short == K[0] for one in known.dimensions) else [])]
+    blocks.append(Table("What the words mean", ("word", "meaning"), words, wide=True))
+    stopped = f"No further trial was asked for: {history.stopped}." if history.stopped else ""
+    return Section("trials", "Trials", stopped, blocks)
+
+
+def _why(trial: Trial) -> str:
+    return trial.error if trial.error is not None else f"diverged: {trial.diverged}"
+
+
+def _row(known: Known, trial: Trial, rungs: Sequence[int]) -> tuple[Cell, ...]:
+    reached = {one.rung: one.score for one in trial.reached}
+    held, seconds = figures.held(known.history, trial.number), figures.seconds_of(trial)
+    return (
+        f"{trial.number}, the winner" if trial.number == known.history.chosen else str(trial.number),
+        *(figures.figure(one.value(trial)) for one in known.dimensions),
+        trial.by,
+        f"rung {max(reached) + 1}" if reached else "-",
+        *(known.figure(reached[rung]) if rung in reached else "-" for rung in rungs),
+        known.figure(held.score) if held else "-",
+        trial.status,
+        f"{seconds:,.0f}" if seconds else "-",
+        str(held.seeds) if held else "-",
+    )
+
+
+def _again(known: Known, trials: Sequence[Trial]) -> Table:
+    rows = [
         (
-            _name(trial, best),
-            f"{trial.lr:g}",
-            trial.aggregation_frequency,
-            trial.updates,
-            "-" if trial.score is None else f"{sign * trial.score:.4f}",
+            trial.number,
+            f"trial {trial.of}",
+            str(trial.seed),
+            known.figure(trial.finished.held) if trial.finished else "-",
+            known.figure(trial.finished.score) if trial.finished else "-",
             trial.status,
+            f"{figures.seconds_of(trial):,.0f}",
         )
-        for trial in found
+        for trial in trials
     ]
-    head = ("", "lr", "k", "updates", shown, "status")
-    blocks: list[Block] = [Table("Trials", head, rows, f"Validation {shown}, the best within the budget.", wide=True)]
-    named = [(_name(trial, best), trial.named, f"{_seconds(trial):,.0f}") for trial in found]
-    blocks.append(Table("What they differ in", ("", "settings", "seconds"), named, wide=True))
-    if failed := [trial for trial in found if trial.error]:
-        errors = [(_name(trial, best), short(trial.error or "", LONGEST)) for trial in failed]
-        blocks.append(Table("Why trials failed", ("", "error"), errors, wide=True))
-    blocks.append(Table("What the words mean", ("word", "meaning"), list(MEANING.items()), wide=True))
-    if best:
+    head = ("trial", "settings of", "seed", "held back", "all validation rows", "status", "seconds")
+    return Table("The end: the same settings with other seeds", head, rows, f"Figures are {known.score}.", wide=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------- cost
+
+
+def _cost(known: Known) -> Section:
+    tune = known.config.deploy.tune
+    spent = figures.spent(known.history, tune)
+    parts = [("until the first rung", spent.first), ("later rungs", spent.later), ("the end", spent.end)]
+    blocks: list[Block] = []
+    if sum(rows for _, rows in parts):
+        saved = spent.saved or 0
+        title = f"{spent.searched + spent.end:,} rows were trained on"
+        if saved > 0:
+            title += f", {saved:,} fewer than by full runs of all trials"
+            parts.append(("saved against full runs", saved))
         note = (
-            "The winner was chosen on these rows, as the best of several: its lead is flattered a little. rtrain "
-            "compare of two trials that were trained to their end looks at the test rows, which chose nothing."
+            "The end: the best trials and trial 0 to their ends, and again with other seeds. What a failed trial had "
+            "done since its last rung is not known."
         )
-        blocks.append(Note(note))
-    return Section("trials", "Trials", "", blocks)
-
-
-def _name(trial: Trial, best: int | None) -> str:
-    return f"trial {trial.number}{', the winner' if trial.number == best else ''}"
-
-
-def _drawn(found: list[Trial]) -> list[Trial]:
-    """Trial 0 and the best others, as many as there are colours."""
-    scored = sorted(found, key=lambda trial: (trial.number != 0, trial.score is None, -(trial.score or 0.0)))
-    return sorted(scored[:MOST_CURVES], key=lambda trial: trial.number)
-
-
-def _curves_intro(found: list[Trial]) -> str:
-    text = "Of each trial by its number, over the rows that it was trained on."
-    return text if len(found) <= MOST_CURVES else f"{text} Trial 0 and the best {MOST_CURVES - 1} others are drawn."
-
-
-def _lines(found: list[Trial], curves: dict[int, Curves], shown: str, sign: int) -> list[Block]:
-    blocks: list[Block] = []
-    for name, label in (("score", f"validation {shown}"), ("loss", "training loss")):
-        lines = []
-        for trial in _drawn(found):
-            points = getattr(curves[trial.number], name)
-            value = sign if name == "score" else 1
-            xs, ys = stats.thin([float(point.rows) for point in points], [value * point.value for point in points])
-            lines.append(Line(str(trial.number), xs, ys, dots=name == "score" and len(xs) <= 60))
-        if any(line.xs for line in lines):
-            title = f"{label[0].upper()}{label[1:]} of each trial"
-            blocks.append(Figure(title, charts.lines(lines, "rows trained on", label), ""))
-    return blocks or [Note("No trial has logged an update yet.")]
-
-
-def _space(found: list[Trial], shown: str, sign: int) -> list[Block]:
-    scored = [trial for trial in found if trial.score is not None]
-    if not scored:
-        return [Note("No trial came to a score.")]
-    note = "A point is a trial, with its number. A trial that was stopped early had fewer rows to learn from."
-
-    def figure(x: Callable[[Trial], float], series: Callable[[Trial], float], names: str, label: str) -> Figure:
-        groups = sorted({series(trial) for trial in scored})
-        items = [
-            Dot(
-                x(trial),
-                sign * (trial.score or 0.0),
-                groups.index(series(trial)),
-                str(trial.number),
-                f"trial {trial.number}, {trial.named}: {shown} {sign * (trial.score or 0.0):.4f}, {trial.status}",
-            )
-            for trial in scored
-        ]
-        # More groups than colours cannot be told apart by them: then the numbers alone name the points.
-        legend = [f"{names}{number(group)}" for group in groups] if len(groups) <= MOST_GROUPS else []
-        return Figure(
-            f"Validation {shown} over {label}", charts.dots(items, legend, label, f"validation {shown}"), note
+        blocks.append(Figure(title, charts.stack([(name, float(rows)) for name, rows in parts], "rows"), note))
+    blocks += _front(known)
+    rows = [("seconds of training, over all trials", f"{spent.seconds:,.0f}")]
+    if known.history.seconds:
+        rows.insert(0, ("time of the search", duration(known.history.seconds)))
+    if spent.full:
+        rows.append(("rows of a full run", f"{spent.full:,}"))
+        rows.append(("full runs that the rows would pay for", f"{(spent.searched + spent.end) / spent.full:.1f}"))
+    if tune.price is not None:
+        workers = known.config.recipe.train.workers
+        rows.append(
+            (f"money, at {tune.price:g} an hour of a worker", f"{spent.seconds * workers / 3600 * tune.price:.2f}")
         )
+    blocks.append(Table("What it has cost", ("", ""), rows))
+    return Section("cost", "What it has cost", "", blocks)
 
-    return [
-        figure(lambda trial: trial.lr, lambda trial: trial.aggregation_frequency, "k=", "the learning rate"),
-        figure(lambda trial: trial.aggregation_frequency, lambda trial: trial.lr, "", "k"),
+
+def _front(known: Known) -> Iterator[Block]:
+    ended = [(trial, trial.finished) for trial in known.history.own if trial.finished]
+    if len(ended) < 2 or min(end.seconds for _, end in ended) <= 0:
+        return
+    best = figures.front(known.history)
+    items = [
+        Dot(
+            *(end.seconds, known.sign * end.held, int(trial not in best), str(trial.number)),
+            known.hint(trial, end.held, f"on held-back rows after {duration(end.seconds)}"),
+        )
+        for trial, end in ended
     ]
+    joined = [(one.finished.seconds, known.sign * one.finished.held) for one in best if one.finished]
+    label, names = f"held-back {known.score}", ["front", "others"] if len(best) < len(ended) else []
+    chart = charts.dots(items, names, "seconds of training", label, joined)
+    note = "Trials that were trained to their ends. On the front: no other trial is both as fast and as good."
+    yield Figure(f"The {known.score} for the time: {len(best)} of {len(ended)} trials are on the front", chart, note)
 
 
-def _next(search: Run, best: int | None) -> Section:
-    if best is None:
-        command = Code("Go on", f"rtrain tune --resume --out {search}", "Trials that have ended are not run again.")
-        return Section("next", "What to do next", "", [command])
-    winner = search.trial(best)
-    blocks: list[Block] = []
-    if best and search.trial(0).finished and winner.finished:
-        text = f"rtrain compare {search.trial(0)} {winner}"
-        blocks.append(Code("The winner beside the recipe's own settings", text, "On the test rows, row by row."))
-    blocks.append(Code("The winner's own report", f"rtrain report {winner}"))
-    return Section("next", "What to do next", "", blocks)
+# ---------------------------------------------------------------------------------------------------------------- next
+
+
+def _next(known: Known) -> Section:
+    search, chosen = known.search, known.history.chosen
+    if chosen is None:
+        why = "Trials go on from where they are: none is trained twice"
+        step = Step("Go on with the search", why, f"rtrain tune --resume --out {_quoted(search.folder)}")
+        return Section("next", "What to do next", "", [Steps("What to do next", [step])])
+    winner, steps = search.trial(chosen), []
+    if winner.finished:
+        steps.append(Step("Ask the winner", "it is trained to its end", f"rtrain serve {_quoted(winner.artifact)}"))
+    if chosen and search.trial(0).finished and winner.finished:
+        command = f"rtrain compare {_quoted(search.trial(0).folder)} {_quoted(winner.folder)}"
+        why = "row by row, also on the test rows, which have chosen nothing"
+        steps.append(Step("Look at the winner beside the recipe's own settings", why, command))
+    best = f"rtrain train {_quoted(search.folder / 'best.yaml')} --out NEW_FOLDER"
+    steps.append(Step("Train with the winner's settings", "e.g. on more rows, by --data FILE", best))
+    report = f"rtrain report {_quoted(winner.folder)}"
+    steps.append(Step("Read the winner's own report", "its answers, its slices, its hardest rows", report))
+    note = "NEW_FOLDER is for you to name."
+    return Section("next", "What to do next", "", [Steps("What to do next", steps, note)])
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))

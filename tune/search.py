@@ -1,116 +1,78 @@
-"""The search: Ray Tune with ASHA over trials that are ordinary runs, and the winner's way to its full budget."""
+"""The search: what is tried next, by whom, and when it is over. Ray Tune runs what is decided here (`slots`).
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+Everything that is known is in the journal. A search that was killed reads it again, takes up the trials that were in
+flight, and asks what it would have asked.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import ray
-import ray.tune
-from ray.tune.schedulers import AsyncHyperBandScheduler
 
 from rtrain import config as configuration, events
 from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.ray_internals import HEAD_RESOURCE
-from rtrain.report import summary
 from rtrain.run import Run
-from rtrain.runs import driver, opening, placement, preparing
-from tune import space, trial as trials
-from tune.trial import part
+from rtrain.runs import driver, opening, preparing
+from tune import ask_tell, dashboard, finals, halving, held_back, page, slots, space
+from tune.aim import Aim, at
+from tune.halving import Go, Ladder
+from tune.history import SEED, History, Trial, numbered
+from tune.journal import Journal
+from tune.trial import Order, Outcome, Task
 
-# A trial takes no CPU itself, since its workers take theirs. Tune refuses an empty bundle, so the trial takes a sliver
-# of the resource that marks the head node.
-TRIAL_RESOURCES = {"CPU": 0, HEAD_RESOURCE: 0.001}
-SPACE = ("points", "lr", "aggregation_frequency", "budget", "first_rung")
-"""Settings of `tune` that define the trials."""
-REDUCTION = 2
-"""ASHA keeps the better half of the trials at each rung."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """The result of a trial.
-
-    `score` is its best validation score within the search's budget, or before it was stopped; None if it has none.
-    """
-
-    number: int
-    lr: float
-    aggregation_frequency: int
-    updates: int
-    score: float | None
-    status: str
-    run: str
-    error: str | None = None
-    """First line of the error with which the trial failed; None if it did not fail."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """What it sets otherwise than the recipe, by dotted name; empty for trial 0."""
-
-    @property
-    def named(self) -> str:
-        """The trial by what it differs in."""
-        if self.number == 0:
-            return "the recipe as it stands"
-        # Searches of an earlier version did not write the settings of a trial down.
-        known = self.settings or {"optim.lr": self.lr, "train.aggregation_frequency": self.aggregation_frequency}
-        return ", ".join(f"{name}={value}" for name, value in known.items())
+FINAL_RUNS = 4
+"""Full runs whose rows the end may take, where `tune.final_rows` does not say."""
+LOSSES = 3
+"""How often an order may be lost with its slot before the trial counts as failed."""
+FIXED = ("train.workers", "train.micro_batch")
+"""Settings beside those of `tune` with which a search goes on as it began: they set a trial's rows per update."""
+MAY_CHANGE = ("concurrent", "minutes", "money", "price")
+"""Settings of `tune` that may be others on a resume."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search: all trials, and the best of them."""
+    """The result of a search."""
 
-    trials: tuple[Trial, ...]
-    best: Trial
+    search: Run
+    history: History
 
     @property
-    def failures(self) -> str:
-        """The failed trials in one line; empty if none failed."""
-        return _failures(self.trials)
+    def best(self) -> Trial:
+        assert self.history.chosen is not None  # the search has ended
+        return numbered(self.history.trials, self.history.chosen)
+
+    @property
+    def winner(self) -> Run:
+        return self.search.trial(self.best.number)
+
+    @property
+    def rows(self) -> int:
+        """Rows that all trials were trained on."""
+        ends = (trial.finished or (trial.reached[-1] if trial.reached else None) for trial in self.history.trials)
+        return sum(end.rows for end in ends if end is not None)
 
     def to_document(self) -> dict[str, Any]:
-        return {"trials": [asdict(trial) for trial in self.trials], "best": self.best.number}
-
-
-class _Scheduler(AsyncHyperBandScheduler):
-    """ASHA (Li et al. 2018, arXiv:1810.05934), except that trial 0, the recipe as it stands, is never stopped."""
-
-    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        decision = super().on_trial_result(tune_controller, trial, result)
-        return self.CONTINUE if trial.config["number"] == 0 else str(decision)
-
-
-class _FreeWorkers(ray.tune.Callback):
-    """A Tune callback that frees the CPUs of an ended trial's workers (see `placement.remember`), and logs stops."""
-
-    def __init__(self, search: Path, config: Config):
-        self._search, self._config = search, config
-
-    def on_trial_complete(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
-        run, number = self._run(trial), trial.config["number"]
-        log, ended = part(run.events(), self._config, number)
-        if log and not ended and summary.status(log) == "running":
-            run.append("stopped")  # before its workers die, so that their end is not logged as a failure
-        placement.release(run)
-
-    def on_trial_error(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
-        placement.release(self._run(trial))
-
-    def _run(self, trial: Any) -> Run:
-        return Run(self._search).trial(trial.config["number"])
+        trials = [{**asdict(trial), "status": trial.status} for trial in self.history.trials]
+        return {"trials": trials, "best": self.history.chosen, "verdict": dict(self.history.verdict)}
 
 
 def check(config: Config) -> None:
-    """Raise `ConfigError` if there will be no validation rows: the trials would be trained, and none would get a
-    score."""
-    data = config.recipe.data
+    """Everything about a search that can be refused before anything starts, all at once. Raises `ConfigError`."""
+    data, problems = config.recipe.data, list[Problem]()
     if data.valid_share == 0 and not (data.valid or data.split):
         reason = "trials are compared on validation rows, and there are none"
         fix = "give a share, e.g. 0.1; train the winner's settings on all rows afterwards"
-        raise ConfigError([Problem("data.valid_share", 0, reason, fix)])
+        problems.append(Problem("data.valid_share", 0, reason, fix))
+    try:
+        space.dimensions(config)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    ask_tell.check(config.deploy.tune.sampler)
 
 
 def run(
@@ -120,141 +82,277 @@ def run(
     on_event: driver.OnEvent | None = None,
     tokens_root: Path | None = None,
 ) -> Found:
-    """Run all trials under `folder`. Every trial keeps its run folder; `trials.jsonl` lists the trials.
+    """Search, and train what is left to its end. Every trial keeps its run folder; `trials.jsonl` is the journal.
 
     The trials share the token store under `tokens_root`, by default the folder that holds the search. A resumed search
-    continues the trials that were cut short; ended trials are not run again. Raises `ConfigError` if a resumed search
-    has other trials, and `UserError` if no trial has a score.
+    does nothing twice. Raises `ConfigError` if a resumed search would be another one, and `UserError` if no trial came
+    to a score.
     """
+    check(config)
     folder, config = opening.choose(folder, config, reuse)
-    config = opening.absolute(
-        config, folder if reuse == "resume" else None
-    )  # all trials use the same commits of hub names
+    # All trials use the same commits of hub names.
+    config = opening.absolute(config, folder if reuse == "resume" else None)
     if reuse == "resume":
         _refuse_another(opening.stored(folder), config)
     search = Run(folder)
     opening.freeze(search, config)
     with opening.hold(search):
-        return _run(config, search, on_event, tokens_root or folder.parent)
+        task = Task(configuration.to_document(config), config.named, folder, tokens_root or folder.parent)
+        return _Search(config, task, on_event).run()
 
 
 def _refuse_another(old: Config, new: Config) -> None:
-    """Raise `ConfigError` if a resumed search would have other trials. Their number alone may change.
-
-    The number of workers counts too, since it sets a trial's rows per update.
-    """
-    fixed = ("train.workers", "train.micro_batch", *(f"tune.{name}" for name in SPACE))
+    """Raise `ConfigError` if a resumed search would be another one."""
     before, after = configuration.flat(old), configuration.flat(new)
+    fixed = [*FIXED, *(n for n in before if n.startswith("tune.") and n.removeprefix("tune.") not in MAY_CHANGE)]
     fix = "leave it out, or start another search with --new"
     if changed := [name for name in fixed if before[name] != after[name]]:
         reason = "the search was started with {!r}"
         raise ConfigError([Problem(name, after[name], reason.format(before[name]), fix) for name in changed])
 
 
-def _run(config: Config, search: Run, on_event: driver.OnEvent | None, tokens_root: Path) -> Found:
-    folder, overrides = search.folder, space.trials(config)
-    for override in overrides:
-        configuration.with_overrides(config, override)  # a trial that cannot work is refused before the first starts
-    trainable = partial(
-        trials.run,
-        document=configuration.to_document(config),
-        search=str(folder),
-        overrides=overrides,
-        tokens_root=str(tokens_root),
-        named=sorted(config.named),
-    )
-    started = len(list(search.ray.iterdir())) if search.ray.is_dir() else 0
-    tuner = ray.tune.Tuner(
-        ray.tune.with_resources(trainable, TRIAL_RESOURCES),
-        param_space={"number": ray.tune.grid_search(list(range(len(overrides))))},
-        tune_config=ray.tune.TuneConfig(
-            metric="score",
-            mode="max",
-            max_concurrent_trials=config.deploy.tune.concurrent,
-            scheduler=_Scheduler(
-                time_attr="percent",
-                # Time goes to 100 %. A limit of 100 would kill a trial while it writes its artefact.
-                max_t=1000,
-                grace_period=max(1, round(100 * config.deploy.tune.first_rung)),
-                reduction_factor=REDUCTION,
-            ),
-        ),
-        run_config=ray.tune.RunConfig(
-            # Each start has a new name. Under an old name Ray would unpickle its state of the last start.
-            name=f"tune-{started:03d}",
-            storage_path=str(search.ray),
-            callbacks=[_FreeWorkers(folder, config)],
-            verbose=0,
-        ),
-    )
-    followed = [(search.trial(number).folder, {"trial": number}) for number in range(len(overrides))]
-    with events.Follow(followed, on_event):
-        results: Any = tuner.fit()
-    errors = {number: first_line(result.error) for number, result in enumerate(results) if result.error}
-    found = [
-        summarise(config, search.trial(number).folder, number, override, errors.get(number))
-        for number, override in enumerate(overrides)
-    ]
-    for trial in found:
-        if trial.score is not None:
-            summary.write(Run(Path(trial.run)))  # a stopped trial was killed before it could write it
-    search.trials.write_text("".join(json.dumps(asdict(trial)) + "\n" for trial in found))
-    chosen = best(found)
-    search.append("searched", best=chosen.number, trials=len(found))
-    return Found(tuple(found), chosen)
+Due = Callable[[set[Go], bool], list[Go] | None]
+"""(orders that were given, whether a slot is idle) -> what is to be done, given orders among it; None: all is done."""
 
 
-def first_line(error: Any) -> str:
-    """The first line of the error that ended a trial. For an error from a Ray process, it is that of the error raised
-    there."""
-    cause = getattr(error, "cause", None)
-    lines = [line for line in str(cause or error).splitlines() if line.strip()]
-    return lines[0 if cause else -1].strip() if lines else type(cause or error).__name__
+class _Search:
+    """One start of a search."""
+
+    def __init__(self, config: Config, task: Task, on_event: driver.OnEvent | None):
+        self._config, self._task, self._tune = config, task, config.deploy.tune
+        self._say: Callable[[dict[str, Any]], None] = on_event or (lambda event: None)
+        self._on_event, self._search = on_event, Run(task.search)
+        self._journal = Journal(self._search.trials)
+        self._dimensions, self._aim, self._seed = space.dimensions(config), Aim.of(self._tune), config.recipe.train.seed
+        self._lost: dict[int, int] = {}
+        self._follow: events.Follow | None = None
+        self._begun = time.monotonic()
+
+    @property
+    def _history(self) -> History:
+        return self._journal.history
+
+    def run(self) -> Found:
+        if self._history.chosen is None:
+            try:
+                self._decide()
+            finally:
+                self._write("spent", seconds=round(time.monotonic() - self._begun, 1))
+        self._leave()
+        return Found(self._search, self._history)
+
+    def _decide(self) -> None:
+        if not self._history.trials:
+            self._ask({}, "recipe")
+        # The rows are read before the slots start: they would all read them.
+        first = self._search.trial(0)
+        prepared = preparing.prepare(
+            self._task.of({}), first.folder, "resume" if first.exists else "refuse", self._task.tokens_root
+        )
+        count = slots.number(self._config, prepared.device.device)
+        self._ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
+        self._planned = self._trials()
+        self._steering = len(held_back.steering(prepared.store, self._tune.held_back))
+        self._store = prepared.store
+        with events.Follow([], self._on_event) as self._follow:
+            for trial in self._history.trials:
+                self._follow.add(self._search.trial(trial.number).folder, {"trial": trial.number})
+            with slots.opened(self._config, self._task, count) as open_slots:
+                self._work(open_slots, self._halving)
+                self._work(open_slots, self._ending)
+
+    def _trials(self) -> int:
+        """How many trials the budget pays for."""
+        budget = self._tune.rows or round(self._tune.full_runs * self._ladder.full)
+        affordable = self._ladder.affordable(budget)
+        return min(affordable, self._tune.trials or affordable)
+
+    # --------------------------------------------------------------------------------------------------------- phases
+
+    def _work(self, open_slots: slots.Slots, due: Due) -> None:
+        """Keep the slots busy until `due` says that nothing is left to do."""
+        while True:
+            for slot in open_slots.idle:
+                given = {Go(order.trial, order.rung) for order in open_slots.orders.values()}
+                if (go := next((go for go in due(given, True) or [] if go not in given), None)) is None:
+                    break
+                self._order(open_slots, slot, go)
+            if not open_slots.orders and due(set(), False) is None:
+                return
+            self._hear(*open_slots.wait())
+
+    def _order(self, open_slots: slots.Slots, slot: int, go: Go) -> None:
+        trial = numbered(self._history.trials, go.trial)
+        rows = self._ladder.full if go.rung is None else self._ladder.rungs[go.rung]
+        self._search.append("ordered", trial=go.trial, rung=go.rung, slot=slot)
+        if trial.reached:
+            self._say({"kind": "search", "what": "thawed", "trial": go.trial})
+        open_slots.give(slot, Order(go.trial, trial.settings, go.rung, rows))
+
+    def _hear(self, order: Order | None, outcomes: tuple[Outcome, ...] | None) -> None:
+        if order is None:
+            self._search.append("slot_up")
+            return
+        if outcomes is None:
+            self._search.append("lost", trial=order.trial, rung=order.rung)
+            self._lost[order.trial] = self._lost.get(order.trial, 0) + 1
+            if self._lost[order.trial] > LOSSES:
+                self._write("failed", trial=order.trial, error=f"the process that ran it died {LOSSES + 1} times")
+            return
+        for outcome in outcomes:
+            kind = outcome["kind"]
+            self._write(kind, trial=order.trial, **{name: value for name, value in outcome.items() if name != "kind"})
+
+    def _halving(self, given: set[Go], idle: bool) -> list[Go] | None:
+        """Trials go to their next rung, the first ones first; another one is asked for where a slot is idle."""
+        asking = self._history.stopped is None
+        found = halving.due(self._history, self._ladder, self._aim, asking)
+        if not (asking and idle and found is not None and given.issuperset(found)):
+            return found
+        if self._stop() or (number := self._propose()) is None:
+            if self._history.stopped is None:
+                self._write("stopped", why="every point of the space was tried")
+            return halving.due(self._history, self._ladder, self._aim, asking=False)
+        return [*found, Go(number, 0)]
+
+    def _ending(self, given: set[Go], idle: bool) -> list[Go] | None:
+        """The two best and trial 0 go to their ends, and again with other seeds, until it is clear which is best."""
+        if self._history.chosen is not None:
+            return None
+        if not any(trial.sound for trial in self._history.own):
+            raise UserError(f"no trial of the search came to a score; {failures(self._history)}")
+        budget = FINAL_RUNS * self._ladder.full if self._tune.final_rows is None else self._tune.final_rows
+        wanted = finals.next_runs(
+            self._history,
+            self._ladder.full,
+            budget,
+            {},
+            seed=self._seed,
+            objective=self._tune.objective,
+            steered=not self._tune.held_back,
+        )
+        if isinstance(wanted, finals.Verdict):
+            self._write("chosen", best=wanted.best, verdict=wanted.to_document())
+            return None
+        return [Go(self._seeded(one), None) for one in wanted]
+
+    # -------------------------------------------------------------------------------------------------------- deciding
+
+    def _stop(self) -> bool:
+        """Whether no further trial is asked for; why is written down."""
+        own, why = len(self._history.own), None
+        if own >= self._planned:
+            why = f"the budget pays for {self._planned} trials"
+        elif own > 1 and (over := self._over()):
+            why = over
+        else:
+            why = self._gain()
+        if why is not None:
+            self._write("stopped", why=why)
+        return why is not None
+
+    def _over(self) -> str | None:
+        """Why no further trial is begun, by time and money."""
+        tune = self._tune
+        seconds = self._history.seconds + time.monotonic() - self._begun
+        if tune.minutes is not None and seconds > 60 * tune.minutes:
+            return f"{tune.minutes:g} minutes are over"
+        if tune.money is not None and tune.price is not None:
+            hours = sum(_seconds(trial) for trial in self._history.trials) / 3600
+            if (spent := hours * self._config.recipe.train.workers * tune.price) > tune.money:
+                return f"{spent:.2f} of {tune.money:g} are spent"
+        return None
+
+    def _gain(self) -> str | None:
+        """Why another trial is not worth its cost: it is expected to gain less than chance makes trials differ."""
+        best = max((one.score for trial in self._history.own if (one := at(trial, 0))), default=None)
+        if best is None or self._tune.objective != "score" or self._tune.sampler in ("random", "grid"):
+            return None
+        gain = ask_tell.expected_gain(self._dimensions, self._told(), self._seed)
+        noise = max(finals.spread(self._history) or 0.0, finals.row_noise(best, self._steering) or 0.0)
+        if gain is None or gain >= noise:
+            return None
+        return f"another trial is expected to gain {gain:.2g}, and chance alone makes {noise:.2g}"
+
+    def _told(self) -> list[ask_tell.Told]:
+        """What the sampler is told: where each trial stands in the space, and what it came to at the first rung, where
+        all have been trained on as many rows."""
+        found = []
+        for trial in self._history.own:
+            point, first = space.coordinates(self._config, self._dimensions, trial.settings), at(trial, 0)
+            value = self._aim.value(first) if first is not None and trial.sound else None
+            found.append(ask_tell.Told(point, value, pending=first is None and trial.sound))
+        return found
+
+    def _propose(self) -> int | None:
+        """The number of the next trial; None where every point of the space was tried."""
+        number, points = len(self._history.trials), self._tune.points
+        if 0 < number <= len(points):
+            return self._ask(space.overrides(self._config, points[number - 1]), "points")
+        found = ask_tell.propose(
+            self._dimensions,
+            self._told(),
+            number=number,
+            seed=self._seed,
+            sampler=self._tune.sampler,
+            planned=self._planned,
+        )
+        return None if found is None else self._ask(space.overrides(self._config, found[0]), found[1])
+
+    def _ask(self, settings: Mapping[str, Any], by: str, **more: Any) -> int:
+        number = len(self._history.trials)
+        self._write("asked", trial=number, settings=dict(settings), by=by, **more)
+        return number
+
+    def _seeded(self, one: finals.Run) -> int:
+        """The number of the trial that repeats another one with a seed; a new one where there is none yet."""
+        if one.seed is None:
+            return one.of
+        known = [trial.number for trial in self._history.trials if (trial.of, trial.seed) == (one.of, one.seed)]
+        if known:
+            return known[0]
+        base = numbered(self._history.trials, one.of)
+        return self._ask({**base.settings, **finals.overrides(one, seed=self._seed)}, SEED, of=one.of, seed=one.seed)
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        self._journal.append(kind, **fields)
+        if kind == "asked" and self._follow is not None:
+            self._follow.add(self._search.trial(fields["trial"]).folder, {"trial": fields["trial"]})
+        self._say({"kind": "search", "what": kind, **fields})
+
+    # --------------------------------------------------------------------------------------------------------- the end
+
+    def _leave(self) -> None:
+        """Write down what others read: the winner's settings, its report, and the search's page."""
+        history = self._history
+        assert history.chosen is not None
+        winner = self._search.trial(history.chosen)
+        config = configuration.load(str(winner.config))
+        text = configuration.to_yaml(_replayed(config, self._config))
+        self._search.best.write_text(text, encoding="utf-8")
+        if self._search.winner is None:
+            self._search.append("searched", best=history.chosen, trials=len(history.trials))
+        say = self._say
+        if not winner.report.is_file():
+            driver.report(winner, lambda event: say({**event, "trial": history.chosen}))
+        driver.add(self._search, "page", page.write, say)
+        if ask_tell.installed():
+            driver.add(self._search, "study", lambda run: dashboard.export(run.folder, self._config, history), say)
 
 
-def summarise(config: Config, run: Path, number: int, override: dict[str, Any], error: str | None) -> Trial:
-    """A trial's result, from the part of its log that belongs to the search."""
-    log, _ = part(Run(run).events(), config, number)
-    scored = [event for event in log if event["kind"] == "evaluated" and event["split"] == "valid"]
-    recipe = configuration.with_overrides(config, override).recipe
-    budget = trials.stops_at(config, 1, trials.updates_of(log))[0] if scored else 0
-    compared = [event for event in scored if event["update"] <= budget] or scored
-    headline = trials.headline_of(config)
-    return Trial(
-        number=number,
-        lr=recipe.optim.lr,
-        aggregation_frequency=recipe.rows_per_update // (recipe.train.workers * recipe.train.micro_batch),
-        updates=scored[-1]["update"] if scored else 0,
-        score=max((event["scores"][headline] for event in compared), default=None),
-        status="failed" if error else summary.status(log),
-        run=str(run),
-        error=error,
-        settings={name: value for name, value in override.items() if value is not None},
-    )
+def _replayed(config: Config, search: Config) -> Config:
+    """A trial's configuration for another run: what belongs to the search's place is the search's."""
+    storage = search.deploy.cluster.storage
+    return replace(configuration.with_overrides(config, {"cluster.storage": storage}), named=config.named)
 
 
-def best(found: Sequence[Trial]) -> Trial:
-    """The trial with the highest score among those that reached the common budget; the first of equal ones.
-
-    If no trial reached it, all scored trials count. Raises `UserError` if no trial has a score without a failure.
-    """
-    scored = [(trial.score, -trial.number, trial) for trial in found if trial.score is not None and not trial.error]
-    reached = [entry for entry in scored if entry[2].status in ("finished", "paused")] or scored
-    if not reached:
-        raise UserError(f"no trial of the search came to a score; {_failures(found)}")
-    return max(reached)[2]
+def _seconds(trial: Trial) -> float:
+    if trial.finished is not None:
+        return trial.finished.seconds
+    return trial.reached[-1].seconds if trial.reached else 0.0
 
 
-def _failures(found: Sequence[Trial]) -> str:
-    failed = [f"trial {trial.number}: {trial.error}" for trial in found if trial.error]
-    return f"{len(failed)} of {len(found)} trials failed: {'; '.join(failed)}" if failed else ""
-
-
-def continue_best(
-    found: Found, on_event: driver.OnEvent | None = None, tokens_root: Path | None = None
-) -> dict[str, Any]:
-    """Continue the best trial's run from its checkpoint to its last update; returns its summary."""
-    run = Run(Path(found.best.run))
-    config = configuration.load(str(run.config))
-    prepared = preparing.prepare(config, run.folder, "resume", tokens_root or run.folder.parent.parent)
-    return driver.fit(prepared, on_event=on_event)
+def failures(history: History) -> str:
+    """The failed trials in one line; empty if none failed."""
+    failed = [f"trial {trial.number}: {trial.error}" for trial in history.trials if trial.error]
+    return f"{len(failed)} of {len(history.trials)} trials failed: {'; '.join(failed)}" if failed else ""

@@ -1,95 +1,196 @@
-"""A trial of Ray Tune: an ordinary run in the search's folder, which reports each evaluation to Tune."""
+"""A trial of a search: an ordinary run in the search's folder, trained to a rung or to its end when it is told to."""
 
-import math
-from collections.abc import Iterable
-from dataclasses import replace
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rtrain import config as configuration
+from rtrain.comparison.training import clock
 from rtrain.config import Config
+from rtrain.data.stores.store import open_store
+from rtrain.errors import UserError
 from rtrain.metrics.by_output import metric_for
 from rtrain.run import Run
-from rtrain.runs import driver, preparing
+from rtrain.runs import driver, failures, group, notice, preparing
 from rtrain.tasks import base
+from rtrain.training import best, rungs
+from rtrain.training.step import NonFinite
+from tune import finals, held_back
 
-Log = list[dict[str, Any]]
-
-
-def stops_at(config: Config, number: int, updates: int) -> tuple[int, list[int]]:
-    """(the update after which trial `number` ends, the updates at which it is compared), for a run of `updates`
-    updates.
-
-    Trial 0 is not limited to the search's budget: it trains the whole run.
-    """
-    tune = config.deploy.tune
-    budget = math.ceil(tune.budget * updates)
-    return updates if number == 0 else budget, [math.ceil(tune.first_rung * updates), budget]
+FIRST, LAST = 3, 3
+"""Logged losses at the begin, and newest ones, by which a trial is seen to diverge."""
+RISE = 1.5
 
 
-def part(log: Log, config: Config, number: int) -> tuple[Log, bool]:
-    """(the part of a trial's log that belongs to the search, whether that part is complete).
+@dataclass(frozen=True)
+class Task:
+    """What all trials of a search have in common. Plain values: it goes to other processes."""
 
-    The log of a winner goes on after the search.
-    """
-    for place, event in enumerate(log):
-        ended = event["kind"] in ("paused", "finished")
-        if event["kind"] == "stopped" or (ended and event["update"] >= stops_at(config, number, updates_of(log))[0]):
-            return log[: place + 1], True
-    return log, False
+    document: Mapping[str, Any]
+    """The search's configuration."""
+    named: frozenset[str]
+    """Settings that the user gave."""
+    search: Path
+    tokens_root: Path
+
+    @property
+    def config(self) -> Config:
+        return replace(configuration.parse(self.document, {}), named=self.named)
+
+    def of(self, settings: Mapping[str, Any]) -> Config:
+        """The configuration of a trial with such settings."""
+        config = configuration.parse(self.document, settings)
+        config = replace(config, named=config.named | self.named)
+        if storage := config.deploy.cluster.storage:  # trials of several searches have the same names
+            config = configuration.with_overrides(config, {"cluster.storage": f"{storage}/{self.search.name}"})
+        return config
 
 
-def reported(log: Log, headline: str) -> list[dict[str, Any]]:
-    """The results that a trial has reported to Tune. A resumed search reports them again, since the new Tune lacks
-    them."""
-    found = {event["update"]: event["scores"][headline] for event in log if compared(event)}
-    return [{"update": u, "percent": 100 * u / updates_of(log), "score": score} for u, score in sorted(found.items())]
+@dataclass(frozen=True)
+class Order:
+    """What a slot is told to do."""
+
+    trial: int
+    settings: Mapping[str, Any]
+    rung: int | None
+    """The rung to which the trial is trained; None for its end."""
+    rows: int
+    """Rows of that rung, or of the whole run."""
 
 
-def compared(event: dict[str, Any]) -> bool:
-    """Whether Tune is told of an event: of evaluations on validation rows, but not of those after a choice was made on
-    the same rows (field `chosen`)."""
-    return event["kind"] == "evaluated" and event["split"] == "valid" and "chosen" not in event
+Outcome = dict[str, Any]
+"""An event of the journal: what an order has come to. `kind` is reached, finished, diverged or failed."""
+
+
+def run(order: Order, task: Task, workers: group.Workers) -> list[Outcome]:
+    """Do an order. A run that was begun goes on from its newest checkpoint; one that is there already is read."""
+    run = Run(task.search).trial(order.trial)
+    watch = _Diverging(run)
+    try:
+        config = task.of(order.settings)
+        prepared = preparing.prepare(config, run.folder, "resume" if run.exists else "refuse", task.tokens_root)
+        until = None if order.rung is None else prepared.order.update_at(order.rows)
+        if not (run.finished or _is_at(run, until)):
+            driver.fit(
+                prepared, until=until, rung=order.rung is not None, workers=workers, reports=False, on_event=watch
+            )
+    except NonFinite as error:
+        return [{"kind": "diverged", "why": str(error).splitlines()[0]}]
+    except UserError as error:
+        return [{"kind": "failed", "error": str(error).splitlines()[0]}]
+    except Exception as error:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        kept = failures.keep_traceback(run, "error", error)
+        return [{"kind": "failed", "error": f"{first_line(error)} (traceback in {kept})"}]
+    if watch.why and not run.finished:
+        return [{"kind": "diverged", "why": watch.why}]
+    found = [] if order.rung is None or until is None else [_reached(run, prepared, order.rung, until)]
+    return [*found, _finished(run, prepared)] if run.finished else found
+
+
+def _is_at(run: Run, until: int | None) -> bool:
+    """Whether the trial is frozen at that update already: the search was killed before it could write that down."""
+    last = run.last("started", "paused")
+    return last is not None and last["kind"] == "paused" and last["update"] == until
+
+
+def _reached(run: Run, prepared: preparing.Prepared, rung: int, update: int) -> Outcome:
+    """What the answers at a rung come to on the rows that steer the search."""
+    config, store = prepared.config, open_store(prepared.store.folder)
+    task, answers = base.get(config.recipe.task), rungs.read(run, update)
+    assert answers is not None  # they are written before the rung's checkpoint
+    positions = held_back.steering(store, config.deploy.tune.held_back)
+    steering = answers.take(positions)
+    scores = metric_for(task.output).scores(steering, store.targets("valid", positions), store.manifest.head)
+    return {
+        "kind": "reached",
+        "rung": rung,
+        "update": update,
+        "rows": prepared.order.rows_until(update),
+        "score": scores[headline_of(config)],
+        "loss": best.mean_loss(task, steering, store, positions),
+        "seconds": seconds_of(run),
+    }
+
+
+def _finished(run: Run, prepared: preparing.Prepared) -> Outcome:
+    config, headline = prepared.config, headline_of(prepared.config)
+    held, rows = finals.held_score(run.folder, config, config.deploy.tune.held_back)
+    chosen = run.last("best") or {}
+    return {
+        "kind": "finished",
+        "update": chosen.get("update", prepared.updates),
+        "rows": prepared.order.rows_until(prepared.updates),
+        "score": scores_of(run, headline)[-1][1],
+        "held": held,
+        "held_rows": rows,
+        "seconds": seconds_of(run),
+        "to_target": to_target(run, headline, config.deploy.tune.target),
+    }
 
 
 def headline_of(config: Config) -> str:
     return metric_for(base.get(config.recipe.task).output).headline
 
 
-def updates_of(log: Log) -> int:
-    """The number of updates of the whole run, as its log says."""
-    return int(next(event["of"] for event in reversed(log) if event["kind"] in ("started", "progress")))
+def seconds_of(run: Run) -> float:
+    """Seconds of training, over all starts that came to where they were to end."""
+    return round(sum(event["seconds"].get("train", 0.0) for event in run.events("trained")), 3)
 
 
-def run(
-    settings: dict[str, Any],
-    document: dict[str, Any],
-    search: str,
-    overrides: list[dict[str, Any]],
-    tokens_root: str,
-    named: Iterable[str] = (),
-) -> None:
-    """The trainable of Ray Tune: run trial `settings["number"]` of the search.
+def scores_of(run: Run, headline: str) -> list[tuple[float, float]]:
+    """(seconds of all starts until then, score) of the run's evaluations on all validation rows, the best one last."""
+    scored = [
+        (seconds, float(event["scores"][headline]))
+        for event, seconds in clock(run.events())
+        if event["kind"] == "evaluated" and event["split"] == "valid" and "chosen" not in event
+    ]
+    return sorted(scored, key=lambda one: one[1])
 
-    `document` is the search's configuration, and `named` lists the settings that the user gave. A trial that was begun
-    before reports again what it has reported, and continues from its checkpoint.
+
+def to_target(run: Run, headline: str, target: float | None) -> float | None:
+    """Seconds until the first evaluation that reached the target; None without a target, or where none did."""
+    if target is None:
+        return None
+    return min((round(seconds, 3) for seconds, score in scores_of(run, headline) if score >= target), default=None)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the error that ended a trial. For an error from a Ray process, it is that of the error raised
+    there."""
+    cause = getattr(error, "cause", None)
+    lines = [line for line in str(cause or error).splitlines() if line.strip()]
+    return lines[0 if cause else -1].strip() if lines else type(cause or error).__name__
+
+
+# --------------------------------------------------------------------------------------------------------- divergence
+
+
+def diverges(losses: Sequence[float]) -> bool:
+    """Whether logged training losses say that a trial learns nothing any more: the newest are far above the first.
+
+    A run that goes well falls; one whose learning rate is a little too high wavers about where it began. Medians, since
+    a loss is that of one update.
     """
-    import ray.tune
-    from ray.tune.integration.ray_train import TuneReportCallback
+    if len(losses) < FIRST + LAST:
+        return False
+    return statistics.median(losses[-LAST:]) > RISE * statistics.median(losses[:FIRST])
 
-    number = settings["number"]
-    config = configuration.parse(document, overrides[number])
-    config = replace(config, named=config.named.union(named))
-    if config.deploy.cluster.storage:  # trials of several searches have the same names
-        config = configuration.with_overrides(
-            config, {"cluster.storage": f"{config.deploy.cluster.storage}/{Path(search).name}"}
-        )
-    run = Run(Path(search)).trial(number)
-    log, ended = part(run.events(), config, number)
-    for result in reported(log, headline_of(config)):
-        ray.tune.report(result)
-    if ended:
-        return
-    prepared = preparing.prepare(config, run.folder, "resume" if run.exists else "refuse", Path(tokens_root))
-    until, rungs = stops_at(config, number, prepared.updates)
-    driver.fit(prepared, until=until, evaluate_at=rungs, callbacks=[TuneReportCallback()])
+
+class _Diverging:
+    """Follows a trial's log, and freezes the trial as soon as it diverges."""
+
+    def __init__(self, run: Run):
+        self._run, self.why = run, ""
+        self._losses = [event["loss"] for event in run.events("progress")]
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        if event["kind"] != "progress" or self.why:
+            return
+        self._losses.append(event["loss"])
+        if diverges(self._losses):
+            began, now = statistics.median(self._losses[:FIRST]), statistics.median(self._losses[-LAST:])
+            self.why = f"the training loss rose from {began:.3g} to {now:.3g} by update {event['update']}"
+            notice.give(self._run, notice.DIVERGED)

@@ -1,8 +1,10 @@
 """Verbs about runs: the recipes, train, tune, report, and the demo. Heavy imports are inside the verbs."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -97,24 +99,51 @@ def tune(
     new: New = False,
     as_json: Json = False,
 ) -> None:
-    """Search learning rate and aggregation frequency, then continue the best trial to its full budget."""
+    """Search learning rate and aggregation frequency, train the best to their ends, and say which has won."""
     short = {"data": data, "valid": valid, "test": test, "model": model, "workers": workers, "address": address}
     config, folder, reuse = opened(recipe, assignments, out, resume, new, "-search", **short)
     from rtrain.cluster.session import session
-    from rtrain.report.live.progress import Line, after, search_text
+    from rtrain.report.live.progress import Line, after, summary_text
+    from rtrain.report.summary import summarise
     from rtrain.runs import preparing
-    from tune import search, verdict
+    from tune import journal, search, table, trial, verdict
 
     search.check(config)
     preparing.check(config, folder.parent, labels=reuse != "resume")
-    with resumable(folder, "tune"), Line(context.obj) as line, session(config, folder.parent, line):
-        line(events.doing("starting the first trial", "trials"))
+    settings, known, headline = config.deploy.tune, journal.Journal(Run(folder).trials), trial.headline_of(config)
+    at_once = settings.concurrent or 1
+    with (
+        resumable(folder, "tune"),
+        _so_far(folder, headline, settings),
+        Line(context.obj) as line,
+        session(config, folder.parent, line, at_once),
+        line.following(table.Follower(headline, settings, known.history)),
+    ):
+        line(events.doing("reading the rows", "rows"))
         found = search.run(config, folder, reuse, on_event=line)
-        winner = search.continue_best(found, on_event=line)
-    best = Run(Path(found.best.run))
-    told = verdict.of(Run(best.folder.parent))
-    document = {**found.to_document(), "winner": winner, "verdict": told}
-    show(document, as_json, search_text(found, winner, told), context.obj.text(), after(best, "train"))
+    summary = summarise(found.winner)
+    text = [
+        f"{(told := verdict.of(found.search))}\n",
+        table.text(found.history, headline, settings),
+        f"settings of the winner: {found.search.best}; all trials: {found.search.report}",
+        summary_text(summary, found.winner),
+    ]
+    document = {**found.to_document(), "winner": summary, "told": told}
+    show(document, as_json, "\n".join(text), context.obj.text(), after(found.winner, "train"))
+
+
+@contextmanager
+def _so_far(folder: Path, headline: str, settings: Any) -> Iterator[None]:
+    """Where Ctrl-C ends a search, show the trials until then."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        from rtrain.report.live.progress import say
+        from tune import journal, table
+
+        if (history := journal.Journal(Run(folder).trials).history).trials:
+            say(table.text(history, headline, settings))
+        raise
 
 
 def report(

@@ -85,11 +85,14 @@ def _token_file() -> None:
 
 
 @contextmanager
-def session(config: Config, folder: Path, on_event: Callable[[dict[str, Any]], None] | None = None) -> Iterator[None]:
+def session(
+    config: Config, folder: Path, on_event: Callable[[dict[str, Any]], None] | None = None, at_once: int = 1
+) -> Iterator[None]:
     """Connect to Ray for the `with` block, from inside `folder`.
 
-    A cluster that this call starts ends with the block; any other cluster is left alone. Raises `UserError`, before Ray
-    is asked, where the address that is named leads to no cluster.
+    A private cluster, which this call starts, has room for `at_once` trainings with the recipe's workers, and ends with
+    the block; any other cluster is left alone. Raises `UserError`, before Ray is asked, where the address that is named
+    leads to no cluster.
     """
     named, say = addresses.of(config), on_event or (lambda event: None)
     say(events.doing(f"connecting to Ray at {named[1]}" if named else "starting Ray", "Ray"))
@@ -106,7 +109,7 @@ def session(config: Config, folder: Path, on_event: Callable[[dict[str, Any]], N
     _quiet()
     if named is None:
         workers = config.recipe.train.workers
-        _start_local(workers, supply.data_cpus(config.deploy.cluster.data_cpus, workers))
+        _start_local(at_once * (workers + supply.data_cpus(config.deploy.cluster.data_cpus, workers)))
     else:
         try:
             ray.init(address=named[1], runtime_env=_worker_env(), log_to_driver=False, logging_level=logging.ERROR)
@@ -165,7 +168,7 @@ def object_store(platform: str, free: int | None) -> ObjectStore:
     return ObjectStore(OBJECT_STORE_BYTES, folder, notice)
 
 
-def _start_local(workers: int, spare: int) -> None:
+def _start_local(cpus: int) -> None:
     import ray
 
     # Processes that Ray starts must find rtrain where this one found it, also in a checkout that is not installed.
@@ -178,7 +181,7 @@ def _start_local(workers: int, spare: int) -> None:
         sys.stderr.write(f"{store.notice}\n")
     ray.init(
         address="local",
-        num_cpus=max(env.cores(), workers + spare),
+        num_cpus=max(env.cores(), cpus),
         include_dashboard=False,
         object_store_memory=store.size,
         _plasma_directory=store.folder,

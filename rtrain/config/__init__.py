@@ -32,6 +32,7 @@ from rtrain.config.loading import (
     with_overrides as with_overrides,
 )
 from rtrain.config.recipe import (
+    BETAS as BETAS,
     DEFAULT_FREQUENCY as DEFAULT_FREQUENCY,
     SPEED as SPEED,
     Distill as Distill,

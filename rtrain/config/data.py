@@ -50,6 +50,9 @@ class Data(Section):
     """Share of the rows that choose the best weights and are not trained on. Default: 0.1, or 0 where `valid` or
     `split` names validation rows. Without any validation rows the last weights are kept: that trains chosen settings
     on all rows."""
+    valid_part: Annotated[int, Field(ge=0)] = 0
+    """Which part of the rows, of the size of `valid_share`, validates, from 0: another one has no row in common with
+    it. Its rows are trained on where another part validates."""
     folds: Annotated[int, Field(ge=2, le=100)] | None = None
     """Cut the rows into so many equal parts, by a hash of their content; part `fold` is the test."""
     fold: Annotated[int, Field(ge=0)] = 0
@@ -145,6 +148,10 @@ def _split_contradictions(data: Data) -> list[Problem]:
     if data.valid and data.valid_share:
         fix = "leave out one of the two"
         problems.append(Problem("data.valid_share", data.valid_share, "data.valid has the validation rows", fix))
+    if data.valid_part and (data.valid or data.valid_share == 0 or (data.split and not data.valid_share)):
+        reason = "no part of the training rows validates"
+        fix = "leave it out, or give data.valid_share in place of validation rows of their own"
+        problems.append(Problem("data.valid_part", data.valid_part, reason, fix))
     if data.fold and data.fold >= (data.folds or 1):
         problems.append(Problem("data.fold", data.fold, f"there are {data.folds} folds", "folds count from 0"))
     if data.valid_share == 0 and not (data.valid or data.split) and data.outside is not None:

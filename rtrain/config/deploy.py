@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from rtrain.config.data import Positive, Section
 from rtrain.errors import Problem
@@ -30,27 +31,49 @@ class Cluster(Section):
 class Range(Section):
     """Numbers that a search may try for a setting."""
 
-    low: float
-    high: float
+    low: Annotated[float, Field(allow_inf_nan=False)]
+    high: Annotated[float, Field(allow_inf_nan=False)]
     log: bool = False
     """Draw evenly over the logarithm: a step is a factor."""
 
 
-SPACE: Final[dict[str, Range | tuple[Any, ...]]] = {
+def _range_or_choices(value: Any) -> Any:
+    """Said in the words of a search, in place of what each type of the union would say."""
+    if isinstance(value, dict) and (unknown := value.keys() - Range.model_fields.keys()):
+        message = "a range has low, high and log, and no {unknown}"
+        raise PydanticCustomError("range", message, {"unknown": ", ".join(sorted(map(str, unknown)))})
+    if not isinstance(value, Range | dict | list | tuple):
+        raise PydanticCustomError("range", "neither a range, with low and high, nor a list of choices")
+    return value
+
+
+def _tag(value: Any) -> str:
+    return "choices" if isinstance(value, list | tuple) else "range"
+
+
+Searched = Annotated[
+    Annotated[Range, Tag("range")] | Annotated[tuple[Any, ...], Tag("choices")],
+    Discriminator(_tag),
+    BeforeValidator(_range_or_choices),
+]
+"""What a search may try for a setting: numbers of a range, or choices."""
+SPACE: Final[dict[str, Searched]] = {
     "optim.lr": Range(low=5e-5, high=1e-3, log=True),
     "train.aggregation_frequency": (1, 2, 4, 8),
 }
 
 
 class Tune(Section):
-    space: dict[str, Range | tuple[Any, ...]] = SPACE
+    space: dict[str, Searched] = SPACE
     """Settings that are searched, by dotted name: a range, e.g. {optim.lr: {low: 5.0e-5, high: 1.0e-3, log: true}}, or
-    a list of choices."""
-    study: bool = False
-    """No search: train with aggregation frequencies 1, 2, 10 and 100 (or those of another `space`), each by AdamW, by
-    AdamW under the linear rule and by RAdam, and make a table of scores and times."""
+    a list of choices. It may hold what changes a run's weights and leaves its rows and its budget as they are: all of
+    `optim`, some of `train`, of `model` and of `data`; another setting is refused with the reason."""
+    study: Literal["aggregation"] | None = None
+    """No search but a study: `aggregation` trains with aggregation frequencies 1, 2, 10 and 100 (or those that `space`
+    lists), each by AdamW, by AdamW under the linear rule and by RAdam, and makes a table of scores and times."""
     points: tuple[dict[str, Any], ...] = ()
-    """Settings to try right after trial 0, the recipe as it stands, e.g. [{optim.lr: 1.0e-4}]."""
+    """Settings to try right after trial 0, the recipe as it stands, e.g. [{optim.lr: 1.0e-4}]: of those that `space`
+    may hold, also out of its ranges."""
     sampler: Literal["auto", "gp", "tpe", "random", "grid"] = "auto"
     """What proposes settings after the first few, which are spread over the space: a Gaussian process (`gp`) or
     tree-structured Parzen estimators (`tpe`), both of Optuna (the extra `tune`); `auto` takes the first for up to 50

@@ -36,6 +36,8 @@ TASKS = (
 """Every task. The module `rtrain.tasks.<name>` holds it, as `TASK`; nothing else is listed by a task's name."""
 
 DEFAULT_FREQUENCY = 4
+BETAS = (0.9, 0.999)
+"""By which AdamW and RAdam average gradients and their squares, unless `optim.beta2_scaling` changes the second."""
 
 
 class Model(Section):
@@ -64,7 +66,11 @@ class Optim(Section):
     """How the peak follows rows_per_update: `linear` is lr x (rows_per_update / lr_rows) (Goyal et al. 2017), `sqrt` is
     lr x the square root of that ratio, the rule for Adam (Malladi et al. 2022)."""
     lr_rows: Positive | None = None
-    """The rows_per_update for which `lr` is meant; lr_scaling starts from it."""
+    """The rows_per_update for which `lr` is meant; lr_scaling and beta2_scaling start from it."""
+    beta2_scaling: Literal["none", "rows"] = "none"
+    """How beta2, by which squared gradients are averaged, follows rows_per_update: `none` leaves 0.999, `rows` takes
+    0.999^(rows_per_update / lr_rows), but no less than beta1 = 0.9, so that a row's weight in the average halves after
+    as many rows at any rows_per_update (Marek et al. 2025, arXiv:2507.07101)."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Factor by which each encoder layer learns slower than the one above it: the head learns at `lr`, the last of L
     layers at lr x layer_decay, the embeddings at lr x layer_decay^(L + 1), as in the fine-tuning of BEiT."""
@@ -141,10 +147,12 @@ SPEED = (
 exception is dropout: which activations it drops depends on the workers and their passes."""
 
 
-ADDED = {"lr_scaling": "none", "lr_rows": None, "layer_decay": 1.0}
+ADDED = {"lr_scaling": "none", "lr_rows": None, "beta2_scaling": "none", "layer_decay": 1.0}
 """Settings of `optim` that came later, and their neutral values. `identity` omits a neutral one, so that older runs
 can be resumed."""
-ADDED_TO_MODEL = {"attention_dropout": None, "pooling": "own", "freeze": "none"}
+ADDED_TO_DATA: dict[str, Any] = {"outside": None, "valid_part": 0}
+"""The same for `data`."""
+ADDED_TO_MODEL: dict[str, Any] = {"attention_dropout": None, "pooling": "own", "freeze": "none"}
 """The same for `model`; `auto` has been replaced by what it stands for before a run is frozen."""
 
 
@@ -200,6 +208,14 @@ class Recipe(Section):
         ratio = self.rows_per_update / optim.lr_rows
         return optim.lr * (ratio if optim.lr_scaling == "linear" else math.sqrt(ratio))
 
+    @property
+    def beta2(self) -> float:
+        """By which squared gradients are averaged; see `optim.beta2_scaling`."""
+        optim, (beta1, beta2) = self.optim, BETAS
+        if optim.beta2_scaling == "none" or optim.lr_rows is None:
+            return beta2
+        return max(beta1, math.pow(beta2, self.rows_per_update / optim.lr_rows))
+
     def weights(self) -> dict[str, Any]:
         """The settings that change the weights, by section. rows_per_update is one of them; workers, micro-batch and
         cadences are not."""
@@ -208,15 +224,16 @@ class Recipe(Section):
         )
         for name in SPEED:
             del document["train"][name]
-        if self.data.outside is None:
-            del document["data"]["outside"]
+        for name, neutral in ADDED_TO_DATA.items():
+            if document["data"][name] == neutral:
+                del document["data"][name]
         if not self.augment.active:  # then it changes no row
             del document["augment"]
         # A neutral setting is left out: runs from before it existed have this identity.
         for name, neutral in ADDED_TO_MODEL.items():
             if document["model"][name] == neutral:
                 del document["model"][name]
-        if self.optim.lr_scaling == "none":
+        if self.optim.lr_scaling == self.optim.beta2_scaling == "none":
             document["optim"]["lr_rows"] = None
         for name, value in ADDED.items():
             if document["optim"][name] == value:
@@ -269,9 +286,17 @@ def recipe_contradictions(recipe: Recipe) -> list[Problem]:
 
 def _rate_contradictions(recipe: Recipe) -> list[Problem]:
     optim, rows = recipe.optim, recipe.rows_per_update
-    if optim.lr_scaling != "none" and optim.lr_rows is None:
-        reason = f"optim.lr_scaling={optim.lr_scaling} asks at which rows_per_update optim.lr={optim.lr:g} holds"
-        return [Problem("optim.lr_rows", None, reason, f"write that number of rows ({rows} for this recipe as it is)")]
+    asking = [
+        f"optim.{name}={value} asks at which rows_per_update {what}"
+        for name, value, what in (
+            ("lr_scaling", optim.lr_scaling, f"optim.lr={optim.lr:g} holds"),
+            ("beta2_scaling", optim.beta2_scaling, f"beta2={BETAS[1]:g} holds"),
+        )
+        if value != "none"
+    ]
+    if asking and optim.lr_rows is None:
+        fix = f"write that number of rows ({rows} for this recipe as it is)"
+        return [Problem("optim.lr_rows", None, " and ".join(asking), fix)]
     if recipe.peak_lr >= 1:
         reason = f"scaled from {optim.lr_rows} to {rows} rows per update it is {recipe.peak_lr:g}, not less than 1"
         return [Problem("optim.lr", optim.lr, reason, "write a lower one, or fewer rows per update")]

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from rtrain.config.deploy import Deploy
 from rtrain.config.loading import load, recipe_text, to_document
@@ -50,6 +51,13 @@ BOUNDS = (
 )
 
 
+class _Unsorted(GenerateJsonSchema):
+    """Defaults as the models have them: low before high."""
+
+    def sort(self, value: JsonSchemaValue, parent_key: str | None = None) -> JsonSchemaValue:
+        return value
+
+
 def text() -> str:
     """The page, as Markdown."""
     parts = [HEAD]
@@ -62,7 +70,7 @@ def text() -> str:
 def _sections() -> Iterator[tuple[str, list[str]]]:
     """A heading and its table rows: first what stands alone, then section by section, as the models have them."""
     for model in (Recipe, Deploy):
-        schema = model.model_json_schema()
+        schema = model.model_json_schema(schema_generator=_Unsorted)
         alone = [
             _row(name, field, name in schema["required"])
             for name, field in schema["properties"].items()
@@ -84,7 +92,7 @@ def whole_recipe(name: str) -> str:
     values = to_document(load(name))
     lines: list[str] = []
     for model in (Recipe, Deploy):
-        schema = model.model_json_schema()
+        schema = model.model_json_schema(schema_generator=_Unsorted)
         for key, field in schema["properties"].items():
             if "$ref" not in field:
                 lines += ["", *_setting(key, field, values[key], "")]
@@ -100,7 +108,8 @@ def _setting(name: str, field: Mapping[str, Any], value: Any, indent: str) -> li
     meaning = f"{' '.join(field.get('description', '').split())} [{_kind(field).replace('`', '')}]"
     told = textwrap.wrap(meaning, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
     # In a list, since YAML marks the end of a document that is a lone word.
-    shown = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=1 << 20).strip()[1:-1]
+    flow: Any = {"default_flow_style": True, "allow_unicode": True, "width": 1 << 20, "sort_keys": False}
+    shown = yaml.safe_dump([value], **flow).strip()[1:-1]
     return [*told, f"{indent}{name}: {shown}"]
 
 
@@ -122,13 +131,18 @@ def owner(name: str) -> str:
 
 def _kind(schema: Mapping[str, Any]) -> str:
     """A JSON schema's type in words, with its bounds."""
-    if "anyOf" in schema:
-        return " or ".join(_kind(one) for one in schema["anyOf"])
+    for union in ("anyOf", "oneOf"):
+        if union in schema:
+            return " or ".join(_kind(one) for one in schema[union])
+    if "$ref" in schema:
+        return str(schema["$ref"].rsplit("/", 1)[1]).lower()
     if "const" in schema or "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     kind = schema["type"]
     if kind == "array":
-        return f"list of {_kind(schema['items'])}"
+        return f"list of {_kind(schema['items'])}" if schema["items"] else "list"
+    if isinstance(schema.get("additionalProperties"), dict):
+        return f"mapping of {_kind(schema['additionalProperties'])}"
     name = {"object": "mapping", "null": "`null`"}.get(kind, kind)
     bounds = [
         words.format(format(schema[key], "," if isinstance(schema[key], int) else "g"))

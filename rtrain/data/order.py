@@ -11,7 +11,7 @@ table of rows.
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -81,6 +81,24 @@ class Order:
     @property
     def updates(self) -> int:
         return self.epochs * self.updates_per_epoch
+
+    @property
+    def identity(self) -> str:
+        """What a run's checkpoints are known by: the rows of all of its updates."""
+        rule = version(self.rows)
+        # Orders of the first version have the identity that they had when there was no other.
+        parts = astuple(self) if rule == 1 else (*astuple(self), rule)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    def rows_until(self, update: int) -> int:
+        """Rows trained on after `update` updates."""
+        epochs, rest = divmod(update, self.updates_per_epoch)
+        return epochs * self.rows + min(rest * self.rows_per_update, self.rows)
+
+    def update_at(self, rows: int) -> int:
+        """The first update after which at least `rows` rows have been trained on; at most the run's last."""
+        epochs, rest = divmod(rows, self.rows)
+        return min(epochs * self.updates_per_epoch + math.ceil(rest / self.rows_per_update), self.updates)
 
     # A worker needs the positions of an update twice: to check the stream, and to check that all workers together have
     # the update's rows.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from rtrain.config import Data
 from rtrain.data.records import Record, Source
+from rtrain.errors import ConfigError, Problem
 
 SHARE = 0.1
 """Default share of the rows for validation, and also for the test."""
@@ -23,12 +24,30 @@ class Splits:
     valid_share: float
     folds: int | None = None
     fold: int = 0
+    valid_part: int = 0
 
     @classmethod
     def of(cls, data: Data, source: Source) -> "Splits":
         named = data.split is not None
         share = data.valid_share if data.valid_share is not None else 0.0 if named or source.has_valid else SHARE
-        return cls(source.has_test or named, share, data.folds, data.fold)
+        splits = cls(source.has_test or named, share, data.folds, data.fold, data.valid_part)
+        if data.valid_part and data.valid_part >= splits.valid_parts:
+            reason = f"the rows that are trained on have {splits.valid_parts} parts of the size of data.valid_share"
+            raise ConfigError([Problem("data.valid_part", data.valid_part, reason, "parts count from 0")])
+        return splits
+
+    @property
+    def valid_parts(self) -> int:
+        """How many parts of the rows could validate, none of which shares a row with another (`data.valid_part`); 0
+        where the validation rows are named, or there are none."""
+        # A sum of shares is off by less than this, which moves no row.
+        return int(self._most / self.valid_share + 1e-9) if self.valid_share else 0
+
+    @property
+    def _most(self) -> float:
+        """Share of the rows that are for training and validation; of those outside of the test, where there are
+        folds."""
+        return 1.0 if self.has_test or self.folds is not None else 1.0 - SHARE
 
     def split(self, record: Record, role: str) -> str:
         """`train`, `valid` or `test`; `role` is that of the row's file."""
@@ -46,11 +65,12 @@ class Splits:
             place = share * self.folds
             if int(place) == self.fold:
                 return "test"
-            return "valid" if place % 1 < self.valid_share else "train"
-        most = 1.0 if self.has_test else 1.0 - SHARE
-        if share >= most:
+            first = self.valid_share * self.valid_part
+            return "valid" if first <= place % 1 < self.valid_share * (self.valid_part + 1) else "train"
+        if share >= self._most:
             return "test"
-        return "valid" if share >= most - self.valid_share else "train"
+        first = self._most - self.valid_share * (self.valid_part + 1)
+        return "valid" if first <= share < self._most - self.valid_share * self.valid_part else "train"
 
 
 def content_hashes(record: Record) -> tuple[int, int]:

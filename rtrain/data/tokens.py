@@ -9,6 +9,7 @@ from typing import Any
 
 from rtrain import drafts
 from rtrain.config import Recipe
+from rtrain.config.recipe import ADDED_TO_DATA
 from rtrain.data import pieces, records
 from rtrain.data.augment import paraphrase, rewriting, variants
 from rtrain.data.formats import digests
@@ -26,8 +27,8 @@ def digest(recipe: Recipe, source: records.Source, model: Path) -> str:
     differ in other settings share the store.
     """
     data = recipe.data.model_dump(mode="json", exclude={"path", "valid", "test", "max_bad_rows"})
-    if recipe.data.outside is None:
-        del data["outside"]
+    # Stores from before a neutral setting existed have this digest.
+    data = {name: value for name, value in data.items() if name not in ADDED_TO_DATA or value != ADDED_TO_DATA[name]}
     settings = {"schema": store.SCHEMA_VERSION, "task": recipe.task, **data}
     if recipe.augment.active:
         models = [_model_digest(name) for name in (recipe.augment.paraphrase, recipe.augment.pivot) if name]

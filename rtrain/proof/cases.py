@@ -133,7 +133,7 @@ class _Group:
 
     def _train(self, case: Case, exchange: Exchange, reference: "_Reference") -> Measured:
         job, measured = self.job, Measured()
-        optimizer = optim.build(exchange.module, job.recipe.optim)
+        optimizer = optim.build(exchange.module, job.recipe.optim, beta2=job.recipe.beta2)
         begin, link = 0, loop.GENESIS
         if case.resumed:
             state = checkpoint.load(reference.checkpoint, exchange.module, optimizer)

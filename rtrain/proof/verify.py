@@ -234,7 +234,9 @@ def _run_group(group: Sequence[Case], trained: Slice) -> None:
     folder = trained.scratch
     try:
         # On CPUs, also where there are GPUs: the claim is about sums and their order, and float64 is slow on most.
-        worker_group.trainer(partial(run_group, trained, group), group[0].workers, Run(folder).ray).fit()
+        worker_group.trainer(
+            partial(run_group, trained, group), worker_group.Layout(group[0].workers), Run(folder).ray
+        ).fit()
     except (KeyboardInterrupt, SystemExit):
         shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -2,9 +2,8 @@
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from rtrain.errors import TryAgain
 from rtrain.report import attributions, baseline, html, summary
 from rtrain.report.live import trackers
 from rtrain.run import Run
-from rtrain.runs import failures, group, notice, opening, placement, worker
+from rtrain.runs import failures, group, notice, opening, placement
 from rtrain.runs.preparing import Prepared, said_of_rows
 from rtrain.runs.recovery import Kind, Recovery, halvings, most_after, out_of_memory
 from rtrain.runs.start import ALL, Shortcuts, Start
@@ -31,27 +30,28 @@ class _Plan:
     """What `fit` is asked for; see there."""
 
     until: int | None
-    evaluate_at: tuple[int, ...]
-    callbacks: tuple[Any, ...]
+    rung: bool
     shortcuts: Shortcuts
+    workers: group.Workers
 
 
 def fit(
     prepared: Prepared,
     *,
     until: int | None = None,
-    evaluate_at: Sequence[int] = (),
-    callbacks: Sequence[Any] = (),
+    rung: bool = False,
+    workers: group.Workers | None = None,
+    reports: bool = True,
     shortcuts: Shortcuts = ALL,
     on_event: OnEvent | None = None,
 ) -> dict[str, Any]:
     """Train from the newest checkpoint to update `until` (default: the last) and return the run's summary.
 
-    At the updates `evaluate_at` the validation rows are scored beside those of the run's own cadence; `callbacks` are
-    Ray Train's own. A run that is finished already is left as it is. Raises `TryAgain` where the run was asked to end
-    (`notice.Asked`) before that.
+    With `rung`, the answers to the validation rows at `until` are kept (`training.rungs`). `workers` are new processes
+    for each start, unless others are given. A run that is finished already is left as it is; one that finishes gets
+    its report, if `reports`. Raises `TryAgain` where the run was asked to end (`notice.Asked`) before that.
     """
-    plan = _Plan(until, tuple(evaluate_at), tuple(callbacks), shortcuts)
+    plan = _Plan(until, rung, shortcuts, workers or group.Fresh())
     run = prepared.run
     if run.finished:
         _copy_out(prepared)
@@ -61,6 +61,7 @@ def fit(
         say(event)  # logged before the run was followed
     told = events.Follow([(run.folder, {})], on_event), trackers.following(prepared.config, run, say)
     with opening.hold(run), told[0], told[1], notice.Asked(run) as asked:
+        plan.workers.taken(run)
         try:
             _attempts(prepared, plan, say, asked)
         except (KeyboardInterrupt, SystemExit, TryAgain):
@@ -68,31 +69,37 @@ def fit(
             summary.write(run)
             raise
         finally:
-            placement.release(run)
+            plan.workers.left(run)
             for path in set(run.folder.glob(run.stalled("*").name)) - set(run.tracebacks()):
                 path.unlink()
     last = _last_trained(run)
     run.append("finished" if last["finished"] else "paused", update=last["updates"])
     if last["finished"]:  # a run that is paused, interrupted or stopped goes on: `rtrain report` shows it meanwhile
-        _report(run, say)
+        if reports:
+            report(run, say)
         _copy_out(prepared)
     return summary.write(run)
 
 
-def _report(run: Run, say: OnEvent) -> None:
-    """Write the page about the run. What goes wrong in it is said and kept in a file, and costs no one the run."""
+def report(run: Run, say: OnEvent) -> None:
+    """Write the page about the run."""
     for name, make, text in (
         ("baselines", baseline.ensure, "measuring baselines for the report"),
         ("attributions", attributions.ensure, "explaining the hardest rows for the report"),
         (run.report.name, html.write, "writing the report"),
     ):
         say(events.doing(text, "report"))
-        try:
-            make(run)
-        except Exception as error:
-            kept = failures.keep_traceback(run, Path(name).stem, error)
-            text = f"no {name}: {failures.first_line([error])} (traceback in {kept})"
-            say({"kind": "stage", "text": text})
+        add(run, name, make, say)
+
+
+def add(run: Run, name: str, make: Callable[[Run], Any], say: OnEvent) -> None:
+    """Make something about a run that has ended. What goes wrong in it is said and kept in a file, and costs no one the
+    run."""
+    try:
+        make(run)
+    except Exception as error:
+        kept = failures.keep_traceback(run, Path(name).stem, error)
+        say({"kind": "stage", "text": f"no {name}: {failures.first_line([error])} (traceback in {kept})"})
 
 
 def _copy_out(prepared: Prepared) -> None:
@@ -118,33 +125,25 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
         if asked.given:
             saved = f"update {_newest(run)} of {prepared.updates} is saved"
             raise TryAgain(f"{run} was asked to end: {saved}. The same command with --resume goes on")
-        workers = min(ceiling, _workers(wanted, kind, say))
+        workers = min(ceiling, _workers(run, wanted, kind, say))
         start = Start(
             config=prepared.config,
             run=run.folder,
             store=prepared.store.folder,
             model=prepared.model,
             until=plan.until,
-            evaluate_at=plan.evaluate_at,
+            rung=plan.rung,
             owners=owners,
             halvings=halvings(run.events()),
             shortcuts=plan.shortcuts,
         )
         say(events.doing(f"starting {workers} worker{'' if workers == 1 else 's'}", "start of workers"))
-        trainer = group.trainer(
-            partial(worker.run, start),
-            workers,
-            run.ray,
-            stall_s=cluster.stall_s,
-            elastic=least is not None,
-            device=kind,
-            callbacks=[*plan.callbacks, placement.remember(run)],
-        )
+        layout = group.Layout(workers, kind, cluster.stall_s, elastic=least is not None)
         try:
             with notice.Watch(run, workers, kind, wanted, say):
-                trainer.fit()
+                plan.workers.train(start, layout)
         except Exception as error:
-            placement.release(run)
+            plan.workers.lost(run)
             placed = not failures.is_unplaced(error)
             if placed:
                 _recover(run, error, recovery)
@@ -154,8 +153,9 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
             continue
         ceiling = most
         reason, last = notice.take(run), _last_trained(run)
-        if reason is None or last["finished"] or last["updates"] == plan.until:
+        if reason in (None, notice.DIVERGED) or last["finished"] or last["updates"] == plan.until:
             return
+        plan.workers.lost(run)
         if not asked.given:
             run.append("yielded", reason=reason, update=last["updates"])
 
@@ -182,7 +182,7 @@ def _last_trained(run: Run) -> dict[str, Any]:
     return run.events("trained")[-1]
 
 
-def _workers(wanted: notice.Wanted, kind: str, say: OnEvent) -> int:
+def _workers(run: Run, wanted: notice.Wanted, kind: str, say: OnEvent) -> int:
     """How many workers the next start has, by what is free. While that is too little for the least number, it waits and
     says so.
 
@@ -191,7 +191,7 @@ def _workers(wanted: notice.Wanted, kind: str, say: OnEvent) -> int:
     """
     said, patient = 0.0, time.monotonic() + SETTLE_S
     while True:
-        workers, now = wanted(supply.free()), time.monotonic()
+        workers, now = wanted(supply.free(placement.workers_by_node(run), kind)), time.monotonic()
         if workers and (now > patient or workers >= wanted(supply.here())):
             return workers
         if now > patient and now - said > notice.SAY_EVERY_S:
@@ -217,7 +217,7 @@ def _recover(run: Run, error: Exception, recovery: Recovery) -> None:
         return
     run.append("failed", error=str(error)[:2000])
     summary.write(run)
-    _report(run, lambda event: None)
+    report(run, lambda event: None)
     raise failures.explain(run, error) from error
 
 

@@ -1,11 +1,16 @@
-"""A worker group: Ray Train's TorchTrainer as rtrain starts it."""
+"""Worker groups: Ray Train's TorchTrainer as rtrain starts it, for one start of a run or for many."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rtrain import env, ray_internals
 from rtrain.network.device import backend
+from rtrain.run import Run
+from rtrain.runs import placement, worker
+from rtrain.runs.start import Start
 
 if TYPE_CHECKING:
     import ray.train
@@ -16,31 +21,72 @@ PLACEMENT_S = 15.0
 """Seconds that an elastic worker group waits for its CPUs; starting its processes is not counted."""
 
 
-def trainer(
-    train_function: Callable[[], None],
-    workers: int,
-    storage: Path,
-    *,
-    stall_s: float = 300.0,
-    elastic: bool = False,
-    device: str = "cpu",
-    callbacks: Sequence[Any] = (),
-) -> "ray.train.torch.TorchTrainer":
-    """A worker group that runs `train_function`, each worker with a CPU or, where `device` is `gpu`, a GPU.
+@dataclass(frozen=True)
+class Layout:
+    """What a worker group is made of."""
 
-    `stall_s`: seconds after which a worker process that does not answer is taken for dead. A group that cannot be
-    placed ends with an error after Ray's own minute; an `elastic` one sooner, for its number of workers to be chosen
-    anew: a node that has just vanished is still counted for some seconds.
-    """
+    workers: int
+    device: str = "cpu"
+    """`gpu`: each worker has a GPU; else each has a CPU."""
+    stall_s: float = 300.0
+    """Seconds after which a worker process that does not answer is taken for dead."""
+    elastic: bool = False
+    """A group that cannot be placed ends with an error after Ray's own minute; an elastic one sooner, for its number of
+    workers to be chosen anew: a node that has just vanished is still counted for some seconds."""
+
+
+class Workers(Protocol):
+    """Worker processes for the starts of runs."""
+
+    def taken(self, run: Run) -> None:
+        """The starts that come are those of `run`: the CPUs or GPUs that are held are its own."""
+        ...
+
+    def train(self, start: Start, layout: Layout) -> None:
+        """Make one start of a run, to its end. Raises what Ray Train raises where a worker fails."""
+        ...
+
+    def lost(self, run: Run) -> None:
+        """The last start of `run` failed, or nodes go or come: the next start gets new processes."""
+        ...
+
+    def left(self, run: Run) -> None:
+        """No further start of `run` is made now."""
+        ...
+
+
+class Fresh:
+    """New worker processes for each start."""
+
+    def taken(self, run: Run) -> None:
+        pass
+
+    def train(self, start: Start, layout: Layout) -> None:
+        run = Run(start.run)
+        trainer(partial(worker.run, start), layout, run.ray, callbacks=[placement.remember(run)]).fit()
+
+    def lost(self, run: Run) -> None:
+        placement.release(run)
+
+    def left(self, run: Run) -> None:
+        placement.release(run)
+
+
+def trainer(
+    train_function: Callable[[], None], layout: Layout, storage: Path, *, callbacks: Sequence[Any] = ()
+) -> "ray.train.torch.TorchTrainer":
+    """A worker group that runs `train_function`, each worker with a CPU or a GPU. `callbacks` are Ray Train's own."""
     import ray.train
     import ray.train.torch
 
-    env.set_limits(stall_s, PLACEMENT_S if elastic else None)
+    env.set_limits(layout.stall_s, PLACEMENT_S if layout.elastic else None)
     number = len(list(storage.iterdir())) if storage.is_dir() else 0
     trainer: ray.train.torch.TorchTrainer = ray_internals.torch_trainer()(
         train_function,
-        torch_config=ray.train.torch.TorchConfig(backend=backend(device), timeout_s=int(max(stall_s, JOIN_S))),
-        scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=device == "gpu"),
+        torch_config=ray.train.torch.TorchConfig(
+            backend=backend(layout.device), timeout_s=int(max(layout.stall_s, JOIN_S))
+        ),
+        scaling_config=ray.train.ScalingConfig(num_workers=layout.workers, use_gpu=layout.device == "gpu"),
         # A new name per start: Ray would otherwise load its own snapshot of the last one, which rtrain does not use.
         run_config=ray.train.RunConfig(
             name=f"{number:03d}",

@@ -18,6 +18,8 @@ from rtrain.run import Run
 from rtrain.runs import placement
 from rtrain.runs.recovery import Growth, workers_for
 
+DIVERGED = "diverged"
+"""The reason of a notice that a search gives: the run ends there, and nothing starts it again."""
 Wanted = Callable[[Sequence[supply.Node]], int]
 """How many workers a start may have on such nodes; 0 means that it waits for more."""
 

@@ -39,7 +39,11 @@ def choose(folder: Path, config: Config, reuse: Reuse) -> tuple[Path, Config]:
     Writes nothing: the folder is made by `freeze`, once nothing is wrong.
     """
     used = Run(folder).exists
-    if not used and folder.is_dir() and any(folder.iterdir()):
+    if (
+        not used
+        and folder.is_dir()
+        and any(path != Run(folder).config.with_suffix(".draft") for path in folder.iterdir())
+    ):
         raise UserError(f"--out: {folder} is not empty and holds no run; name a new folder")
     if not used and reuse == "resume":
         fix = meant(folder) or "leave --resume out to start one"
@@ -95,7 +99,9 @@ def freeze(run: Run, config: Config) -> Config:
     known = run.folder if run.exists else None
     frozen = configuration.with_overrides(absolute(config, known), resolved)
     run.folder.mkdir(parents=True, exist_ok=True)
-    run.config.write_text(configuration.to_yaml(frozen), encoding="utf-8")
+    draft = run.config.with_suffix(".draft")
+    draft.write_text(configuration.to_yaml(frozen), encoding="utf-8")
+    draft.rename(run.config)  # at once: where it is, there is a run
     return frozen
 
 

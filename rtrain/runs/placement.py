@@ -27,6 +27,12 @@ def _write_down(path: Path, group: str) -> None:
     draft.rename(path)  # at once: the driver may look at it at any moment
 
 
+def lend(owner: Run, run: Run) -> None:
+    """Write down that the workers of `run` are those that `owner` holds; whoever looks for them finds them there."""
+    if owner.placement_group.is_file() and not run.placement_group.is_file():
+        _write_down(run.placement_group, owner.placement_group.read_text())
+
+
 def workers_by_node(run: Run) -> Counter[str]:
     """How many of the run's workers are on each node, by its id; none while they wait for CPUs or GPUs."""
     path = run.placement_group

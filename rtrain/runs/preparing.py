@@ -42,10 +42,15 @@ class Prepared:
     device: device.Choice
 
     @property
+    def order(self) -> Order:
+        """The rows of the run's updates."""
+        train, rows = self.config.recipe.train, self.store.rows("train")
+        per_update = self.config.recipe.rows_per_update
+        return Order(self.store.manifest.digest, rows, per_update, train.epochs, train.seed)
+
+    @property
     def updates(self) -> int:
-        recipe = self.config.recipe
-        rows = self.store.rows("train")
-        return Order(self.store.manifest.digest, rows, recipe.rows_per_update, recipe.train.epochs, 0).updates
+        return self.order.updates
 
 
 def check(

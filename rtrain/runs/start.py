@@ -30,8 +30,8 @@ class Start:
     store: Path
     model: Path
     until: int | None = None
-    evaluate_at: tuple[int, ...] = ()
-    """Updates at which the validation rows are scored beside those of the run's own cadence."""
+    rung: bool = False
+    """Keep the answers to the validation rows at `until`."""
     owners: tuple[str, ...] = ()
     """Tokens of the run folder's starts, this one's last; see `checkpoints.replica`."""
     halvings: int = 0

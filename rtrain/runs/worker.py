@@ -119,7 +119,7 @@ class _Worker:
             pad_id=model.pad_id(self._source),
             precision=precision,
             until=min(start.until or order.updates, order.updates),
-            evaluate_at=frozenset(start.evaluate_at),
+            rung=start.rung,
             replica=replica.of(start.config.deploy.cluster, start.run, start.owners),
         )
 

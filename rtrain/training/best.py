@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from rtrain.batch import Ragged
+from rtrain.batch import Ints, Ragged
 from rtrain.checkpoints.checkpoint import State
 from rtrain.data.stores.store import Store
 from rtrain.tasks.base import Task
@@ -76,13 +76,15 @@ def evaluations(events: Iterable[dict[str, Any]], headline: str, until: int) -> 
     }
 
 
-def mean_loss(task: Task, outcomes: Ragged, store: Store) -> float | None:
-    """Mean over the validation rows of each row's own loss (`Described.loss`); None where no row has one.
+def mean_loss(task: Task, outcomes: Ragged, store: Store, positions: Ints | None = None) -> float | None:
+    """Mean of each validation row's own loss (`Described.loss`), over all rows or those at `positions`; None where no
+    row has one.
 
     Computed from the outcomes of an evaluation, without another pass. It is the log loss of a label, the mean log loss
     of the yes or no of each label, the mean log loss of a row's heads, words, sentences or masked tokens, half of the
     log losses of an answer's two ends, and the squared error of a number in squared standard deviations.
     """
-    rows = task.describe(outcomes, store.targets("valid"), store.manifest.head).loss
+    targets = store.targets("valid", positions)
+    rows = task.describe(outcomes, targets, store.manifest.head).loss
     known = rows[~np.isnan(rows)]
     return float(np.where(np.isinf(known), ENDLESS, known).mean()) if len(known) else None

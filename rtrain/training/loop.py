@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rtrain.batch import Head, Ragged
@@ -11,7 +11,7 @@ from rtrain.checkpoints.replica import Replica
 from rtrain.checkpoints.saver import Saver
 from rtrain.config import Recipe
 from rtrain.data.ingest import Update
-from rtrain.data.order import Order, chain, version
+from rtrain.data.order import Order, chain
 from rtrain.data.stores.store import Store
 from rtrain.exchange import ranks
 from rtrain.exchange.gradients import Exchange
@@ -19,9 +19,9 @@ from rtrain.metrics.by_output import metric_for
 from rtrain.network import device
 from rtrain.run import Run
 from rtrain.tasks import base
-from rtrain.training import best, optim, sharded, step
+from rtrain.training import best, optim, rungs, sharded, step
 from rtrain.training.cadence import Cadence
-from rtrain.training.evaluate import evaluate
+from rtrain.training.evaluate import evaluate, gathered
 from rtrain.training.totals import Clock as Clock, Totals
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ class Job:
     precision: str
     until: int
     """Updates after which this start ends; `order.updates` for a whole run."""
-    evaluate_at: frozenset[int] = frozenset()
+    rung: bool = False
+    """Keep the answers to the validation rows at `until` (`training.rungs`): a search compares them."""
     replica: Replica | None = None
     chosen: Head | None = None
     """The store's head with what was chosen on the validation rows, once that is known."""
@@ -119,10 +120,10 @@ class _Loop(step.Observer):
     def run(self, updates: Updates) -> Outcome:
         job, exchange = self._job, self._exchange
         cadence = Cadence(
-            last=job.until,
+            last=job.order.updates,
+            until=job.until,
             evaluate_every=job.recipe.train.evaluate_every or job.order.updates_per_epoch,
             save_every=job.recipe.train.save_every,
-            evaluate_at=job.evaluate_at,
         )
         where = device.named(next(exchange.module.parameters()).device)
         known = {"workers": exchange.world, "device": where, "precision": job.precision, "lr": job.recipe.peak_lr}
@@ -137,8 +138,11 @@ class _Loop(step.Observer):
             if finished % job.recipe.train.log_every == 0 or finished == job.until:
                 self._progress(done)
             due = cadence.due(finished) | ({"save"} if done.notice else set())
+            kept: dict[str, Ragged] = {}
             if "evaluate" in due and job.validates:
-                self._evaluate()
+                self._evaluate(kept)
+            if job.rung and finished == job.until and job.validates:
+                self._rung(kept)
             if "save" in due:
                 self._save()
             if done.notice:
@@ -188,9 +192,9 @@ class _Loop(step.Observer):
 
     # ------------------------------------------------------------------------------------------------------ evaluation
 
-    def _evaluate(self) -> None:
-        """Score the validation rows; where that is the best so far, the state and the answers say so."""
-        kept: dict[str, Ragged] = {}
+    def _evaluate(self, kept: dict[str, Ragged]) -> None:
+        """Score the validation rows, whose outcomes go into `kept`; where that is the best so far, the state and the
+        answers say so."""
         found, is_best = self._validated(self._state.update, kept)
         if is_best:
             self._state = best.kept(found, self._state)
@@ -218,6 +222,18 @@ class _Loop(step.Observer):
         self._evaluations[update] = found
         return found, bool(is_best)
 
+    def _rung(self, kept: dict[str, Ragged]) -> None:
+        """Keep the answers to the validation rows, which were just evaluated or are now. The best weights stay what
+        they were. It is done before the save: where there is the checkpoint of a rung, there are its answers."""
+        job, update = self._job, self._state.update
+        if (answers := kept.get("valid")) is None:
+            with self._clock.section("evaluate"):
+                answers = gathered(
+                    self._exchange, job.task, job.store, "valid", pad_id=job.pad_id, precision=job.precision
+                )
+        ranks.decided(self._exchange.watch, lambda: rungs.keep(job.run, update, answers))
+        self._reporter.event("rung", update=update)
+
     def _scores(self, split: str, keep: dict[str, Ragged]) -> dict[str, float]:
         job = self._job
         with self._clock.section("evaluate"):
@@ -233,7 +249,7 @@ class _Loop(step.Observer):
 
     def _restored(self) -> checkpoint.State:
         """Rank 0 selects the checkpoint, once; the others follow, so that no two ranks start from different ones."""
-        folder, run = self._saver.folder, identity(self._job.order)
+        folder, run = self._saver.folder, self._job.order.identity
 
         def select() -> int:
             known = checkpoint.set_aside(folder)
@@ -339,14 +355,6 @@ def settle(job: Job, exchange: Exchange) -> None:
     """
     if exchange.world > 2:
         step.idle_pass(exchange, job.pad_id, job.precision)
-
-
-def identity(order: Order) -> str:
-    """What a run's checkpoints are known by: the rows of all of its updates."""
-    rule = version(order.rows)
-    # Orders of the first version have the identity that they had when there was no other.
-    parts = astuple(order) if rule == 1 else (*astuple(order), rule)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def one_update(

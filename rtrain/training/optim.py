@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rtrain.config import Optim, Recipe
+from rtrain.config import BETAS, Optim, Recipe
 from rtrain.training import layerwise, radam
 
 if TYPE_CHECKING:
@@ -18,12 +18,15 @@ def build(
     model: "torch.nn.Module",
     optim: Optim,
     made: "Callable[[type[torch.optim.Optimizer]], type[torch.optim.Optimizer]]" = lambda kind: kind,
+    *,
+    beta2: float = BETAS[1],
 ) -> "torch.optim.Optimizer":
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) or RAdam, of all parameters that ask for a gradient.
 
     Decay is decoupled; one-dimensional parameters, biases and normalisations, have none. A group holds the parameters
     of one factor of the learning rate and one decay. Checkpoints hold no groups: these are a function of the model and
-    the settings. `made` gives the class that is used in place of torch's or radam's.
+    the settings. `made` gives the class that is used in place of torch's or radam's. `beta2` is `Recipe.beta2` of the
+    recipe that `optim` belongs to.
     """
     import torch
 
@@ -37,7 +40,7 @@ def build(
         for factor, decay in sorted(found, reverse=True)
     ]
     kind: Any = made(radam.optimizer_class() if optim.name == "radam" else torch.optim.AdamW)
-    return kind(groups, lr=optim.lr, fused=True)  # type: ignore[no-any-return]
+    return kind(groups, lr=optim.lr, betas=(BETAS[0], beta2), fused=True)  # type: ignore[no-any-return]
 
 
 def set_rate(optimizer: "torch.optim.Optimizer", rate: float) -> None:

@@ -27,8 +27,8 @@ def build(
 ) -> "torch.optim.Optimizer":
     """The optimizer of a run; `say` is told how large each worker's share of its state is, where it has one."""
     if not (recipe.train.sharded_optimizer and exchange.distributed):
-        return optim.build(exchange.module, recipe.optim)
-    optimizer: Any = optim.build(exchange.module, recipe.optim, sharded)
+        return optim.build(exchange.module, recipe.optim, beta2=recipe.beta2)
+    optimizer: Any = optim.build(exchange.module, recipe.optim, sharded, beta2=recipe.beta2)
     optimizer.shards = Shards([one for group in optimizer.param_groups for one in group["params"]], exchange)
     say("sharded", state_bytes=optimizer.shards.state_bytes())
     return optimizer  # type: ignore[no-any-return]

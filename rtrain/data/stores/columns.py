@@ -83,6 +83,11 @@ def named(names: Sequence[str], numbers: npt.NDArray[np.integer[Any]]) -> pa.Dic
     )
 
 
+STEP = np.uint64(0x9E3779B97F4A7C15)
+"""Between the ids of two equal rows. It is odd, so that the map of occurrence numbers is one to one; the content hash
+is already uniform."""
+
+
 def identify(content: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """64-bit row ids from content hashes. Equal rows get distinct ids by their occurrence number, in source order."""
     order = np.argsort(content, kind="stable")
@@ -91,5 +96,20 @@ def identify(content: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     counts = np.diff(np.concatenate([starts, [len(ordered)]]))
     occurrence = np.empty(len(content), dtype=np.uint64)
     occurrence[order] = np.arange(len(ordered), dtype=np.uint64) - np.repeat(starts, counts).astype(np.uint64)
-    # An odd multiplier makes the map of occurrence numbers one to one; the content hash is already uniform.
-    return content + occurrence * np.uint64(0x9E3779B97F4A7C15)
+    return content + occurrence * STEP
+
+
+def firsts(row_ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """For each of these rows, the id of the first one with the same texts and label: what `identify` has counted up.
+
+    Where another split has one of the occurrences between two, as a column of splits can have it, the rest counts as
+    other rows.
+    """
+    ids = np.sort(row_ids)
+    before = ids - STEP
+    at = np.minimum(np.searchsorted(ids, before), max(0, len(ids) - 1))
+    first = np.where(ids[at] == before, at, np.arange(len(ids)))
+    while not np.array_equal(first[first], first):  # each round doubles the way: a thousand equal rows take ten
+        first = first[first]
+    found: npt.NDArray[np.uint64] = ids[first][np.searchsorted(ids, row_ids)]
+    return found

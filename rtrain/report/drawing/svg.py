@@ -16,6 +16,8 @@ WIDTH, HEIGHT = 390, 240
 TOP, RIGHT, BOTTOM, LEFT = 22, 12, 38, 48
 LETTER = 6.7
 """Width of a letter of the charts' text in a wide font, on average."""
+LINE = 14
+"""Height of a line of text with some room."""
 SERIES = 8
 """Colours that the style sheet has."""
 SPELT = {name: name.upper() for name in ("auc", "bleu", "ece", "em", "f1", "mae", "qwk", "r2", "rmse", "rouge")} | {
@@ -159,8 +161,9 @@ class Logarithmic(Scale):
     def ticks(self, about: int = 5) -> list[float]:
         """The values, where their figures have room beside each other; else 1, 2 and 5 times the powers of ten, or the
         powers alone."""
-        apart = [self(high) - self(low) for low, high in itertools.pairwise(self.values)]
-        if 0 < len(self.values) <= about and min(apart, default=self.stop) > LETTER * 7:
+        apart = [abs(self(high) - self(low)) for low, high in itertools.pairwise(self.values)]
+        room = LETTER * 7 if self.stop > self.start else LINE  # beside an upright axis figures lie over each other
+        if 0 < len(self.values) <= about and min(apart, default=room + 1) > room:
             return list(self.values)
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         for steps in ((1, 2, 5), (1,)):

@@ -2,9 +2,12 @@
 
 import shlex
 import sys
+import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.text import Text
@@ -24,6 +27,25 @@ def then(*words: object) -> str:
     return f"next: {shlex.join(['rtrain', *map(str, words)])}"
 
 
+class Search(Protocol):
+    """A search as it is followed; it is told each of its events (`kind` "search") once."""
+
+    def said(self, event: dict[str, Any]) -> str:
+        """The line of an event; empty where there is none."""
+
+    @property
+    def standing(self) -> str:
+        """How far the search is, in a line."""
+
+
+SCORES = ("evaluated", "best", "unseen", "sliced")
+"""Kinds of events of which a search says by itself what came of them."""
+ALIKE = ("tokenised", "tokens_reused", "device", "transport", "pass_size")
+"""Kinds of events that are the same in every trial of a search: trial 0 tells."""
+PULSE = 60.0
+"""Seconds without a line after which, off a terminal, a search says how far it is."""
+
+
 class Line:
     """Turns a run's events into progress. Use as a context manager; call it with each event.
 
@@ -34,6 +56,10 @@ class Line:
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._status = self._console.status("") if self._console.is_terminal else None
         self._waited = waited or Waited()
+        self._search: Search | None = None
+        self._kept = 0.0
+        self._lock = threading.Lock()
+        """A search's own events and those of its trials come from different threads."""
         self._trial: int | None = None
         self._first: dict[int | None, dict[str, Any]] = {}
         """By trial; trials of a search run beside each other."""
@@ -48,10 +74,27 @@ class Line:
         if self._status:
             self._status.stop()
 
+    @contextmanager
+    def following(self, search: Search) -> Iterator[None]:
+        """The events of the block are those of a search: its own are said, and of its trials' what goes wrong."""
+        self._search = search
+        try:
+            yield
+        finally:
+            self._search = None
+
     def __call__(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            self._take(event)
+
+    def _take(self, event: dict[str, Any]) -> None:
         kind = event["kind"]
         self._trial = event.get("trial")
-        if kind == "doing":
+        if self._search and self._trial is not None and (kind in SCORES or (kind in ALIKE and self._trial)):
+            return
+        if kind == "search":
+            self._follow(event)
+        elif kind == "doing":
             self._waited.enter(event["phase"])
             self._now(event["text"])
         elif kind == "started":
@@ -119,10 +162,22 @@ class Line:
         elif kind == "stage":
             self._keep(event["text"])
 
+    def _follow(self, event: dict[str, Any]) -> None:
+        """An event of the search itself, whose line names its trial."""
+        self._trial = None
+        if self._search is None:
+            return
+        if text := self._search.said(event):
+            self._keep(text)
+        if self._status:
+            self._now(self._search.standing)
+
     def _pace(self, event: dict[str, Any]) -> str:
         """Speed and time left by the wall clock since this start's first progress, which follows its first batch."""
         restarts = self._starts[self._trial] - 1
         again = f"  {restarts} restart{'s' if restarts > 1 else ''}" if restarts > 0 else ""
+        if self._search:  # a thawed trial starts again too
+            again = ""
         first = self._first.setdefault(self._trial, event)
         seconds, updates = event["time"] - first["time"], event["update"] - first["update"]
         if updates <= 0 or seconds <= 0:
@@ -137,6 +192,10 @@ class Line:
         return text if self._trial is None else f"trial {self._trial}: {text}"
 
     def _now(self, text: str) -> None:
+        if self._search and self._trial is not None:
+            text, self._trial = f"{self._search.standing}  {self._named(text)}", None
+            if not self._status and self._waited.seconds - self._kept < PULSE:
+                return
         if self._status:
             shown = Text(self._named(text))  # a str would be read as markup
             shown.truncate(self._console.width - 2, overflow="ellipsis")  # beside the spinner: one line on any width
@@ -146,7 +205,8 @@ class Line:
 
     def _keep(self, text: str) -> None:
         """A line that stays. Printed as it is: text of the user's data must not be read as markup or control codes."""
-        line = f"{self._waited.seconds:6.1f} s  {self._named(text)}"
+        self._kept = self._waited.seconds
+        line = f"{self._kept:6.1f} s  {self._named(text)}"
         shown = (char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
         self._console.print("".join(shown), soft_wrap=True)
 
@@ -178,15 +238,6 @@ def summary_text(summary: dict[str, Any], run: Run) -> str:
     return "\n".join(lines)
 
 
-MEANING = {
-    "k": "passes of a worker between two exchanges of gradients (train.aggregation_frequency)",
-    "valid": "the best validation score within the search's budget of updates",
-    "paused": "came to the search's budget, and can be trained on",
-    "stopped": "was among the worse half at a rung, and was ended there",
-}
-"""The words of a search's table."""
-
-
 def after(run: Run, *words: object) -> str:
     """What to do with a run next: where it has not ended, go on by the verb and arguments `words`; else use its
     artefact."""
@@ -196,24 +247,3 @@ def after(run: Run, *words: object) -> str:
     if created.get("task") == "masked_lm":
         return then("train", "intent", "--data", "FILE", "--model", run.artifact)
     return then("serve", run.artifact)
-
-
-def search_text(found: Any, winner: dict[str, Any], verdict: str = "") -> str:
-    """What a search has come to: the verdict, the trials, and what became of the winner."""
-    lines = [*([verdict, ""] if verdict else []), _trial("trial", "lr", "k", "updates", "valid", "status", "")]
-    for trial in found.trials:
-        score = "-" if trial.score is None else format(trial.score, ".4f")
-        best = "  <- best" if trial.number == found.best.number else ""
-        figures = (trial.number, f"{trial.lr:.1e}", trial.aggregation_frequency, trial.updates, score, trial.status)
-        lines.append(_trial(*figures, f"{trial.named}{best}"))
-    lines.append("; ".join(f"{name}: {what}" for name, what in MEANING.items()))
-    if found.failures:
-        lines.append(found.failures)
-    run = Run(Path(found.best.run))
-    lines.append(f"all trials: rtrain report {run.folder.parent}")
-    return "\n".join([*lines, summary_text(winner, run)])
-
-
-def _trial(*cells: object) -> str:
-    number, lr, k, updates, score, status, named = cells
-    return f"{number:>5}  {lr:>8}  {k:>2}  {updates:>7}  {score:>7}  {status:<8}  {named}".rstrip()

@@ -43,6 +43,8 @@ def _split(run: Collected) -> str:
     by = "text" if data.split_by is None else f"column {data.split_by}"
     text += f"{'The others' if own else 'Rows'} are split by a hash of their {by}, so that the split never changes and "
     text += f"equal {by if data.split_by is None else 'value'}s never straddle it."
+    if data.valid_part:
+        text += f" The validation rows are part {data.valid_part} of those that could be, counted from 0."
     if data.folds is not None and data.test is None:
         text += f" The test rows are fold {data.fold} of {data.folds}, counted from 0."
     return text

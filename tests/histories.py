@@ -1,0 +1,107 @@
+"""Histories of searches as their journals tell them, made without training: what the score of settings would be is a
+formula."""
+
+import json
+import math
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rtrain import config
+from rtrain.config import Config
+from rtrain.run import Run
+from rtrain.runs import opening
+from tests.conftest import write_rows
+from tune.history import History, replay
+
+Event = dict[str, Any]
+FULL, RUNGS = 6400, 3
+"""Rows of a full run; rungs, at 0.2, 0.4 and 0.8 of it."""
+BEST_LR, BEST_K = 3e-4, 4
+
+
+def score_of(lr: float, k: float, rows: int) -> float:
+    """Highest at BEST_LR and BEST_K, and rising with the rows."""
+    away = 0.5 * math.log10(lr / BEST_LR) ** 2 + 0.02 * math.log2(k / BEST_K) ** 2
+    return round((0.95 - 0.3 * away) * (1 - 0.25 * math.exp(-3 * rows / FULL)), 4)
+
+
+def reached(trial: int, rung: int, score: float, **more: Any) -> Event:
+    rows = round(0.2 * 2**rung * FULL)
+    fields = {"update": rows // 32, "rows": rows, "score": score, "loss": 1 - score, "seconds": rows / 100}
+    return {"kind": "reached", "trial": trial, "rung": rung, **fields, **more}
+
+
+def finished(trial: int, held: float, **more: Any) -> Event:
+    fields = {"update": FULL // 32, "rows": FULL, "score": held + 0.004, "held": held, "held_rows": 250}
+    return {"kind": "finished", "trial": trial, **fields, "seconds": FULL / 100 + trial, "to_target": None, **more}
+
+
+def asked(trial: int, settings: Event | None = None, by: str = "gp", **more: Any) -> Event:
+    return {"kind": "asked", "trial": trial, "settings": settings or {}, "by": by, "of": None, "seed": None, **more}
+
+
+def events(trials: int = 20, *, failed: tuple[int, ...] = (7,), end: bool = True) -> Iterator[Event]:
+    """A whole search of learning rate and k: halving, the two best and trial 0 to their ends, once more with a seed."""
+    draw, tried = random.Random(0), {0: (2e-4, 4.0)}
+    for number in range(trials):
+        if number:
+            tried[number] = (10 ** draw.uniform(-4.3, -3.0), draw.choice([1, 2, 4, 8]))
+        lr, k = tried[number]
+        settings = {"optim.lr": lr, "train.aggregation_frequency": k, "train.rows_per_update": None}
+        by = "recipe" if not number else "spread" if number < 5 else "gp"
+        yield asked(number, settings if number else {}, by)
+        if number in failed:
+            yield {"kind": "failed", "trial": number, "error": "OutOfMemoryError: <b>CUDA</b> is full"}
+        else:
+            yield reached(number, 0, score_of(lr, k, round(0.2 * FULL)))
+    yield {"kind": "stopped", "why": "the rows of 8 full runs are spent"}
+    left = [number for number in tried if number not in failed]
+    for rung in range(1, RUNGS):
+        rows = round(0.2 * 2**rung * FULL)
+        left = sorted(left, key=lambda number: -score_of(*tried[number], rows))[: max(2, len(left) // 2)]
+        for number in left:
+            yield reached(number, rung, score_of(*tried[number], rows))
+    if not end:
+        return
+    final = dict.fromkeys([0, *left[:2]])
+    for number in final:
+        if number not in failed:
+            yield finished(number, score_of(*tried[number], FULL))
+    for place, number in enumerate(final):
+        if number not in failed:
+            yield asked(trials + place, {}, "seed", of=number, seed=7)
+            yield finished(trials + place, score_of(*tried[number], FULL) - 0.002)
+    if left:
+        yield {"kind": "spent", "seconds": 1234.5}
+        yield {"kind": "chosen", "best": left[0], "verdict": {"text": f"trial {left[0]} is better than the recipe"}}
+
+
+def history(*args: Any, **options: Any) -> History:
+    return replay(events(*args, **options))
+
+
+def configured(folder: Path, recipe: str = "intent", /, **overrides: Any) -> Config:
+    rows = write_rows(folder / "rows.csv", [("a parcel", "parcel")])
+    return config.load(recipe, {"data.path": str(rows), "optim.lr": 2e-4, **overrides})
+
+
+def make_search(folder: Path, journal: Sequence[Event], recipe: str = "intent", /, **overrides: Any) -> Run:
+    """A search's folder: its configuration, its journal, and of every trial the configuration and the log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = Run(folder / "search")
+    chosen = opening.freeze(found, configured(folder, recipe, **overrides))
+    found.trials.write_text("".join(json.dumps({"time": 1.0, **event}) + "\n" for event in journal))
+    for trial in replay(journal).own:
+        run = found.trial(trial.number)
+        opening.freeze(run, config.with_overrides(chosen, dict(trial.settings)))
+        per = config.load(str(run.config)).recipe.rows_per_update
+        run.append("started", update=0, of=FULL // per, workers=2, precision="fp32")
+        came = {one.rows: one.score for one in trial.reached}
+        came |= {trial.finished.rows: trial.finished.score} if trial.finished else {}
+        for rows in range(320, max(came, default=0) + 1, 320):
+            run.append("progress", update=rows // per, of=FULL // per, loss=640 / rows + trial.number / 100)
+        for rows, score in came.items():
+            run.append("evaluated", split="valid", update=rows // per, scores={"accuracy": score, "rows": 500})
+    return found

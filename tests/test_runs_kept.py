@@ -1,0 +1,95 @@
+"""Worker processes that are kept: what they train equals, bit for bit, what new ones train; a death costs one start."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rtrain import events
+from rtrain.checkpoints import checkpoint
+from rtrain.config import with_overrides
+from rtrain.proof import faults
+from rtrain.proof.faults import workers_left
+from rtrain.run import Run
+from rtrain.runs import driver, kept, notice, preparing
+from rtrain.training import rungs
+from tests.test_runs_notice import within
+from tests.trained import Trained
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def workers(trained: Trained) -> Iterator[kept.Kept]:
+    import ray
+
+    office = kept.post()
+    made = kept.Kept(Run(trained.run.parent / "slot"), office)
+    yield made
+    made.end()
+    ray.kill(office)
+    within(lambda: workers_left() == [])
+
+
+def weights(run: Path, update: int) -> bytes:
+    return (checkpoint.path_of(run / "checkpoints", update) / "model.safetensors").read_bytes()
+
+
+def test_a_run_frozen_at_rungs_and_thawed_in_used_workers_ends_like_one_that_never_paused(
+    trained: Trained, workers: kept.Kept
+) -> None:
+    """Another run is trained between, with other settings, by the same processes."""
+    folder, last = trained.run.parent, trained.summary["updates"]
+    other = preparing.prepare(with_overrides(trained.config, {"optim.lr": 1e-4, "train.seed": 7}), folder / "other")
+    mine, processes = folder / "frozen", list[list[str]]()
+    for stop in (5, last // 2 + 1, None):
+        prepared = preparing.prepare(trained.config, mine, "resume" if stop != 5 else "refuse")
+        summary = driver.fit(prepared, until=stop, rung=stop is not None, workers=workers, reports=False)
+        processes.append(workers_left())
+        if stop == 5:
+            driver.fit(other, until=3, workers=workers)
+            assert rungs.read(Run(mine), 5) is not None
+    assert summary["status"] == "finished"
+    assert processes[0] == processes[1] == processes[2] != []
+    assert weights(mine, last) == weights(trained.run, last)
+    assert summary["best_update"] == trained.summary["best_update"]
+    model = "artifact/model.safetensors"
+    assert (mine / model).read_bytes() == (trained.run / model).read_bytes()
+    scored = [event["update"] for event in events.read(mine) if event["kind"] == "evaluated"]
+    assert scored == [event["update"] for event in events.read(trained.run) if event["kind"] == "evaluated"]
+    assert not (mine / "report.html").exists()
+
+
+def test_a_killed_worker_costs_its_start_alone(trained: Trained, workers: kept.Kept) -> None:
+    folder, last = trained.run.parent, trained.summary["updates"]
+    killed: list[dict[str, object]] = []
+
+    def kill(event: dict[str, object]) -> None:
+        if event["kind"] == "progress" and event["update"] == 9 and not killed:
+            killed.append(event)
+            worker = next(one for one in workers_left() if faults.WORKER in one)
+            os.kill(int(worker.split()[1]), signal.SIGKILL)
+
+    prepared = preparing.prepare(trained.config, folder / "hurt")
+    summary = driver.fit(prepared, workers=workers, reports=False, on_event=kill)
+    assert (summary["status"], summary["restarts"]) == ("finished", 1)
+    assert weights(folder / "hurt", last) == weights(trained.run, last)
+
+
+def test_another_layout_gets_other_processes_and_a_notice_of_divergence_ends_the_order(
+    trained: Trained, workers: kept.Kept
+) -> None:
+    folder = trained.run.parent
+    run = Run(folder / "alone")
+
+    def diverge(event: dict[str, object]) -> None:
+        if event["kind"] == "progress" and event["update"] == 4:
+            notice.give(run, notice.DIVERGED)
+
+    prepared = preparing.prepare(with_overrides(trained.config, {"train.workers": 1}), run.folder)
+    summary = driver.fit(prepared, workers=workers, reports=False, on_event=diverge)
+    assert (summary["status"], summary["workers"]) == ("paused", 1)
+    assert 4 <= summary["updates"] < trained.summary["updates"]
+    assert [event["kind"] for event in run.events("yielded", "crashed")] == []

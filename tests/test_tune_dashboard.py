@@ -1,0 +1,152 @@
+"""A search as an Optuna study: Optuna opens it and finds the same trials."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain import config
+from rtrain.config import Config
+from tune import dashboard, space
+from tune.history import Finished, History, Reached, replay
+from tune.journal import read
+
+K = "train.aggregation_frequency"
+CONFIG = config.load(
+    "intent",
+    {
+        "tune.space": {
+            "optim.lr": {"low": 5e-5, "high": 1e-3, "log": True},
+            K: [1, 2, 4],
+            "optim.clip_norm": {"low": 0.5, "high": 2.0},
+            "optim.name": ["adamw", "radam"],
+        }
+    },
+)
+
+
+def rung(number: int, rows: int, score: float) -> dict[str, Any]:
+    return {"kind": "reached", "rung": number, "update": rows // 64, "rows": rows, "score": score}
+
+
+def asked(trial: int, point: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"kind": "asked", "trial": trial, "settings": space.overrides(CONFIG, point), **fields}
+
+
+def ended(score: float, to_target: float | None = None) -> dict[str, Any]:
+    end = {"update": 60, "rows": 3840, "score": score, "held": score - 0.01, "held_rows": 90}
+    return {"kind": "finished", "seconds": 30.0, "to_target": to_target, **end}
+
+
+EVENTS = [
+    asked(0, {}),
+    {"trial": 0, **rung(0, 768, 0.5)},
+    {"trial": 0, **rung(1, 1536, 0.6)},
+    {"trial": 0, **ended(0.7, 12.5)},
+    asked(1, {"optim.lr": 1e-4, K: 1}, by="spread"),
+    {"trial": 1, **rung(0, 768, 0.4)},
+    asked(2, {"optim.lr": 9e-4, K: 2}, by="gp"),
+    {"kind": "failed", "trial": 2, "error": "out of memory"},
+    asked(3, {"optim.lr": 8e-4, "optim.name": "radam"}, by="gp"),
+    {"trial": 3, **rung(0, 768, 0.1)},
+    {"kind": "diverged", "trial": 3, "why": "its loss is infinite"},
+    # Outside of the space: the learning rate and k are, and null is no number of a range.
+    asked(4, {"optim.lr": 1e-6, K: 8, "optim.clip_norm": None}, by="points"),
+    asked(5, {"optim.lr": 1e-4, K: 1}, by="seed", of=1, seed=7),
+    {"trial": 5, **ended(0.65)},
+]
+HISTORY = replay(EVENTS)
+
+
+def opened(folder: Path, chosen: Config = CONFIG, history: History = HISTORY) -> Any:
+    """The study, as Optuna reads it."""
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+
+    path = dashboard.export(folder, chosen, history)
+    assert [entry.name for entry in folder.iterdir()] == [path.name] == ["optuna.journal"]
+    storage = optuna.storages.JournalStorage(JournalFileBackend(str(path)))
+    [summary] = optuna.get_all_study_summaries(storage)
+    assert summary.study_name == folder.name
+    return optuna.load_study(study_name=summary.study_name, storage=storage)
+
+
+def test_optuna_finds_the_trials_with_their_settings_rungs_and_ends(tmp_path: Path) -> None:
+    study = opened(tmp_path)
+    assert study.direction.name == "MAXIMIZE"
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "PRUNED", "FAIL", "FAIL", "RUNNING", "COMPLETE"]
+    recipe = {"optim.lr": 3e-4, K: 4, "optim.clip_norm": 1.0, "optim.name": "adamw"}
+    assert [trial.params for trial in study.trials] == [
+        recipe,
+        {**recipe, "optim.lr": 1e-4, K: 1},
+        {**recipe, "optim.lr": 9e-4, K: 2},
+        {**recipe, "optim.lr": 8e-4, "optim.name": "radam"},
+        {"optim.lr": 1e-6, K: 8, "optim.name": "adamw"},
+        {**recipe, "optim.lr": 1e-4, K: 1},
+    ]
+    assert [trial.intermediate_values for trial in study.trials] == [
+        {768: 0.5, 1536: 0.6},
+        {768: 0.4},
+        {},
+        {768: 0.1},
+        {},
+        {},
+    ]
+    assert [trial.values for trial in study.trials] == [[0.7], None, None, None, None, [0.65]]
+    assert study.best_trial.number == 0
+    assert study.trials[0].distributions["optim.lr"].log
+    assert study.trials[0].distributions["optim.lr"].low == 1e-6  # the trial outside is shown as well
+
+
+def test_what_optuna_has_no_field_for_is_an_attribute(tmp_path: Path) -> None:
+    attributes = [trial.user_attrs for trial in opened(tmp_path).trials]
+    assert [told["by"] for told in attributes] == ["recipe", "spread", "gp", "gp", "points", "seed"]
+    assert [dict(told["settings"]) for told in attributes] == [dict(trial.settings) for trial in HISTORY.trials]
+    assert attributes[0]["finished"]["held"] == pytest.approx(0.69)
+    assert (attributes[2]["error"], attributes[3]["diverged"]) == ("out of memory", "its loss is infinite")
+    assert (attributes[5]["of"], attributes[5]["seed"], attributes[5]["named"]) == (1, 7, "trial 1 with seed 7")
+    assert "error" not in attributes[0]
+
+
+@pytest.mark.parametrize(
+    ("objective", "directions", "values"),
+    [
+        ({"tune.objective": "time", "tune.target": 0.6}, ["MINIMIZE"], {0: [12.5], 5: None}),
+        ({"tune.objective": "front"}, ["MAXIMIZE", "MINIMIZE"], {0: [0.7, 30.0], 5: [0.65, 30.0]}),
+    ],
+)
+def test_values_are_those_of_the_objective(
+    tmp_path: Path, objective: dict[str, Any], directions: list[str], values: dict[int, list[float] | None]
+) -> None:
+    """Trial 5 finished without reaching the target: it has no time."""
+    study = opened(tmp_path, config.with_overrides(CONFIG, objective))
+    assert [direction.name for direction in study.directions] == directions
+    assert {number: study.trials[number].values for number in values} == values
+    assert study.trials[5].state.name == ("PRUNED" if values[5] is None else "COMPLETE")
+
+
+def test_it_is_written_anew_each_time_also_over_a_torn_one(tmp_path: Path) -> None:
+    assert len(opened(tmp_path, history=replay(EVENTS[:6])).trials) == 2
+    path = tmp_path / "optuna.journal"
+    path.write_bytes(path.read_bytes()[:-20])
+    study = opened(tmp_path)
+    assert len(study.trials) == 6
+    study.tell(study.ask(), 0.9)  # Optuna goes on with it, if anybody wants to
+    assert len(opened(tmp_path).trials) == 6
+
+
+def test_an_empty_search_is_an_empty_study(tmp_path: Path) -> None:
+    assert opened(tmp_path, history=History()).trials == []
+
+
+def test_it_is_not_taken_for_the_search_s_own_journal(tmp_path: Path) -> None:
+    path = dashboard.export(tmp_path, CONFIG, HISTORY)
+    assert all(isinstance(json.loads(line), dict) for line in path.read_text().splitlines())
+    assert read(path) == []
+
+
+def test_the_types_of_the_history_are_those_of_its_events() -> None:
+    """The trials above are what a journal gives: rungs and ends, as objects."""
+    assert HISTORY.trials[0].reached[1] == Reached(1, 24, 1536, 0.6)
+    assert HISTORY.trials[5].finished == Finished(60, 3840, 0.65, 0.64, 90, 30.0, None)

@@ -1,0 +1,131 @@
+"""The journal of a search, torn anywhere, and the history that it is replayed into."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from tune.history import Finished, History, Reached, Trial, numbered, replay
+from tune.journal import Journal, read
+
+RUNG = {"trial": 0, "rung": 0, "update": 12, "rows": 768, "score": 0.5, "loss": 1.25, "seconds": 2.5}
+END = {"trial": 1, "update": 60, "rows": 3840, "score": 0.75, "held": 0.5, "held_rows": 90}
+EVENTS: list[tuple[str, dict[str, Any]]] = [
+    ("asked", {"trial": 0, "settings": {}, "by": "recipe", "of": None, "seed": None}),
+    ("asked", {"trial": 1, "settings": {"optim.lr": 1e-4, "data.text": 'größe \u2028 "x"'}, "by": "gp"}),
+    ("reached", RUNG),
+    ("failed", {"trial": 0, "error": "CUDA\nis gone"}),
+    ("reached", {**RUNG, "trial": 1, "loss": None}),
+    ("finished", END),
+    ("asked", {"trial": 2, "settings": {"optim.lr": 1e-4}, "by": "seed", "of": 1, "seed": 7}),
+    ("diverged", {"trial": 2, "why": "the loss is infinite"}),
+    ("stopped", {"why": "the budget is spent"}),
+    ("spent", {"seconds": 2.5}),
+    ("spent", {"seconds": 4.0}),
+    ("chosen", {"best": 1, "verdict": {"text": "better"}}),
+]
+
+
+def written(path: Path, events: list[tuple[str, dict[str, Any]]] = EVENTS) -> bytes:
+    journal = Journal(path)
+    for kind, fields in events:
+        journal.append(kind, **fields)
+    return path.read_bytes()
+
+
+def after(count: int) -> History:
+    """The history of the first events."""
+    return replay([{"kind": kind, **fields} for kind, fields in EVENTS[:count]])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return written(tmp_path_factory.mktemp("journal") / "trials.jsonl")
+
+
+def test_a_journal_tells_what_was_written() -> None:
+    found = after(len(EVENTS))
+    first, second, third = found.trials
+    assert first.reached == (Reached(0, 12, 768, 0.5, 1.25, 2.5),)
+    assert (first.error, first.status, first.sound) == ("CUDA\nis gone", "failed", False)
+    assert second.finished == Finished(60, 3840, 0.75, 0.5, 90)
+    assert (second.status, second.by, second.settings["optim.lr"]) == ("finished", "gp", 1e-4)
+    assert (third.status, third.of, third.seed, third.named) == ("diverged", 1, 7, "trial 1 with seed 7")
+    assert found.own == (first, second)
+    assert (found.stopped, found.chosen, found.verdict) == ("the budget is spent", 1, {"text": "better"})
+    assert found.seconds == 6.5
+    assert numbered(found.trials, 2) is third
+
+
+def test_a_journal_that_is_opened_again_has_the_history_of_its_writer(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "trials.jsonl")
+    for count, (kind, fields) in enumerate(EVENTS, 1):
+        assert journal.append(kind, **fields) == journal.history == after(count)
+        assert Journal(journal.path).history == after(count)
+    assert all(event["time"] > 0 for event in read(journal.path))
+
+
+def test_a_folder_without_a_journal_has_no_history(tmp_path: Path) -> None:
+    assert Journal(tmp_path / "trials.jsonl").history == History()
+    assert not (tmp_path / "trials.jsonl").exists()
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_journal_torn_anywhere_has_the_events_before_the_tear_and_takes_the_next_one(
+    whole: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    size = data.draw(st.integers(0, len(whole)))
+    path = tmp_path_factory.mktemp("torn") / "trials.jsonl"
+    path.write_bytes(whole[:size])
+    ends = [place for place in range(len(whole)) if whole[place : place + 1] == b"\n"]
+    count = sum(end <= size for end in ends)  # an event that lacks just its line's end is whole
+    journal = Journal(path)
+    assert journal.history == after(count)
+    journal.append("spent", seconds=8.0)
+    again = Journal(path).history
+    assert again == journal.history
+    assert again.trials == after(count).trials
+    assert again.seconds == after(count).seconds + 8.0
+
+
+@pytest.mark.parametrize("line", ['{"kind": "praised", "trial": 0}', '{"trial": 0, "lr": 0.1}', "[1]", "7", "", "x"])
+def test_a_line_that_is_no_known_event_changes_nothing(whole: bytes, tmp_path: Path, line: str) -> None:
+    path = tmp_path / "trials.jsonl"
+    path.write_bytes(whole.replace(b"\n", f"\n{line}\n".encode()))
+    assert Journal(path).history == after(len(EVENTS))
+
+
+def test_a_rung_that_was_run_again_counts_once() -> None:
+    asked, again = {"kind": "asked", "trial": 0}, {"kind": "reached", **RUNG}
+    found = replay([asked, again, {**again, "score": 0.75}])
+    assert [rung.score for rung in found.trials[0].reached] == [0.5]
+    both = replay([asked, again, {**again, "rung": 1, "rows": 1536, "score": 0.75}])
+    assert [(rung.rung, rung.score) for rung in both.trials[0].reached] == [(0, 0.5), (1, 0.75)]
+
+
+def test_a_trial_that_failed_and_then_finished_has_finished() -> None:
+    found = replay([{"kind": "asked", "trial": 1}, {"kind": "failed", "trial": 1, "error": "x"}])
+    assert found.trials[0].status == "failed"
+    ended = found.after({"kind": "finished", **END})
+    assert (ended.trials[0].status, ended.trials[0].sound) == ("finished", True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({}, "the recipe as it stands"),
+        ({"optim.lr": 0.00012345, "train.rows_per_update": None}, "optim.lr=0.000123"),
+        ({"train.aggregation_frequency": 2, "optim.name": "radam"}, "train.aggregation_frequency=2, optim.name=radam"),
+    ],
+)
+def test_a_trial_is_named_by_what_it_differs_in(settings: dict[str, Any], named: str) -> None:
+    assert Trial(1, settings, "gp").named == named
+
+
+def test_events_are_lines_of_json_with_their_kind_and_time(whole: bytes) -> None:
+    lines = whole.decode().rstrip("\n").split("\n")
+    assert [json.loads(line)["kind"] for line in lines] == [kind for kind, _ in EVENTS]
+    assert "größe" in lines[1]

@@ -1,0 +1,24 @@
+"""A search with several trials at once, on real nodes of which one vanishes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_trials_run_at_once_on_two_nodes_and_go_on_when_one_vanishes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.two_nodes", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["slots"], found["at_once"], found["used"]) == (2, 2, [0, 1])
+    assert found["errors"] == [None] * 5
+    assert set(found["status"]) == {"frozen", "finished"}
+    assert {0, found["best"]} <= set(found["finished"])

@@ -1,0 +1,63 @@
+"""What a search is for: which of several trials is the better at a rung, and what the sampler is told. Pure."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rtrain.config import Tune
+from tune.history import Reached, Trial
+
+
+@dataclass(frozen=True)
+class Aim:
+    """`objective` and `target` are those of the settings `tune`."""
+
+    objective: str = "score"
+    target: float | None = None
+
+    @classmethod
+    def of(cls, tune: Tune) -> "Aim":
+        return cls(tune.objective, tune.target)
+
+    def value(self, one: Reached) -> float | tuple[float, ...]:
+        """What the sampler is told of a trial at its first rung; larger is better, each of several for itself."""
+        return one.score if self.objective == "score" else (one.score, -one.seconds)
+
+    def ranked(self, trials: Sequence[Trial], rung: int) -> list[Trial]:
+        """The trials that have come to a rung, the best first; equal ones by their number.
+
+        By score, and then by loss. For the least time to a target: those that have reached it by their seconds, before
+        all others by score, as all have been trained on as many rows. For the front of score and seconds: front by
+        front (Deb et al. 2002, NSGA-II), inside a front by score.
+        """
+        reached = {trial.number: one for trial in trials if (one := at(trial, rung))}
+        depth = _fronts(reached) if self.objective == "front" else {}
+
+        def key(trial: Trial) -> tuple[float, ...]:
+            one = reached[trial.number]
+            loss = math.inf if one.loss is None else one.loss
+            there = self.objective == "time" and self.target is not None and one.score >= self.target
+            return (depth.get(trial.number, 0), one.seconds if there else math.inf, -one.score, loss, trial.number)
+
+        return sorted((trial for trial in trials if trial.number in reached), key=key)
+
+
+def at(trial: Trial, rung: int) -> Reached | None:
+    return next((one for one in trial.reached if one.rung == rung), None)
+
+
+def _fronts(reached: dict[int, Reached]) -> dict[int, int]:
+    """By trial: the number of the front that it is on. Front 0 is dominated by none; front 1 by those of front 0
+    alone, and so on."""
+    left, depth = dict(reached), dict[int, int]()
+    while left:
+        front = [n for n, one in left.items() if not any(_dominates(other, one) for other in left.values())]
+        front = front or list(left)  # figures that are not numbers dominate one another in circles
+        depth |= dict.fromkeys(front, max(depth.values(), default=-1) + 1)
+        left = {number: one for number, one in left.items() if number not in front}
+    return depth
+
+
+def _dominates(one: Reached, other: Reached) -> bool:
+    no_worse = one.score >= other.score and one.seconds <= other.seconds
+    return no_worse and (one.score > other.score or one.seconds < other.seconds)

@@ -1,0 +1,115 @@
+"""Successive halving by freezing: which trials go on, and how far. Pure.
+
+All trials are trained to the first rung, a share of a full run's rows. The better half goes on from where it was frozen
+to twice the rows, the better half of these to twice as many again, until `KEPT` trials are left: those go to the
+search's end (Jamieson and Talwalkar 2016, arXiv:1502.07943; nothing is trained twice, since a frozen trial goes on from
+its own checkpoint, as in Swersky et al. 2014, arXiv:1406.3896).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tune.aim import Aim, at
+from tune.history import History, Trial
+
+REDUCTION = 2
+KEPT = 2
+"""Trials that are left for the end, trial 0 beside them."""
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The rungs of a search: rows that its trials have been trained on when they are compared."""
+
+    rungs: tuple[int, ...]
+    full: int
+    """Rows of a full run, over all of its epochs."""
+
+    @classmethod
+    def of(cls, first: float, full: int) -> "Ladder":
+        """From the share `first` of a full run on, each rung at twice the rows of the last, all below a full run."""
+        rungs, rows = list[int](), max(1, round(first * full))
+        while rows < full or not rungs:
+            rungs.append(min(rows, full))
+            rows *= REDUCTION
+        return cls(tuple(rungs), full)
+
+    def cost(self, trials: int) -> int:
+        """Rows that so many trials are trained on until `KEPT` are left."""
+        rows, before = 0, 0
+        for rung in self.rungs:
+            rows, before, trials = rows + trials * (rung - before), rung, goes_on(trials)
+            if trials <= KEPT:
+                break
+        return rows
+
+    def affordable(self, rows: int) -> int:
+        """The most trials that cost no more than `rows`; at least one."""
+        trials = 1
+        while self.cost(trials + 1) <= rows:
+            trials += 1
+        return trials
+
+
+def goes_on(trials: int) -> int:
+    """How many of so many trials go on from a rung."""
+    return min(trials, max(KEPT, math.ceil(trials / REDUCTION)))
+
+
+@dataclass(frozen=True)
+class Go:
+    """An order: train this trial to this rung; to its end where `rung` is None."""
+
+    trial: int
+    rung: int | None
+
+
+def due(history: History, ladder: Ladder, aim: Aim, asking: bool) -> list[Go] | None:
+    """The trials that have yet to come to their next rung; None when the halving is over.
+
+    `asking`: further trials may be asked for, so that none is compared yet. An empty list means that whoever asks has
+    to ask for another trial. Trials that failed or diverged take no part.
+    """
+    field = [trial for trial in history.own if trial.sound]
+    for rung in range(len(ladder.rungs)):
+        waiting = [trial for trial in field if at(trial, rung) is None]
+        if waiting or (rung == 0 and asking):
+            return [Go(trial.number, rung) for trial in waiting]
+        if len(field) <= KEPT:
+            return None
+        field = survivors(field, rung, aim)
+        if len(field) <= KEPT:
+            return None
+    return None
+
+
+def survivors(trials: Sequence[Trial], rung: int, aim: Aim) -> list[Trial]:
+    """The better half of the trials at a rung to which all of them have come, in the order of their numbers."""
+    ranked = aim.ranked(trials, rung)
+    return sorted(ranked[: goes_on(len(ranked))], key=lambda trial: trial.number)
+
+
+def frozen_at(history: History, ladder: Ladder, aim: Aim) -> dict[int, int]:
+    """By trial: the rung at which it was left behind, for those that were."""
+    left: dict[int, int] = {}
+    field = [trial for trial in history.own if trial.sound]
+    for rung in range(len(ladder.rungs)):
+        if any(at(trial, rung) is None for trial in field) or len(field) <= KEPT:
+            break
+        stay = survivors(field, rung, aim)
+        left |= {trial.number: rung for trial in field if trial not in stay}
+        field = stay
+    return left
+
+
+def rows_used(history: History, ladder: Ladder) -> tuple[int, int]:
+    """(rows trained on until the halving was over, rows of the end)."""
+    search = sum(trial.reached[-1].rows for trial in history.own if trial.reached)
+    ended = [trial for trial in history.trials if trial.finished]
+    end = sum(_after_rungs(trial, ladder) for trial in ended)
+    return search, end
+
+
+def _after_rungs(trial: Trial, ladder: Ladder) -> int:
+    return ladder.full - (trial.reached[-1].rows if trial.reached else 0)

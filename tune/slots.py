@@ -1,0 +1,194 @@
+"""The slots of a search: trials of Ray Tune, each a worker group that takes one order after another.
+
+Ray Tune gives a slot its process, and a new one where that fails; its workers take their CPUs or GPUs by themselves.
+What is tried, and for how long, is decided in `search`: the driver puts orders into a slot's box, and the slot puts
+what they came to into a common one. A slot that is killed loses the order that it had in hand, and nothing else.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.tune
+
+from rtrain import ray_internals
+from rtrain.cluster import supply
+from rtrain.config import Config
+from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.run import Run
+from rtrain.runs import kept, placement
+from tune import trial
+from tune.trial import Order, Outcome, Task
+
+# A slot takes no CPU itself, since its workers take theirs. Tune refuses an empty bundle, so the slot takes a sliver of
+# the resource that marks the head node.
+RESOURCES = {"CPU": 0, ray_internals.HEAD_RESOURCE: 0.001}
+ANSWERS = "answers"
+DEATHS = 3
+"""Deaths of a slot's process, after which Tune does not start it again."""
+IDLE_S = 30.0
+"""Seconds that a slot without an order keeps its workers; starting them again takes some ten."""
+END_S = 60.0
+"""Seconds that the slots have to end, once they are told to."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a slot tells: that it is up (no order), or what an order came to."""
+
+    slot: int
+    box: str
+    """Where this process of the slot takes its orders."""
+    order: Order | None = None
+    outcomes: tuple[Outcome, ...] = ()
+
+
+def number(config: Config, device: str) -> int:
+    """How many slots the cluster has room for, or as many as are asked for.
+
+    Raises `ConfigError` where so many workers and data tasks do not fit, with the nearest number that does.
+    """
+    train, asked = config.recipe.train, config.deploy.tune.concurrent
+    spare = supply.data_cpus(config.deploy.cluster.data_cpus, train.workers)
+    cpus, room = supply.most("cpu"), supply.most(device)
+    each = train.workers + spare if device == "cpu" else train.workers
+    fits = max(1, min(room // each, cpus // max(1, spare)))
+    if asked is None or asked <= fits:
+        return asked or fits
+    needs = f"{asked} trials of {train.workers} workers need {asked * each} logical {supply.NEEDS[device]}s"
+    with_data = f", {spare} a trial for data tasks" if device == "cpu" else ""
+    nearest = f"write {fits}, or {max(1, room // asked - (spare if device == 'cpu' else 0))} for train.workers"
+    raise ConfigError([Problem("tune.concurrent", asked, f"{needs}{with_data}; the Ray cluster has {room}", nearest)])
+
+
+def _slot(settings: dict[str, Any], office: Any, task: Task) -> None:
+    """The trainable of Ray Tune: do what is ordered until there is nothing more."""
+    slot = int(settings["slot"])
+    box = f"slot {slot} {time.time_ns()}"
+    workers = kept.Kept(_folder(Run(task.search), slot), office)
+    ray.get(office.put.remote(ANSWERS, Answer(slot, box)))
+    try:
+        for taken in itertools.count():
+            order = _next(office.take.remote(box, taken), workers)
+            if order is None:
+                return
+            outcomes = trial.run(order, task, workers)
+            ray.get(office.put.remote(ANSWERS, Answer(slot, box, order, tuple(outcomes))))
+    finally:
+        workers.end()
+
+
+def _next(taken: Any, workers: kept.Kept) -> Order | None:
+    """The slot's next order. While there is none, its workers give their CPUs back: where a node is gone, another slot
+    may be waiting for just those."""
+    if not ray.wait([taken], timeout=IDLE_S)[0]:
+        workers.end()
+    order: Order | None = ray.get(taken)
+    return order
+
+
+def _folder(search: Run, slot: int) -> Run:
+    return Run(search.folder / "slots" / f"{slot:02d}")
+
+
+@dataclass
+class Slots:
+    """The slots of a search that is running."""
+
+    office: Any
+    tuner: threading.Thread
+    boxes: dict[int, str] = field(default_factory=dict)
+    """Where each slot that is up takes its orders."""
+    orders: dict[int, Order] = field(default_factory=dict)
+    """What each slot has in hand."""
+    answers: int = 0
+    """Answers that were read."""
+    error: Exception | None = None
+
+    @property
+    def idle(self) -> list[int]:
+        return sorted(self.boxes.keys() - self.orders.keys())
+
+    def give(self, slot: int, order: Order) -> None:
+        self.orders[slot] = order
+        ray.get(self.office.put.remote(self.boxes[slot], order))
+
+    def wait(self) -> tuple[Order | None, tuple[Outcome, ...] | None]:
+        """The next answer: (order, what it came to). (order, None): the slot was killed with the order in hand. (None,
+        ()): a slot is up."""
+        waits = self.office.take.remote(ANSWERS, self.answers)
+        while not ray.wait([waits], timeout=1.0)[0]:
+            if not self.tuner.is_alive():
+                raise UserError(f"Ray Tune has ended before the search: {self.error or 'no slot is left'}")
+        answer: Answer = ray.get(waits)
+        self.answers += 1
+        if answer.order is None:
+            lost = self.orders.pop(answer.slot, None)
+            self.boxes[answer.slot] = answer.box
+            return lost, () if lost is None else None
+        del self.orders[answer.slot]
+        return answer.order, answer.outcomes
+
+
+@contextmanager
+def opened(config: Config, task: Task, count: int) -> Iterator[Slots]:
+    """Start so many slots. They end with the block, and at once where it raises."""
+    search, office = Run(task.search), kept.post()
+    started = len(list(search.ray.iterdir())) if search.ray.is_dir() else 0
+    ending = search.folder / ".ending"
+    ending.unlink(missing_ok=True)
+    tuner = ray.tune.Tuner(
+        ray.tune.with_resources(partial(_slot, office=office, task=task), RESOURCES),
+        param_space={"slot": ray.tune.grid_search(list(range(count)))},
+        run_config=ray.tune.RunConfig(
+            # Each start has a new name. Under an old name Ray would unpickle its state of the last start.
+            name=f"tune-{started:03d}",
+            storage_path=str(search.ray),
+            failure_config=ray.tune.FailureConfig(max_failures=DEATHS),
+            stop=_Told(ending),
+            callbacks=[ray_internals.silent_progress()],
+            verbose=0,
+        ),
+    )
+
+    def fit() -> None:
+        try:
+            tuner.fit()
+        except Exception as error:
+            slots.error = error
+
+    slots = Slots(office, threading.Thread(target=fit, daemon=True, name="rtrain-tune"))
+    slots.tuner.start()
+    try:
+        yield slots
+        for box in slots.boxes.values():
+            ray.get(office.put.remote(box, None))
+        slots.tuner.join(END_S)
+    finally:
+        # Tune's thread must not be inside Ray's core when the session ends.
+        ending.touch()
+        slots.tuner.join()
+        ending.unlink(missing_ok=True)
+        for slot in range(count):
+            placement.release(_folder(search, slot))
+        ray.kill(office)
+
+
+class _Told(ray.tune.Stopper):
+    """Stops all trials of Ray Tune once a file is there."""
+
+    def __init__(self, file: Path):
+        self._file = file
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        return False
+
+    def stop_all(self) -> bool:
+        return self._file.exists()

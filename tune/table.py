@@ -1,0 +1,208 @@
+"""What a terminal shows of a search: its events as lines, how far it is, and the table of its trials. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rtrain.config import Tune
+from rtrain.report.drawing.svg import duration, score_name
+from tune import figures
+from tune.history import SEED, History, Reached, Trial, numbered
+
+PROPOSERS = {
+    "points": "from tune.points",
+    "spread": "spread over the space",
+    "gp": "by the Gaussian process",
+    "tpe": "by the Parzen estimators",
+    "random": "drawn at random",
+    "grid": "the grid's next point",
+}
+LONGEST = 160
+"""Characters of an error in a line."""
+
+
+def text(history: History, headline: str, tune: Tune, most: int = 40) -> str:
+    """The trials beside each other, at most so many of them, and what the words mean.
+
+    `headline` is the task's main score; the negative of an error is shown as the error.
+    """
+    if not history.trials:
+        return "no trial has begun"
+    short = _short(history, tune)
+    rungs = 1 + max((one.rung for trial in history.own for one in trial.reached), default=-1)
+    shown = _shown(history, most)
+    head = ("trial", "sets", "by", *(f"rung {rung + 1}" for rung in range(rungs)), "held", "seeds", "status", "")
+    rows = [head, *(_row(history, trial, headline, rungs, short) for trial in shown)]
+    right = {0, *range(3, 5 + rungs)}
+    wide = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = [
+        "  ".join(
+            cell.rjust(size) if column in right else cell.ljust(size)
+            for column, (cell, size) in enumerate(zip(row, wide, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    if len(shown) < len(history.own):
+        lines.append(f"and {len(history.own) - len(shown)} more trials; the page of the search has them all")
+    lines.append(_legend(headline, short, history))
+    if failed := [trial for trial in history.trials if not trial.sound]:
+        first = f"trial {failed[0].number}: {_cut(failed[0].error or failed[0].diverged or '')}"
+        lines.append(f"{len(failed)} of {len(history.trials)} trials failed or diverged: {first}")
+    return "\n".join(lines)
+
+
+def _short(history: History, tune: Tune) -> dict[str, str]:
+    return figures.short_names(figures.searched(history, tune))
+
+
+def _shown(history: History, most: int) -> list[Trial]:
+    """All trials; of more than `most`, trial 0 and those that came furthest with the best scores, by number."""
+
+    def standing(trial: Trial) -> tuple[float, ...]:
+        last = trial.reached[-1] if trial.reached else None
+        first = (trial.number not in (0, history.chosen), trial.finished is None)
+        return (*first, -last.rung if last else 1, -last.score if last else 0.0)
+
+    kept = sorted(history.own, key=standing)[:most]
+    return sorted(kept, key=lambda trial: trial.number)
+
+
+def _row(history: History, trial: Trial, headline: str, rungs: int, short: Mapping[str, str]) -> tuple[str, ...]:
+    reached = {one.rung: one.score for one in trial.reached}
+    held = figures.held(history, trial.number)
+    return (
+        str(trial.number),
+        figures.named(trial, short),
+        trial.by,
+        *(_figure(headline, reached[rung]) if rung in reached else "-" for rung in range(rungs)),
+        _figure(headline, held.score) if held else "-",
+        str(held.seeds) if held else "-",
+        trial.status,
+        "<- best" if trial.number == history.chosen else "",
+    )
+
+
+def _legend(headline: str, short: Mapping[str, str], history: History) -> str:
+    parts = [f"rung: {_name(headline)} on the steering rows", "held: on the held-back rows, the mean over seeds"]
+    if any(trial.status == "frozen" for trial in history.own):
+        parts.append("frozen: stopped at a rung, and can go on from there")
+    parts += [f"{told}: {name}" for name, told in short.items() if told != name]
+    return "; ".join(parts)
+
+
+def _name(headline: str) -> str:
+    return score_name(headline.removeprefix("neg_"))
+
+
+def _figure(headline: str, value: float) -> str:
+    return f"{-value if headline.startswith('neg_') else value:.4f}"
+
+
+def _cut(error: str) -> str:
+    line = " ".join(error.split())
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 1]}…"
+
+
+# ---------------------------------------------------------------------------------------------------- while it runs
+
+
+def said(event: Mapping[str, Any], history: History, headline: str, tune: Tune) -> str:
+    """The line of an event {what, trial, the journal's fields}, by the history with it; empty where there is none."""
+    number, name = event.get("trial", -1), _name(headline)
+    match event["what"]:
+        case "asked":
+            return f"trial {number}: {_asked(numbered(history.trials, number), _short(history, tune))}"
+        case "reached":
+            return f"trial {number}: {_came(event, history, headline)}"
+        case "frozen":
+            return f"trial {number}: frozen{_at(event)}, with a checkpoint"
+        case "thawed":
+            return f"trial {number}: thawed{_at(event)}, and goes on"
+        case "failed":
+            return f"trial {number}: failed: {_cut(event['error'])}"
+        case "diverged":
+            return f"trial {number}: diverged: {_cut(event['why'])}"
+        case "finished":
+            held = f"{name} {_figure(headline, event['held'])} on {event['held_rows']:,} held-back rows"
+            return f"trial {number}: trained to its end ({event['rows']:,} rows): {held}"
+        case "stopped":
+            return f"no further trial is asked for: {event['why']}"
+        case "chosen":
+            told = event["verdict"].get("text", "")
+            return f"chosen: trial {event['best']}" + (f"; {told}" if told else "")
+    return ""
+
+
+def _asked(trial: Trial, short: Mapping[str, str]) -> str:
+    if trial.by == SEED:
+        return f"trial {trial.of} once more, with seed {trial.seed}"
+    sets = figures.named(trial, short)
+    return f"{sets}, {PROPOSERS[trial.by]}" if trial.by in PROPOSERS else sets
+
+
+def _at(event: Mapping[str, Any]) -> str:
+    return f" at rung {event['rung'] + 1}" if "rung" in event else ""
+
+
+def _came(event: Mapping[str, Any], history: History, headline: str) -> str:
+    rung = event["rung"]
+    others = [one.score for trial in history.trials for one in trial.reached if one.rung == rung]
+    rank = 1 + sum(score > event["score"] for score in others)
+    among = f"place {rank} of {len(others)} so far" if len(others) > 1 else "the first to come there"
+    score = f"{_name(headline)} {_figure(headline, event['score'])}"
+    return f"{score} at rung {rung + 1} ({event['rows']:,} rows, {duration(event['seconds'])}), {among}"
+
+
+def standing(history: History, headline: str, tune: Tune) -> str:
+    """How far a search is, in a line: the phase, the best so far, and the rows of its budget."""
+    parts, spent = [_phase(history, tune)], figures.spent(history, tune)
+    leading = figures.leader(history)
+    if leading is not None:
+        ended = figures.held(history, leading.number)
+        score = ended.score if ended else leading.reached[-1].score
+        where = "held back" if ended else f"rung {leading.reached[-1].rung + 1}"
+        parts.append(f"best {_name(headline)} {_figure(headline, score)} ({where}, trial {leading.number})")
+    if spent.budget:
+        parts.append(f"{100 * spent.searched / spent.budget:.0f} % of the rows")
+    return "  ".join(parts)
+
+
+def _phase(history: History, tune: Tune) -> str:
+    own, repeats = history.own, [trial for trial in history.trials if trial.of is not None]
+    if history.chosen is not None:
+        return "ended"
+    if repeats:
+        newest = repeats[-1]
+        return f"the end: seed {sum(one.of == newest.of for one in repeats)} of trial {newest.of}"
+    if ended := sum(trial.finished is not None for trial in own):
+        return f"the end: {ended} trained to their ends"
+    waiting = sum(trial.status == "asked" for trial in own)
+    deepest = max((one.rung for trial in own for one in trial.reached), default=0)
+    there = sum(_has(trial.reached, deepest) for trial in own)
+    further = f"rung {deepest + 1}: {there} there" if deepest else ""
+    if history.stopped is not None and not waiting:
+        return further or f"first rung: all {len(own)} there"
+    of = f" of {tune.trials}" if tune.trials else ""
+    first = f"first rung: {len(own) - waiting}{of}"
+    return f"{first}, {further}" if further else first
+
+
+def _has(reached: Sequence[Reached], rung: int) -> bool:
+    return any(one.rung == rung for one in reached)
+
+
+class Follower:
+    """A search as its user follows it: the history, one event after the other, and what is said of each. The history
+    of a resumed search is where it begins."""
+
+    def __init__(self, headline: str, tune: Tune, history: History | None = None):
+        self._headline, self._tune = headline, tune
+        self._history = history or History()
+
+    def said(self, event: Mapping[str, Any]) -> str:
+        fields = {name: value for name, value in event.items() if name not in ("kind", "what", "time")}
+        self._history = self._history.after({"kind": event["what"], **fields})
+        return said(event, self._history, self._headline, self._tune)
+
+    @property
+    def standing(self) -> str:
+        return standing(self._history, self._headline, self._tune)
