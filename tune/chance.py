@@ -1,0 +1,186 @@
+"""Whether the difference of two trials is more than chance, over rows and seeds at once.
+
+A trial's score depends on the rows that it is judged on and on the seed that it was trained with; another choice of
+either gives another score, and an interval over the rows alone takes one lucky seed for a better setting (Bouthillier
+et al. 2021, arXiv:2103.03098). Here both count. The difference of row i with seed s is taken as
+
+    difference + row[i] + seed[s] + rest[i, s]
+
+each part with a mean of 0, so the mean over all has the variance  rows / n + (seeds + rest / n) / S  (the two-way
+layout of Searle, Casella & McCulloch 1992, section 4.3). The part of the seeds comes from the scores of all trials that
+have them, less the means of trial and seed; the others from the rows. The interval is Student's, with the degrees of
+freedom of Satterthwaite (1946): few seeds make it wide.
+
+A score that is no mean over rows, e.g. F1, is taken row by row by its jackknife pseudo-values (Tukey 1958).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from rtrain.comparison import answers
+from rtrain.comparison.chance import ALPHA, Z80, Z95
+from rtrain.metrics.additive import Additive, Floats
+
+_BLOCK = 1 << 20
+"""Sums that are held at a time while rows are left out, one after the other."""
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What the answers of one finished run are worth, on the rows by which the end decides."""
+
+    name: str
+    """The score by which trials are compared; larger is better."""
+    ids: npt.NDArray[np.uint64]
+    """Of the rows, (rows,)."""
+    worth: Additive
+    """`name` is one of its scores; an entry per row, in the order of `ids`."""
+
+    @property
+    def score(self) -> float:
+        return self.worth.scores()[self.name]
+
+
+Table = Mapping[int, Sequence[Held]]
+"""For each trial what each seed came to; all trials have the same seeds, in one order."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The score of another trial less that of the first one, in the mean over the seeds."""
+
+    name: str
+    first: float
+    other: float
+    difference: float
+    low: float
+    high: float
+    """Interval of the difference, over rows and seeds; of a single seed over the rows alone."""
+    rows: int
+    """Different rows that both were judged on, over all seeds."""
+    seeds: int
+    needed_rows: int | None
+    """About so many rows would show this difference four times out of five, with as many seeds; None where no number of
+    rows would."""
+    needed_seeds: int | None
+    """The same for seeds, on as many rows; None where no number of seeds would, or where there is one seed, which tells
+    nothing of it."""
+
+
+def aligned(table: Table, nested: bool) -> dict[int, list[Held]]:
+    """The same rows in the same order for all trials; for all seeds too, unless each has rows of its own (`nested`)."""
+    seeds = range(len(next(iter(table.values()))))
+    groups = [[(trial, seed) for trial in table] for seed in seeds]
+    if not nested:
+        groups = [[place for group in groups for place in group]]
+    found = {place: table[place[0]][place[1]] for group in groups for place in group}
+    for group in groups:
+        ids = [found[place].ids for place in group]
+        if all(np.array_equal(one, ids[0]) for one in ids):
+            continue
+        for place, at in zip(group, answers.common(ids), strict=True):
+            one = found[place]
+            found[place] = replace(one, ids=one.ids[at], worth=Additive(one.worth.rows[at], one.worth.score))
+    return {trial: [found[trial, seed] for seed in seeds] for trial in table}
+
+
+def gap(table: Table, first: int, other: int, *, nested: bool = False, alpha: float = ALPHA) -> Gap:
+    """Trial `other` beside trial `first`, of an `aligned` table; the interval leaves out `alpha`.
+
+    `nested`: each seed has rows of its own. Then the seeds' differences are taken as independent; that they share most
+    of their training rows makes them a little too much alike (Bengio & Grandvalet 2004).
+    """
+    pairs = list(zip(table[first], table[other], strict=True))
+    seeds, name = len(pairs), pairs[0][0].name
+    by_row = [pseudo_values(b) - pseudo_values(a) for a, b in pairs]
+    rows = sum(map(len, by_row)) if nested else len(by_row[0])
+    before, after = (float(np.mean([one.score for one in table[trial]])) for trial in (first, other))
+    difference = after - before
+    each = float(np.mean([_variance(one) for one in by_row]))
+    if seeds == 1:
+        half = _student(alpha, rows - 1) * math.sqrt(each)
+        more = _two_digits(rows * each / _goal(difference)) if difference else None
+        return Gap(name, before, after, difference, difference - half, difference + half, rows, 1, more, None)
+    free = (len(table) - 1) * (seeds - 1)
+    # Those of all trials tell it with fewer seeds; those of the two alone count where they differ more than others do.
+    every = np.array([[one.score for one in seen] for seen in table.values()])
+    two = np.array([[one.score for one in table[trial]] for trial in (first, other)])
+    scores = max(2 * _rest(every) / free, 2 * _rest(two) / (seeds - 1))
+    if nested:
+        between, rest, common = max(scores, each), 0.0, 0.0
+    else:
+        together = _variance(np.mean(by_row, axis=0))
+        rest = max(0.0, (each - together) / (seeds - 1))
+        common = max(0.0, together - rest)
+        # The rows alone tell how much the seeds differ at the least: two may be alike by chance.
+        between = max(scores, seeds * rest)
+    variance = between / seeds + common
+    if variance == 0:
+        half = 0.0
+    else:
+        degrees = variance**2 / ((between / seeds) ** 2 / free + common**2 / max(1, rows - 1))
+        half = _student(alpha, degrees) * math.sqrt(variance)
+    needed = _needed(difference, rows, seeds, between, rest, common, nested)
+    return Gap(name, before, after, difference, difference - half, difference + half, rows, seeds, *needed)
+
+
+def pseudo_values(held: Held) -> Floats:
+    """What each row adds to the score, (rows,): n times the score of all n rows, less n - 1 times that without it. Of a
+    mean these are the rows' own values."""
+    rows, count = held.worth.rows, len(held.worth)
+    if count < 2:
+        return np.full(count, held.score)
+    total = np.asarray(rows.sum(axis=0), dtype=np.float64).reshape(-1)
+    step = max(1, _BLOCK // max(1, len(total)))
+    parts = []
+    for start in range(0, count, step):
+        own = rows[start : start + step]
+        own = own if isinstance(own, np.ndarray) else own.toarray()
+        parts.append(held.worth.score(total - own)[held.name])
+    found: Floats = count * held.score - (count - 1) * np.concatenate(parts)
+    return found
+
+
+def _variance(values: Floats) -> float:
+    """Of the mean of these rows."""
+    return float(values.var(ddof=1) / len(values)) if len(values) > 1 else 0.0
+
+
+def _rest(scores: Floats) -> float:
+    """Sum of squares of (trials, seeds), less the means of trial and seed."""
+    rest = scores - scores.mean(axis=1, keepdims=True) - scores.mean(axis=0, keepdims=True) + scores.mean()
+    return float((rest**2).sum())
+
+
+def _student(alpha: float, degrees: float) -> float:
+    """The quantile of Student's distribution that leaves alpha / 2 on either side."""
+    from scipy.stats import t
+
+    return float(t.ppf(1 - alpha / 2, max(degrees, 1.0)))
+
+
+def _goal(difference: float) -> float:
+    """The variance with which a difference is found four times out of five."""
+    return (difference / (Z95 + Z80)) ** 2
+
+
+def _needed(
+    difference: float, rows: int, seeds: int, between: float, rest: float, common: float, nested: bool
+) -> tuple[int | None, int | None]:
+    """(rows, seeds), by the parts of the variance: `between` of one seed, `rest` and `common` of the mean."""
+    goal = _goal(difference)
+    if nested:  # another seed brings its own rows
+        more = math.ceil(between / goal) if goal else None
+        return (None if more is None else _two_digits(rows / seeds * more)), more
+    by_seed = max(0.0, between / seeds - rest)
+    few = _two_digits(rows * (rest + common) / (goal - by_seed)) if goal > by_seed else None
+    return few, math.ceil(between / (goal - common)) if goal > common else None
+
+
+def _two_digits(rows: float) -> int:
+    digits = max(0, math.floor(math.log10(max(rows, 1.0))) - 1)
+    return int(math.ceil(rows / 10**digits) * 10**digits)
