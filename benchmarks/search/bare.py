@@ -17,7 +17,7 @@ def main() -> None:
     def work() -> None:
         begun.write_text(str(time.time()))
 
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     trainer = TorchTrainer(
         work, scaling_config=ScalingConfig(num_workers=2), run_config=RunConfig(name="bare", storage_path=str(place))
     )

@@ -118,15 +118,7 @@ def left(mark: str) -> int:
     return there
 
 
-# ----------------------------------------------------------------------------------------------- runs that are kept
-
-
-def kept(path: Path, make: Any) -> Any:
-    """The document of a file, which `make` makes where there is none."""
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(make(), indent=1) + "\n", encoding="utf-8")
-    return json.loads(path.read_text(encoding="utf-8"))
+# -------------------------------------------------------------------------------------------------- runs that are kept
 
 
 def cost_file(folder: Path) -> Path:
