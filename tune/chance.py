@@ -22,11 +22,19 @@ import numpy as np
 import numpy.typing as npt
 
 from rtrain.comparison import answers
-from rtrain.comparison.chance import ALPHA, Z80, Z95
-from rtrain.metrics.additive import Additive, Floats
+from rtrain.comparison.chance import ALPHA
+from rtrain.metrics.additive import Additive, Bools, Floats, Ints, ratio
+from rtrain.metrics.slices import LEAST
 
+POWER = 0.8
+"""Share of cases in which the needed rows or seeds show a difference."""
 _BLOCK = 1 << 20
 """Sums that are held at a time while rows are left out, one after the other."""
+_ROWS = np.concatenate([np.arange(LEAST, 100), *(np.arange(10, 100) * 10**zeros for zeros in range(1, 7))])
+"""Numbers of rows that may be told as needed: of two digits, below a hundred million."""
+_SEEDS = np.arange(2, 101)
+"""Numbers of seeds that may be told as needed."""
+Number = int | Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,11 +72,11 @@ class Gap:
     """Different rows that both were judged on, over all seeds."""
     seeds: int
     needed_rows: int | None
-    """About so many rows would show this difference four times out of five, with as many seeds; None where no number of
-    rows would."""
+    """With about so many rows or more, and as many seeds, the interval would be clear of 0 four times out of five, if
+    the difference is as large as it was seen; None where no number of rows is enough."""
     needed_seeds: int | None
-    """The same for seeds, on as many rows; None where no number of seeds would, or where there is one seed, which tells
-    nothing of it."""
+    """The same for seeds, on as many rows; None where 100 are not enough, or where there is one seed, which does not
+    tell."""
 
 
 def aligned(table: Table, nested: bool) -> dict[int, list[Held]]:
@@ -100,32 +108,52 @@ def gap(table: Table, first: int, other: int, *, nested: bool = False, alpha: fl
     rows = sum(map(len, by_row)) if nested else len(by_row[0])
     before, after = (float(np.mean([one.score for one in table[trial]])) for trial in (first, other))
     difference = after - before
+    noise = _noise(table, first, other, by_row, nested)
+    half = float(noise.half(rows, seeds, alpha))
+    needed = _needed(noise, abs(difference), rows, seeds, alpha, nested) if difference else (None, None)
+    return Gap(name, before, after, difference, difference - half, difference + half, rows, seeds, *needed)
+
+
+@dataclass(frozen=True)
+class _Noise:
+    """What makes the difference of two trials vary: the variances of the parts in this module's first lines."""
+
+    row: float
+    seed: float
+    rest: float
+    free: int
+    """Degrees of freedom of the seeds' part that each seed after the first one brings."""
+
+    def half(self, rows: Number, seeds: Number, alpha: float, power: float = 0.5) -> Floats:
+        """Half the width of the interval with so many rows and seeds; with a `power`, the difference that the interval
+        finds in that share of cases."""
+        from scipy.special import stdtrit
+
+        by_seed, by_row = (self.seed + self.rest / rows) / seeds, self.row / rows
+        variance = by_seed + by_row
+        doubt = by_seed**2 / np.maximum(1, self.free * (seeds - 1)) + by_row**2 / np.maximum(1, rows - 1)
+        degrees = np.maximum(1.0, ratio(variance**2, doubt))
+        found: Floats = (stdtrit(degrees, 1 - alpha / 2) + stdtrit(degrees, power)) * np.sqrt(variance)
+        return found
+
+
+def _noise(table: Table, first: int, other: int, by_row: Sequence[Floats], nested: bool) -> _Noise:
+    """`by_row`: for each seed the difference of each row."""
+    seeds, rows = len(by_row), len(by_row[0])
     each = float(np.mean([_variance(one) for one in by_row]))
     if seeds == 1:
-        half = _student(alpha, rows - 1) * math.sqrt(each)
-        more = _two_digits(rows * each / _goal(difference)) if difference else None
-        return Gap(name, before, after, difference, difference - half, difference + half, rows, 1, more, None)
-    free = (len(table) - 1) * (seeds - 1)
+        return _Noise(each * rows, 0.0, 0.0, 0)
     # Those of all trials tell it with fewer seeds; those of the two alone count where they differ more than others do.
     every = np.array([[one.score for one in seen] for seen in table.values()])
     two = np.array([[one.score for one in table[trial]] for trial in (first, other)])
-    scores = max(2 * _rest(every) / free, 2 * _rest(two) / (seeds - 1))
+    free = len(table) - 1
+    scores = max(2 * _rest(every) / (free * (seeds - 1)), 2 * _rest(two) / (seeds - 1))
     if nested:
-        between, rest, common = max(scores, each), 0.0, 0.0
-    else:
-        together = _variance(np.mean(by_row, axis=0))
-        rest = max(0.0, (each - together) / (seeds - 1))
-        common = max(0.0, together - rest)
-        # The rows alone tell how much the seeds differ at the least: two may be alike by chance.
-        between = max(scores, seeds * rest)
-    variance = between / seeds + common
-    if variance == 0:
-        half = 0.0
-    else:
-        degrees = variance**2 / ((between / seeds) ** 2 / free + common**2 / max(1, rows - 1))
-        half = _student(alpha, degrees) * math.sqrt(variance)
-    needed = _needed(difference, rows, seeds, between, rest, common, nested)
-    return Gap(name, before, after, difference, difference - half, difference + half, rows, seeds, *needed)
+        return _Noise(0.0, max(scores, each), 0.0, free)
+    together = _variance(np.mean(by_row, axis=0))
+    rest = max(0.0, (each - together) * seeds / (seeds - 1))
+    # The rows alone tell how much the seeds differ at the least: two may be alike by chance.
+    return _Noise(max(0.0, together - rest / seeds) * rows, max(0.0, scores - rest), rest * rows, free)
 
 
 def pseudo_values(held: Held) -> Floats:
@@ -156,31 +184,19 @@ def _rest(scores: Floats) -> float:
     return float((rest**2).sum())
 
 
-def _student(alpha: float, degrees: float) -> float:
-    """The quantile of Student's distribution that leaves alpha / 2 on either side."""
-    from scipy.stats import t
-
-    return float(t.ppf(1 - alpha / 2, max(degrees, 1.0)))
-
-
-def _goal(difference: float) -> float:
-    """The variance with which a difference is found four times out of five."""
-    return (difference / (Z95 + Z80)) ** 2
-
-
 def _needed(
-    difference: float, rows: int, seeds: int, between: float, rest: float, common: float, nested: bool
+    noise: _Noise, difference: float, rows: int, seeds: int, alpha: float, nested: bool
 ) -> tuple[int | None, int | None]:
-    """(rows, seeds), by the parts of the variance: `between` of one seed, `rest` and `common` of the mean."""
-    goal = _goal(difference)
+    """(rows, seeds), see `Gap`."""
+    more = None if seeds == 1 else _first(_SEEDS, noise.half(rows, _SEEDS, alpha, POWER) <= difference)
     if nested:  # another seed brings its own rows
-        more = math.ceil(between / goal) if goal else None
-        return (None if more is None else _two_digits(rows / seeds * more)), more
-    by_seed = max(0.0, between / seeds - rest)
-    few = _two_digits(rows * (rest + common) / (goal - by_seed)) if goal > by_seed else None
-    return few, math.ceil(between / (goal - common)) if goal > common else None
+        return (None if more is None else math.ceil(rows / seeds * more)), more
+    return _first(_ROWS, noise.half(_ROWS, seeds, alpha, POWER) <= difference), more
 
 
-def _two_digits(rows: float) -> int:
-    digits = max(0, math.floor(math.log10(max(rows, 1.0))) - 1)
-    return int(math.ceil(rows / 10**digits) * 10**digits)
+def _first(sizes: Ints, enough: Bools) -> int | None:
+    """The first size from which on all are enough. More rows are not always better: once the seeds alone make the
+    difference vary, the interval is that of few degrees of freedom."""
+    short = np.flatnonzero(~enough)
+    place = int(short[-1]) + 1 if len(short) else 0
+    return int(sizes[place]) if place < len(sizes) else None
