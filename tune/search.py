@@ -12,10 +12,11 @@ from typing import Any
 
 from rtrain import config as configuration, events
 from rtrain.config import Config
+from rtrain.data import records
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.run import Run
 from rtrain.runs import driver, opening, preparing
-from tune import ask_tell, dashboard, finals, halving, held_back, page, slots, space
+from tune import ask_tell, dashboard, finals, halving, held_back, judged, page, slots, space
 from tune.aim import Aim, at
 from tune.halving import Go, Ladder
 from tune.history import SEED, History, Trial, numbered
@@ -153,7 +154,8 @@ class _Search:
         self._ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
         self._planned = self._trials()
         self._steering = len(held_back.steering(prepared.store, self._tune.held_back))
-        self._store = prepared.store
+        source = records.inspect(prepared.config.recipe.data, self._task.tokens_root)
+        self._parts = judged.parts(prepared.config, source, prepared.store)
         with events.Follow([], self._on_event) as self._follow:
             for trial in self._history.trials:
                 self._follow.add(self._search.trial(trial.number).folder, {"trial": trial.number})
@@ -226,8 +228,9 @@ class _Search:
             self._history,
             self._ladder.full,
             budget,
-            {},
+            judged.every(self._search, self._history, self._tune.held_back),
             seed=self._seed,
+            parts=self._parts,
             objective=self._tune.objective,
             steered=not self._tune.held_back,
         )
@@ -312,7 +315,12 @@ class _Search:
         if known:
             return known[0]
         base = numbered(self._history.trials, one.of)
-        return self._ask({**base.settings, **finals.overrides(one, seed=self._seed)}, SEED, of=one.of, seed=one.seed)
+        return self._ask(
+            {**base.settings, **finals.overrides(one, seed=self._seed, parts=self._parts)},
+            SEED,
+            of=one.of,
+            seed=one.seed,
+        )
 
     def _write(self, kind: str, **fields: Any) -> None:
         self._journal.append(kind, **fields)

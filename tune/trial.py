@@ -17,7 +17,7 @@ from rtrain.runs import driver, failures, group, notice, preparing
 from rtrain.tasks import base
 from rtrain.training import best, rungs
 from rtrain.training.step import NonFinite
-from tune import finals, held_back
+from tune import held_back, judged
 
 FIRST, LAST = 3, 3
 """Logged losses at the begin, and newest ones, by which a trial is seen to diverge."""
@@ -117,15 +117,14 @@ def _reached(run: Run, prepared: preparing.Prepared, rung: int, update: int) -> 
 
 def _finished(run: Run, prepared: preparing.Prepared) -> Outcome:
     config, headline = prepared.config, headline_of(prepared.config)
-    held, rows = finals.held_score(run.folder, config, config.deploy.tune.held_back)
-    chosen = run.last("best") or {}
+    chosen, held = run.last("best") or {}, judged.of(run, config.deploy.tune.held_back)
     return {
         "kind": "finished",
         "update": chosen.get("update", prepared.updates),
         "rows": prepared.order.rows_until(prepared.updates),
         "score": scores_of(run, headline)[-1][1],
-        "held": held,
-        "held_rows": rows,
+        "held": held.score,
+        "held_rows": len(held.ids),
         "seconds": seconds_of(run),
         "to_target": to_target(run, headline, config.deploy.tune.target),
     }

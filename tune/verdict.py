@@ -1,107 +1,96 @@
-"""Whether a search has found anything: its trials from its folder, and the winner beside the recipe's own settings."""
+"""Whether a search has found anything, in one sentence: the winner beside the recipe's own settings."""
 
-import json
+from collections.abc import Mapping
+from typing import Any
 
 from rtrain import config as configuration
-from rtrain.comparison import answers, chance, measure, sides, verdict
+from rtrain.comparison import verdict
 from rtrain.comparison.chance import Difference
-from rtrain.errors import UserError
-from rtrain.report.drawing.svg import score_name
 from rtrain.run import Run
-from tune import search as searching, space
-from tune.search import Trial
-from tune.trial import headline_of
+from tune import figures, finals
+from tune.finals import Verdict
+from tune.history import History, replay
+from tune.journal import read
 
 OWN = "the recipe's own settings"
 
 
-def trials(search: Run) -> list[Trial]:
-    """The trials of a search, also of one that has not ended: then those that have begun."""
-    if search.trials.is_file():
-        listed = map(json.loads, search.trials.read_text(encoding="utf-8").splitlines())
-        # By number: the folder may have been moved since.
-        return [Trial(**{**one, "run": str(search.trial(one["number"]).folder)}) for one in listed]
-    config = configuration.load(str(search.config))
-    return [
-        searching.summarise(config, search.trial(number).folder, number, override, None)
-        for number, override in enumerate(space.trials(config))
-        if search.trial(number).exists
-    ]
-
-
 def of(search: Run) -> str:
     """The verdict on a search in one sentence. Of one that has not chosen, how far it has come."""
-    found = trials(search)
-    name = headline_of(configuration.load(str(search.config)))
-    try:
-        best = searching.best(found)
-    except UserError as error:
-        return str(error)
-    if not search.trials.is_file():
-        begun = f"{len(found)} trial{'' if len(found) == 1 else 's'} begun"
-        return f"the search has not ended: {begun}, of which trial {best.number} leads so far"
-    default = next((trial for trial in found if trial.number == 0 and trial.score is not None), None)
-    if best.number == 0:
-        return _default_won(search, found, name)
-    if default is None:
-        return f"trial {best.number} has won; {OWN} (trial 0) came to no score to compare with"
-    return _beside(search, default, best, name)
+    history = replay(read(search.trials))
+    target = configuration.load(str(search.config)).deploy.tune.target
+    return told(history, target)
 
 
-def _default_won(search: Run, found: list[Trial], name: str) -> str:
-    default = next(trial for trial in found if trial.number == 0)
-    others = [trial for trial in found if trial.number and trial.score is not None and not trial.error]
-    on = f"{rows_of(search.trial(0)):,} validation rows"
-    if not others:
+def told(history: History, target: float | None = None) -> str:
+    """The same of its history; `target` is the score to be reached, where the least time is searched for."""
+    if history.chosen is not None:
+        return ended(Verdict(**_known(history.verdict)), target)
+    if history.own and not any(trial.sound for trial in history.own):
+        return f"no trial of the search came to a score; {finals.failures(history)}"
+    begun = f"{len(history.own)} trial{'' if len(history.own) == 1 else 's'} begun"
+    leader = figures.leader(history)
+    return f"the search has not ended: {begun}" + ("" if leader is None else f", trial {leader.number} leads so far")
+
+
+def _known(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what a later version may have added."""
+    return {name: value for name, value in document.items() if name in Verdict.__dataclass_fields__}
+
+
+def ended(one: Verdict, target: float | None = None) -> str:
+    """The sentence of a search that has ended."""
+    if one.kind == "alone":
+        return f"trial {one.best} has won; {OWN} (trial 0) came to no score to compare with"
+    if one.against is None:
         return f"no other trial came to a score: the default stands (trial 0, {OWN})"
-    ties = [trial for trial in others if trial.score == default.score]
-    shown = _shown(name, default)
-    if ties:
-        numbers = " and ".join(str(trial.number) for trial in [default, *ties])
-        return f"a tie on {on}: trials {numbers} have {shown}; the default stands (trial 0, {OWN})"
-    second = max(others, key=lambda trial: trial.score or 0.0)
-    against = _score(name, second)
-    return f"the default stands (trial 0, {OWN}): {shown} on {on}, {against} of trial {second.number}, the next best"
+    where = _rows(one)
+    if one.kind == "default":
+        other = f"of trial {one.against}, the next best"
+        return f"the default is at the top (trial 0, {OWN}): {_figures(one, target, first=True)} {other}{where}"
+    faster = ", the fastest of those that are as good," if one.faster else ""
+    if one.kind == "better":
+        return f"trial {one.best}{faster} is better than {OWN}: {_figures(one, target)}{where}"
+    return (
+        f"trial {one.best}{faster} is taken, and whether it is better than {OWN} cannot be told{where}: "
+        f"{_figures(one, target)}{_needed(one)}"
+    )
 
 
-def _beside(search: Run, default: Trial, best: Trial, name: str) -> str:
-    """By the rows' answers where both trials were trained to their end, and so have left them; else by the scores at
-    the search's budget."""
-    own, winner = search.trial(0), search.trial(best.number)
-    if own.predictions("valid").is_file() and winner.predictions("valid").is_file():
-        both = sides.find([own.folder, winner.folder])
-        paired = answers.paired(both, ("valid",))
-        if not isinstance(paired, str):
-            return _told(best, measure.headline(both, paired), "both trained to their end")
-    rows = rows_of(winner)
-    assert default.score is not None  # `of`
-    assert best.score is not None  # `searching.best`
-    if not rows or not all(0 <= score <= 1 for score in (default.score, best.score)):
-        scores = f"{_shown(name, best)} against {_score(name, default)} on {rows:,} validation rows"
-        return f"trial {best.number} leads {OWN}: {scores}; scores alone do not tell how sure that is"
-    one = chance.unpaired(name, default.score, best.score, rows)
-    return _told(best, one, "at the search's budget")
+def _figures(one: Verdict, target: float | None, first: bool = False) -> str:
+    """Both scores, that of trial 0 first or last, and the difference with its interval."""
+    seconds = one.name == finals.SECONDS
+    if one.first is None or one.other is None:
+        what = f"the target {target:g}" if seconds and target is not None else "a finite score"
+        reached = [str(trial) for trial, score in ((0, one.first), (one.against, one.other)) if score is not None]
+        return f"{what} was reached by {f'trial {reached[0]} alone' if reached else 'neither'}"
+    low, high = (one.difference if end is None else end for end in (one.low, one.high))
+    assert one.name is not None  # two scores are of one name
+    assert one.difference is not None
+    assert low is not None
+    assert high is not None
+    shown = Difference(one.name, one.first, one.other, one.difference, low, high, 0.0, one.rows)
+    name = f"seconds to {target:g}" if seconds and target is not None else verdict.named(shown)
+    other, own = verdict.score(shown, one.other), verdict.score(shown, one.first)
+    if first:
+        return f"{name} {own} against {other}"
+    return f"{name} {other} against {own}, {verdict.change(shown)}"
 
 
-def _told(best: Trial, one: Difference, when: str) -> str:
-    on, figures = f"{one.rows:,} validation rows", verdict.figures(one)
-    if one.verdict > 0:
-        return f"trial {best.number} is better than {OWN}: {figures}, on {on} ({when})"
-    if one.verdict < 0:
-        return f"trial {best.number} won the search, and is worse than {OWN}: {figures}, on {on} ({when})"
-    return f"a tie on {on}: the default stands; trial {best.number} beside {OWN}: {figures} ({when})"
+def _rows(one: Verdict) -> str:
+    """By what it was decided."""
+    seeds = f"{one.seeds} seed{'' if one.seeds == 1 else 's'}"
+    if one.name == finals.SECONDS:
+        return f", with {seeds}"
+    kind = "validation rows, which have steered the search too" if one.steered else "held-back validation rows"
+    own = ", each judged on rows of its own" if one.parts > 1 and one.seeds > 1 else ""
+    return f", on {one.rows:,} {kind}, with {seeds}{own}"
 
 
-def _shown(name: str, trial: Trial) -> str:
-    return f"{score_name(name.removeprefix('neg_'))} {_score(name, trial)}"
-
-
-def _score(name: str, trial: Trial) -> str:
-    assert trial.score is not None  # those without are left out
-    return f"{-trial.score if verdict.is_error(name) else trial.score:.4f}"
-
-
-def rows_of(trial: Run) -> int:
-    """Validation rows on which a trial was scored."""
-    scored = [event for event in trial.events("evaluated") if event["split"] == "valid"]
-    return int(scored[-1]["scores"].get("rows", 0)) if scored else 0
+def _needed(one: Verdict) -> str:
+    ways = []
+    if one.needed_rows is not None and one.needed_rows > one.rows:
+        ways.append(f"about {one.needed_rows:,} such rows")
+    if one.needed_seeds is not None and one.needed_seeds > one.seeds:
+        ways.append(f"{one.needed_seeds} seeds")
+    return f"; that would take {' or '.join(ways)}" if ways else ""
