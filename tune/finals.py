@@ -27,10 +27,11 @@ from rtrain.comparison.chance import ALPHA
 from rtrain.errors import UserError
 from rtrain.metrics.slices import LEAST
 from tune import chance
+from tune.aim import Aim
 from tune.chance import Gap, Held
 from tune.history import History, Trial, numbered
 
-Objective = Literal["score", "time", "front"]
+SCORE = Aim()
 OTHERS = 2
 """Candidates beside trial 0."""
 SECONDS = "neg_seconds"
@@ -94,20 +95,15 @@ class Verdict:
 # ------------------------------------------------------------------------------------------------------ the candidates
 
 
-def ranked(trials: Sequence[Trial]) -> list[Trial]:
-    """Sound trials that came to a rung, the best first: a later rung, then score, then loss, then number."""
-
-    def worth(trial: Trial) -> tuple[float, ...]:
-        last = trial.reached[-1]
-        return last.rung, last.score, -(math.inf if last.loss is None else last.loss), -trial.number
-
-    return sorted((trial for trial in trials if trial.sound and trial.reached), key=worth, reverse=True)
-
-
-def candidates(history: History) -> tuple[int, ...]:
-    """The trials of the end: trial 0 and the two best others; fewer where there are fewer that are sound."""
+def candidates(history: History, aim: Aim) -> tuple[int, ...]:
+    """The trials of the end: trial 0 and the two best others, of those that are sound. Who came to a later rung is
+    better than who did not."""
     first = [trial.number for trial in history.own if trial.number == 0 and trial.sound]
-    others = [trial.number for trial in ranked(history.own) if trial.number]
+    by_rung: dict[int, list[Trial]] = {}
+    for trial in history.own:
+        if trial.number and trial.sound and trial.reached:
+            by_rung.setdefault(trial.reached[-1].rung, []).append(trial)
+    others = [trial.number for rung in sorted(by_rung, reverse=True) for trial in aim.ranked(by_rung[rung], rung)]
     return (*first, *others[:OTHERS])
 
 
@@ -122,17 +118,17 @@ def next_runs(
     *,
     seed: int = 0,
     parts: int = 1,
-    objective: Objective = "score",
+    aim: Aim = SCORE,
     steered: bool = False,
 ) -> list[Run] | Verdict:
     """The runs that the end still waits for, or what it has come to.
 
     `full_rows`: of a whole run. `budget_rows`: of the end, over all of its runs; the candidates are trained to their
-    ends whatever it is. `seed`: the recipe's own; round 1 has the next one, and so on. `parts`: `held_back.parts`.
+    ends whatever it is. `seed`: the recipe's own; round 1 has the next one, and so on. `parts`: `judged.parts`.
     `steered`: nothing was held back. A run that has ended and is not in `judged` counts as failed. Raises `UserError`
     where no trial came to a score.
     """
-    chosen = candidates(history)
+    chosen = candidates(history, aim)
     if not chosen:
         raise UserError(f"no trial of the search came to a score; {failures(history)}")
     if unfinished := [Run(number) for number in chosen if numbered(history.trials, number).finished is None]:
@@ -146,7 +142,7 @@ def next_runs(
     seeds: list[int | None] = [None]
     for number in itertools.count(1):  # until the budget is spent, if not before
         common = [one for one in seeds if all(Run(trial, one) in judged for trial in alive)]
-        seen = _Seen.of(history, judged, alive, common, objective, parts, ALPHA / rounds)
+        seen = _Seen.of(history, judged, alive, common, aim.objective, parts, ALPHA / rounds)
         alive = seen.in_question
         asked = _affordable(alive, seen.leader, left, full_rows)
         if seen.decided or len(asked) < 2 or 1 < parts <= number:
@@ -210,7 +206,7 @@ class _Seen:
         judged: Judged,
         alive: Sequence[int],
         seeds: Sequence[int | None],
-        objective: Objective,
+        objective: str,
         parts: int,
         alpha: float,
     ) -> "_Seen":
