@@ -7,14 +7,15 @@ et al. 2021, arXiv:2103.03098). Here both count. The difference of row i with se
     difference + row[i] + seed[s] + rest[i, s]
 
 each part with a mean of 0, so the mean over all has the variance  rows / n + (seeds + rest / n) / S  (the two-way
-layout of Searle, Casella & McCulloch 1992, section 4.3). The part of the seeds comes from the scores of all trials that
-have them, less the means of trial and seed; the others from the rows. The interval is Student's, with the degrees of
-freedom of Satterthwaite (1946): few seeds make it wide.
+layout of Searle, Casella & McCulloch 1992, section 4.3). Rows and rest come from the rows. The seeds' part is what the
+scores of all trials that have them vary by, less the means of trial and seed, beyond the rest. It is known with few
+degrees of freedom and the other parts with many, so the interval is Student's, with the mean of both quantiles,
+weighted by their parts of the variance (Cochran & Cox 1950): seeds that differ by more than their rows tell make it
+wide.
 
 A score that is no mean over rows, e.g. F1, is taken row by row by its jackknife pseudo-values (Tukey 1958).
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -109,8 +110,9 @@ def gap(table: Table, first: int, other: int, *, nested: bool = False, alpha: fl
     before, after = (float(np.mean([one.score for one in table[trial]])) for trial in (first, other))
     difference = after - before
     noise = _noise(table, first, other, by_row, nested)
-    half = float(noise.half(rows, seeds, alpha))
-    needed = _needed(noise, abs(difference), rows, seeds, alpha, nested) if difference else (None, None)
+    of_a_seed = rows // seeds if nested else rows
+    half = float(noise.half(of_a_seed, seeds, alpha))
+    needed = _needed(noise, abs(difference), of_a_seed, seeds, alpha, nested) if difference else (None, None)
     return Gap(name, before, after, difference, difference - half, difference + half, rows, seeds, *needed)
 
 
@@ -125,34 +127,36 @@ class _Noise:
     """Degrees of freedom of the seeds' part that each seed after the first one brings."""
 
     def half(self, rows: Number, seeds: Number, alpha: float, power: float = 0.5) -> Floats:
-        """Half the width of the interval with so many rows and seeds; with a `power`, the difference that the interval
-        finds in that share of cases."""
+        """Half the width of the interval with so many seeds, on so many rows each; with a `power`, the difference that
+        the interval finds in that share of cases."""
         from scipy.special import stdtrit
 
-        by_seed, by_row = (self.seed + self.rest / rows) / seeds, self.row / rows
-        variance = by_seed + by_row
-        doubt = by_seed**2 / np.maximum(1, self.free * (seeds - 1)) + by_row**2 / np.maximum(1, rows - 1)
-        degrees = np.maximum(1.0, ratio(variance**2, doubt))
-        found: Floats = (stdtrit(degrees, 1 - alpha / 2) + stdtrit(degrees, power)) * np.sqrt(variance)
-        return found
+        def quantile(degrees: Number) -> Floats:
+            at_least_one = np.maximum(1.0, degrees)
+            found: Floats = stdtrit(at_least_one, 1 - alpha / 2) + stdtrit(at_least_one, power)
+            return found
+
+        few, many = self.seed / seeds, (self.row + self.rest / seeds) / rows
+        both = few * quantile(self.free * (seeds - 1)) + many * quantile(rows - 1)
+        return ratio(both, np.sqrt(few + many))
 
 
 def _noise(table: Table, first: int, other: int, by_row: Sequence[Floats], nested: bool) -> _Noise:
     """`by_row`: for each seed the difference of each row."""
-    seeds, rows = len(by_row), len(by_row[0])
+    seeds, rows = len(by_row), float(np.mean([len(one) for one in by_row]))
     each = float(np.mean([_variance(one) for one in by_row]))
     if seeds == 1:
         return _Noise(each * rows, 0.0, 0.0, 0)
-    # Those of all trials tell it with fewer seeds; those of the two alone count where they differ more than others do.
+    # All trials tell it with fewer seeds; the two alone count where they differ more than others do.
     every = np.array([[one.score for one in seen] for seen in table.values()])
     two = np.array([[one.score for one in table[trial]] for trial in (first, other)])
     free = len(table) - 1
     scores = max(2 * _rest(every) / (free * (seeds - 1)), 2 * _rest(two) / (seeds - 1))
+    # The rows tell how much the seeds differ at the least: two may be alike by chance.
     if nested:
-        return _Noise(0.0, max(scores, each), 0.0, free)
+        return _Noise(0.0, max(0.0, scores - each), each * rows, free)
     together = _variance(np.mean(by_row, axis=0))
     rest = max(0.0, (each - together) * seeds / (seeds - 1))
-    # The rows alone tell how much the seeds differ at the least: two may be alike by chance.
     return _Noise(max(0.0, together - rest / seeds) * rows, max(0.0, scores - rest), rest * rows, free)
 
 
@@ -187,10 +191,10 @@ def _rest(scores: Floats) -> float:
 def _needed(
     noise: _Noise, difference: float, rows: int, seeds: int, alpha: float, nested: bool
 ) -> tuple[int | None, int | None]:
-    """(rows, seeds), see `Gap`."""
+    """(rows, seeds), see `Gap`; `rows` are those of one seed."""
     more = None if seeds == 1 else _first(_SEEDS, noise.half(rows, _SEEDS, alpha, POWER) <= difference)
     if nested:  # another seed brings its own rows
-        return (None if more is None else math.ceil(rows / seeds * more)), more
+        return (None if more is None else rows * more), more
     return _first(_ROWS, noise.half(_ROWS, seeds, alpha, POWER) <= difference), more
 
 
