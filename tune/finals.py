@@ -10,8 +10,9 @@ never below trial 0 there. Where the two cannot be told apart, the leader is tak
 be, both cost the same to use, and of two means on rows that chose neither the higher one is the better bet, however
 near they are; the verdict says that it is a bet.
 
-An interval leaves out 5 % / the rounds that the budget may pay for (Bonferroni): it is looked at after every round. So
-no more than one search in forty takes one given setting for better that is not, and one in twenty any of the two.
+It is looked at after every round, so the 5 % that an interval leaves out are shared out (Bonferroni): each look has its
+part of what earlier ones have left, over itself and the rounds that the rest of the budget may pay for. So about one
+search in forty takes one given setting for better that is not, and one in twenty any of the two.
 """
 
 import itertools
@@ -138,11 +139,13 @@ def next_runs(
         raise UserError("no answers of the search's last runs can be judged; evaluate them again")
     made = {Run(trial.of, trial.seed): trial for trial in history.trials if trial.of is not None}
     left = budget_rows - sum(_rest(numbered(history.trials, number)) for number in chosen)
-    rounds = max(1, min(left // (2 * full_rows), parts - 1 if parts > 1 else math.inf))
     seeds: list[int | None] = [None]
+    alpha = ALPHA
     for number in itertools.count(1):  # until the budget is spent, if not before
+        more = max(0, min(left // (2 * full_rows), parts - number if parts > 1 else math.inf))
+        leaves_out = alpha / (1 + more)
         common = [one for one in seeds if all(Run(trial, one) in judged for trial in alive)]
-        seen = _Seen.of(history, judged, alive, common, aim.objective, parts, ALPHA / rounds)
+        seen = _Seen.of(history, judged, alive, common, aim.objective, parts, leaves_out)
         alive = seen.in_question
         asked = _affordable(alive, seen.leader, left, full_rows)
         if seen.decided or len(asked) < 2 or 1 < parts <= number:
@@ -150,6 +153,7 @@ def next_runs(
         round_ = [Run(trial, seed + number) for trial in asked]
         if waiting := [run for run in round_ if run not in made or made[run].status in ("asked", "frozen")]:
             return waiting
+        alpha -= leaves_out if number > 1 else 0.0  # of one seed nothing is decided
         left -= full_rows * len(round_)
         seeds.append(seed + number)
         alive = asked
