@@ -11,7 +11,9 @@ layout of Searle, Casella & McCulloch 1992, section 4.3). Rows and rest come fro
 scores of all trials that have them vary by, less the means of trial and seed, beyond the rest. It is known with few
 degrees of freedom and the other parts with many, so the interval is Student's, with the mean of both quantiles,
 weighted by their parts of the variance (Cochran & Cox 1950): seeds that differ by more than their rows tell make it
-wide.
+wide. By simulation trials of equal worth are told better, where it should be in 2.5 % of searches, in 1 to 3 % with
+three seeds of three trials, in up to 5 % with three of two or two of three, and in up to 7 % with two of two: the most
+where seeds differ by far more than their rows tell.
 
 A score that is no mean over rows, e.g. F1, is taken row by row by its jackknife pseudo-values (Tukey 1958).
 """

@@ -12,7 +12,8 @@ near they are; the verdict says that it is a bet.
 
 It is looked at after every round, so the 5 % that an interval leaves out are shared out (Bonferroni): each look has its
 part of what earlier ones have left, over itself and the rounds that the rest of the budget may pay for. So about one
-search in forty takes one given setting for better that is not, and one in twenty any of the two.
+search in forty takes one given setting for better that is not, and one in twenty any of the two (`chance` tells how
+nearly).
 """
 
 import itertools
@@ -292,7 +293,7 @@ def _by_time(targets: Mapping[int, Sequence[float]], seconds: Mapping[int, float
     """Of seconds to the target, endless where it was not reached. They are few, and an evaluation may be slow for
     reasons of the machine: so the range is told, and one trial is faster than another where all of its seeds are faster
     than all of the other's. Of S seeds each that happens once in (2 S over S) times where both are as fast (the exact
-    rank test of Wilcoxon 1945), and S has to be large enough for that to be less than alpha / 2 = 2.5 %."""
+    rank test of Wilcoxon 1945), which has to be no more than alpha / 2: four seeds for 2.5 %."""
     means = {number: -float(np.mean(found)) for number, found in targets.items()}
 
     def gaps(first: int, other: int) -> tuple[Gap, bool]:
