@@ -52,7 +52,7 @@ def of(run: Run, share: float) -> Held:
         target=rows.target[at],
         prediction=rows.prediction[at],
         loss=rows.loss[at],
-        facts=artifact.read(run.artifact, verify=False).facts,
+        facts=artifact.read(run.artifact, verify=False).facts if run.finished else {},
         # Only a summary is judged by more than its file holds.
         store=open_store(run.store) if output == "summary" and run.store is not None else None,
         split=held_back.SPLIT,

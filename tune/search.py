@@ -245,7 +245,8 @@ class _Search:
         """Whether no further trial is asked for; why is written down."""
         own, why = len(self._history.own), None
         if own >= self._planned:
-            why = f"the budget pays for {self._planned} trials"
+            asked = self._planned == self._tune.trials
+            why = f"tune.trials={self._planned}" if asked else f"the budget pays for {self._planned} trials"
         elif own > 1 and (over := self._over()):
             why = over
         else:

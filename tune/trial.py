@@ -104,12 +104,13 @@ def _reached(run: Run, prepared: preparing.Prepared, rung: int, update: int) -> 
     positions = held_back.steering(store, config.deploy.tune.held_back)
     steering = answers.take(positions)
     scores = metric_for(task.output).scores(steering, store.targets("valid", positions), store.manifest.head)
+    score: float = scores[headline_of(config)]
     return {
         "kind": "reached",
         "rung": rung,
         "update": update,
         "rows": prepared.order.rows_until(update),
-        "score": scores[headline_of(config)],
+        "score": score,
         "loss": best.mean_loss(task, steering, store, positions),
         "seconds": seconds_of(run),
     }
@@ -136,7 +137,8 @@ def headline_of(config: Config) -> str:
 
 def seconds_of(run: Run) -> float:
     """Seconds of training, over all starts that came to where they were to end."""
-    return round(sum(event["seconds"].get("train", 0.0) for event in run.events("trained")), 3)
+    seconds: float = sum(event["seconds"].get("train", 0.0) for event in run.events("trained"))
+    return round(seconds, 3)
 
 
 def scores_of(run: Run, headline: str) -> list[tuple[float, float]]:
