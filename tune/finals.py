@@ -10,8 +10,10 @@ never below trial 0 there. Where the two cannot be told apart, the leader is tak
 be, both cost the same to use, and of two means on rows that chose neither the higher one is the better bet, however
 near they are; the verdict says that it is a bet.
 
-An interval leaves out 5 % / the rounds that the budget may pay for (Bonferroni): it is looked at after every round. So
-no more than one search in forty takes one given setting for better that is not, and one in twenty any of the two.
+It is looked at after every round, so the 5 % that an interval leaves out are shared out (Bonferroni): each look has its
+part of what earlier ones have left, over itself and the rounds that the rest of the budget may pay for. So about one
+search in forty takes one given setting for better that is not, and one in twenty any of the two (`chance` tells how
+nearly).
 """
 
 import itertools
@@ -27,10 +29,11 @@ from rtrain.comparison.chance import ALPHA
 from rtrain.errors import UserError
 from rtrain.metrics.slices import LEAST
 from tune import chance
+from tune.aim import Aim
 from tune.chance import Gap, Held
 from tune.history import History, Trial, numbered
 
-Objective = Literal["score", "time", "front"]
+SCORE = Aim()
 OTHERS = 2
 """Candidates beside trial 0."""
 SECONDS = "neg_seconds"
@@ -94,20 +97,15 @@ class Verdict:
 # ------------------------------------------------------------------------------------------------------ the candidates
 
 
-def ranked(trials: Sequence[Trial]) -> list[Trial]:
-    """Sound trials that came to a rung, the best first: a later rung, then score, then loss, then number."""
-
-    def worth(trial: Trial) -> tuple[float, ...]:
-        last = trial.reached[-1]
-        return last.rung, last.score, -(math.inf if last.loss is None else last.loss), -trial.number
-
-    return sorted((trial for trial in trials if trial.sound and trial.reached), key=worth, reverse=True)
-
-
-def candidates(history: History) -> tuple[int, ...]:
-    """The trials of the end: trial 0 and the two best others; fewer where there are fewer that are sound."""
+def candidates(history: History, aim: Aim) -> tuple[int, ...]:
+    """The trials of the end: trial 0 and the two best others, of those that are sound. Who came to a later rung is
+    better than who did not."""
     first = [trial.number for trial in history.own if trial.number == 0 and trial.sound]
-    others = [trial.number for trial in ranked(history.own) if trial.number]
+    by_rung: dict[int, list[Trial]] = {}
+    for trial in history.own:
+        if trial.number and trial.sound and trial.reached:
+            by_rung.setdefault(trial.reached[-1].rung, []).append(trial)
+    others = [trial.number for rung in sorted(by_rung, reverse=True) for trial in aim.ranked(by_rung[rung], rung)]
     return (*first, *others[:OTHERS])
 
 
@@ -122,17 +120,17 @@ def next_runs(
     *,
     seed: int = 0,
     parts: int = 1,
-    objective: Objective = "score",
+    aim: Aim = SCORE,
     steered: bool = False,
 ) -> list[Run] | Verdict:
     """The runs that the end still waits for, or what it has come to.
 
     `full_rows`: of a whole run. `budget_rows`: of the end, over all of its runs; the candidates are trained to their
-    ends whatever it is. `seed`: the recipe's own; round 1 has the next one, and so on. `parts`: `held_back.parts`.
+    ends whatever it is. `seed`: the recipe's own; round 1 has the next one, and so on. `parts`: `judged.parts`.
     `steered`: nothing was held back. A run that has ended and is not in `judged` counts as failed. Raises `UserError`
     where no trial came to a score.
     """
-    chosen = candidates(history)
+    chosen = candidates(history, aim)
     if not chosen:
         raise UserError(f"no trial of the search came to a score; {failures(history)}")
     if unfinished := [Run(number) for number in chosen if numbered(history.trials, number).finished is None]:
@@ -142,11 +140,13 @@ def next_runs(
         raise UserError("no answers of the search's last runs can be judged; evaluate them again")
     made = {Run(trial.of, trial.seed): trial for trial in history.trials if trial.of is not None}
     left = budget_rows - sum(_rest(numbered(history.trials, number)) for number in chosen)
-    rounds = max(1, min(left // (2 * full_rows), parts - 1 if parts > 1 else math.inf))
     seeds: list[int | None] = [None]
+    alpha = ALPHA
     for number in itertools.count(1):  # until the budget is spent, if not before
+        more = max(0, min(left // (2 * full_rows), parts - number if parts > 1 else math.inf))
+        leaves_out = alpha / (1 + more)
         common = [one for one in seeds if all(Run(trial, one) in judged for trial in alive)]
-        seen = _Seen.of(history, judged, alive, common, objective, parts, ALPHA / rounds)
+        seen = _Seen.of(history, judged, alive, common, aim.objective, parts, leaves_out)
         alive = seen.in_question
         asked = _affordable(alive, seen.leader, left, full_rows)
         if seen.decided or len(asked) < 2 or 1 < parts <= number:
@@ -154,6 +154,7 @@ def next_runs(
         round_ = [Run(trial, seed + number) for trial in asked]
         if waiting := [run for run in round_ if run not in made or made[run].status in ("asked", "frozen")]:
             return waiting
+        alpha -= leaves_out if number > 1 else 0.0  # of one seed nothing is decided
         left -= full_rows * len(round_)
         seeds.append(seed + number)
         alive = asked
@@ -210,7 +211,7 @@ class _Seen:
         judged: Judged,
         alive: Sequence[int],
         seeds: Sequence[int | None],
-        objective: Objective,
+        objective: str,
         parts: int,
         alpha: float,
     ) -> "_Seen":
@@ -292,7 +293,7 @@ def _by_time(targets: Mapping[int, Sequence[float]], seconds: Mapping[int, float
     """Of seconds to the target, endless where it was not reached. They are few, and an evaluation may be slow for
     reasons of the machine: so the range is told, and one trial is faster than another where all of its seeds are faster
     than all of the other's. Of S seeds each that happens once in (2 S over S) times where both are as fast (the exact
-    rank test of Wilcoxon 1945), and S has to be large enough for that to be less than alpha / 2 = 2.5 %."""
+    rank test of Wilcoxon 1945), which has to be no more than alpha / 2: four seeds for 2.5 %."""
     means = {number: -float(np.mean(found)) for number, found in targets.items()}
 
     def gaps(first: int, other: int) -> tuple[Gap, bool]:

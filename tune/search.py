@@ -231,7 +231,7 @@ class _Search:
             judged.every(self._search, self._history, self._tune.held_back),
             seed=self._seed,
             parts=self._parts,
-            objective=self._tune.objective,
+            aim=self._aim,
             steered=not self._tune.held_back,
         )
         if isinstance(wanted, finals.Verdict):
