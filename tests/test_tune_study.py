@@ -62,6 +62,12 @@ def test_each_run_has_its_optimizer_its_passes_and_its_rate(name: str) -> None:
     assert [cell.frequency for cell in found.cells[:4]] == [1, 2, 10, 100]
 
 
+def test_a_stored_configuration_has_the_same_runs() -> None:
+    """It has the rows of an update in place of the frequency."""
+    stored = recipe(**{"train.aggregation_frequency": None, "train.rows_per_update": 16})
+    assert study.plan(stored, ENOUGH) == study.plan(recipe(), ENOUGH)
+
+
 def test_a_space_of_one_s_own_names_the_frequencies() -> None:
     found = study.plan(recipe(**{"tune.space": {study.FREQUENCY: [8, 1]}}), ENOUGH)
     assert [cell.frequency for cell in found.cells] == [1, 8] * 3
@@ -88,10 +94,9 @@ def test_rows_that_leave_nothing_to_compare_are_refused() -> None:
 
 
 def test_what_contradicts_a_study_is_refused_at_once() -> None:
-    chosen = {"train.aggregation_frequency": None, "train.rows_per_update": 64}
     with pytest.raises(ConfigError) as caught:
-        study.plan(recipe(**chosen, **{"tune.space": {study.FREQUENCY: [2, 4]}}), ENOUGH)
-    assert [problem.field for problem in caught.value.problems] == ["train.rows_per_update", "tune.space"]
+        study.plan(recipe(**{"data.valid_share": 0, "tune.space": {study.FREQUENCY: [2, 4]}}), ENOUGH)
+    assert [problem.field for problem in caught.value.problems] == ["data.valid_share", "tune.space"]
     with pytest.raises(ConfigError, match=r"optim\.lr"):  # 100 times 0.02 is no learning rate
         study.plan(recipe(**{"optim.lr": 0.02}), ENOUGH)
 

@@ -103,10 +103,6 @@ def too_few(rows: int, rows_per_update: int, epochs: int) -> str | None:
 def check(config: Config) -> None:
     """Everything about a study that can be refused before its rows are read. Raises `ConfigError`."""
     problems = list[Problem]()
-    train = config.recipe.train
-    if (rows := train.rows_per_update) is not None and train.aggregation_frequency is None:
-        reason = f"the study sets {FREQUENCY}, and so the rows of an update"
-        problems.append(Problem(ROWS, rows, reason, f"give {FREQUENCY}={FIRST} in its place"))
     data = config.recipe.data
     if data.valid_share == 0 and not (data.valid or data.split):
         reason = "a run's best weights are those with the best validation score, and there are no validation rows"
@@ -120,13 +116,14 @@ def check(config: Config) -> None:
 
 def _changed(config: Config, optimizer: str, k: int, lr_rows: int) -> Settings:
     """What a cell sets otherwise than the recipe."""
-    chosen = {**OPTIMIZERS[optimizer], FREQUENCY: k}
+    chosen, train = dict(OPTIMIZERS[optimizer]), config.recipe.train
     if chosen["optim.lr_scaling"] != "none":
         chosen["optim.lr_rows"] = lr_rows
     now = configuration.flat(config)
     changed = {name: value for name, value in chosen.items() if now[name] != value}
-    # A stored configuration names the rows of an update too, which follow from the frequency.
-    return {**changed, ROWS: None} if FREQUENCY in changed else changed
+    # A stored configuration has the rows of an update in place of the frequency that has set them.
+    same = config.recipe.rows_per_update == k * train.workers * train.micro_batch
+    return changed if same else {**changed, FREQUENCY: k, ROWS: None}
 
 
 def _neutral(changed: Settings, k: int) -> Settings:
