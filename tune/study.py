@@ -4,28 +4,33 @@ by AdamW, by AdamW under the linear rule, and by RAdam; no search, no halving.
 The published study that it follows: "Faster NLP with Deep Learning: Distributed Training" (Determined AI, 2020), on
 BERT and SQuAD. The linear rule is Goyal et al. 2017 (arXiv:1706.02677); RAdam is Liu et al. 2020 (arXiv:1908.03265).
 
-Pure but for `run`, which is handed a function that trains, and `of_run`, which reads a run's folder.
+Its trainings are trials of a search without a search: the same folders and journal, the same slots. One runs at a time,
+since trainings beside each other would share the processor, and their times are the table.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration
+from rtrain import config as configuration, events
 from rtrain.config import Config
 from rtrain.config.deploy import SPACE
-from rtrain.data.order import Order
+from rtrain.data.order import Order as Updates
 from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.metrics.by_output import metric_for
-from rtrain.report import summary
 from rtrain.run import Run
-from rtrain.tasks import base
+from rtrain.runs import driver, opening, preparing
+from tune import slots, study_table
+from tune.history import Trial
+from tune.journal import Journal
+from tune.search import LOSSES
+from tune.study_table import FIRST, Cell, Table
+from tune.trial import Order, Task, headline_of
 
-FREQUENCY = "train.aggregation_frequency"
+FREQUENCY, ROWS = "train.aggregation_frequency", "train.rows_per_update"
 FREQUENCIES = (1, 2, 10, 100)
 """Those of the published study; a `tune.space` of one's own may name others."""
-FIRST = 1
-"""The frequency with which the others are compared."""
 FEWEST_UPDATES = 20
 """Below, a warm-up of a tenth of the updates is one or two of them: no longer the frequency alone is compared."""
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
@@ -34,25 +39,12 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "RAdam": {"optim.name": "radam", "optim.lr_scaling": "none"},
 }
 """The rows of the table. The rule takes the recipe's learning rate as that of the first frequency."""
-LINKS = {"10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
-"""Networks for which times are predicted, in bits per second and direction."""
-
 Settings = Mapping[str, Any]
-Finish = Callable[[Mapping[int, Settings]], Mapping[int, Run]]
-"""Settings by number -> the runs that were trained to their ends with them. A run that failed may be left out."""
+BY = "study"
+"""What has proposed the trials of a study."""
 
 
 # ---------------------------------------------------------------------------------------------------------- what to run
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A place of the table. Two cells whose weights are the same have one run."""
-
-    optimizer: str
-    frequency: int
-    number: int
-    """Of the run."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +61,7 @@ def plan(config: Config, rows: int) -> Plan:
 
     Raises `ConfigError` if a setting contradicts the study, and `UserError` if the rows leave nothing to compare.
     """
-    _refuse(config)
+    check(config)
     recipe = config.recipe
     of_one = recipe.train.workers * recipe.train.micro_batch * FIRST
     wanted = frequencies(config)
@@ -104,15 +96,17 @@ def too_few(rows: int, rows_per_update: int, epochs: int) -> str | None:
     """Why a training with these updates tells nothing about the frequency; None if it does."""
     if rows_per_update > rows:
         return f"one update takes {rows_per_update} rows, and there are {rows}"
-    updates = Order("", rows, rows_per_update, epochs, 0).updates
+    updates = Updates("", rows, rows_per_update, epochs, 0).updates
     return f"{updates} updates, fewer than {FEWEST_UPDATES}" if updates < FEWEST_UPDATES else None
 
 
-def _refuse(config: Config) -> None:
-    problems = []
-    if (rows := config.recipe.train.rows_per_update) is not None:
-        reason = f"the study sets {FREQUENCY}, and so the rows of an update"
-        problems.append(Problem("train.rows_per_update", rows, reason, "leave it out"))
+def check(config: Config) -> None:
+    """Everything about a study that can be refused before its rows are read. Raises `ConfigError`."""
+    problems = list[Problem]()
+    data = config.recipe.data
+    if data.valid_share == 0 and not (data.valid or data.split):
+        reason = "a run's best weights are those with the best validation score, and there are no validation rows"
+        problems.append(Problem("data.valid_share", 0, reason, "give a share, e.g. 0.1"))
     if FIRST not in frequencies(config):
         reason = f"times are told against an exchange after every pass, {FREQUENCY}={FIRST}"
         problems.append(Problem("tune.space", frequencies(config), reason, f"add {FIRST}"))
@@ -122,11 +116,14 @@ def _refuse(config: Config) -> None:
 
 def _changed(config: Config, optimizer: str, k: int, lr_rows: int) -> Settings:
     """What a cell sets otherwise than the recipe."""
-    chosen = {**OPTIMIZERS[optimizer], FREQUENCY: k}
+    chosen, train = dict(OPTIMIZERS[optimizer]), config.recipe.train
     if chosen["optim.lr_scaling"] != "none":
         chosen["optim.lr_rows"] = lr_rows
     now = configuration.flat(config)
-    return {name: value for name, value in chosen.items() if now[name] != value}
+    changed = {name: value for name, value in chosen.items() if now[name] != value}
+    # A stored configuration has the rows of an update in place of the frequency that has set them.
+    same = config.recipe.rows_per_update == k * train.workers * train.micro_batch
+    return changed if same else {**changed, FREQUENCY: k, ROWS: None}
 
 
 def _neutral(changed: Settings, k: int) -> Settings:
@@ -134,183 +131,121 @@ def _neutral(changed: Settings, k: int) -> Settings:
     return {**changed, "optim.lr_scaling": "none"} if k == FIRST else changed
 
 
-# ------------------------------------------------------------------------------------------------------ what it came to
+# ----------------------------------------------------------------------------------------------------------- running it
 
 
 @dataclass(frozen=True)
-class Result:
-    """What the run of a cell came to."""
+class Studied:
+    """The result of a study."""
 
-    optimizer: str
-    frequency: int
-    score: float | None = None
-    """The task's headline on the test rows; None if the run failed."""
-    seconds: float | None = None
-    """Seconds of training: without its start, evaluations and checkpoints."""
-    updates: int = 0
-    exchange_s: float = 0.0
-    """Mean seconds by which an exchange lengthens a pass; 0 with one worker."""
-    exchange_bytes: int = 0
-    """Bytes of a gradient."""
-    workers: int = 1
-    transport: str = ""
-    error: str | None = None
-    """Why there is no score."""
+    study: Run
+    table: Table
 
     @property
-    def share(self) -> float | None:
-        """The share of the time that goes into the exchange."""
-        return None if not self.seconds else self.updates * self.exchange_s / self.seconds
-
-    def over(self, exchange_s: float) -> float | None:
-        """Seconds of the same training where an exchange takes so many."""
-        return None if self.seconds is None else self.seconds + self.updates * (exchange_s - self.exchange_s)
+    def document(self) -> Path:
+        """The table as JSON; `study_table.of_document` makes it again."""
+        return self.study.folder / "study.json"
 
 
-def of_run(cell: Cell, run: Run | None) -> Result:
-    log = [] if run is None else run.events()
-    if run is None or summary.status(log) != "finished":
-        failed = next((event["error"] for event in reversed(log) if event["kind"] == "failed"), "the run did not end")
-        return Result(cell.optimizer, cell.frequency, error=str(failed).splitlines()[0])
-    found, last = summary.summarise(run), next(event for event in reversed(log) if event["kind"] == "trained")
-    cost = last.get("exchange") or {"seconds": 0.0, "bytes": 0}
-    return Result(
-        cell.optimizer,
-        cell.frequency,
-        score=found["metrics"]["test"][metric_for(base.get(found["task"]).output).headline],
-        seconds=found["seconds"]["train"] + found["seconds"]["input_wait"],
-        updates=found["updates"],
-        exchange_s=cost["seconds"],
-        exchange_bytes=cost["bytes"],
-        workers=found["workers"],
-        transport=found["exchange"]["transport"],
-    )
+def run(
+    config: Config,
+    folder: Path,
+    reuse: opening.Reuse = "refuse",
+    on_event: driver.OnEvent | None = None,
+    tokens_root: Path | None = None,
+) -> Studied:
+    """Train what the table needs, and make it. A study that was stopped goes on with the runs that have not ended.
 
-
-def over_link(gradient_bytes: int, workers: int, bits_per_second: float) -> float:
-    """Seconds of an exchange over a link: in a ring, each worker sends 2 (n - 1) / n of a gradient (Patarasuk and Yuan
-    2009). Latency is left out, and nothing is hidden behind the backward pass."""
-    return 2 * (workers - 1) / workers * gradient_bytes * 8 / bits_per_second
-
-
-# --------------------------------------------------------------------------------------------------------------- table
-
-
-@dataclass(frozen=True)
-class Table:
-    text: str
-    """Markdown that a terminal shows well."""
-    document: Mapping[str, Any]
-
-
-def table(
-    results: Sequence[Result],
-    headline: str,
-    left_out: Mapping[int, str] | None = None,
-    networks: Mapping[str, float] | None = None,
-) -> Table:
-    """The table of a study: optimizers are its rows, frequencies its columns; a part for each figure.
-
-    `networks` has the seconds of an exchange over networks that were measured, by name (`benchmarks.slow_network`);
-    beside them the times over `LINKS` are predicted.
+    Raises what `plan` raises, `ConfigError` if a resumed study would be another one, and `UserError` if no run came to
+    its end.
     """
-    by = {(one.optimizer, one.frequency): one for one in results}
-    here = next((one.transport for one in results if one.transport), "") or "one worker"
-
-    def saved(one: Result, seconds: Callable[[Result], float | None]) -> float | None:
-        first, own = seconds(by[one.optimizer, FIRST]), seconds(one)
-        return None if not first or own is None else 1 - own / first
-
-    def lost(one: Result) -> float | None:
-        first = by[one.optimizer, FIRST].score
-        return None if first is None or one.score is None else first - one.score
-
-    parts = [
-        _part(f"{headline} on the test rows", results, lambda one: one.score, "{:.4f}"),
-        _part(f"lost against k = {FIRST}", results, lost, "{:+.4f}"),
-        _part(f"seconds of training here ({here})", results, lambda one: one.seconds, "{:.1f}"),
-        _part("share of them in the exchange", results, lambda one: one.share, "{:.1%}"),
-        _part(
-            f"time saved against k = {FIRST}", results, lambda one: saved(one, lambda other: other.seconds), "{:.1%}"
-        ),
-    ]
-    document: dict[str, Any] = {
-        "headline": headline,
-        "results": [
-            {**asdict(one), "share": one.share, "saved": saved(one, lambda other: other.seconds), "lost": lost(one)}
-            for one in results
-        ],
-        "left_out": {str(k): why for k, why in (left_out or {}).items()},
-        "networks": {},
-    }
-    for name, (how, cost) in _networks(networks or {}).items():
-
-        def there(one: Result, cost: Callable[[Result], float] = cost) -> float | None:
-            return one.over(cost(one))
-
-        title = f"seconds over {name}, {how} (saved)"
-        parts.append(_part(title, results, there, "{:.1f}", lambda one, there=there: saved(one, there)))  # type: ignore[misc]
-        document["networks"][name] = {
-            "how": how,
-            "results": [
-                {"optimizer": one.optimizer, "frequency": one.frequency, "seconds": there(one)}
-                | {"saved": saved(one, there)}
-                for one in results
-            ],
-        }
-    notes = [f"k = {k} is left out: {why}." for k, why in (left_out or {}).items()]
-    failed = {f"{one.optimizer}, k = {one.frequency}": one.error for one in results if one.error}
-    notes += [f"{name}: {why}" for name, why in failed.items()]
-    return Table("\n\n".join([*parts, *(["\n".join(notes)] if notes else [])]), document)
+    check(config)
+    folder, config = opening.choose(folder, config, reuse)
+    config = opening.absolute(config, folder if reuse == "resume" else None)
+    study = Run(folder)
+    opening.freeze(study, config)
+    with opening.hold(study):
+        task = Task(configuration.to_document(config), config.named, folder, tokens_root or folder.parent)
+        planned = _Study(config, task, on_event).run()
+        known = {trial.number: trial for trial in Journal(study.trials).history.trials}
+        results = [
+            study_table.of_run(cell, study.trial(cell.number), _why(known[cell.number])) for cell in planned.cells
+        ]
+        if all(one.error for one in results):
+            raise UserError(f"no run of the study came to its end; {results[0].error}")
+        found = Studied(study, study_table.table(results, headline_of(config), planned.left_out))
+        found.document.write_text(json.dumps(found.table.document, indent=1) + "\n", encoding="utf-8")
+    return found
 
 
-def of_document(document: Mapping[str, Any], networks: Mapping[str, float] | None = None) -> Table:
-    """The table of a study that was kept, with other networks."""
-    names = Result.__dataclass_fields__.keys()
-    results = [Result(**{name: one[name] for name in names}) for one in document["results"]]
-    left_out = {int(k): why for k, why in document["left_out"].items()}
-    return table(results, document["headline"], left_out, networks)
+def _why(trial: Trial) -> str | None:
+    return trial.error or trial.diverged
 
 
-def _networks(measured: Mapping[str, float]) -> dict[str, tuple[str, Callable[[Result], float]]]:
-    """How the time of an exchange over each network is known, and the seconds that a result's exchange takes there."""
+class _Study:
+    """One start of a study."""
 
-    def known(seconds: float) -> Callable[[Result], float]:
-        return lambda one: seconds if one.workers > 1 else 0.0
+    def __init__(self, config: Config, task: Task, on_event: driver.OnEvent | None):
+        self._config, self._task, self._on_event = config, task, on_event
+        self._study = Run(task.search)
+        self._journal = Journal(self._study.trials)
+        self._lost: dict[int, int] = {}
 
-    def predicted(bits: float) -> Callable[[Result], float]:
-        return lambda one: over_link(one.exchange_bytes, one.workers, bits)
+    def run(self) -> Plan:
+        first = self._study.trial(0)
+        # The first run is the recipe as it stands, so its rows are those of all.
+        prepared = preparing.prepare(
+            self._task.of({}), first.folder, "resume" if first.exists else "refuse", self._task.tokens_root
+        )
+        planned = plan(self._config, prepared.store.rows("train"))
+        self._ask(planned)
+        rows = prepared.order.rows_until(prepared.updates)
+        waiting = [
+            Order(trial.number, trial.settings, None, rows)
+            for trial in self._journal.history.trials
+            if trial.status == "asked"
+        ]
+        with events.Follow([], self._on_event) as follow:
+            for number in planned.runs:
+                follow.add(self._study.trial(number).folder, {"trial": number})
+            if waiting:
+                with slots.opened(self._config, self._task, 1) as open_slots:
+                    self._work(open_slots, waiting)
+        return planned
 
-    told = {name: ("predicted", predicted(bits)) for name, bits in LINKS.items()}
-    return told | {name: ("measured", known(seconds)) for name, seconds in measured.items()}
+    def _ask(self, planned: Plan) -> None:
+        """Write down the runs; those of a resumed study must be the same."""
+        known = self._journal.history.trials
+        for number, settings in planned.runs.items():
+            if number >= len(known):
+                self._write("asked", trial=number, settings=dict(settings), by=BY)
+            elif known[number].settings != settings:
+                shown, reason = known[number].named, "the study was started with other runs, of which one is {}"
+                fix = "leave out what was changed, or start another study with --new"
+                raise ConfigError([Problem("tune.study", BY, reason.format(shown), fix)])
 
+    def _work(self, open_slots: slots.Slots, waiting: list[Order]) -> None:
+        while waiting or open_slots.orders:
+            for slot in open_slots.idle[: len(waiting)]:
+                order = waiting.pop(0)
+                self._study.append("ordered", trial=order.trial, rung=None, slot=slot)
+                open_slots.give(slot, order)
+            given, outcomes = open_slots.wait()
+            if given is None:
+                self._study.append("slot_up")
+            elif outcomes is None:
+                self._study.append("lost", trial=given.trial, rung=None)
+                self._lost[given.trial] = self._lost.get(given.trial, 0) + 1
+                if self._lost[given.trial] > LOSSES:
+                    self._write("failed", trial=given.trial, error=f"the process that ran it died {LOSSES + 1} times")
+                else:
+                    waiting.insert(0, given)
+            else:
+                for outcome in outcomes:
+                    fields = {name: value for name, value in outcome.items() if name != "kind"}
+                    self._write(outcome["kind"], trial=given.trial, **fields)
 
-def _part(
-    title: str,
-    results: Iterable[Result],
-    value: Callable[[Result], float | None],
-    form: str,
-    beside: Callable[[Result], float | None] | None = None,
-) -> str:
-    """A figure of all results, `beside` it a share in brackets."""
-    rows: dict[str, dict[int, str]] = {}
-    for one in results:
-        own, other = value(one), beside(one) if beside else None
-        shown = "failed" if own is None else form.format(own)
-        rows.setdefault(one.optimizer, {})[one.frequency] = shown + ("" if other is None else f" ({other:.0%})")
-    columns = sorted({k for row in rows.values() for k in row})
-    lines = [f"| {title} | " + " | ".join(f"k = {k}" for k in columns) + " |", "|---|" + "---|" * len(columns)]
-    lines += [f"| {name} | " + " | ".join(row.get(k, "") for k in columns) + " |" for name, row in rows.items()]
-    return "\n".join(lines)
-
-
-def run(config: Config, rows: int, finish: Finish) -> Table:
-    """Train what the table needs, by `finish`, and make it. Raises what `plan` raises, and `UserError` if no run
-    ended."""
-    planned = plan(config, rows)
-    runs = finish(planned.runs)
-    results = [of_run(cell, runs.get(cell.number)) for cell in planned.cells]
-    if all(one.error for one in results):
-        raise UserError(f"no run of the study came to its end; {results[0].error}")
-    headline = metric_for(base.get(config.recipe.task).output).headline
-    return table(results, headline, planned.left_out)
+    def _write(self, kind: str, **fields: Any) -> None:
+        self._journal.append(kind, **fields)
+        if self._on_event is not None:
+            self._on_event({"kind": "search", "what": kind, **fields})
