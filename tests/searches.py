@@ -15,9 +15,9 @@ from rtrain.run import Run
 from rtrain.runs import opening
 from tests.conftest import write_rows
 from tests.reports import write_predictions
-from tune import finals, held_back, judged
-from tune.history import SEED, Finished, Reached
-from tune.journal import Journal
+from tune.ending import finals, held_back, judged
+from tune.known.history import SEED, Finished, Reached
+from tune.known.journal import Journal
 
 UPDATES = 40
 """Of a full run."""

@@ -14,7 +14,7 @@ from benchmarks.search import __main__ as command, commands, figures, kills, par
 from benchmarks.search.figures import Ended, Trained
 from rtrain.run import Run
 from tests.test_imports import ROOT
-from tune.history import Finished, History, Reached, Trial
+from tune.known.history import Finished, History, Reached, Trial
 
 # ------------------------------------------------------------------------------------------------------------- the rows
 

@@ -41,6 +41,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rtrain.answers", "rtrain.report", "serve"),
     ("rtrain.runs",),
     ("rtrain.comparison",),
+    ("tune.known",),
+    ("tune.asking", "tune.ending"),
+    ("tune.results",),
     ("rtrain.proof", "rtrain.compress", "rtrain.inventory", "tune"),
     ("rtrain.demo",),
     ("rtrain.cli",),
@@ -66,7 +69,7 @@ RAY_ALLOWED = (
         "rtrain.demo",
     ),
     *("rtrain.cluster.preflight", "rtrain.proof.faults", "rtrain.runs.notice", "rtrain.runs.placement"),
-    *("serve.deployment", "tune."),
+    *("serve.deployment", "tune.slots"),
 )
 # At module level: serving and the command line must start without them.
 HEAVY = ("torch", "transformers", "openvino", "nncf", "sklearn", "scipy", "datasets", "ray")

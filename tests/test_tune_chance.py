@@ -9,7 +9,7 @@ from scipy.stats import t, ttest_rel
 
 from rtrain.metrics import classification
 from rtrain.metrics.additive import Additive, Floats, means
-from tune.chance import Gap, Held, Table, aligned, gap, pseudo_values
+from tune.ending.chance import Gap, Held, Table, aligned, gap, pseudo_values
 
 Draw = np.random.Generator
 

@@ -15,10 +15,10 @@ from hypothesis import given, settings, strategies as st
 from rtrain.errors import UserError
 from rtrain.metrics.additive import means
 from tests.histories import FULL, Event, asked, finished, reached
-from tune.aim import Aim
-from tune.chance import Held
-from tune.finals import Run, Verdict, candidates, failures, next_runs, overrides, row_noise, spread
-from tune.history import History, replay
+from tune.ending.chance import Held
+from tune.ending.finals import Run, Verdict, candidates, failures, next_runs, overrides, row_noise, spread
+from tune.known.aim import Aim
+from tune.known.history import History, replay
 
 SCORE = Aim()
 RUNG = 0.8

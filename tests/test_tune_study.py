@@ -15,8 +15,9 @@ from rtrain.run import Run
 from rtrain.tasks import base
 from tests.reports import make_run
 from tests.trained import ROWS, settings
-from tune import journal, study, study_table
-from tune.history import replay
+from tune import study, study_table
+from tune.known import journal
+from tune.known.history import replay
 from tune.study_table import Cell, Result
 
 RECIPE = "aggregation-study"

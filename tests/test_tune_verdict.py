@@ -9,9 +9,9 @@ from rtrain.cli import app as cli
 from rtrain.errors import UserError
 from tests.reports import Page
 from tests.searches import make_search
-from tune import page, verdict
-from tune.finals import SECONDS, Verdict
-from tune.history import History, replay
+from tune.ending.finals import SECONDS, Verdict
+from tune.known.history import History, replay
+from tune.results import page, verdict
 
 OWN = "the recipe's own settings"
 CLOSE = Verdict(

@@ -16,11 +16,15 @@ from rtrain.data import records
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.run import Run
 from rtrain.runs import driver, opening, preparing
-from tune import ask_tell, dashboard, finals, halving, held_back, judged, page, slots, space
-from tune.aim import Aim, at
-from tune.halving import Go, Ladder
-from tune.history import SEED, History, Trial, numbered
-from tune.journal import Journal
+from tune import slots
+from tune.asking import ask_tell, space
+from tune.ending import finals, held_back, judged
+from tune.known import halving
+from tune.known.aim import Aim, at
+from tune.known.halving import Go, Ladder
+from tune.known.history import SEED, History, Trial, numbered
+from tune.known.journal import Journal
+from tune.results import dashboard, page
 from tune.trial import Order, Outcome, Task
 
 FINAL_RUNS = 4
@@ -222,7 +226,7 @@ class _Search:
         if self._history.chosen is not None:
             return None
         if not any(trial.sound for trial in self._history.own):
-            raise UserError(f"no trial of the search came to a score; {failures(self._history)}")
+            raise UserError(f"no trial of the search came to a score; {finals.failures(self._history)}")
         budget = FINAL_RUNS * self._ladder.full if self._tune.final_rows is None else self._tune.final_rows
         wanted = finals.next_runs(
             self._history,
@@ -359,9 +363,3 @@ def _seconds(trial: Trial) -> float:
     if trial.finished is not None:
         return trial.finished.seconds
     return trial.reached[-1].seconds if trial.reached else 0.0
-
-
-def failures(history: History) -> str:
-    """The failed trials in one line; empty if none failed."""
-    failed = [f"trial {trial.number}: {trial.error}" for trial in history.trials if trial.error]
-    return f"{len(failed)} of {len(history.trials)} trials failed: {'; '.join(failed)}" if failed else ""

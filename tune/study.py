@@ -22,8 +22,8 @@ from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.run import Run
 from rtrain.runs import driver, opening, preparing
 from tune import slots, study_table
-from tune.history import Trial
-from tune.journal import Journal
+from tune.known.history import Trial
+from tune.known.journal import Journal
 from tune.search import LOSSES
 from tune.study_table import FIRST, Cell, Table
 from tune.trial import Order, Task, headline_of

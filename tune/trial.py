@@ -17,7 +17,7 @@ from rtrain.runs import driver, failures, group, notice, preparing
 from rtrain.tasks import base
 from rtrain.training import best, rungs
 from rtrain.training.step import NonFinite
-from tune import held_back, judged
+from tune.ending import held_back, judged
 
 FIRST, LAST = 3, 3
 """Logged losses at the begin, and newest ones, by which a trial is seen to diverge."""

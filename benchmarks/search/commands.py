@@ -19,8 +19,8 @@ import psutil
 
 from benchmarks import sides
 from rtrain.run import Run
-from tune import journal
-from tune.history import replay
+from tune.known import journal
+from tune.known.history import replay
 
 MARK = "BENCHMARK_COMMAND"
 """Environment variable by whose value the processes of a command are known: all that it starts inherit it."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tune.history import History
+from tune.known.history import History
 
 Event = Mapping[str, Any]
 CONFIDENCE = 0.95

@@ -10,8 +10,8 @@ from benchmarks import rows
 from benchmarks.search import commands, figures
 from benchmarks.search.parts import Work
 from rtrain.run import Run
-from tune import journal
-from tune.history import replay
+from tune.known import journal
+from tune.known.history import replay
 
 ROWS, LABELS, WORDS = 320, 8, 12
 VALUES: dict[str, Any] = {

@@ -16,8 +16,9 @@ from benchmarks.search import commands, figures
 from benchmarks.search.figures import Ended, Trained
 from rtrain import config as configuration
 from rtrain.run import Run
-from tune import journal, points, space
-from tune.history import replay
+from tune.asking import points, space
+from tune.known import journal
+from tune.known.history import replay
 
 SEEDS = (0, 1, 2)
 """Of the recipe as it stands."""

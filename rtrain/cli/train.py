@@ -109,7 +109,9 @@ def tune(
     from rtrain.report.live.progress import Line, after, summary_text
     from rtrain.report.summary import summarise
     from rtrain.runs import preparing
-    from tune import journal, search, table, trial, verdict
+    from tune import search, trial
+    from tune.known import journal
+    from tune.results import table, verdict
 
     search.check(config)
     preparing.check(config, folder.parent, labels=reuse != "resume")
@@ -158,7 +160,8 @@ def _so_far(folder: Path, headline: str, settings: Any) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         from rtrain.report.live.progress import say
-        from tune import journal, table
+        from tune.known import journal
+        from tune.results import table
 
         if (history := journal.Journal(Run(folder).trials).history).trials:
             say(table.text(history, headline, settings))
@@ -172,7 +175,7 @@ def report(
     search's page says whether it has found anything, and shows its trials."""
     made = Run(run.absolute())
     if made.is_search:
-        from tune import page
+        from tune.results import page
 
         print(page.write(made))
         return

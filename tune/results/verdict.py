@@ -7,10 +7,11 @@ from rtrain import config as configuration
 from rtrain.comparison import verdict
 from rtrain.comparison.chance import Difference
 from rtrain.run import Run
-from tune import figures, finals
-from tune.finals import Verdict
-from tune.history import History, replay
-from tune.journal import read
+from tune.ending import finals
+from tune.ending.finals import Verdict
+from tune.known.history import History, replay
+from tune.known.journal import read
+from tune.results import figures
 
 OWN = "the recipe's own settings"
 

@@ -13,9 +13,9 @@ from rtrain.errors import UserError
 from rtrain.report import answer_rows
 from rtrain.run import Run
 from rtrain.tasks import base
-from tune import finals, held_back
-from tune.chance import Held
-from tune.history import History
+from tune.ending import finals, held_back
+from tune.ending.chance import Held
+from tune.known.history import History
 
 
 def parts(config: Config, source: Source, store: Store) -> int:

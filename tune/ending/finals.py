@@ -28,10 +28,10 @@ import numpy as np
 from rtrain.comparison.chance import ALPHA
 from rtrain.errors import UserError
 from rtrain.metrics.slices import LEAST
-from tune import chance
-from tune.aim import Aim
-from tune.chance import Gap, Held
-from tune.history import History, Trial, numbered
+from tune.ending import chance
+from tune.ending.chance import Gap, Held
+from tune.known.aim import Aim
+from tune.known.history import History, Trial, numbered
 
 SCORE = Aim()
 OTHERS = 2
