@@ -117,7 +117,8 @@ def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> N
 
     from rtrain.compress import distill, quantize
     from rtrain.gate import told
-    from tune import search, table
+    from tune import search
+    from tune.results import table
 
     recipe = config.recipe
     with report.stage("ingest", line) as stage:

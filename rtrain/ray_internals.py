@@ -192,6 +192,23 @@ def leave_out(module: "torch.nn.Module", names: Sequence[str]) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(names))
 
 
+EXCHANGES_APART = 10
+"""Passes with an exchange from one whose time is taken to the next."""
+
+
+def take_times(model: "torch.nn.parallel.DistributedDataParallel") -> None:
+    """Take the times of every tenth exchange, and of the first ten; otherwise torch takes those of every hundredth."""
+    model._set_ddp_runtime_logging_sample_rate(EXCHANGES_APART)
+
+
+def unhidden_seconds(model: "torch.nn.parallel.DistributedDataParallel") -> float:
+    """Mean seconds for which sending gradients went on after the backward pass, by the exchanges whose times were
+    taken; 0 where none was."""
+    found = model._get_ddp_logging_data()
+    whole, hidden = (float(found.get(f"avg_backward_{name}", 0)) for name in ("comm_time", "compute_comm_overlap_time"))
+    return max(0.0, whole - hidden) / 1e9
+
+
 def multiply(tensors: "Sequence[torch.Tensor]", factor: float) -> None:
     """Multiply each tensor by `factor`, in place, in one call for all of them."""
     import torch

@@ -13,7 +13,7 @@ from rtrain.config import Config
 from rtrain.run import Run
 from rtrain.runs import opening
 from tests.conftest import write_rows
-from tune.history import History, replay
+from tune.known.history import History, replay
 
 Event = dict[str, Any]
 FULL, RUNGS = 6400, 3

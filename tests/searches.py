@@ -15,9 +15,9 @@ from rtrain.run import Run
 from rtrain.runs import opening
 from tests.conftest import write_rows
 from tests.reports import write_predictions
-from tune import held_back
-from tune.history import SEED, Finished, Reached
-from tune.journal import Journal
+from tune.ending import finals, held_back, judged
+from tune.known.history import SEED, Finished, Reached
+from tune.known.journal import Journal
 
 UPDATES = 40
 """Of a full run."""
@@ -132,23 +132,25 @@ def _end(
 ) -> None:
     sound = [trial.number for trial in journal.history.trials if trial.sound]
     best = sorted((number for number in sound if number), key=lambda number: (-scores[number], number))[:2]
-    held: dict[int, list[float]] = {}
     for number in [number for number in sound if number == 0] + best:
-        held[number] = [_finish(search, journal, chosen, number, ends.get(number, scores[number]), rows, seed=0)]
+        _finish(search, journal, chosen, number, ends.get(number, scores[number]), rows, seed=0)
     for of, seed, right in repeats:
         number = len(journal.history.trials)
         journal.append("asked", trial=number, settings=_point(of), by=SEED, of=of, seed=seed)
         opening.freeze(search.trial(number), config.with_overrides(chosen, {**_point(of), "train.seed": seed}))
         _begin(search.trial(number))
-        held[of].append(_finish(search, journal, chosen, number, right, rows, seed))
-    if held:
-        winner = min(held, key=lambda number: (-float(np.mean(held[number])), number))
-        journal.append("chosen", best=winner, verdict={"text": f"trial {winner} has won"})
-        search.append("searched", best=winner, trials=len(journal.history.trials))
+        _finish(search, journal, chosen, number, right, rows, seed)
+    if any(trial.finished for trial in journal.history.trials):
+        answers = judged.every(search, journal.history, chosen.deploy.tune.held_back)
+        full = ROWS_PER_UPDATE * UPDATES
+        wanted = finals.next_runs(journal.history, full, (3 + len(repeats)) * full if repeats else 0, answers)
+        assert isinstance(wanted, finals.Verdict), wanted
+        journal.append("chosen", best=wanted.best, verdict=wanted.to_document())
+        search.append("searched", best=wanted.best, trials=len(journal.history.trials))
 
 
-def _finish(search: Run, journal: Journal, chosen: Config, number: int, right: float, rows: int, seed: int) -> float:
-    """Train a trial to its end, and write down what it came to; returns its score on the held-back rows."""
+def _finish(search: Run, journal: Journal, chosen: Config, number: int, right: float, rows: int, seed: int) -> None:
+    """Train a trial to its end, and write down what it came to."""
     run = search.trial(number)
     _train(run, UPDATES // 2 + UPDATES // 4, UPDATES, right, rows)
     answered(run, right, rows, seed)
@@ -161,7 +163,6 @@ def _finish(search: Run, journal: Journal, chosen: Config, number: int, right: f
     seconds, all_rows = 2.0 * UPDATES, ROWS_PER_UPDATE * UPDATES
     one = Finished(UPDATES, all_rows, score, held, int(kept.sum()), seconds, to_target=seconds / 2)
     journal.append("finished", trial=number, **asdict(one))
-    return held
 
 
 def _begin(run: Run) -> None:

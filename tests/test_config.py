@@ -11,6 +11,7 @@ from rtrain.config import Config, Recipe
 from rtrain.errors import ConfigError, Problem, UserError
 
 RECIPES = [
+    "aggregation-study",
     "contract-clauses",
     "demo",
     "domain-adapt",

@@ -135,7 +135,9 @@ def _network(rank: int, world: int, by: str, compressed: str, folder: Path) -> d
                 assert all(one is not None and not one.any() for one in before)
         kept.append({name: one.grad.clone() for name, one in network.named_parameters() if one.grad is not None})
     torch.save(kept, folder / f"network-{world}-{rank}-{by}-{compressed}.pt")
-    return {"said": said, "buckets": len(exchange.model._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(","))}  # type: ignore[operator]
+    buckets = exchange.model._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")  # type: ignore[operator]
+    sent = sum(one.numel() * 4 for one in network.layers.parameters()) + exchange.rows.gradient.nbytes
+    return {"said": said, "buckets": len(buckets), "cost": exchange.cost(), "sent": sent}
 
 
 def _without_memory(rank: int, world: int) -> list[Any]:
@@ -265,6 +267,15 @@ def test_compression_says_what_it_loses(world: int, by: str) -> None:
     if world == 2 and by == "shared_memory":
         stock = load(folder / f"network-{world}-0-stock-bf16.pt")
         assert all(torch.equal(stock[at][name], first[at][name]) for at in range(3) for name in stock[at])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_an_exchange_says_what_it_cost(world: int) -> None:
+    found, _ = on_workers()
+    for rank in range(world):
+        for name, one in found[world, rank]["networks"].items():
+            assert one["cost"]["bytes"] == one["sent"], name
+            assert 0 < one["cost"]["seconds"] < 60, name
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -42,6 +42,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rtrain.runs",),
     ("rtrain.comparison",),
     ("rtrain.gate",),
+    ("tune.known",),
+    ("tune.asking", "tune.ending"),
+    ("tune.results",),
     ("rtrain.proof", "rtrain.compress", "rtrain.inventory", "tune"),
     ("rtrain.demo",),
     ("rtrain.cli",),
@@ -67,7 +70,7 @@ RAY_ALLOWED = (
         "rtrain.demo",
     ),
     *("rtrain.cluster.preflight", "rtrain.proof.faults", "rtrain.runs.notice", "rtrain.runs.placement"),
-    *("serve.deployment", "tune."),
+    *("serve.deployment", "tune.slots"),
 )
 # At module level: serving and the command line must start without them.
 HEAVY = ("torch", "transformers", "openvino", "nncf", "sklearn", "scipy", "datasets", "ray")

@@ -60,6 +60,8 @@ def test_what_is_left_out_is_not_in_the_buckets() -> None:
         module, sizes = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)), list[int]()
         ray_internals.leave_out(module, ["0.weight"])
         model = DistributedDataParallel(module)
+        ray_internals.take_times(model)
+        assert ray_internals.unhidden_seconds(model) == 0.0
 
         def sent(bucket: Any) -> Any:
             sizes.append(bucket.buffer().numel())
@@ -70,6 +72,13 @@ def test_what_is_left_out_is_not_in_the_buckets() -> None:
         model.register_comm_hook(None, lambda state, bucket: sent(bucket))
         model(torch.ones(1, 3)).sum().backward()
         assert sum(sizes) == sum(one.numel() for one in module.parameters()) - 15
+        for _ in range(3):  # the times of an exchange are taken from the next one's forward pass on
+            model(torch.ones(1, 3)).sum().backward()
+        assert {
+            "avg_backward_comm_time",
+            "avg_backward_compute_comm_overlap_time",
+        } <= model._get_ddp_logging_data().keys()
+        assert 0 < ray_internals.unhidden_seconds(model) < 1
     finally:
         dist.destroy_process_group()
 

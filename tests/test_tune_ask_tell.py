@@ -13,9 +13,9 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain import config
 from rtrain.errors import ConfigError
-from tune import ask_tell, points, space
-from tune.ask_tell import START, Told, expected_gain, propose
-from tune.points import Dimension
+from tune.asking import ask_tell, points, space
+from tune.asking.ask_tell import START, Told, expected_gain, propose
+from tune.asking.points import Dimension
 
 LR = Dimension("optim.lr", 5e-5, 1e-3, log=True)
 K = Dimension("train.aggregation_frequency", choices=(1, 2, 4, 8))
@@ -125,8 +125,8 @@ def test_another_process_proposes_the_same(tmp_path: Path) -> None:
     assert set(names) == {"optim.lr", "train.aggregation_frequency"}
     code = """
 import json, sys
-from tune.ask_tell import Told, propose
-from tune.points import Dimension
+from tune.asking.ask_tell import Told, propose
+from tune.asking.points import Dimension
 told = [Told(point, value) for point, value in json.load(sys.stdin)]
 plane = (Dimension("optim.lr", 5e-5, 1e-3, log=True), Dimension("train.aggregation_frequency", choices=(1, 2, 4, 8)))
 print(json.dumps([propose(plane, told, number=6, seed=3, sampler=by, planned=9) for by in ("gp", "tpe", "random")]))

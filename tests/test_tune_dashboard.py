@@ -8,9 +8,10 @@ import pytest
 
 from rtrain import config
 from rtrain.config import Config
-from tune import dashboard, space
-from tune.history import Finished, History, Reached, replay
-from tune.journal import read
+from tune.asking import space
+from tune.known.history import Finished, History, Reached, replay
+from tune.known.journal import read
+from tune.results import dashboard
 
 K = "train.aggregation_frequency"
 CONFIG = config.load(

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, strategies as st
 
-from tune.aim import Aim
-from tune.halving import KEPT, Go, Ladder, due, frozen_at, goes_on, rows_used
-from tune.history import History, replay
+from tune.known.aim import Aim
+from tune.known.halving import KEPT, Go, Ladder, due, frozen_at, goes_on, rows_used
+from tune.known.history import History, replay
 
 SCORE = Aim()
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tune.history import Finished, History, Reached, Trial, numbered, replay
-from tune.journal import Journal, read
+from tune.known.history import Finished, History, Reached, Trial, numbered, replay
+from tune.known.journal import Journal, read
 
 RUNG = {"trial": 0, "rung": 0, "update": 12, "rows": 768, "score": 0.5, "loss": 1.25, "seconds": 2.5}
 END = {"trial": 1, "update": 60, "rows": 3840, "score": 0.75, "held": 0.5, "held_rows": 90}

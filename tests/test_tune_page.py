@@ -28,8 +28,8 @@ from tests.histories import (
     score_of,
 )
 from tests.reports import Page
-from tune import drawn, figures, page
-from tune.history import History, replay
+from tune.known.history import History, replay
+from tune.results import drawn, figures, page
 
 TOLD = "trial 8 is better than the recipe's own settings"
 

@@ -19,9 +19,11 @@ from rtrain.run import Run
 from rtrain.runs import driver, preparing
 from tests.test_runs_notice import within
 from tests.trained import settings
-from tune import halving, journal, search, slots, table, trial, verdict
-from tune.aim import Aim
-from tune.halving import Ladder
+from tune import search, slots, trial
+from tune.known import halving, journal
+from tune.known.aim import Aim
+from tune.known.halving import Ladder
+from tune.results import table, verdict
 
 SEARCH = {
     "train.epochs": 3,

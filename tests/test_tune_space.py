@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 from rtrain import config
 from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem
-from tune import points, space
-from tune.points import Dimension
+from tune.asking import points, space
+from tune.asking.points import Dimension
 
 LR = {"low": 5e-5, "high": 1e-3, "log": True}
 K = "train.aggregation_frequency"

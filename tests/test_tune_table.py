@@ -7,8 +7,8 @@ import pytest
 from rtrain.config import Tune
 from rtrain.report.live.progress import Line
 from tests.histories import Event, asked, events, finished, history, reached
-from tune import table
-from tune.history import History, replay
+from tune.known.history import History, replay
+from tune.results import table
 
 TUNE = Tune(trials=20)
 SMALL = [

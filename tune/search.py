@@ -12,14 +12,19 @@ from typing import Any
 
 from rtrain import config as configuration, events
 from rtrain.config import Config
+from rtrain.data import records
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.run import Run
 from rtrain.runs import driver, opening, preparing
-from tune import ask_tell, dashboard, finals, halving, held_back, page, slots, space
-from tune.aim import Aim, at
-from tune.halving import Go, Ladder
-from tune.history import SEED, History, Trial, numbered
-from tune.journal import Journal
+from tune import slots
+from tune.asking import ask_tell, space
+from tune.ending import finals, held_back, judged
+from tune.known import halving
+from tune.known.aim import Aim, at
+from tune.known.halving import Go, Ladder
+from tune.known.history import SEED, History, Trial, numbered
+from tune.known.journal import Journal
+from tune.results import dashboard, page
 from tune.trial import Order, Outcome, Task
 
 FINAL_RUNS = 4
@@ -153,7 +158,8 @@ class _Search:
         self._ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
         self._planned = self._trials()
         self._steering = len(held_back.steering(prepared.store, self._tune.held_back))
-        self._store = prepared.store
+        source = records.inspect(prepared.config.recipe.data, self._task.tokens_root)
+        self._parts = judged.parts(prepared.config, source, prepared.store)
         with events.Follow([], self._on_event) as self._follow:
             for trial in self._history.trials:
                 self._follow.add(self._search.trial(trial.number).folder, {"trial": trial.number})
@@ -220,15 +226,16 @@ class _Search:
         if self._history.chosen is not None:
             return None
         if not any(trial.sound for trial in self._history.own):
-            raise UserError(f"no trial of the search came to a score; {failures(self._history)}")
+            raise UserError(f"no trial of the search came to a score; {finals.failures(self._history)}")
         budget = FINAL_RUNS * self._ladder.full if self._tune.final_rows is None else self._tune.final_rows
         wanted = finals.next_runs(
             self._history,
             self._ladder.full,
             budget,
-            {},
+            judged.every(self._search, self._history, self._tune.held_back),
             seed=self._seed,
-            objective=self._tune.objective,
+            parts=self._parts,
+            aim=self._aim,
             steered=not self._tune.held_back,
         )
         if isinstance(wanted, finals.Verdict):
@@ -242,7 +249,8 @@ class _Search:
         """Whether no further trial is asked for; why is written down."""
         own, why = len(self._history.own), None
         if own >= self._planned:
-            why = f"the budget pays for {self._planned} trials"
+            asked = self._planned == self._tune.trials
+            why = f"tune.trials={self._planned}" if asked else f"the budget pays for {self._planned} trials"
         elif own > 1 and (over := self._over()):
             why = over
         else:
@@ -312,7 +320,12 @@ class _Search:
         if known:
             return known[0]
         base = numbered(self._history.trials, one.of)
-        return self._ask({**base.settings, **finals.overrides(one, seed=self._seed)}, SEED, of=one.of, seed=one.seed)
+        return self._ask(
+            {**base.settings, **finals.overrides(one, seed=self._seed, parts=self._parts)},
+            SEED,
+            of=one.of,
+            seed=one.seed,
+        )
 
     def _write(self, kind: str, **fields: Any) -> None:
         self._journal.append(kind, **fields)
@@ -350,9 +363,3 @@ def _seconds(trial: Trial) -> float:
     if trial.finished is not None:
         return trial.finished.seconds
     return trial.reached[-1].seconds if trial.reached else 0.0
-
-
-def failures(history: History) -> str:
-    """The failed trials in one line; empty if none failed."""
-    failed = [f"trial {trial.number}: {trial.error}" for trial in history.trials if trial.error]
-    return f"{len(failed)} of {len(history.trials)} trials failed: {'; '.join(failed)}" if failed else ""

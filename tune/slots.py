@@ -95,7 +95,7 @@ def _next(taken: Any, workers: kept.Kept) -> Order | None:
 
 
 def _folder(search: Run, slot: int) -> Run:
-    return Run(search.folder / "slots" / f"{slot:02d}")
+    return Run(search.ray / f"slot-{slot:02d}")
 
 
 @dataclass

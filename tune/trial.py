@@ -17,7 +17,7 @@ from rtrain.runs import driver, failures, group, notice, preparing
 from rtrain.tasks import base
 from rtrain.training import best, rungs
 from rtrain.training.step import NonFinite
-from tune import finals, held_back
+from tune.ending import held_back, judged
 
 FIRST, LAST = 3, 3
 """Logged losses at the begin, and newest ones, by which a trial is seen to diverge."""
@@ -104,12 +104,13 @@ def _reached(run: Run, prepared: preparing.Prepared, rung: int, update: int) -> 
     positions = held_back.steering(store, config.deploy.tune.held_back)
     steering = answers.take(positions)
     scores = metric_for(task.output).scores(steering, store.targets("valid", positions), store.manifest.head)
+    score: float = scores[headline_of(config)]
     return {
         "kind": "reached",
         "rung": rung,
         "update": update,
         "rows": prepared.order.rows_until(update),
-        "score": scores[headline_of(config)],
+        "score": score,
         "loss": best.mean_loss(task, steering, store, positions),
         "seconds": seconds_of(run),
     }
@@ -117,15 +118,14 @@ def _reached(run: Run, prepared: preparing.Prepared, rung: int, update: int) -> 
 
 def _finished(run: Run, prepared: preparing.Prepared) -> Outcome:
     config, headline = prepared.config, headline_of(prepared.config)
-    held, rows = finals.held_score(run.folder, config, config.deploy.tune.held_back)
-    chosen = run.last("best") or {}
+    chosen, held = run.last("best") or {}, judged.of(run, config.deploy.tune.held_back)
     return {
         "kind": "finished",
         "update": chosen.get("update", prepared.updates),
         "rows": prepared.order.rows_until(prepared.updates),
         "score": scores_of(run, headline)[-1][1],
-        "held": held,
-        "held_rows": rows,
+        "held": held.score,
+        "held_rows": len(held.ids),
         "seconds": seconds_of(run),
         "to_target": to_target(run, headline, config.deploy.tune.target),
     }
@@ -137,7 +137,8 @@ def headline_of(config: Config) -> str:
 
 def seconds_of(run: Run) -> float:
     """Seconds of training, over all starts that came to where they were to end."""
-    return round(sum(event["seconds"].get("train", 0.0) for event in run.events("trained")), 3)
+    seconds: float = sum(event["seconds"].get("train", 0.0) for event in run.events("trained"))
+    return round(seconds, 3)
 
 
 def scores_of(run: Run, headline: str) -> list[tuple[float, float]]:

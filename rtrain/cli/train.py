@@ -102,11 +102,16 @@ def tune(
     """Search learning rate and aggregation frequency, train the best to their ends, and say which has won."""
     short = {"data": data, "valid": valid, "test": test, "model": model, "workers": workers, "address": address}
     config, folder, reuse = opened(recipe, assignments, out, resume, new, "-search", **short)
+    if config.deploy.tune.study is not None:
+        _study(context, config, folder, reuse, as_json)
+        return
     from rtrain.cluster.session import session
     from rtrain.report.live.progress import Line, after, summary_text
     from rtrain.report.summary import summarise
     from rtrain.runs import preparing
-    from tune import journal, search, table, trial, verdict
+    from tune import search, trial
+    from tune.known import journal
+    from tune.results import table, verdict
 
     search.check(config)
     preparing.check(config, folder.parent, labels=reuse != "resume")
@@ -132,6 +137,22 @@ def tune(
     show(document, as_json, "\n".join(text), context.obj.text(), after(found.winner, "train"))
 
 
+def _study(context: typer.Context, config: Any, folder: Path, reuse: Any, as_json: bool) -> None:
+    """`rtrain tune` of a recipe that is studied, and not searched."""
+    from rtrain.cluster.session import session
+    from rtrain.report.live.progress import Line
+    from rtrain.runs import preparing
+    from tune import study
+
+    study.check(config)
+    preparing.check(config, folder.parent, labels=reuse != "resume")
+    with resumable(folder, "tune"), Line(context.obj) as line, session(config, folder.parent, line):
+        line(events.doing("reading the rows", "rows"))
+        found = study.run(config, folder, reuse, on_event=line)
+    text = f"{found.table.text}\n\nthe same as JSON: {found.document}"
+    show(dict(found.table.document), as_json, text, context.obj.text())
+
+
 @contextmanager
 def _so_far(folder: Path, headline: str, settings: Any) -> Iterator[None]:
     """Where Ctrl-C ends a search, show the trials until then."""
@@ -139,7 +160,8 @@ def _so_far(folder: Path, headline: str, settings: Any) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         from rtrain.report.live.progress import say
-        from tune import journal, table
+        from tune.known import journal
+        from tune.results import table
 
         if (history := journal.Journal(Run(folder).trials).history).trials:
             say(table.text(history, headline, settings))
@@ -153,7 +175,7 @@ def report(
     search's page says whether it has found anything, and shows its trials."""
     made = Run(run.absolute())
     if made.is_search:
-        from tune import page
+        from tune.results import page
 
         print(page.write(made))
         return

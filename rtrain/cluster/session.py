@@ -199,8 +199,10 @@ def _quiet() -> None:
     # Raylets report dead workers on stdout, where --json has promised one object; the run's log and progress report
     # them too. Nothing else is printed this way, since the workers' output is not forwarded.
     ray_internals.drop_forwarded_output()
-    for name in ("ray", "ray.data", "ray.train", "ray.tune", "ray.serve"):
+    for name in ("ray", "ray.data", "ray.train", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # A search says itself what became of a process that died; Tune would add its stack.
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
 
 
 def until_interrupted() -> None:

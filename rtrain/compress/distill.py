@@ -17,7 +17,7 @@ from rtrain.config import Config, Model
 from rtrain.data.stores.store import Store, open_store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.gate import gate
-from rtrain.network import model, pooling, precision
+from rtrain.network import model, pooling, precision, trimming
 from rtrain.runs import driver, opening, preparing
 from rtrain.runs.worker import TOKENIZER_FILES
 from rtrain.tasks import base
@@ -80,7 +80,7 @@ def run(
     wanted, native = config.recipe.train.precision, precision.of_processor()
     decided = precision.resolve("auto" if precision.problems(wanted, native) else wanted, native)
     say(events.doing(f"the teacher answers {prepared.store.rows('train'):,} rows", "teacher"))
-    ensure_answers(prepared.store, teacher_run / "artifact", teacher, decided)
+    ensure_answers(prepared.store, teacher_run / "artifact", teacher, decided, trimming.read(prepared.model))
     summary = driver.fit(prepared, on_event=on_event)
     if prepared.run.finished:
         sides = gate.Sides(
@@ -158,8 +158,13 @@ def keep_layers(weights: dict[str, "torch.Tensor"], chosen: list[int]) -> dict[s
 # ------------------------------------------------------------------------------------------------ the teacher's answers
 
 
-def ensure_answers(store: Store, folder: Path, teacher: artifact.Artifact, decided: str) -> bool:
-    """Logits of all training rows by the teacher, kept in the store; returns whether they had to be computed."""
+def ensure_answers(
+    store: Store, folder: Path, teacher: artifact.Artifact, decided: str, trimmed: trimming.Trimmed | None = None
+) -> bool:
+    """Logits of all training rows by the teacher, kept in the store; returns whether they had to be computed.
+
+    A store of `trimmed` pieces is read by their numbers in the teacher's vocabulary, which is whole.
+    """
     import ray
     import ray.data
 
@@ -173,7 +178,13 @@ def ensure_answers(store: Store, folder: Path, teacher: artifact.Artifact, decid
     logical_per_real = ray.cluster_resources()["CPU"] / (env.cores() * len(ray.nodes()))
     blocks = max(env.cores(), math.ceil(rows / BLOCK_ROWS))
     dataset = ray.data.range(rows, override_num_blocks=blocks).map_batches(
-        partial(_answer, store=store.folder, folder=folder, precision=decided),
+        partial(
+            _answer,
+            store=store.folder,
+            folder=folder,
+            precision=decided,
+            ids=None if trimmed is None else trimming.old_ids(trimmed.kept),
+        ),
         batch_size=TEACHER_ROWS,
         num_cpus=max(1.0, logical_per_real),
     )
@@ -196,7 +207,9 @@ def ensure_answers(store: Store, folder: Path, teacher: artifact.Artifact, decid
     return True
 
 
-def _answer(batch: dict[str, Any], store: Path, folder: Path, precision: str) -> dict[str, Any]:
+def _answer(
+    batch: dict[str, Any], store: Path, folder: Path, precision: str, ids: Ints | None = None
+) -> dict[str, Any]:
     """A data task: outputs for the rows at places `id` of the length order, with their positions in the index."""
     import torch
 
@@ -207,6 +220,8 @@ def _answer(batch: dict[str, Any], store: Path, folder: Path, precision: str) ->
     answers = np.empty(len(positions), dtype=object)
     for places in batches(lengths, np.arange(len(positions)), TEACHER_ROWS, TEACHER_TOKENS):
         tokens = opened.read("train", positions[places])
+        if ids is not None:
+            tokens = replace(tokens, ids=ids[tokens.ids].astype(np.int32))
         with torch.inference_mode():
             logits = forward(network, tokens, pad_id, precision, task.wanted(tokens, head)).float().numpy()
         answers[places] = [np.ascontiguousarray(row).ravel() for row in task.outputs(logits, tokens, head)]

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from rtrain import artifact, engines, events, predict, score
 from rtrain.batch import Floats, Head, padded
+from rtrain.compress import vocabulary
 from rtrain.config import Recipe
 from rtrain.config.recipe import Quantize
 from rtrain.data.stores.store import Store
@@ -25,10 +26,12 @@ from rtrain.gate import gate, told
 from rtrain.network import model, pooling
 from rtrain.network.inputs import accepted
 from rtrain.run import Run
-from rtrain.runs.worker import TOKENIZER_FILES
 from rtrain.tasks import base
 
 NUMBER_FLIPS = 0.05
+SERVED = ("tokenizer.json", "config.json")
+"""Files of the float artefact that its int8 one is served by. The others are for Transformers, which has no weights to
+read here: a vocabulary as vocab.txt is in tokenizer.json too."""
 ALONE_ROWS = 4000
 """Most test rows that are asked one at a time too, to count the answers that depend on their batch."""
 
@@ -56,7 +59,7 @@ def run(
         rows = min(recipe.quantize.calibration_rows, store.rows("train"))
         on_event(events.doing(f"measuring scales on {rows:,} training rows", "scales"))
         _write_model(parent_folder, parent, store, recipe.quantize, draft)
-        for name in (*TOKENIZER_FILES, "config.json"):
+        for name in SERVED:
             if (parent_folder / name).is_file():
                 shutil.copyfile(parent_folder / name, draft / name)
         lineage = {**parent.lineage, "parent": parent.version, "calibration_rows": recipe.quantize.calibration_rows}
@@ -70,6 +73,10 @@ def run(
             predict.golden_logits,
             predict.golden_inputs(base.get(made.task), Head(made.labels, made.facts)),
         )
+        if recipe.compress.vocabulary == "trim" and "vocabulary" not in parent.lineage:
+            on_event(events.doing("trimming the vocabulary", "vocabulary"))
+            report |= _trim(draft, store, recipe.compress.vocabulary_pieces, report)
+        report["artefact_mb"] = round(sum(path.stat().st_size for path in draft.iterdir()) / 1e6, 2)
         report["gate"] = gate.run(
             gate.Sides(draft, parent_folder, store, store, threads, answered), recipe.gate, on_event=on_event
         )
@@ -95,10 +102,40 @@ def report_text(report: dict[str, Any]) -> str:
             *table,
             f"answers that differ from the float model's: {report['flips_against_parent']:.2%}",
             f"answers that differ between alone and in a batch: {apart:.2%} (logits by {moved:.3f} at most)",
+            *_vocabulary_text(report),
             f"gate: {told.sentence(report['gate'])}",
             f"artefact: {report['artifact']}",
         ]
     )
+
+
+def _vocabulary_text(report: dict[str, Any]) -> list[str]:
+    """What a trimmed vocabulary has changed; nothing where it was left as it is."""
+    if (cut := report.get("vocabulary")) is None:
+        return []
+    name = next(name for name in report["test"] if name != "rows")
+    return [
+        f"vocabulary: {cut['pieces']:,} of {cut['of']:,} pieces; {cut['identical']:,} of {cut['rows']:,} test rows "
+        f"have the same answers bit for bit, {cut['changed']:,} are read otherwise, {cut['flips']:,} of them with "
+        f"another answer; {name} with the whole vocabulary {report['whole'][name]:.4f}"
+    ]
+
+
+def _trim(draft: Path, store: Store, at_least: int, report: dict[str, Any]) -> dict[str, Any]:
+    """Trim the int8 artefact of `draft` in its place; what its `report` is to say otherwise."""
+    whole = draft.with_name(f"{draft.name}-whole")
+    draft.rename(whole)
+    try:
+        vocabulary.trim_by(whole, store, at_least, draft)
+    finally:
+        shutil.rmtree(whole)
+    made = artifact.read(draft)
+    return {
+        "test": made.metrics["test"],
+        "whole": report["test"],
+        "vocabulary": made.lineage["vocabulary"],
+        "size_mb": round(artifact.size_mb(draft, made.engine), 2),
+    }
 
 
 def _write_model(folder: Path, parent: artifact.Artifact, store: Store, settings: Quantize, draft: Path) -> None:

@@ -68,6 +68,9 @@ class Tune(Section):
     """Settings that are searched, by dotted name: a range, e.g. {optim.lr: {low: 5.0e-5, high: 1.0e-3, log: true}}, or
     a list of choices. It may hold what changes a run's weights and leaves its rows and its budget as they are: all of
     `optim`, some of `train`, of `model` and of `data`; another setting is refused with the reason."""
+    study: Literal["aggregation"] | None = None
+    """No search but a study: `aggregation` trains with aggregation frequencies 1, 2, 10 and 100 (or those that `space`
+    lists), each by AdamW, by AdamW under the linear rule and by RAdam, and makes a table of scores and times."""
     points: tuple[dict[str, Any], ...] = ()
     """Settings to try right after trial 0, the recipe as it stands, e.g. [{optim.lr: 1.0e-4}]: of those that `space`
     may hold, also out of its ranges."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rtrain import ray_internals
 from rtrain.exchange import compression, transport
 from rtrain.exchange.alive import Watch
+from rtrain.exchange.spent import Spent
 from rtrain.exchange.touched_rows import TouchedRows, table_of
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Exchange:
         import torch.distributed as dist
 
         self.module = module
-        self.watch, self._say = watch or Watch(), say
+        self.watch, self._say, self._spent = watch or Watch(), say, Spent()
         self.distributed = dist.is_initialized() and dist.get_world_size() > 1
         self.world = dist.get_world_size() if self.distributed else 1
         self.rank = dist.get_rank() if self.distributed else 0
@@ -47,12 +48,11 @@ class Exchange:
                 ray_internals.leave_out(module, [table[0]])
             # gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them all per update.
             self.model = DistributedDataParallel(module, gradient_as_bucket_view=True)
+            ray_internals.take_times(self.model)
             self._transport, hooked = self._carried(by, compressed)
             if hooked:  # otherwise DistributedDataParallel sends the buckets by itself
-                # The hook is no method of this object: it is kept below Python, where no collector finds a cycle.
-                self.model.register_comm_hook(
-                    self._transport, lambda state, bucket: state.start(bucket.buffer(), bucket.is_last())
-                )
+                state = (self._transport, self._spent)
+                self.model.register_comm_hook(state, lambda state, bucket: _started(state, bucket))
 
     def _carried(self, by: str, compressed: str) -> "tuple[transport.Transport, bool]":
         """The transport, and whether it is to have DistributedDataParallel's buckets. Asked for on every worker."""
@@ -90,10 +90,18 @@ class Exchange:
             if self.rows is not None:
                 self.rows.gathers = False
         if self.rows is not None and last:
-            self.rows.complete(self)
+            with self._spent.waiting():
+                self.rows.complete(self)
+        self._spent.exchanges += last
         compared = self._transport if last and self.distributed else None
         if isinstance(compared, compression.Compared) and (error := compared.error()) is not None:
             self._say("compressed", error=error)
+
+    def cost(self) -> dict[str, Any] | None:
+        """{seconds, bytes} of an exchange: the mean seconds on this worker, the bytes of the last one. None without."""
+        if not self.distributed or not self._spent.exchanges:
+            return None
+        return self._spent.told(self.model, self.gradients())
 
     def gradients(self) -> "list[torch.Tensor]":
         """The complete gradient: one tensor for each parameter that has one. The word embedding's holds its touched
@@ -160,3 +168,11 @@ class Exchange:
             import torch.distributed as dist
 
             dist.barrier()
+
+
+def _started(state: "tuple[transport.Transport, Spent]", bucket: Any) -> Any:
+    """DistributedDataParallel's hook. It is no method of an exchange: it is kept below Python, where no collector finds
+    a cycle."""
+    by, spent = state
+    with spent.waiting():
+        return by.start(bucket.buffer(), bucket.is_last())

@@ -49,6 +49,8 @@ class Known:
     """From its creation to the last that was logged of its training."""
     store: Path | None = None
     """The token store that its log names last, whether it is there or not. Its name is the digest of its rows."""
+    trimmed: Path | None = None
+    """Its model, where that was cut to the pieces of its rows."""
     parts: Mapping[str, int] = field(default_factory=dict)
     """Bytes by part (`rtrain.inventory.sizes`). A search has its trials' in its own."""
     best_update: int | None = None
@@ -122,6 +124,7 @@ def read(run: Run, name: str, kind: str = "run") -> Known:
     training = [event for event in events if event["kind"] not in (*AFTERWARDS, "tokens_reused")]
     stores = [event["store"] for event in events if isinstance(event.get("store"), str)]
     created = next((event for event in events if event["kind"] == "created"), None)
+    folders = [event["model"] for event in events if event["kind"] == "vocabulary" and "model" in event]
     began = created["time"] if created else None
     chosen = next((event.get("best") for event in reversed(events) if event["kind"] == "searched"), None)
     return Known(
@@ -134,6 +137,7 @@ def read(run: Run, name: str, kind: str = "run") -> Known:
         began=began,
         seconds=training[-1]["time"] - began if began is not None else None,
         store=Path(stores[-1]) if stores else None,
+        trimmed=Path(folders[-1]) if folders else None,
         parts=parts,
         best_update=next((event.get("best_update") for event in reversed(events) if event["kind"] == "trained"), None),
         winner=run.trial(chosen).name if isinstance(chosen, int) and chosen >= 0 else None,

@@ -1,4 +1,5 @@
-"""What runs share, beside them: token stores, copies of hub models and data sets, and what students start from."""
+"""What runs share, beside them: token stores, copies of hub models and data sets, what students start from, and models
+of fewer pieces."""
 
 import re
 from collections.abc import Iterable
@@ -9,10 +10,11 @@ from rtrain import drafts, hub
 from rtrain.inventory import sizes
 from rtrain.inventory.facts import Known
 
-TOKENS, STUDENTS = ".tokens", ".students"
+TOKENS, STUDENTS, VOCABULARIES = ".tokens", ".students", ".vocabularies"
 KINDS = {
     TOKENS: "token store",
     STUDENTS: "start of a student",
+    VOCABULARIES: "trimmed model",
     hub.FOLDERS["model"]: "copy of a model",
     hub.FOLDERS["dataset"]: "copy of a data set",
 }
@@ -73,6 +75,8 @@ def _used(known: Known, folder: str) -> set[str]:
         return {known.store.name} if known.store else set()
     if folder == STUDENTS:
         return {Path(known.model).name}
+    if folder == VOCABULARIES:
+        return {known.trimmed.name} if known.trimmed else set()
     kind: hub.Kind = "model" if folder == hub.FOLDERS["model"] else "dataset"
     names = [known.model] if kind == "model" else known.data
     return {hub.place(kind, name, Path()).name for text in names if (name := hub.parse(text))}

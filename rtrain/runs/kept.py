@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from rtrain import env
 from rtrain.data import ingest
 from rtrain.ray_internals import HEAD_RESOURCE
 from rtrain.run import Run
@@ -138,6 +139,7 @@ def _serve(office: Any, box: str) -> None:
             return
         worker.run(start)
         gc.collect()  # the network of this start, before the next one's is built
+        env.give_memory_back()
         if first:
             office.put.remote(f"{box} done", number)
 

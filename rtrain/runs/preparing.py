@@ -19,7 +19,7 @@ from rtrain.network import device, model, precision
 from rtrain.report import label_counts, versions
 from rtrain.report.live import trackers
 from rtrain.run import Run
-from rtrain.runs import nodes, opening
+from rtrain.runs import nodes, opening, smaller
 from rtrain.tasks import base
 from rtrain.training import losses
 
@@ -27,7 +27,7 @@ DEVICE = "device"
 """The name under which a run keeps the decision."""
 
 
-TOLD = ("tokenised", "tokens_reused", "bad_rows", "label_column", "labels", "overlap")
+TOLD = ("tokenised", "tokens_reused", "vocabulary", "bad_rows", "label_column", "labels", "overlap")
 """What is logged of a run's rows before it is followed, the first or the second of these first."""
 
 
@@ -105,6 +105,7 @@ def prepare(
     source = source.beside(root)
     config = model.resolved(config, weights)
     config, label_column = (config, None) if created else separated(config, source)
+    whole, weights = weights, smaller.trimmed(config.recipe, source, weights, root)
     origin = commit.origin(config.recipe, source, weights)
     if created and created["data_digest"] != tokens.digest(config.recipe, source, weights):
         raise _other_rows(run, created, origin)
@@ -144,6 +145,8 @@ def prepare(
         left_out=store.manifest.left_out,
         store=str(store.folder),
     )
+    if weights != whole:
+        run.append("vocabulary", **smaller.told(run, config.recipe, source, whole, weights, store, root))
     if store.manifest.quarantined:
         first, reasons = store.folder / quarantine.FIRST, quarantine.commonest(store.folder)
         run.append("bad_rows", rows=store.manifest.quarantined, reasons=reasons, file=str(first))

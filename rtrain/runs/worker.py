@@ -26,7 +26,7 @@ from rtrain.metrics import scores
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import model, packed, pooling, precision as formats, sentence
 from rtrain.run import Run
-from rtrain.runs import notice, predictions, recovery
+from rtrain.runs import notice, predictions, recovery, smaller
 from rtrain.runs.start import Start
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer, reading_of
@@ -291,6 +291,7 @@ def export(network: "transformers.PreTrainedModel", source: Path, job: loop.Job,
             "order_digest": outcome.ledger,
             "best_update": outcome.best_update,
             **({"teacher": teacher} if (teacher := job.recipe.distill.teacher) else {}),
+            **smaller.lineage(job.run),
         },
     )
     artifact.write(draft, made, predict.golden_logits, predict.golden_inputs(job.task, job.head))

@@ -342,6 +342,7 @@ class _Loop(step.Observer):
             passes_per_update=round(sums.passes / exchange.world / max(1, self._totals.updates), 3),
             seconds={name: round(value, 3) for name, value in self._clock.seconds.items()},
             finished=finished,
+            exchange=exchange.cost(),
             **({} if state.scale is None else {"loss_scale": state.scale.value}),
         )
 

@@ -40,8 +40,9 @@ class Search(Protocol):
 
 SCORES = ("evaluated", "best", "unseen", "sliced")
 """Kinds of events of which a search says by itself what came of them."""
-ALIKE = ("tokenised", "tokens_reused", "device", "transport", "pass_size")
-"""Kinds of events that are the same in every trial of a search: trial 0 tells."""
+ROWS = ("tokenised", "tokens_reused", "bad_rows", "label_column", "labels", "overlap")
+ALIKE = (*ROWS, "device", "transport", "pass_size")
+"""Kinds of events that are the same in every trial of a search, each time that it goes on: trial 0 tells, once."""
 PULSE = 60.0
 """Seconds without a line after which, off a terminal, a search says how far it is."""
 
@@ -57,6 +58,8 @@ class Line:
         self._status = self._console.status("") if self._console.is_terminal else None
         self._waited = waited or Waited()
         self._search: Search | None = None
+        self._alike: set[tuple[str, Any]] = set()
+        """What was told of all trials of a search."""
         self._kept = 0.0
         self._lock = threading.Lock()
         """A search's own events and those of its trials come from different threads."""
@@ -90,7 +93,7 @@ class Line:
     def _take(self, event: dict[str, Any]) -> None:
         kind = event["kind"]
         self._trial = event.get("trial")
-        if self._search and self._trial is not None and (kind in SCORES or (kind in ALIKE and self._trial)):
+        if self._search and self._trial is not None and self._is_known(event):
             return
         if kind == "search":
             self._follow(event)
@@ -161,6 +164,19 @@ class Line:
             self._keep(f"{event['name']}: {ratios}  ({figures['seconds']:.1f} s)")
         elif kind == "stage":
             self._keep(event["text"])
+
+    def _is_known(self, event: dict[str, Any]) -> bool:
+        """Whether an event of a trial says nothing new to who follows the search."""
+        kind = event["kind"]
+        if kind in SCORES:
+            return True
+        if kind not in ALIKE:
+            return False
+        told = ("rows" if kind in ROWS[:2] else kind, event.get("split"))
+        known = bool(self._trial) or told in self._alike
+        if not self._trial:
+            self._alike.add(told)
+        return known
 
     def _follow(self, event: dict[str, Any]) -> None:
         """An event of the search itself, whose line names its trial."""

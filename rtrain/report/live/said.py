@@ -79,6 +79,12 @@ def bad_rows(event: Event) -> str:
     return f"{text}; listed in {event['file']}" if Path(event["file"]).is_file() else text
 
 
+def vocabulary(event: Event) -> str:
+    """How many pieces are left, and how many rows are read otherwise for it."""
+    changed = ", ".join(f"{rows:,} {split}" for split, rows in event["changed"].items())
+    return f"vocabulary: {event['pieces']:,} of {event['of']:,} pieces; rows that are read otherwise: {changed}"
+
+
 def overlap(event: Event) -> str:
     """How many rows of a split are training rows too, and where some of them are."""
     of = f"{SPLITS[event['split']]} rows"
@@ -136,13 +142,14 @@ def of(event: Event) -> str | None:
     return TEXTS[kind](event)
 
 
-ROWS = ("bad_rows", "label_column", "labels", "overlap")
+ROWS = ("bad_rows", "label_column", "labels", "overlap", "vocabulary")
 """Kinds that are about the rows, not about what was learned from them."""
 TEXTS: Mapping[str, Callable[[Event], str | None]] = {
     "bad_rows": bad_rows,
     "label_column": label_column,
     "labels": labels,
     "overlap": overlap,
+    "vocabulary": vocabulary,
     "unseen": unseen,
     "sliced": sliced,
     "evaluated": evaluated,

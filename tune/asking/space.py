@@ -14,7 +14,7 @@ from rtrain.errors import ConfigError, Problem
 from rtrain.network import model
 from rtrain.tasks import base
 from rtrain.training import losses
-from tune.points import (
+from tune.asking.points import (
     Dimension as Dimension,
     grid as grid,
     is_number,

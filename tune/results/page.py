@@ -14,9 +14,10 @@ from rtrain.report.drawing.page import render
 from rtrain.report.drawing.svg import duration, short
 from rtrain.run import Run
 from rtrain.tasks import base
-from tune import drawn, figures, journal, verdict
-from tune.drawn import Known
-from tune.history import History, Trial, numbered, replay
+from tune.known import journal
+from tune.known.history import History, Trial, numbered, replay
+from tune.results import drawn, figures, verdict
+from tune.results.drawn import Known
 
 LONGEST = 300
 WORDS = (

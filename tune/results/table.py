@@ -5,8 +5,8 @@ from typing import Any
 
 from rtrain.config import Tune
 from rtrain.report.drawing.svg import duration, score_name
-from tune import figures
-from tune.history import SEED, History, Reached, Trial, numbered
+from tune.known.history import SEED, History, Reached, Trial, numbered
+from tune.results import figures
 
 PROPOSERS = {
     "points": "from tune.points",

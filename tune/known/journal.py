@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tune.history import History, replay
+from tune.known.history import History, replay
 
 
 class Journal:

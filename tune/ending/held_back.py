@@ -16,7 +16,7 @@ KEY = np.uint64(0x5EA2C40F4E1DBAC7)
 """Makes this hash another one than any that a row's id may be used in."""
 SPLIT = "valid"
 FEW = 200
-"""With fewer held-back rows than these, the seeds of the end are judged on other rows each (`folds`)."""
+"""With fewer held-back rows than these, each seed of the end is judged on rows of its own (`judged.parts`)."""
 
 
 def mask(row_ids: npt.NDArray[np.uint64], share: float) -> Bools:

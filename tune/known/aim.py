@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rtrain.config import Tune
-from tune.history import Reached, Trial
+from tune.known.history import Reached, Trial
 
 
 @dataclass(frozen=True)

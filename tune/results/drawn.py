@@ -19,9 +19,9 @@ from rtrain.report.drawing.parallel import Strand, Upright
 from rtrain.report.drawing.surface import Grid, Spot
 from rtrain.report.drawing.svg import number, score_name, ticks
 from rtrain.run import Run
-from tune import figures
-from tune.figures import Dimension, Importance
-from tune.history import History, Trial
+from tune.known.history import History, Trial
+from tune.results import figures
+from tune.results.figures import Dimension, Importance
 
 MOST_CURVES = 6
 """Trials that are drawn with a name; the legend has room for no more."""

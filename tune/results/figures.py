@@ -15,7 +15,7 @@ import numpy.typing as npt
 from rtrain import config as configuration
 from rtrain.config import Config, Tune
 from rtrain.config.deploy import Range
-from tune.history import History, Trial, numbered
+from tune.known.history import History, Trial, numbered
 
 Floats = npt.NDArray[np.float64]
 SHORT = {"aggregation_frequency": "k"}

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from rtrain.errors import ConfigError, Problem
-from tune.points import Dimension, draws, equal, finite, grid, spread, walk
+from tune.asking.points import Dimension, draws, equal, finite, grid, spread, walk
 
 START = 4
 """Trials before the first one that a model of the others proposes. Optuna's own samplers would take 10, which is more

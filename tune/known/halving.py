@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tune.aim import Aim, at
-from tune.history import History, Trial
+from tune.known.aim import Aim, at
+from tune.known.history import History, Trial
 
 REDUCTION = 2
 KEPT = 2

@@ -15,9 +15,9 @@ from typing import Any
 
 from rtrain import config as configuration
 from rtrain.config import Config
-from tune import ask_tell, space
-from tune.history import History, Trial
-from tune.points import Dimension, is_number
+from tune.asking import ask_tell, space
+from tune.asking.points import Dimension, is_number
+from tune.known.history import History, Trial
 
 NAME = "optuna.journal"
 DIRECTIONS = {"score": ("maximize",), "time": ("minimize",), "front": ("maximize", "minimize")}

@@ -1,0 +1,121 @@
+"""A run on a smaller vocabulary: its model is cut to the pieces of its training rows, and its rows are read by that.
+
+<root>/.vocabularies/<address>/     the trimmed model, a Transformers folder; the address is made from the whole model
+                                    and the rows
+
+The rows are first read by the whole tokenizer, into a token store that a teacher's run has made already, then by the
+trimmed one.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rtrain.batch import Ints
+from rtrain.config import Data, Recipe
+from rtrain.data import records, tokens
+from rtrain.data.stores.store import SPLITS, Store
+from rtrain.errors import ConfigError
+from rtrain.network import trimming
+from rtrain.run import Run
+from rtrain.tasks.encode import load_tokenizer
+
+FOLDER = ".vocabularies"
+EVENT = "vocabulary"
+SETTING = "compress.unlabelled"
+BLOCK = 8192
+"""Rows of a store that are looked at a time."""
+
+
+def trimmed(recipe: Recipe, source: records.Source, weights: Path, root: Path) -> Path:
+    """The folder of the model to train: `weights`, or its trimmed copy under `root` where `compress.vocabulary` says
+    so. Needs Ray only where the rows were not read by the whole tokenizer before.
+
+    Where every piece is needed, it is `weights` too.
+    """
+    if recipe.compress.vocabulary == "keep":
+        return weights
+    at_least, further = recipe.compress.vocabulary_pieces, _unlabelled(recipe)
+    made_of = tokens.digest(recipe, source, weights), at_least, further and further.digest()
+    final = root / FOLDER / trimming.address(weights, *made_of)
+    if final.is_dir():
+        return final
+    store, _ = tokens.ensure(recipe, source, weights, root)
+    numbers = used(store) + (used_by(further, recipe, weights) if further else [])
+    ids = trimming.kept(weights, numbers, at_least)
+    return weights if len(ids) == trimming.size(weights) else trimming.trim(weights, ids, final)
+
+
+def used(store: Store, split: str = "train") -> list[int]:
+    """The ids that occur in the rows of a split."""
+    found: set[int] = set()
+    for first in range(0, store.rows(split), BLOCK):
+        positions = np.arange(first, min(first + BLOCK, store.rows(split)), dtype=np.int64)
+        found.update(np.unique(store.read(split, positions).ids).tolist())
+    return sorted(found)
+
+
+def _unlabelled(recipe: Recipe) -> records.Source | None:
+    """The files of `compress.unlabelled`. Raises `ConfigError` with every problem found."""
+    if recipe.compress.unlabelled is None:
+        return None
+    try:
+        return records.inspect(_without_labels(recipe))
+    except ConfigError as error:
+        found = [replace(one, field=one.field.replace("data.path", SETTING)) for one in error.problems]
+        raise ConfigError(found) from None
+
+
+def _without_labels(recipe: Recipe) -> Data:
+    neutral = {"label": None, "separator": None, "slices": (), "split_by": None, "split": None, "outside": None}
+    path = recipe.compress.unlabelled
+    return recipe.data.model_copy(update={**neutral, "path": path, "valid": None, "test": None, "format": None})
+
+
+def used_by(source: records.Source, recipe: Recipe, weights: Path) -> list[int]:
+    """The ids that occur in the texts of rows without labels, read to their ends. Rows without a text are passed
+    over."""
+    tokenizer = load_tokenizer(weights, 1)
+    tokenizer.no_truncation()
+    data = _without_labels(recipe)
+    rows = (row for piece in source.pieces for row in records.read(piece, data) if row.reason is None)
+    return trimming.used_by(tokenizer, (text for row in rows for text in (row.text, row.pair) if text))
+
+
+def told(
+    run: Run, recipe: Recipe, source: records.Source, whole: Path, weights: Path, store: Store, root: Path
+) -> dict[str, Any]:
+    """What a run's log says of its vocabulary: `pieces` of `of`, and by split how many rows are read otherwise
+    (`changed`); and where its model is. The rows are counted once for a run."""
+    if known := lineage(run):
+        return {**known[EVENT], "model": str(weights)}
+    made = trimming.read(weights)
+    assert made is not None  # by `trimmed`
+    before, _ = tokens.ensure(recipe, source, whole, root)
+    ids = trimming.old_ids(made.kept)
+    counted = {split: changed(before, store, split, ids) for split in SPLITS if store.rows(split)}
+    return {"pieces": len(ids), "of": made.of, "changed": counted, "model": str(weights)}
+
+
+def changed(before: Store, after: Store, split: str, ids: Ints) -> int:
+    """How many rows of a split have other pieces in the store `after`, whose ids stand for `ids` of the other's.
+
+    A block of packed text that has no counterpart is one of them.
+    """
+    known, positions = (store.column(split, "row_id") for store in (before, after))
+    _, old, new = np.intersect1d(known, positions, assume_unique=True, return_indices=True)
+    count = len(positions) - len(new)
+    for first in range(0, len(new), BLOCK):
+        one, other = before.read(split, old[first : first + BLOCK]), after.read(split, new[first : first + BLOCK])
+        ends = [np.concatenate([[0], np.cumsum(tokens.lengths_of_rows)]) for tokens in (one, other)]
+        pairs = zip(np.split(one.ids, ends[0][1:-1]), np.split(ids[other.ids], ends[1][1:-1]), strict=True)
+        count += sum(not np.array_equal(left, right) for left, right in pairs)
+    return count
+
+
+def lineage(run: Run) -> dict[str, Any]:
+    """What an artefact says of its vocabulary: nothing where it is whole."""
+    event = run.first(EVENT)
+    return {} if event is None else {EVENT: {name: event[name] for name in ("pieces", "of", "changed")}}

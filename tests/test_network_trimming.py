@@ -1,0 +1,148 @@
+"""A model folder with fewer pieces: what loads it, what it answers, and what a large one saves."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import models, pre_tokenizers
+
+from rtrain.errors import UserError
+from rtrain.network import trimming, vocabulary
+from tests.tiny import make_encoder, make_masked
+from tests.vocabularies import ROWS, STRANGE, trimmed
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert", "roberta"])
+def test_a_trimmed_folder_loads_and_answers_as_before(family: str, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    make_masked(tmp_path / "whole", family)
+    out, ids = trimmed(tmp_path / "whole", tmp_path / "out")
+    folders = (tmp_path / "whole", out)
+    tokenizer = [tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in folders]
+    network = [transformers.AutoModelForMaskedLM.from_pretrained(folder).eval() for folder in folders]
+    assert network[1].config.vocab_size == len(ids) < network[0].config.vocab_size
+    weights = load_file(out / "model.safetensors")
+    assert len(ids) in {len(value) for value in weights.values()}
+    assert all(network[0].config.vocab_size not in value.shape for value in weights.values())
+    for row in ROWS:
+        tokens = [torch.tensor([made.encode(row).ids]) for made in tokenizer]
+        with torch.inference_mode():
+            hidden = [made.base_model(part).last_hidden_state for made, part in zip(network, tokens, strict=True)]
+            logits = [made(part).logits for made, part in zip(network, tokens, strict=True)]
+        assert torch.equal(*hidden)
+        # A matrix of fewer columns may be summed in another order.
+        torch.testing.assert_close(logits[1], logits[0][..., ids])
+
+
+def test_transformers_reads_the_tokenizer_of_a_trimmed_folder(tmp_path: Path) -> None:
+    whole = make_encoder(tmp_path / "whole")
+    document = json.loads((whole / "tokenizer.json").read_text())
+    names = vocabulary.pieces(document)
+    about: dict[str, Any] = {
+        "tokenizer_class": "BertTokenizer",
+        "added_tokens_decoder": {str(token["id"]): {**token, "id": None} for token in document["added_tokens"]},
+        **{f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")},
+    }
+    for token in about["added_tokens_decoder"].values():
+        del token["id"]
+    (whole / "tokenizer_config.json").write_text(json.dumps(about))
+    (whole / "vocab.txt").write_text("".join(f"{names[number]}\n" for number in sorted(names)))
+    (whole / "modules.json").write_text("[]")
+    out, ids = trimmed(whole, tmp_path / "out")
+    assert (out / "vocab.txt").read_text().splitlines() == [names[number] for number in ids]
+    assert (out / "modules.json").is_file()
+    made = transformers.AutoTokenizer.from_pretrained(out)
+    own = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+    assert len(made) == len(ids)
+    for text in ROWS:
+        assert made(text)["input_ids"] == own.encode(text).ids
+    for text in STRANGE:  # Transformers' class strips accents, whatever the file says
+        assert max(made(text)["input_ids"]) < len(ids)
+    network = transformers.AutoModel.from_pretrained(out)
+    assert tuple(network.get_input_embeddings().weight.shape) == (len(ids), 32)
+
+
+def test_ids_in_the_settings_are_renumbered(tmp_path: Path) -> None:
+    whole = make_encoder(tmp_path / "whole")
+    names = {
+        piece: number for number, piece in vocabulary.pieces(json.loads((whole / "tokenizer.json").read_text())).items()
+    }
+    settings = json.loads((whole / "config.json").read_text())
+    last = max(names.values())
+    ends = {"pad_token_id": names["[PAD]"], "sep_token_id": names["[SEP]"], "eos_token_id": last, "bos_token_id": None}
+    (whole / "config.json").write_text(json.dumps({**settings, **ends, "decoder_start_token_id": 99_999}))
+    out, ids = trimmed(whole, tmp_path / "out")
+    after = json.loads((out / "config.json").read_text())
+    assert [ids[after[name]] for name in ("pad_token_id", "sep_token_id", "eos_token_id")] == [0, 3, last]
+    assert (after["bos_token_id"], after["decoder_start_token_id"]) == (None, None)
+    assert after["vocab_size"] == len(ids)
+    known = trimming.read(out)
+    assert known is not None
+    assert (known.of, list(known.kept)) == (len(names), ids)
+    assert trimming.read(whole) is None
+
+
+def test_weights_in_several_files_are_read_together(tmp_path: Path) -> None:
+    whole = make_encoder(tmp_path / "whole")
+    _, ids = trimmed(whole, tmp_path / "one")
+    parts = shutil.copytree(whole, tmp_path / "parts")
+    network = transformers.AutoModel.from_pretrained(whole)
+    (parts / "model.safetensors").unlink()
+    network.save_pretrained(parts, max_shard_size="20KB")
+    assert len(list(parts.glob("model*.safetensors"))) > 1
+    trimming.trim(parts, ids, tmp_path / "other")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "other"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_weights_that_do_not_fit_the_tokenizer_are_refused(tmp_path: Path) -> None:
+    whole = make_encoder(tmp_path / "whole")
+    weights = load_file(whole / "model.safetensors")
+    name = "embeddings.word_embeddings.weight"
+    save_file({**weights, name: weights[name][:190].clone()}, whole / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=rf"{name} has 190 lines and the tokenizer a piece 199; copy it whole"):
+        trimming.trim(whole, list(range(200)), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
+
+
+def test_a_large_vocabulary_shrinks_checkpoints_and_the_optimizer(tmp_path: Path) -> None:
+    """250,000 made-up pieces, as those of a multilingual encoder, of which the rows use a few."""
+    total, width = 250_000, 4
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"p{place}" for place in range(5, total))]
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    made = tokenizers.Tokenizer(models.WordPiece({name: place for place, name in enumerate(names)}, unk_token="[UNK]"))
+    made.add_special_tokens(names[:5])
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.save(str(whole / "tokenizer.json"))
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+        "max_position_embeddings": 16,
+    }
+    config = transformers.BertConfig(vocab_size=total, hidden_size=width, **sizes)
+    transformers.BertModel(config, add_pooling_layer=False).save_pretrained(whole)
+    out, ids = trimmed(whole, tmp_path / "out", [f"p{place} p{total - place}" for place in range(10, 1010)])
+    assert len(ids) == 2005
+
+    def measured(folder: Path) -> tuple[int, int]:
+        network = transformers.AutoModel.from_pretrained(folder, add_pooling_layer=False)
+        optimizer = torch.optim.AdamW(network.parameters())
+        network(torch.tensor([[5, 6, 7]])).last_hidden_state.sum().backward()
+        optimizer.step()
+        moments = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+        return sum(value.nbytes for value in moments), (folder / "model.safetensors").stat().st_size
+
+    before, after = measured(whole), measured(out)
+    gone = (total - len(ids)) * width * 4
+    assert before[0] - after[0] == 2 * gone  # two moments of fp32 for each weight
+    assert abs(before[1] - after[1] - gone) <= 64  # but for the header's digits
+    assert after[0] < before[0] / 50

@@ -1,0 +1,219 @@
+"""A run on a smaller vocabulary: its model is cut to its training rows, and its teacher is not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rtrain import artifact, config as configuration, events, score
+from rtrain.batch import Head
+from rtrain.checkpoints import checkpoint
+from rtrain.compress import distill, quantize, vocabulary
+from rtrain.config import Config, with_overrides
+from rtrain.data import records
+from rtrain.data.stores.store import SPLITS, Store
+from rtrain.errors import ConfigError
+from rtrain.inventory import walk
+from rtrain.network import trimming
+from rtrain.predict import Predictor
+from rtrain.report.live import said
+from rtrain.run import Run
+from rtrain.runs import driver, opening, preparing, smaller
+from tests import stock
+from tests.conftest import write_rows
+from tests.tiny import CORPUS, make_artifact, make_store, make_task_artifact
+from tests.trained import Trained, settings
+
+TRIM = {"compress.vocabulary": "trim", "compress.vocabulary_pieces": 0}
+
+
+# ------------------------------------------------------------------------------------------------------- without Ray
+
+
+def stored_twice(folder: Path, **overrides: Any) -> tuple[Config, records.Source, Path, Store]:
+    """A configuration that trims, and the store of its rows by the whole tokenizer."""
+    chosen = with_overrides(settings(folder), {**TRIM, **overrides})
+    # Words of the corpus that the tokenizer has pieces for, in the test rows alone.
+    write_rows(folder / "test.csv", [(text, "refund") for text in CORPUS[:5]])
+    model = Path(chosen.recipe.model.name)
+    return chosen, records.inspect(chosen.recipe.data), model, make_store(chosen.recipe, model, folder)
+
+
+def test_a_model_is_cut_to_the_pieces_of_its_training_rows(tmp_path: Path) -> None:
+    chosen, source, model, whole = stored_twice(tmp_path)
+    made = smaller.trimmed(chosen.recipe, source, model, tmp_path)
+    assert made.parent == tmp_path / ".vocabularies"
+    known = trimming.read(made)
+    assert known is not None
+    ids = trimming.old_ids(known.kept)
+    used = smaller.used(whole)
+    assert set(used) <= set(known.kept) < set(range(known.of))
+    assert not set(smaller.used(whole, "test")) <= set(known.kept)
+    store = make_store(chosen.recipe, made, tmp_path)
+    assert store.folder != whole.folder
+    changed = {split: smaller.changed(whole, store, split, ids) for split in SPLITS}
+    assert changed["train"] == 0 < changed["test"] <= 5
+    rows = np.arange(whole.rows("train"))
+    before, after = whole.read("train", rows), store.read("train", rows)
+    assert np.array_equal(before.ids, ids[after.ids])
+    assert np.array_equal(before.row_ids, after.row_ids)
+    stamp = made.stat().st_mtime_ns
+    assert smaller.trimmed(chosen.recipe, source, model, tmp_path) == made
+    assert made.stat().st_mtime_ns == stamp  # made once
+
+
+def test_other_rows_or_another_size_make_another_model(tmp_path: Path) -> None:
+    chosen, source, model, _ = stored_twice(tmp_path)
+    one = smaller.trimmed(chosen.recipe, source, model, tmp_path)
+    larger = with_overrides(chosen, {"compress.vocabulary_pieces": 190})
+    other = smaller.trimmed(larger.recipe, source, model, tmp_path)
+    assert (trimming.size(one), trimming.size(other)) == (trimming.lines(one), 190)
+    keep = with_overrides(chosen, {"compress.vocabulary": "keep"})
+    whole = with_overrides(chosen, {"compress.vocabulary_pieces": 10_000})
+    assert smaller.trimmed(keep.recipe, source, model, tmp_path) == model
+    assert smaller.trimmed(whole.recipe, source, model, tmp_path) == model  # there are no other pieces
+
+
+def test_pieces_of_unlabelled_rows_stay_too(tmp_path: Path) -> None:
+    further = tmp_path / "requests.jsonl"
+    further.write_text("".join(json.dumps({"text": text}) + "\n" for text in (*CORPUS[:5], "")))
+    chosen, source, model, whole = stored_twice(tmp_path, **{"compress.unlabelled": str(further)})
+    made = smaller.trimmed(chosen.recipe, source, model, tmp_path)
+    known = trimming.read(made)
+    assert known is not None
+    assert set(smaller.used(whole, "test")) <= set(known.kept)  # the same texts
+    store = make_store(chosen.recipe, made, tmp_path)
+    assert [smaller.changed(whole, store, split, trimming.old_ids(known.kept)) for split in ("train", "test")] == [0, 0]
+    further.write_text(json.dumps({"text": CORPUS[0]}) + "\n")
+    assert smaller.trimmed(chosen.recipe, source, model, tmp_path) != made
+    absent = with_overrides(chosen, {"compress.unlabelled": str(tmp_path / "absent.csv")})
+    with pytest.raises(ConfigError, match=r"compress\.unlabelled='?.*absent\.csv"):
+        smaller.trimmed(absent.recipe, source, model, tmp_path)
+
+
+def test_the_setting_is_a_part_of_a_run_only_where_it_trims() -> None:
+    plain = configuration.load("intent").recipe
+    keep = configuration.load("intent", {"compress.vocabulary_pieces": 7}).recipe
+    trim = configuration.load("intent", {"compress.vocabulary": "trim"}).recipe
+    more = configuration.load("intent", {"compress.vocabulary": "trim", "compress.vocabulary_pieces": 7}).recipe
+    assert plain.identity() == keep.identity()
+    assert "compress" not in plain.weights()
+    assert len({plain.identity(), trim.identity(), more.identity()}) == 3
+
+
+def test_a_person_is_told_what_was_cut() -> None:
+    event = {"kind": "vocabulary", "pieces": 4354, "of": 30522, "changed": {"train": 0, "valid": 12, "test": 187}}
+    assert said.of(event) == (
+        "vocabulary: 4,354 of 30,522 pieces; rows that are read otherwise: 0 train, 12 valid, 187 test"
+    )
+
+
+def test_a_finished_model_of_answers_by_token_is_trimmed_before_it_is_trained(tmp_path: Path) -> None:
+    *_, store = stored_twice(tmp_path)
+    folder = make_task_artifact(tmp_path / "tags", "token_tags", Head(("O", "B-X", "I-X"), {}))
+    with pytest.raises(ConfigError, match=r"compress\.vocabulary='?trim'?: .*trim before rtrain train"):
+        vocabulary.trim_by(folder, store, 0, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_finished_model_is_not_trimmed_where_its_test_rows_are_not_kept_whole(tmp_path: Path) -> None:
+    chosen = settings(tmp_path)
+    write_rows(tmp_path / "test.csv", [("a long story " * 200, "refund")])
+    store = make_store(chosen.recipe, Path(chosen.recipe.model.name), tmp_path)
+    with pytest.raises(ConfigError, match=r"scored anew by their texts alone.*trim before rtrain train"):
+        vocabulary.trim_by(make_artifact(tmp_path / "whole"), store, 0, tmp_path / "out")
+
+
+def test_a_trimmed_model_goes_with_the_runs_that_use_it(tmp_path: Path) -> None:
+    for name in ("used", "unused"):
+        stock.age(stock.artifact(tmp_path / ".vocabularies" / name, "model"))
+    run = stock.make(tmp_path / "run")
+    stock.log(run, "vocabulary", 1_700_000_000.0, pieces=5, of=9, changed={}, model="/moved/.vocabularies/used")
+    found = {one.name: (one.what, [known.name for known in one.users]) for one in walk.look(tmp_path).shared}
+    assert found == {
+        ".vocabularies/used": ("trimmed model", ["run"]),
+        ".vocabularies/unused": ("trimmed model", []),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ with Ray
+
+
+@pytest.fixture(scope="module")
+def student(trained: Trained) -> Path:
+    teacher = trained.run
+    asked = {**TRIM, "distill.layers": 1, "distill.epochs": 8, "distill.lr": 5e-3}
+    run, _ = distill.run(with_overrides(opening.stored(teacher), asked), teacher, teacher.parent / "small-student")
+    return run
+
+
+@pytest.mark.ray
+def test_a_student_has_fewer_pieces_and_its_teacher_all(trained: Trained, student: Path) -> None:
+    event = Run(student).first("vocabulary")
+    assert event is not None
+    assert event["changed"]["train"] == 0
+    assert event["pieces"] < event["of"] == trimming.size(trained.run / "artifact")
+    assert trimming.size(student / "artifact") == trimming.lines(student / "artifact") == event["pieces"]
+    assert trimming.size(trained.run / "artifact") == event["of"]
+    made = artifact.read(student / "artifact")
+    assert made.lineage["vocabulary"] == {name: event[name] for name in ("pieces", "of", "changed")}
+    assert made.metrics["test"]["accuracy"] >= 0.8
+    assert len(Predictor.load(student / "artifact")(["日本語 😀", "xyzzy"])) == 2
+
+
+@pytest.mark.ray
+def test_the_teacher_answers_a_student_s_rows_as_its_own(trained: Trained, student: Path) -> None:
+    whole, store = (Store(quantize.store_of(run)) for run in (trained.run, student))
+    assert store.folder != whole.folder
+    version = artifact.read(trained.run / "artifact").version
+    answers = store.teacher(version)
+    own = score.on_split(Predictor.load(trained.run / "artifact"), whole, "train", np.arange(whole.rows("train")))
+    assert np.abs(answers - np.stack(own.outputs)).max() <= 1e-4
+
+
+@pytest.mark.ray
+def test_a_trimmed_training_is_resumed_by_its_own_command(trained: Trained) -> None:
+    folder = trained.run.parent
+    chosen = with_overrides(settings(folder), {**TRIM, "train.epochs": 1})
+    paused = driver.fit(preparing.prepare(chosen, folder / "small"), until=5)
+    assert (paused["status"], paused["updates"]) == ("paused", 5)
+    with pytest.raises(ConfigError, match=r"compress\.vocabulary_pieces=170: the run was started with 0"):
+        preparing.prepare(with_overrides(chosen, {"compress.vocabulary_pieces": 170}), folder / "small", "resume")
+    ended = driver.fit(preparing.prepare(chosen, folder / "small", "resume"))
+    whole = driver.fit(preparing.prepare(chosen, folder / "small-at-once"))
+    assert (ended["status"], ended["order_digest"]) == ("finished", whole["order_digest"])
+    # The last checkpoints: the artefact has the best evaluation's weights, and a pause adds an evaluation.
+    one, other = (
+        (checkpoint.path_of(folder / name / "checkpoints", ended["updates"]) / "model.safetensors").read_bytes()
+        for name in ("small", "small-at-once")
+    )
+    assert one == other
+    told = [event for event in events.read(folder / "small") if event["kind"] == "vocabulary"]
+    assert len(told) == 2
+    assert told[0]["changed"] == told[1]["changed"]
+
+
+@pytest.mark.ray
+def test_an_int8_model_is_trimmed_where_its_parent_was_not(trained: Trained, tmp_path: Path) -> None:
+    store = Store(quantize.store_of(trained.run))
+    chosen = with_overrides(opening.stored(trained.run), TRIM)
+    plain = opening.stored(trained.run)
+    reports = [
+        quantize.run(one.recipe, store.folder, trained.run, tmp_path / name)
+        for name, one in (("small", chosen), ("whole", plain))
+    ]
+    small, whole = (Predictor.load(tmp_path / name) for name in ("small", "whole"))
+    cut = reports[0]["vocabulary"]
+    assert cut["pieces"] == trimming.size(tmp_path / "small") < cut["of"] == trimming.size(tmp_path / "whole")
+    assert cut["identical"] + cut["changed"] == cut["rows"] == store.rows("test")
+    texts = [kept[0] for kept in store.texts("test", np.arange(store.rows("test"))) if kept is not None]
+    alike = sum(np.array_equal(small.logits([text])[0], whole.logits([text])[0]) for text in texts)
+    assert alike >= cut["identical"]
+    assert small.artifact.metrics["test"] == reports[0]["test"]
+    assert reports[0]["whole"] == reports[1]["test"]
+    assert reports[0]["artefact_mb"] < reports[1]["artefact_mb"]
+    assert "vocabulary" not in reports[1]
+    assert f"{cut['pieces']} of {cut['of']} pieces" in quantize.report_text(reports[0])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small", "whole"]

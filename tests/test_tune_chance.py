@@ -1,0 +1,297 @@
+"""Whether a difference of two trials is more than chance: on made-up searches whose true difference is known."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from scipy.stats import t, ttest_rel
+
+from rtrain.metrics import classification
+from rtrain.metrics.additive import Additive, Floats, means
+from tune.ending.chance import Gap, Held, Table, aligned, gap, pseudo_values
+
+Draw = np.random.Generator
+
+
+def shares(values: npt.ArrayLike, ids: npt.ArrayLike | None = None) -> Held:
+    worth = means({"accuracy": values})
+    return Held("accuracy", np.asarray(np.arange(len(worth)) if ids is None else ids, dtype=np.uint64), worth)
+
+
+def made(
+    draw: Draw,
+    difference: float,
+    noise: tuple[float, float, float],
+    *,
+    rows: int = 200,
+    seeds: int = 2,
+    trials: int = 2,
+    nested: bool = False,
+) -> Table:
+    """Trials of equal worth but for the second one, which is better by `difference`. `noise`: the standard deviations
+    of what a row, a seed and both together add to the difference of two trials."""
+    row, seed, rest = (part / math.sqrt(2) for part in noise)
+    hard = draw.normal(0.8, 0.4, (seeds if nested else 1, rows))
+    own = draw.normal(0, row, (trials, seeds if nested else 1, rows))
+    luck = draw.normal(0, seed, (trials, seeds, 1)) + draw.normal(0, rest, (trials, seeds, rows))
+    values = np.broadcast_to(hard + own + luck, (trials, seeds, rows)).copy()
+    values[1] += difference
+    return {trial: [shares(one) for one in values[trial]] for trial in range(trials)}
+
+
+def answered(draw: Draw, share: float, *, rows: int = 300, seeds: int = 2, trials: int = 2) -> Table:
+    """Trials of equal worth whose rows are right or wrong: some are easier than others, some easier for one trial, and
+    each seed has its luck with the rows and over all."""
+    easy = (
+        draw.normal(1.5, 1.5, rows) + draw.normal(0, share, (trials, 1, rows)) + draw.normal(0, 0.2, (trials, seeds, 1))
+    )
+    right = draw.random((trials, seeds, rows)) < 1 / (1 + np.exp(-easy))
+    return {trial: [shares(one) for one in right[trial]] for trial in range(trials)}
+
+
+# ------------------------------------------------------------------------------------------------------- by simulation
+
+MANY = 300
+
+
+def at_most(share: float) -> float:
+    """So many of `MANY` at the most, if each has this chance: three standard errors above what is expected."""
+    return MANY * share + 3 * math.sqrt(MANY * share * (1 - share))
+
+
+@pytest.mark.parametrize("seeds", [2, 3])
+@pytest.mark.parametrize("trials", [2, 3])
+@pytest.mark.parametrize("noise", [(0.3, 0.02, 0.3), (0.3, 0.05, 0.2), (0.1, 0.1, 0.5)], ids=["rows", "both", "seeds"])
+def test_trials_of_equal_worth_are_rarely_told_apart(
+    noise: tuple[float, float, float], trials: int, seeds: int
+) -> None:
+    draw = np.random.default_rng([seeds, trials])
+    found = [gap(made(draw, 0.0, noise, seeds=seeds, trials=trials), 0, 1) for _ in range(MANY)]
+    most = at_most(0.07 if seeds == trials == 2 else 0.05)
+    assert sum(one.low > 0 for one in found) <= most
+    assert sum(one.high < 0 for one in found) <= most
+
+
+@pytest.mark.parametrize("seeds", [2, 3])
+def test_nor_are_they_by_answers_that_are_right_or_wrong(seeds: int) -> None:
+    draw = np.random.default_rng(seeds)
+    found = [gap(answered(draw, 1.0, seeds=seeds), 0, 1) for _ in range(MANY)]
+    assert sum(one.low > 0 for one in found) <= at_most(0.05)
+
+
+@pytest.mark.parametrize("seeds", [2, 3])
+def test_nor_are_they_with_rows_of_their_own_for_each_seed(seeds: int) -> None:
+    draw = np.random.default_rng(seeds)
+    tables = [made(draw, 0.0, (0.3, 0.02, 0.3), rows=80, seeds=seeds, trials=3, nested=True) for _ in range(MANY)]
+    assert sum(gap(table, 0, 1, nested=True).low > 0 for table in tables) <= at_most(0.05)
+
+
+def test_the_rows_of_one_seed_take_luck_for_a_difference() -> None:
+    """Why the seeds count: a seed adds as much as the rows do, and the interval of one seed does not see it."""
+    draw = np.random.default_rng(0)
+    one = sum(gap(made(draw, 0.0, (0.3, 0.05, 0.2), seeds=1), 0, 1).low > 0 for _ in range(MANY))
+    assert one > 1.5 * at_most(0.05)
+
+
+@pytest.mark.parametrize(("trials", "seeds", "found"), [(2, 2, 0.7), (3, 2, 0.9), (2, 3, 0.95), (3, 3, 0.99)])
+def test_large_differences_are_found(trials: int, seeds: int, found: float) -> None:
+    """A difference of six standard errors, of which half the variance is the seeds'."""
+    draw, noise = np.random.default_rng(0), (0.3, 0.02, 0.2)
+    error = math.sqrt(0.3**2 / 200 + (0.02**2 + 0.2**2 / 200) / seeds)
+    gaps = [gap(made(draw, 6 * error, noise, trials=trials, seeds=seeds), 0, 1) for _ in range(100)]
+    assert sum(one.low > 0 for one in gaps) >= 100 * found
+
+
+def test_the_interval_holds_the_difference_as_often_as_it_says() -> None:
+    draw, inside = np.random.default_rng(0), 0
+    for _ in range(MANY):
+        one = gap(made(draw, 0.05, (0.3, 0.02, 0.1), trials=3, seeds=3), 0, 1, alpha=0.2)
+        inside += one.low <= 0.05 <= one.high
+    assert abs(inside / MANY - 0.8) < 0.08
+
+
+def seen_as(difference: float, table: Table) -> Table:
+    """The same table, where the second trial is better by exactly that."""
+    more = difference - gap(table, 0, 1).difference
+    return {**table, 1: [shares(one.worth.rows[:, 0] + more, one.ids) for one in table[1]]}
+
+
+@pytest.mark.parametrize(
+    ("seeds", "difference", "noise"), [(8, 0.02, (0.3, 0.01, 0.3)), (3, 0.04, (0.3, 0.005, 0.1))], ids=["many", "few"]
+)
+def test_with_the_needed_rows_four_of_five_are_found(
+    seeds: int, difference: float, noise: tuple[float, float, float]
+) -> None:
+    draw = np.random.default_rng(0)
+    tables = [made(draw, difference, noise, seeds=seeds, trials=3) for _ in range(31)]
+    needed = [gap(seen_as(difference, table), 0, 1).needed_rows or 10**9 for table in tables]
+    rows = int(np.median(needed))
+    assert rows > 200
+    found = [gap(made(draw, difference, noise, rows=rows, seeds=seeds, trials=3), 0, 1).low > 0 for _ in range(100)]
+    assert 0.65 <= np.mean(found) <= 0.95
+
+
+def test_with_the_needed_seeds_four_of_five_are_found() -> None:
+    draw, noise, difference = np.random.default_rng(0), (0.1, 0.1, 0.1), 0.08
+    tables = [made(draw, difference, noise, seeds=6, trials=3) for _ in range(31)]
+    needed = [gap(seen_as(difference, table), 0, 1).needed_seeds or 1000 for table in tables]
+    seeds = int(np.median(needed))
+    assert seeds > 6
+    found = [gap(made(draw, difference, noise, seeds=seeds, trials=3), 0, 1).low > 0 for _ in range(100)]
+    assert 0.65 <= np.mean(found) <= 0.95
+
+
+@pytest.mark.parametrize("seeds", [2, 3])
+def test_what_did_not_tell_is_not_what_is_needed(seeds: int) -> None:
+    draw = np.random.default_rng(0)
+    gaps = [gap(made(draw, 0.04, (0.2, 0.03, 0.2), rows=400, seeds=seeds), 0, 1) for _ in range(200)]
+    unclear = [one for one in gaps if one.low <= 0 <= one.high]
+    assert len(unclear) > 50
+    assert all(one.needed_rows is None or one.needed_rows > one.rows for one in unclear)
+    assert all(one.needed_seeds is None or one.needed_seeds > one.seeds for one in unclear)
+
+
+# ------------------------------------------------------------------------------------------------------------- by hand
+
+
+def test_a_difference_by_hand() -> None:
+    """Rows of the difference: seed 0 (1, 0, 1, 0), seed 1 (0, 0, 1, 0). Scores: 1/4 and 1/2, and 3/4 and 3/4."""
+    table = {
+        0: [shares([0, 1, 0, 0]), shares([1, 1, 0, 0])],
+        1: [shares([1, 1, 1, 0]), shares([1, 1, 1, 0])],
+    }
+    found = gap(table, 0, 1)
+    assert (found.name, found.first, found.other, found.difference) == ("accuracy", 0.375, 0.75, 0.375)
+    assert (found.rows, found.seeds) == (4, 2)
+    # Variances of the mean over the rows: of each seed (1/3) / 4 and (1/4) / 4; of the rows' own means over the seeds,
+    # (0.5, 0, 1, 0), (11/48) / 4. The scores less the means of trial and seed are 1/16, four times, so that a seed's
+    # difference has the variance 2 x 4 / 256; by the rows alone it has `rest`, which is less.
+    each, together, scores = (1 / 12 + 1 / 16) / 2, 11 / 192, 2 * 4 / 256
+    rest = 2 * (each - together)
+    assert rest < scores
+    few, many = (scores - rest) / 2, together
+    half = (few * t.ppf(0.975, 1) + many * t.ppf(0.975, 3)) / math.sqrt(few + many)
+    assert (found.high - found.low) / 2 == pytest.approx(half)
+
+
+def test_of_one_seed_the_interval_is_students_over_the_rows() -> None:
+    draw = np.random.default_rng(0)
+    first, other = draw.normal(0, 1, (2, 50))
+    found = gap({0: [shares(first)], 1: [shares(other)]}, 0, 1)
+    expected = ttest_rel(other, first).confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    assert found.needed_seeds is None
+
+
+def test_of_other_rows_for_each_seed_the_interval_is_students_over_the_seeds() -> None:
+    """Where the seeds differ by more than their rows tell."""
+    first, other = [0.1, 0.5, 0.3], [0.9, 0.6, 0.7]
+    table = {trial: [shares([one] * 30) for one in found] for trial, found in ((0, first), (1, other))}
+    found = gap(table, 0, 1, nested=True)
+    expected = ttest_rel(other, first).confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    assert (found.rows, found.seeds) == (90, 3)
+    assert found.needed_seeds is not None
+    assert found.needed_rows == 30 * found.needed_seeds
+
+
+def test_turned_around_the_difference_is_negative() -> None:
+    table = made(np.random.default_rng(0), 0.1, (0.3, 0.01, 0.1), seeds=3)
+    there, back = gap(table, 0, 1), gap(table, 1, 0)
+    assert (back.difference, back.low, back.high) == pytest.approx((-there.difference, -there.high, -there.low))
+    assert (back.needed_rows, back.needed_seeds) == (there.needed_rows, there.needed_seeds)
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+@pytest.mark.parametrize("nested", [False, True])
+def test_equal_answers_differ_by_nothing_and_nothing_would_show_it(seeds: int, nested: bool) -> None:
+    same = [shares([1, 0] * 20)] * seeds
+    found = gap({0: same, 1: same}, 0, 1, nested=nested)
+    rows = 40 * (seeds if nested else 1)
+    assert found == Gap("accuracy", 0.5, 0.5, 0.0, 0.0, 0.0, rows, seeds, None, None)
+
+
+def test_a_smaller_alpha_is_a_wider_interval_and_needs_more() -> None:
+    table = made(np.random.default_rng(1), 0.02, (0.3, 0.005, 0.1), seeds=4, trials=3)
+    wide, narrow = gap(table, 0, 1, alpha=0.01), gap(table, 0, 1, alpha=0.1)
+    assert wide.low < narrow.low < narrow.high < wide.high
+    assert wide.needed_rows is not None
+    assert narrow.needed_rows is not None
+    assert wide.needed_rows > narrow.needed_rows
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def test_the_pseudo_values_of_a_mean_are_the_rows_values() -> None:
+    values = np.random.default_rng(0).normal(0, 1, 30)
+    assert pseudo_values(shares(values)) == pytest.approx(values)
+
+
+def test_the_pseudo_values_of_macro_f1_are_the_jackknifes() -> None:
+    draw, rows = np.random.default_rng(0), 60
+    true = draw.integers(0, 3, rows)
+    given = np.where(draw.random(rows) < 0.7, true, draw.integers(0, 3, rows))
+
+    def macro_f1(kept: npt.NDArray[np.int64]) -> float:
+        found = []
+        for label in range(3):
+            is_true, is_given = (true == label) * kept, (given == label) * kept
+            found.append(2 * np.sum(is_true * is_given) / (np.sum(is_true) + np.sum(is_given)))
+        return float(np.mean(found))
+
+    every = np.ones(rows, dtype=np.int64)
+    without = np.array([macro_f1(every - (np.arange(rows) == row)) for row in range(rows)])
+    expected = rows * macro_f1(every) - (rows - 1) * without
+    worth = classification.additive(true, given, 3)
+    found = pseudo_values(Held("macro_f1", np.arange(rows, dtype=np.uint64), worth))
+    assert found == pytest.approx(expected)
+    assert not isinstance(worth.rows, np.ndarray)  # sparse sums are left out row by row too
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_rows_that_cannot_be_left_out_add_the_score(rows: int) -> None:
+    assert pseudo_values(shares([0.25] * rows)).tolist() == [0.25] * rows
+
+
+def test_trials_are_compared_on_the_rows_that_all_have() -> None:
+    a, b = shares([1.0, 0.0, 1.0, 0.0], [7, 8, 9, 5]), shares([0.0, 1.0, 0.5], [9, 7, 6])
+    table = aligned({0: [a, a], 1: [a, b]}, nested=False)
+    assert [one.ids.tolist() for found in table.values() for one in found] == [[7, 9]] * 4
+    assert [one.score for found in table.values() for one in found] == [1.0, 1.0, 1.0, 0.5]
+
+
+def test_with_rows_of_its_own_a_seed_is_aligned_by_itself() -> None:
+    first, second = shares([1.0, 0.0], [1, 2]), shares([0.0, 1.0, 1.0], [3, 4, 5])
+    table = aligned({0: [first, second], 1: [first, shares([0.5, 0.0], [5, 3])]}, nested=True)
+    assert [[one.ids.tolist() for one in found] for found in table.values()] == [[[1, 2], [3, 5]], [[1, 2], [3, 5]]]
+    assert table[1][1].worth.rows[:, 0].tolist() == [0.0, 0.5]
+
+
+def test_a_score_that_is_no_mean_has_an_interval() -> None:
+    """Macro F1 of answers of which 60 and 90 % are right."""
+    draw, rows = np.random.default_rng(0), 400
+    true = draw.integers(0, 4, rows)
+
+    def seen(right: float) -> list[Held]:
+        other = (true + draw.integers(1, 4, (3, rows))) % 4
+        given = np.where(draw.random((3, rows)) < right, true, other)
+        worths: list[Additive] = [classification.additive(true, one, 4) for one in given]
+        return [Held("macro_f1", np.arange(rows, dtype=np.uint64), worth) for worth in worths]
+
+    found = gap({0: seen(0.6), 1: seen(0.9)}, 0, 1)
+    assert 0.2 < found.low < found.difference < found.high < 0.4
+
+
+def test_a_thousand_rows_of_a_wide_score_are_left_out_in_blocks() -> None:
+    """As many sums as one block does not hold."""
+    rows, wide = 1500, 1000
+    values = np.random.default_rng(0).random((rows, wide))
+
+    def score(sums: Floats) -> dict[str, Floats]:
+        return {"mean": sums[..., 0] / np.where(sums[..., -1] == 0, 1, sums[..., -1])}
+
+    values[:, -1] = 1.0
+    found = pseudo_values(Held("mean", np.arange(rows, dtype=np.uint64), Additive(values, score)))
+    assert found == pytest.approx(values[:, 0])

@@ -1,0 +1,200 @@
+"""The study of aggregation frequencies: which runs it asks for, what it reads of them, and its table."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain import config
+from rtrain.config import Config
+from rtrain.errors import ConfigError, UserError
+from rtrain.metrics.by_output import metric_for
+from rtrain.run import Run
+from rtrain.tasks import base
+from tests.reports import make_run
+from tests.trained import ROWS, settings
+from tune import study, study_table
+from tune.known import journal
+from tune.known.history import replay
+from tune.study_table import Cell, Result
+
+RECIPE = "aggregation-study"
+ENOUGH = 7000
+"""Rows; with 5 epochs, 100 passes of 2 x 8 rows make 25 updates of them."""
+
+
+def recipe(**overrides: Any) -> Config:
+    return config.load(RECIPE, {"data.path": "rows.csv", **overrides})
+
+
+def rows_of(table: str, title: str) -> dict[str, list[str]]:
+    """The lines of the part with this title, by their first cell."""
+    part = next(part for part in table.split("\n\n") if part.startswith(f"| {title}"))
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines()]
+    return {line[0]: line[1:] for line in lines if not line[0].startswith("---")}
+
+
+# ----------------------------------------------------------------------------------------------------------------- plan
+
+
+def test_the_published_study_takes_eleven_runs_for_its_twelve_cells() -> None:
+    found = study.plan(recipe(), ENOUGH)
+    assert [(cell.optimizer, cell.frequency) for cell in found.cells] == [
+        (optimizer, k) for optimizer in ("AdamW", "AdamW, linear rule", "RAdam") for k in (1, 2, 10, 100)
+    ]
+    # At k = 1 the linear rule changes nothing: both cells have the same weights, and one run.
+    numbers = {(cell.optimizer, cell.frequency): cell.number for cell in found.cells}
+    assert numbers["AdamW", 1] == numbers["AdamW, linear rule", 1] == 0
+    assert sorted(found.runs) == list(range(11))
+    assert (found.runs[0], found.left_out) == ({}, {})
+
+
+@pytest.mark.parametrize("name", ["aggregation-study", "squad"])
+def test_each_run_has_its_optimizer_its_passes_and_its_rate(name: str) -> None:
+    made = config.load(name, {"data.path": "rows.csv", "tune.study": "aggregation", "optim.lr": 1e-4})
+    found = study.plan(made, ENOUGH * 2)
+    for cell in found.cells:
+        one = config.with_overrides(made, found.runs[cell.number]).recipe
+        assert one.optim.name == ("radam" if cell.optimizer == "RAdam" else "adamw")
+        assert one.rows_per_update == 2 * 8 * cell.frequency
+        assert one.peak_lr == pytest.approx(1e-4 * (cell.frequency if "linear" in cell.optimizer else 1))
+    assert [cell.frequency for cell in found.cells[:4]] == [1, 2, 10, 100]
+
+
+def test_a_stored_configuration_has_the_same_runs() -> None:
+    """It has the rows of an update in place of the frequency."""
+    stored = recipe(**{"train.aggregation_frequency": None, "train.rows_per_update": 16})
+    assert study.plan(stored, ENOUGH) == study.plan(recipe(), ENOUGH)
+
+
+def test_a_space_of_one_s_own_names_the_frequencies() -> None:
+    found = study.plan(recipe(**{"tune.space": {study.FREQUENCY: [8, 1]}}), ENOUGH)
+    assert [cell.frequency for cell in found.cells] == [1, 8] * 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "left_out"),
+    [
+        (6400, {}),  # 4 updates of 1,600 rows in each of 5 epochs
+        (4800, {100: "15 updates, fewer than 20"}),
+        (1599, {100: "one update takes 1600 rows, and there are 1599"}),
+        (161, {10: "10 updates, fewer than 20", 100: "one update takes 1600 rows, and there are 161"}),
+    ],
+)
+def test_frequencies_that_the_rows_are_too_few_for_are_left_out(rows: int, left_out: dict[int, str]) -> None:
+    found = study.plan(recipe(), rows)
+    assert found.left_out == left_out
+    assert {cell.frequency for cell in found.cells} == {1, 2, 10, 100} - left_out.keys()
+
+
+def test_rows_that_leave_nothing_to_compare_are_refused() -> None:
+    with pytest.raises(UserError, match=r"70 training rows are too few .*k=2: 15 updates.*train\.epochs"):
+        study.plan(recipe(), 70)
+
+
+def test_what_contradicts_a_study_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        study.plan(recipe(**{"data.valid_share": 0, "tune.space": {study.FREQUENCY: [2, 4]}}), ENOUGH)
+    assert [problem.field for problem in caught.value.problems] == ["data.valid_share", "tune.space"]
+    with pytest.raises(ConfigError, match=r"optim\.lr"):  # 100 times 0.02 is no learning rate
+        study.plan(recipe(**{"optim.lr": 0.02}), ENOUGH)
+
+
+# ---------------------------------------------------------------------------------------------------------------- table
+
+# 1,000 updates of 0.1 s each and exchanges of 0.05 s beside; with k = 10, a tenth of the exchanges.
+FIRST = Result("AdamW", 1, 0.9, 150.0, 1000, 0.05, 10_000_000, 2, "shared_memory")
+TENTH = replace(FIRST, frequency=10, score=0.89, seconds=105.0, updates=100)
+
+
+def test_a_table_tells_what_fewer_exchanges_save_and_cost() -> None:
+    found = study_table.table([FIRST, TENTH], "accuracy")
+    assert rows_of(found.text, "accuracy on the test rows") == {
+        "accuracy on the test rows": ["k = 1", "k = 10"],
+        "AdamW": ["0.9000", "0.8900"],
+    }
+    assert rows_of(found.text, "lost")["AdamW"] == ["+0.0000", "+0.0100"]
+    assert rows_of(found.text, "seconds of training here (shared_memory)")["AdamW"] == ["150.0", "105.0"]
+    assert rows_of(found.text, "share of them in the exchange")["AdamW"] == ["33.3%", "4.8%"]
+    assert rows_of(found.text, "time saved")["AdamW"] == ["0.0%", "30.0%"]
+
+
+def test_times_over_a_link_are_those_of_the_gradient_s_bytes() -> None:
+    # Of two workers each sends the whole gradient once: 80 million bits take 0.08 s over 1 Gbit/s.
+    assert study_table.over_link(10_000_000, 2, 1e9) == pytest.approx(0.08)
+    assert study_table.over_link(10_000_000, 4, 1e9) == pytest.approx(0.12)
+    assert study_table.over_link(10_000_000, 1, 1e9) == 0.0
+    found = study_table.table([FIRST, TENTH], "accuracy")
+    assert rows_of(found.text, "seconds over 1 Gbit/s, predicted")["AdamW"] == ["180.0 (0%)", "108.0 (40%)"]
+
+
+def test_times_over_a_network_that_was_measured_stand_beside() -> None:
+    found = study_table.of_document(
+        study_table.table([FIRST, TENTH], "accuracy", {100: "few"}).document, {"a link": 0.45}
+    )
+    assert rows_of(found.text, "seconds over a link, measured")["AdamW"] == ["550.0 (0%)", "145.0 (74%)"]
+    assert found.document["networks"]["a link"]["results"][1]["saved"] == pytest.approx(1 - 145 / 550)
+    assert "k = 100 is left out: few." in found.text
+
+
+def test_a_worker_alone_exchanges_nothing() -> None:
+    alone = [replace(one, exchange_s=0.0, exchange_bytes=0, workers=1, transport="stock") for one in (FIRST, TENTH)]
+    found = study_table.table(alone, "accuracy", networks={"a link": 0.45})
+    assert rows_of(found.text, "seconds over a link, measured")["AdamW"] == ["150.0 (0%)", "105.0 (30%)"]
+
+
+def test_a_run_that_failed_is_told_with_its_error(tmp_path: Path) -> None:
+    run = Run(make_run(tmp_path, trained=False))
+    run.append("failed", error="the gradient is not finite: lower optim.lr\n  trace")
+    failed = study_table.of_run(Cell("AdamW", 100, 3), run)
+    assert failed == Result("AdamW", 100, error="the gradient is not finite: lower optim.lr")
+    found = study_table.table([FIRST, failed], "accuracy").text
+    assert rows_of(found, "accuracy")["AdamW"] == ["0.9000", "failed"]
+    assert "AdamW, k = 100: the gradient is not finite: lower optim.lr" in found
+
+
+# ------------------------------------------------------------------------------------------------------------ real runs
+
+
+@pytest.mark.ray
+def test_a_study_trains_its_runs_and_tells_their_scores_and_what_their_exchanges_cost(ray_session: Path) -> None:
+    folder = ray_session / "study"
+    chosen = settings(
+        folder,
+        **{"train.rows_per_update": None, "train.epochs": 2, "train.micro_batch": 4, "report.attributions": 0},
+        **{"train.aggregation_frequency": 1, "tune.study": "aggregation", "tune.space": {study.FREQUENCY: [1, 4, 50]}},
+    )
+    heard: list[dict[str, Any]] = []
+    found = study.run(chosen, folder / "made", on_event=heard.append)
+    results = found.table.document["results"]
+    assert [(one["optimizer"], one["frequency"]) for one in results] == [
+        (optimizer, k) for optimizer in study.OPTIMIZERS for k in (1, 4)
+    ]
+    assert list(found.table.document["left_out"]) == ["50"]
+    headline = metric_for(base.get("classification").output).headline
+    assert found.table.document["headline"] == headline
+    history = replay(journal.read(found.study.trials))
+    assert [trial.status for trial in history.trials] == ["finished"] * 5
+    numbers = {(cell.optimizer, cell.frequency): cell.number for cell in study.plan(chosen, ROWS * 9 // 10).cells}
+    for one in results:
+        log = found.study.trial(numbers[one["optimizer"], one["frequency"]]).events()
+        scores = next(event["scores"] for event in log if event["kind"] == "evaluated" and event["split"] == "test")
+        assert one["error"] is None
+        assert one["score"] == scores[headline]
+        assert 0 < one["share"] < 1
+        assert (one["workers"], one["transport"]) == (2, "shared_memory")
+        assert one["exchange_bytes"] > 0
+    first, fourth = results[:2]
+    assert first["updates"] > 3 * fourth["updates"]
+    assert study_table.of_document(json.loads(found.document.read_text())).text == found.table.text
+    assert {event.get("trial") for event in heard if event["kind"] == "progress"} == set(range(5))
+
+    before = found.study.trials.read_bytes()
+    again = study.run(config.load(str(found.study.config)), folder / "made", "resume")
+    assert again.table.document == found.table.document
+    assert found.study.trials.read_bytes() == before
+    other = config.with_overrides(chosen, {"tune.space": {study.FREQUENCY: [1, 2, 4]}})
+    with pytest.raises(ConfigError, match=r"the study was started with other runs"):
+        study.run(other, folder / "made", "resume")

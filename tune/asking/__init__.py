@@ -1,0 +1,1 @@
+"""What is tried: the space of settings, and who proposes the next point."""

@@ -1,0 +1,97 @@
+"""Whether a search has found anything, in one sentence: the winner beside the recipe's own settings."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rtrain import config as configuration
+from rtrain.comparison import verdict
+from rtrain.comparison.chance import Difference
+from rtrain.run import Run
+from tune.ending import finals
+from tune.ending.finals import Verdict
+from tune.known.history import History, replay
+from tune.known.journal import read
+from tune.results import figures
+
+OWN = "the recipe's own settings"
+
+
+def of(search: Run) -> str:
+    """The verdict on a search in one sentence. Of one that has not chosen, how far it has come."""
+    history = replay(read(search.trials))
+    target = configuration.load(str(search.config)).deploy.tune.target
+    return told(history, target)
+
+
+def told(history: History, target: float | None = None) -> str:
+    """The same of its history; `target` is the score to be reached, where the least time is searched for."""
+    if history.chosen is not None:
+        return ended(Verdict(**_known(history.verdict)), target)
+    if history.own and not any(trial.sound for trial in history.own):
+        return f"no trial of the search came to a score; {finals.failures(history)}"
+    begun = f"{len(history.own)} trial{'' if len(history.own) == 1 else 's'} begun"
+    leader = figures.leader(history)
+    return f"the search has not ended: {begun}" + ("" if leader is None else f", trial {leader.number} leads so far")
+
+
+def _known(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what a later version may have added."""
+    return {name: value for name, value in document.items() if name in Verdict.__dataclass_fields__}
+
+
+def ended(one: Verdict, target: float | None = None) -> str:
+    """The sentence of a search that has ended."""
+    if one.kind == "alone":
+        return f"trial {one.best} has won; {OWN} (trial 0) came to no score to compare with"
+    if one.against is None:
+        return f"no other trial came to a score: the default stands (trial 0, {OWN})"
+    where = _rows(one)
+    if one.kind == "default":
+        other = f"of trial {one.against}, the next best"
+        return f"the default is at the top (trial 0, {OWN}): {_figures(one, target, first=True)} {other}{where}"
+    faster = ", the fastest of those that are as good," if one.faster else ""
+    if one.kind == "better":
+        return f"trial {one.best}{faster} is better than {OWN}: {_figures(one, target)}{where}"
+    return (
+        f"trial {one.best}{faster} is taken, and whether it is better than {OWN} cannot be told{where}: "
+        f"{_figures(one, target)}{_needed(one)}"
+    )
+
+
+def _figures(one: Verdict, target: float | None, first: bool = False) -> str:
+    """Both scores, that of trial 0 first or last, and the difference with its interval."""
+    seconds = one.name == finals.SECONDS
+    if one.first is None or one.other is None:
+        what = f"the target {target:g}" if seconds and target is not None else "a finite score"
+        reached = [str(trial) for trial, score in ((0, one.first), (one.against, one.other)) if score is not None]
+        return f"{what} was reached by {f'trial {reached[0]} alone' if reached else 'neither'}"
+    low, high = (one.difference if end is None else end for end in (one.low, one.high))
+    assert one.name is not None  # two scores are of one name
+    assert one.difference is not None
+    assert low is not None
+    assert high is not None
+    shown = Difference(one.name, one.first, one.other, one.difference, low, high, 0.0, one.rows)
+    name = f"seconds to {target:g}" if seconds and target is not None else verdict.named(shown)
+    other, own = verdict.score(shown, one.other), verdict.score(shown, one.first)
+    if first:
+        return f"{name} {own} against {other}"
+    return f"{name} {other} against {own}, {verdict.change(shown)}"
+
+
+def _rows(one: Verdict) -> str:
+    """By what it was decided."""
+    seeds = f"{one.seeds} seed{'' if one.seeds == 1 else 's'}"
+    if one.name == finals.SECONDS:
+        return f", with {seeds}"
+    kind = "validation rows, which have steered the search too" if one.steered else "held-back validation rows"
+    own = ", each judged on rows of its own" if one.parts > 1 and one.seeds > 1 else ""
+    return f", on {one.rows:,} {kind}, with {seeds}{own}"
+
+
+def _needed(one: Verdict) -> str:
+    ways = []
+    if one.needed_rows is not None and one.needed_rows > one.rows:
+        ways.append(f"about {one.needed_rows:,} such rows")
+    if one.needed_seeds is not None and one.needed_seeds > one.seeds:
+        ways.append(f"{one.needed_seeds} seeds")
+    return f"; that would take {' or '.join(ways)}" if ways else ""

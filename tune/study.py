@@ -1,0 +1,251 @@
+"""What the aggregation frequency buys in time and costs in score: full trainings of one recipe at several frequencies,
+by AdamW, by AdamW under the linear rule, and by RAdam; no search, no halving.
+
+The published study that it follows: "Faster NLP with Deep Learning: Distributed Training" (Determined AI, 2020), on
+BERT and SQuAD. The linear rule is Goyal et al. 2017 (arXiv:1706.02677); RAdam is Liu et al. 2020 (arXiv:1908.03265).
+
+Its trainings are trials of a search without a search: the same folders and journal, the same slots. One runs at a time,
+since trainings beside each other would share the processor, and their times are the table.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rtrain import config as configuration, events
+from rtrain.config import Config
+from rtrain.config.deploy import SPACE
+from rtrain.data.order import Order as Updates
+from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.run import Run
+from rtrain.runs import driver, opening, preparing
+from tune import slots, study_table
+from tune.known.history import Trial
+from tune.known.journal import Journal
+from tune.search import LOSSES
+from tune.study_table import FIRST, Cell, Table
+from tune.trial import Order, Task, headline_of
+
+FREQUENCY, ROWS = "train.aggregation_frequency", "train.rows_per_update"
+FREQUENCIES = (1, 2, 10, 100)
+"""Those of the published study; a `tune.space` of one's own may name others."""
+FEWEST_UPDATES = 20
+"""Below, a warm-up of a tenth of the updates is one or two of them: no longer the frequency alone is compared."""
+OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
+    "AdamW": {"optim.name": "adamw", "optim.lr_scaling": "none"},
+    "AdamW, linear rule": {"optim.name": "adamw", "optim.lr_scaling": "linear"},
+    "RAdam": {"optim.name": "radam", "optim.lr_scaling": "none"},
+}
+"""The rows of the table. The rule takes the recipe's learning rate as that of the first frequency."""
+Settings = Mapping[str, Any]
+BY = "study"
+"""What has proposed the trials of a study."""
+
+
+# ---------------------------------------------------------------------------------------------------------- what to run
+
+
+@dataclass(frozen=True)
+class Plan:
+    cells: tuple[Cell, ...]
+    runs: Mapping[int, Settings]
+    """What each run sets otherwise than the recipe, by number; run 0 is the first frequency with AdamW."""
+    left_out: Mapping[int, str]
+    """Frequencies that these rows are too few for, and why."""
+
+
+def plan(config: Config, rows: int) -> Plan:
+    """The runs for `rows` training rows.
+
+    Raises `ConfigError` if a setting contradicts the study, and `UserError` if the rows leave nothing to compare.
+    """
+    check(config)
+    recipe = config.recipe
+    of_one = recipe.train.workers * recipe.train.micro_batch * FIRST
+    wanted = frequencies(config)
+    left_out = {k: why for k in wanted if (why := too_few(rows, of_one * k, recipe.train.epochs))}
+    kept = [k for k in wanted if k not in left_out]
+    if FIRST not in kept or len(kept) < 2:
+        told = "; ".join(f"k={k}: {why}" for k, why in left_out.items())
+        raise UserError(
+            f"{rows} training rows are too few to compare aggregation frequencies ({told}); give more rows, or more "
+            "epochs with --set train.epochs"
+        )
+    cells, runs, known = list[Cell](), dict[int, Settings](), dict[str, int]()
+    for optimizer in OPTIMIZERS:
+        for k in kept:
+            changed = _changed(config, optimizer, k, of_one)
+            # The rule changes nothing at the first frequency: the same weights need no second training.
+            weights = configuration.with_overrides(config, _neutral(changed, k)).recipe.identity()
+            number = known.setdefault(weights, len(known))
+            runs.setdefault(number, changed)
+            cells.append(Cell(optimizer, k, number))
+    return Plan(tuple(cells), runs, left_out)
+
+
+def frequencies(config: Config) -> tuple[int, ...]:
+    """Those that `tune.space` names as a list, where it is not that of a search; else the published ones."""
+    space = config.deploy.tune.space
+    named = None if space == SPACE else space.get(FREQUENCY)
+    return tuple(sorted(int(k) for k in named)) if isinstance(named, tuple) else FREQUENCIES
+
+
+def too_few(rows: int, rows_per_update: int, epochs: int) -> str | None:
+    """Why a training with these updates tells nothing about the frequency; None if it does."""
+    if rows_per_update > rows:
+        return f"one update takes {rows_per_update} rows, and there are {rows}"
+    updates = Updates("", rows, rows_per_update, epochs, 0).updates
+    return f"{updates} updates, fewer than {FEWEST_UPDATES}" if updates < FEWEST_UPDATES else None
+
+
+def check(config: Config) -> None:
+    """Everything about a study that can be refused before its rows are read. Raises `ConfigError`."""
+    problems = list[Problem]()
+    data = config.recipe.data
+    if data.valid_share == 0 and not (data.valid or data.split):
+        reason = "a run's best weights are those with the best validation score, and there are no validation rows"
+        problems.append(Problem("data.valid_share", 0, reason, "give a share, e.g. 0.1"))
+    if FIRST not in frequencies(config):
+        reason = f"times are told against an exchange after every pass, {FREQUENCY}={FIRST}"
+        problems.append(Problem("tune.space", frequencies(config), reason, f"add {FIRST}"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _changed(config: Config, optimizer: str, k: int, lr_rows: int) -> Settings:
+    """What a cell sets otherwise than the recipe."""
+    chosen, train = dict(OPTIMIZERS[optimizer]), config.recipe.train
+    if chosen["optim.lr_scaling"] != "none":
+        chosen["optim.lr_rows"] = lr_rows
+    now = configuration.flat(config)
+    changed = {name: value for name, value in chosen.items() if now[name] != value}
+    # A stored configuration has the rows of an update in place of the frequency that has set them.
+    same = config.recipe.rows_per_update == k * train.workers * train.micro_batch
+    return changed if same else {**changed, FREQUENCY: k, ROWS: None}
+
+
+def _neutral(changed: Settings, k: int) -> Settings:
+    """The same settings, without the rule where it changes nothing."""
+    return {**changed, "optim.lr_scaling": "none"} if k == FIRST else changed
+
+
+# ----------------------------------------------------------------------------------------------------------- running it
+
+
+@dataclass(frozen=True)
+class Studied:
+    """The result of a study."""
+
+    study: Run
+    table: Table
+
+    @property
+    def document(self) -> Path:
+        """The table as JSON; `study_table.of_document` makes it again."""
+        return self.study.folder / "study.json"
+
+
+def run(
+    config: Config,
+    folder: Path,
+    reuse: opening.Reuse = "refuse",
+    on_event: driver.OnEvent | None = None,
+    tokens_root: Path | None = None,
+) -> Studied:
+    """Train what the table needs, and make it. A study that was stopped goes on with the runs that have not ended.
+
+    Raises what `plan` raises, `ConfigError` if a resumed study would be another one, and `UserError` if no run came to
+    its end.
+    """
+    check(config)
+    folder, config = opening.choose(folder, config, reuse)
+    config = opening.absolute(config, folder if reuse == "resume" else None)
+    study = Run(folder)
+    opening.freeze(study, config)
+    with opening.hold(study):
+        task = Task(configuration.to_document(config), config.named, folder, tokens_root or folder.parent)
+        planned = _Study(config, task, on_event).run()
+        known = {trial.number: trial for trial in Journal(study.trials).history.trials}
+        results = [
+            study_table.of_run(cell, study.trial(cell.number), _why(known[cell.number])) for cell in planned.cells
+        ]
+        if all(one.error for one in results):
+            raise UserError(f"no run of the study came to its end; {results[0].error}")
+        found = Studied(study, study_table.table(results, headline_of(config), planned.left_out))
+        found.document.write_text(json.dumps(found.table.document, indent=1) + "\n", encoding="utf-8")
+    return found
+
+
+def _why(trial: Trial) -> str | None:
+    return trial.error or trial.diverged
+
+
+class _Study:
+    """One start of a study."""
+
+    def __init__(self, config: Config, task: Task, on_event: driver.OnEvent | None):
+        self._config, self._task, self._on_event = config, task, on_event
+        self._study = Run(task.search)
+        self._journal = Journal(self._study.trials)
+        self._lost: dict[int, int] = {}
+
+    def run(self) -> Plan:
+        first = self._study.trial(0)
+        # The first run is the recipe as it stands, so its rows are those of all.
+        prepared = preparing.prepare(
+            self._task.of({}), first.folder, "resume" if first.exists else "refuse", self._task.tokens_root
+        )
+        planned = plan(self._config, prepared.store.rows("train"))
+        self._ask(planned)
+        rows = prepared.order.rows_until(prepared.updates)
+        waiting = [
+            Order(trial.number, trial.settings, None, rows)
+            for trial in self._journal.history.trials
+            if trial.status == "asked"
+        ]
+        with events.Follow([], self._on_event) as follow:
+            for number in planned.runs:
+                follow.add(self._study.trial(number).folder, {"trial": number})
+            if waiting:
+                with slots.opened(self._config, self._task, 1) as open_slots:
+                    self._work(open_slots, waiting)
+        return planned
+
+    def _ask(self, planned: Plan) -> None:
+        """Write down the runs; those of a resumed study must be the same."""
+        known = self._journal.history.trials
+        for number, settings in planned.runs.items():
+            if number >= len(known):
+                self._write("asked", trial=number, settings=dict(settings), by=BY)
+            elif known[number].settings != settings:
+                shown, reason = known[number].named, "the study was started with other runs, of which one is {}"
+                fix = "leave out what was changed, or start another study with --new"
+                raise ConfigError([Problem("tune.study", BY, reason.format(shown), fix)])
+
+    def _work(self, open_slots: slots.Slots, waiting: list[Order]) -> None:
+        while waiting or open_slots.orders:
+            for slot in open_slots.idle[: len(waiting)]:
+                order = waiting.pop(0)
+                self._study.append("ordered", trial=order.trial, rung=None, slot=slot)
+                open_slots.give(slot, order)
+            given, outcomes = open_slots.wait()
+            if given is None:
+                self._study.append("slot_up")
+            elif outcomes is None:
+                self._study.append("lost", trial=given.trial, rung=None)
+                self._lost[given.trial] = self._lost.get(given.trial, 0) + 1
+                if self._lost[given.trial] > LOSSES:
+                    self._write("failed", trial=given.trial, error=f"the process that ran it died {LOSSES + 1} times")
+                else:
+                    waiting.insert(0, given)
+            else:
+                for outcome in outcomes:
+                    fields = {name: value for name, value in outcome.items() if name != "kind"}
+                    self._write(outcome["kind"], trial=given.trial, **fields)
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        self._journal.append(kind, **fields)
+        if self._on_event is not None:
+            self._on_event({"kind": "search", "what": kind, **fields})

@@ -1,0 +1,196 @@
+"""The table of a study of aggregation frequencies: what each run came to, on this machine and over other networks.
+
+Pure but for `of_run`, which reads a run's folder.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rtrain.metrics.by_output import metric_for
+from rtrain.report import summary
+from rtrain.run import Run
+from rtrain.tasks import base
+
+FIRST = 1
+"""The frequency with which the others are compared."""
+LINKS = {"10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
+"""Networks for which times are predicted, in bits per second and direction."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A place of the table. Two cells whose weights are the same have one run."""
+
+    optimizer: str
+    frequency: int
+    number: int
+    """Of the run."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the run of a cell came to."""
+
+    optimizer: str
+    frequency: int
+    score: float | None = None
+    """The task's headline on the test rows; None if the run failed."""
+    seconds: float | None = None
+    """Seconds of training: without its start, evaluations and checkpoints."""
+    updates: int = 0
+    exchange_s: float = 0.0
+    """Mean seconds by which an exchange lengthens a pass; 0 with one worker."""
+    exchange_bytes: int = 0
+    """Bytes of a gradient."""
+    workers: int = 1
+    transport: str = ""
+    error: str | None = None
+    """Why there is no score."""
+
+    @property
+    def share(self) -> float | None:
+        """The share of the time that goes into the exchange."""
+        return None if not self.seconds else self.updates * self.exchange_s / self.seconds
+
+    def over(self, exchange_s: float) -> float | None:
+        """Seconds of the same training where an exchange takes so many."""
+        return None if self.seconds is None else self.seconds + self.updates * (exchange_s - self.exchange_s)
+
+
+def of_run(cell: Cell, run: Run, why: str | None = None) -> Result:
+    """What a run came to. `why`: how it is known to have failed."""
+    log = run.events()
+    if summary.status(log) != "finished":
+        failed = next((event["error"] for event in reversed(log) if event["kind"] == "failed"), "the run did not end")
+        return Result(cell.optimizer, cell.frequency, error=str(why or failed).splitlines()[0])
+    found, last = summary.summarise(run), next(event for event in reversed(log) if event["kind"] == "trained")
+    cost = last.get("exchange") or {"seconds": 0.0, "bytes": 0}
+    return Result(
+        cell.optimizer,
+        cell.frequency,
+        score=found["metrics"]["test"][metric_for(base.get(found["task"]).output).headline],
+        seconds=found["seconds"]["train"] + found["seconds"]["input_wait"],
+        updates=found["updates"],
+        exchange_s=cost["seconds"],
+        exchange_bytes=cost["bytes"],
+        workers=found["workers"],
+        transport=found["exchange"]["transport"],
+    )
+
+
+def over_link(gradient_bytes: int, workers: int, bits_per_second: float) -> float:
+    """Seconds of an exchange over a link: in a ring, each worker sends 2 (n - 1) / n of a gradient (Patarasuk and Yuan
+    2009). Latency is left out, and nothing is hidden behind the backward pass."""
+    return 2 * (workers - 1) / workers * gradient_bytes * 8 / bits_per_second
+
+
+# --------------------------------------------------------------------------------------------------------------- table
+
+
+@dataclass(frozen=True)
+class Table:
+    text: str
+    """Markdown that a terminal shows well."""
+    document: Mapping[str, Any]
+
+
+def table(
+    results: Sequence[Result],
+    headline: str,
+    left_out: Mapping[int, str] | None = None,
+    networks: Mapping[str, float] | None = None,
+) -> Table:
+    """The table of a study: optimizers are its rows, frequencies its columns; a part for each figure.
+
+    `networks` has the seconds of an exchange over networks that were measured, by name (`benchmarks.slow_network`);
+    beside them the times over `LINKS` are predicted.
+    """
+    by = {(one.optimizer, one.frequency): one for one in results}
+    here = next((one.transport for one in results if one.transport), "") or "one worker"
+
+    def saved(one: Result, seconds: Callable[[Result], float | None]) -> float | None:
+        first, own = seconds(by[one.optimizer, FIRST]), seconds(one)
+        return None if not first or own is None else 1 - own / first
+
+    def lost(one: Result) -> float | None:
+        first = by[one.optimizer, FIRST].score
+        return None if first is None or one.score is None else first - one.score
+
+    parts = [
+        _part(f"{headline} on the test rows", results, lambda one: one.score, "{:.4f}"),
+        _part(f"lost against k = {FIRST}", results, lost, "{:+.4f}"),
+        _part(f"seconds of training here ({here})", results, lambda one: one.seconds, "{:.1f}"),
+        _part("share of them in the exchange", results, lambda one: one.share, "{:.1%}"),
+        _part(
+            f"time saved against k = {FIRST}", results, lambda one: saved(one, lambda other: other.seconds), "{:.1%}"
+        ),
+    ]
+    document: dict[str, Any] = {
+        "headline": headline,
+        "results": [
+            {**asdict(one), "share": one.share, "saved": saved(one, lambda other: other.seconds), "lost": lost(one)}
+            for one in results
+        ],
+        "left_out": {str(k): why for k, why in (left_out or {}).items()},
+        "networks": {},
+    }
+    for name, (how, cost) in _networks(networks or {}).items():
+
+        def there(one: Result, cost: Callable[[Result], float] = cost) -> float | None:
+            return one.over(cost(one))
+
+        title = f"seconds over {name}, {how} (saved)"
+        parts.append(_part(title, results, there, "{:.1f}", lambda one, there=there: saved(one, there)))  # type: ignore[misc]
+        document["networks"][name] = {
+            "how": how,
+            "results": [
+                {"optimizer": one.optimizer, "frequency": one.frequency, "seconds": there(one)}
+                | {"saved": saved(one, there)}
+                for one in results
+            ],
+        }
+    notes = [f"k = {k} is left out: {why}." for k, why in (left_out or {}).items()]
+    failed = {f"{one.optimizer}, k = {one.frequency}": one.error for one in results if one.error}
+    notes += [f"{name}: {why}" for name, why in failed.items()]
+    return Table("\n\n".join([*parts, *(["\n".join(notes)] if notes else [])]), document)
+
+
+def of_document(document: Mapping[str, Any], networks: Mapping[str, float] | None = None) -> Table:
+    """The table of a study that was kept, with other networks."""
+    names = Result.__dataclass_fields__.keys()
+    results = [Result(**{name: one[name] for name in names}) for one in document["results"]]
+    left_out = {int(k): why for k, why in document["left_out"].items()}
+    return table(results, document["headline"], left_out, networks)
+
+
+def _networks(measured: Mapping[str, float]) -> dict[str, tuple[str, Callable[[Result], float]]]:
+    """How the time of an exchange over each network is known, and the seconds that a result's exchange takes there."""
+
+    def known(seconds: float) -> Callable[[Result], float]:
+        return lambda one: seconds if one.workers > 1 else 0.0
+
+    def predicted(bits: float) -> Callable[[Result], float]:
+        return lambda one: over_link(one.exchange_bytes, one.workers, bits)
+
+    told = {name: ("predicted", predicted(bits)) for name, bits in LINKS.items()}
+    return told | {name: ("measured", known(seconds)) for name, seconds in measured.items()}
+
+
+def _part(
+    title: str,
+    results: Iterable[Result],
+    value: Callable[[Result], float | None],
+    form: str,
+    beside: Callable[[Result], float | None] | None = None,
+) -> str:
+    """A figure of all results, `beside` it a share in brackets."""
+    rows: dict[str, dict[int, str]] = {}
+    for one in results:
+        own, other = value(one), beside(one) if beside else None
+        shown = "failed" if own is None else form.format(own)
+        rows.setdefault(one.optimizer, {})[one.frequency] = shown + ("" if other is None else f" ({other:.0%})")
+    columns = sorted({k for row in rows.values() for k in row})
+    lines = [f"| {title} | " + " | ".join(f"k = {k}" for k in columns) + " |", "|---|" + "---|" * len(columns)]
+    lines += [f"| {name} | " + " | ".join(row.get(k, "") for k in columns) + " |" for name, row in rows.items()]
+    return "\n".join(lines)
