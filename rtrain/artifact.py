@@ -21,6 +21,8 @@ from rtrain.errors import UserError, meant
 
 NAME = "artifact.json"
 SCHEMA_VERSION = 1
+REWRITTEN = (NAME, manifest.NAME)
+"""The files that a gate's verdict changes."""
 COLUMNS = ("format", "text", "text_pair", "label", "separator", "slices", "split_by", "max_row_bytes", "max_bad_rows")
 """Settings of `data` that say how a file of rows is read, and so how `rtrain evaluate` reads another one."""
 
@@ -57,6 +59,7 @@ class Artifact:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     lineage: Mapping[str, Any] = field(default_factory=dict)
     gate: Mapping[str, Any] | None = None
+    """What the gate has found of it (`rtrain.gate.gate`); None before."""
     golden: tuple[Mapping[str, Any], ...] = ()
     """`{"inputs": text or texts, "logits": [...]}` each, as computed by the maker through `rtrain.predict`."""
     version: str = ""
@@ -82,13 +85,31 @@ def write(
     logits = answer(folder, artifact)
     golden = tuple({"inputs": asked, "logits": row} for asked, row in zip(inputs, logits, strict=True))
     artifact = replace(artifact, golden=golden)
-    path = folder / NAME
-    path.write_text(json.dumps(asdict(artifact), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path = _describe(folder, artifact)
     for part in parts:
         # safetensors lets its owner alone read what it writes; an endpoint often runs as another user.
         part.chmod(path.stat().st_mode)
     manifest.write(folder)
     return artifact
+
+
+def judged(folder: Path, gate: Mapping[str, Any]) -> Artifact:
+    """Write a gate's verdict into the artefact of a draft folder, and its manifest anew (`REWRITTEN`)."""
+    artifact = replace(read(folder), gate=gate)
+    _describe(folder, artifact)
+    manifest.write(folder)
+    return artifact
+
+
+def _describe(folder: Path, artifact: Artifact) -> Path:
+    path = folder / NAME
+    path.write_text(json.dumps(asdict(artifact), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path
+
+
+def is_compressed(artifact: Artifact) -> bool:
+    """Whether it was made smaller from another one, which it must not be much worse than: int8, or a student."""
+    return not engines.get(artifact.engine).gradients or "teacher" in artifact.lineage
 
 
 def read(folder: Path, verify: bool = True) -> Artifact:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration
+from rtrain import config as configuration, events
 from rtrain.config import Config
 from rtrain.data import records, synthetic, tokens
 from rtrain.data.formats import files
@@ -116,6 +116,7 @@ def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> N
     import ray
 
     from rtrain.compress import distill, quantize
+    from rtrain.gate import told
     from tune import search
     from tune.results import table
 
@@ -146,6 +147,7 @@ def _train_stages(report: Report, config: Config, folder: Path, line: Line) -> N
             made["size_mb"],
             recipe.quantize.calibration_rows,
         )
+    line(events.doing(f"gate: {told.sentence(made['gate'])}", "gate"))
 
 
 def _baseline(recipe: configuration.Recipe) -> float:
@@ -165,12 +167,15 @@ def _baseline(recipe: configuration.Recipe) -> float:
 
 @contextmanager
 def _serve_stages(report: Report, config: Config, folder: Path, line: Line) -> Iterator[str]:
-    """Serve the int8 student and ask it. Gives the endpoint's address; the endpoint lives as long as the block."""
+    """Serve the int8 student and ask it. Gives the endpoint's address; the endpoint lives as long as the block.
+
+    It is served whatever the gate has said, which was shown: the demo shows the whole path.
+    """
     from serve import deployment
 
     artifact = folder / "student" / "artifact-int8"
     with report.stage("serve", line):
-        endpoint = deployment.start(artifact, config.deploy.serve)
+        endpoint = deployment.start(artifact, config.deploy.serve.model_copy(update={"ungated": True}))
     with endpoint:
         with report.stage("ask", line) as stage:
             assert config.recipe.data.test

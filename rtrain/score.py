@@ -1,16 +1,16 @@
 """Scores of an artefact through the path that answers requests, on a token store's split or on a file."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from rtrain.artifact import Artifact
-from rtrain.batch import Floats, Int32s, Ints, Ragged, Tokens, batches, pack
+from rtrain.batch import Encoded, Floats, Int32s, Ints, Ragged, Tokens, batches, pack
 from rtrain.config import Data, parse
 from rtrain.data import records
 from rtrain.data.formats import files
@@ -35,7 +35,7 @@ class Answered:
 def on_split(predictor: Predictor, store: Store, split: str, rows: Ints, batch_rows: int = BATCH_ROWS) -> Answered:
     """The answers to the rows at the positions `rows`; neighbours in length share a batch."""
     lengths = store.column(split, "length")[rows]
-    return _answered(predictor, lengths, lambda places: store.read(split, rows[places]), batch_rows)
+    return answer(predictor, lengths, lambda places: store.read(split, rows[places]), batch_rows)
 
 
 def scores(predictor: Predictor, answered: Answered, store: Store, split: str = "test") -> dict[str, float]:
@@ -43,7 +43,10 @@ def scores(predictor: Predictor, answered: Answered, store: Store, split: str = 
     return metric_for(predictor.task.output).scores(answered.outcomes, store.targets(split), predictor.head)
 
 
-def _answered(predictor: Predictor, lengths: Int32s, read: Callable[[Ints], Tokens], batch_rows: int) -> Answered:
+def answer(
+    predictor: Predictor, lengths: Int32s, read: Callable[[Ints], Tokens], batch_rows: int = BATCH_ROWS
+) -> Answered:
+    """The answers to rows of these lengths; `read` gives the tokens of those at some places."""
     task, head = predictor.task, predictor.head
     outputs: dict[int, Floats] = {}
     outcomes: dict[int, Any] = {}
@@ -89,29 +92,59 @@ def measured(folder: Path, data: Data) -> Measured:
     source = records.inspect(data)
     predictor = Predictor.load(folder)
     task = predictor.task
-    rows = [_with_flaw(record, task) for piece in source.pieces for record in records.read(piece, data)]
+    rows = rows_of(source, data, task)
     good = [record for record in rows if record.reason is None]
     if not good:
         raise ConfigError([Problem("data.path", data.path, "no row can be used", "give rows with text and label")])
     start = time.perf_counter()
-    asked: list[Input] = [
-        dict(zip(task.fields, (row.text, row.pair), strict=True)) if row.pair is not None else row.text for row in good
-    ]
-    encoded = predictor.encode(asked)
-    marks = [task.marks(row.text, row.pair, row.label, one) for row, one in zip(good, encoded, strict=True)]
-    targets, unknown = task.targets([row.label for row in good], Ragged.of(marks, np.int32), predictor.head)
-    tokens = replace(pack(encoded), targets=targets.values, counts=targets.counts)
+    asked = ask(predictor, good)
+    tokens, targets = asked.tokens, asked.targets
     lengths = tokens.lengths_of_rows
-    answered = _answered(predictor, lengths, tokens.pick, BATCH_ROWS)
+    answered = answer(predictor, lengths, tokens.pick)
     seconds = time.perf_counter() - start
     columns = {name: [row.slices[place] for row in good] for place, name in enumerate(data.slices)}
     found = measure(task, predictor.head, "file", answered.outcomes, targets, lengths, columns)
-    answers = task.decode(answered.outputs, asked, encoded, predictor.head, {})
+    answers = task.decode(answered.outputs, asked.inputs, asked.encoded, predictor.head, {})
     found["scores"] |= task.judge(answers, [row.label for row in good])
     report = {**found, "bad_rows": len(rows) - len(good), "rows_per_second": round(len(good) / seconds, 1)}
     is_right = metric_for(task.output).right
-    right = None if is_right is None else is_right(answered.outcomes, targets, predictor.head) & ~unknown
+    right = None if is_right is None else is_right(answered.outcomes, targets, predictor.head) & ~asked.unknown
     return Measured(report, rows, answers, right)
+
+
+def rows_of(source: records.Source, data: Data, task: Task) -> list[Record]:
+    """All rows of a file. One that the task cannot use has the reason."""
+    return [_with_flaw(record, task) for piece in source.pieces for record in records.read(piece, data)]
+
+
+class Asked(NamedTuple):
+    """Rows as an artefact reads them."""
+
+    inputs: list[Input]
+    encoded: list[Encoded]
+    tokens: Tokens
+    """With their targets."""
+    targets: Ragged
+    unknown: npt.NDArray[np.bool_]
+    """Rows with a label that the artefact lacks."""
+
+
+def ask(predictor: Predictor, rows: Sequence[Record]) -> Asked:
+    """Tokens and targets of rows without flaw, by the artefact's own tokenizer and labels."""
+    task = predictor.task
+    inputs: list[Input] = [
+        dict(zip(task.fields, (row.text, row.pair), strict=True)) if row.pair is not None else row.text for row in rows
+    ]
+    encoded = predictor.encode(inputs)
+    marks = [task.marks(row.text, row.pair, row.label, one) for row, one in zip(rows, encoded, strict=True)]
+    targets, unknown = task.targets([row.label for row in rows], Ragged.of(marks, np.int32), predictor.head)
+    return Asked(
+        inputs,
+        encoded,
+        replace(pack(encoded), targets=targets.values, counts=targets.counts),
+        targets,
+        unknown,
+    )
 
 
 def _with_flaw(record: Record, task: Task) -> Record:

@@ -1,10 +1,13 @@
-"""Who can reach the endpoint, and how. No torch, no Ray: it is asked before anything starts."""
+"""Who can reach the endpoint, and how, and what it may serve. No torch, no Ray: it is asked before anything starts."""
 
 import ipaddress
 from collections.abc import Callable
+from pathlib import Path
 
+from rtrain.artifact import Artifact, ArtifactError, is_compressed
 from rtrain.config import Serve
 from rtrain.errors import ConfigError, Problem
+from rtrain.run import shown
 
 
 def check(settings: Serve, say: Callable[[str], None] = lambda line: None) -> None:
@@ -16,6 +19,24 @@ def check(settings: Serve, say: Callable[[str], None] = lambda line: None) -> No
         fix = "listen on 127.0.0.1, behind a proxy that asks for one, or write --insecure"
         raise ConfigError([Problem("serve.host", settings.host, reason, fix)])
     say(f"insecure: whoever reaches {settings.host} may ask the model, unencrypted and without a key; keys come later")
+
+
+def admit(made: Artifact, folder: Path, settings: Serve) -> None:
+    """Refuse a compressed artefact that the gate has not promoted. The float model of a run is no such thing: there is
+    nothing that it must not be worse than."""
+    if settings.ungated or not is_compressed(made):
+        return
+    ways = f"gate it: rtrain gate {shown(folder)} --against BASE; or serve it all the same, by --ungated"
+    if made.gate is None:
+        raise ArtifactError(f"artefact {folder} was made smaller, and no gate has looked at it; {ways}")
+    if made.gate.get("version") != made.version:
+        raise ArtifactError(
+            f"the verdict in artefact {folder} is that of another one, {made.gate.get('version')}; {ways}"
+        )
+    if (word := made.gate.get("verdict")) != "promote":
+        said = {"refuse": "refused", "hold": "held back"}.get(str(word), "not promoted")
+        reasons = "; ".join(made.gate.get("reasons") or ["no reason given"])
+        raise ArtifactError(f"artefact {folder} was {said} by the gate: {reasons}. To serve it all the same: --ungated")
 
 
 def is_loopback(host: str) -> bool:

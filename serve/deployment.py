@@ -119,6 +119,7 @@ def start(artifact: Path, settings: Serve, name: str | None = None) -> Endpoint:
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # importing ray.serve has set it to INFO, a line a step
     access.check(settings)
     checked = rtrain.artifact.read(artifact)
+    access.admit(checked, artifact, settings)
     if _controller() is not None:
         raise UserError("this Ray runs Ray Serve already; close that endpoint first, or start a Ray of your own")
     address = free_address(settings.host, settings.port)

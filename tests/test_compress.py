@@ -190,6 +190,7 @@ def test_a_quantization_is_told_by_before_and_after() -> None:
         "size_mb": 18.24,
         "parent_size_mb": 87.0,
         "seconds": 65.7,
+        "gate": {"verdict": "promote", "reasons": ["accuracy 0.922 against 0.923", "1.90 times as fast"]},
         "artifact": "/runs/intent/artifact-int8",
     }
     assert quantize.report_text(made).splitlines() == [
@@ -200,5 +201,6 @@ def test_a_quantization_is_told_by_before_and_after() -> None:
         "size         87.0 MB     18.2 MB",
         "answers that differ from the float model's: 0.42%",
         "answers that differ between alone and in a batch: 0.00% (logits by 0.012 at most)",
+        "gate: promote: accuracy 0.922 against 0.923; 1 more finding for it, none against",
         "artefact: /runs/intent/artifact-int8",
     ]

@@ -48,7 +48,7 @@ def test_swapped_labels_of_the_served_copy_are_seen(tmp_path: Path, ray_session:
     from serve import deployment
 
     original = openvino_artifact(tmp_path / "original")  # neither replica nor `rtrain predict` loads torch for it
-    settings = config.Serve(port=0)
+    settings = config.Serve(port=0, ungated=True)
     with deployment.start(original, settings) as endpoint:
         same = demo.ask(endpoint.url, original, TEXTS)
     with deployment.start(swap_labels(original, tmp_path / "copy"), settings) as endpoint:

@@ -18,10 +18,14 @@ pytestmark = [pytest.mark.ray, pytest.mark.serve]
 
 ADDRESS = "127.0.0.1:8000"
 """Of the endpoint in the commands; another test may hold that port, so a free one takes its place."""
+LENIENT = ("gate.loss=1", "gate.slice_loss=1", "gate.lost=1", "gate.speedup=0", "gate.seconds=1")
+LENIENT_WITH_STUDENTS = ("gate.student_loss=1", "gate.student_slice_loss=1", "gate.student_lost=1")
+"""Limits of the gate: how good a tiny encoder is after one epoch, and how fast on a busy machine, says nothing."""
 SMALLER = {
     "train": ("train.epochs=1", "train.precision=fp32", "optim.lr=5e-3", "report.attributions=2", "model.name=encoder"),
-    "distill": ("distill.epochs=1", "distill.layers=1", "report.attributions=0"),
-    "quantize": ("quantize.calibration_rows=16",),
+    "distill": ("distill.epochs=1", "distill.layers=1", "report.attributions=0", *LENIENT, *LENIENT_WITH_STUDENTS),
+    "quantize": ("quantize.calibration_rows=16", *LENIENT),
+    "gate": LENIENT,
 }
 """Settings that are put behind a verb's own, for its size. A resume has those of its run."""
 
@@ -82,4 +86,16 @@ def test_every_command_without_a_need_does_its_work(
         done.add(verb)
     assert answered == questions
     assert questions
-    assert done >= {"train", "distill", "quantize", "serve", "predict", "explain", "evaluate", "report", "verify"}
+    assert done >= {
+        "train",
+        "distill",
+        "quantize",
+        "serve",
+        "predict",
+        "explain",
+        "evaluate",
+        "report",
+        "verify",
+        "gate",
+        "inspect",
+    }

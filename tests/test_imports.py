@@ -41,6 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rtrain.answers", "rtrain.report", "serve"),
     ("rtrain.runs",),
     ("rtrain.comparison",),
+    ("rtrain.gate",),
     ("tune.known",),
     ("tune.asking", "tune.ending"),
     ("tune.results",),

@@ -155,9 +155,9 @@ def test_refusals_leave_nothing_running(artifact: Path, tmp_path: Path) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         with pytest.raises(UserError, match="is in use; end the program that has it"):
-            start(artifact, Serve(port=other.getsockname()[1]))
+            start(artifact, Serve(ungated=True, port=other.getsockname()[1]))
     with pytest.raises(ArtifactError, match="is no artefact"):
-        start(tmp_path, Serve(port=0), name="given")
+        start(tmp_path, Serve(ungated=True, port=0), name="given")
     assert serve_actors() == []
 
 
@@ -172,7 +172,7 @@ def test_an_artefact_that_answers_otherwise_than_recorded_is_refused(artifact: P
     manifest.write(tmp_path)
     address = free_address("127.0.0.1", 0)
     with pytest.raises(UserError) as refused:
-        start(tmp_path, Serve(port=address.port))
+        start(tmp_path, Serve(ungated=True, port=address.port))
     assert str(refused.value) == (
         f"the model cannot be served: artefact tiny {document['version']} does not reproduce its golden answers: "
         "logits differ by 1 (at most 0.1). Its tokenizer, weights or engine are not its maker's."
@@ -184,7 +184,7 @@ def test_an_artefact_that_answers_otherwise_than_recorded_is_refused(artifact: P
 @pytest.mark.serve
 @pytest.mark.usefixtures("ray_session")
 def test_close_leaves_no_actor_process_or_port(artifact: Path) -> None:
-    with start(artifact, Serve(port=0), name="short") as endpoint:
+    with start(artifact, Serve(ungated=True, port=0), name="short") as endpoint:
         assert httpx.get(endpoint.url + "/v2/health/ready").json() == {"ready": True}
         started = [*processes("ray::ServeController"), *processes("ray::ProxyActor"), *processes("ray::ServeReplica")]
         assert len(started) == len(serve_actors()) == 3
@@ -199,7 +199,7 @@ def test_close_leaves_no_actor_process_or_port(artifact: Path) -> None:
 
 @pytest.fixture(scope="module")
 def endpoint(artifact: Path, ray_session: None) -> Iterator[Endpoint]:
-    settings = Serve(port=0, replicas=REPLICAS, max_body_bytes=MAX_BODY_BYTES)
+    settings = Serve(ungated=True, port=0, replicas=REPLICAS, max_body_bytes=MAX_BODY_BYTES)
     with start(artifact, settings) as endpoint:
         yield endpoint
 
@@ -329,5 +329,5 @@ def test_replicas_of_an_int8_artefact_do_not_load_torch(endpoint: Endpoint) -> N
 @pytest.mark.serve
 def test_a_second_endpoint_on_the_same_ray_is_refused_and_the_first_goes_on(endpoint: Endpoint, artifact: Path) -> None:
     with pytest.raises(UserError, match="runs Ray Serve already; close that endpoint first"):
-        start(artifact, Serve(port=0))
+        start(artifact, Serve(ungated=True, port=0))
     assert httpx.post(endpoint.url + "/predict", json={"inputs": "hello"}).status_code == 200

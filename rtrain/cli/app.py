@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rtrain import __version__, env, signals
-from rtrain.cli import compare, compress, proof, runs, serve, train
+from rtrain.cli import compare, compress, gate, proof, runs, serve, train
 from rtrain.cluster import session as sessions
 from rtrain.errors import UserError
 from rtrain.report.live.waited import Waited
@@ -23,6 +23,7 @@ for _verb in (
     *(proof.verify, proof.drill),
     *(train.report, compare.compare),
     *(compress.distill, compress.quantize, compress.evaluate),
+    *(gate.gate, gate.inspect),
     *(serve.predict, serve.explain, serve.serve),
     *(runs.runs, runs.clean, runs.export),
     train.demo,

@@ -42,6 +42,7 @@ def distill(
     leave_to_supervisor(config, folder, reuse)
     from rtrain.cluster.session import session
     from rtrain.compress import distill as distillation
+    from rtrain.gate import told
     from rtrain.report.live.progress import Line, summary_text, then
 
     if reuse != "resume":
@@ -49,7 +50,9 @@ def distill(
     settled = distillation.settled(config, folder, reuse)
     with resumable(folder, "distill", teacher), Line(context.obj) as line, session(settled, folder.parent, line):
         student, summary = distillation.run(config, teacher, folder, reuse, on_event=line)
-    show(summary, as_json, summary_text(summary, Run(student)), context.obj.text(), then("quantize", student))
+    gated = [told.sentence(summary["gate"])] if "gate" in summary else []
+    text = summary_text(summary, Run(student))
+    show(summary, as_json, text, *gated, context.obj.text(), then("quantize", student))
 
 
 def quantize(
@@ -68,8 +71,10 @@ def quantize(
     config = opening.stored(parent.folder, overrides_of(assignments))
     into = (out or parent.int8).absolute()
     with Line(context.obj) as line:
-        report = quantization.run(config.recipe, quantization.store_of(parent.folder), parent.folder, into, line)
-    show(report, as_json, quantization.report_text(report), context.obj.text(), then("serve", into))
+        store, threads = quantization.store_of(parent.folder), config.deploy.serve.threads
+        report = quantization.run(config.recipe, store, parent.folder, into, line, threads)
+    way_on = then("serve", into) if report["gate"]["verdict"] == "promote" else then("inspect", into)
+    show(report, as_json, quantization.report_text(report), context.obj.text(), way_on)
 
 
 def evaluate(

@@ -12,6 +12,7 @@ from rtrain.cli.options import (
     Insecure,
     Json,
     Set,
+    Ungated,
     answering,
     configured,
 )
@@ -84,6 +85,7 @@ def serve(
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on (default 127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option("--port", help="Port (default 8000; 0 takes a free one).")] = None,
     insecure: Insecure = False,
+    ungated: Ungated = False,
     assignments: Set = None,
     address: Address = None,
 ) -> None:
@@ -93,10 +95,11 @@ def serve(
     from rtrain.report.live.progress import say
     from serve import access, deployment
 
-    config = configured("intent", assignments, host=host, port=port, insecure=insecure or None, address=address)
+    short = {"host": host, "port": port, "insecure": insecure or None, "ungated": ungated or None, "address": address}
+    config = configured("intent", assignments, **short)
     access.check(config.deploy.serve, say)
     folder = answering(artifact)
-    artifacts.read(folder)
+    access.admit(artifacts.read(folder), folder, config.deploy.serve)
     ray = session(config, folder.parent, lambda event: say(event["text"]))
     with ray, deployment.start(folder, config.deploy.serve) as endpoint:
         say(f"serving {folder} at {endpoint.url} (Ctrl-C ends it)")

@@ -16,6 +16,7 @@ from rtrain.batch import Head, Ints, batches
 from rtrain.config import Config, Model
 from rtrain.data.stores.store import Store, open_store
 from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.gate import gate
 from rtrain.network import model, pooling, precision, trimming
 from rtrain.runs import driver, opening, preparing
 from rtrain.runs.worker import TOKENIZER_FILES
@@ -45,7 +46,10 @@ def run(
     reuse: opening.Reuse = "refuse",
     on_event: driver.OnEvent | None = None,
 ) -> tuple[Path, dict[str, Any]]:
-    """Distil the artefact of `teacher_run` into a new run at `folder`; returns the run's folder and its summary."""
+    """Distil the artefact of `teacher_run` into a new run at `folder`; returns the run's folder and its summary.
+
+    A student that has come to its end is gated against its teacher; the document is the summary's `gate`.
+    """
     teacher = artifact.read(teacher_run / "artifact")
     if not engines.get(teacher.engine).gradients:
         raise UserError(f"{teacher_run / 'artifact'} is quantized; distil its float parent")
@@ -77,7 +81,18 @@ def run(
     decided = precision.resolve("auto" if precision.problems(wanted, native) else wanted, native)
     say(events.doing(f"the teacher answers {prepared.store.rows('train'):,} rows", "teacher"))
     ensure_answers(prepared.store, teacher_run / "artifact", teacher, decided, trimming.read(prepared.model))
-    return prepared.run.folder, driver.fit(prepared, on_event=on_event)
+    summary = driver.fit(prepared, on_event=on_event)
+    if prepared.run.finished:
+        sides = gate.Sides(
+            prepared.run.artifact,
+            teacher_run / "artifact",
+            prepared.store,
+            prepared.store,
+            student.deploy.serve.threads,
+        )
+        summary["gate"] = gate.run(sides, student.recipe.gate, on_event=say)
+        gate.record(prepared.run.artifact, summary["gate"])
+    return prepared.run.folder, summary
 
 
 def settled(config: Config, folder: Path, reuse: opening.Reuse) -> Config:

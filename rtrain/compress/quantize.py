@@ -22,6 +22,7 @@ from rtrain.config import Recipe
 from rtrain.config.recipe import Quantize
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
+from rtrain.gate import gate, told
 from rtrain.network import model, pooling
 from rtrain.network.inputs import accepted
 from rtrain.run import Run
@@ -41,8 +42,11 @@ def run(
     parent_run: Path,
     out: Path,
     on_event: Callable[[dict[str, Any]], None] = lambda event: None,
+    threads: int = 1,
 ) -> dict[str, Any]:
-    """Quantize the artefact of a run; returns its scores beside its parent's, flips and sizes."""
+    """Quantize the artefact of a run, and gate it against its parent; returns its scores beside its parent's, flips,
+    sizes and the gate's document. A refused artefact is there too, and is not served. `threads`: those that serve it.
+    """
     parent_folder = parent_run / "artifact"
     parent = artifact.read(parent_folder)
     if not engines.get(parent.engine).gradients:
@@ -61,7 +65,7 @@ def run(
         lineage = {**parent.lineage, "parent": parent.version, "calibration_rows": recipe.quantize.calibration_rows}
         made = replace(parent, engine=recipe.quantize.engine, lineage=lineage, golden=(), metrics={})
         on_event(events.doing(f"scoring both models on {store.rows('test'):,} test rows", "scores"))
-        report = _measure(parent_folder, draft, parent, made, store)
+        report, answered = _measure(parent_folder, draft, parent, made, store)
         made = replace(made, metrics={"test": report["test"]})
         artifact.write(
             draft,
@@ -73,6 +77,10 @@ def run(
             on_event(events.doing("trimming the vocabulary", "vocabulary"))
             report |= _trim(draft, store, recipe.compress.vocabulary_pieces, report)
         report["artefact_mb"] = round(sum(path.stat().st_size for path in draft.iterdir()) / 1e6, 2)
+        report["gate"] = gate.run(
+            gate.Sides(draft, parent_folder, store, store, threads, answered), recipe.gate, on_event=on_event
+        )
+        artifact.judged(draft, report["gate"])
         artifact.publish(draft, out)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -95,6 +103,7 @@ def report_text(report: dict[str, Any]) -> str:
             f"answers that differ from the float model's: {report['flips_against_parent']:.2%}",
             f"answers that differ between alone and in a batch: {apart:.2%} (logits by {moved:.3f} at most)",
             *_vocabulary_text(report),
+            f"gate: {told.sentence(report['gate'])}",
             f"artefact: {report['artifact']}",
         ]
     )
@@ -153,16 +162,16 @@ def _samples(store: Store, rows: int, pad_id: int, names: frozenset[str]) -> Ite
 
 def _measure(
     parent_folder: Path, draft: Path, parent: artifact.Artifact, made: artifact.Artifact, store: Store
-) -> dict[str, Any]:
-    """The scores of both artefacts on the test rows; the shares of int8 answers that differ from the parent's, and that
-    differ between being asked alone and in a batch."""
+) -> tuple[dict[str, Any], tuple[score.Answered, score.Answered]]:
+    """(scores of both artefacts on the test rows and the shares of int8 answers that differ from the parent's, and that
+    differ between being asked alone and in a batch; the answers of parent and int8)"""
     alone_rows = np.arange(min(store.rows("test"), ALONE_ROWS))
     int8, every = predict.Predictor(draft, made), np.arange(store.rows("test"))
     float_answers = score.on_split(predict.Predictor(parent_folder, parent), store, "test", every)
     batched = score.on_split(int8, store, "test", every)
     alone = score.on_split(int8, store, "test", alone_rows, batch_rows=1)
     together = [batched.outputs[row] for row in alone_rows]
-    return {
+    report = {
         "test": score.scores(int8, batched, store),
         "parent": score.scores(int8, float_answers, store),
         "flips_against_parent": _flips(batched.outputs, float_answers.outputs),
@@ -173,6 +182,7 @@ def _measure(
         "size_mb": round(artifact.size_mb(draft, made.engine), 2),
         "parent_size_mb": round(artifact.size_mb(parent_folder, parent.engine), 2),
     }
+    return report, (float_answers, batched)
 
 
 def _flips(left: list[Floats], right: list[Floats]) -> float:

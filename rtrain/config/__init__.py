@@ -36,6 +36,7 @@ from rtrain.config.recipe import (
     DEFAULT_FREQUENCY as DEFAULT_FREQUENCY,
     SPEED as SPEED,
     Distill as Distill,
+    Gate as Gate,
     Model as Model,
     Optim as Optim,
     Recipe as Recipe,

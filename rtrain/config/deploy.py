@@ -115,6 +115,8 @@ class Serve(Section):
     """Address to listen on; the default answers this machine alone."""
     insecure: bool = False
     """Allow an address that others can reach, although the endpoint asks nobody for a key."""
+    ungated: bool = False
+    """Serve a compressed artefact although the gate has not promoted it."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen on; 0 takes a free one."""
     replicas: Positive = 1

@@ -192,6 +192,30 @@ class Quantize(Section):
     """Training rows from which the scales of activations are measured."""
 
 
+class Gate(Section):
+    loss: Share = 0.01
+    """Share of its base's score that a candidate may lose. The interval must rule out three times as much."""
+    slice_loss: Share = 0.05
+    """The same in any slice of 20 rows or more."""
+    lost: Share = 0.02
+    """Share of the base's right answers that a candidate may answer wrongly, whatever it has right instead."""
+    student_loss: Share = 0.05
+    """In place of `loss` where the base is the candidate's teacher, since a student has fewer layers."""
+    student_slice_loss: Share = 0.15
+    """In place of `slice_loss`, for a student."""
+    student_lost: Share = 0.15
+    """In place of `lost`, for a student."""
+    speedup: Annotated[float, Field(ge=0)] = 0.95
+    """Least median latency of the base divided by the candidate's, in each bucket of lengths. 0.95: 5 % slower."""
+    megabytes: Annotated[float, Field(gt=0)] | None = None
+    """Most megabytes of all of a candidate's files."""
+    memory_mb: Annotated[float, Field(gt=0)] | None = None
+    """Most megabytes of memory that a loaded candidate takes. It is measured where a limit is set, and by the verb
+    `rtrain gate`."""
+    seconds: Annotated[float, Field(gt=0)] = 5.0
+    """About how long latency is measured."""
+
+
 class Recipe(Section):
     name: str
     """Name of the recipe; without --out a run folder begins with it."""
@@ -205,6 +229,7 @@ class Recipe(Section):
     distill: Distill = Distill()
     compress: Compress = Compress()
     quantize: Quantize = Quantize()
+    gate: Gate = Gate()
 
     @property
     def rows_per_update(self) -> int:
@@ -234,9 +259,8 @@ class Recipe(Section):
     def weights(self) -> dict[str, Any]:
         """The settings that change the weights, by section. rows_per_update is one of them; workers, micro-batch and
         cadences are not."""
-        document = self.model_dump(
-            mode="json", exclude={"quantize"} if self.distill.teacher else {"quantize", "distill"}
-        )
+        others = {"quantize", "gate"} if self.distill.teacher else {"quantize", "gate", "distill"}
+        document = self.model_dump(mode="json", exclude=others)
         for name in SPEED:
             del document["train"][name]
         for name, neutral in ADDED_TO_DATA.items():

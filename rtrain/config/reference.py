@@ -36,6 +36,7 @@ The column *of* says what a setting belongs to:
 | run | It changes the weights, so it is part of a run's identity. | is refused by name |
 | student | It changes the weights of a distilled student, and of no other run. | is refused for a student |
 | int8 | It changes the int8 artefact only. | is allowed |
+| gate | It says what a compressed artefact must be like to be released, and changes none. | is allowed |
 | speed | It changes speed, memory or what is kept, never the weights (see below). | is allowed |
 | deploy | It says where a run goes and how it is searched, served or reported. | is allowed |
 
@@ -126,7 +127,7 @@ def owner(name: str) -> str:
         return "deploy"
     if section == "train" and leaf in SPEED:
         return "speed"
-    return {"distill": "student", "quantize": "int8"}.get(section, "run")
+    return {"distill": "student", "quantize": "int8", "gate": "gate"}.get(section, "run")
 
 
 def _kind(schema: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ larger is better}}, ...]}. Made once, when a run has ended, from its token store
 import json
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,17 @@ def _measure(store: Store, output: str, tokenizer: Path) -> dict[str, Any]:
     return {"trained_on": len(chosen["train"]), "baselines": baselines}
 
 
+def rows(store: Store, split: str, tokenizer: Path) -> tuple[list[str], Ragged]:
+    """The rows of a split that are used: what the encoder read of their texts, and their targets."""
+    chosen = _chosen(store, split)
+    return _texts(store, split, chosen, tokenizer), store.targets(split).take(chosen)
+
+
+def certain(places: npt.NDArray[Any], head: Head) -> Ragged:
+    """Certain answers, as logits [rows, labels]."""
+    return Ragged.even(10.0 * np.eye(len(head.labels))[places.astype(np.int64)])
+
+
 def _chosen(store: Store, split: str) -> stats.Ints:
     """Positions of the rows that are used, ascending."""
     mean = float(np.mean(store.column(split, "length"))) or 1.0
@@ -137,12 +148,7 @@ def _one_answer(train: Ragged, rows: int, output: str, head: Head) -> Ragged:
         return Ragged.even(np.full(rows, float(np.mean(train.values)), dtype=np.float64))
     known = train.values.astype(np.int64)
     most = int(np.bincount(known[known >= 0], minlength=len(head.labels)).argmax())
-    return _logits(np.full(rows, most), head)
-
-
-def _logits(places: npt.NDArray[Any], head: Head) -> Ragged:
-    """Certain answers, as logits [rows, labels]."""
-    return Ragged.even(10.0 * np.eye(len(head.labels))[places.astype(np.int64)])
+    return certain(np.full(rows, most), head)
 
 
 def _linear(texts: dict[str, list[str]], targets: dict[str, Ragged], output: str, head: Head) -> dict[str, Ragged]:
@@ -155,7 +161,7 @@ def _linear(texts: dict[str, list[str]], targets: dict[str, Ragged], output: str
     train = ([texts["train"][place] for place in known], [every["train"][place] for place in known])
     asked = [text for split in held_out for text in texts[split]]
     said = np.split(labels(train, valid, asked), np.cumsum([len(texts[split]) for split in held_out])[:-1])
-    return {split: _logits(own, head) for split, own in zip(held_out, said, strict=True)}
+    return {split: certain(own, head) for split, own in zip(held_out, said, strict=True)}
 
 
 def _tags(store: Store, chosen: dict[str, stats.Ints], targets: dict[str, Ragged], head: Head) -> dict[str, Ragged]:
@@ -192,16 +198,25 @@ def _words(store: Store, split: str, rows: stats.Ints) -> list[list[tuple[int, .
 
 
 def labels(train: Rows, valid: Rows, texts: Sequence[str]) -> npt.NDArray[Any]:
-    """A linear support vector machine's label for each of `texts`; C is the one of `CHOICES_OF_C` that is best on
-    `valid` (of equals the smallest)."""
-    from sklearn.svm import LinearSVC
+    """The label for each of `texts` by `fitted_labels`."""
+    return fitted_labels(train, valid)(texts)
 
+
+def fitted_labels(train: Rows, valid: Rows) -> Callable[[Sequence[str]], npt.NDArray[Any]]:
+    """A linear support vector machine on TF-IDF, which labels texts; C as in `best_machine`."""
     features = _features()
     matrix = features.fit_transform(train[0])
-    held_out = features.transform(valid[0])
-    models = [LinearSVC(C=c, random_state=0).fit(matrix, train[1]) for c in CHOICES_OF_C]
-    best = max(models, key=lambda model: model.score(held_out, valid[1]))
-    return np.asarray(best.predict(features.transform(texts)))
+    best = best_machine(matrix, train[1], features.transform(valid[0]), valid[1])
+    return lambda texts: np.asarray(best.predict(features.transform(texts)))
+
+
+def best_machine(train: Any, labels: Sequence[Any], valid: Any, valid_labels: Sequence[Any]) -> Any:
+    """The linear support vector machine on these features, [rows, features] each, with the C of `CHOICES_OF_C` that is
+    best on the validation rows (of equals the smallest)."""
+    from sklearn.svm import LinearSVC
+
+    models = [LinearSVC(C=c, random_state=0).fit(train, labels) for c in CHOICES_OF_C]
+    return max(models, key=lambda model: model.score(valid, valid_labels))
 
 
 def accuracy(train: Rows, valid: Rows, test: Rows) -> float:
@@ -210,7 +225,13 @@ def accuracy(train: Rows, valid: Rows, test: Rows) -> float:
 
 
 def numbers(train: Scored, valid: Scored, texts: Sequence[str]) -> npt.NDArray[np.float64]:
-    """Ridge regression's value for each of `texts`; alpha is the one of `CHOICES_OF_ALPHA` that is best on `valid`.
+    """The value for each of `texts` by `fitted_numbers`."""
+    return fitted_numbers(train, valid)(texts)
+
+
+def fitted_numbers(train: Scored, valid: Scored) -> Callable[[Sequence[str]], npt.NDArray[np.float64]]:
+    """Ridge regression on TF-IDF, which gives texts values; alpha is the one of `CHOICES_OF_ALPHA` that is best on
+    `valid`.
 
     Best is the smallest squared error, of equals the largest alpha. It takes about 2 ms per 1,000 characters.
     """
@@ -224,7 +245,7 @@ def numbers(train: Scored, valid: Scored, texts: Sequence[str]) -> npt.NDArray[n
         Ridge(alpha=alpha, solver="sparse_cg", tol=1e-6).fit(matrix, train[1]) for alpha in reversed(CHOICES_OF_ALPHA)
     ]
     best = min(models, key=lambda model: float(((model.predict(held_out) - true) ** 2).sum()))
-    return np.asarray(best.predict(features.transform(texts)), dtype=np.float64)
+    return lambda texts: np.asarray(best.predict(features.transform(texts)), dtype=np.float64)
 
 
 def tags(train: Iterable[Tagged], sentences: Iterable[Sequence[Hashable]]) -> list[list[str]]:

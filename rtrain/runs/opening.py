@@ -243,7 +243,12 @@ def _more(run: Run, epochs: int) -> str:
 def _ways_on(folder: Path, old: Config) -> str:
     """What a resume may change, and how to start another run instead."""
     settings = [f"train.{name}" for name in configuration.SPEED if name != "aggregation_frequency"]
-    sections = [*([] if old.recipe.distill.teacher else ["distill"]), "quantize", *sorted(configuration.DEPLOY_FIELDS)]
+    sections = [
+        *([] if old.recipe.distill.teacher else ["distill"]),
+        "quantize",
+        "gate",
+        *sorted(configuration.DEPLOY_FIELDS),
+    ]
     return (
         f"A resume may change {', '.join(settings)}, and all of {', '.join(sections)}; "
         f"the same command with --new in place of --resume starts another run, {_numbered(folder).name}."

@@ -290,6 +290,7 @@ def export(network: "transformers.PreTrainedModel", source: Path, job: loop.Job,
             "data_digest": job.store.manifest.digest,
             "order_digest": outcome.ledger,
             "best_update": outcome.best_update,
+            **({"teacher": teacher} if (teacher := job.recipe.distill.teacher) else {}),
             **smaller.lineage(job.run),
         },
     )

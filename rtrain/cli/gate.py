@@ -1,0 +1,58 @@
+"""Verbs that judge an artefact: gate, inspect."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rtrain.cli.options import Json, Set, answering, overrides_of
+from rtrain.cli.output import show
+from rtrain.errors import ConfigError, Problem
+
+NOT_PROMOTED = 1
+
+
+def gate(
+    context: typer.Context,
+    candidate: Annotated[Path, typer.Argument(help="Artefact folder that is to be released.")],
+    against: Annotated[
+        Path | None,
+        typer.Option("--against", help="Artefact, or run, that it replaces (default: its run's float artefact)."),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", help="Rows with texts and labels; default: the run's test rows.")
+    ] = None,
+    assignments: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Promote, hold or refuse an artefact: its score, slices, latency and size beside its base's, on this machine.
+    The verdict is written into the artefact; the exit code is 0 if it is promoted, else 1."""
+    from rtrain.gate import gate as gates, sides, told
+    from rtrain.report.live.progress import Line, then
+
+    folder = answering(candidate)
+    base = answering(against) if against is not None else sides.default_base(folder)
+    if base is None:
+        fix = "write --against with the artefact, or the run, that it is to replace"
+        raise ConfigError([Problem("--against", None, "missing, and the candidate is no smaller one of a run", fix)])
+    overrides = overrides_of(assignments, data=data)
+    chosen, settings = sides.find(folder, base, overrides)
+    with Line(context.obj) as line:
+        found = gates.run(chosen, settings, thorough=True, on_event=line)
+        gates.record(folder, found)
+    promoted = found["verdict"] == "promote"
+    way_on = [then("serve", folder)] if promoted else []
+    show(found, as_json, told.text(found), context.obj.text(), *way_on)
+    if not promoted:
+        raise typer.Exit(NOT_PROMOTED)
+
+
+def inspect(
+    artifact: Annotated[Path, typer.Argument(help="Artefact folder, or a run's or a search's.")],
+    as_json: Json = False,
+) -> None:
+    """Say what is in an artefact: its numbers and bytes by part, operators, lineage, verdict, how it was made."""
+    from rtrain.gate import inspection
+
+    found = inspection.inspect(answering(artifact))
+    show(found, as_json, inspection.text(found))

@@ -1,0 +1,208 @@
+"""The gate: measure a candidate beside its base on this machine, decide, and write the verdict into the artefact.
+
+The document that `run` returns, and that artifact.json keeps as `gate` (without `rivals`):
+{"schema_version", "verdict", "reasons", "findings": [{"word", "text"}], "version": of the candidate, "against":
+{"name", "version", "folder"}, "student", "rows", "source", "headline", "scores": [difference], "mcnemar", "slices",
+"latency": [speed by bucket], "megabytes", "base_megabytes", "memory_mb", "base_memory_mb", "read_otherwise", "limits",
+"host", "made", "seconds"}.
+"""
+
+import platform
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import rtrain
+from rtrain import artifact, env, events
+from rtrain.artifact import Artifact, ArtifactError
+from rtrain.config import Data, Gate
+from rtrain.data.stores.store import Store
+from rtrain.errors import UserError
+from rtrain.gate import decision, footprint, latency, rivals as plain, rows
+from rtrain.gate.decision import Measured, Word
+from rtrain.gate.rows import Answers, Both, Judged, Unequal
+from rtrain.predict import Predictor
+from rtrain.report.answer_rows import SPLITS
+
+SCHEMA_VERSION = 1
+Say = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Sides:
+    candidate: Path
+    base: Path
+    rows: Store | Data
+    """A run's token store, whose test rows are taken (or its validation rows, where it has no test rows), or a file."""
+    trained: Store | None = None
+    """The rows that the base was trained on: the plain models are too."""
+    threads: int = 1
+    """Of each engine: those that serve it."""
+    known: Answers | None = None
+    """The base's and the candidate's answers to all test rows of the store, where somebody has asked already."""
+
+
+def run(sides: Sides, settings: Gate, *, thorough: bool = False, on_event: Say = lambda event: None) -> dict[str, Any]:
+    """Measure and decide; returns the document above. Nothing is written.
+
+    `thorough`: memory is measured too, and two plain models on the same rows (`rivals`). A candidate that cannot be
+    asked is refused; a base that cannot be asked is the caller's mistake, and raises `UserError`.
+    """
+    started = time.perf_counter()
+    if sides.candidate.resolve() == sides.base.resolve():
+        raise UserError(f"{sides.candidate} is both candidate and base; name the artefact that it is to replace")
+    made, base_made = artifact.read(sides.candidate), artifact.read(sides.base)
+    student = base_made.version != "" and made.lineage.get("teacher") == base_made.version
+    allowed = decision.limits(settings, student)
+    with _torch_threads():
+        both, judged, fault = _answers(sides, on_event)
+        speeds: list[decision.Speed] = []
+        if both is not None:
+            on_event(events.doing("measuring latency beside the base's", "latency"))
+            asked = latency.chosen(both.lengths.tolist())
+            every = [row for positions in asked.values() for row in positions]
+            speeds = latency.measure(both.base.asker(every), both.candidate.asker(every), asked, settings.seconds)
+        found: dict[str, Any] = {}
+        if thorough and both is not None:
+            on_event(events.doing("training plain models on the same rows", "rivals"))
+            found["rivals"] = plain.measure(both, sides.trained, sides.base)
+    memory: list[float | None] = [None, None]
+    if (thorough or settings.memory_mb is not None) and not fault:
+        on_event(events.doing("measuring memory", "memory"))
+        memory = [footprint.memory_mb(folder, sides.threads) for folder in (sides.candidate, sides.base)]
+    measured = Measured(
+        judged.headline,
+        judged.flipped,
+        judged.right,
+        judged.slices,
+        tuple(speeds),
+        footprint.files_mb(sides.candidate),
+        memory[0],
+        (fault,) if fault else (),
+        judged.unscored,
+        _inherited(base_made),
+    )
+    told = decision.decide(measured, allowed)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "verdict": told.word,
+        "reasons": list(told.reasons),
+        "findings": [asdict(one) for one in told.findings],
+        "version": made.version,
+        "against": {"name": base_made.name, "version": base_made.version, "folder": str(sides.base)},
+        "student": student,
+        "rows": 0 if both is None else len(both.lengths),
+        "source": "" if both is None else both.source,
+        "headline": None if judged.headline is None else asdict(judged.headline),
+        "scores": [asdict(one) for one in judged.scores],
+        "mcnemar": None if judged.flipped is None else asdict(judged.flipped),
+        "slices": [asdict(one) for one in judged.slices],
+        "latency": [asdict(one) for one in speeds],
+        "megabytes": round(measured.megabytes, 2),
+        "base_megabytes": round(footprint.files_mb(sides.base), 2),
+        "memory_mb": memory[0],
+        "base_memory_mb": memory[1],
+        "read_otherwise": 0 if both is None else both.otherwise,
+        "limits": asdict(allowed),
+        "host": host(sides.threads),
+        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "seconds": round(time.perf_counter() - started, 1),
+        **found,
+    }
+
+
+def _answers(sides: Sides, on_event: Say) -> tuple[Both | None, Judged, str]:
+    """(both sides' answers, what they are worth, why the candidate cannot be asked)."""
+    nothing = Judged(None, (), None, 0, ())
+    base = Predictor.load(sides.base, sides.threads)
+    try:
+        candidate = Predictor.load(sides.candidate, sides.threads)
+    except ArtifactError as error:
+        return None, nothing, str(error)
+    try:
+        if isinstance(sides.rows, Data):
+            on_event(events.doing("both models answer the rows of the file", "answers"))
+            both = rows.of_file(base, candidate, sides.rows)
+        else:
+            split = next((name for name in SPLITS if sides.rows.rows(name)), None)
+            if split is None:
+                unscored = "the run has no test rows and no validation rows; name rows by --data"
+                return None, Judged(None, (), None, 0, (), unscored), ""
+            on_event(events.doing(f"both models answer {sides.rows.rows(split):,} {split} rows", "answers"))
+            alike = rows.reading(sides.base, base) == rows.reading(sides.candidate, candidate)
+            both = rows.of_store(base, candidate, sides.rows, split, alike, sides.known if split == "test" else None)
+    except Unequal as error:
+        return None, nothing, str(error)
+    return both, rows.judge(both), ""
+
+
+def _inherited(base: Artifact) -> tuple[Word, str] | None:
+    """The verdict on a base that was made smaller itself: what is as good as a bad one is bad."""
+    if not artifact.is_compressed(base) or (base.gate or {}).get("verdict") == "promote":
+        return None
+    if base.gate is None:
+        return "hold", "its base was made smaller too, and no gate has looked at that one"
+    word: Word = "refuse" if base.gate.get("verdict") == "refuse" else "hold"
+    return word, f"its base has the verdict {word}: {'; '.join(base.gate.get('reasons', ()))}"
+
+
+def host(threads: int) -> dict[str, Any]:
+    """The machine that a verdict holds for."""
+    return {
+        "name": platform.node(),
+        "processor": platform.machine(),
+        "cores": env.cores(),
+        "threads": threads,
+        "python": platform.python_version(),
+        "rtrain": rtrain.__version__,
+    }
+
+
+@contextmanager
+def _torch_threads() -> Iterator[None]:
+    """The engine of a float model sets torch's threads for the whole process: afterwards they are as they were."""
+    torch = sys.modules.get("torch")
+    before = None if torch is None else torch.get_num_threads()
+    try:
+        yield
+    finally:
+        if torch is not None and before is not None:
+            torch.set_num_threads(before)
+
+
+# ------------------------------------------------------------------------------------------------------- the artefact
+
+
+def kept(document: dict[str, Any]) -> dict[str, Any]:
+    """What an artefact keeps of the document."""
+    return {name: value for name, value in document.items() if name != "rivals"}
+
+
+def record(folder: Path, document: dict[str, Any]) -> Artifact:
+    """Write the verdict into a published artefact, which is replaced as a whole: its files are linked, not copied."""
+    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        shutil.copytree(folder, draft, copy_function=_link)
+        made = artifact.judged(draft, kept(document))
+        artifact.publish(draft, folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return made
+
+
+def _link(source: str, target: str) -> None:
+    """Link a file, or copy it where the file system has no links; those that will be rewritten are copied."""
+    if Path(source).name not in artifact.REWRITTEN:
+        try:
+            Path(target).hardlink_to(source)
+            return
+        except OSError:
+            pass
+    shutil.copy2(source, target)

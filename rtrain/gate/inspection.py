@@ -1,0 +1,160 @@
+"""What is in an artefact: numbers and bytes by part, operators, lineage, verdict, and how it was made.
+
+Only files are read: no engine is loaded and nothing is computed.
+"""
+
+import json
+import math
+import shlex
+import struct
+from collections import Counter, defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rtrain import artifact, engines
+from rtrain.artifact import Artifact, ArtifactError
+from rtrain.gate import told
+from rtrain.gate.graph import Graph, Part, part_of
+from rtrain.run import Run
+
+SCHEMA_VERSION = 1
+BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I8": 8, "U8": 8, "F8_E4M3": 8, "F8_E5M2": 8}
+"""Of safetensors' names for element types."""
+MOST_HEADER = 100_000_000
+"""Most bytes of a safetensors header, by its own specification."""
+ORDER = ("word table", "other embeddings", "layers", "head", "tokenizer", "graph", "other files")
+
+
+def inspect(folder: Path) -> dict[str, Any]:
+    """What `rtrain inspect --json` prints. Raises `ArtifactError` for a folder that is no artefact, or is damaged."""
+    made = artifact.read(folder)
+    graph, parts = _model(folder, made)
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+    sizes = {name: part.bytes for name, part in parts.items()} | _rest(folder, made, files, parts)
+    gate = None if made.gate is None else {name: made.gate.get(name) for name in ("verdict", "reasons", "made", "host")}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "artifact": str(folder),
+        "name": made.name,
+        "version": made.version,
+        "task": made.task,
+        "labels": len(made.labels),
+        "max_tokens": made.max_tokens,
+        "engine": made.engine,
+        "numbers": sum(part.numbers for part in parts.values()),
+        "parts": {name: asdict(parts[name]) for name in ORDER if name in parts},
+        "bytes": {name: sizes[name] for name in ORDER if name in sizes},
+        "files": files,
+        "operators": None if graph is None else graph.operators(),
+        "metrics": dict(made.metrics),
+        "lineage": dict(made.lineage),
+        "gate": gate,
+        "gated": made.gate is not None and made.gate.get("version") == made.version,
+        "needs_gate": artifact.is_compressed(made),
+        "reproduce": reproduce(folder, made),
+    }
+
+
+def _model(folder: Path, made: Artifact) -> tuple[Graph | None, dict[str, Part]]:
+    """(the graph of an int8 artefact, the model's numbers by part). None and nothing for engines of other formats."""
+    name = engines.get(made.engine).files[0]
+    if name.endswith(".xml"):
+        graph = Graph(folder / name)
+        return graph, graph.parts()
+    return None, _tensors(folder / name) if name.endswith(".safetensors") else {}
+
+
+def _tensors(path: Path) -> dict[str, Part]:
+    """The tensors of a safetensors file by part, from its header: 8 bytes of length, then JSON."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > MOST_HEADER:
+            raise ArtifactError(f"{path} is no safetensors file: its header would have {length} bytes")
+        header = json.loads(file.read(length))
+    precisions: dict[str, Counter[str]] = defaultdict(Counter)
+    size: Counter[str] = Counter()
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            part = part_of(name)
+            precisions[part][tensor["dtype"].lower()] += math.prod(tensor["shape"])
+            size[part] += tensor["data_offsets"][1] - tensor["data_offsets"][0]
+    return {part: Part(found.total(), size[part], dict(found.most_common())) for part, found in precisions.items()}
+
+
+def _rest(folder: Path, made: Artifact, files: dict[str, int], parts: dict[str, Part]) -> dict[str, int]:
+    """Bytes that are no numbers of the model: what the engine's files hold beside them, the tokenizer, other files."""
+    model = sum(files[name] for name in engines.get(made.engine).files if name in files)
+    tokenizer = files.get("tokenizer.json", 0)
+    known = {"tokenizer": tokenizer, "graph": model - sum(part.bytes for part in parts.values())}
+    total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return {**known, "other files": total - model - tokenizer}
+
+
+def reproduce(folder: Path, made: Artifact) -> list[str]:
+    """The commands that make the artefact again, from the files beside it; empty where it lies outside of its run."""
+    run = Run(folder.absolute().parent)
+    if not run.exists:
+        return []
+    found = []
+    if teacher := made.lineage.get("teacher"):
+        found.append(f"rtrain distill TEACHER --out {shlex.quote(str(run))}  # TEACHER: the run of artefact {teacher}")
+    else:
+        found.append(shlex.join(["rtrain", "train", str(run.config), "--out", f"{run}-again"]))
+    if not engines.get(made.engine).gradients:
+        found.append(shlex.join(["rtrain", "quantize", str(run), "--out", str(folder.absolute())]))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------- text
+
+
+def text(found: dict[str, Any]) -> str:
+    """What `inspect` found, for a person."""
+    lines = [
+        f"{found['name']} {found['version']}: {found['task']}, {found['labels']} labels, at most {found['max_tokens']} "
+        f"tokens, answered by {found['engine']}",
+        "",
+        f"{'part':<18}{'MB':>9}{'numbers':>14}  as",
+    ]
+    for name, size in found["bytes"].items():
+        part = found["parts"].get(name)
+        numbers, kinds = ("", "") if part is None else (f"{part['numbers']:,}", _kinds(part["precisions"]))
+        lines.append(f"{name:<18}{size / 1e6:>9.2f}{numbers:>14}  {kinds}".rstrip())
+    total = sum(found["bytes"].values())
+    lines.append(f"{'all':<18}{total / 1e6:>9.2f}{found['numbers']:>14,}")
+    if found["operators"] is not None:
+        lines += ["", "operators"]
+        lines += [
+            f"{name:<28}" + ", ".join(f"{count} {kind}" if kind != "-" else str(count) for kind, count in kinds.items())
+            for name, kinds in found["operators"].items()
+        ]
+    scores = {split: own for split, own in found["metrics"].items() if own}
+    lines += ["", *(f"{split}: {_scores(own)}" for split, own in scores.items())]
+    lines += [f"{name}: {value}" for name, value in found["lineage"].items()]
+    lines += ["", f"gate: {_gate(found)}"]
+    if found["reproduce"]:
+        lines += ["", "made by", *(f"  {command}" for command in found["reproduce"])]
+    return "\n".join(lines)
+
+
+def _kinds(precisions: dict[str, int]) -> str:
+    total = sum(precisions.values())
+    return ", ".join(f"{count / total:.1%} {name}" for name, count in precisions.items())
+
+
+def _scores(own: Any) -> str:
+    if not isinstance(own, dict):
+        return str(own)
+    return ", ".join(
+        f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in own.items()
+    )
+
+
+def _gate(found: dict[str, Any]) -> str:
+    gate = found["gate"]
+    if gate is None:
+        return "none has looked at it" + ("; serve asks for one" if found["needs_gate"] else ", and none is needed")
+    other = "" if found["gated"] else "of another artefact, "
+    where = (gate.get("host") or {}).get("name", "an unknown machine")
+    return f"{told.sentence(gate)} ({other}{gate['made']}, on {where})"

@@ -1,0 +1,283 @@
+"""The same rows, answered by both sides: each reads them by its own tokenizer and answers through its own engine.
+
+Rows come from a file, or from the token store of the run that the base or the candidate is of. A store holds tokens: a
+side that reads texts as the store's maker did gets them; another one reads the texts that the store has kept, so that a
+wrong tokenizer shows in the score.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rtrain import score
+from rtrain.batch import Encoded, Head, Int32s, Ints, Ragged, Tokens, pack
+from rtrain.comparison import chance
+from rtrain.comparison.chance import Difference
+from rtrain.comparison.measure import Flipped, Slice, slices
+from rtrain.config import Data
+from rtrain.data import records
+from rtrain.data.stores.store import Store
+from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.metrics.additive import Additive
+from rtrain.metrics.by_output import metric_for
+from rtrain.metrics.scores import LENGTH
+from rtrain.metrics.slices import quantiles
+from rtrain.predict import Predictor
+from rtrain.report.stats import sample
+from rtrain.runs.predictions import slices as slice_columns
+from rtrain.training.evaluate import SEED
+
+MOST_ROWS = 10_000
+"""Rows of a store that are answered; of more, so many are drawn, always the same ones."""
+ABSENT = -100.0
+"""Logit of a label that a side lacks."""
+Answers = tuple[score.Answered, score.Answered]
+"""The base's and the candidate's."""
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """What one side made of the rows."""
+
+    predictor: Predictor
+    tokens: Tokens
+    answered: score.Answered
+    targets: Ragged
+    head: Head
+    """What outcomes and targets mean."""
+    unknown: npt.NDArray[np.bool_]
+
+    def asker(self, rows: Iterable[int]) -> Callable[[int], object]:
+        """What answers one of these rows alone, from its tokens on: what a request costs without tokenizer and HTTP."""
+        task, head = self.predictor.task, self.predictor.head
+        alone = {row: task.prepare(self.tokens.pick([row]), head, SEED, 0) for row in rows}
+
+        def ask(row: int) -> object:
+            tokens = alone[row]
+            return task.outputs(self.predictor.run_tokens(tokens), tokens, head)
+
+        return ask
+
+
+@dataclass(frozen=True, eq=False)
+class Both:
+    """Both sides' answers to the same rows."""
+
+    base: Side
+    candidate: Side
+    columns: Mapping[str, Sequence[str | None]]
+    """Values of each row by column: what slices are made of."""
+    source: str
+    """Where the rows come from."""
+    otherwise: int = 0
+    """Rows that the candidate reads as other tokens than its base does."""
+
+    @property
+    def lengths(self) -> Int32s:
+        """Tokens of each row, as the base reads it."""
+        return self.base.tokens.lengths_of_rows
+
+    @property
+    def texts(self) -> list[str]:
+        """The rows as the base's tokens spell them."""
+        tokens = self.base.tokens
+        each = [row.tolist() for row in Ragged(tokens.ids, tokens.lengths_of_rows)]
+        found: list[str] = self.base.predictor.tokenizer.decode_batch(each)
+        return found
+
+
+class Unequal(UserError):
+    """The candidate does not answer the question that its base answers, or not in a way that can be judged."""
+
+
+# --------------------------------------------------------------------------------------------------------- answering
+
+
+def of_file(base: Predictor, candidate: Predictor, data: Data) -> Both:
+    """Both sides on the rows of a file. Raises `ConfigError` where no row of it can be used."""
+    _same_task(base, candidate)
+    rows = score.rows_of(records.inspect(data), data, base.task)
+    good = [row for row in rows if row.reason is None]
+    if not good:
+        raise ConfigError([Problem("data.path", data.path, "no row can be used", "give rows with text and label")])
+    columns = {name: [row.slices[place] for row in good] for place, name in enumerate(data.slices)}
+
+    def side(predictor: Predictor) -> Side:
+        asked = score.ask(predictor, good)
+        answered = score.answer(predictor, asked.tokens.lengths_of_rows, asked.tokens.pick)
+        return Side(predictor, asked.tokens, answered, asked.targets, predictor.head, asked.unknown)
+
+    first, other = side(base), side(candidate)
+    return Both(first, other, columns, str(data.path), _otherwise(first.tokens, other.tokens))
+
+
+def of_store(
+    base: Predictor, candidate: Predictor, store: Store, split: str, alike: bool, known: Answers | None = None
+) -> Both:
+    """Both sides on the rows of a split. `alike`: the sides have equal `reading`.
+
+    `known`: the base's and the candidate's answers to all rows of the split; they are asked anew where rows are drawn.
+
+    Raises `Unequal` where the candidate's labels, or its tokens, cannot be set beside those of the store.
+    """
+    _same_task(base, candidate)
+    positions = sample(store.rows(split), MOST_ROWS)
+    tokens, targets = store.read(split, positions), store.targets(split, positions)
+    read = [tokens, tokens]
+    if not alike:
+        made = base.artifact.lineage.get("data_digest") == store.manifest.digest
+        maker, other = (base, candidate) if made else (candidate, base)
+        own, kept = _reread(other, maker, store.texts(split, positions), tokens)
+        read = [tokens.pick(kept), own] if made else [own, tokens.pick(kept)]
+        positions, targets = positions[kept], targets.take(kept)
+
+    usable = known if alike and known and len(known[0].outputs) == len(positions) == store.rows(split) else None
+
+    def side(predictor: Predictor, mine: Tokens) -> Side:
+        if usable is None:
+            answered = score.answer(predictor, mine.lengths_of_rows, mine.pick)
+        else:
+            answered = usable[0 if predictor is base else 1]
+        head, answered = _by_name(predictor, answered, store.manifest.head, (base, candidate))
+        return Side(predictor, mine, answered, targets, head, np.zeros(len(positions), dtype=np.bool_))
+
+    origins = store.origins(split)
+    columns = {name: origins[name].take(positions).to_pylist() for name in slice_columns(store, split)}
+    otherwise = 0 if alike else _otherwise(*read)
+    return Both(side(base, read[0]), side(candidate, read[1]), columns, f"{split} rows of the run", otherwise)
+
+
+def _same_task(base: Predictor, candidate: Predictor) -> None:
+    if base.artifact.task != candidate.artifact.task:
+        raise Unequal(f"it answers by the task {candidate.artifact.task}, its base by {base.artifact.task}")
+
+
+def _otherwise(one: Tokens, other: Tokens) -> int:
+    pairs = zip(*(Ragged(side.ids, side.lengths_of_rows) for side in (one, other)), strict=True)
+    return sum(not np.array_equal(a, b) for a, b in pairs)
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+def reading(folder: Path, predictor: Predictor) -> tuple[Any, ...]:
+    """What decides which tokens a text becomes; sides of which it is equal read alike."""
+    tokenizer = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    facts = predictor.artifact.facts
+    return tokenizer, predictor.artifact.max_tokens, facts.get("stride"), facts.get("max_windows")
+
+
+def _reread(
+    side: Predictor, maker: Predictor, texts: Sequence[tuple[str, str | None] | None], tokens: Tokens
+) -> tuple[Tokens, Ints]:
+    """(the rows as `side` reads their texts, places of those whose text is whole). Text is known to be whole where the
+    store's maker makes the store's tokens of it."""
+    kept, mine = [], []
+    for place, text in enumerate(texts):
+        if text is None:
+            continue
+        first, second = text
+        asked = first if second is None else dict(zip(side.task.fields, (first, second), strict=True))
+        if maker.flaw(asked) is None and np.array_equal(maker.encode([asked])[0].ids, tokens.pick([place]).ids):
+            kept.append(place)
+            mine += side.encode([asked])
+    if not kept:
+        raise Unequal("it reads texts otherwise than its base, and the run keeps no whole text; name rows by --data")
+    rest = tokens.pick(kept)
+    _aligned(side, mine, rest)
+    made = pack(mine)
+    return replace(made, targets=rest.targets, counts=rest.counts, row_ids=rest.row_ids), np.array(kept)
+
+
+def _aligned(side: Predictor, mine: Sequence[Encoded], rest: Tokens) -> None:
+    """Refuse tokens at other places where the targets are places."""
+    if side.task.by_token or side.task.output == "spans":
+        lengths = [window.tokens for row in mine for window in row.windows]
+        if not np.array_equal(lengths, rest.lengths):
+            raise Unequal("it cuts texts into other tokens than its base, and answers are places in them")
+
+
+def _by_name(
+    predictor: Predictor, answered: score.Answered, head: Head, sides: Sequence[Predictor]
+) -> tuple[Head, score.Answered]:
+    """(head, answers) with labels in the store's order, and behind them those that only one of the sides has."""
+    own = predictor.head
+    if predictor.task.output != "classes":  # of classes each label is a column, so that another order can be undone
+        if own.labels != head.labels:
+            raise Unequal(f"its labels, or their order, are others than those of the rows: {_apart(own, head)}")
+        return Head(own.labels, own.facts), answered
+    names = [*head.labels, *sorted({name for side in sides for name in side.head.labels} - set(head.labels))]
+    if list(own.labels) == names:
+        return Head(own.labels, own.facts), answered
+    table = answered.outcomes.matrix(len(own.labels))
+    wide = np.full((len(table), len(names)), ABSENT)
+    wide[:, [names.index(name) for name in own.labels]] = table
+    return Head(tuple(names), own.facts), replace(answered, outcomes=Ragged.even(wide))
+
+
+def _apart(own: Head, head: Head) -> str:
+    pairs = ((one, other) for one, other in zip(own.labels, head.labels, strict=False) if one != other)
+    first = next(pairs, None)
+    if first is None:
+        return f"{len(own.labels)} in place of {len(head.labels)}"
+    return f"{first[0]} in place of {first[1]}"
+
+
+# ------------------------------------------------------------------------------------------------------------- judging
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The candidate's answers beside its base's. `headline` is None where `unscored` says why."""
+
+    headline: Difference | None
+    scores: tuple[Difference, ...]
+    flipped: Flipped | None
+    right: int
+    slices: tuple[Slice, ...]
+    unscored: str = ""
+
+
+def judge(both: Both) -> Judged:
+    """Scores with paired intervals, answers lost and won, slices. For classes p is the larger one of the bootstrap's
+    and of McNemar's test, as in `rtrain compare`."""
+    metric = metric_for(both.base.predictor.task.output)
+    if metric.additive is None:
+        reason = f"answers of the kind {both.base.predictor.task.output} have no scores that rows add up to"
+        return Judged(None, (), None, 0, (), reason)
+    sides = (both.base, both.candidate)
+    first, other = (metric.additive(side.answered.outcomes, side.targets, side.head) for side in sides)
+    rights = None
+    if metric.right is not None:
+        rights = [metric.right(side.answered.outcomes, side.targets, side.head) & ~side.unknown for side in sides]
+    scores = chance.differences(first, other)
+    headline = next((one for one in scores if one.name == metric.headline), None)
+    if headline is None:
+        return Judged(None, tuple(scores), None, 0, (), f"{metric.headline} is no finite number")
+    flipped = None
+    if rights is not None:
+        lost, won = int((rights[0] & ~rights[1]).sum()), int((~rights[0] & rights[1]).sum())
+        flipped = Flipped(lost, won, chance.mcnemar(lost, won))
+        if both.base.predictor.task.output == "classes":
+            headline = replace(headline, p=max(headline.p, flipped.p))
+    columns = {name: [value or "" for value in values] for name, values in both.columns.items()}
+    if LENGTH not in columns:
+        columns[LENGTH] = quantiles(both.lengths)
+    only = [_alone(side, metric.headline) for side in (first, other)]
+    return Judged(
+        headline,
+        tuple(scores),
+        flipped,
+        0 if rights is None else int(rights[0].sum()),
+        tuple(slices(only[0], only[1], metric.headline, columns)),
+    )
+
+
+def _alone(additive: Additive, name: str) -> Additive:
+    """The headline alone: slices are resampled by hundreds."""
+    return Additive(additive.rows, lambda sums: {name: additive.score(sums)[name]})

@@ -1,0 +1,57 @@
+"""Where the gate finds its rows and its limits, from the folders of candidate and base."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rtrain import artifact, config as configuration, score
+from rtrain.artifact import Artifact
+from rtrain.config import Gate
+from rtrain.data.stores.store import Store, open_store
+from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.gate.gate import Sides
+from rtrain.run import Run
+from rtrain.runs import opening
+
+NO_RECIPE = "intent"
+"""The recipe whose limits hold for an artefact outside of its run."""
+
+
+def default_base(candidate: Path) -> Path | None:
+    """The float artefact of the run that a candidate lies in; None where that is the candidate, or there is none."""
+    float_one = Run(candidate.parent).artifact
+    return float_one if float_one != candidate and (float_one / artifact.NAME).is_file() else None
+
+
+def find(candidate: Path, base: Path, overrides: Mapping[str, Any]) -> tuple[Sides, Gate]:
+    """What is set beside what, on which rows, by which limits. `overrides` are dotted settings: `data.path` is a file
+    of rows, `gate.*` the limits; all else is that of the candidate's run, or of its base's."""
+    run = next((run for run in (Run(candidate.parent), Run(base.parent)) if run.exists), None)
+    settings = {name: value for name, value in overrides.items() if not name.startswith("data.")}
+    chosen = configuration.load(NO_RECIPE, settings) if run is None else opening.stored(run.folder, settings)
+    base_made = artifact.read(base)
+    store = _store(candidate, base, (artifact.read(candidate), base_made))
+    of_rows = {name: value for name, value in overrides.items() if name.startswith("data.")}
+    if "data.path" in of_rows:
+        rows: Any = score.settings(base_made, of_rows)
+    elif of_rows:
+        fix = "write --data with a file of rows, or leave it out"
+        raise ConfigError([Problem(min(of_rows), None, "says how a file is read, and none is named", fix)])
+    elif store is None:
+        reason = "neither lies in a run whose token store is still there"
+        raise UserError(f"no rows to judge {candidate} and {base} on: {reason}; write --data with a file of rows")
+    else:
+        rows = store
+    return Sides(candidate, base, rows, store, chosen.deploy.serve.threads), chosen.recipe.gate
+
+
+def _store(candidate: Path, base: Path, made: tuple[Artifact, Artifact]) -> Store | None:
+    """The token store that one of the two was trained from, the base's first."""
+    digests = {one.lineage.get("data_digest") for one in made}
+    for folder in (base, candidate):
+        run = Run(folder.parent)
+        if run.exists and (place := run.store) is not None:
+            store = open_store(place)
+            if store.manifest.digest in digests:
+                return store
+    return None

@@ -1,0 +1,66 @@
+"""The gate's document for a person: a table of both sides, the plain rivals, and the verdict in one sentence."""
+
+from collections.abc import Iterator
+from typing import Any
+
+MOST_SLICES = 5
+"""Slices that are shown: those where the candidate is worst."""
+
+
+def text(found: dict[str, Any]) -> str:
+    """What `rtrain.gate.gate.run` returns, as a terminal shows it. The verdict comes last."""
+    return "\n".join(_lines(found))
+
+
+def sentence(found: dict[str, Any]) -> str:
+    """`refuse: accuracy 0.905 against 0.925, ...`. Of a promoted one what comes first is enough."""
+    reasons = found["reasons"] or ["no reason given"]
+    if found["verdict"] != "promote":
+        return f"{found['verdict']}: {'; '.join(reasons)}"
+    more = len(reasons) - 1
+    rest = f"; {more} more finding{'s' if more > 1 else ''} for it, none against" if more else ""
+    return f"promote: {reasons[0]}{rest}"
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    against = found["against"]
+    yield f"against {against['name']} {against['version']}, on {found['rows']:,} {found['source'] or 'rows'}"
+    yield ""
+    yield f"{'':<34}{'base':>11}{'candidate':>11}"
+    for one in found["scores"]:
+        change = f"  {one['difference']:+.4f} ({one['low']:.4f} to {one['high']:.4f})"
+        yield f"{one['name']:<34}{one['first']:>11.4f}{one['other']:>11.4f}{change}"
+    for one in found["slices"][:MOST_SLICES]:
+        own = one["difference"]
+        name = f"{own['name']}, {one['column']} {one['value']}"[:33]
+        yield f"{name:<34}{own['first']:>11.4f}{own['other']:>11.4f}  {own['difference']:+.4f} ({own['rows']:,} rows)"
+    for one in found["latency"]:
+        faster = (
+            f"  {one['ratio']:.2f} times as fast ({one['low']:.2f} to {one['high']:.2f}), {one['calls']} calls each"
+        )
+        yield f"{'p50 ms, ' + one['bucket']:<34}{one['base_p50']:>11.2f}{one['p50']:>11.2f}{faster}"
+        yield f"{'p99 ms, ' + one['bucket']:<34}{one['base_p99']:>11.2f}{one['p99']:>11.2f}"
+    yield f"{'MB, all files':<34}{found['base_megabytes']:>11.1f}{found['megabytes']:>11.1f}"
+    if found["memory_mb"] is not None:
+        yield f"{'MB, loaded':<34}{found['base_memory_mb']:>11.1f}{found['memory_mb']:>11.1f}"
+    if found["read_otherwise"]:
+        yield f"{found['read_otherwise']:,} of {found['rows']:,} rows are read as other tokens than the base reads"
+    yield from _rivals(found.get("rivals") or [])
+    yield ""
+    yield from (f"{one['word']:<8} {one['text']}" for one in found["findings"])
+    yield ""
+    yield f"{sentence(found)} ({found['seconds']:.0f} s)"
+
+
+def _rivals(rivals: list[dict[str, Any]]) -> Iterator[str]:
+    if not rivals:
+        return
+    yield ""
+    yield f"{'on the same rows':<42}{'score':>9}{'ms/text':>9}  the candidate's points per millisecond beside it"
+    for one in rivals:
+        if one["absent"]:
+            yield f"{one['name']:<42}not measured: {one['absent']}"
+            continue
+        bought = "it is no slower" if one["points_per_ms"] is None else f"{one['points_per_ms']:.2f}"
+        own = "" if one is rivals[0] else f"  {bought}"
+        yield f"{one['name']:<42}{one['score']:>9.4f}{one['ms']:>9.3f}{own}"

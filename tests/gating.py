@@ -1,0 +1,136 @@
+"""An honest int8 artefact of the session's run, and copies of it with one fault each."""
+
+import json
+import re
+import shutil
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rtrain import artifact, manifest, predict
+from rtrain.artifact import Artifact
+from rtrain.batch import Head
+from rtrain.compress import quantize
+from rtrain.run import Run
+from rtrain.tasks import base
+from tests.trained import Trained, settings
+
+QUICK = {"gate.seconds": 0.5, "gate.speedup": 0.1}
+"""The tiny model answers in less than half a millisecond, and as fast by either engine: a machine that is busy with
+other tests cannot tell which is faster."""
+Change = Callable[[Path, Artifact], Artifact]
+
+
+@dataclass(frozen=True)
+class Gated:
+    run: Run
+    report: dict[str, Any]
+    """What `quantize.run` returned."""
+
+    @property
+    def float_one(self) -> Path:
+        return self.run.artifact
+
+    @property
+    def int8(self) -> Path:
+        return self.run.int8
+
+
+def quantized(trained: Trained, name: str) -> Gated:
+    """A copy of the session's run beside it, with its int8 artefact, which has been gated."""
+    run = Run(trained.run.parent / name)
+    shutil.copytree(trained.run, run.folder)
+    recipe = settings(trained.run.parent, **QUICK).recipe
+    return Gated(run, quantize.run(recipe, quantize.store_of(run.folder), run.folder, run.int8))
+
+
+def copy(
+    original: Path, target: Path, change: Callable[[Path, Artifact], Artifact] = lambda folder, made: made
+) -> Path:
+    """A copy with a fault by its maker's hand: version, golden answers and manifest are made anew, so that it passes
+    every check that looks at the artefact alone. It has not been gated."""
+    shutil.copytree(original, target)
+    (target / manifest.NAME).unlink()
+    made = change(target, replace(artifact.read(original), gate=None, golden=()))
+    inputs = predict.golden_inputs(base.get(made.task), Head(made.labels, made.facts))
+    artifact.write(target, made, predict.golden_logits, inputs)
+    predict.Predictor.load(target)
+    return target
+
+
+def by_files(change: Callable[[Path], None]) -> Change:
+    """A change of files alone."""
+
+    def both(folder: Path, made: Artifact) -> Artifact:
+        change(folder)
+        return made
+
+    return both
+
+
+def damaged(original: Path, target: Path, change: Callable[[Path], None]) -> Path:
+    """A copy with files changed behind its maker's back, and a manifest that says nothing of it."""
+    shutil.copytree(original, target)
+    change(target)
+    manifest.write(target)
+    return target
+
+
+def scale_a_layer(folder: Path, factor: float = 30.0) -> None:
+    """Multiply the scales of a weight of the first layer, where the int8 graph's file has them."""
+    root = ElementTree.parse(folder / "model.int8.xml").getroot()
+    layers = {layer.attrib["id"]: layer for layer in root.iterfind("layers/layer")}
+    (scaled,) = (
+        number
+        for number, layer in layers.items()
+        if re.search(r"layer\.0\.intermediate.*fq_weights_1$", layer.attrib["name"])
+        and layer.attrib["type"] == "Multiply"
+    )
+    (scales,) = (
+        edge.attrib["from-layer"]
+        for edge in root.iterfind("edges/edge")
+        if (edge.attrib["to-layer"], edge.attrib["to-port"]) == (scaled, "1")
+    )
+    held = layers[scales].find("data")
+    assert held is not None
+    assert held.attrib["element_type"] == "f32"
+    offset, count = int(held.attrib["offset"]), int(held.attrib["size"]) // 4
+    weights = np.memmap(folder / "model.int8.bin", np.float32, "r+", offset, (count,))
+    weights *= factor
+    weights.flush()
+
+
+def swap_labels(folder: Path, made: Artifact) -> Artifact:
+    """The first two labels' names stand on each other's place."""
+    one, two, *rest = made.labels
+    return replace(made, labels=(two, one, *rest))
+
+
+def turn_tokenizer(folder: Path, made: Artifact) -> Artifact:
+    """Another tokenizer's vocabulary: as many pieces, most with other numbers."""
+    path = folder / "tokenizer.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = document["model"]["vocab"]
+    special = {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"}
+    pieces = [piece for piece in vocabulary if piece not in special]
+    numbers = [vocabulary[piece] for piece in pieces]
+    document["model"]["vocab"] = vocabulary | dict(zip(pieces, [*numbers[7:], *numbers[:7]], strict=True))
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return made
+
+
+def mistake_a_word(folder: Path, word: str, other: str) -> None:
+    """In a float artefact, a word gets the vector of another."""
+    import safetensors.numpy
+
+    path = folder / "model.safetensors"
+    tensors = dict(safetensors.numpy.load_file(path))
+    vocabulary = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    (name,) = (name for name in tensors if name.endswith("word_embeddings.weight"))
+    table = np.array(tensors[name])
+    table[vocabulary[word]] = table[vocabulary[other]]
+    safetensors.numpy.save_file(tensors | {name: table}, path, metadata={"format": "pt"})

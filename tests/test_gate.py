@@ -1,0 +1,270 @@
+"""The gate on real artefacts: an honest int8 is promoted, each injected fault is refused for its own reason."""
+
+import functools
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain import artifact, predict
+from rtrain.config import Gate, load
+from rtrain.errors import ConfigError, UserError
+from rtrain.gate import gate, sides, static, told
+from tests import gating
+from tests.conftest import Row, labelled_rows, write_rows
+from tests.gating import Gated
+from tests.trained import ROWS, TEST_ROWS, Trained
+
+pytestmark = pytest.mark.ray
+
+LIMITS = load("intent", gating.QUICK).recipe.gate
+QUICK = [word for name, value in gating.QUICK.items() for word in ("--set", f"{name}={value}")]
+
+
+@pytest.fixture(scope="module")
+def gated(trained: Trained) -> Gated:
+    return gating.quantized(trained, "gated")
+
+
+@pytest.fixture(scope="module")
+def file_of_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """600 labelled rows that the run has not seen."""
+    return write_rows(tmp_path_factory.mktemp("rows") / "rows.csv", labelled_rows(ROWS + TEST_ROWS + 600)[-600:])
+
+
+def against_float(
+    candidate: Path, gated: Gated, data: Path | None = None, limits: Gate = LIMITS, **settings: Any
+) -> dict[str, Any]:
+    """A candidate beside the run's float artefact, on the run's test rows or those of a file."""
+    named = {"data.path": str(data), **{f"data.{name}": value for name, value in settings.items()}} if data else {}
+    chosen, _ = sides.find(candidate, gated.float_one, named)
+    return gate.run(chosen, limits)
+
+
+def reasons(found: dict[str, Any]) -> str:
+    return "; ".join(found["reasons"])
+
+
+# ---------------------------------------------------------------------------------------------------------- the honest
+
+
+def test_quantize_gates_what_it_makes(gated: Gated) -> None:
+    found = artifact.read(gated.int8)
+    assert found.gate is not None
+    assert found.gate == json.loads(json.dumps(gated.report["gate"]))
+    assert (found.gate["verdict"], found.gate["version"]) == ("promote", found.version)
+    assert found.gate["against"]["version"] == artifact.read(gated.float_one).version
+    assert (found.gate["rows"], found.gate["source"]) == (TEST_ROWS, "test rows of the run")
+    assert found.gate["seconds"] <= 30
+
+
+def test_the_honest_int8_is_promoted_on_a_file_too(gated: Gated, file_of_rows: Path) -> None:
+    found = against_float(gated.int8, gated, file_of_rows)
+    assert found["verdict"] == "promote", reasons(found)
+    assert (found["rows"], found["source"], found["student"]) == (600, str(file_of_rows), False)
+    assert [one["column"] for one in found["slices"]].count("length") >= 2
+    assert found["headline"]["other"] >= 0.99 * found["headline"]["first"]
+    assert all(one["low"] >= 0.1 and one["p99"] >= one["p50"] > 0 for one in found["latency"])
+    sizes = [sum(path.stat().st_size for path in one.iterdir()) / 1e6 for one in (gated.int8, gated.float_one)]
+    assert [found["megabytes"], found["base_megabytes"]] == pytest.approx(sizes, abs=0.01)
+    assert set(found["host"]) == {"name", "processor", "cores", "threads", "python", "rtrain"}
+    assert told.text(found).splitlines()[-1].startswith("promote: accuracy ")
+
+
+def test_answers_that_are_known_are_not_asked_for_again(gated: Gated) -> None:
+    """What quantize hands over gives the verdict that the gate finds by itself."""
+    own, handed = against_float(gated.int8, gated), gated.report["gate"]
+    assert own["verdict"] == handed["verdict"] == "promote"
+    for name in ("headline", "scores", "mcnemar", "slices", "rows"):
+        assert json.loads(json.dumps(own[name])) == json.loads(json.dumps(handed[name]))
+
+
+# ------------------------------------------------------------------------------------------------------ injected faults
+
+
+def test_a_corrupted_layer_scale_is_refused(gated: Gated, file_of_rows: Path, tmp_path: Path) -> None:
+    damaged = gating.damaged(gated.int8, tmp_path / "damaged", gating.scale_a_layer)
+    found = against_float(damaged, gated)
+    assert found["verdict"] == "refuse"
+    assert "does not reproduce its golden answers" in reasons(found)
+    # Also where it was corrupt before its golden answers were computed: then rows tell.
+    made = gating.copy(gated.int8, tmp_path / "made", gating.by_files(gating.scale_a_layer))
+    found = against_float(made, gated, file_of_rows)
+    assert found["verdict"] == "refuse"
+    assert found["reasons"][0].startswith("accuracy 0.")
+    assert "right answers are lost" in reasons(found)
+
+
+def test_swapped_labels_are_refused(gated: Gated, tmp_path: Path) -> None:
+    swapped = gating.copy(gated.int8, tmp_path / "swapped", gating.swap_labels)
+    found = against_float(swapped, gated)
+    assert found["verdict"] == "refuse"
+    assert found["headline"]["other"] <= 0.4  # of three labels, one stands where it was
+    assert found["reasons"][0].startswith(f"accuracy {found['headline']['other']:.3f} against ")
+
+
+def test_another_tokenizer_is_refused_and_told(gated: Gated, file_of_rows: Path, tmp_path: Path) -> None:
+    other = gating.copy(gated.int8, tmp_path / "other", gating.turn_tokenizer)
+    for rows in (None, file_of_rows):
+        found = against_float(other, gated, rows)
+        assert found["verdict"] == "refuse"
+        assert found["read_otherwise"] == found["rows"]
+        assert f"{found['rows']:,} of {found['rows']:,} rows are read as other tokens" in told.text(found)
+
+
+def test_an_engine_slower_than_float_is_refused(
+    gated: Gated, file_of_rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = predict.OpenVino.logits
+
+    def slow(engine: predict.OpenVino, inputs: Any) -> Any:
+        time.sleep(0.03)
+        return quick(engine, inputs)
+
+    monkeypatch.setattr(predict.OpenVino, "logits", slow)
+    found = against_float(gated.int8, gated, file_of_rows, LIMITS.model_copy(update={"speedup": 0.5}))
+    assert found["verdict"] == "refuse"
+    assert [reason.split(":")[0] for reason in found["reasons"]] == [one["bucket"] for one in found["latency"]]
+    assert all("0.5 is the least" in reason for reason in found["reasons"])
+    assert all(one["high"] < 0.5 for one in found["latency"])
+
+
+def test_good_overall_and_bad_in_one_slice_is_refused(gated: Gated, tmp_path: Path) -> None:
+    """The word `parcel` is taken for another one; it stands in 30 of 1,200 rows, all of one channel."""
+    change = gating.by_files(functools.partial(gating.mistake_a_word, word="parcel", other="password"))
+    bad = gating.copy(gated.float_one, tmp_path / "bad", change)
+    every = [row for row in labelled_rows(4000) if "with parcel" not in row[0]][-1170:]
+    rows = [*(("web", row) for row in every), *(("fax", row) for row in parcels(30))]
+    path = write_sliced(tmp_path / "rows.csv", rows)
+    limits = LIMITS.model_copy(update={"loss": 0.06, "lost": 0.06, "slice_loss": 0.1})
+    found = against_float(bad, gated, path, limits, slices=["channel"])
+    assert (found["verdict"], len(found["reasons"])) == ("refuse", 1), reasons(found)
+    (reason,) = found["reasons"]
+    assert reason.startswith("where channel is fax: accuracy 0.")
+    assert found["headline"]["difference"] >= -0.06
+    same = gating.copy(gated.float_one, tmp_path / "same")
+    assert against_float(same, gated, path, limits, slices=["channel"])["verdict"] == "promote"
+
+
+def parcels(count: int) -> list[Row]:
+    return [row for row in labelled_rows(ROWS) if row[0].startswith("please help with parcel ")][:count]
+
+
+def write_sliced(path: Path, rows: list[tuple[str, Row]]) -> Path:
+    lines = ["text,label,channel", *(f"{text},{label},{channel}" for channel, (text, label) in rows)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------ held, or asked
+
+
+def test_few_rows_hold_it(gated: Gated, tmp_path: Path) -> None:
+    few = write_rows(tmp_path / "few.csv", labelled_rows(10))
+    found = against_float(gated.int8, gated, few)
+    assert (found["verdict"], found["reasons"]) == ("hold", ["10 rows tell nothing; 20 are the least"])
+
+
+def test_a_base_that_was_held_back_hands_that_on(gated: Gated, file_of_rows: Path, tmp_path: Path) -> None:
+    ungated = gating.copy(gated.int8, tmp_path / "ungated")
+    same = gating.copy(gated.int8, tmp_path / "same")
+    rows = {"data.path": str(file_of_rows)}
+    chosen, _ = sides.find(same, ungated, rows)
+    found = gate.run(chosen, LIMITS)
+    assert (found["verdict"], found["reasons"]) == (
+        "hold",
+        ["its base was made smaller too, and no gate has looked at that one"],
+    )
+    gate.record(ungated, {**found, "verdict": "refuse", "reasons": ["it is worse"]})
+    found = gate.run(chosen, LIMITS)
+    assert (found["verdict"], found["reasons"]) == ("refuse", ["its base has the verdict refuse: it is worse"])
+
+
+def test_mistakes_are_told_from_verdicts(gated: Gated, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is both candidate and base"):
+        against_float(gated.float_one, gated)
+    alone = [gating.copy(gated.int8, tmp_path / name) for name in ("one", "two")]
+    with pytest.raises(UserError, match="neither lies in a run whose token store is still there; write --data"):
+        sides.find(alone[0], alone[1], {})
+    with pytest.raises(ConfigError, match=r"data\.label: says how a file is read, and none is named"):
+        sides.find(gated.int8, gated.float_one, {"data.label": "intent"})
+
+
+def test_limits_are_those_of_the_recipe(gated: Gated) -> None:
+    _, limits = sides.find(gated.int8, gated.float_one, {"gate.megabytes": 0.001})
+    assert limits.megabytes == 0.001
+    found = against_float(gated.int8, gated, limits=LIMITS.model_copy(update={"megabytes": 0.001}))
+    assert found["verdict"] == "refuse"
+    (reason,) = found["reasons"]
+    assert reason == f"its files take {found['megabytes']:.1f} MB; 0.001 may be taken"
+
+
+# ------------------------------------------------------------------------------------------------------- the artefact
+
+
+def test_a_verdict_is_written_and_nothing_else_changes(gated: Gated, tmp_path: Path) -> None:
+    folder = gating.copy(gated.int8, tmp_path / "kept")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    made = artifact.read(folder)
+    found = against_float(folder, gated)
+    gate.record(folder, {**found, "rivals": []})
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {name for name in before if before[name] != after[name]} == set(artifact.REWRITTEN)
+    assert set(before) == set(after)
+    told_of = artifact.read(folder)  # the manifest is that of the new files
+    assert (told_of.version, told_of.golden) == (made.version, made.golden)
+    assert told_of.gate == json.loads(json.dumps(found))
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_failed_record_leaves_the_artefact_as_it_was(gated: Gated, tmp_path: Path) -> None:
+    folder = gating.copy(gated.int8, tmp_path / "kept")
+    with pytest.raises(TypeError):
+        gate.record(folder, {"verdict": object()})
+    assert artifact.read(folder).gate is None
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+# ----------------------------------------------------------------------------------------------------------- the verb
+
+
+def test_the_verb_measures_all_and_its_exit_code_is_the_verdict(gated: Gated, tmp_path: Path) -> None:
+    code, found, _ = ask("gate", gated.int8, *QUICK, "--json")
+    document = json.loads(found)
+    assert (code, document["verdict"]) == (0, "promote"), reasons(document)
+    assert document["memory_mb"] > 0
+    assert document["base_memory_mb"] > 0
+    names = [one["name"] for one in document["rivals"]]
+    assert names == ["this candidate", "TF-IDF and a linear model", "static embeddings and a linear model"]
+    own, tfidf, fixed = document["rivals"]
+    assert own["score"] == document["headline"]["other"]
+    assert tfidf["score"] > 0.5
+    assert tfidf["ms"] > 0
+    if not static.is_installed():
+        assert fixed["absent"] == "model2vec is not installed (the extra bench has it)"
+    kept = artifact.read(gated.int8).gate
+    assert kept is not None
+    assert kept["made"] == document["made"]
+    assert "rivals" not in kept
+    swapped = gating.copy(gated.int8, tmp_path / "swapped", gating.swap_labels)
+    code, text, _ = ask("gate", swapped, "--against", gated.run.folder, *QUICK)
+    assert code == 1
+    last = [line for line in text.splitlines() if line.startswith("refuse: ")]
+    assert len(last) == 1
+    verdict = artifact.read(swapped).gate
+    assert verdict is not None
+    assert verdict["verdict"] == "refuse"
+    code, _, err = ask("gate", swapped)
+    assert (code, "--against: missing" in err) == (2, True)
+
+
+def ask(*words: object) -> tuple[int, str, str]:
+    """A command in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rtrain", *map(str, words)], capture_output=True, text=True, check=False, timeout=300
+    )
+    return done.returncode, done.stdout, done.stderr

@@ -1,0 +1,128 @@
+"""What the gate has not promoted is not served, unless somebody asks for that in so many words."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain import artifact, manifest
+from rtrain.artifact import ArtifactError
+from rtrain.cli import app as cli
+from rtrain.config import Serve
+from serve import access
+from tests.test_serve_deployment import openvino_artifact
+from tests.tiny import make_artifact
+
+PROMOTED = {"verdict": "promote", "reasons": ["accuracy 0.9 against 0.9"]}
+REFUSED = {"verdict": "refuse", "reasons": ["accuracy 0.7 against 0.9", "0.50 times as fast"]}
+
+
+@pytest.fixture
+def int8(tmp_path: Path) -> Path:
+    return openvino_artifact(tmp_path / "int8")
+
+
+def judged(folder: Path, verdict: dict[str, Any]) -> Path:
+    """The same artefact with a verdict, by the function that writes them."""
+    artifact.judged(folder, {"version": artifact.read(folder).version, **verdict})
+    return folder
+
+
+def admit(folder: Path, **settings: Any) -> None:
+    access.admit(artifact.read(folder), folder, Serve(**settings))
+
+
+def test_a_promoted_one_is_served(int8: Path) -> None:
+    admit(judged(int8, PROMOTED))
+
+
+def test_a_run_s_own_float_model_needs_no_gate_and_a_student_does(tmp_path: Path) -> None:
+    folder = make_artifact(tmp_path / "float")
+    admit(folder)
+    made = artifact.read(folder)
+    student = replace(made, lineage={**made.lineage, "teacher": "0123456789ab"})
+    with pytest.raises(ArtifactError, match="was made smaller, and no gate has looked at it"):
+        access.admit(student, folder, Serve())
+
+
+def test_an_ungated_one_is_refused_with_the_command_that_gates_it(int8: Path) -> None:
+    with pytest.raises(ArtifactError) as refused:
+        admit(int8)
+    assert str(refused.value) == (
+        f"artefact {int8} was made smaller, and no gate has looked at it; gate it: rtrain gate {int8} --against BASE; "
+        "or serve it all the same, by --ungated"
+    )
+
+
+@pytest.mark.parametrize(
+    ("verdict", "said"),
+    [
+        (REFUSED, "was refused by the gate: accuracy 0.7 against 0.9; 0.50 times as fast. To serve it all the same"),
+        ({"verdict": "hold", "reasons": ["10 rows tell nothing"]}, "was held back by the gate: 10 rows tell nothing"),
+        ({"verdict": "Promote", "reasons": []}, "was not promoted by the gate: no reason given"),
+        ({"version": "0123456789ab", **PROMOTED}, "is that of another one, 0123456789ab"),
+        ({"version": None, **PROMOTED}, "is that of another one, None"),
+    ],
+)
+def test_any_other_verdict_is_refused(int8: Path, verdict: dict[str, Any], said: str) -> None:
+    folder = judged(int8, verdict)
+    with pytest.raises(ArtifactError, match=re.escape(said)):
+        admit(folder)
+    admit(folder, ungated=True)
+
+
+def test_a_verdict_that_was_edited_is_refused_whatever_is_allowed(int8: Path) -> None:
+    """The manifest holds the digest of artifact.json too."""
+    path = judged(int8, REFUSED) / artifact.NAME
+    path.write_text(path.read_text(encoding="utf-8").replace('"refuse"', '"promote"'), encoding="utf-8")
+    with pytest.raises(ArtifactError, match="is damaged: "):
+        admit(int8, ungated=True)
+
+
+def test_weights_that_were_exchanged_behind_a_verdict_are_refused(int8: Path, tmp_path: Path) -> None:
+    """Made anew by its maker's function, with the old verdict left in: the version is another one."""
+    folder = judged(int8, PROMOTED)
+    document = json.loads((folder / artifact.NAME).read_text(encoding="utf-8"))
+    (folder / manifest.NAME).unlink()
+    labels = tuple(reversed(document["labels"]))
+    made = replace(artifact.read(folder, verify=False), labels=labels, golden=())
+    artifact.write(folder, made, lambda where, what: [[0.0]], ["text"])
+    with pytest.raises(ArtifactError, match="is that of another one"):
+        admit(folder)
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
+
+
+class Begun(Exception):
+    """The command went on to start Ray."""
+
+
+@pytest.fixture
+def ray_is_near(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def begun(*given: object) -> None:
+        raise Begun
+
+    monkeypatch.setattr("rtrain.cluster.session.session", begun)
+
+
+@pytest.mark.usefixtures("ray_is_near")
+def test_the_command_refuses_before_ray_starts(int8: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["serve", str(judged(int8, REFUSED))])
+    assert stopped.value.code == 1
+    assert "was refused by the gate: accuracy 0.7 against 0.9" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("ray_is_near")
+@pytest.mark.parametrize("arguments", [["--ungated"], ["--set", "serve.ungated=true"]])
+def test_the_command_serves_what_it_is_told_to(int8: Path, arguments: list[str]) -> None:
+    with pytest.raises(Begun):
+        cli.main(["serve", str(judged(int8, REFUSED)), *arguments])
+    with pytest.raises(Begun):
+        cli.main(["serve", str(judged(int8, PROMOTED))])

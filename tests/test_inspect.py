@@ -1,0 +1,152 @@
+"""`rtrain inspect`: its counts beside those of the model itself, of both kinds of artefact, and of damaged ones."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import transformers
+
+from rtrain import artifact
+from rtrain.artifact import ArtifactError
+from rtrain.cli import app as cli
+from rtrain.gate import inspection
+from rtrain.gate.graph import part_of
+from tests import gating
+from tests.gating import Gated
+from tests.test_serve_deployment import openvino_artifact
+from tests.tiny import make_artifact
+from tests.trained import Trained
+
+
+@pytest.fixture(scope="module")
+def float_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_artifact(tmp_path_factory.mktemp("inspected") / "artifact")
+
+
+def test_numbers_are_the_model_s_parameters_by_part(float_one: Path) -> None:
+    found = inspection.inspect(float_one)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(float_one)
+    assert found["numbers"] == model.num_parameters()
+    assert found["parts"]["word table"]["numbers"] == model.bert.embeddings.word_embeddings.weight.numel()
+    assert found["parts"]["layers"]["numbers"] == sum(one.numel() for one in model.bert.encoder.parameters())
+    head = [*model.classifier.parameters(), *model.bert.pooler.parameters()]
+    assert found["parts"]["head"]["numbers"] == sum(one.numel() for one in head)
+    assert found["parts"]["layers"]["precisions"] == {"f32": found["parts"]["layers"]["numbers"]}
+
+
+def test_bytes_by_part_are_those_of_the_files(float_one: Path, tmp_path: Path) -> None:
+    for folder in (float_one, openvino_artifact(tmp_path / "int8")):
+        found = inspection.inspect(folder)
+        files = {path.name: path.stat().st_size for path in folder.iterdir()}
+        assert found["files"] == files
+        assert sum(found["bytes"].values()) == sum(files.values())
+        assert found["bytes"]["tokenizer"] == files["tokenizer.json"]
+        assert all(size > 0 for size in found["bytes"].values())
+
+
+def test_a_graph_of_floats_has_the_float_model_s_matrices(tmp_path: Path) -> None:
+    """Its vectors, which are zeros and ones before a training, are left out of the graph; it has a few constants beside
+    its weights, such as the one that divides by."""
+    folder = openvino_artifact(tmp_path / "graph")
+    found = inspection.inspect(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    matrices = sum(one.numel() for one in model.bert.encoder.parameters() if one.dim() > 1)
+    assert 0 <= found["parts"]["layers"]["numbers"] - matrices <= 8
+    assert found["parts"]["word table"]["numbers"] == model.bert.embeddings.word_embeddings.weight.numel()
+    assert set(found["operators"]["MatMul"]) == {"float"}
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("bert.embeddings.word_embeddings.weight", "word table"),
+        ("model.embed_tokens.weight", "word table"),
+        ("bert.embeddings.position_embeddings.weight", "other embeddings"),
+        ("bert.encoder.layer.3.output.dense.bias", "layers"),
+        ("model.layers.11.mlp.Wi.weight", "layers"),
+        ("distilbert.transformer.layer.0.ffn.lin1.weight", "layers"),
+        ("classifier.weight", "head"),
+    ],
+)
+def test_parts_are_told_by_names(name: str, part: str) -> None:
+    assert part_of(name) == part
+
+
+def test_what_is_damaged_or_no_artefact_is_refused(tmp_path: Path) -> None:
+    folder = make_artifact(tmp_path / "artifact")
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.write(b"\xff" * 8)
+    with pytest.raises(ArtifactError, match="is damaged"):
+        inspection.inspect(folder)
+    with pytest.raises(ArtifactError, match="is no artefact"):
+        inspection.inspect(tmp_path)
+    odd = gating.damaged(make_artifact(tmp_path / "whole"), tmp_path / "odd", overwrite_header)
+    with pytest.raises(ArtifactError, match="is no safetensors file: its header would have 18446744073709551615 bytes"):
+        inspection.inspect(odd)
+
+
+def overwrite_header(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.write(b"\xff" * 8)
+
+
+def test_the_verdict_is_told_with_date_and_host(tmp_path: Path) -> None:
+    folder = openvino_artifact(tmp_path / "int8")
+    assert "gate: none has looked at it; serve asks for one" in inspection.text(inspection.inspect(folder))
+    verdict = {"verdict": "hold", "reasons": ["a", "b"], "made": "2026-01-02T03:04:05Z", "host": {"name": "wren"}}
+    made = artifact.judged(folder, {**verdict, "version": artifact.read(folder).version})
+    found = inspection.inspect(folder)
+    assert (found["gate"], found["gated"]) == (verdict, True)
+    assert "gate: hold: a; b (2026-01-02T03:04:05Z, on wren)" in inspection.text(found)
+    artifact.judged(folder, {**verdict, "version": made.version[::-1]})
+    assert "gate: hold: a; b (of another artefact, 2026-01-02T" in inspection.text(inspection.inspect(folder))
+
+
+# --------------------------------------------------------------------------------------------------- of a run, and int8
+
+
+@pytest.fixture(scope="module")
+def gated(trained: Trained) -> Gated:
+    return gating.quantized(trained, "inspected")
+
+
+@pytest.mark.ray
+def test_an_int8_graph_s_weights_are_whole_numbers(gated: Gated) -> None:
+    found = inspection.inspect(gated.int8)
+    for part in ("word table", "layers"):
+        precisions = found["parts"][part]["precisions"]
+        assert precisions["i8"] >= 0.9 * found["parts"][part]["numbers"]
+    assert found["operators"]["MatMul"].get("i8 x i8", 0) >= 2 * 6  # of 2 layers, 6 weights each
+    assert found["parts"]["word table"]["bytes"] < inspection.inspect(gated.float_one)["parts"]["word table"]["bytes"]
+
+
+@pytest.mark.ray
+def test_lineage_leads_to_data_and_run_and_to_the_commands(gated: Gated) -> None:
+    found, made = inspection.inspect(gated.int8), artifact.read(gated.float_one)
+    assert found["lineage"]["parent"] == made.version
+    assert found["lineage"]["data_digest"] == made.lineage["data_digest"]
+    assert found["lineage"]["run"] == "run"
+    assert found["gate"]["verdict"] == "promote"
+    run = str(gated.run.folder)
+    assert found["reproduce"] == [
+        f"rtrain train {run}/config.yaml --out {run}-again",
+        f"rtrain quantize {run} --out {run}/artifact-int8",
+    ]
+    student = replace(made, lineage={**made.lineage, "teacher": "0123456789ab"})
+    assert inspection.reproduce(gated.float_one, student) == [
+        f"rtrain distill TEACHER --out {run}  # TEACHER: the run of artefact 0123456789ab"
+    ]
+
+
+@pytest.mark.ray
+def test_the_verb_takes_a_run_and_tells_it_both_ways(gated: Gated, capfd: pytest.CaptureFixture[str]) -> None:
+    cli.main(["inspect", str(gated.run.folder), "--json"])
+    document = json.loads(capfd.readouterr().out)
+    assert document == json.loads(json.dumps(inspection.inspect(gated.float_one)))
+    cli.main(["inspect", str(gated.int8)])
+    text = capfd.readouterr().out
+    assert "answered by openvino" in text
+    assert f"all {document['numbers']:>14,}" not in text
+    assert "i8 x i8" in text
+    assert "gate: promote: accuracy " in text
