@@ -274,8 +274,8 @@ class _Search:
     def _gain(self) -> str | None:
         """Why another trial is not worth its cost: it is expected to gain less than chance makes trials differ.
 
-        It is asked from half of the trials on. What is expected after a few trials is a guess, and the standard error of
-        one score is more than that of the difference of two on the same rows.
+        It is asked from half of the trials on. What is expected after a few trials is a guess, and the standard error
+        of one score is more than that of the difference of two on the same rows.
         """
         best = max((one.score for trial in self._history.own if (one := at(trial, 0))), default=None)
         if len(self._history.own) < self._planned / 2:
