@@ -78,6 +78,15 @@ def test_distilled_run_names_its_teacher_and_trains_on_every_row(teacher: Path, 
     assert trained["rows_seen"] == 8 * store_of(student).rows("train")
 
 
+def test_a_student_is_gated_against_its_teacher_by_limits_of_its_own(teacher: Path, student: Path) -> None:
+    made = artifact.read(student / "artifact")
+    assert made.lineage["teacher"] == artifact.read(teacher / "artifact").version
+    assert made.gate is not None
+    assert (made.gate["version"], made.gate["student"]) == (made.version, True)
+    assert made.gate["against"]["version"] == made.lineage["teacher"]
+    assert made.gate["limits"]["loss"] == settings(teacher.parent).recipe.gate.student_loss
+
+
 def test_student_as_deep_as_its_teacher_is_refused(teacher: Path) -> None:
     config = with_overrides(settings(teacher.parent), {"distill.layers": 2})
     with pytest.raises(UserError, match=r"distill\.layers=2: the teacher has 2 layers; write 1 or less"):
