@@ -21,9 +21,10 @@ def check(settings: Serve, say: Callable[[str], None] = lambda line: None) -> No
     say(f"insecure: whoever reaches {settings.host} may ask the model, unencrypted and without a key; keys come later")
 
 
-def admit(made: Artifact, folder: Path, settings: Serve) -> None:
-    """Refuse a compressed artefact that the gate has not promoted. The float model of a run is no such thing: there is
-    nothing that it must not be worse than."""
+def admit(made: Artifact, folder: Path, settings: Serve, say: Callable[[str], None] = lambda line: None) -> None:
+    """Refuse a compressed artefact that the gate has refused, or has not looked at; say so of one that it has held,
+    which may be as good as its base: the rows are few, or the machine that gated it was busy. The float model of a run
+    is no such thing: there is nothing that it must not be worse than."""
     if settings.ungated or not is_compressed(made):
         return
     ways = f"gate it: rtrain gate {shown(folder)} --against BASE; or serve it all the same, by --ungated"
@@ -33,9 +34,11 @@ def admit(made: Artifact, folder: Path, settings: Serve) -> None:
         raise ArtifactError(
             f"the verdict in artefact {folder} is that of another one, {made.gate.get('version')}; {ways}"
         )
-    if (word := made.gate.get("verdict")) != "promote":
-        said = {"refuse": "refused", "hold": "held back"}.get(str(word), "not promoted")
-        reasons = "; ".join(made.gate.get("reasons") or ["no reason given"])
+    word, reasons = made.gate.get("verdict"), "; ".join(made.gate.get("reasons") or ["no reason given"])
+    if word == "hold":
+        say(f"the gate could not tell whether artefact {folder} is good enough: {reasons}")
+    elif word != "promote":
+        said = "refused" if word == "refuse" else "not promoted"
         raise ArtifactError(f"artefact {folder} was {said} by the gate: {reasons}. To serve it all the same: --ungated")
 
 

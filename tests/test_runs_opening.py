@@ -120,6 +120,7 @@ def test_what_is_left_open_is_as_the_run_has_it(tmp_path: Path, pooling: str, pr
 
 
 def test_a_run_of_before_there_was_a_choice_of_pooling_keeps_its_own(used: Path) -> None:
+    Run(used).append("created")
     document = yaml.safe_load((used / "config.yaml").read_text())
     del document["model"]["pooling"]
     (used / "config.yaml").write_text(yaml.safe_dump(document))

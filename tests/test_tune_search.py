@@ -17,6 +17,7 @@ from rtrain.proof.faults import workers_left
 from rtrain.report.live import peak_memory
 from rtrain.run import Run
 from rtrain.runs import driver, preparing
+from tests.reports import Page
 from tests.test_runs_notice import within
 from tests.trained import settings
 from tune import search, slots, trial
@@ -24,6 +25,8 @@ from tune.known import halving, journal
 from tune.known.aim import Aim
 from tune.known.halving import Ladder
 from tune.results import table, verdict
+
+pytestmark = pytest.mark.ray
 
 SEARCH = {
     "train.epochs": 3,
@@ -132,8 +135,8 @@ def test_best_yaml_trains_the_winner_again_and_it_is_the_same_to_the_last_bit(
 
 
 def test_what_a_search_leaves(found: search.Found) -> None:
-    page = found.search.search_page.read_text()
-    assert verdict.of(found.search)[1:40] in page
+    page = Page(found.search.search_page.read_text())
+    assert verdict.of(found.search)[1:] in page.text
     assert (found.search.folder / "optuna.journal").is_file()
     headline = trial.headline_of(config.load(str(found.search.config)))
     text = table.text(found.history, headline, config.load(str(found.search.config)).deploy.tune)

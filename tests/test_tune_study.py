@@ -12,6 +12,7 @@ from rtrain.config import Config
 from rtrain.errors import ConfigError, UserError
 from rtrain.metrics.by_output import metric_for
 from rtrain.run import Run
+from rtrain.runs import opening
 from rtrain.tasks import base
 from tests.reports import make_run
 from tests.trained import ROWS, settings
@@ -67,6 +68,14 @@ def test_a_stored_configuration_has_the_same_runs() -> None:
     """It has the rows of an update in place of the frequency."""
     stored = recipe(**{"train.aggregation_frequency": None, "train.rows_per_update": 16})
     assert study.plan(stored, ENOUGH) == study.plan(recipe(), ENOUGH)
+
+
+def test_a_resumed_study_or_search_leaves_the_pooling_to_its_trials(tmp_path: Path) -> None:
+    run = Run(tmp_path / "study")
+    opening.freeze(run, recipe())
+    assert opening.stored(run.folder).recipe.model.pooling == "auto"
+    run.append("created")  # a run of a version without the setting
+    assert opening.stored(run.folder).recipe.model.pooling == "own"
 
 
 def test_a_space_of_one_s_own_names_the_frequencies() -> None:

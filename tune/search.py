@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration, events
+from rtrain import config as configuration
 from rtrain.config import Config
 from rtrain.data import records
 from rtrain.errors import ConfigError, Problem, UserError
@@ -23,14 +23,12 @@ from tune.known import halving
 from tune.known.aim import Aim, at
 from tune.known.halving import Go, Ladder
 from tune.known.history import SEED, History, Trial, numbered
-from tune.known.journal import Journal
+from tune.record import Record
 from tune.results import dashboard, page
-from tune.trial import Order, Outcome, Task
+from tune.trial import Order, Task
 
 FINAL_RUNS = 4
 """Full runs whose rows the end may take, where `tune.final_rows` does not say."""
-LOSSES = 3
-"""How often an order may be lost with its slot before the trial counts as failed."""
 FIXED = ("train.workers", "train.micro_batch")
 """Settings beside those of `tune` with which a search goes on as it began: they set a trial's rows per update."""
 MAY_CHANGE = ("concurrent", "minutes", "money", "price")
@@ -125,24 +123,21 @@ class _Search:
 
     def __init__(self, config: Config, task: Task, on_event: driver.OnEvent | None):
         self._config, self._task, self._tune = config, task, config.deploy.tune
-        self._say: Callable[[dict[str, Any]], None] = on_event or (lambda event: None)
-        self._on_event, self._search = on_event, Run(task.search)
-        self._journal = Journal(self._search.trials)
+        self._search = Run(task.search)
+        self._record = Record(self._search, on_event)
         self._dimensions, self._aim, self._seed = space.dimensions(config), Aim.of(self._tune), config.recipe.train.seed
-        self._lost: dict[int, int] = {}
-        self._follow: events.Follow | None = None
         self._begun = time.monotonic()
 
     @property
     def _history(self) -> History:
-        return self._journal.history
+        return self._record.history
 
     def run(self) -> Found:
         if self._history.chosen is None:
             try:
                 self._decide()
             finally:
-                self._write("spent", seconds=round(time.monotonic() - self._begun, 1))
+                self._record.write("spent", seconds=round(time.monotonic() - self._begun, 1))
         self._leave()
         return Found(self._search, self._history)
 
@@ -160,12 +155,9 @@ class _Search:
         self._steering = len(held_back.steering(prepared.store, self._tune.held_back))
         source = records.inspect(prepared.config.recipe.data, self._task.tokens_root)
         self._parts = judged.parts(prepared.config, source, prepared.store)
-        with events.Follow([], self._on_event) as self._follow:
-            for trial in self._history.trials:
-                self._follow.add(self._search.trial(trial.number).folder, {"trial": trial.number})
-            with slots.opened(self._config, self._task, count) as open_slots:
-                self._work(open_slots, self._halving)
-                self._work(open_slots, self._ending)
+        with self._record.following(), slots.opened(self._config, self._task, count) as open_slots:
+            self._work(open_slots, self._halving)
+            self._work(open_slots, self._ending)
 
     def _trials(self) -> int:
         """How many trials the budget pays for."""
@@ -182,32 +174,14 @@ class _Search:
                 given = {Go(order.trial, order.rung) for order in open_slots.orders.values()}
                 if (go := next((go for go in due(given, True) or [] if go not in given), None)) is None:
                     break
-                self._order(open_slots, slot, go)
+                self._record.give(open_slots, slot, self._order(go))
             if not open_slots.orders and due(set(), False) is None:
                 return
-            self._hear(*open_slots.wait())
+            self._record.hear(open_slots)
 
-    def _order(self, open_slots: slots.Slots, slot: int, go: Go) -> None:
-        trial = numbered(self._history.trials, go.trial)
+    def _order(self, go: Go) -> Order:
         rows = self._ladder.full if go.rung is None else self._ladder.rungs[go.rung]
-        self._search.append("ordered", trial=go.trial, rung=go.rung, slot=slot)
-        if trial.reached:
-            self._say({"kind": "search", "what": "thawed", "trial": go.trial})
-        open_slots.give(slot, Order(go.trial, trial.settings, go.rung, rows))
-
-    def _hear(self, order: Order | None, outcomes: tuple[Outcome, ...] | None) -> None:
-        if order is None:
-            self._search.append("slot_up")
-            return
-        if outcomes is None:
-            self._search.append("lost", trial=order.trial, rung=order.rung)
-            self._lost[order.trial] = self._lost.get(order.trial, 0) + 1
-            if self._lost[order.trial] > LOSSES:
-                self._write("failed", trial=order.trial, error=f"the process that ran it died {LOSSES + 1} times")
-            return
-        for outcome in outcomes:
-            kind = outcome["kind"]
-            self._write(kind, trial=order.trial, **{name: value for name, value in outcome.items() if name != "kind"})
+        return Order(go.trial, numbered(self._history.trials, go.trial).settings, go.rung, rows)
 
     def _halving(self, given: set[Go], idle: bool) -> list[Go] | None:
         """Trials go to their next rung, the first ones first; another one is asked for where a slot is idle."""
@@ -217,7 +191,7 @@ class _Search:
             return found
         if self._stop() or (number := self._propose()) is None:
             if self._history.stopped is None:
-                self._write("stopped", why="every point of the space was tried")
+                self._record.write("stopped", why="every point of the space was tried")
             return halving.due(self._history, self._ladder, self._aim, asking=False)
         return [*found, Go(number, 0)]
 
@@ -239,7 +213,7 @@ class _Search:
             steered=not self._tune.held_back,
         )
         if isinstance(wanted, finals.Verdict):
-            self._write("chosen", best=wanted.best, verdict=wanted.to_document())
+            self._record.write("chosen", best=wanted.best, verdict=wanted.to_document())
             return None
         return [Go(self._seeded(one), None) for one in wanted]
 
@@ -256,7 +230,7 @@ class _Search:
         else:
             why = self._gain()
         if why is not None:
-            self._write("stopped", why=why)
+            self._record.write("stopped", why=why)
         return why is not None
 
     def _over(self) -> str | None:
@@ -272,8 +246,14 @@ class _Search:
         return None
 
     def _gain(self) -> str | None:
-        """Why another trial is not worth its cost: it is expected to gain less than chance makes trials differ."""
+        """Why another trial is not worth its cost: it is expected to gain less than chance makes trials differ.
+
+        It is asked from half of the trials on. What is expected after a few trials is a guess, and the standard error
+        of one score is more than that of the difference of two on the same rows.
+        """
         best = max((one.score for trial in self._history.own if (one := at(trial, 0))), default=None)
+        if len(self._history.own) < self._planned / 2:
+            return None
         if best is None or self._tune.objective != "score" or self._tune.sampler in ("random", "grid"):
             return None
         gain = ask_tell.expected_gain(self._dimensions, self._told(), self._seed)
@@ -309,7 +289,7 @@ class _Search:
 
     def _ask(self, settings: Mapping[str, Any], by: str, **more: Any) -> int:
         number = len(self._history.trials)
-        self._write("asked", trial=number, settings=dict(settings), by=by, **more)
+        self._record.write("asked", trial=number, settings=dict(settings), by=by, **more)
         return number
 
     def _seeded(self, one: finals.Run) -> int:
@@ -327,12 +307,6 @@ class _Search:
             seed=one.seed,
         )
 
-    def _write(self, kind: str, **fields: Any) -> None:
-        self._journal.append(kind, **fields)
-        if kind == "asked" and self._follow is not None:
-            self._follow.add(self._search.trial(fields["trial"]).folder, {"trial": fields["trial"]})
-        self._say({"kind": "search", "what": kind, **fields})
-
     # --------------------------------------------------------------------------------------------------------- the end
 
     def _leave(self) -> None:
@@ -345,7 +319,7 @@ class _Search:
         self._search.best.write_text(text, encoding="utf-8")
         if self._search.winner is None:
             self._search.append("searched", best=history.chosen, trials=len(history.trials))
-        say = self._say
+        say = self._record.say
         if not winner.report.is_file():
             driver.report(winner, lambda event: say({**event, "trial": history.chosen}))
         driver.add(self._search, "page", page.write, say)

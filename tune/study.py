@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration, events
+from rtrain import config as configuration
 from rtrain.config import Config
 from rtrain.config.deploy import SPACE
 from rtrain.data.order import Order as Updates
@@ -24,7 +24,7 @@ from rtrain.runs import driver, opening, preparing
 from tune import slots, study_table
 from tune.known.history import Trial
 from tune.known.journal import Journal
-from tune.search import LOSSES
+from tune.record import Record
 from tune.study_table import FIRST, Cell, Table
 from tune.trial import Order, Task, headline_of
 
@@ -186,10 +186,8 @@ class _Study:
     """One start of a study."""
 
     def __init__(self, config: Config, task: Task, on_event: driver.OnEvent | None):
-        self._config, self._task, self._on_event = config, task, on_event
-        self._study = Run(task.search)
-        self._journal = Journal(self._study.trials)
-        self._lost: dict[int, int] = {}
+        self._config, self._task, self._study = config, task, Run(task.search)
+        self._record = Record(self._study, on_event)
 
     def run(self) -> Plan:
         first = self._study.trial(0)
@@ -200,52 +198,26 @@ class _Study:
         planned = plan(self._config, prepared.store.rows("train"))
         self._ask(planned)
         rows = prepared.order.rows_until(prepared.updates)
-        waiting = [
-            Order(trial.number, trial.settings, None, rows)
-            for trial in self._journal.history.trials
-            if trial.status == "asked"
-        ]
-        with events.Follow([], self._on_event) as follow:
-            for number in planned.runs:
-                follow.add(self._study.trial(number).folder, {"trial": number})
-            if waiting:
-                with slots.opened(self._config, self._task, 1) as open_slots:
-                    self._work(open_slots, waiting)
+        if self._waiting(rows):
+            with self._record.following(), slots.opened(self._config, self._task, 1) as open_slots:
+                while waiting := self._waiting(rows):
+                    if open_slots.idle:
+                        self._record.give(open_slots, open_slots.idle[0], waiting[0])
+                    self._record.hear(open_slots)
         return planned
 
     def _ask(self, planned: Plan) -> None:
         """Write down the runs; those of a resumed study must be the same."""
-        known = self._journal.history.trials
+        known = self._record.history.trials
         for number, settings in planned.runs.items():
             if number >= len(known):
-                self._write("asked", trial=number, settings=dict(settings), by=BY)
+                self._record.write("asked", trial=number, settings=dict(settings), by=BY)
             elif known[number].settings != settings:
                 shown, reason = known[number].named, "the study was started with other runs, of which one is {}"
                 fix = "leave out what was changed, or start another study with --new"
                 raise ConfigError([Problem("tune.study", BY, reason.format(shown), fix)])
 
-    def _work(self, open_slots: slots.Slots, waiting: list[Order]) -> None:
-        while waiting or open_slots.orders:
-            for slot in open_slots.idle[: len(waiting)]:
-                order = waiting.pop(0)
-                self._study.append("ordered", trial=order.trial, rung=None, slot=slot)
-                open_slots.give(slot, order)
-            given, outcomes = open_slots.wait()
-            if given is None:
-                self._study.append("slot_up")
-            elif outcomes is None:
-                self._study.append("lost", trial=given.trial, rung=None)
-                self._lost[given.trial] = self._lost.get(given.trial, 0) + 1
-                if self._lost[given.trial] > LOSSES:
-                    self._write("failed", trial=given.trial, error=f"the process that ran it died {LOSSES + 1} times")
-                else:
-                    waiting.insert(0, given)
-            else:
-                for outcome in outcomes:
-                    fields = {name: value for name, value in outcome.items() if name != "kind"}
-                    self._write(outcome["kind"], trial=given.trial, **fields)
-
-    def _write(self, kind: str, **fields: Any) -> None:
-        self._journal.append(kind, **fields)
-        if self._on_event is not None:
-            self._on_event({"kind": "search", "what": kind, **fields})
+    def _waiting(self, rows: int) -> list[Order]:
+        """The runs that have yet to come to their ends, in their order."""
+        asked = [trial for trial in self._record.history.trials if trial.status == "asked"]
+        return [Order(trial.number, trial.settings, None, rows) for trial in asked]

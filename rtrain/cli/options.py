@@ -27,7 +27,7 @@ ValidOption = Annotated[str | None, typer.Option("--valid", help="Validation row
 TestOption = Annotated[str | None, typer.Option("--test", help="Test rows; without it 10 % are split off.")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="minilm, a Transformers folder, or a hub name.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Listen where others can reach it, without keys.")]
-Ungated = Annotated[bool, typer.Option("--ungated", help="Serve what the gate has not promoted, too.")]
+Ungated = Annotated[bool, typer.Option("--ungated", help="Serve what the gate has refused or not seen, too.")]
 Workers = Annotated[int | None, typer.Option("--workers", help="DDP workers.")]
 Address = Annotated[str | None, typer.Option("--address", help="Ray cluster; default RAY_ADDRESS, else a local one.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")]

@@ -99,7 +99,7 @@ def serve(
     config = configured("intent", assignments, **short)
     access.check(config.deploy.serve, say)
     folder = answering(artifact)
-    access.admit(artifacts.read(folder), folder, config.deploy.serve)
+    access.admit(artifacts.read(folder), folder, config.deploy.serve, say)
     ray = session(config, folder.parent, lambda event: say(event["text"]))
     with ray, deployment.start(folder, config.deploy.serve) as endpoint:
         say(f"serving {folder} at {endpoint.url} (Ctrl-C ends it)")

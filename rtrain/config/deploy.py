@@ -116,7 +116,7 @@ class Serve(Section):
     insecure: bool = False
     """Allow an address that others can reach, although the endpoint asks nobody for a key."""
     ungated: bool = False
-    """Serve a compressed artefact although the gate has not promoted it."""
+    """Serve a compressed artefact although the gate has refused it or has not looked at it."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen on; 0 takes a free one."""
     replicas: Positive = 1

@@ -90,7 +90,8 @@ def stored(folder: Path, overrides: Mapping[str, Any] | None = None) -> Config:
     if not Run(folder).exists:
         raise UserError(f"{folder} holds no run; {meant(folder) or 'name the folder that --out named'}")
     found = configuration.load(str(Run(folder).config))
-    if found.recipe.model.pooling == "auto":  # the run is older than the setting
+    # A run decides it when it is created, so one that has not is older than the setting. A search leaves it to trials.
+    if found.recipe.model.pooling == "auto" and Run(folder).first("created") is not None:
         found = configuration.with_overrides(found, {"model.pooling": "own"})
     return configuration.with_overrides(replace(found, named=frozenset()), overrides or {})
 

@@ -79,6 +79,8 @@ def _refused(config: Config, name: str) -> list[Problem]:
         reason = "trials are compared on the same rows, and it changes these"
     elif section == "data" and base.get(config.recipe.task).packs:
         reason = f"a row of {config.recipe.task} is a block of so many tokens, and trials are compared on the same rows"
+    elif section == "compress":
+        reason = "it makes a smaller model of the winner; a search compares settings of one model"
     elif name == "model.name":
         reason = "a search compares settings of one model"
     elif section == "train" and leaf in SPEED and name != FREQUENCY:

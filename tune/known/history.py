@@ -54,7 +54,7 @@ class Trial:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What it sets otherwise than the recipe, by dotted name; empty for trial 0."""
     by: str = RECIPE
-    """What has proposed it: recipe, points, spread, gp, tpe, random, grid, or seed."""
+    """What has proposed it: recipe, points, spread, gp, tpe, random, grid, study, or seed."""
     of: int | None = None
     """The trial whose settings this one repeats with another seed; None for a trial of its own."""
     seed: int | None = None

@@ -1,0 +1,75 @@
+"""What one start of a search writes down while its slots work: the journal, the log, and what the user is told."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rtrain import events
+from rtrain.run import Run
+from rtrain.runs import driver
+from tune.known.history import History
+from tune.known.journal import Journal
+from tune.slots import Slots
+from tune.trial import Order, Outcome
+
+LOSSES = 3
+"""How often an order may be lost with its slot before the trial counts as failed."""
+
+
+class Record:
+    """The journal and the log of a search, and its user."""
+
+    def __init__(self, search: Run, on_event: driver.OnEvent | None):
+        self._search, self._journal, self._on_event = search, Journal(search.trials), on_event
+        self._follow: events.Follow | None = None
+        self._lost: Counter[int] = Counter()
+
+    @property
+    def history(self) -> History:
+        return self._journal.history
+
+    def say(self, event: dict[str, Any]) -> None:
+        """Tell the user an event."""
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Add an event to the journal, and tell the user."""
+        self._journal.append(kind, **fields)
+        if kind == "asked" and self._follow is not None:
+            self._follow.add(self._search.trial(fields["trial"]).folder, {"trial": fields["trial"]})
+        self.say({"kind": "search", "what": kind, **fields})
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """In the block the user is told what the trials log, those too that are still to be asked for."""
+        trials = [(self._search.trial(trial.number).folder, {"trial": trial.number}) for trial in self.history.trials]
+        with events.Follow(trials, self._on_event) as self._follow:
+            yield
+
+    def give(self, slots: Slots, slot: int, order: Order) -> None:
+        """Give an order to an idle slot."""
+        self._search.append("ordered", trial=order.trial, rung=order.rung, slot=slot)
+        if any(trial.reached for trial in self.history.trials if trial.number == order.trial):
+            self.say({"kind": "search", "what": "thawed", "trial": order.trial})
+        slots.give(slot, order)
+
+    def hear(self, slots: Slots) -> None:
+        """Wait for a slot's next answer, and write down what it tells. An order that was lost is due again, unless it
+        was lost too often: then its trial has failed."""
+        order, outcomes = slots.wait()
+        if order is None:
+            self._search.append("slot_up")
+        elif outcomes is None:
+            self._search.append("lost", trial=order.trial, rung=order.rung)
+            self._lost[order.trial] += 1
+            if self._lost[order.trial] > LOSSES:
+                self.write("failed", trial=order.trial, error=f"the process that ran it died {LOSSES + 1} times")
+        else:
+            for outcome in outcomes:
+                self._heard(order, outcome)
+
+    def _heard(self, order: Order, outcome: Outcome) -> None:
+        fields = {name: value for name, value in outcome.items() if name != "kind"}
+        self.write(outcome["kind"], trial=order.trial, **fields)
