@@ -396,3 +396,19 @@ def test_a_run_of_an_earlier_version_is_read_without_the_settings_that_are_gone(
         config.load(str(path)).recipe.train
         == config.Recipe.model_validate({"name": "intent", "task": "classification", "train": {"epochs": 7}}).train
     )
+
+
+def test_a_run_of_an_earlier_version_is_read_and_a_recipe_with_its_search_is_told_what_to_write(tmp_path: Path) -> None:
+    """Every config.yaml has all settings, those of a search too."""
+    old = {"trials": 4, "points": [], "lr": [1e-4], "aggregation_frequency": [2], "budget": 0.5, "first_rung": 0.2}
+    document = config.to_document(config.load("intent"))
+    written = tmp_path / "config.yaml"
+    written.write_text(yaml.safe_dump({**document, "tune": {**old, "concurrent": 1}}))
+    assert config.load(str(written)).deploy.tune == config.load("intent").deploy.tune
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(yaml.safe_dump({**document, "tune": {"lr": [1e-4], "budget": 0.5}}))
+    with pytest.raises(ConfigError) as caught:
+        config.load(str(mine))
+    told = {problem.field: problem.fix for problem in caught.value.problems}
+    assert told["tune.lr"] == "write tune.space, e.g. {optim.lr: [1.0e-4, 3.0e-4]}"
+    assert told["tune.budget"] == "write tune.full_runs; every trial is trained to rungs"

@@ -32,6 +32,15 @@ class Config:
 
 RETIRED = ("packed", "fast_dropout", "touched_rows")
 """Settings of `train` that earlier versions wrote into every run's config.yaml. They never changed its weights."""
+RETIRED_TUNE = frozenset(("trials", "points", "lr", "aggregation_frequency", "budget", "first_rung", "concurrent"))
+"""The whole section `tune` of earlier versions, which stands in every config.yaml that they wrote. No run was trained
+by it."""
+REPLACED = {
+    "tune.lr": "tune.space, e.g. {optim.lr: [1.0e-4, 3.0e-4]}",
+    "tune.aggregation_frequency": "tune.space, e.g. {train.aggregation_frequency: [2, 4, 8]}",
+    "tune.budget": "tune.full_runs; every trial is trained to rungs",
+}
+"""Settings of earlier versions, and what takes their place."""
 RECIPE_FIELDS = frozenset(Recipe.model_fields)
 DEPLOY_FIELDS = frozenset(Deploy.model_fields)
 
@@ -77,6 +86,8 @@ def load(name_or_file: str, overrides: Mapping[str, Any] | None = None) -> Confi
         raise UserError(f"{name_or_file} must hold a mapping of sections (name, task, data, model, ...)")
     if isinstance(document.get("train"), dict):
         document["train"] = {name: value for name, value in document["train"].items() if name not in RETIRED}
+    if isinstance(document.get("tune"), dict) and document["tune"].keys() == RETIRED_TUNE:
+        del document["tune"]
     config = parse(document, overrides or {})
     return dataclasses.replace(config, named=config.named | (dotted(document).keys() if own else {"name", "task"}))
 
@@ -169,6 +180,8 @@ def dotted_names() -> Iterator[str]:
 
 
 def _unknown(field: str, value: Any, known: Any) -> Problem:
+    if field in REPLACED:
+        return Problem(field, value, "of an earlier version", f"write {REPLACED[field]}")
     near = difflib.get_close_matches(str(value or field), list(known), n=3, cutoff=0.5)
     suffix = "." + field.rsplit(".", 1)[-1]  # the right name in another section
     near += [name for name in sorted(known) if name.endswith(suffix) and name not in near]
