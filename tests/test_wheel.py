@@ -165,9 +165,8 @@ def test_it_searches_and_serves_beside_files_with_the_names_of_its_modules(insta
     given = rows_and_encoder(folder)
     command = [*installed.module, "tune", "intent", *given, "--out", "runs/search", *settings(SEARCH)]
     found = succeeded(installed.run(*command))
-    assert [trial["lr"] for trial in found["trials"]] == [5e-3, 1e-6]
+    assert [trial["settings"] for trial in found["trials"] if trial["of"] is None] == [{}, {"optim.lr": 1e-6}]
     assert found["winner"]["status"] == "finished"
-    assert Path(found["trials"][0]["run"]).parent == folder / "runs" / "search"
     artifact = folder / "runs" / "search" / "trial-000" / "artifact"
     assert manifest.damage(artifact) is None
 

@@ -167,7 +167,7 @@ def tables_of(folder: Path) -> set[str]:
     for auto in HEADS:
         try:
             with torch.device("meta"):
-                network = getattr(transformers, auto).from_config(settings)
+                network = getattr(transformers, auto).from_config(settings, trust_remote_code=False)
         except ValueError:  # the architecture has no such class
             continue
         modules = [network.get_input_embeddings(), network.get_output_embeddings()]

@@ -69,7 +69,7 @@ def _refused(config: Config, name: str) -> list[Problem]:
     reason = None
     if section in configuration.DEPLOY_FIELDS:
         reason = "it says where and how the search runs, not what a trial is"
-    elif section in ("distill", "quantize", ""):
+    elif section in ("distill", "quantize", "gate", ""):
         reason = "it is no setting of a trial's training"
     elif name == "train.seed":
         reason = "a seed is no better than another; the end of the search tries other seeds itself"
