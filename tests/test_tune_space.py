@@ -385,3 +385,7 @@ def test_every_point_is_a_configuration_and_comes_back_from_it(seed: int, number
         found = space.coordinates(base, dimensions, space.overrides(base, point))
         assert found is not None
         assert points.equal(found, point)
+
+
+def test_a_number_that_yaml_reads_as_a_text_is_a_number_in_a_trial() -> None:
+    assert space.overrides(made(), {"optim.lr": "1e-6"}) == {"optim.lr": 1e-6}

@@ -197,7 +197,9 @@ def overrides(config: Config, point: Mapping[str, Any]) -> dict[str, Any]:
                 changed.setdefault(BETA2, "rows")
     elif changed.get(SCALING, "none") != "none" and config.recipe.optim.lr_rows is None:
         changed.setdefault(RATE_ROWS, _meant_for(config))
-    return changed
+    known = configuration.flat(configuration.with_overrides(config, changed))
+    # As the settings read them: in YAML 1e-6 is a text.
+    return {name: value if value is None else known[name] for name, value in changed.items()}
 
 
 def _carried_by(config: Config, point: Mapping[str, Any]) -> str | None:
