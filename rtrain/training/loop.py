@@ -223,23 +223,18 @@ class _Loop(step.Observer):
         return found, bool(is_best)
 
     def _rung(self, kept: dict[str, Ragged]) -> None:
-        """Keep the answers to the validation rows, which were just evaluated or are now. The best weights stay what
-        they were. It is done before the save: where there is the checkpoint of a rung, there are its answers."""
-        job, update = self._job, self._state.update
+        """Keep the answers to the validation rows, before the save: a rung's checkpoint has its answers beside it."""
+        job, exchange, update = self._job, self._exchange, self._state.update
         if (answers := kept.get("valid")) is None:
             with self._clock.section("evaluate"):
-                answers = gathered(
-                    self._exchange, job.task, job.store, "valid", pad_id=job.pad_id, precision=job.precision
-                )
-        ranks.decided(self._exchange.watch, lambda: rungs.keep(job.run, update, answers))
+                answers = gathered(exchange, job.task, job.store, "valid", pad_id=job.pad_id, precision=job.precision)
+        ranks.decided(exchange.watch, lambda: rungs.keep(job.run, update, answers))
         self._reporter.event("rung", update=update)
 
     def _scores(self, split: str, keep: dict[str, Ragged]) -> dict[str, float]:
-        job = self._job
+        job, exchange = self._job, self._exchange
         with self._clock.section("evaluate"):
-            return evaluate(
-                self._exchange, job.task, job.store, split, pad_id=job.pad_id, precision=job.precision, keep=keep
-            )
+            return evaluate(exchange, job.task, job.store, split, pad_id=job.pad_id, precision=job.precision, keep=keep)
 
     @property
     def _headline(self) -> str:
