@@ -1,7 +1,8 @@
 """The watch over the cluster's nodes: what it reads is whole, and a look that fails is not its last."""
 
-import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -80,14 +81,29 @@ def test_the_file_of_the_workers_placement_is_whole_or_the_one_before(
 # --------------------------------------------------------------------------------------------- asked to end by a signal
 
 
+SIGNALLED = """
+import os, signal, sys, time
+from pathlib import Path
+from rtrain.run import Run
+from rtrain.runs import notice
+
+run, before = Run(Path(sys.argv[1])), signal.getsignal(signal.SIGUSR1)
+with notice.Asked(run) as asked:
+    print(asked.given)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    give_up = time.monotonic() + 60
+    while not asked.given and time.monotonic() < give_up:
+        time.sleep(0.01)
+print(asked.given, notice.take(run), signal.getsignal(signal.SIGUSR1) == before)
+"""
+
+
 def test_a_signal_gives_notice_and_what_it_meant_before_comes_back(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    with notice.Asked(Run(tmp_path)) as asked:
-        assert not asked.given
-        os.kill(os.getpid(), signal.SIGUSR1)
-        within(lambda: asked.given)
-    assert notice.take(Run(tmp_path)) == "asked"
-    assert signal.getsignal(signal.SIGUSR1) == before
+    """In a process of its own: a signal that is not heard would end the one that runs the tests."""
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["False", "True", "asked", "True"]), done.stderr
 
 
 def test_a_trial_s_thread_hears_of_no_signal(tmp_path: Path) -> None:
@@ -107,15 +123,22 @@ def test_a_trial_s_thread_hears_of_no_signal(tmp_path: Path) -> None:
 
 @pytest.mark.ray
 def test_a_run_that_was_asked_to_end_goes_on_and_ends_with_the_same_weights(
-    trained: Trained, ray_session: Path
+    trained: Trained, ray_session: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The signal's handler is called: the signal itself has a test of its own, in a process of its own."""
     prepared = preparing.prepare(settings(ray_session / "asked"), ray_session / "asked" / "run")
-    seen: list[dict[str, Any]] = []
+    entered: list[notice.Asked] = []
+    enter = notice.Asked.__enter__
+
+    def remembered(asked: notice.Asked) -> notice.Asked:
+        entered.append(asked)
+        return enter(asked)
+
+    monkeypatch.setattr(notice.Asked, "__enter__", remembered)
 
     def on_event(event: dict[str, Any]) -> None:
-        seen.append(event)
         if event["kind"] == "progress" and event["update"] == 5:
-            os.kill(os.getpid(), signal.SIGUSR1)
+            entered[-1]._hear(signal.SIGUSR1, None)
 
     with pytest.raises(TryAgain, match=r"was asked to end: update \d+ of \d+ is saved\. .* --resume goes on"):
         driver.fit(prepared, on_event=on_event)
