@@ -21,7 +21,7 @@ from tune.known import journal
 from tune.known.history import replay
 
 SEEDS = (0, 1, 2)
-"""Of the recipe as it stands."""
+"""Seeds with which the recipe is trained as it stands."""
 RECIPE, HEADLINE = "intent", "accuracy"
 BUDGET = 8.0
 """Full runs."""

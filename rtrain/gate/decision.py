@@ -68,7 +68,7 @@ class Speed:
 @dataclass(frozen=True)
 class Measured:
     headline: Difference | None
-    """Of the candidate beside its base; None where there were no rows, or none that could be scored."""
+    """The candidate beside its base; None where there were no rows, or none that could be scored."""
     flipped: Flipped | None = None
     """Right answers lost and won; None where answers are not right or wrong."""
     right: int = 0

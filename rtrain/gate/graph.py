@@ -74,7 +74,7 @@ class Graph:
         """Type -> precision -> how many; the most frequent type first.
 
         The precision of an operator with weights: `i8 x i8` where weights and activations are whole numbers, `i8
-        weights` where the weights alone are, `float`. Of others: `-`, since they follow what they are given.
+        weights` where the weights alone are, `float`. Others have `-`, since they follow what they are given.
         """
         found: dict[str, Counter[str]] = defaultdict(Counter)
         for number, layer in self.layers.items():

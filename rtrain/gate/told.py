@@ -13,7 +13,7 @@ def text(found: dict[str, Any]) -> str:
 
 
 def sentence(found: dict[str, Any]) -> str:
-    """`refuse: accuracy 0.905 against 0.925, ...`. Of a promoted one what comes first is enough."""
+    """`refuse: accuracy 0.905 against 0.925, ...`. A promoted one needs only what comes first."""
     reasons = found["reasons"] or ["no reason given"]
     if found["verdict"] != "promote":
         return f"{found['verdict']}: {'; '.join(reasons)}"
