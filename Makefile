@@ -94,7 +94,7 @@ rm -f .venv/installed
 .venv/bin/python -m pip --version >/dev/null 2>&1 || "$$python" -m venv --clear .venv || no_venv "$$python"
 echo "make: installing into .venv with $$(.venv/bin/python -V); the first time takes some minutes" >&2
 pip() { .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt "$$@"; }
-{ [ -z "$$TORCH_INDEX" ] || pip --no-deps --index-url "$$TORCH_INDEX" torch; } && pip -e '.[demo,test]' || {
+{ [ -z "$$TORCH_INDEX" ] || pip --no-deps --index-url "$$TORCH_INDEX" torch; } && pip -e '.[train,demo,test]' || {
   say "the installation failed; pip says why, above. If it is" \
     "the network: is the package index reachable? A proxy goes into HTTPS_PROXY, an index of your own into PIP_INDEX_URL." \
     "torch: the small CPU wheel for Linux comes with TORCH_INDEX=https://download.pytorch.org/whl/cpu (now: '$$TORCH_INDEX')." \

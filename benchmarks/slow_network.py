@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tune import study_table
+from tune.results import study_table
 
 SPACES = ("rtrain-0", "rtrain-1")
 LINKS = ("rtrain-v0", "rtrain-v1")

@@ -112,6 +112,14 @@ def is_compressed(artifact: Artifact) -> bool:
     return not engines.get(artifact.engine).gradients or "teacher" in artifact.lineage
 
 
+def refusal(gate: Mapping[str, Any] | None, version: str) -> str | None:
+    """Why the gate has refused the artefact of a version: the reasons, in one line. None where it has not, or has
+    looked at another one."""
+    if gate is None or gate.get("verdict") != "refuse" or gate.get("version") != version:
+        return None
+    return "; ".join(gate.get("reasons") or ["no reason given"])
+
+
 def read(folder: Path, verify: bool = True) -> Artifact:
     """The artefact of a folder; `verify` compares every file with the manifest."""
     path = folder / NAME

@@ -119,6 +119,9 @@ class Tokens:
     row_ids: npt.NDArray[np.uint64]
     teacher: Floats
     """A teacher's outputs, [rows or tokens, outputs]; with no columns if there is no teacher."""
+    unlabelled: npt.NDArray[np.bool_] | None = None
+    """Rows that a teacher alone answers: their targets stand in for labels and are not learned. None: there are none.
+    """
 
     def __len__(self) -> int:
         return len(self.row_ids)
@@ -156,6 +159,7 @@ class Tokens:
             counts=self.counts[chosen],
             row_ids=self.row_ids[chosen],
             teacher=self.teacher[tokens] if by_token else self.teacher[chosen],
+            unlabelled=None if self.unlabelled is None else self.unlabelled[chosen],
         )
 
 

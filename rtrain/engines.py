@@ -5,7 +5,8 @@ it is used, and an int8 artefact is served without torch.
 """
 
 import importlib
-from collections.abc import Mapping
+import importlib.util
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rtrain.errors import UserError
@@ -13,15 +14,19 @@ from rtrain.errors import UserError
 
 class Entry(NamedTuple):
     loader: str
-    """`module:class`. Called with (folder, artifact, threads); its `logits` answers (`rtrain.predict.Engine`)."""
+    """`module:function`. Called with (folder, artifact, threads); its `logits` answers (`rtrain.predict.Engine`)."""
     files: tuple[str, ...]
     """The model's files in the artefact's folder, beside config.json and the tokenizer."""
     golden_tolerance: float
     """Most that its logits may differ from the golden answers: another processor's kernels round otherwise, in the last
     bits of fp32, by a step of a few scales of int8."""
     quantizer: str | None = None
-    """`module:function` that writes `files` from the float model, for an engine of int8 graphs. Called with (network,
-    samples, path of the first of `files`), as `rtrain.compress.openvino_graph.write`. None: it is the float model."""
+    """`module:function` that exports the float model, for an engine of int8 graphs: `rtrain.compress.graphs.Export`.
+    None: it is the float model."""
+    libraries: tuple[str, ...] = ()
+    """Modules that `quantizer` and `loader` need and that not every installation of rtrain has."""
+    cuts_vocabulary: bool = False
+    """Whether a finished graph's vocabulary can be trimmed (`rtrain.compress.vocabulary`)."""
 
     @property
     def gradients(self) -> bool:
@@ -34,10 +39,18 @@ FLOAT = "torch"
 ENGINES: Mapping[str, Entry] = {
     FLOAT: Entry("rtrain.predict:Torch", ("model.safetensors",), 1e-3),
     "openvino": Entry(
-        "rtrain.predict:OpenVino",
+        "rtrain.predict:open_openvino",
         ("model.int8.xml", "model.int8.bin"),
         0.1,
-        quantizer="rtrain.compress.openvino_graph:write",
+        quantizer="rtrain.compress.openvino_graph:export",
+        cuts_vocabulary=True,
+    ),
+    "onnxruntime": Entry(
+        "rtrain.predict:open_onnxruntime",
+        ("model.int8.onnx",),
+        0.1,
+        quantizer="rtrain.compress.onnx_graph:export",
+        libraries=("onnx", "onnxruntime"),
     ),
 }
 
@@ -52,6 +65,16 @@ def get(name: str) -> Entry:
     if name not in ENGINES:
         raise UserError(f"engine {name!r} is unknown; this rtrain has {', '.join(ENGINES)}")
     return ENGINES[name]
+
+
+def needed(name: str, libraries: Sequence[str]) -> None:
+    """Raises `UserError` where one of an engine's libraries is not installed."""
+    absent = [library for library in libraries if importlib.util.find_spec(library) is None]
+    if absent:
+        raise UserError(
+            f"the engine {name} needs {' and '.join(absent)}: pip install 'rtrain[onnx]', or quantize with "
+            f"quantize.engine={quantized()[0]}"
+        )
 
 
 def named(reference: str) -> Any:

@@ -57,6 +57,10 @@ SETTINGS = {
 }
 
 
+CACHE = "RTRAIN_CACHE"
+"""Folder in which compiled graphs are kept (`rtrain.network.compiled`); empty: none is."""
+
+
 def cores() -> int:
     """How many processor cores this process may use; a container or taskset may allow fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -84,3 +88,4 @@ def prepare(environ: MutableMapping[str, str] | None = None) -> None:
     environ = os.environ if environ is None else environ
     for name, value in SETTINGS.items():
         environ.setdefault(name, value)
+    environ.setdefault(CACHE, os.path.join(environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "rtrain"))

@@ -20,23 +20,36 @@ def doing(text: str, phase: str) -> dict[str, Any]:
 
 
 def append(folder: Path, kind: str, **fields: Any) -> None:
-    """Add one event. Written in one call, so that a reader never sees half a line of a living writer."""
+    """Add one event to a run's log."""
+    add(folder / NAME, kind, **fields)
+
+
+def add(path: Path, kind: str, /, *, sync: bool = False, **fields: Any) -> dict[str, Any]:
+    """Add one event to a file, and return it as it will be read. Written in one call, so that a reader never sees half
+    a line of a living writer. With `sync` it is on the disk when this returns, also if the machine stops."""
     line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}, ensure_ascii=False)
     # A lone surrogate (a file name, an error's text) is no UTF-8; its backslash form is what JSON writes for it.
     data = line.encode("utf-8", "backslashreplace") + b"\n"
-    with (folder / NAME).open("ab+") as file:
+    with path.open("ab+") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 1))
         # A killed writer may have left half a line: it must not take this event with it.
         file.write(data if file.read(1) in (b"", b"\n") else b"\n" + data)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+    event: dict[str, Any] = json.loads(data)
+    return event
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """All events. A torn last line, left by a killed writer, is not an event."""
-    path = run / NAME
-    if not path.is_file():
-        return []
-    return list(_parse(path.read_bytes()))
+    """All events of a run's log."""
+    return read_file(run / NAME)
+
+
+def read_file(path: Path) -> list[dict[str, Any]]:
+    """All events of a file; none where there is no file. A torn line, left by a killed writer, is not an event."""
+    return list(_parse(path.read_bytes())) if path.is_file() else []
 
 
 def _parse(data: bytes) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """An artefact and texts -> answers, by the engine that artifact.json names. An int8 artefact needs no torch."""
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,13 +15,14 @@ from rtrain import artifact, engines
 from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
 from rtrain.batch import Encoded, Floats, Head, Ints, Outputs, Tokens, batches, pack, padded
 from rtrain.errors import UserError
-from rtrain.network import pooling
+from rtrain.network import compiled, pooling
 from rtrain.network.inputs import accepted
 from rtrain.tasks import base
 from rtrain.tasks.base import Input, Task
 from rtrain.tasks.encode import load_tokenizer
 
 if TYPE_CHECKING:
+    import openvino
     import transformers
 
 BATCH_ROWS = 32
@@ -29,6 +31,9 @@ MOST_TOKENS = 1 << 14
 """Most tokens of one engine call, padding included, since its memory grows with them: a text of 64 windows of 384
 tokens has 24,576, and 32 such texts 786,432. Texts of many windows go in smaller groups, and the windows of one text in
 several calls."""
+
+
+CONVERTER = "openvino.tools.ovc"
 
 
 class InputError(UserError):
@@ -49,12 +54,14 @@ class Engine(Protocol):
 class Predictor:
     """A loaded artefact. Thread-safe as far as its engine is; serving calls `run` from one thread."""
 
-    def __init__(self, folder: Path, artifact: Artifact, threads: int | None = None):
+    def __init__(self, folder: Path, artifact: Artifact, threads: int | None = None, engine: "Engine | None" = None):
+        """`engine` answers in place of the artefact's own: a graph that is not written yet."""
         self.artifact = artifact
         self.task = base.get(artifact.task)
         self.head = Head(artifact.labels, artifact.facts)
         self.tokenizer = load_tokenizer(folder, artifact.max_tokens, artifact.facts.get("stride", 0))
-        self._engine: Engine = engines.named(engines.get(artifact.engine).loader)(folder, artifact, threads)
+        loader = engines.get(artifact.engine).loader
+        self._engine: Engine = engine or engines.named(loader)(folder, artifact, threads)
         self.pad_id = _pad_id(folder)
 
     @classmethod
@@ -269,11 +276,10 @@ class Torch:
 
 
 class OpenVino:
-    """The int8 graph, on OpenVINO's CPU plugin."""
+    """A graph on OpenVINO's CPU plugin."""
 
-    def __init__(self, folder: Path, artifact: Artifact, threads: int | None):
-        import openvino
-
+    def __init__(self, graph: "Path | openvino.Model", threads: int | None, cache: Path | None = None):
+        """`cache`: a folder for the compiled graph, from which a later process loads it sooner."""
         options = {
             "PERFORMANCE_HINT": "LATENCY",
             "NUM_STREAMS": "1",
@@ -282,11 +288,61 @@ class OpenVino:
         }
         if threads is not None:
             options["INFERENCE_NUM_THREADS"] = str(threads)
-        graph = engines.get(artifact.engine).files[0]
-        self._request = openvino.Core().compile_model(folder / graph, "CPU", options).create_infer_request()
+        if cache is not None:
+            options["CACHE_DIR"] = str(cache)
+        loaded = _openvino().Core().compile_model(graph, "CPU", options)
+        self._request = loaded.create_infer_request()
+        self._names = [taken.any_name for taken in loaded.inputs]  # DistilBERT, for one, has no token types
 
     def logits(self, inputs: Mapping[str, Any]) -> Floats:
-        outputs = list(self._request.infer(dict(inputs), share_inputs=True).values())
-        # A span model has two, its start and its end, as the last axis of one array everywhere else.
-        found: Floats = outputs[0].copy() if len(outputs) == 1 else np.stack(outputs, axis=-1)
-        return found
+        return _one(list(self._request.infer({name: inputs[name] for name in self._names}, share_inputs=True).values()))
+
+
+def _openvino() -> Any:
+    """OpenVINO without its converter of models, whose import takes as long as that of all the rest, and which no answer
+    needs. OpenVINO does without where it is not installed, and so it does where its import is barred."""
+    if "openvino" not in sys.modules:
+        sys.modules[CONVERTER] = None  # type: ignore[assignment]
+        try:
+            import openvino
+        finally:
+            del sys.modules[CONVERTER]
+    import openvino
+
+    return openvino
+
+
+def open_openvino(folder: Path, artifact: Artifact, threads: int | None) -> OpenVino:
+    """The int8 graph of an artefact."""
+    return OpenVino(folder / engines.get(artifact.engine).files[0], threads, compiled.folder(artifact.version))
+
+
+class OnnxRuntime:
+    """A graph on ONNX Runtime's CPU provider.
+
+    Raises `UserError` where ONNX Runtime is not installed: it is no dependency of rtrain, but its extra `onnx`.
+    """
+
+    def __init__(self, graph: Path | bytes, threads: int | None):
+        engines.needed("onnxruntime", ("onnxruntime",))
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads or 0  # 0: as many as there are cores
+        options.log_severity_level = 3  # errors alone: it warns of each weight that it leaves as it is
+        source = graph if isinstance(graph, bytes) else str(graph)
+        self._session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        self._names = [taken.name for taken in self._session.get_inputs()]
+
+    def logits(self, inputs: Mapping[str, Any]) -> Floats:
+        return _one(self._session.run(None, {name: inputs[name] for name in self._names}))
+
+
+def open_onnxruntime(folder: Path, artifact: Artifact, threads: int | None) -> OnnxRuntime:
+    """The int8 graph of an artefact."""
+    return OnnxRuntime(folder / engines.get(artifact.engine).files[0], threads)
+
+
+def _one(outputs: Sequence[Floats]) -> Floats:
+    """A copy of a graph's output. A span model has two, its start and its end: they are the last axis of one array."""
+    return outputs[0].copy() if len(outputs) == 1 else np.stack(outputs, axis=-1)

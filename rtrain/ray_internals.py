@@ -75,11 +75,69 @@ def head(address: str, seconds: float) -> Literal["open", "closed", "none"]:
     return "open"
 
 
+def drain(address: str, instance: str | None, why: str, deadline: float, seconds: float) -> list[str]:
+    """Ask the head at `host:port` to drain this machine's node, which goes away at `deadline` (seconds since 1970).
+
+    `instance`: the name that the node's launcher gave it, where several nodes run on this machine; else its processes
+    tell. Returns the ids of the nodes that are drained now. Raises what Ray raises where its head does not answer
+    within `seconds`. What is called is behind `ray drain-node`.
+    """
+    import ray._raylet
+    from ray.core.generated import autoscaler_pb2, gcs_pb2
+
+    generated: Any = (autoscaler_pb2, gcs_pb2)
+    reason, alive = generated[0].DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, generated[1].GcsNodeInfo.ALIVE
+    client: Any = ray._raylet.GcsClient(address=address)  # type: ignore[attr-defined]
+    up = [
+        (node.hex(), info.instance_id)
+        for node, info in client.get_all_node_info(timeout=seconds).items()
+        if info.state == alive
+    ]
+    here = {node for node, name in up if instance and name == instance} or nodes_here() & {node for node, _ in up}
+    return [node for node in sorted(here) if client.drain_node(node, reason, why, int(deadline * 1000), seconds)[0]]
+
+
 def use_token_of_this_machine() -> None:
     """Show clusters the token that lies on this machine, where there is one, as Ray does with the address `auto`."""
     import ray._private.authentication.authentication_token_setup as tokens
 
     tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+class Requests:
+    """Requests of the name `name` for the size of the cluster, as Ray Data's coordinator takes them. It repeats all of
+    them, of all libraries, to the autoscaler; each ends where its asker does not come again in time."""
+
+    def __init__(self, name: str):
+        from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import DefaultAutoscalingCoordinator
+
+        self._coordinator = DefaultAutoscalingCoordinator(name)
+
+    def ask(self, bundles: Sequence[Mapping[str, float]], expire_s: float) -> None:
+        """Have the cluster at least as large as these and all other requests together, for `expire_s` seconds."""
+        self._coordinator.request_resources([dict(bundle) for bundle in bundles], expire_s)
+
+    def take_back(self) -> None:
+        self._coordinator.cancel_request()
+
+
+def cluster_status(client: Any) -> str | None:
+    """What `ray status` prints, asked of the head's API by a JobSubmissionClient; None where it says nothing."""
+    answer = client._do_request("GET", "/api/cluster_status?format=1")
+    told = answer.json().get("data", {}).get("clusterStatus") if answer.status_code == 200 else None
+    return told if told is None else str(told)
+
+
+def cluster_config() -> list[tuple[str, dict[str, float], int]]:
+    """The nodes that the cluster may have, where whoever manages it has said so: (type, resources of a node, number;
+    -1 for any). Empty where nothing is known."""
+    import ray
+
+    found: Any = ray._private.state.state.get_cluster_config()
+    groups = [] if found is None else found.node_group_configs
+    return [
+        (group.name, {name: float(most) for name, most in group.resources.items()}, group.max_count) for group in groups
+    ]
 
 
 # -------------------------------------------------------------------------------------------------------- this process

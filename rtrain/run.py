@@ -160,6 +160,15 @@ class Run:
         return self.folder / "trials.jsonl"
 
     @property
+    def study_table(self) -> Path:
+        """The table of a study of aggregation frequencies, as JSON."""
+        return self.folder / "study.json"
+
+    @property
+    def study_page(self) -> Path:
+        return self.folder / "study.html"
+
+    @property
     def search_page(self) -> Path:
         """What a search has come to, as a page."""
         return self.folder / "search.html"

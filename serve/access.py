@@ -4,7 +4,7 @@ import ipaddress
 from collections.abc import Callable
 from pathlib import Path
 
-from rtrain.artifact import Artifact, ArtifactError, is_compressed
+from rtrain.artifact import Artifact, ArtifactError, is_compressed, refusal
 from rtrain.config import Serve
 from rtrain.errors import ConfigError, Problem
 from rtrain.run import shown
@@ -22,10 +22,11 @@ def check(settings: Serve, say: Callable[[str], None] = lambda line: None) -> No
 
 
 def admit(made: Artifact, folder: Path, settings: Serve, say: Callable[[str], None] = lambda line: None) -> None:
-    """Refuse a compressed artefact that the gate has refused, or has not looked at; say so of one that it has held,
-    which may be as good as its base: the rows are few, or the machine that gated it was busy. The float model of a run
-    is no such thing: there is nothing that it must not be worse than."""
-    if settings.ungated or not is_compressed(made):
+    """Refuse an artefact that the gate has refused, and a compressed one that it has not looked at; say so of one that
+    it has held, which may be as good as its base: the rows are few, or the machine that gated it was busy. The float
+    model of a run needs no gate: there is nothing that it must not be worse than, unless somebody has set it beside
+    another one."""
+    if settings.ungated or not (is_compressed(made) or refusal(made.gate, made.version)):
         return
     ways = f"gate it: rtrain gate {shown(folder)} --against BASE; or serve it all the same, by --ungated"
     if made.gate is None:

@@ -14,6 +14,8 @@ from rtrain import env
 if TYPE_CHECKING:
     from tests.trained import Trained
 
+# Compiled graphs are a user's own to keep.
+os.environ.setdefault("RTRAIN_CACHE", "")
 env.prepare()
 # One thread per process: tests start several processes on few cores, and equal sums need equal thread counts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

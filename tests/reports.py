@@ -66,7 +66,8 @@ def begin(folder: Path, chosen: Config, *, trained: bool = True) -> Path:
 def train(run: Path, rows_per_update: int) -> None:
     """Events of 20 updates, of which the first start reached 12 and crashed; it went on from update 10."""
     for first, last in ((0, 12), (10, 20)):
-        events.append(run, "started", update=first, of=20, workers=2, precision="fp32")
+        known = {"workers": 2, "precision": "fp32", "rows_per_update": rows_per_update}
+        events.append(run, "started", update=first, of=20, **known)
         for update in range(first + 1, last + 1):
             loss, rows = 2.0 / update, (update - first) * rows_per_update
             events.append(

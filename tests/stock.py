@@ -74,9 +74,9 @@ def log(run: Run, kind: str, at: float, **fields: Any) -> None:
         file.write(json.dumps({"time": at, "kind": kind, **fields}) + "\n")
 
 
-def artifact(folder: Path, version: str) -> Path:
+def artifact(folder: Path, version: str, **fields: Any) -> Path:
     folder.mkdir(parents=True)
-    (folder / "artifact.json").write_text(json.dumps({"version": version}))
+    (folder / "artifact.json").write_text(json.dumps({"version": version, **fields}))
     (folder / "model.safetensors").write_bytes(b"a" * WEIGHTS)
     manifest.write(folder)
     return folder

@@ -9,14 +9,14 @@ from typing import Any
 
 import httpx
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 import rtrain.tasks
 from rtrain import artifact, config, engines
 from rtrain.answers import files
 from rtrain.batch import Floats, Head, Ragged, pack
-from rtrain.compress import quantize
+from rtrain.compress import calibrate
+from rtrain.compress.graphs import Sample
 from rtrain.config import Recipe, loading, recipe
 from rtrain.config.recipe import Optim, Quantize
 from rtrain.data.stores.store import Store
@@ -176,19 +176,42 @@ class Halved:
         return np.tile(self._logits, (len(inputs["input_ids"]), 1))
 
 
-def write(network: Any, samples: Sequence[Mapping[str, npt.NDArray[np.int64]]], path: Path) -> None:
-    path.write_bytes(np.full(network.config.num_labels, len(samples), dtype=np.float32).tobytes())
+class Toy:
+    """A float graph, which is the network itself, and the int8 graph of it: a file of as many numbers as labels."""
+
+    operations = ()
+
+    def __init__(self, network: Any, sample: Sample):
+        self.network = network
+
+    def answering(self, threads: int | None) -> "Toy":
+        return self
+
+    def logits(self, inputs: Mapping[str, Any]) -> Floats:
+        import torch
+
+        with torch.inference_mode():
+            found: Floats = self.network(**{name: torch.from_numpy(inputs[name]) for name in inputs}).logits.numpy()
+        return found
+
+    def calibrated(self, samples: Sequence[Sample]) -> "Toy":
+        self.samples = len(samples)
+        return self
+
+    def write(self, path: Path) -> None:
+        path.write_bytes(np.full(self.network.config.num_labels, self.samples, dtype=np.float32).tobytes())
 
 
 def test_an_added_engine_is_set_quantizes_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = engines.Entry(f"{__name__}:Halved", ("model.toy",), 1e-3, f"{__name__}:write")
+    entry = engines.Entry(f"{__name__}:Halved", ("model.toy",), 1e-3, f"{__name__}:Toy")
     monkeypatch.setattr(engines, "ENGINES", {**engines.ENGINES, "toy": entry})
     chosen = config.with_overrides(reports.settings(tmp_path, labelled_rows(60)), {"quantize.engine": "toy"}).recipe
     store: Store = make_store(chosen, make_encoder(tmp_path / "encoder"), tmp_path)
     parent_folder = make_task_artifact(tmp_path / "parent", "classification", HEAD)
     parent, draft = artifact.read(parent_folder), tmp_path / "int8"
     draft.mkdir()
-    quantize._write_model(parent_folder, parent, store, Quantize(engine="toy", calibration_rows=4), draft)
+    job = calibrate.Job(parent_folder, parent, store, Quantize(engine="toy", calibration_rows=4), draft, threads=1)
+    calibrate.write(job, lambda doing, word: None)
     for name in ("tokenizer.json", "config.json"):
         (draft / name).write_bytes((parent_folder / name).read_bytes())
     made = artifact.Artifact("toy", "classification", HEAD.labels, 16, chosen.quantize.engine)
@@ -208,7 +231,7 @@ def test_the_table_names_what_exists_and_an_unknown_engine_is_refused(tmp_path: 
         assert entry.quantizer is None or callable(engines.named(entry.quantizer))
     with pytest.raises(UserError, match=r"engine 'abacus' is unknown; this rtrain has torch, openvino"):
         engines.get("abacus")
-    with pytest.raises(ConfigError, match=r"quantize.engine=torch: unknown; known: openvino"):
+    with pytest.raises(ConfigError, match=r"quantize.engine=torch: unknown; known: onnxruntime, openvino"):
         config.parse({"name": "x", "task": "classification"}, {"quantize.engine": "torch"})
 
 

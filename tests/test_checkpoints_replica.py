@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +52,9 @@ def s3() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)
+        # What another module put is kept by the process, at whatever port; and fsspec keeps who asked the old port.
+        urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/moto-api/reset", method="POST")).close()
+        type(fsspec.filesystem("s3")).clear_instance_cache()
         fsspec.filesystem("s3").mkdir("runs")
         yield BUCKET
     server.stop()

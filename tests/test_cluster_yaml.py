@@ -228,7 +228,7 @@ def test_packages_come_at_the_versions_of_constraints_txt() -> None:
     installs = [command for command in CLUSTER["setup_commands"] if "pip install" in command]
     assert len(installs) == 2
     assert all("-c constraints.txt " in command for command in installs)
-    assert "'.[demo]'" in installs[1]
+    assert "'.[train,demo]'" in installs[1]
     assert constraints["python-dateutil"].startswith("2.")  # AWS's libraries want it below 3
     assert f"s3fs=={constraints['fsspec']} " in installs[1]  # each s3fs wants the fsspec of its own version
     assert f"the Ray version that the nodes get ({constraints['ray']})" in TEXT

@@ -11,10 +11,12 @@ from safetensors.torch import load_file
 
 from rtrain import artifact
 from rtrain.batch import single
-from rtrain.compress import distill
+from rtrain.compress import student as starting
+from rtrain.config import Distill
 from rtrain.errors import ConfigError
 from rtrain.network import model
 from rtrain.tasks import base
+from rtrain.training import layerwise
 from rtrain.training.step import forward
 from tests.tiny import make_artifact
 
@@ -39,13 +41,13 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_layers_are_evenly_spaced_and_end_with_the_last(depth: int, layers: int, chosen: list[int]) -> None:
-    assert distill.chosen_layers(depth, layers) == chosen
+    assert layerwise.chosen_layers(depth, layers) == chosen
 
 
 def test_any_choice_is_rising_and_in_range() -> None:
     for depth in range(1, 25):
         for layers in range(1, depth + 1):
-            chosen = distill.chosen_layers(depth, layers)
+            chosen = layerwise.chosen_layers(depth, layers)
             assert len(chosen) == layers
             assert chosen == sorted(set(chosen))
             assert (chosen[0] >= 0, chosen[-1]) == (True, depth - 1)
@@ -56,7 +58,7 @@ def test_kept_layers_are_renumbered(prefix: str) -> None:
     numbers = {f"{prefix}.{layer}.attention.{kind}": layer for layer in range(12) for kind in ("weight", "bias")}
     other = {"embeddings.word.weight": 100, "classifier.weight": 101, "encoder.layer_norm.7.weight": 102}
     weights = {name: torch.tensor(value) for name, value in (numbers | other).items()}
-    kept = {name: int(value) for name, value in distill.keep_layers(weights, [3, 7, 11]).items()}
+    kept = {name: int(value) for name, value in starting.keep_layers(weights, [3, 7, 11]).items()}
     assert kept == other | {
         f"{prefix}.{place}.attention.{kind}": layer
         for place, layer in enumerate((3, 7, 11))
@@ -65,7 +67,7 @@ def test_kept_layers_are_renumbered(prefix: str) -> None:
 
 
 def test_the_student_has_the_weights_of_the_teacher(teacher: Path, tmp_path: Path) -> None:
-    start = distill.student_start(teacher, 1, tmp_path / ".students")
+    start = starting.start(teacher, Distill(layers=1), tmp_path / ".students")
     teachers, students = load_file(teacher / "model.safetensors"), load_file(start / "model.safetensors")
     layer = "bert.encoder.layer."
     assert {name for name in students if layer in name} == {name for name in teachers if f"{layer}0." in name}
@@ -80,7 +82,7 @@ def test_the_student_has_the_weights_of_the_teacher(teacher: Path, tmp_path: Pat
 
 def test_the_student_is_the_teacher_without_its_first_layer(teacher: Path, tmp_path: Path) -> None:
     """Built as a run builds it: with the teacher's head, since the labels are the same."""
-    start = distill.student_start(teacher, 1, tmp_path)
+    start = starting.start(teacher, Distill(layers=1), tmp_path)
     task = base.get("classification")
     student = model.build(start, task, ("a", "b", "c"), seed=3).eval()
     cut = model.build(teacher, task, ("a", "b", "c"), seed=4).eval()
@@ -95,27 +97,77 @@ def test_the_student_is_the_teacher_without_its_first_layer(teacher: Path, tmp_p
 
 
 def test_a_start_is_made_once_for_a_teacher_and_a_depth(teacher: Path, tmp_path: Path) -> None:
-    start = distill.student_start(teacher, 1, tmp_path)
+    start = starting.start(teacher, Distill(layers=1), tmp_path)
     made = (start / "model.safetensors").stat().st_mtime_ns
-    assert distill.student_start(teacher, 1, tmp_path) == start
+    assert starting.start(teacher, Distill(layers=1), tmp_path) == start
     assert (start / "model.safetensors").stat().st_mtime_ns == made
     assert start.name == f"{artifact.read(teacher).version}-1"
     other = make_artifact(tmp_path / "other", seed=7)
-    assert distill.student_start(other, 1, tmp_path / "starts").name != start.name
+    assert starting.start(other, Distill(layers=1), tmp_path / "starts").name != start.name
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []  # no draft is left
 
 
 @pytest.mark.parametrize("layers", [2, 3, 12])
 def test_a_student_as_deep_as_its_teacher_is_refused(teacher: Path, tmp_path: Path, layers: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        distill.student_start(teacher, layers, tmp_path)
+        starting.start(teacher, Distill(layers=layers), tmp_path)
     assert str(caught.value) == f"distill.layers={layers}: the teacher has 2 layers; write 1 or less"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_student_may_be_as_deep_where_it_learns_other_rows(teacher: Path, tmp_path: Path) -> None:
+    start = starting.start(teacher, Distill(layers=None, unlabelled="more.csv"), tmp_path)
+    assert start.name == f"{artifact.read(teacher).version}-2"
+    one, other = (load_file(folder / "model.safetensors") for folder in (start, teacher))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    with pytest.raises(ConfigError, match=r"distill\.layers=3: the teacher has 2 layers"):
+        starting.start(teacher, Distill(layers=3, unlabelled="more.csv"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "block", "places"),
+    [
+        (6, 4, 2, [2, 3, 4, 5]),
+        (12, 6, 2, [2, 3, 6, 7, 10, 11]),
+        (8, 4, 1, [1, 3, 5, 7]),
+        (10, 5, 4, [1, 3, 5, 7, 9]),  # no whole blocks
+    ],
+)
+def test_places_that_stay_are_evenly_spaced_blocks(old: int, new: int, block: int, places: list[int]) -> None:
+    assert starting.spaced(old, new, block) == places
+
+
+@pytest.mark.parametrize("layers", [1, None])
+def test_a_narrow_student_keeps_whole_heads_of_its_teacher(teacher: Path, layers: int | None, tmp_path: Path) -> None:
+    """Of 2 heads of 16 the second, in every matrix that reads or writes the width."""
+    start = starting.start(teacher, Distill(layers=layers, width=16), tmp_path)
+    assert start.name == f"{artifact.read(teacher).version}-{layers or 2}-w16"
+    whole, cut = (load_file(folder / "model.safetensors") for folder in (teacher, start))
+    settings = json.loads((start / "config.json").read_text())
+    assert (settings["hidden_size"], settings["num_attention_heads"], settings["intermediate_size"]) == (16, 1, 32)
+    last, kept = f"bert.encoder.layer.{(layers or 2) - 1}.", list(range(16, 32))
+    query = whole["bert.encoder.layer.1.attention.self.query.weight"]
+    assert torch.equal(cut[f"{last}attention.self.query.weight"], query[kept][:, kept])
+    words = whole["bert.embeddings.word_embeddings.weight"]
+    assert torch.equal(cut["bert.embeddings.word_embeddings.weight"], words[:, kept])
+    network = model.build(start, base.get("classification"), ("a", "b", "c"), seed=0)
+    assert {name: tuple(value.shape) for name, value in network.state_dict().items()} == {
+        name: tuple(value.shape) for name, value in cut.items()
+    }
+
+
+@pytest.mark.parametrize("width", [32, 24, 64])
+def test_a_width_without_whole_heads_is_refused(teacher: Path, width: int, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        starting.start(teacher, Distill(layers=1, width=width), tmp_path)
+    why = "the teacher has a width of 32, 2 heads of 16; write a multiple of 16 below 32"
+    assert str(caught.value) == f"distill.width={width}: {why}"
 
 
 def test_a_draft_that_a_crash_left_is_not_used(teacher: Path, tmp_path: Path) -> None:
     name = f"{artifact.read(teacher).version}-1"
     shutil.copytree(teacher, tmp_path / f".{name}.12345678")
     (tmp_path / f".{name}.12345678" / "model.safetensors").write_bytes(b"half")
-    start = distill.student_start(teacher, 1, tmp_path)
+    start = starting.start(teacher, Distill(layers=1), tmp_path)
     assert load_file(start / "model.safetensors")

@@ -37,7 +37,7 @@ def int8(whole: Path) -> Path:
     samples = [
         {"input_ids": row, "attention_mask": np.ones_like(row), "token_type_ids": np.zeros_like(row)} for row in rows
     ]
-    openvino_graph.write(network, samples, folder / "model.int8.xml")
+    openvino_graph.export(network, samples[0]).calibrated(samples).write(folder / "model.int8.xml")
     return _complete(folder, made, "openvino")
 
 

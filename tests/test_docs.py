@@ -34,12 +34,15 @@ NEEDS = (
     *SLOW,
     "needs root",
     "needs a cluster",
+    "needs a checkout",
     "needs a GPU",
     "needs Docker",
     "needs Slurm",
     "needs a package index",
     "needs a browser",
     "needs DATA",
+    "needs a bucket",
+    "needs a server",
 )
 RUN = ("rtrain", "curl", "export")
 """First words of the commands that `test_docs_commands` runs."""
@@ -48,6 +51,7 @@ SMALLER = {
     "make demo TORCH_INDEX": "test_torch_comes_from_the_named_index",
     "make test": "test_a_failed_installation_is_explained_and_tried_again",
     "python -m benchmarks.large_store": "test_a_store_made_of_numbers_is_resumed_from_the_shards_of_one_update",
+    "rtrain distill": "test_its_trials_are_students_of_that_teacher_with_the_settings_asked_for",
     "rtrain drill": "test_a_drilled_run_ends_like_one_that_was_never_touched",
     "rtrain train": "test_it_searches_and_serves_beside_files_with_the_names_of_its_modules",
     "rtrain tune": "test_it_searches_and_serves_beside_files_with_the_names_of_its_modules",
@@ -336,7 +340,7 @@ def test_kinds_are_told_with_their_bounds() -> None:
     page = reference.text()
     for line in (
         "| `data.valid_share` | number (0 or more, 0.5 or less) or `null` | `null` | run |",
-        '| `quantize.engine` | `openvino` | `"openvino"` | int8 |',
+        '| `quantize.engine` | `openvino`, `onnxruntime` | `"openvino"` | int8 |',
         "| `tune.points` | list of mapping | `[]` | deploy |",
         '| `tune.space` | mapping of range or list | `{"optim.lr": {"low": 5e-05, "high": 0.001, "log": true}, ',
         "| `name` | string | required | run |",

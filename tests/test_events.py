@@ -160,6 +160,8 @@ def test_the_summary_of_a_run_of_two_starts(tmp_path: Path) -> None:
         "device": None,
         "precision": "fp32",
         "exchange": {"transport": "stock", "gradient_error": None, "state_bytes": None},
+        "rows_per_update": None,
+        "noise_scale": None,
         "updates": 8,
         "skipped": 0,
         "loss_scale": None,

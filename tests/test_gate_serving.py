@@ -48,6 +48,14 @@ def test_a_run_s_own_float_model_needs_no_gate_and_a_student_does(tmp_path: Path
         access.admit(student, folder, Serve())
 
 
+def test_a_float_model_that_was_set_beside_another_one_and_refused_is_refused(tmp_path: Path) -> None:
+    folder = judged(make_artifact(tmp_path / "float"), REFUSED)
+    with pytest.raises(ArtifactError, match="was refused by the gate: accuracy"):
+        admit(folder)
+    admit(folder, ungated=True)
+    admit(judged(folder, {"version": "0123456789ab", **REFUSED}))  # the verdict on another one
+
+
 def test_an_ungated_one_is_refused_with_the_command_that_gates_it(int8: Path) -> None:
     with pytest.raises(ArtifactError) as refused:
         admit(int8)

@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "rtrain.hub",
         "rtrain.run",
     ),
-    ("rtrain.tasks", "rtrain.cluster", "rtrain.checkpoints"),
+    ("rtrain.tasks", "rtrain.cluster", "rtrain.checkpoints", "rtrain.remote"),
     ("rtrain.data", "rtrain.network"),
     ("rtrain.training", "rtrain.predict"),
     ("rtrain.explain", "rtrain.score"),
@@ -42,10 +42,11 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rtrain.runs",),
     ("rtrain.comparison",),
     ("rtrain.gate",),
+    ("rtrain.compress",),
     ("tune.known",),
     ("tune.asking", "tune.ending"),
     ("tune.results",),
-    ("rtrain.proof", "rtrain.compress", "rtrain.inventory", "tune"),
+    ("rtrain.proof", "rtrain.inventory", "tune"),
     ("rtrain.demo",),
     ("rtrain.cli",),
     ("rtrain.__main__",),
@@ -63,14 +64,14 @@ RAY_ALLOWED = (
         "rtrain.runs.kept",
     ),
     *(
-        "rtrain.compress.distill",
+        "rtrain.compress.teacher",
         "rtrain.cluster.",
         "rtrain.report.live.peak_memory",
         "rtrain.proof.cases",
         "rtrain.demo",
     ),
     *("rtrain.cluster.preflight", "rtrain.proof.faults", "rtrain.runs.notice", "rtrain.runs.placement"),
-    *("serve.deployment", "tune.slots"),
+    *("serve.deployment", "serve.service", "tune.slots"),
 )
 # At module level: serving and the command line must start without them.
 HEAVY = ("torch", "transformers", "openvino", "nncf", "sklearn", "scipy", "datasets", "ray")

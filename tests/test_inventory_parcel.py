@@ -112,6 +112,22 @@ def test_what_is_not_a_run_s_own_stays_behind_and_is_named(tmp_path: Path) -> No
     assert alone.files == 5
 
 
+def test_a_refused_artefact_is_carried_where_that_is_asked_for_alone(run: Cli, tmp_path: Path) -> None:
+    one = stock.make(tmp_path / "a")
+    gate = {"version": "int8", "verdict": "refuse", "reasons": ["accuracy 0.7 against 0.9"]}
+    stock.artifact(one.int8, "int8", gate=gate)
+    code, _, err = run("export", "a", "--out", "a.tar")
+    assert (code, (tmp_path / "a.tar").exists()) == (1, False)
+    assert f"artefact {one.int8} was refused by the gate: accuracy 0.7 against 0.9. To carry it all the same" in err
+    code, out, _ = run("export", "a", "--out", "a.tar", "--ungated")
+    assert code == 0
+    assert "gate: artifact: not looked at\ngate: artifact-int8: refuse: accuracy 0.7 against 0.9\n" in out
+    code, out, _ = run("export", "a", "--out", "b.tar", "--ungated", "--json")
+    assert json.loads(out)["gate"] == {"artifact": None, "artifact-int8": "refuse"}
+    assert run("import", "a.tar", "--out", "there")[0] == 0
+    assert json.loads((tmp_path / "there" / "artifact-int8" / "artifact.json").read_text())["gate"] == gate
+
+
 def test_a_search_sends_its_winner_under_its_own_name(run: Cli, tmp_path: Path) -> None:
     stock.search(tmp_path / "runs" / "s")
     code, _, err = run("export", "runs/s", "--out", "s.tar")

@@ -192,7 +192,7 @@ def test_install_once(machine: Machine) -> None:
     machine.python()
     assert machine.make("install")[0] == 0
     assert len(machine.installs()) == 1
-    assert machine.installs()[0].endswith("-c constraints.txt -e .[demo,test]")
+    assert machine.installs()[0].endswith("-c constraints.txt -e .[train,demo,test]")
     assert machine.make("install") == (0, "")
     assert len(machine.installs()) == 1
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from rtrain import artifact, config, manifest, predict
 from rtrain.batch import Head
 from rtrain.checkpoints import replica
-from rtrain.compress import distill
-from rtrain.config import Model
+from rtrain.compress import distill, student as starting
+from rtrain.config import Distill, Model
 from rtrain.errors import ConfigError, UserError
 from rtrain.network import model, pooling, sentence
 from rtrain.runs.worker import TOKENIZER_FILES, sentence_pooling
@@ -209,7 +209,7 @@ def test_ours_answers_with_it_and_trains_it_further(pooled: tuple[Any, Path], tm
     # `--model RUN/artifact`: the pooling that it was trained with, and its own head, where the labels are the same.
     further = model.resolved(config.load("intent", {"model.name": str(folder)}), folder).recipe.model
     assert further.pooling == "mean"
-    for start in (folder, distill.student_start(folder, 1, tmp_path)):
+    for start in (folder, starting.start(folder, Distill(layers=1), tmp_path)):
         again: Any = model.build(start, TASK, LABELS, 9, Model(pooling="mean"))
         heads = {name for name in again.state_dict() if not name.startswith(network.base_model_prefix)}
         assert heads

@@ -20,6 +20,7 @@ SUMMARY: dict[str, Any] = {
     "rows_per_second": 201.4,
     "real_tokens": 1000,
     "padded_tokens": 1040,
+    "noise_scale": None,
     "metrics": {"valid": None, "test": {"accuracy": 0.87654, "macro_f1": 0.8, "rows": 1000}},
 }
 
@@ -231,6 +232,15 @@ def test_the_end_of_a_training(tmp_path: Path) -> None:
     ]
     (tmp_path / "report.html").touch()
     assert progress.summary_text(SUMMARY, Run(tmp_path)).splitlines()[3] == f"report: {tmp_path}/report.html"
+
+
+@pytest.mark.parametrize(("high", "told"), [(260.4, "260"), (None, "more")])
+def test_the_end_of_a_training_has_the_noise_scale_where_it_is_known(
+    tmp_path: Path, high: float | None, told: str
+) -> None:
+    scale = {"rows": 190.2, "low": 139.6, "high": high, "measurements": 12}
+    lines = progress.summary_text({**SUMMARY, "noise_scale": scale, "rows_per_update": 64}, Run(tmp_path)).splitlines()
+    assert lines[1] == f"noise scale of the gradient: 190 rows (140 to {told}); an update has 64"
 
 
 @pytest.mark.parametrize("name", ["run", "my run", "it's"])

@@ -31,6 +31,26 @@ def test_an_encoder_of_a_domain_goes_on_to_a_task() -> None:
     assert step.command == "rtrain train RECIPE --model '/runs/a b/artifact' --data FILE"
 
 
+@pytest.mark.parametrize(
+    ("facts", "command", "said"),
+    [
+        (
+            {"int8": True},
+            "rtrain quantize '/runs/a b' --set quantize.calibration_rows=1024",
+            "serve the float artefact",
+        ),
+        ({"teacher": True}, "", "distill.epochs"),
+        ({}, "rtrain inspect '/runs/a b/artifact'", "Do not serve it"),
+    ],
+)
+def test_what_the_gate_has_refused_is_not_led_to_the_endpoint(facts: dict[str, Any], command: str, said: str) -> None:
+    found = advice.steps(replace(FINE, student=True, refused="accuracy 0.7 against 0.9", **facts))
+    assert found[-1].command == command
+    assert said in found[-1].what
+    assert "accuracy 0.7 against 0.9" in found[-1].why
+    assert [step for step in found if "rtrain serve" in (step.command or "")] == []
+
+
 @pytest.mark.parametrize("status", ["running", "paused", "stopped", "interrupted", "failed"])
 def test_a_run_that_has_not_ended_goes_on(status: str) -> None:
     (step,) = advice.steps(replace(FINE, status=status, artifact=False))

@@ -39,12 +39,13 @@ def openvino_artifact(folder: Path) -> Path:
     import openvino
     import torch
     import transformers
+    from openvino.tools.ovc import convert_model  # `openvino` lacks it where an artefact was answered before
 
     made = rtrain.artifact.read(make_artifact(folder, LABELS))
     model = transformers.BertForSequenceClassification.from_pretrained(folder).eval()
     names = ("input_ids", "attention_mask", "token_type_ids")
     example = {name: torch.ones(2, 8, dtype=torch.int64) for name in names}
-    graph = openvino.convert_model(model, example_input=example)
+    graph = convert_model(model, example_input=example)
     openvino.save_model(graph, folder / "model.int8.xml", compress_to_fp16=False)
     rtrain.artifact.write(folder, replace(made, engine="openvino"), rtrain.predict.golden_logits)
     return folder

@@ -1,6 +1,5 @@
 """SIGTERM ends a command once, after what it has started, and is handed back afterwards."""
 
-import os
 import re
 import signal
 import subprocess
@@ -10,66 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from rtrain import signals
 from rtrain.cli import answers, options
-from rtrain.errors import Ended
 from tests.tiny import make_artifact
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def terminate() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_it_is_raised_once_and_cleaning_up_is_not_broken_off() -> None:
-    done = []
-
-    def work() -> None:
-        try:
-            terminate()
-        finally:
-            terminate()  # `timeout` sends it twice
-            done.append("cleaned up")
-
-    with pytest.raises(KeyboardInterrupt), signals.owned():
-        work()
-    assert (signals.ended(), done) == (("ended by SIGTERM", 143), ["cleaned up"])
-    with pytest.raises(KeyboardInterrupt), signals.owned():
-        raise KeyboardInterrupt
-    assert signals.ended() == ("interrupted", 130)
-
-
-def test_the_handler_of_before_is_back_afterwards() -> None:
-    seen = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
-    try:
-        with pytest.raises(KeyboardInterrupt), signals.owned():
-            terminate()
-        terminate()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert seen == [signal.SIGTERM]
-
-
-@pytest.mark.parametrize(
-    ("number", "code", "said"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")],
-)
-def test_a_run_that_is_there_is_gone_on_with(tmp_path: Path, number: int, code: int, said: str) -> None:
-    run = tmp_path / "my run"
-    with pytest.raises(Ended) as caught, signals.owned(), options.resumable(run, "distill", "a teacher"):
-        os.kill(os.getpid(), number)
-    assert (caught.value.exit_code, str(caught.value)) == (code, said)  # nothing is there yet
-    run.mkdir()
-    (run / "config.yaml").touch()
-    with pytest.raises(Ended) as caught, signals.owned(), options.resumable(run, "distill", "a teacher"):
-        os.kill(os.getpid(), number)
-    assert str(caught.value) == f"{said}; next: rtrain distill 'a teacher' --resume --out '{run}'"
-    make_artifact(run / "artifact")
-    with pytest.raises(Ended) as caught, signals.owned(), options.resumable(run, "distill", "a teacher"):
-        os.kill(os.getpid(), number)
-    assert str(caught.value) == f"{said}; next: rtrain report '{run}'"
+def test_signals_to_a_command_s_own_process() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/own_signals.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, "4 passed" in done.stdout) == (0, True), done.stdout + done.stderr
 
 
 def test_a_job_for_a_file_is_gone_on_with_and_one_for_a_stream_is_not(tmp_path: Path) -> None:

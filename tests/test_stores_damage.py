@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rtrain import artifact, config, events, manifest
-from rtrain.compress import distill
+from rtrain.compress import teacher as teaching
 from rtrain.config import Recipe
 from rtrain.data import ingest, records, tokens
 from rtrain.data.ingest import Share
@@ -266,7 +266,7 @@ def test_a_teacher_is_not_asked_about_a_changed_store(recipe: Recipe, tmp_path: 
     name = "shards/000000-000000.arrow"
     flip(made.folder / name)
     with pytest.raises(UserError, match=refusal(made.folder, name, "does not match its SHA-256")):
-        distill.ensure_answers(made, teacher, artifact.read(teacher), "fp32")
+        teaching.ensure_answers(made, teacher, artifact.read(teacher), "fp32")
 
 
 @pytest.mark.ray

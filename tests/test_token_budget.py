@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain import config, predict
 from rtrain.batch import Encoded, Floats, Head, Window
-from rtrain.compress import distill
+from rtrain.compress import teacher as teaching
 from rtrain.config import Serve
 from rtrain.predict import Predictor, parts
 from rtrain.training.step import forward
@@ -184,13 +184,13 @@ def test_a_teacher_s_passes_are_cut_by_tokens(tmp_path: Path, monkeypatch: pytes
         sizes.append(len(tokens.ids))
         return forward(network, tokens, *rest)
 
-    monkeypatch.setattr(distill, "forward", recorded)
-    batch = {"id": np.arange(store.rows("train"))[-distill.TEACHER_ROWS :]}  # the longest last
-    whole = distill._answer(batch, store.folder, teacher, "fp32")
-    assert sizes == [int(np.sort(store.column("train", "length"))[-distill.TEACHER_ROWS :].sum())]
-    monkeypatch.setattr(distill, "TEACHER_TOKENS", 600)
+    monkeypatch.setattr(teaching, "forward", recorded)
+    batch = {"id": np.arange(store.rows("train"))[-teaching.TEACHER_ROWS :]}  # the longest last
+    whole = teaching._answer(batch, store.folder, teacher, "fp32")
+    assert sizes == [int(np.sort(store.column("train", "length"))[-teaching.TEACHER_ROWS :].sum())]
+    monkeypatch.setattr(teaching, "TEACHER_TOKENS", 600)
     sizes.clear()
-    cut = distill._answer(batch, store.folder, teacher, "fp32")
+    cut = teaching._answer(batch, store.folder, teacher, "fp32")
     assert len(sizes) > 5
     assert max(sizes) <= 600
     assert cut["position"].tolist() == whole["position"].tolist()

@@ -15,13 +15,13 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.multiprocessing.spawn import spawn
 
 from rtrain.batch import Head, Tokens
 from rtrain.checkpoints.loss_scale import Scale
 from rtrain.config import Distill, Optim
 from rtrain.data.order import deal
+from rtrain.exchange import gradients as gradients_exchange
 from rtrain.exchange.gradients import Exchange
 from rtrain.training import losses, optim, step
 from tests.test_training_step import (
@@ -72,7 +72,9 @@ def _in_world(rank: int, world: int, folder: Path) -> None:
         results = {"updates": _updates(world, rank, folder), "exchanges": _exchanges(world, rank, folder)}
         results["rows"] = _touched_rows(world, rank, folder)
         results["infinite"] = _infinite(world, rank, folder)
-        from tests import test_training_evaluate, test_training_loop, test_training_loop_faults
+        from tests import test_exchange_noise, test_training_evaluate, test_training_loop, test_training_loop_faults
+
+        results["noise"] = test_exchange_noise.on_a_worker(world, rank, folder / "encoder")
 
         results["scores"] = test_training_evaluate.scores_of(
             Exchange(make_network(folder / "encoder")), folder / "store"
@@ -115,23 +117,21 @@ def _exchanges(world: int, rank: int, folder: Path) -> list[int]:
         return [0] * len(UPDATES)
     network = make_network(folder / "encoder")
     exchange = Exchange(network)
-    calls = 0
+    calls, started = 0, gradients_exchange._started
 
-    def counted(
-        group: dist.ProcessGroup,
-        bucket: dist.GradBucket,  # type: ignore[name-defined]
-    ) -> torch.futures.Future[torch.Tensor]:
+    def counted(*given: Any) -> Any:
         nonlocal calls
         calls += 1
-        return allreduce_hook(group, bucket)
+        return started(*given)
 
-    exchange.model.register_comm_hook(dist.group.WORLD, counted)  # type: ignore[operator]
+    gradients_exchange._started = counted  # type: ignore[assignment]
     found = []
     for number, count in enumerate(UPDATES):
         before = calls
         optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
         step.run_update(exchange, optimizer, LOSS, _share(number, count, world, rank), pad_id=0)
         found.append(calls - before)
+    gradients_exchange._started = started
     return found
 
 

@@ -1,6 +1,7 @@
 """The study of aggregation frequencies: which runs it asks for, what it reads of them, and its table."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from rtrain.metrics.by_output import metric_for
 from rtrain.run import Run
 from rtrain.runs import opening
 from rtrain.tasks import base
-from tests.reports import make_run
+from tests.reports import Page, make_run
 from tests.trained import ROWS, settings
-from tune import study, study_table
+from tune import study
 from tune.known import journal
 from tune.known.history import replay
-from tune.study_table import Cell, Result
+from tune.results import study_page, study_table
+from tune.results.study_table import Cell, Result
 
 RECIPE = "aggregation-study"
 ENOUGH = 7000
@@ -164,6 +166,37 @@ def test_a_run_that_failed_is_told_with_its_error(tmp_path: Path) -> None:
     assert "AdamW, k = 100: the gradient is not finite: lower optim.lr" in found
 
 
+# ----------------------------------------------------------------------------------------------------------------- page
+
+
+def test_the_page_of_a_study_has_its_table_its_finding_and_each_training(tmp_path: Path) -> None:
+    failed = Result("AdamW", 100, error="the gradient is not finite")
+    document = study_table.table([FIRST, TENTH, failed], "accuracy", {200: "3 updates"}).document
+    (made := Run(tmp_path)).study_table.write_text(json.dumps(document))
+    shown = Page(study_page.write(made).read_text())
+    assert "AdamW with k = 10 takes 30% less time than with k = 1, for -0.0100 of accuracy." in shown.text
+    for told in ("k = 200 is left out: 3 updates", "AdamW, k = 100: the gradient is not finite", "0.8900", "failed"):
+        assert told in shown.text
+    points = re.findall(r"<title>([^<]*)</title>", made.study_page.read_text())
+    assert [point for point in points if point.startswith("AdamW, k = ")] == [
+        "AdamW, k = 1: 0.9000 in 150 s",
+        "AdamW, k = 10: 0.8900 in 105 s",
+    ]
+
+
+@pytest.mark.parametrize("lost", [0.02, None])
+def test_a_study_in_which_nothing_pays_says_so(tmp_path: Path, lost: float | None) -> None:
+    other = Result("AdamW", 10, error="failed") if lost is None else replace(TENTH, score=0.9 - lost)
+    document = study_table.table([FIRST, other], "accuracy").document
+    found = study_page.told("accuracy", [one for one in document["results"] if one["error"] is None])
+    assert found == "No frequency above 1 keeps the accuracy within 0.01 of that with k = 1."
+
+
+def test_a_study_that_has_not_ended_has_no_page_and_names_what_goes_on(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"rtrain tune --resume --out"):
+        study_page.write(Run(tmp_path))
+
+
 # ------------------------------------------------------------------------------------------------------------ real runs
 
 
@@ -197,8 +230,10 @@ def test_a_study_trains_its_runs_and_tells_their_scores_and_what_their_exchanges
         assert one["exchange_bytes"] > 0
     first, fourth = results[:2]
     assert first["updates"] > 3 * fourth["updates"]
-    assert study_table.of_document(json.loads(found.document.read_text())).text == found.table.text
+    assert study_table.of_document(json.loads(found.study.study_table.read_text())).text == found.table.text
     assert {event.get("trial") for event in heard if event["kind"] == "progress"} == set(range(5))
+
+    assert f"{results[0]['score']:.4f}" in found.study.study_page.read_text()
 
     before = found.study.trials.read_bytes()
     again = study.run(config.load(str(found.study.config)), folder / "made", "resume")

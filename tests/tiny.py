@@ -96,15 +96,17 @@ def make_task_artifact(
     return folder
 
 
-def make_store(recipe: Recipe, encoder: Path, root: Path) -> "Store":
-    """The token store that `tokens.ensure` makes, by the same functions one after another, without Ray."""
+def make_store(recipe: Recipe, encoder: Path, root: Path, head: "Head | None" = None) -> "Store":
+    """The token store that `tokens.ensure` makes, by the same functions one after another, without Ray. `head`: of the
+    labelled rows, where these have no labels."""
     from rtrain.data import pieces, records, tokens
     from rtrain.data.splits import Splits
     from rtrain.data.stores import commit, shards, store
 
     source = records.inspect(recipe.data)
     writer = store.Writer(root / ".tokens" / tokens.digest(recipe, source, encoder))
-    job = shards.Job(recipe, encoder, writer.folder, Splits.of(recipe.data, source))
+    splits = Splits.of(recipe.data, source) if head is None else Splits(has_test=True, valid_share=0.0)
+    job = shards.Job(recipe, encoder, writer.folder, splits, head)
     written = [
         row
         for piece in pieces.tasks(source)

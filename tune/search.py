@@ -10,22 +10,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration
+from rtrain import artifact, config as configuration
 from rtrain.config import Config
 from rtrain.data import records
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.run import Run
-from rtrain.runs import driver, opening, preparing
+from rtrain.runs import driver, opening
 from tune import slots
 from tune.asking import ask_tell, space
-from tune.ending import finals, held_back, judged
+from tune.ending import finals, gated, held_back, judged
 from tune.known import halving
 from tune.known.aim import Aim, at
 from tune.known.halving import Go, Ladder
 from tune.known.history import SEED, History, Trial, numbered
 from tune.record import Record
 from tune.results import dashboard, page
-from tune.trial import Order, Task
+from tune.trial import Order, Task, held
 
 FINAL_RUNS = 4
 """Full runs whose rows the end may take, where `tune.final_rows` does not say."""
@@ -52,6 +52,12 @@ class Found:
         return self.search.trial(self.best.number)
 
     @property
+    def gate(self) -> dict[str, Any] | None:
+        """The verdict on the winner's artefact beside trial 0's; None where trial 0 has won."""
+        kept = artifact.read(self.winner.artifact, verify=False).gate
+        return None if kept is None else dict(kept)
+
+    @property
     def rows(self) -> int:
         """Rows that all trials were trained on."""
         ends = (trial.finished or (trial.reached[-1] if trial.reached else None) for trial in self.history.trials)
@@ -59,7 +65,8 @@ class Found:
 
     def to_document(self) -> dict[str, Any]:
         trials = [{**asdict(trial), "status": trial.status} for trial in self.history.trials]
-        return {"trials": trials, "best": self.history.chosen, "verdict": dict(self.history.verdict)}
+        verdict = dict(self.history.verdict)
+        return {"trials": trials, "best": self.history.chosen, "verdict": verdict, "gate": self.gate}
 
 
 def check(config: Config) -> None:
@@ -84,24 +91,17 @@ def run(
     reuse: opening.Reuse = "refuse",
     on_event: driver.OnEvent | None = None,
     tokens_root: Path | None = None,
+    teacher: Path | None = None,
 ) -> Found:
     """Search, and train what is left to its end. Every trial keeps its run folder; `trials.jsonl` is the journal.
 
-    The trials share the token store under `tokens_root`, by default the folder that holds the search. A resumed search
-    does nothing twice. Raises `ConfigError` if a resumed search would be another one, and `UserError` if no trial came
-    to a score.
+    `tokens_root`: see `trial.held`. With a `teacher`, an artefact, the trials are its students, and `config` is that of
+    the first one (`distill.started`). A resumed search does nothing twice. Raises `ConfigError` if a resumed search
+    would be another one, and `UserError` if no trial came to a score.
     """
     check(config)
-    folder, config = opening.choose(folder, config, reuse)
-    # All trials use the same commits of hub names.
-    config = opening.absolute(config, folder if reuse == "resume" else None)
-    if reuse == "resume":
-        _refuse_another(opening.stored(folder), config)
-    search = Run(folder)
-    opening.freeze(search, config)
-    with opening.hold(search):
-        task = Task(configuration.to_document(config), config.named, folder, tokens_root or folder.parent)
-        return _Search(config, task, on_event).run()
+    with held(config, folder, reuse, tokens_root, _refuse_another, teacher) as (settled, task):
+        return _Search(settled, task, on_event).run()
 
 
 def _refuse_another(old: Config, new: Config) -> None:
@@ -145,10 +145,7 @@ class _Search:
         if not self._history.trials:
             self._ask({}, "recipe")
         # The rows are read before the slots start: they would all read them.
-        first = self._search.trial(0)
-        prepared = preparing.prepare(
-            self._task.of({}), first.folder, "resume" if first.exists else "refuse", self._task.tokens_root
-        )
+        prepared = self._task.prepared(0, {})
         count = slots.number(self._config, prepared.device.device)
         self._ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
         self._planned = self._trials()
@@ -311,17 +308,19 @@ class _Search:
 
     def _leave(self) -> None:
         """Write down what others read: the winner's settings, its report, and the search's page."""
-        history = self._history
-        assert history.chosen is not None
-        winner = self._search.trial(history.chosen)
+        history, best = self._history, self._history.chosen
+        assert best is not None
+        winner = self._search.trial(best)
         config = configuration.load(str(winner.config))
         text = configuration.to_yaml(_replayed(config, self._config))
         self._search.best.write_text(text, encoding="utf-8")
         if self._search.winner is None:
-            self._search.append("searched", best=history.chosen, trials=len(history.trials))
+            self._search.append("searched", best=best, trials=len(history.trials))
         say = self._record.say
+        teacher = self._task.teacher
+        driver.add(self._search, "gate", lambda run: gated.run(run, best, self._config, say, teacher), say)
         if not winner.report.is_file():
-            driver.report(winner, lambda event: say({**event, "trial": history.chosen}))
+            driver.report(winner, lambda event: say({**event, "trial": best}))
         driver.add(self._search, "page", page.write, say)
         if ask_tell.installed():
             driver.add(self._search, "study", lambda run: dashboard.export(run.folder, self._config, history), say)

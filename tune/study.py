@@ -20,13 +20,14 @@ from rtrain.config.deploy import SPACE
 from rtrain.data.order import Order as Updates
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.run import Run
-from rtrain.runs import driver, opening, preparing
-from tune import slots, study_table
+from rtrain.runs import driver, opening
+from tune import slots
 from tune.known.history import Trial
 from tune.known.journal import Journal
 from tune.record import Record
-from tune.study_table import FIRST, Cell, Table
-from tune.trial import Order, Task, headline_of
+from tune.results import study_page, study_table
+from tune.results.study_table import FIRST, Cell, Table
+from tune.trial import Order, Task, headline_of, held
 
 FREQUENCY, ROWS = "train.aggregation_frequency", "train.rows_per_update"
 FREQUENCIES = (1, 2, 10, 100)
@@ -141,11 +142,6 @@ class Studied:
     study: Run
     table: Table
 
-    @property
-    def document(self) -> Path:
-        """The table as JSON; `study_table.of_document` makes it again."""
-        return self.study.folder / "study.json"
-
 
 def run(
     config: Config,
@@ -160,21 +156,17 @@ def run(
     its end.
     """
     check(config)
-    folder, config = opening.choose(folder, config, reuse)
-    config = opening.absolute(config, folder if reuse == "resume" else None)
-    study = Run(folder)
-    opening.freeze(study, config)
-    with opening.hold(study):
-        task = Task(configuration.to_document(config), config.named, folder, tokens_root or folder.parent)
-        planned = _Study(config, task, on_event).run()
+    with held(config, folder, reuse, tokens_root) as (settled, task):
+        planned, study = _Study(settled, task, on_event).run(), Run(task.search)
         known = {trial.number: trial for trial in Journal(study.trials).history.trials}
         results = [
             study_table.of_run(cell, study.trial(cell.number), _why(known[cell.number])) for cell in planned.cells
         ]
         if all(one.error for one in results):
             raise UserError(f"no run of the study came to its end; {results[0].error}")
-        found = Studied(study, study_table.table(results, headline_of(config), planned.left_out))
-        found.document.write_text(json.dumps(found.table.document, indent=1) + "\n", encoding="utf-8")
+        found = Studied(study, study_table.table(results, headline_of(settled), planned.left_out))
+        study.study_table.write_text(json.dumps(found.table.document, indent=1) + "\n", encoding="utf-8")
+        driver.add(study, "page", study_page.write, on_event or (lambda event: None))
     return found
 
 
@@ -190,11 +182,7 @@ class _Study:
         self._record = Record(self._study, on_event)
 
     def run(self) -> Plan:
-        first = self._study.trial(0)
-        # The first run is the recipe as it stands, so its rows are those of all.
-        prepared = preparing.prepare(
-            self._task.of({}), first.folder, "resume" if first.exists else "refuse", self._task.tokens_root
-        )
+        prepared = self._task.prepared(0, {})  # the recipe as it stands: its rows are those of all
         planned = plan(self._config, prepared.store.rows("train"))
         self._ask(planned)
         rows = prepared.order.rows_until(prepared.updates)

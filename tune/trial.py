@@ -1,19 +1,21 @@
 """A trial of a search: an ordinary run in the search's folder, trained to a rung or to its end when it is told to."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rtrain import config as configuration
 from rtrain.comparison.training import clock
+from rtrain.compress import distill
 from rtrain.config import Config
 from rtrain.data.stores.store import open_store
 from rtrain.errors import UserError
 from rtrain.metrics.by_output import metric_for
 from rtrain.run import Run
-from rtrain.runs import driver, failures, group, notice, preparing
+from rtrain.runs import driver, failures, group, notice, opening, preparing
 from rtrain.tasks import base
 from rtrain.training import best, rungs
 from rtrain.training.step import NonFinite
@@ -34,6 +36,8 @@ class Task:
     """Settings that the user gave."""
     search: Path
     tokens_root: Path
+    teacher: Path | None = None
+    """The artefact of which all trials are students; None where they are no students."""
 
     @property
     def config(self) -> Config:
@@ -45,7 +49,45 @@ class Task:
         config = replace(config, named=config.named | self.named)
         if storage := config.deploy.cluster.storage:  # trials of several searches have the same names
             config = configuration.with_overrides(config, {"cluster.storage": f"{storage}/{self.search.name}"})
+        if self.teacher is not None:
+            config = distill.started(config, distill.Teacher.read(self.teacher), self.tokens_root)
         return config
+
+    def prepared(self, number: int, settings: Mapping[str, Any]) -> preparing.Prepared:
+        """The run of a trial, begun or taken up."""
+        run = Run(self.search).trial(number)
+        reuse: opening.Reuse = "resume" if run.exists else "refuse"
+        config = self.of(settings)
+        if self.teacher is None:
+            return preparing.prepare(config, run.folder, reuse, self.tokens_root)
+        teacher = distill.Teacher.read(self.teacher)
+        return distill.prepare(config, teacher, run.folder, reuse, tokens_root=self.tokens_root)
+
+
+@contextmanager
+def held(
+    config: Config,
+    folder: Path,
+    reuse: opening.Reuse,
+    tokens_root: Path | None,
+    refuse_another: Callable[[Config, Config], None] = lambda old, new: None,
+    teacher: Path | None = None,
+) -> Iterator[tuple[Config, Task]]:
+    """Open the folder of a search or a study, for this process alone: what it is to do, and what its trials share.
+
+    The trials share the token store under `tokens_root`, by default the folder that holds the search. A search that is
+    gone on with hands its stored configuration and the one that is asked for to `refuse_another`.
+    """
+    folder, config = opening.choose(folder, config, reuse)
+    # All trials use the same commits of hub names.
+    config = opening.absolute(config, folder if reuse == "resume" else None)
+    if reuse == "resume":
+        refuse_another(opening.stored(folder), config)
+    search = Run(folder)
+    opening.freeze(search, config)
+    with opening.hold(search):
+        document = configuration.to_document(config)
+        yield config, Task(document, config.named, folder, tokens_root or folder.parent, teacher)
 
 
 @dataclass(frozen=True)
@@ -69,8 +111,7 @@ def run(order: Order, task: Task, workers: group.Workers) -> list[Outcome]:
     run = Run(task.search).trial(order.trial)
     watch = _Diverging(run)
     try:
-        config = task.of(order.settings)
-        prepared = preparing.prepare(config, run.folder, "resume" if run.exists else "refuse", task.tokens_root)
+        prepared = task.prepared(order.trial, order.settings)
         until = None if order.rung is None else prepared.order.update_at(order.rows)
         if not (run.finished or _is_at(run, until)):
             driver.fit(

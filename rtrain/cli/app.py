@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rtrain import __version__, env, signals
-from rtrain.cli import compare, compress, gate, proof, runs, serve, train
+from rtrain.cli import cluster, compare, compress, gate, lacking, proof, runs, serve, train
 from rtrain.cluster import session as sessions
 from rtrain.errors import UserError
 from rtrain.report.live.waited import Waited
@@ -18,6 +18,13 @@ recipes_app = typer.Typer()
 app.add_typer(recipes_app, name="recipes")
 recipes_app.command("list")(train.recipes_list)
 recipes_app.command("show")(train.recipes_show)
+cluster_app = typer.Typer()
+app.add_typer(cluster_app, name="cluster")
+for _cluster_verb in (
+    *(cluster.lint, cluster.init, cluster.kubernetes),
+    *(cluster.submit, cluster.status, cluster.logs, cluster.stop, cluster.fetch, cluster.down),
+):
+    cluster_app.command()(_cluster_verb)
 for _verb in (
     *(train.train, train.tune),
     *(proof.verify, proof.drill),
@@ -31,7 +38,7 @@ for _verb in (
     app.command()(_verb)
 app.command(name="import")(runs.import_)
 
-USAGE = 2
+FAILED, USAGE = 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -53,6 +60,10 @@ def _run(arguments: Sequence[str] | None) -> int | None:
         return _said(str(error), error.exit_code)
     except typer.TyperException as error:
         return _said(f"{error.format_message()} (rtrain --help lists what there is)", USAGE)
+    except ModuleNotFoundError as error:
+        if (line := lacking.said(next(iter(arguments or sys.argv[1:]), ""), error)) is None:
+            raise
+        return _said(line, FAILED)
     except KeyboardInterrupt:  # before a verb was called
         return _said(*signals.ended())
     except SystemExit as stop:
@@ -89,4 +100,10 @@ def _version(
 @recipes_app.callback(invoke_without_command=True)
 def _recipes(context: typer.Context) -> None:
     """List the recipes, or print one."""
+    _help(context)
+
+
+@cluster_app.callback(invoke_without_command=True)
+def _cluster(context: typer.Context) -> None:
+    """A cluster's file: written, checked; and the jobs on a cluster."""
     _help(context)

@@ -1,12 +1,13 @@
 """Verbs that make an artefact smaller, and score it: distill, quantize, evaluate."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from rtrain.cli.options import (
     Address,
+    Artefact,
     Json,
     New,
     Out,
@@ -31,15 +32,20 @@ def distill(
     address: Address = None,
     resume: Resume = False,
     new: New = False,
+    search: Annotated[bool, typer.Option("--search", help="Search over students, by the settings `tune`.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a student with fewer layers on a run's rows and its model's answers."""
+    """Train a smaller model on a run's rows and its model's answers."""
     from rtrain.runs import opening
 
     teacher, reuse = chosen_run(run), reuse_of(resume, new)
     config = opening.stored(teacher, overrides_of(assignments, address=address))
-    folder = Path(out).absolute() if out else run.absolute().with_name(f"{run.absolute().name}-student")
+    suffix = "students" if search else "student"
+    folder = Path(out).absolute() if out else run.absolute().with_name(f"{run.absolute().name}-{suffix}")
     leave_to_supervisor(config, folder, reuse)
+    if search:
+        _search(context, config, teacher, folder, reuse, as_json)
+        return
     from rtrain.cluster.session import session
     from rtrain.compress import distill as distillation
     from rtrain.gate import told
@@ -53,6 +59,25 @@ def distill(
     gated = [told.sentence(summary["gate"])] if "gate" in summary else []
     text = summary_text(summary, Run(student))
     show(summary, as_json, text, *gated, context.obj.text(), then("quantize", student))
+
+
+def _search(context: typer.Context, config: Any, run: Path, folder: Path, reuse: Any, as_json: bool) -> None:
+    """`rtrain distill --search`: the students of the artefact of `run`."""
+    from rtrain.cli.search import searched
+    from rtrain.compress import distill as distillation
+    from rtrain.report.live.progress import then
+    from rtrain.runs import opening
+    from tune import students
+
+    teacher = distillation.Teacher.read(run / "artifact")
+    if reuse != "resume":
+        folder = opening.choose(folder, config, reuse)[0]
+    begun = students.begun(distillation.settled(config, folder, reuse), teacher, folder.parent)
+    students.check(begun, teacher, folder.parent)
+    if reuse != "resume":
+        distillation.checked(begun, teacher, folder.parent)
+    words = ("distill", run, "--search")
+    searched(context, begun, folder, reuse, as_json, words, lambda made: then("quantize", made), teacher.folder)
 
 
 def quantize(
@@ -78,7 +103,7 @@ def quantize(
 
 
 def evaluate(
-    artifact: Annotated[Path, typer.Argument(help="Artefact folder, or a run's or a search's.")],
+    artifact: Artefact,
     data: Annotated[str, typer.Option("--data", help="Rows with texts and labels.")],
     out: Annotated[
         Path | None, typer.Option("--out", help="File for each row's answer (.csv, .jsonl, .parquet).")

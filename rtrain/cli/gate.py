@@ -1,11 +1,10 @@
 """Verbs that judge an artefact: gate, inspect."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rtrain.cli.options import Json, Set, answering, overrides_of
+from rtrain.cli.options import Artefact, Json, Set, answering, is_remote, overrides_of
 from rtrain.cli.output import show
 from rtrain.errors import ConfigError, Problem
 
@@ -14,9 +13,9 @@ NOT_PROMOTED = 1
 
 def gate(
     context: typer.Context,
-    candidate: Annotated[Path, typer.Argument(help="Artefact folder that is to be released.")],
+    candidate: Artefact,
     against: Annotated[
-        Path | None,
+        str | None,
         typer.Option("--against", help="Artefact, or run, that it replaces (default: its run's float artefact)."),
     ] = None,
     data: Annotated[
@@ -26,7 +25,7 @@ def gate(
     as_json: Json = False,
 ) -> None:
     """Promote, hold or refuse an artefact: its score, slices, latency and size beside its base's, on this machine.
-    The verdict is written into the artefact; the exit code is 0 if it is promoted, else 1."""
+    The verdict is written into an artefact that is a folder here; the exit code is 0 if it is promoted, else 1."""
     from rtrain.gate import gate as gates, sides, told
     from rtrain.report.live.progress import Line, then
 
@@ -39,16 +38,19 @@ def gate(
     chosen, settings = sides.find(folder, base, overrides)
     with Line(context.obj) as line:
         found = gates.run(chosen, settings, thorough=True, on_event=line)
-        gates.record(folder, found)
+        if not is_remote(candidate):
+            gates.record(folder, found)
     promoted = found["verdict"] == "promote"
     way_on = [then("serve", folder)] if promoted else []
+    if is_remote(candidate):
+        way_on = ["the verdict is not written: the artefact is a copy; gate it where it is made, and publish it then"]
     show(found, as_json, told.text(found), context.obj.text(), *way_on)
     if not promoted:
         raise typer.Exit(NOT_PROMOTED)
 
 
 def inspect(
-    artifact: Annotated[Path, typer.Argument(help="Artefact folder, or a run's or a search's.")],
+    artifact: Artefact,
     as_json: Json = False,
 ) -> None:
     """Say what is in an artefact: its numbers and bytes by part, operators, lineage, verdict, how it was made."""

@@ -1,5 +1,6 @@
 """Options that several verbs of the command line take."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,12 @@ TestOption = Annotated[str | None, typer.Option("--test", help="Test rows; witho
 ModelOption = Annotated[str | None, typer.Option("--model", help="minilm, a Transformers folder, or a hub name.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Listen where others can reach it, without keys.")]
 Ungated = Annotated[bool, typer.Option("--ungated", help="Serve what the gate has refused or not seen, too.")]
+Artefact = Annotated[
+    str,
+    typer.Argument(
+        help="Artefact folder, or a run's or a search's; or an address: s3://bucket/folder, https://...tar.gz#sha256=HEX."
+    ),
+]
 Workers = Annotated[int | None, typer.Option("--workers", help="DDP workers.")]
 Address = Annotated[str | None, typer.Option("--address", help="Ray cluster; default RAY_ADDRESS, else a local one.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")]
@@ -150,12 +157,23 @@ def resumable(run: Path, *words: object) -> Iterator[None]:
         yield
 
 
-def answering(folder: Path) -> Path:
-    """The artefact, by its absolute path, that the folder given to a verb stands for; said where it is another one."""
-    found = artifact_of(folder.absolute())
-    if found != folder.absolute():
+def answering(given: str) -> Path:
+    """The artefact, by its absolute path, that the folder or the address given to a verb stands for; said where it is
+    another one."""
+    if is_remote(given):
+        from rtrain import remote
+
+        found = remote.fetch(given, say=lambda line: print(line, file=sys.stderr))
+    else:
+        found = artifact_of(Path(given).absolute())
+    if str(found) != os.path.abspath(given):
         print(f"answering with {shown(found)}", file=sys.stderr)
     return found
+
+
+def is_remote(given: str) -> bool:
+    """Whether an artefact is named by its address: of a folder that is here it is the cached copy that is read."""
+    return "://" in given
 
 
 def chosen_run(folder: Path) -> Path:

@@ -127,6 +127,7 @@ def export(
     wheels_for: Annotated[
         WheelsFor, typer.Option("--wheels-for", help="What these packages must do; all: train as well.")
     ] = WheelsFor.SERVE,
+    ungated: Annotated[bool, typer.Option("--ungated", help="Carry what the gate has refused, too.")] = False,
     as_json: Json = False,
 ) -> None:
     """Put a run's artefacts, scores, report and log into one file, for a machine without network."""
@@ -136,10 +137,13 @@ def export(
     from rtrain.inventory import sending, sizes, wheels
 
     found, file, name = Run(chosen_run(run)), out.absolute(), run.absolute().name
+    sending.check(found, file, int8)  # before anything is fetched
+    verdicts = sending.verdicts(found, int8)
+    if not ungated:
+        sending.admit(verdicts)
     with tempfile.TemporaryDirectory() as folder:
         fetched, install = [], ""
         if with_wheels:
-            sending.check(found, file, int8)  # before anything is fetched
             print(f"fetching what rtrain {wheels_for} needs", file=sys.stderr)
             places = [found.int8] if int8 else [found.artifact, found.int8]
             made = [place for place in places if (place / ARTIFACT).is_file()]
@@ -152,9 +156,11 @@ def export(
     carried = f"{sent.files} files, {sizes.text(sent.size)}"
     lines = [f"{shown(file)}: the run {name}, {carried}; its checkpoints and token store stay here"]
     lines += [f"not carried, as rtrain does not know it: {', '.join(sent.stayed)}"] if sent.stayed else []
+    lines += [f"gate: {one}" for one in verdicts]
     lines += [install] if install else []
     lines.append(f"next, on the other machine: rtrain import {shown(file)}")
     document = {"file": str(file), "run": name, "bytes": sent.size, "files": sent.files, "left": list(sent.stayed)}
+    document["gate"] = {one.name: one.verdict for one in verdicts}
     show({**document, "wheels": [path.name for path in fetched]}, as_json, "\n".join(lines))
 
 

@@ -9,6 +9,7 @@ import typer
 
 from rtrain.cli.options import (
     Address,
+    Artefact,
     Insecure,
     Json,
     Set,
@@ -19,7 +20,7 @@ from rtrain.cli.options import (
 
 
 def predict(
-    artifact: Annotated[Path, typer.Argument(help="Artefact folder, or a run's or a search's.")],
+    artifact: Artefact,
     texts: Annotated[list[str] | None, typer.Argument(help="Texts; without any, lines of standard input.")] = None,
     as_texts: Annotated[bool, typer.Option("--text", help="Texts are texts, even where a file is called so.")] = False,
     data: Annotated[
@@ -53,7 +54,7 @@ def predict(
 
 
 def explain(
-    artifact: Annotated[Path, typer.Argument(help="Float artefact folder, or a run's or a search's.")],
+    artifact: Artefact,
     text: Annotated[str | None, typer.Argument(help="A text; without it standard input, as a whole.")] = None,
     pair: Annotated[str | None, typer.Option("--pair", help="The second text, where there are two.")] = None,
     label: Annotated[str | None, typer.Option("--label", help="Explain this label instead of the answer's.")] = None,
@@ -81,7 +82,7 @@ def explain(
 
 
 def serve(
-    artifact: Annotated[Path, typer.Argument(help="Artefact folder, or a run's or a search's.")],
+    artifact: Artefact,
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on (default 127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option("--port", help="Port (default 8000; 0 takes a free one).")] = None,
     insecure: Insecure = False,

@@ -1,8 +1,6 @@
 """Verbs about runs: the recipes, train, tune, report, and the demo. Heavy imports are inside the verbs."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +25,7 @@ from rtrain.cli.options import (
     resumable,
 )
 from rtrain.cli.output import show
+from rtrain.cli.search import searched
 from rtrain.errors import UserError
 from rtrain.run import Run
 
@@ -105,36 +104,13 @@ def tune(
     if config.deploy.tune.study is not None:
         _study(context, config, folder, reuse, as_json)
         return
-    from rtrain.cluster.session import session
-    from rtrain.report.live.progress import Line, after, summary_text
-    from rtrain.report.summary import summarise
+    from rtrain.report.live.progress import after
     from rtrain.runs import preparing
-    from tune import search, trial
-    from tune.known import journal
-    from tune.results import table, verdict
+    from tune import search
 
     search.check(config)
     preparing.check(config, folder.parent, labels=reuse != "resume")
-    settings, known, headline = config.deploy.tune, journal.Journal(Run(folder).trials), trial.headline_of(config)
-    at_once = settings.concurrent or 1
-    with (
-        resumable(folder, "tune"),
-        _so_far(folder, headline, settings),
-        Line(context.obj) as line,
-        session(config, folder.parent, line, at_once),
-        line.following(table.Follower(headline, settings, known.history)),
-    ):
-        line(events.doing("reading the rows", "rows"))
-        found = search.run(config, folder, reuse, on_event=line)
-    summary = summarise(found.winner)
-    text = [
-        f"{(told := verdict.of(found.search))}\n",
-        table.text(found.history, headline, settings),
-        f"settings of the winner: {found.search.best}; all trials: {found.search.report}",
-        summary_text(summary, found.winner),
-    ]
-    document = {**found.to_document(), "winner": summary, "told": told}
-    show(document, as_json, "\n".join(text), context.obj.text(), after(found.winner, "train"))
+    searched(context, config, folder, reuse, as_json, ("tune",), lambda winner: after(winner, "train"))
 
 
 def _study(context: typer.Context, config: Any, folder: Path, reuse: Any, as_json: bool) -> None:
@@ -149,23 +125,8 @@ def _study(context: typer.Context, config: Any, folder: Path, reuse: Any, as_jso
     with resumable(folder, "tune"), Line(context.obj) as line, session(config, folder.parent, line):
         line(events.doing("reading the rows", "rows"))
         found = study.run(config, folder, reuse, on_event=line)
-    text = f"{found.table.text}\n\nthe same as JSON: {found.document}"
+    text = f"{found.table.text}\n\nas a page: {found.study.study_page}; as JSON: {found.study.study_table}"
     show(dict(found.table.document), as_json, text, context.obj.text())
-
-
-@contextmanager
-def _so_far(folder: Path, headline: str, settings: Any) -> Iterator[None]:
-    """Where Ctrl-C ends a search, show the trials until then."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        from rtrain.report.live.progress import say
-        from tune.known import journal
-        from tune.results import table
-
-        if (history := journal.Journal(Run(folder).trials).history).trials:
-            say(table.text(history, headline, settings))
-        raise
 
 
 def report(
@@ -175,9 +136,11 @@ def report(
     search's page says whether it has found anything, and shows its trials."""
     made = Run(run.absolute())
     if made.is_search:
-        from tune.results import page
+        from rtrain import config
+        from tune.results import page, study_page
 
-        print(page.write(made))
+        studied = config.load(str(made.config)).deploy.tune.study is not None
+        print(study_page.write(made) if studied else page.write(made))
         return
     from rtrain.report import html
     from rtrain.report.live.progress import after, say

@@ -6,10 +6,13 @@ the cluster that this machine is a node of. `local` and no address at all mean a
 
 import os
 import socket
+from typing import TYPE_CHECKING
 
 from rtrain import ray_internals
-from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem, UserError
+
+if TYPE_CHECKING:
+    from rtrain.config import Config
 
 LOCAL, AUTO = "local", "auto"
 CONNECT_S, ANSWER_S = 1.5, 3.0
@@ -17,7 +20,7 @@ CONNECT_S, ANSWER_S = 1.5, 3.0
 FIX = "write HOST:PORT of a running head, as `ray start --head` prints it, or leave it out for a private Ray"
 
 
-def of(config: Config) -> tuple[str, str] | None:
+def of(config: "Config") -> tuple[str, str] | None:
     """(the setting or variable that names it, the address); None for a private Ray."""
     named = config.deploy.cluster.address
     name, value = ("cluster.address", named) if named else ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS"))

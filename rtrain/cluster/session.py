@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rtrain import env, events, ray_internals, signals
 from rtrain.cluster import address as addresses, supply
-from rtrain.config import Config
 from rtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from rtrain.config import Config
 
 IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Ray's job manager sets it for the entry point of a job."""
@@ -86,7 +88,7 @@ def _token_file() -> None:
 
 @contextmanager
 def session(
-    config: Config, folder: Path, on_event: Callable[[dict[str, Any]], None] | None = None, at_once: int = 1
+    config: "Config", folder: Path, on_event: Callable[[dict[str, Any]], None] | None = None, at_once: int = 1
 ) -> Iterator[None]:
     """Connect to Ray for the `with` block, from inside `folder`.
 

@@ -39,7 +39,7 @@ def supervise(arguments: Sequence[str], run: Path) -> int:
     """
     deaths, newest = 0, tuple[str, ...]()
     while True:
-        code = _child(arguments)
+        code = child(arguments)
         if code >= 0 or -code in (signal.SIGINT, signal.SIGTERM):
             return code if code >= 0 else 128 - code
         reached = _reached(run)
@@ -64,15 +64,16 @@ def _reached(run: Path) -> tuple[str, ...]:
     return tuple(found.values())
 
 
-def _child(arguments: Sequence[str]) -> int:
-    with subprocess.Popen([sys.executable, "-m", "rtrain", *arguments], env={**os.environ, CHILD: "1"}) as child:
+def child(arguments: Sequence[str]) -> int:
+    """Run `rtrain ARGUMENTS` with this process's signals; returns its exit code, negative for a signal."""
+    with subprocess.Popen([sys.executable, "-m", "rtrain", *arguments], env={**os.environ, CHILD: "1"}) as started:
 
         def forward(number: int, frame: FrameType | None) -> None:
-            child.send_signal(number)
+            started.send_signal(number)
 
         before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            return child.wait()
+            return started.wait()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -4,6 +4,7 @@ A node is a map from the name of a resource (`CPU`, `GPU`) to how much of it the
 pure. `here`, `free`, `most` and `leaving` ask the Ray that this process is connected to.
 """
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,8 +18,11 @@ Node = Mapping[str, float]
 NEEDS = {"cpu": "CPU", "gpu": "GPU"}
 """The resource of which a worker takes one, by its device. A worker with a GPU takes no CPU."""
 AUTOSCALER_FILE = "RTRAIN_AUTOSCALER_FILE"
-"""Environment variable with the path of the autoscaler's file; `session.on_node_start` sets it on the head. Ray itself
-(2.60) does not keep what its autoscaler may start."""
+"""Environment variable with the path of the autoscaler's file, which `session.on_node_start` sets on the head, or with
+the file's node types themselves, as JSON: manifests for Kubernetes set it so. Ray itself (2.60) keeps what may be
+started where its manager says so, which neither its launcher nor KubeRay does."""
+ANY_NUMBER = 1000
+"""Nodes of a type without a limit."""
 DATA_CPUS = 2
 """Fewest logical CPUs that Ray Data gets beside the workers' CPUs: for a task that reads, and one that may wait for it.
 Without them a data stream waits for ever, and nothing says so."""
@@ -94,11 +98,48 @@ def free(own: Mapping[str, int] | None = None, device: str = "cpu") -> list[Node
 def most(device: str) -> int:
     """How many workers the nodes that are up have room for, or the nodes that the autoscaler may start, if that is
     more."""
-    up = count(here(), device)
-    if (path := os.environ.get(AUTOSCALER_FILE)) and Path(path).expanduser().is_file():
-        document = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-        return max(up, largest(*startable(document), device))
-    return up
+    return max(count(here(), device), count(may(device), device))
+
+
+def may(device: str) -> list[Node]:
+    """The nodes that there can be: those that are up, or, where they have room for more workers, those that the
+    autoscaler would have, the largest first."""
+    up, document = here(), autoscaler()
+    if document is None:
+        return up
+    heads, types, limit = startable(document)
+    started = sorted((node for node, number in types for _ in range(number)), key=lambda node: -count([node], device))
+    all_of_them = [*heads, *started[:limit]]
+    return max(up, all_of_them, key=lambda nodes: count(nodes, device))
+
+
+def types() -> dict[str, Node]:
+    """The types of node that the autoscaler may start, by name."""
+    document = autoscaler() or {}
+    kinds = document.get("available_node_types", {})
+    return {
+        name: {resource: float(amount) for resource, amount in (kind.get("resources") or {}).items()}
+        for name, kind in kinds.items()
+        if name != document.get("head_node_type")
+    }
+
+
+def autoscaler() -> Mapping[str, Any] | None:
+    """What the autoscaler may start, in the form of its file; None where nobody says so."""
+    given = os.environ.get(AUTOSCALER_FILE, "")
+    if given.startswith("{"):
+        return dict(json.loads(given))
+    if given and Path(given).expanduser().is_file():
+        return dict(yaml.safe_load(Path(given).expanduser().read_text(encoding="utf-8")))
+    groups = ray_internals.cluster_config()
+    if not groups:
+        return None
+    numbers = [number if number >= 0 else ANY_NUMBER for _, _, number in groups]
+    kinds = {
+        name: {"resources": node, "max_workers": number}
+        for (name, node, _), number in zip(groups, numbers, strict=True)
+    }
+    return {"max_workers": sum(numbers), "available_node_types": kinds}
 
 
 def leaving() -> set[str]:

@@ -1,37 +1,114 @@
-"""A float model -> the int8 graph of OpenVINO, by NNCF's post-training quantization."""
+"""A float model -> the graphs of OpenVINO; quantizers are put in by NNCF, and taken out here."""
 
-import contextlib
-import io
-import sys
 import warnings
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+from rtrain import predict
+from rtrain.compress.graphs import Sample, by_nncf, quantize
 
 if TYPE_CHECKING:
+    import openvino
     import transformers
 
+QUANTIZER = "FakeQuantize"
+CARRY = ("Convert", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+"""What may stand between a quantizer and the operation that it is for."""
+NO_OPERATION = (QUANTIZER, *CARRY, "ShapeOf", "Result")
 
-def write(network: "transformers.PreTrainedModel", samples: list[dict[str, npt.NDArray[np.int64]]], path: Path) -> None:
-    """Write the graph as `path` (.xml) and its weights beside it (.bin).
 
-    `samples` are inputs of one row each, [1, tokens]: they set the static scales of the activations.
-    """
-    import nncf
+class Edge(NamedTuple):
+    """Where an operation's input leaves a quantizer."""
+
+    into: "openvino.Input"
+    quantized: "openvino.Output"
+    """Of a weight, the whole numbers and their scales; of an activation, its quantizer."""
+    exact: "openvino.Output"
+    """What the quantizer rounds."""
+
+
+class Exported:
+    def __init__(self, graph: "openvino.Model"):
+        self._graph = graph
+
+    def answering(self, threads: int | None) -> predict.OpenVino:
+        return predict.OpenVino(self._graph, threads)
+
+    def calibrated(self, samples: Sequence[Sample]) -> "Quantized":
+        with by_nncf() as nncf:
+            return Quantized(quantize(nncf, self._graph, samples))
+
+    def weights_only(self) -> "Quantized":
+        with by_nncf() as nncf:
+            return Quantized(nncf.compress_weights(self._graph.clone(), mode=nncf.CompressWeightsMode.INT8_SYM))
+
+
+class Quantized:
+    def __init__(self, graph: "openvino.Model"):
+        from openvino._offline_transformations import compress_quantize_weights_transformation
+
+        self._graph = graph
+        found = [
+            (_name(node), into, exact)
+            for node in graph.get_ordered_ops()
+            if node.get_type_name() not in NO_OPERATION
+            for into, exact in _rounded(node)
+        ]
+        # It puts whole numbers in the place of float weights and their quantizers; NNCF ends with it too. Here, and not
+        # when the graph is written: else every loading of the graph would round the float weights anew.
+        compress_quantize_weights_transformation(graph)
+        self._edges: dict[str, list[Edge]] = {}
+        for name, into, exact in found:
+            self._edges.setdefault(name, []).append(Edge(into, into.get_source_output(), exact))
+
+    @property
+    def operations(self) -> Sequence[str]:
+        return tuple(self._edges)
+
+    def revert(self, operations: Collection[str]) -> None:
+        for name, edges in self._edges.items():
+            for edge in edges:
+                edge.into.replace_source_output(edge.exact if name in operations else edge.quantized)
+        self._graph.validate_nodes_and_infer_types()
+
+    def answering(self, threads: int | None) -> predict.OpenVino:
+        return predict.OpenVino(self._graph, threads)
+
+    def write(self, path: Path) -> None:
+        import openvino
+
+        openvino.save_model(self._graph, path, compress_to_fp16=False)
+
+
+def export(network: "transformers.PreTrainedModel", sample: Sample) -> Exported:
+    """The float graph: `rtrain.compress.graphs.Export`."""
     import openvino
     import torch
 
-    example = {name: torch.from_numpy(value) for name, value in samples[0].items()}
+    # By its own name: `openvino.convert_model` is missing where an artefact was loaded before (`predict.OpenVino`).
+    from openvino.tools.ovc import convert_model
+
+    example = {name: torch.from_numpy(value) for name, value in sample.items()}
     shapes = {name: openvino.PartialShape([-1, -1]) for name in example}
     with torch.inference_mode(), warnings.catch_warnings():
-        # Tracing warns of every Python branch in transformers' mask code; the golden answers show whether it was right.
+        # Tracing warns of every Python branch in transformers' mask code; `export_check` shows whether it was right.
         warnings.simplefilter("ignore")
-        graph = openvino.convert_model(network, example_input=example, input=list(shapes.items()))
-    # NNCF draws its progress on stdout, which belongs to --json.
-    with contextlib.redirect_stdout(sys.stderr if sys.stderr.isatty() else io.StringIO()):
-        int8 = nncf.quantize(
-            graph, nncf.Dataset(samples), model_type=nncf.ModelType.TRANSFORMER, subset_size=len(samples)
-        )
-    openvino.save_model(int8, path, compress_to_fp16=False)
+        return Exported(convert_model(network, example_input=example, input=list(shapes.items())))
+
+
+def _rounded(node: "openvino.Node") -> Iterator[tuple["openvino.Input", "openvino.Output"]]:
+    """(where an operation's input leaves a quantizer, what that rounds)"""
+    for into in node.inputs():
+        source = into.get_source_output().get_node()
+        while source.get_type_name() in CARRY:
+            into = source.input(0)
+            source = into.get_source_output().get_node()
+        if source.get_type_name() == QUANTIZER:
+            yield into, source.input_value(0)
+
+
+def _name(node: "openvino.Node") -> str:
+    """`bert.encoder.layer.0.attention.self.query (MatMul)`, of the name that a trace gives."""
+    module, _, rest = node.get_friendly_name().removeprefix("__module.").partition("/")
+    return f"{module} ({rest.rpartition('/')[2]})" if rest else module

@@ -1,34 +1,30 @@
-"""Float artefact -> int8 artefact with static scales, for the engine that `quantize.engine` names.
+"""Float artefact -> int8 artefact, for the engine that `quantize.engine` names: exported, checked, quantized, gated.
 
-Static, because scales that are computed per batch make an answer depend on its neighbours (I8): dynamic int8 moved
-logits by a tenth of their range. The scales come from training rows, by the engine's own quantizer (`rtrain.engines`).
+Scales of activations are static, because scales that are computed per batch make an answer depend on its neighbours
+(I8): dynamic int8 moved logits by a tenth of their range. They come from training rows.
 """
 
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from rtrain import artifact, engines, events, predict, score
-from rtrain.batch import Floats, Head, padded
-from rtrain.compress import vocabulary
+from rtrain.batch import Head
+from rtrain.compress import calibrate, fallback, host, vocabulary
 from rtrain.config import Recipe
 from rtrain.config.recipe import Quantize
 from rtrain.data.stores.store import Store
-from rtrain.errors import UserError
+from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.gate import gate, told
-from rtrain.network import model, pooling
-from rtrain.network.inputs import accepted
 from rtrain.run import Run
 from rtrain.tasks import base
 
-NUMBER_FLIPS = 0.05
 SERVED = ("tokenizer.json", "config.json")
 """Files of the float artefact that its int8 one is served by. The others are for Transformers, which has no weights to
 read here: a vocabulary as vocab.txt is in tokenizer.json too."""
@@ -51,21 +47,23 @@ def run(
     parent = artifact.read(parent_folder)
     if not engines.get(parent.engine).gradients:
         raise UserError(f"{parent_folder} is quantized already; name the run of its float parent")
+    trims = recipe.compress.vocabulary == "trim" and "vocabulary" not in parent.lineage
+    refuse(recipe.quantize.engine, trims)
     store = Store(store_folder)
     started = time.perf_counter()
     draft = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
     draft.mkdir(parents=True)
     try:
-        rows = min(recipe.quantize.calibration_rows, store.rows("train"))
-        on_event(events.doing(f"measuring scales on {rows:,} training rows", "scales"))
-        _write_model(parent_folder, parent, store, recipe.quantize, draft)
+        job = calibrate.Job(parent_folder, parent, store, recipe.quantize, draft, threads)
+        found = calibrate.write(job, lambda text, word: on_event(events.doing(text, word)))
         for name in SERVED:
             if (parent_folder / name).is_file():
                 shutil.copyfile(parent_folder / name, draft / name)
-        lineage = {**parent.lineage, "parent": parent.version, "calibration_rows": recipe.quantize.calibration_rows}
+        lineage = {**parent.lineage, "parent": parent.version, **_told(recipe.quantize, found)}
         made = replace(parent, engine=recipe.quantize.engine, lineage=lineage, golden=(), metrics={})
         on_event(events.doing(f"scoring both models on {store.rows('test'):,} test rows", "scores"))
         report, answered = _measure(parent_folder, draft, parent, made, store)
+        report |= {"engine": made.engine, "kind": recipe.quantize.kind, "host": asdict(host.of_processor()), **found}
         made = replace(made, metrics={"test": report["test"]})
         artifact.write(
             draft,
@@ -73,7 +71,7 @@ def run(
             predict.golden_logits,
             predict.golden_inputs(base.get(made.task), Head(made.labels, made.facts)),
         )
-        if recipe.compress.vocabulary == "trim" and "vocabulary" not in parent.lineage:
+        if trims:
             on_event(events.doing("trimming the vocabulary", "vocabulary"))
             report |= _trim(draft, store, recipe.compress.vocabulary_pieces, report)
         report["artefact_mb"] = round(sum(path.stat().st_size for path in draft.iterdir()) / 1e6, 2)
@@ -86,6 +84,25 @@ def run(
         shutil.rmtree(draft, ignore_errors=True)
         raise
     return {**report, "seconds": round(time.perf_counter() - started, 2), "artifact": str(out)}
+
+
+def refuse(engine: str, trims: bool) -> None:
+    """Raise before anything is computed: `UserError` where the engine is not installed, `ConfigError` where it is asked
+    for what it cannot do."""
+    entry = engines.get(engine)
+    engines.needed(engine, entry.libraries)
+    if trims and not entry.cuts_vocabulary:
+        reason = f"a finished graph of {engine} is not trimmed"
+        fix = "trim before rtrain train or rtrain distill, or take the engine openvino"
+        raise ConfigError([Problem("compress.vocabulary", "trim", reason, fix)])
+
+
+def _told(settings: Quantize, found: dict[str, Any]) -> dict[str, Any]:
+    """What the lineage says of how the graph was made."""
+    if settings.kind == "weights":
+        return {"kind": settings.kind}
+    reverted = found.get("fallback", {}).get("reverted")
+    return {"calibration_rows": settings.calibration_rows, **({"reverted": reverted} if reverted else {})}
 
 
 def report_text(report: dict[str, Any]) -> str:
@@ -103,10 +120,36 @@ def report_text(report: dict[str, Any]) -> str:
             f"answers that differ from the float model's: {report['flips_against_parent']:.2%}",
             f"answers that differ between alone and in a batch: {apart:.2%} (logits by {moved:.3f} at most)",
             *_vocabulary_text(report),
+            *_graph_text(report),
             f"gate: {told.sentence(report['gate'])}",
             f"artefact: {report['artifact']}",
         ]
     )
+
+
+def _graph_text(report: dict[str, Any]) -> list[str]:
+    """What the export and the fall-back have found, and what int8 costs on this processor."""
+    lines = []
+    if (export := report.get("export")) is not None:
+        lines.append(
+            f"exported graph: logits as PyTorch's to {export['largest']:.1e}, on {export['rows']} training rows of "
+            f"{export['buckets']} lengths"
+        )
+    if (back := report.get("fallback")) is not None:
+        count, of = len(back["reverted"]), back["operations"]
+        lines.append(
+            f"fall-back: {count} of {of} operations in float; of {back['rows']:,} training rows' answers "
+            f"{back['flips_before']:.2%} differed, now {back['flips']:.2%} ({back['seconds']:.0f} s)"
+        )
+        lines += [f"  in float: {name}" for name in back["reverted"]]
+    if back and back["reverted"]:
+        times = ", ".join(
+            f"{one['ms']:.2f} ms in place of {one['int8_ms']:.2f} ({one['bucket']})" for one in back["latency"]
+        )
+        lines.append(f"  it costs {back['megabytes_added']:.1f} MB; {times}")
+    if (found := report.get("host")) is not None:
+        lines.append(host.Int8(**found).text)
+    return lines
 
 
 def _vocabulary_text(report: dict[str, Any]) -> list[str]:
@@ -138,28 +181,6 @@ def _trim(draft: Path, store: Store, at_least: int, report: dict[str, Any]) -> d
     }
 
 
-def _write_model(folder: Path, parent: artifact.Artifact, store: Store, settings: Quantize, draft: Path) -> None:
-    import transformers
-
-    auto = getattr(transformers, base.get(parent.task).auto_model)
-    network = pooling.load(auto, folder)[0].eval()
-    if parent.facts.get(pooling.FACT) == "mean":
-        pooling.pool_by_mean(network)
-    samples = list(_samples(store, settings.calibration_rows, model.pad_id(folder), accepted(network)))
-    engine = engines.get(settings.engine)
-    assert engine.quantizer is not None  # the setting is one of engines.quantized()
-    engines.named(engine.quantizer)(network, samples, draft / engine.files[0])
-
-
-def _samples(store: Store, rows: int, pad_id: int, names: frozenset[str]) -> Iterator[dict[str, npt.NDArray[np.int64]]]:
-    """Single training rows, evenly spread over the index; one row at a time, so that padding sets no scale."""
-    total = store.rows("train")
-    positions = np.unique(np.linspace(0, total - 1, min(rows, total)).astype(np.int64))
-    for position in positions:
-        arrays = padded(store.read("train", np.array([position])), pad_id)
-        yield {name: value for name, value in arrays.items() if name in names}
-
-
 def _measure(
     parent_folder: Path, draft: Path, parent: artifact.Artifact, made: artifact.Artifact, store: Store
 ) -> tuple[dict[str, Any], tuple[score.Answered, score.Answered]]:
@@ -174,8 +195,8 @@ def _measure(
     report = {
         "test": score.scores(int8, batched, store),
         "parent": score.scores(int8, float_answers, store),
-        "flips_against_parent": _flips(batched.outputs, float_answers.outputs),
-        "flips_alone_against_batch": _flips(alone.outputs, together),
+        "flips_against_parent": fallback.flips(batched.outputs, float_answers.outputs),
+        "flips_alone_against_batch": fallback.flips(alone.outputs, together),
         "largest_logit_difference_alone_against_batch": max(
             (float(np.abs(one - other).max()) for one, other in zip(alone.outputs, together, strict=True)), default=0.0
         ),
@@ -183,16 +204,6 @@ def _measure(
         "parent_size_mb": round(artifact.size_mb(parent_folder, parent.engine), 2),
     }
     return report, (float_answers, batched)
-
-
-def _flips(left: list[Floats], right: list[Floats]) -> float:
-    """The share of answers that differ: in their best label or, where they are single numbers, by more than
-    `NUMBER_FLIPS` standard deviations of the targets."""
-    flips = [
-        np.abs(one - other).ravel() > NUMBER_FLIPS if one.shape[-1] == 1 else one.argmax(-1) != other.argmax(-1)
-        for one, other in zip(left, right, strict=True)
-    ]
-    return float(np.concatenate([np.atleast_1d(row) for row in flips]).mean()) if flips else 0.0
 
 
 def store_of(run: Path) -> Path:

@@ -156,9 +156,22 @@ ADDED_TO_MODEL: dict[str, Any] = {"attention_dropout": None, "pooling": "own", "
 """The same for `model`; `auto` has been replaced by what it stands for before a run is frozen."""
 
 
+ADDED_TO_DISTILL: dict[str, Any] = {
+    **{"student": None, "width": None, "unlabelled": None, "confidence": 0.0},
+    **{"relations": 0.0, "relation_heads": 12, "relation_layer": None, "hidden": 0.0},
+}
+"""The same for `distill`."""
+
+
 class Distill(Section):
-    layers: Positive = 3
-    """Encoder layers of the student, copied from evenly spaced layers of the teacher."""
+    student: str | None = None
+    """Model that the student starts from, named as model.name is. null: layers of the teacher."""
+    layers: Positive | None = 3
+    """Encoder layers of the student, copied from evenly spaced layers of the teacher; null: all of them. `student` has
+    its own."""
+    width: Positive | None = None
+    """Hidden size of the student; heads and feed-forward layers get narrower in proportion, and all keep evenly spaced
+    parts of the teacher's weights. null: the teacher's."""
     epochs: Positive = 3
     """Times that the student is trained on each row."""
     lr: Annotated[float, Field(gt=0, lt=1)] = 3e-4
@@ -167,6 +180,22 @@ class Distill(Section):
     """Temperature that softens both distributions before they are compared (Hinton et al. 2015, arXiv:1503.02531)."""
     alpha: Share = 0.7
     """Weight of the teacher's distribution in the loss; the true label has the rest."""
+    unlabelled: str | None = None
+    """File, folder or glob of further rows, with the columns of the training rows but for their labels. The student
+    learns the teacher's answers to them."""
+    confidence: Share = 0.0
+    """Rows of `unlabelled` of which the teacher is less sure than this are left out."""
+    relations: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the distance between the relations of tokens inside student and teacher, of queries with queries, keys
+    with keys and values with values (MiniLMv2, Wang et al. 2020, arXiv:2012.15828). 0: off."""
+    relation_heads: Positive = 12
+    """Parts into which queries, keys and values are cut for that, whatever the attention heads; a divisor of both
+    widths."""
+    relation_layer: Positive | None = None
+    """Layer of the teacher, from 1, whose relations the student's last layer learns. null: the last."""
+    hidden: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the squared distance between the layers' hidden states, the student's through a learned linear map
+    (TinyBERT, Jiao et al. 2020, arXiv:1909.10351). 0: off."""
     teacher: str | None = None
     """Version of the artefact whose answers are learned. `rtrain distill` sets it; it is null in any other run."""
 
@@ -187,7 +216,14 @@ class Compress(Section):
 
 class Quantize(Section):
     engine: Annotated[str, OneOf(engines.quantized)] = engines.quantized()[0]
-    """What computes the int8 answers: an engine of `rtrain.engines` that has a quantizer."""
+    """What computes the int8 answers: an engine of `rtrain.engines` that has a quantizer. `onnxruntime` needs the extra
+    `onnx`."""
+    kind: Literal["static", "weights"] = "static"
+    """`static` computes in int8, by scales of the activations that are measured beforehand. `weights` keeps weights
+    alone in int8: as small, nothing to calibrate, nearer to the float model, and half as fast in batches."""
+    flips: Share | None = None
+    """Largest share of the calibration rows' answers that may differ from the float model's. Where more do, the
+    operations that change them most are computed in float, as few as needed. null: none is."""
     calibration_rows: Positive = 256
     """Training rows from which the scales of activations are measured."""
 
@@ -266,6 +302,9 @@ class Recipe(Section):
         for name, neutral in ADDED_TO_DATA.items():
             if document["data"][name] == neutral:
                 del document["data"][name]
+        for name, neutral in ADDED_TO_DISTILL.items():
+            if "distill" in document and document["distill"][name] == neutral:
+                del document["distill"][name]
         if self.compress.vocabulary == "keep":  # then nothing of the section counts; older runs have none
             del document["compress"]
         if not self.augment.active:  # then it changes no row
@@ -317,6 +356,12 @@ def recipe_contradictions(recipe: Recipe) -> list[Problem]:
     if recipe.distill.teacher and recipe.model.freeze != "none":
         reason = "a student of fewer layers learns its teacher's answers in those layers"
         problems.append(Problem("model.freeze", recipe.model.freeze, reason, "add --set model.freeze=none"))
+    if recipe.distill.student is not None and recipe.distill.width is not None:
+        reason = f"distill.student={recipe.distill.student} has a width of its own"
+        problems.append(Problem("distill.width", recipe.distill.width, reason, "name one of the two"))
+    if recipe.quantize.kind == "weights" and recipe.quantize.flips is not None:
+        reason = "with quantize.kind=weights every operation computes in float already"
+        problems.append(Problem("quantize.flips", recipe.quantize.flips, reason, "write null, or leave it out"))
     return (
         problems
         + _rate_contradictions(recipe)

@@ -23,6 +23,7 @@ from rtrain.batch import Ints, Tokens
 from rtrain.data.order import Order, deal, rows_digest
 from rtrain.data.stores.store import Store, open_store
 from rtrain.errors import UserError
+from rtrain.exchange import noise
 
 if TYPE_CHECKING:
     import ray.data
@@ -73,6 +74,8 @@ class Share:
     tokens_per_pass: int | None = None
     teacher: str | None = None
     """Version of the teacher whose outputs go with each row; None without a teacher."""
+    measures: bool = False
+    """Deal the rows at random in the updates that measure the noise of gradients (`exchange.noise`)."""
 
 
 def plan_update(store: Store, share: Share, number: int) -> Update:
@@ -80,7 +83,9 @@ def plan_update(store: Store, share: Share, number: int) -> Update:
     positions = share.order.positions(number)
     row_ids = store.column("train", "row_id")[positions]
     lengths = store.column("train", "length")[positions]
-    passes = deal(lengths, share.workers, share.rank, share.micro_batch, share.tokens_per_pass)
+    limits = (share.micro_batch, share.tokens_per_pass)
+    at_random = share.measures and noise.due(number)
+    passes = deal(lengths, share.workers, share.rank, *limits, at_random=at_random)
     return Update(
         number=number,
         first_row=int(row_ids[0]),
@@ -185,7 +190,8 @@ def _lines(update: Update) -> list[dict[str, Any]]:
         columns = {name: getattr(tokens, name) for name in _COLUMNS} | {"teacher": tokens.teacher.ravel()}
         outputs = tokens.teacher.shape[1]
         lines.append({**head, "last": place == len(update.passes) - 1, "outputs": outputs, **columns})
-    return lines or [{**head, "last": True, "outputs": 0, **{name: np.empty(0, dtype=np.int32) for name in _COLUMNS}}]
+    nothing = {name: np.empty(0, dtype=np.int32) for name in _COLUMNS if name != "unlabelled"}
+    return lines or [{**head, "last": True, "outputs": 0, "unlabelled": None, **nothing}]
 
 
 _SCHEMA = pa.schema(
@@ -204,6 +210,7 @@ _SCHEMA = pa.schema(
         "counts": pa.list_(pa.int32()),
         "row_ids": pa.list_(pa.uint64()),
         "teacher": pa.list_(pa.float32()),
+        "unlabelled": pa.list_(pa.bool_()),
     }
 )
 
@@ -215,7 +222,9 @@ def _decoded(dataset: "ray.data.Dataset") -> Iterator[Update]:
         for line in range(table.num_rows):
             if error := table["error"][line].as_py():
                 raise UserError(error)
-            tokens = Tokens(*(table[name][line].values.to_numpy() for name in _COLUMNS))
+            columns: list[Any] = [table[name][line].values for name in _COLUMNS]
+            found: list[Any] = [None if one is None else one.to_numpy(zero_copy_only=False) for one in columns]
+            tokens = Tokens(*found)
             if len(tokens):
                 outputs = table["outputs"][line].as_py()
                 nothing = np.empty((len(tokens), 0), dtype=np.float32)

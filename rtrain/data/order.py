@@ -10,6 +10,7 @@ table of rows.
 """
 
 import hashlib
+import itertools
 import math
 from dataclasses import astuple, dataclass
 from functools import lru_cache
@@ -178,7 +179,13 @@ def _mix(value: Words) -> Words:
 
 
 def deal(
-    lengths: npt.NDArray[np.int32], workers: int, rank: int, most_rows: int | None, most_tokens: int | None = None
+    lengths: npt.NDArray[np.int32],
+    workers: int,
+    rank: int,
+    most_rows: int | None,
+    most_tokens: int | None = None,
+    *,
+    at_random: bool = False,
 ) -> list[Ints]:
     """The passes of worker `rank` in an update whose rows have these `lengths` (in tokens), as arrays of row indices.
 
@@ -186,12 +193,21 @@ def deal(
     Rows are sorted by length and dealt to the workers forth and back, so that all get about equally many tokens. A
     worker's rows are cut into passes in that order, so that a pass pads little. If the update has fewer rows than
     there are workers, some get no pass.
+
+    With `at_random` a worker's rows are any of the update's, whose order is random, and so are the first pass's of a
+    worker that is alone. Rows of like lengths resemble each other: the noise of gradients is measured without that.
     """
+    limits = (most_rows or len(lengths), most_tokens or int(lengths.sum(dtype=np.int64)))
+    if at_random:
+        own, first = np.arange(rank, len(lengths), workers), list[Ints]()
+        if workers == 1:
+            first = list(itertools.islice(batches(lengths, own, *limits), 1))
+            own = own[sum(map(len, first)) :]
+        return [*first, *batches(lengths, own[_longest_first(lengths[own])], *limits)]
     turns = np.arange(math.ceil(len(lengths) / workers))
     places = turns * workers + np.where(turns % 2, workers - 1 - rank, rank)
     own = _longest_first(lengths)[places[places < len(lengths)]]
-    tokens = most_tokens or int(lengths.sum(dtype=np.int64))
-    return list(batches(lengths, own, most_rows or len(lengths), tokens))
+    return list(batches(lengths, own, *limits))
 
 
 def _longest_first(lengths: npt.NDArray[np.int32]) -> Ints:

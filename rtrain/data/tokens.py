@@ -2,30 +2,52 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rtrain import drafts
+from rtrain.batch import Head
 from rtrain.config import Recipe
 from rtrain.config.recipe import ADDED_TO_DATA
-from rtrain.data import pieces, records
+from rtrain.data import pieces, records, unlabelled
 from rtrain.data.augment import paraphrase, rewriting, variants
 from rtrain.data.formats import digests
 from rtrain.data.splits import Splits
-from rtrain.data.stores import commit, shards, store
+from rtrain.data.stores import commit, joined, shards, store
 from rtrain.data.stores.shards import Job
 from rtrain.errors import Problem, UserError
 from rtrain.tasks import base
+
+Taught = Callable[[store.Store, Path, Callable[[Path], store.Store]], None]
+"""Has a teacher answer the training rows of a store: of (the store, the folder of the model that its rows are tokenised
+for, what makes the store of the same rows for another model)."""
 
 
 def digest(recipe: Recipe, source: records.Source, model: Path) -> str:
     """The store's address, 16 hex digits of a SHA-256.
 
     It is made from the rows, the tokenizer and the settings that shape the store, and from nothing else: runs that
-    differ in other settings share the store.
+    differ in other settings share the store. Of rows without labels the teacher says which are taken.
     """
+    labelled, further = unlabelled.parted(source)
+    own = _digest(recipe, labelled, model)
+    if not further.pieces:
+        return own
+    rows = _digest_unlabelled(recipe, further, model, own)
+    return _hashed(own, rows, recipe.distill.teacher, recipe.distill.confidence)
+
+
+def _digest_unlabelled(recipe: Recipe, further: records.Source, model: Path, labelled: str) -> str:
+    return _hashed(_digest(unlabelled.recipe_of(recipe), further, model), labelled)
+
+
+def _hashed(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _digest(recipe: Recipe, source: records.Source, model: Path) -> str:
     data = recipe.data.model_dump(mode="json", exclude={"path", "valid", "test", "max_bad_rows"})
     # Stores from before a neutral setting existed have this digest.
     data = {name: value for name, value in data.items() if name not in ADDED_TO_DATA or value != ADDED_TO_DATA[name]}
@@ -53,19 +75,68 @@ def problems(recipe: Recipe) -> list[Problem]:
     return found
 
 
-def ensure(recipe: Recipe, source: records.Source, model: Path, root: Path) -> tuple[store.Store, bool]:
+def ensure(
+    recipe: Recipe, source: records.Source, model: Path, root: Path, taught: Taught | None = None
+) -> tuple[store.Store, bool]:
     """The token store of a recipe under `root`, and whether it had to be made. Needs Ray only to make it.
 
-    Raises `UserError` where the store is damaged or cannot be made.
+    A student's has its teacher's answers: `taught` has them computed where they are not there yet. Raises `UserError`
+    where the store is damaged or cannot be made.
     """
     source = source.beside(root)
+    labelled, further = unlabelled.parted(source)
     final = root / ".tokens" / digest(recipe, source, model)
-    if final.is_dir():
-        found = store.Store(final)
-        found.check(size_only=True)
-        drafts.sweep(final)
-        digests.remember(root, source.hashed)
-        return found, False
+    if found := _finished(final, source, root):
+        own, made = found, False
+    elif further.pieces:
+        return _joined(recipe, labelled, further, model, root, taught), True
+    else:
+        own, made = _made(recipe, source, model, final, root), True
+    if taught and not further.pieces:
+        taught(own, model, lambda other: ensure(recipe, labelled, other, root)[0])
+    return own, made
+
+
+def _joined(
+    recipe: Recipe,
+    labelled: records.Source,
+    further: records.Source,
+    model: Path,
+    root: Path,
+    taught: Taught | None,
+) -> store.Store:
+    """The store of labelled rows and of those of the others that the teacher is sure of."""
+    own, _ = ensure(recipe, labelled, model, root, taught)
+    alone, teacher = unlabelled.recipe_of(recipe), str(recipe.distill.teacher)
+
+    def rows(folder: Path) -> store.Store:
+        digest_own = _digest(recipe, labelled, folder)
+        final = root / ".tokens" / _digest_unlabelled(recipe, further, folder, digest_own)
+        return _finished(final, further, root) or _made(alone, further, folder, final, root, own.manifest.head)
+
+    others = rows(model)
+    if taught:
+        taught(others, model, rows)
+    task = base.get(recipe.task)
+    chosen = unlabelled.chosen(others, own, task, teacher, recipe.distill.confidence)
+    left_out = {"unsure": chosen.unsure, "repeated": chosen.repeated}
+    address = _hashed(own.manifest.digest, others.manifest.digest, teacher, recipe.distill.confidence)
+    return joined.write(root / ".tokens" / address, own, others, chosen.positions, left_out, teacher)
+
+
+def _finished(final: Path, source: records.Source, root: Path) -> store.Store | None:
+    if not final.is_dir():
+        return None
+    found = store.Store(final)
+    found.check(size_only=True)
+    drafts.sweep(final)
+    digests.remember(root, source.hashed)
+    return found
+
+
+def _made(
+    recipe: Recipe, source: records.Source, model: Path, final: Path, root: Path, head: Head | None = None
+) -> store.Store:
     # A folder without tokenizer and a model that cannot write are refused before any task starts.
     variants.noise_of(recipe.augment, shards.tokenizer_of(recipe, model))
     for name in (recipe.augment.paraphrase, recipe.augment.pivot):
@@ -73,13 +144,14 @@ def ensure(recipe: Recipe, source: records.Source, model: Path, root: Path) -> t
             paraphrase.check(name)
     writer = store.Writer(final)
     try:
-        job = Job(recipe, model, writer.folder, Splits.of(recipe.data, source))
+        splits = Splits.of(recipe.data, source) if head is None else Splits(has_test=True, valid_share=0.0)
+        job = Job(recipe, model, writer.folder, splits, head)
         made = commit.commit(job, source, writer, _run(job, source))
     except BaseException:
         writer.abandon()
         raise
     digests.remember(root, source.hashed)
-    return made, True
+    return made
 
 
 def _run(job: Job, source: records.Source) -> list[dict[str, Any]]:

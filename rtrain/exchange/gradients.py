@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rtrain import ray_internals
 from rtrain.exchange import compression, transport
 from rtrain.exchange.alive import Watch
+from rtrain.exchange.own import Own, squared
 from rtrain.exchange.spent import Spent
 from rtrain.exchange.touched_rows import TouchedRows, table_of
 
@@ -34,7 +35,7 @@ class Exchange:
         import torch.distributed as dist
 
         self.module = module
-        self.watch, self._say, self._spent = watch or Watch(), say, Spent()
+        self.watch, self._say, self._spent, self.own = watch or Watch(), say, Spent(), Own()
         self.distributed = dist.is_initialized() and dist.get_world_size() > 1
         self.world = dist.get_world_size() if self.distributed else 1
         self.rank = dist.get_rank() if self.distributed else 0
@@ -49,13 +50,12 @@ class Exchange:
             # gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them all per update.
             self.model = DistributedDataParallel(module, gradient_as_bucket_view=True)
             ray_internals.take_times(self.model)
-            self._transport, hooked = self._carried(by, compressed)
-            if hooked:  # otherwise DistributedDataParallel sends the buckets by itself
-                state = (self._transport, self._spent)
-                self.model.register_comm_hook(state, lambda state, bucket: _started(state, bucket))
+            self._transport = self._carried(by, compressed)
+            state = (self._transport, self._spent, self.own)
+            self.model.register_comm_hook(state, lambda state, bucket: _started(state, bucket))
 
-    def _carried(self, by: str, compressed: str) -> "tuple[transport.Transport, bool]":
-        """The transport, and whether it is to have DistributedDataParallel's buckets. Asked for on every worker."""
+    def _carried(self, by: str, compressed: str) -> "transport.Transport":
+        """What takes DistributedDataParallel's buckets. Asked for on every worker."""
         sent = compression.sent(compressed)
         made: transport.Transport = transport.Stock(self.world, sent)
         if by == "shared_memory" or (by == "auto" and self.world == transport.SAME_BITS):
@@ -63,15 +63,15 @@ class Exchange:
             reason = found if isinstance(found, str) else None
             made = made if isinstance(found, str) else found
             self._say("transport", asked=by, used=made.name, reason=reason)
-        hooked = made.name != "stock" or sent is not None
-        return (made if sent is None else compression.Compared(made, self.world)), hooked
+        return made if sent is None else compression.Compared(made, self.world)
 
     def alive(self) -> None:
         """Say that this worker goes on. Called before every pass."""
         self.watch.passes()
 
-    def begin(self) -> None:
-        """Prepare for an update. Called before its first pass."""
+    def begin(self, measures: bool = False) -> None:
+        """Prepare for an update. Called before its first pass. `measures`: `own_square` will be asked for."""
+        self.own.begin(measures)
         if self.rows is not None:
             self.rows.begin()
 
@@ -108,6 +108,14 @@ class Exchange:
         rows."""
         touched = [] if self.rows is None else [self.rows.gradient]
         return touched + [one.grad for one in self._others() if one.grad is not None]
+
+    def own_square(self) -> float:
+        """The squared norm of this worker's own gradient: after the last pass, as it was before the exchange; of a
+        worker that is alone also before, as it stands."""
+        if self.distributed:
+            return self.own.square
+        found = [one.grad for one in self._others() if one.grad is not None]
+        return squared([*found, *([] if self.rows is None else [self.rows.collected()[1]])])
 
     def multiply(self, factor: float) -> None:
         """Multiply the complete gradient by `factor`."""
@@ -170,9 +178,10 @@ class Exchange:
             dist.barrier()
 
 
-def _started(state: "tuple[transport.Transport, Spent]", bucket: Any) -> Any:
+def _started(state: "tuple[transport.Transport, Spent, Own]", bucket: Any) -> Any:
     """DistributedDataParallel's hook. It is no method of an exchange: it is kept below Python, where no collector finds
     a cycle."""
-    by, spent = state
+    by, spent, own = state
+    own.add(bucket.buffer())
     with spent.waiting():
         return by.start(bucket.buffer(), bucket.is_last())

@@ -67,8 +67,8 @@ class TouchedRows:
         self._ids, self._gradients = [], []
         self.weight.grad = None
 
-    def complete(self, exchange: "Exchange") -> None:
-        """After its last pass: `weight.grad` is the mean over the workers, as DistributedDataParallel's."""
+    def collected(self) -> "tuple[torch.Tensor, torch.Tensor]":
+        """(rows, their gradients [rows, dim]) by the passes until now, on this worker."""
         import torch
 
         weight = self.weight
@@ -79,7 +79,14 @@ class TouchedRows:
             ids, gradients = ids[counted], gradients[counted]
         rows, places = torch.unique(ids, return_inverse=True)
         # The kernel by which a dense gradient is made: it adds in the same order.
-        sums = torch.ops.aten.embedding_dense_backward(gradients, places, len(rows), -1, False)
+        return rows, torch.ops.aten.embedding_dense_backward(gradients, places, len(rows), -1, False)
+
+    def complete(self, exchange: "Exchange") -> None:
+        """After its last pass: `weight.grad` is the mean over the workers, as DistributedDataParallel's."""
+        import torch
+
+        rows, sums = self.collected()
+        exchange.own.add(sums)
         if exchange.distributed:
             every = np.unique(np.concatenate(exchange.gather(rows.cpu().numpy())))
             union = torch.from_numpy(every).to(rows.device)
@@ -88,7 +95,7 @@ class TouchedRows:
             rows, sums = union, exchange.mean(shared)
         self._dense.index_fill_(0, self._filled, 0.0)
         self._dense.index_copy_(0, rows, sums)
-        self._filled, weight.grad = rows, self._dense
+        self._filled, self.weight.grad = rows, self._dense
         self._ids, self._gradients = [], []
 
     @property

@@ -60,10 +60,12 @@ class Stock:
         import torch
         import torch.distributed as dist
 
-        part = torch.div(flat, self._world, out=torch.empty_like(flat, dtype=self._sent or flat.dtype))
+        part = torch.div(
+            flat, self._world, out=flat if self._sent is None else torch.empty_like(flat, dtype=self._sent)
+        )
         work = dist.all_reduce(part, async_op=True)
         assert work is not None
-        future: Future = work.get_future().then(lambda done: flat.copy_(done.value()[0]))
+        future: Future = work.get_future().then(lambda done: flat if part is flat else flat.copy_(done.value()[0]))
         return future
 
     def mean(self, flat: "torch.Tensor") -> "torch.Tensor":

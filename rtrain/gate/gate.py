@@ -21,6 +21,7 @@ from typing import Any
 import rtrain
 from rtrain import artifact, env, events
 from rtrain.artifact import Artifact, ArtifactError
+from rtrain.batch import Ints
 from rtrain.config import Data, Gate
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
@@ -46,6 +47,10 @@ class Sides:
     """Of each engine: those that serve it."""
     known: Answers | None = None
     """The base's and the candidate's answers to all test rows of the store, where somebody has asked already."""
+    among: tuple[str, Ints] | None = None
+    """A split of the store and positions in it, in place of its test rows."""
+    timed: bool = True
+    """Whether latency is measured. Not of two models that are computed alike: a ratio would be the machine's."""
 
 
 def run(sides: Sides, settings: Gate, *, thorough: bool = False, on_event: Say = lambda event: None) -> dict[str, Any]:
@@ -63,7 +68,7 @@ def run(sides: Sides, settings: Gate, *, thorough: bool = False, on_event: Say =
     with _torch_threads():
         both, judged, fault = _answers(sides, on_event)
         speeds: list[decision.Speed] = []
-        if both is not None:
+        if both is not None and sides.timed:
             on_event(events.doing("measuring latency beside the base's", "latency"))
             asked = latency.chosen(both.lengths.tolist())
             every = [row for positions in asked.values() for row in positions]
@@ -131,12 +136,17 @@ def _answers(sides: Sides, on_event: Say) -> tuple[Both | None, Judged, str]:
             both = rows.of_file(base, candidate, sides.rows)
         else:
             split = next((name for name in SPLITS if sides.rows.rows(name)), None)
+            positions = None
+            if sides.among is not None:
+                split, positions = sides.among
             if split is None:
                 unscored = "the run has no test rows and no validation rows; name rows by --data"
                 return None, Judged(None, (), None, 0, (), unscored), ""
-            on_event(events.doing(f"both models answer {sides.rows.rows(split):,} {split} rows", "answers"))
+            count = sides.rows.rows(split) if positions is None else len(positions)
+            on_event(events.doing(f"both models answer {count:,} {split} rows", "answers"))
             alike = rows.reading(sides.base, base) == rows.reading(sides.candidate, candidate)
-            both = rows.of_store(base, candidate, sides.rows, split, alike, sides.known if split == "test" else None)
+            known = sides.known if split == "test" else None
+            both = rows.of_store(base, candidate, sides.rows, split, alike, known, positions)
     except Unequal as error:
         return None, nothing, str(error)
     return both, rows.judge(both), ""

@@ -117,16 +117,23 @@ def of_file(base: Predictor, candidate: Predictor, data: Data) -> Both:
 
 
 def of_store(
-    base: Predictor, candidate: Predictor, store: Store, split: str, alike: bool, known: Answers | None = None
+    base: Predictor,
+    candidate: Predictor,
+    store: Store,
+    split: str,
+    alike: bool,
+    known: Answers | None = None,
+    among: Ints | None = None,
 ) -> Both:
     """Both sides on the rows of a split. `alike`: the sides have equal `reading`.
 
     `known`: the base's and the candidate's answers to all rows of the split; they are asked anew where rows are drawn.
+    `among`: positions of the rows that count; else all do.
 
     Raises `Unequal` where the candidate's labels, or its tokens, cannot be set beside those of the store.
     """
     _same_task(base, candidate)
-    positions = sample(store.rows(split), MOST_ROWS)
+    positions = sample(store.rows(split), MOST_ROWS) if among is None else among[sample(len(among), MOST_ROWS)]
     tokens, targets = store.read(split, positions), store.targets(split, positions)
     read = [tokens, tokens]
     if not alike:
@@ -149,7 +156,8 @@ def of_store(
     origins = store.origins(split)
     columns = {name: origins[name].take(positions).to_pylist() for name in slice_columns(store, split)}
     otherwise = 0 if alike else _otherwise(*read)
-    return Both(side(base, read[0]), side(candidate, read[1]), columns, f"{split} rows of the run", otherwise)
+    source = f"{split} rows of the run" if among is None else f"held-back {split} rows"
+    return Both(side(base, read[0]), side(candidate, read[1]), columns, source, otherwise)
 
 
 def _same_task(base: Predictor, candidate: Predictor) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rtrain import __version__, manifest
+from rtrain import __version__, artifact, manifest
 from rtrain.errors import UserError
 from rtrain.inventory import parcel
 from rtrain.run import ARTIFACT, Run, shown
@@ -37,6 +37,47 @@ def check(run: Run, out: Path, int8: bool = False) -> None:
         raise UserError(f"--out: {out} exists already; name another file, or remove it")
     if not out.parent.is_dir():
         raise UserError(f"--out: there is no folder {out.parent}; make it, or name another")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the gate has said of an artefact that goes."""
+
+    folder: Path
+    verdict: str | None
+    """None where it has not looked at it, or at another one in its place."""
+    refusal: str | None
+    """Why it was refused."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def __str__(self) -> str:
+        if self.verdict is not None:
+            return f"{self.name}: {self.verdict}" + (f": {self.refusal}" if self.refusal else "")
+        return f"{self.name}: not looked at"
+
+
+def verdicts(run: Run, int8: bool = False) -> list[Verdict]:
+    """Of each artefact that goes."""
+    found = []
+    for folder in [run.int8] if int8 else [run.artifact, run.int8]:
+        if (folder / ARTIFACT).is_file():
+            document = json.loads((folder / ARTIFACT).read_text(encoding="utf-8"))  # of whatever schema
+            gate, version = document.get("gate"), document["version"]
+            own = gate is not None and gate.get("version") == version
+            found.append(Verdict(folder, gate["verdict"] if own else None, artifact.refusal(gate, version)))
+    return found
+
+
+def admit(found: Iterable[Verdict]) -> None:
+    """Refuse to carry what the gate has refused, as `rtrain serve` refuses to serve it."""
+    for one in found:
+        if one.refusal is not None:
+            raise UserError(
+                f"artefact {one.folder} was refused by the gate: {one.refusal}. To carry it all the same: --ungated"
+            )
 
 
 def send(run: Run, name: str, out: Path, int8: bool = False, wheels: Iterable[Path] = (), install: str = "") -> Sent:

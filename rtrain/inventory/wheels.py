@@ -37,7 +37,8 @@ SHOWN_LINES = 5
 def packages(what: What, engine: Iterable[str]) -> list[str]:
     """The packages to fetch, by name, for artefacts of these engines; what they need in turn is for pip to find."""
     if what == "all":
-        wanted = [line for line in metadata.requires("rtrain") or () if "extra ==" not in line]
+        known = metadata.requires("rtrain") or ()
+        wanted = [line for line in known if "extra ==" not in line or 'extra == "train"' in line]
         return sorted({_name(line) for line in wanted}, key=str.lower)
     found = {*PREDICT, *(SERVE if what == "serve" else ())}
     for name in engine:

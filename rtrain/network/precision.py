@@ -10,6 +10,7 @@ from rtrain.run import Run
 if TYPE_CHECKING:
     import torch
 
+CPUINFO = Path("/proc/cpuinfo")
 FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
 """Flags by which a processor says that it computes a format; the last of each is Arm's name."""
 FORMATS = ("fp32", *FLAGS)
@@ -28,13 +29,17 @@ class Native:
     formats: frozenset[str]
 
 
-def of_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Native:
-    flags: set[str] = set()
+def of_processor(cpuinfo: Path = CPUINFO) -> Native:
+    flags = flags_of(cpuinfo)
+    return Native("cpu", frozenset(name for name, names in FLAGS.items() if flags & names))
+
+
+def flags_of(cpuinfo: Path = CPUINFO) -> frozenset[str]:
+    """What the processor says that it has; empty where it is not Linux that asks it."""
     for line in cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []:
         if line.lower().startswith(("flags", "features")):
-            flags = set(line.partition(":")[2].split())
-            break
-    return Native("cpu", frozenset(name for name, names in FLAGS.items() if flags & names))
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
 
 
 def of_gpu(capability: tuple[int, int]) -> Native:

@@ -138,7 +138,7 @@ class _Group:
         if case.resumed:
             state = checkpoint.load(reference.checkpoint, exchange.module, optimizer)
             begin, link = state.update, bytes.fromhex(state.ledger)
-        loop.settle(job, exchange)
+        step.settle(exchange, job.pad_id, job.precision)
         teacher = job.recipe.distill.teacher
         share = ingest.Share(
             job.store.folder, job.order, case.workers, exchange.rank, case.micro_batch, teacher=teacher

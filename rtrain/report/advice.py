@@ -91,6 +91,10 @@ class Facts:
     artifact: bool = True
     int8: bool = False
     """There is an int8 artefact in the folder."""
+    refused: str = ""
+    """Why the gate has refused the artefact that would be served."""
+    teacher: bool = False
+    """The run is a distilled student."""
 
 
 def steps(facts: Facts) -> list[Step]:
@@ -278,7 +282,21 @@ def path(facts: Facts) -> list[Step]:
         why = "int8 with static scales; its score is measured on the test rows before it is taken"
         found.append(Step("Quantize it", why, f"rtrain quantize {folder}"))
     served = shlex.quote(f"{facts.folder}/artifact-int8") if facts.int8 else artifact
+    if facts.refused:
+        return [*found, _instead(facts, served)]
     return [*found, Step("Serve it", "answers over HTTP, with a page to try it", f"rtrain serve {served}")]
+
+
+def _instead(facts: Facts, served: str) -> Step:
+    """What to do with an artefact that the gate has refused."""
+    why = f"the gate has refused {served}: {facts.refused}"
+    folder = shlex.quote(facts.folder)
+    if facts.int8:
+        command = f"rtrain quantize {folder} --set quantize.calibration_rows=1024"
+        return Step("Quantize it again with more rows, or serve the float artefact", why, command)
+    if facts.teacher:
+        return Step("Distil longer, or with more layers (distill.epochs, distill.layers), or serve the teacher", why)
+    return Step("Do not serve it: the one that it was set beside is better", why, f"rtrain inspect {served}")
 
 
 def again(facts: Facts, setting: str) -> str:

@@ -129,7 +129,7 @@ def certain(places: npt.NDArray[Any], head: Head) -> Ragged:
 def _chosen(store: Store, split: str) -> stats.Ints:
     """Positions of the rows that are used, ascending."""
     mean = float(np.mean(store.column(split, "length"))) or 1.0
-    return stats.sample(store.rows(split), max(1, min(MOST_ROWS, int(MOST_TOKENS / mean))))
+    return stats.sample(store.labelled(split), max(1, min(MOST_ROWS, int(MOST_TOKENS / mean))))
 
 
 def _texts(store: Store, split: str, rows: stats.Ints, tokenizer: Path) -> list[str]:

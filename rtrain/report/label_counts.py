@@ -20,7 +20,7 @@ MOST_NAMED, MOST, RAREST = 12, 6, 4
 def told(store: Store, output: str) -> list[dict[str, Any]]:
     """What a run's log says of its labels by the kind of output: one entry, for several heads one each. Its size does
     not depend on the number of labels."""
-    names, rows = store.manifest.labels, store.rows("train")
+    names, rows = store.manifest.labels, store.labelled("train")
     if output == "classes":
         return [{"of": "labels", **_named(names, of_classes(store))}]
     if output == "labels":
@@ -113,7 +113,7 @@ def _spread(store: Store) -> Mapping[str, float]:
         *((block.values.min(), block.values.max(), block.values.sum(dtype=np.float64)) for block in _blocks(store)),
         strict=True,
     )
-    return {"low": float(min(lows)), "high": float(max(highs)), "mean": float(sum(sums) / store.rows("train"))}
+    return {"low": float(min(lows)), "high": float(max(highs)), "mean": float(sum(sums) / store.labelled("train"))}
 
 
 def _answered(store: Store) -> int:
@@ -126,7 +126,7 @@ def _answered(store: Store) -> int:
 
 
 def _blocks(store: Store) -> Iterator[Ragged]:
-    rows = store.rows("train")
+    rows = store.labelled("train")
     for start in range(0, rows, BLOCK_ROWS):
         yield store.targets("train", np.arange(start, min(start + BLOCK_ROWS, rows)))
 

@@ -1,8 +1,10 @@
 """summary.json, computed from events.jsonl alone."""
 
 import json
+from dataclasses import asdict
 from typing import Any
 
+from rtrain.exchange import noise
 from rtrain.run import Run
 
 STATUSES = ("finished", "paused", "stopped", "failed", "interrupted")
@@ -80,6 +82,8 @@ def summarise(run: Run) -> dict[str, Any]:
         "device": starts[-1].get("device") if starts else None,
         "precision": starts[-1]["precision"] if starts else None,
         "exchange": exchange(log),
+        "rows_per_update": starts[-1].get("rows_per_update") if starts else None,
+        "noise_scale": None if (scale := noise.of_run(log)) is None else asdict(scale),
         "updates": end.get("updates", last.get("update", 0)),
         "skipped": sum(event["kind"] == "skipped" for event in log),
         "loss_scale": end.get("loss_scale"),

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtrain import events
+from rtrain import events, ray_internals
 from rtrain.checkpoints import checkpoint, replica
 from rtrain.cluster import supply
+from rtrain.cluster.demand import Demand, lacking
 from rtrain.config import Cluster
 from rtrain.errors import TryAgain
 from rtrain.report import attributions, baseline, html, summary
@@ -120,17 +121,19 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
     if prepared.device.why:
         run.append("device", device=kind, why=prepared.device.why)
     recovery, owners = Recovery(cluster.max_crashes), _owners(run, cluster)
+    asking = _Asking(run, most, kind, supply.data_cpus(cluster.data_cpus, most), elastic=least is not None)
     while True:
         notice.take(run)  # one that was left by a driver that died is of no concern to the workers of this one
         if asked.given:
             saved = f"update {_newest(run)} of {prepared.updates} is saved"
             raise TryAgain(f"{run} was asked to end: {saved}. The same command with --resume goes on")
-        workers = min(ceiling, _workers(run, wanted, kind, say))
+        workers = min(ceiling, _workers(run, wanted, kind, say, asking))
         start = Start(
             config=prepared.config,
             run=run.folder,
             store=prepared.store.folder,
             model=prepared.model,
+            teacher=prepared.teacher,
             until=plan.until,
             rung=plan.rung,
             owners=owners,
@@ -140,7 +143,7 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
         say(events.doing(f"starting {workers} worker{'' if workers == 1 else 's'}", "start of workers"))
         layout = group.Layout(workers, kind, cluster.stall_s, elastic=least is not None)
         try:
-            with notice.Watch(run, workers, kind, wanted, say):
+            with asking, notice.Watch(run, workers, kind, wanted, say, asking):
                 plan.workers.train(start, layout)
         except Exception as error:
             plan.workers.lost(run)
@@ -182,7 +185,30 @@ def _last_trained(run: Run) -> dict[str, Any]:
     return run.events("trained")[-1]
 
 
-def _workers(run: Run, wanted: notice.Wanted, kind: str, say: OnEvent) -> int:
+class _Asking:
+    """Asks the autoscaler for the workers that an elastic run lacks; called with the number of those that it has.
+
+    Leaving its `with` block takes the request back: what follows may be another size.
+    """
+
+    def __init__(self, run: Run, most: int, kind: str, spare: int, elastic: bool):
+        self._most, self._kind, self._spare = most, kind, spare
+        self.demand = Demand(ray_internals.Requests(f"rtrain-{run.name}")) if elastic else None
+
+    def __call__(self, workers: int) -> None:
+        if self.demand is not None:
+            here, may = supply.here(), supply.may(self._kind)
+            self.demand.want(lacking(self._most, workers, self._spare, self._kind, here, may))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        if self.demand is not None:
+            self.demand.end()
+
+
+def _workers(run: Run, wanted: notice.Wanted, kind: str, say: OnEvent, asking: _Asking) -> int:
     """How many workers the next start has, by what is free. While that is too little for the least number, it waits and
     says so.
 
@@ -194,9 +220,10 @@ def _workers(run: Run, wanted: notice.Wanted, kind: str, say: OnEvent) -> int:
         workers, now = wanted(supply.free(placement.workers_by_node(run), kind)), time.monotonic()
         if workers and (now > patient or workers >= wanted(supply.here())):
             return workers
+        asking(0)
         if now > patient and now - said > notice.SAY_EVERY_S:
             said = now
-            say(notice.waiting(None, kind))
+            say(notice.waiting(None, kind, asking.demand))
         time.sleep(notice.LOOK_EVERY_S)
 
 

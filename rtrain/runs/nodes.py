@@ -5,7 +5,7 @@ from pathlib import Path
 from rtrain import hub
 from rtrain.cluster import preflight
 from rtrain.config import Config
-from rtrain.data import records, tokens
+from rtrain.data import records, tokens, unlabelled
 from rtrain.errors import ConfigError, Problem
 from rtrain.network import model
 from rtrain.runs import opening
@@ -25,7 +25,7 @@ def share(config: Config, source: records.Source, weights: Path, root: Path) -> 
     if "model.name" in on_hub:
         weights = model.resolve(recipe.model.name, root)
     if on_hub.keys() - {"model.name"}:
-        source = records.inspect(recipe.data, root)
+        source = unlabelled.source(recipe, root)
 
     folder = {} if root in weights.parents else hub.model_files(weights)
     pieces = [piece for piece in source.pieces if piece.uri.startswith(LOCAL)]
@@ -42,7 +42,8 @@ def share(config: Config, source: records.Source, weights: Path, root: Path) -> 
         else:
             problems.append(preflight.unreadable("model.name", str(weights), nodes))
     if lacking and not (root / ".tokens" / tokens.digest(recipe, source, weights)).is_dir():
-        roles = {piece.uri: f"data.{'path' if piece.role == 'train' else piece.role}" for piece in pieces}
+        named = {"train": "data.path", unlabelled.ROLE: unlabelled.SETTING}
+        roles = {piece.uri: named.get(piece.role, f"data.{piece.role}") for piece in pieces}
         problems += [preflight.unreadable(roles[uri], str(files[uri]), nodes) for uri, nodes in lacking.items()]
     if problems:
         raise ConfigError(problems)

@@ -13,7 +13,8 @@ from functools import partial
 from types import FrameType
 from typing import Any, Self
 
-from rtrain.cluster import supply
+from rtrain.cluster import demand, supply
+from rtrain.cluster.demand import Demand
 from rtrain.run import Run
 from rtrain.runs import placement
 from rtrain.runs.recovery import Growth, workers_for
@@ -71,17 +72,31 @@ class Asked:
         give(self._run, "asked")
 
 
-def waiting(workers: int | None, device: str) -> dict[str, Any]:
-    """The event of a start that waits: for `workers`, or for the least number, where that is None."""
+def waiting(workers: int | None, device: str, asked: Demand | None = None) -> dict[str, Any]:
+    """The event of a start that waits: for `workers`, or for the least number, where that is None. `asked`: what the
+    autoscaler is asked for meanwhile."""
     has, free = supply.count(supply.here(), device), supply.count(supply.free(), device)
-    return {"kind": "waiting", "workers": workers, "needs": supply.NEEDS[device], "has": has, "free": free}
+    event = {"kind": "waiting", "workers": workers, "needs": supply.NEEDS[device], "has": has, "free": free}
+    if asked is not None and asked.bundles:
+        event["asked"] = demand.told(asked.bundles, supply.types(), asked.seconds)
+    return event
 
 
 class Watch:
     """While it is entered, watches the cluster for one start of a run, from a thread of the driver."""
 
-    def __init__(self, run: Run, workers: int, device: str, wanted: Wanted, say: Callable[[dict[str, Any]], None]):
+    def __init__(
+        self,
+        run: Run,
+        workers: int,
+        device: str,
+        wanted: Wanted,
+        say: Callable[[dict[str, Any]], None],
+        ask: Callable[[int], None] = lambda workers: None,
+    ):
+        """`ask` asks the autoscaler for what a run of so many workers lacks."""
         self._run, self._workers, self._device, self._wanted, self._say = run, workers, device, wanted, say
+        self._ask = ask
         self._growth, self._said = Growth(GROW_AFTER_S), time.monotonic()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True, name="rtrain-watch")
@@ -115,6 +130,7 @@ class Watch:
         if own.keys() & supply.leaving():
             give(self._run, "preemption")
             return
+        self._ask(self._workers)
         had, free = self._wanted(supply.here()), self._wanted(supply.free(own, self._device))
         if self._growth.look(time.monotonic(), self._workers, had, free):
             give(self._run, "resize")

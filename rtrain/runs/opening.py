@@ -72,8 +72,10 @@ def absolute(config: Config, resumed: Path | None = None) -> Config:
         and not files.is_hub_name(value, recipe.data.format)
         and (Path(value).expanduser().exists() or any(sign in value for sign in "/*?["))
     }
-    if (unlabelled := recipe.compress.unlabelled) and not files.is_hub_name(unlabelled, recipe.data.format):
-        paths["compress.unlabelled"] = _absolute(unlabelled)
+    for section in ("compress", "distill"):
+        unlabelled = getattr(recipe, section).unlabelled
+        if unlabelled and not files.is_hub_name(unlabelled, recipe.data.format):
+            paths[f"{section}.unlabelled"] = _absolute(unlabelled)
     if resumed is None:
         paths |= {field: _pinned(kind, name) for field, (kind, name) in hub_names(config).items()}
     elif Run(resumed).exists:

@@ -10,7 +10,7 @@ from rtrain import config as configuration
 from rtrain.checkpoints import replica
 from rtrain.cluster import preflight, supply
 from rtrain.config import Config, Recipe
-from rtrain.data import quarantine, records, refusals, separators, tokens
+from rtrain.data import quarantine, records, refusals, separators, tokens, unlabelled
 from rtrain.data.order import Order, refuse_other, version
 from rtrain.data.stores import commit
 from rtrain.data.stores.store import Store
@@ -27,7 +27,7 @@ DEVICE = "device"
 """The name under which a run keeps the decision."""
 
 
-TOLD = ("tokenised", "tokens_reused", "vocabulary", "bad_rows", "label_column", "labels", "overlap")
+TOLD = ("tokenised", "tokens_reused", "vocabulary", "bad_rows", "unlabelled", "label_column", "labels", "overlap")
 """What is logged of a run's rows before it is followed, the first or the second of these first."""
 
 
@@ -40,6 +40,8 @@ class Prepared:
     store: Store
     model: Path
     device: device.Choice
+    teacher: Path | None = None
+    """The artefact that a student learns from."""
 
     @property
     def order(self) -> Order:
@@ -68,7 +70,7 @@ def check(
     ]
     folder = None
     try:
-        source = source or records.inspect(config.recipe.data, root)
+        source = source or unlabelled.source(config.recipe, root)
         if labels:
             problems += separators.problems(config.recipe, separators.shown(config.recipe, source))
     except ConfigError as error:
@@ -92,11 +94,13 @@ def prepare(
     reuse: opening.Reuse = "refuse",
     tokens_root: Path | None = None,
     source: records.Source | None = None,
+    taught: tokens.Taught | None = None,
 ) -> Prepared:
     """Check, make or reuse the token store, and open the run folder. The folder is written only when nothing is wrong.
 
     The store lies under `tokens_root`, by default the folder that holds the run, so that runs side by side share it.
-    `source` is what `check` found, where that was asked already: there may be thousands of files.
+    `source` is what `check` found, where that was asked already: there may be thousands of files. `taught` has a
+    student's teacher answer the rows.
     """
     chosen_folder, config = chosen(config, folder, reuse)
     run, root = Run(chosen_folder), tokens_root or chosen_folder.parent
@@ -115,7 +119,7 @@ def prepare(
             f"cluster.storage: {copy.url} holds a run already; write --resume to continue it, or another --out"
         )
     chosen_device = _device(config, run)
-    store, made = tokens.ensure(config.recipe, source, weights, root)
+    store, made = tokens.ensure(config.recipe, source, weights, root, taught)
     if created:
         refuse_other("--resume", run.folder, created.get("order", 1), store.rows("train"))
     if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config, chosen_device.device)]:
@@ -150,6 +154,8 @@ def prepare(
     if store.manifest.quarantined:
         first, reasons = store.folder / quarantine.FIRST, quarantine.commonest(store.folder)
         run.append("bad_rows", rows=store.manifest.quarantined, reasons=reasons, file=str(first))
+    if store.manifest.unlabelled:
+        run.append("unlabelled", **store.manifest.unlabelled, confidence=config.recipe.distill.confidence)
     if label_column:
         run.append("label_column", **label_column)
     for found in label_counts.told(store, base.get(frozen.recipe.task).output):

@@ -7,17 +7,15 @@ The rows are first read by the whole tokenizer, into a token store that a teache
 trimmed one.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rtrain.batch import Ints
-from rtrain.config import Data, Recipe
-from rtrain.data import records, tokens
+from rtrain.config import Recipe
+from rtrain.data import records, tokens, unlabelled
 from rtrain.data.stores.store import SPLITS, Store
-from rtrain.errors import ConfigError
 from rtrain.network import trimming
 from rtrain.run import Run
 from rtrain.tasks.encode import load_tokenizer
@@ -42,8 +40,9 @@ def trimmed(recipe: Recipe, source: records.Source, weights: Path, root: Path) -
     final = root / FOLDER / trimming.address(weights, *made_of)
     if final.is_dir():
         return final
-    store, _ = tokens.ensure(recipe, source, weights, root)
-    numbers = used(store) + (used_by(further, recipe, weights) if further else [])
+    labelled, taught = unlabelled.parted(source)
+    store, _ = tokens.ensure(recipe, labelled, weights, root)
+    numbers = used(store) + (used_by(further, recipe, weights) if further else []) + used_by(taught, recipe, weights)
     ids = trimming.kept(weights, numbers, at_least)
     return weights if len(ids) == trimming.size(weights) else trimming.trim(weights, ids, final)
 
@@ -61,17 +60,7 @@ def _unlabelled(recipe: Recipe) -> records.Source | None:
     """The files of `compress.unlabelled`. Raises `ConfigError` with every problem found."""
     if recipe.compress.unlabelled is None:
         return None
-    try:
-        return records.inspect(_without_labels(recipe))
-    except ConfigError as error:
-        found = [replace(one, field=one.field.replace("data.path", SETTING)) for one in error.problems]
-        raise ConfigError(found) from None
-
-
-def _without_labels(recipe: Recipe) -> Data:
-    neutral = {"label": None, "separator": None, "slices": (), "split_by": None, "split": None, "outside": None}
-    path = recipe.compress.unlabelled
-    return recipe.data.model_copy(update={**neutral, "path": path, "valid": None, "test": None, "format": None})
+    return unlabelled.inspect(recipe.data, recipe.compress.unlabelled, SETTING)
 
 
 def used_by(source: records.Source, recipe: Recipe, weights: Path) -> list[int]:
@@ -79,7 +68,7 @@ def used_by(source: records.Source, recipe: Recipe, weights: Path) -> list[int]:
     over."""
     tokenizer = load_tokenizer(weights, 1)
     tokenizer.no_truncation()
-    data = _without_labels(recipe)
+    data = unlabelled.without_labels(recipe.data, None)
     rows = (row for piece in source.pieces for row in records.read(piece, data) if row.reason is None)
     return trimming.used_by(tokenizer, (text for row in rows for text in (row.text, row.pair) if text))
 
@@ -93,7 +82,7 @@ def told(
         return {**known[EVENT], "model": str(weights)}
     made = trimming.read(weights)
     assert made is not None  # by `trimmed`
-    before, _ = tokens.ensure(recipe, source, whole, root)
+    before, _ = tokens.ensure(recipe, unlabelled.parted(source)[0], whole, root)
     ids = trimming.old_ids(made.kept)
     counted = {split: changed(before, store, split, ids) for split in SPLITS if store.rows(split)}
     return {"pieces": len(ids), "of": made.of, "changed": counted, "model": str(weights)}
@@ -104,7 +93,7 @@ def changed(before: Store, after: Store, split: str, ids: Ints) -> int:
 
     A block of packed text that has no counterpart is one of them.
     """
-    known, positions = (store.column(split, "row_id") for store in (before, after))
+    known, positions = (store.column(split, "row_id")[: store.labelled(split)] for store in (before, after))
     _, old, new = np.intersect1d(known, positions, assume_unique=True, return_indices=True)
     count = len(positions) - len(new)
     for first in range(0, len(new), BLOCK):

@@ -29,6 +29,8 @@ class Start:
     run: Path
     store: Path
     model: Path
+    teacher: Path | None = None
+    """The artefact that a student learns from."""
     until: int | None = None
     rung: bool = False
     """Keep the answers to the validation rows at `until`."""

@@ -14,7 +14,7 @@ import numpy as np
 from rtrain import artifact, engines, env, predict
 from rtrain.batch import Head, Ragged, Tokens
 from rtrain.checkpoints import replica
-from rtrain.config import Recipe
+from rtrain.config import Model, Recipe
 from rtrain.data import ingest
 from rtrain.data.order import Order
 from rtrain.data.stores.store import Store, open_store
@@ -24,13 +24,13 @@ from rtrain.exchange.alive import Watch
 from rtrain.exchange.gradients import Exchange
 from rtrain.metrics import scores
 from rtrain.metrics.by_output import metric_for
-from rtrain.network import model, packed, pooling, precision as formats, sentence
+from rtrain.network import beside, model, packed, pooling, precision as formats, sentence, trimming
 from rtrain.run import Run
 from rtrain.runs import notice, predictions, recovery, smaller
 from rtrain.runs.start import Start
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer, reading_of
-from rtrain.training import evaluate, loop, losses, pass_size
+from rtrain.training import evaluate, inner, loop, losses, pass_size
 
 if TYPE_CHECKING:
     import torch
@@ -95,8 +95,9 @@ class _Worker:
         self.reporter = _TrainReporter(self._run, self._rank)
         store, task = open_store(start.store), base.get(recipe.task)
         self.network = self._network(store, task)
-        loss = losses.for_run(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing)
         precision = _precision(self.watch, self.network.device, self._run, recipe.train.precision)
+        within = self._inner(task, precision)
+        loss = losses.for_run(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing, within)
         self._fits = self._fitting(store, task, loss, precision)
         self.exchange = Exchange(
             self.network,
@@ -121,6 +122,7 @@ class _Worker:
             until=min(start.until or order.updates, order.updates),
             rung=start.rung,
             replica=replica.of(start.config.deploy.cluster, start.run, start.owners),
+            measures=_measures(self.watch, self._run),
         )
 
     def _network(self, store: Store, task: base.Task) -> "transformers.PreTrainedModel":
@@ -134,6 +136,26 @@ class _Worker:
             model.keep_inputs_alone(network)
         model.place(network, _device())
         return network
+
+    def _inner(self, task: base.Task, precision: str) -> inner.Inner | None:
+        """What is learned inside the teacher, which then runs beside the student; None where nothing is."""
+        distill, folder = self._start.config.recipe.distill, self._start.teacher
+        if not inner.active(distill):
+            return None
+        if folder is None:
+            raise UserError(
+                "distill.relations and distill.hidden are learned beside the teacher: train this student with "
+                "`rtrain distill` and the teacher's run"
+            )
+        made, trimmed = artifact.read(folder, verify=False), trimming.read(self._source)
+        chosen = Model(pooling=made.facts.get(pooling.FACT, "own"))
+        pack = self._start.shortcuts.packed
+        read = self.watch.busy()(lambda: model.build(folder, task, made.labels, 0, chosen, pack=pack))
+        teacher = ranks.together(self.watch, read)
+        model.place(teacher, self.network.device)
+        teacher.requires_grad_(False).eval()
+        ids = None if trimmed is None else trimming.old_ids(trimmed.kept)
+        return inner.Inner(self.network, teacher, distill, model.pad_id(folder), precision, ids)
 
     def _fitting(self, store: Store, task: base.Task, loss: losses.RunLoss, precision: str) -> int | None:
         """Tokens of a pass that fits on this worker's GPU; None on a CPU, or where the recipe says how many.
@@ -162,7 +184,10 @@ class _Worker:
             self._run.append("smaller_passes", tokens=most_tokens)
         teacher = self.job.recipe.distill.teacher
         share = ingest.Share(
-            self.job.store.folder, self.job.order, self._world, self._rank, most_rows, most_tokens, teacher
+            self.job.store.folder,
+            self.job.order,
+            *(self._world, self._rank, most_rows, most_tokens, teacher),
+            measures=self.job.measures,
         )
         return lambda first, last: self._told(ingest.stream(share, first, last))
 
@@ -216,6 +241,12 @@ def _precision(watch: Watch, device: "torch.device", run: Run, wanted: str) -> s
     return chosen
 
 
+def _measures(watch: Watch, run: Run) -> bool:
+    """Whether the noise of gradients is measured: always, but in a run that an earlier version began, whose rows were
+    dealt otherwise. It goes on with the same sums, bit for bit."""
+    return bool(ranks.decided(watch, lambda: int(run.decide("noise", int(run.first("started") is None)))))
+
+
 def _decided_size(watch: Watch, run: Run) -> int | None:
     """Tokens of a pass as an earlier start has decided: rank 0 reads it and tells the others."""
     return ranks.decided(watch, lambda: int(run.decisions.get(PASS, 0))) or None
@@ -265,6 +296,7 @@ def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged], aliv
 def export(network: "transformers.PreTrainedModel", source: Path, job: loop.Job, outcome: loop.Outcome) -> Path:
     """Write the run's artefact from the model as it stands, through a hidden draft: it appears whole or not at all."""
     draft = job.run.folder / f".artifact.{uuid.uuid4().hex[:8]}"
+    beside.detach(network)
     mean = job.recipe.model.pooling == "mean"
     pooling.save(network, draft, mean=mean)
     for name in TOKENIZER_FILES:

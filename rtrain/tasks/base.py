@@ -123,6 +123,11 @@ class Task(Protocol):
         """Targets of rows from their labels and marks."""
         ...
 
+    def stand_in(self, text: str, head: Head) -> str:
+        """A label that a row of this text could have. It stands in the place of the missing one where a teacher alone
+        answers a row: its targets say what is answered, and are not learned."""
+        ...
+
     # ----------------------------------------------------------------------------------------------------- training
 
     def prepare(self, tokens: Tokens, head: Head, seed: int, epoch: int) -> Tokens:

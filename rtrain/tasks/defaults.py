@@ -41,6 +41,9 @@ class Defaults:
     def marks(self, text: str, pair: str | None, label: str, encoded: Encoded) -> list[int]:
         return []
 
+    def stand_in(self, text: str, head: Head) -> str:
+        return head.labels[0]
+
     def prepare(self, tokens: Tokens, head: Head, seed: int, epoch: int) -> Tokens:
         return tokens
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from rtrain.batch import Encoded, Window
-from rtrain.config import Data
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.tasks.base import Task
 
 if TYPE_CHECKING:
     import tokenizers
+
+    from rtrain.config import Data
 
 
 class Reading(NamedTuple):
@@ -27,7 +28,7 @@ class Reading(NamedTuple):
     """With 1, what does not fit is cut."""
 
 
-def reading_of(task: Task, data: Data) -> Reading:
+def reading_of(task: Task, data: "Data") -> Reading:
     """How the rows of `data` are read by `task`."""
     if data.window is None and not task.never_cuts:
         return Reading(data.max_tokens)

@@ -63,6 +63,9 @@ class ExtractiveSummary(Defaults):
     def targets(self, labels: Sequence[str], marks: Ragged, head: Head) -> Targets:
         return Targets(Ragged(marks.values.astype(np.float32), marks.counts), np.zeros(len(labels), dtype=np.bool_))
 
+    def stand_in(self, text: str, head: Head) -> str:
+        return "unknown"
+
     def counts(self, tokens: Tokens, head: Head) -> dict[str, int]:
         """Sentences that were read."""
         return {"loss": sum(int(summary_rows.sentences_of(row).read.sum()) for row in tokens.labelled)}

@@ -4,6 +4,7 @@
 counts for the others. Each head's loss is divided by that head's own number of targets, and the heads are added.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,9 @@ class MultiHead(PooledTask):
                 if given.get(name):
                     found[row, column] = places.get(given[name], -1)
         return Targets(Ragged.even(found), (found == -1).any(axis=1))
+
+    def stand_in(self, text: str, head: Head) -> str:
+        return json.dumps({name: own[0] for name, own, _ in heads(head)})
 
     def parts(self, head: Head) -> tuple[str, ...]:
         return tuple(name for name, _, _ in heads(head))

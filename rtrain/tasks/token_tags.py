@@ -77,6 +77,9 @@ class TokenTags(Defaults):
             values[start + answered] = places[words[answered]]
         return Targets(Ragged(values, marks.counts), unknown)
 
+    def stand_in(self, text: str, head: Head) -> str:
+        return " ".join([OUTSIDE] * len(text.split(" ")))
+
     def counts(self, tokens: Tokens, head: Head) -> dict[str, int]:
         return {"loss": int((tokens.targets != IGNORED).sum())}
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rtrain.batch import Head, Ragged
@@ -13,7 +13,7 @@ from rtrain.config import Recipe
 from rtrain.data.ingest import Update
 from rtrain.data.order import Order, chain
 from rtrain.data.stores.store import Store
-from rtrain.exchange import ranks
+from rtrain.exchange import noise, ranks
 from rtrain.exchange.gradients import Exchange
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import device
@@ -64,6 +64,8 @@ class Job:
     rung: bool = False
     """Keep the answers to the validation rows at `until` (`training.rungs`): a search compares them."""
     replica: Replica | None = None
+    measures: bool = True
+    """Measure the noise of gradients (`exchange.noise`)."""
     chosen: Head | None = None
     """The store's head with what was chosen on the validation rows, once that is known."""
 
@@ -130,7 +132,7 @@ class _Loop(step.Observer):
         known["rows_per_update"] = job.recipe.rows_per_update
         self._reporter.event("started", update=self._state.update, of=job.order.updates, **known)
         exchange.module.train()
-        settle(job, exchange)
+        step.settle(exchange, job.pad_id, job.precision)
         stream = updates(self._state.update, job.until)
         while self._state.update < job.until:
             done = self._trained(self._next(stream))
@@ -174,6 +176,8 @@ class _Loop(step.Observer):
                     "optim.clip_norm"
                 )
         self._totals.add(done)
+        if done.noise is not None:
+            self._reporter.event(noise.KIND, update=update.number + 1, **asdict(done.noise))
         ledger = chain(bytes.fromhex(self._state.ledger), update.digest).hex()
         self._state = replace(self._state, scale=scale, update=update.number + 1, ledger=ledger)
         return done
@@ -342,16 +346,6 @@ class _Loop(step.Observer):
         )
 
 
-def settle(job: Job, exchange: Exchange) -> None:
-    """Before the first update of every start: discard one exchange, where three workers or more take part.
-
-    DDP rebuilds its buckets after its first exchange, which changes the order of summation from then on: a restart
-    would differ from the run it continues. The sum of two terms has only one order.
-    """
-    if exchange.world > 2:
-        step.idle_pass(exchange, job.pad_id, job.precision)
-
-
 def one_update(
     job: Job,
     exchange: Exchange,
@@ -387,6 +381,7 @@ def one_update(
             clip_norm=job.recipe.optim.clip_norm,
             rows=expected,
             observer=observer,
+            measures=job.measures and noise.due(update.number),
         )
     except (step.NonFinite, step.WrongRows) as error:
         raise type(error)(f"{_named(job, update.number)}: {error}") from None

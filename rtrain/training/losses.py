@@ -1,11 +1,11 @@
 """The loss of a run, as sums over a pass's targets: the task's own, or mixed with a teacher's answers."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from rtrain.batch import Head, Ints, Tokens
+from rtrain.batch import Head, Ints, Tokens, spread
 from rtrain.config import Distill, Recipe
 from rtrain.errors import Problem
 from rtrain.tasks.base import Task, get
@@ -14,46 +14,87 @@ if TYPE_CHECKING:
     import torch
 
 
+class Inner(Protocol):
+    """Distances inside student and teacher (`rtrain.training.inner`), as further parts of a loss."""
+
+    parts: int
+
+    def counts(self, tokens: Tokens) -> list[int]:
+        """What each part is a sum over."""
+        ...
+
+    def __call__(self, tokens: Tokens) -> "torch.Tensor":
+        """The sums of the student's newest forward pass, over these rows, [parts]."""
+        ...
+
+
 class RunLoss:
     """The task's loss for a run; see `step.Loss`. Distillation and smoothing change it and nothing else of a run."""
 
-    def __init__(self, task: Task, distill: Distill, head: Head, smoothing: float = 0.0):
-        self._task, self._distill, self._head, self._smoothing = task, distill, head, smoothing
+    def __init__(
+        self, task: Task, distill: Distill, head: Head, smoothing: float = 0.0, inner: Inner | None = None
+    ) -> None:
+        self._task, self._distill, self._head, self._smoothing, self._inner = task, distill, head, smoothing, inner
         self._parts = task.parts(head)
-        self.parts = len(self._parts)
+        self.parts = len(self._parts) + (inner.parts if inner else 0)
 
     def counts(self, tokens: Tokens) -> list[int]:
-        """Targets of each part."""
+        """Targets of each part. Those that stand in for a label count too: the teacher answers them."""
         found = self._task.counts(tokens, self._head)
-        return [found[name] for name in self._parts]
+        return [found[name] for name in self._parts] + (self._inner.counts(tokens) if self._inner else [])
 
     def wanted(self, tokens: Tokens) -> Ints | None:
         """Tokens whose logits are needed; see `Task.wanted`."""
         return self._task.wanted(tokens, self._head)
 
     def __call__(self, logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
-        """Sums over the targets [parts]: (1 - alpha) x the task's loss + alpha x the distance to the teacher."""
+        """Sums over the targets [parts]: (1 - alpha) x the task's loss + alpha x the distance to the teacher. The first
+        is zero for a row without a label."""
         import torch
 
-        hard = self._task.loss(logits, tokens, self._head)
-        sums = torch.stack([hard[name] for name in self._parts])
-        if self._smoothing:
-            sums = (1 - self._smoothing) * sums + self._smoothing * self._spread(logits, tokens)
+        sums = self._answers(logits, tokens)
+        return sums if self._inner is None else torch.cat([sums, self._inner(tokens).to(sums)])
+
+    def _answers(self, logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
         if self._distill.teacher is None:
+            return self._labels(logits, tokens)
+        alpha, total = self._distill.alpha, logits.float().sum() * 0.0
+        if alpha:
+            soft = self._task.imitation(logits, tokens, self._head, self._distill.temperature)
+            total = total + alpha * self._stacked(soft)
+        logits, tokens = self._labelled(logits, tokens)
+        return total + (1 - alpha) * self._labels(logits, tokens) if len(tokens) else total
+
+    def _labels(self, logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
+        """The task's loss, smoothed."""
+        sums = self._stacked(self._task.loss(logits, tokens, self._head))
+        if not self._smoothing:
             return sums
-        soft = self._task.imitation(logits, tokens, self._head, self._distill.temperature)
-        alpha = self._distill.alpha
-        return alpha * torch.stack([soft[name] for name in self._parts]) + (1 - alpha) * sums
+        return (1 - self._smoothing) * sums + self._smoothing * self._spread(logits, tokens)
+
+    def _labelled(self, logits: "torch.Tensor", tokens: Tokens) -> "tuple[torch.Tensor, Tokens]":
+        """The rows with a label, and their lines of the logits."""
+        import torch
+
+        if tokens.unlabelled is None or not tokens.unlabelled.any():
+            return logits, tokens
+        rows = np.flatnonzero(~tokens.unlabelled)
+        lines = spread(tokens.windows, rows)
+        if self._task.by_token:
+            lines = spread(tokens.lengths, lines)
+        return logits[torch.from_numpy(lines).to(logits.device)], tokens.pick(rows)
 
     def _spread(self, logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
         """Distance to a teacher that finds all labels equally likely: what smoothing mixes in (Szegedy et al. 2016,
         arXiv:1512.00567), but for the constant log(labels), which has no gradient."""
-        import torch
-
         lines = len(tokens.ids) if self._task.by_token else len(tokens)
         even = replace(tokens, teacher=np.zeros((lines, logits.shape[1]), dtype=np.float32))
-        soft = self._task.imitation(logits, even, self._head, 1.0)
-        return torch.stack([soft[name] for name in self._parts])
+        return self._stacked(self._task.imitation(logits, even, self._head, 1.0))
+
+    def _stacked(self, sums: "dict[str, torch.Tensor]") -> "torch.Tensor":
+        import torch
+
+        return torch.stack([sums[name] for name in self._parts])
 
 
 def problems(recipe: Recipe) -> list[Problem]:
@@ -65,5 +106,7 @@ def problems(recipe: Recipe) -> list[Problem]:
     return [Problem("train.label_smoothing", smoothing, reason, "set it to 0")]
 
 
-def for_run(task: Task, distill: Distill, head: Head | None = None, smoothing: float = 0.0) -> RunLoss:
-    return RunLoss(task, distill, head or Head(), smoothing)
+def for_run(
+    task: Task, distill: Distill, head: Head | None = None, smoothing: float = 0.0, inner: Inner | None = None
+) -> RunLoss:
+    return RunLoss(task, distill, head or Head(), smoothing, inner)

@@ -9,7 +9,9 @@ import numpy as np
 
 from rtrain.batch import Ints, Tokens, padded, single
 from rtrain.errors import UserError
-from rtrain.network import packed
+from rtrain.exchange import noise
+from rtrain.exchange.noise import Measured
+from rtrain.network import beside, packed
 from rtrain.network.device import moved
 from rtrain.network.inputs import LAYOUT, accepted
 
@@ -75,6 +77,8 @@ class Done:
     """Some worker gave notice: every worker knows it after the same update."""
     skipped: bool = False
     """The gradient was infinite at this loss scale, on every worker: the weights are as they were."""
+    noise: Measured | None = None
+    """What a measuring update tells of the gradient's noise."""
 
 
 def row_sum(row_ids: "npt.NDArray[np.uint64]") -> int:
@@ -155,6 +159,7 @@ def run_update(
     clip_norm: float | None = None,
     rows: int | None = None,
     observer: Observer | None = None,
+    measures: bool = False,
 ) -> Done:
     """Train on one update. Every worker exchanges exactly once, also one without rows: the others would wait for ever.
 
@@ -165,7 +170,8 @@ def run_update(
     `rows` is the `row_sum` that the rows of all workers must come to. It travels with the counts, and with what the
     observers notice, in one exchange. With a `scale`, a power of two, the loss is multiplied by it and the gradient
     divided by it again; where the gradient is infinite, nothing is trained and `Done.skipped` says so. The workers have
-    added their gradients before: what is infinite on one is so on all.
+    added their gradients before: what is infinite on one is so on all. With `measures`, `Done.noise` is what the update
+    tells of the gradient's noise; its rows must have been dealt at random.
     Raises `WrongRows`, and `NonFinite` without a scale.
     """
     import torch
@@ -180,8 +186,8 @@ def run_update(
         raise WrongRows(f"the workers' {count} rows are not the update's: their ids sum to {found}, not to {rows}")
     share = torch.tensor([1.0 / total if total else 0.0 for total in totals], dtype=torch.float64, device=device)
     loss_sum = torch.zeros(loss.parts, dtype=torch.float64, device=device)
-    padded_tokens = 0
-    exchange.begin()
+    padded_tokens, first = 0, (0.0, 0.0)
+    exchange.begin(measures)
     optimizer.zero_grad(set_to_none=not exchange.distributed)
     for number, tokens in enumerate(passes):
         exchange.alive()
@@ -189,12 +195,18 @@ def run_update(
             logits = forward(exchange.model, tokens, pad_id, precision, loss.wanted(tokens))
             value = loss(logits, tokens)
             (value * (exchange.world * (scale or 1.0) * share).to(value.dtype)).sum().backward()
+        if measures and not exchange.distributed and number == 0:
+            first = (exchange.own_square() / (scale or 1.0) ** 2, _part_of(loss.counts(tokens), totals))
         loss_sum += value.detach().double()
         padded_tokens += packed.computed(exchange.module, tokens.lengths)
     if not passes:
         exchange.alive()
         with exchange.during(last=True):
             idle_pass(exchange, pad_id, precision)
+    own_part = _part_of(targets, totals)
+    terms = torch.zeros(2, dtype=torch.float64, device=device)
+    if measures and exchange.distributed and own_part:
+        terms += torch.tensor([exchange.own_square() / (exchange.world * (scale or 1.0)) ** 2 / own_part, 1.0])
     if scale is not None:
         exchange.multiply(1.0 / scale)
     observer.gradient(exchange.module)
@@ -206,8 +218,17 @@ def run_update(
         if clip_norm is not None:
             exchange.clip(clip_norm, norm)
         optimizer.step()
+    sums = exchange.sum(torch.cat([loss_sum, terms]))
+    of_workers, workers = sums[loss.parts :].tolist()
+    measured = None
+    if measures and finite:
+        whole = float(norm) ** 2
+        if exchange.distributed:
+            measured = noise.between(of_workers, int(workers), whole, count)
+        else:
+            measured = noise.within(*first, whole, count)
     return Done(
-        loss=float((exchange.sum(loss_sum) * share).sum()),
+        loss=float((sums[: loss.parts] * share).sum()),
         gradient_norm=float(norm),
         rows=sum(len(tokens) for tokens in passes),
         passes=len(passes),
@@ -215,7 +236,14 @@ def run_update(
         padded_tokens=padded_tokens,
         notice=notices > 0,
         skipped=not finite,
+        noise=measured,
     )
+
+
+def _part_of(own: Sequence[int], totals: Sequence[int]) -> float:
+    """The share of an update's targets: the mean over the loss's parts, each of which is a mean over its own."""
+    shares = [part / total for part, total in zip(own, totals, strict=True) if total]
+    return sum(shares) / len(shares) if shares else 0.0
 
 
 def _wrapped(value: int) -> int:
@@ -223,8 +251,19 @@ def _wrapped(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
+def settle(exchange: "Exchange", pad_id: int, precision: str) -> None:
+    """Before the first update of every start: discard one exchange, where three workers or more take part.
+
+    DDP rebuilds its buckets after its first exchange, which changes the order of summation from then on: a restart
+    would differ from the run it continues. The sum of two terms has only one order.
+    """
+    if exchange.world > 2:
+        idle_pass(exchange, pad_id, precision)
+
+
 def idle_pass(exchange: "Exchange", pad_id: int, precision: str) -> None:
     """A pass over one padding token with loss 0 x logits: takes part in the exchange and adds exact zeros."""
     nothing = np.zeros(1, dtype=np.int32)
     tokens = single(nothing + pad_id, nothing + 1, nothing + 1, nothing, nothing.astype(np.uint64))
-    (forward(exchange.model, tokens, pad_id, precision).float().sum() * 0.0).backward()
+    answered = forward(exchange.model, tokens, pad_id, precision).float().sum()
+    (sum((part.float().sum() for part in beside.parameters(exchange.module)), answered) * 0.0).backward()

@@ -25,9 +25,18 @@ from tune.asking.points import (
 
 FREQUENCY, ROWS = "train.aggregation_frequency", "train.rows_per_update"
 """Two ways to say how many rows an update has; a configuration with both is an error."""
-RATE, SCALING, RATE_ROWS, BETA2 = "optim.lr", "optim.lr_scaling", "optim.lr_rows", "optim.beta2_scaling"
+RATE, STUDENT_RATE = "optim.lr", "distill.lr"
+SCALING, RATE_ROWS, BETA2 = "optim.lr_scaling", "optim.lr_rows", "optim.beta2_scaling"
 CUT = ("max_tokens", "window", "stride", "max_windows", "pooling")
 """Settings of `data` that say how much of each row is read: they leave the rows as they are."""
+STUDENT: Mapping[str, str | None] = {
+    **dict.fromkeys(("layers", "width", "lr", "temperature", "alpha", "relations", "relation_layer", "hidden")),
+    "epochs": "trials are compared after as many rows as each other, of one budget",
+    **dict.fromkeys(("unlabelled", "confidence"), "trials are compared on the same rows, and it changes these"),
+}
+"""Why a search over students does not change a setting of `distill`; None: it may."""
+FROM_TEACHER = {RATE: f"a student's is {STUDENT_RATE}", "model.pooling": "a student's is its teacher's"}
+"""What a search over students does not change elsewhere, and why."""
 COMBINATIONS = 512
 """Most combinations of settings that are checked before a search; each takes a fraction of a millisecond."""
 
@@ -69,6 +78,8 @@ def _refused(config: Config, name: str) -> list[Problem]:
     reason = None
     if section in configuration.DEPLOY_FIELDS:
         reason = "it says where and how the search runs, not what a trial is"
+    elif config.recipe.distill.teacher is not None and (section == "distill" or name in FROM_TEACHER):
+        reason = FROM_TEACHER.get(name) or STUDENT.get(leaf, "a search compares students of one teacher")
     elif section in ("distill", "quantize", "gate", ""):
         reason = "it is no setting of a trial's training"
     elif name == "train.seed":
@@ -250,7 +261,7 @@ def _coordinates(config: Config, dimensions: Sequence[Dimension], changed: Confi
         elif one.name == FREQUENCY:  # where the rows of an update are given, it is what would give as many
             frequency, rest = divmod(recipe.rows_per_update, recipe.train.workers * recipe.train.micro_batch)
             value = None if rest else frequency
-        elif one.name == RATE and recipe.optim.lr_scaling == "none":
+        elif one.name in (RATE, STUDENT_RATE) and recipe.optim.lr_scaling == "none":
             scaling = _carried_by(config, {one.name: None for one in dimensions})
             ratio = recipe.rows_per_update / _meant_for(config)
             value /= {None: 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[scaling]

@@ -104,7 +104,7 @@ def commit(job: Job, source: records.Source, writer: store.Writer, written: list
     labels = columns.Counts(columns.chosen(rows.table["label"], trained_on))
     if problem := separators.late_problem(recipe, labels):
         raise UserError(problem)
-    head = _head(job, task, labels)
+    head = job.head or _head(job, task, labels)
     before = rows.split.copy()
     targets = _targets(task, head, rows)
     unseen = np.flatnonzero(rows.split != before)

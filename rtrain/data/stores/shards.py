@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from rtrain.batch import Encoded, Ragged
+from rtrain.batch import Encoded, Head, Ragged
 from rtrain.config import Recipe
 from rtrain.data import overlap, packing, pieces, records
 from rtrain.data.augment import rewriting, variants
@@ -51,6 +51,8 @@ class Job:
     folder: Path
     """The draft of the store."""
     splits: Splits
+    head: Head | None = None
+    """The head of the labelled rows, where the piece's rows have no labels (`rtrain.data.unlabelled`)."""
 
 
 def write_piece(row: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
@@ -78,6 +80,8 @@ def _shards(
     task = base.get(job.recipe.task)
     tokenizer = tokenizer_of(job.recipe, job.model)
     rows = records.read(piece, job.recipe.data, part, total)
+    if (head := job.head) is not None:
+        rows = (row._replace(label=task.stand_in(row.text, head)) for row in rows)
     if task.packs:
         where = partial(job.splits.split, role=piece.role)
         rows = packing.packed(rows, tokenizer, job.recipe.data.window_tokens, where)

@@ -69,6 +69,9 @@ class Manifest:
     """Training rows that augmentation has made."""
     left_out: int = 0
     """Training rows with the label `data.outside`, which are not trained on."""
+    unlabelled: Mapping[str, int] = field(default_factory=dict)
+    """Where training rows without a label come after those with one (`stores.joined`): `rows` counts them, and others
+    were left out as `unsure`, `repeated` or `bad`."""
 
     @property
     def head(self) -> Head:
@@ -91,6 +94,10 @@ class Store:
 
     def rows(self, split: str) -> int:
         return self.manifest.rows[split]
+
+    def labelled(self, split: str) -> int:
+        """How many rows have a label; they are a split's first."""
+        return self.rows(split) - (self.manifest.unlabelled.get("rows", 0) if split == "train" else 0)
 
     def check(self, *, size_only: bool) -> None:
         """Raise `UserError` if a file was changed. With `size_only` no file is read: only missing files and changed
@@ -121,10 +128,12 @@ class Store:
         return array.chunk(0).to_numpy(zero_copy_only=True) if array.num_chunks else np.empty(0, dtype=np.int64)
 
     def targets(self, split: str, positions: Ints | None = None) -> Ragged:
-        """The targets of the rows at `positions` (None: of all rows)."""
+        """The targets of the rows at `positions` (None: of all rows with a label)."""
         array = self._index(split)["targets"]
         if not array.num_chunks:
             return Ragged(np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int32))
+        if positions is None and self.labelled(split) < self.rows(split):
+            return ragged(array.chunk(0).slice(0, self.labelled(split)))
         return ragged(array.chunk(0), positions)
 
     def num_targets(self, split: str) -> int:
@@ -147,6 +156,18 @@ class Store:
             return None
         column = self._open(name)["seen"]
         return column.to_numpy() if len(column) else np.empty(0, dtype=np.bool_)
+
+    def keys(self, split: str) -> npt.NDArray[np.uint64]:
+        """Hashes of the rows' texts as they are compared (`rtrain.data.overlap.key`), in index order; empty where they
+        were not kept: rows are blocks of text, or an earlier version made the store."""
+        shards, offsets = self.column(split, "shard"), self.column(split, "offset")
+        found = np.empty(len(shards), dtype=np.uint64)
+        for number in np.unique(shards).tolist():
+            table, chosen = self._open(self._shards[number]), shards == number
+            if "key" not in table.column_names:
+                return np.empty(0, dtype=np.uint64)
+            found[chosen] = table["key"].chunk(0).to_numpy()[offsets[chosen]]
+        return found
 
     def texts(self, split: str, positions: Ints) -> list[tuple[str, str | None] | None]:
         """The first characters of the two texts of held-out rows, as they are written (`shards.KEPT_CHARACTERS`).
@@ -205,6 +226,7 @@ class Store:
             counts=targets.counts,
             row_ids=self.column(split, "row_id")[positions],
             teacher=np.empty((len(positions), 0), dtype=np.float32),
+            unlabelled=positions >= self.labelled(split) if self.labelled(split) < self.rows(split) else None,
         )
 
     def teacher_file(self, version: str) -> Path:

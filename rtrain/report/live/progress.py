@@ -40,7 +40,7 @@ class Search(Protocol):
 
 SCORES = ("evaluated", "best", "unseen", "sliced")
 """Kinds of events of which a search says by itself what came of them."""
-ROWS = ("tokenised", "tokens_reused", "bad_rows", "label_column", "labels", "overlap")
+ROWS = ("tokenised", "tokens_reused", "bad_rows", "unlabelled", "label_column", "labels", "overlap")
 ALIKE = (*ROWS, "device", "transport", "pass_size")
 """Kinds of events that are the same in every trial of a search, each time that it goes on: trial 0 tells, once."""
 PULSE = 60.0
@@ -157,7 +157,8 @@ class Line:
         elif kind == "waiting":
             needs = f"{event['workers']} workers" if event["workers"] else "train.min_workers"
             counts = f"the cluster has {event['has']}, {event['free']} of them free"
-            self._keep(f"waiting for {event['needs']}: too few for {needs}; {counts}")
+            asked = f"; {event['asked']}" if event.get("asked") else ""
+            self._keep(f"waiting for {event['needs']}: too few for {needs}; {counts}{asked}")
         elif kind == "case":
             figures = event["measured"]
             ratios = f"weights {figures['weights_ratio']:.1e}, gradient {figures['gradient_ratio']:.1e}"
@@ -249,6 +250,10 @@ def summary_text(summary: dict[str, Any], run: Run) -> str:
         f"test ({test.get('rows', 0)} rows): {scores}" if test else "no test score yet",
         f"run: {run}",
     ]
+    if scale := summary["noise_scale"]:
+        high = "more" if scale["high"] is None else f"{scale['high']:,.0f}"
+        rows = f"{scale['rows']:,.0f} rows ({scale['low']:,.0f} to {high})"
+        lines.insert(1, f"noise scale of the gradient: {rows}; an update has {summary['rows_per_update']:,}")
     if run.report.is_file():
         lines.append(f"report: {run.report}")
     return "\n".join(lines)

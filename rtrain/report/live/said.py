@@ -85,6 +85,17 @@ def vocabulary(event: Event) -> str:
     return f"vocabulary: {event['pieces']:,} of {event['of']:,} pieces; rows that are read otherwise: {changed}"
 
 
+def unlabelled(event: Event) -> str:
+    """How many rows without a label are trained on, and why others are not."""
+    reasons = (
+        ("unsure", f"of which the teacher is less sure than {event['confidence']:g}"),
+        ("repeated", "with the texts of labelled rows"),
+        ("bad", "that cannot be used"),
+    )
+    left_out = "; ".join(f"{event[name]:,} {why}" for name, why in reasons if event[name])
+    return f"{event['rows']:,} rows without a label are trained on{f'; left out: {left_out}' if left_out else ''}"
+
+
 def overlap(event: Event) -> str:
     """How many rows of a split are training rows too, and where some of them are."""
     of = f"{SPLITS[event['split']]} rows"
@@ -142,13 +153,14 @@ def of(event: Event) -> str | None:
     return TEXTS[kind](event)
 
 
-ROWS = ("bad_rows", "label_column", "labels", "overlap", "vocabulary")
+ROWS = ("bad_rows", "unlabelled", "label_column", "labels", "overlap", "vocabulary")
 """Kinds that are about the rows, not about what was learned from them."""
 TEXTS: Mapping[str, Callable[[Event], str | None]] = {
     "bad_rows": bad_rows,
     "label_column": label_column,
     "labels": labels,
     "overlap": overlap,
+    "unlabelled": unlabelled,
     "vocabulary": vocabulary,
     "unseen": unseen,
     "sliced": sliced,

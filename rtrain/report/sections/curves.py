@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from rtrain.exchange import noise
 from rtrain.report import stats
 from rtrain.report.collect import Collected, Event
 from rtrain.report.drawing import charts
@@ -17,7 +18,7 @@ MOST_TICKS = 60
 
 def section(run: Collected) -> Section:
     progress = newest(run.of("progress"))
-    blocks: list[Block] = [*_loss(run, progress), *_metrics(run), *_speed(run), *_faults(run)]
+    blocks: list[Block] = [*_loss(run, progress), *_metrics(run), *_noise(run), *_speed(run), *_faults(run)]
     if not blocks:
         blocks = [Note("The run has logged no update yet.")]
     intro = "An update is one step of the optimizer. Dashed: the ends of epochs; ticks on the axis: checkpoints."
@@ -109,6 +110,25 @@ def _metrics(run: Collected) -> list[Block]:
         note = f"Of the best update, which validation chose; the test rows were looked at once, after that.{chosen}"
         blocks.append(Table("Scores", ("rows", "update", "score", "value"), rows[:40], note))
     return blocks
+
+
+def _noise(run: Collected) -> list[Block]:
+    """The noise scale of the gradient along the run, beside the rows of an update."""
+    course, scale = noise.course(noise.measurements(run.log)), run.summary["noise_scale"]
+    rows = run.summary["rows_per_update"]
+    if len(course) < 2 or scale is None:
+        return []
+    xs, ys = stats.thin([float(update) for update, _ in course], [value for _, value in course])
+    lines = [Line("noise scale", xs, ys), Line("rows of an update", [xs[0], xs[-1]], [float(rows)] * 2)]
+    chart = charts.lines(lines, "update", "rows", marks(run))
+    high = "no end to be told" if scale["high"] is None else f"{scale['high']:,.0f}"
+    note = (
+        f"{scale['low']:,.0f} to {high} with 95 % confidence, by {scale['measurements']} updates whose gradients "
+        "over a part of the rows and over all were compared. With far fewer rows an update is mostly noise; with far "
+        "more, half of them would teach nearly as much."
+    )
+    title = f"The gradient's noise scale was {scale['rows']:,.0f} rows at the end; an update has {rows:,}"
+    return [Figure(title, chart, note)]
 
 
 def _speed(run: Collected) -> list[Block]:

@@ -123,7 +123,7 @@ def _boxes(groups: Sequence[tuple[str, stats.Floats]], name: str, note: str) -> 
 
 
 def _number(store: Store) -> list[Block]:
-    chosen = stats.sample(store.rows("train"), MOST_ROWS)
+    chosen = stats.sample(store.labelled("train"), MOST_ROWS)
     target = store.targets("train").values.astype(np.float64)[chosen]
     tokens = store.column("train", "length")[chosen].astype(np.float64)
     edges = stats.edges(target)
@@ -150,7 +150,7 @@ def _tags(store: Store) -> list[Block]:
     names, numbers = found.types, found.counts
     if not numbers.sum():
         return []
-    share = 100 * found.marked / max(1, store.rows("train"))
+    share = 100 * found.marked / max(1, store.labelled("train"))
     bars = _bars(names, numbers, unit="entities")
     note = f"Training rows by type of entity; {share:.0f} % of the rows have one."
     title = f"{int(numbers.sum()):,} entities of {len(names)} types: {short(names[0])} is the most frequent"

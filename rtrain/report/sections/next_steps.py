@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet
 
+from rtrain import artifact
 from rtrain.metrics.by_output import metric_for
 from rtrain.report import advice
 from rtrain.report.advice import Facts, Label, Weak
@@ -15,6 +16,7 @@ from rtrain.report.drawing.blocks import Block, Note, Steps
 from rtrain.report.kinds import confusion
 from rtrain.report.sections import curves, slices
 from rtrain.report.sections.hardest import SHOWN
+from rtrain.run import Run
 
 SURE = 0.9
 """Confidence of a wrong answer from which on its label is suspect."""
@@ -67,8 +69,19 @@ def facts(run: Collected) -> Facts:
         suspects=tuple(_suspects(run)),
         student=bool(run.config.recipe.distill.teacher) or run.folder.with_name(f"{run.folder.name}-student").is_dir(),
         artifact=run.artifact is not None,
-        int8=(run.folder / "artifact-int8" / "artifact.json").is_file(),
+        int8=Run(run.folder).int8.joinpath(artifact.NAME).is_file(),
+        refused=_refused(Run(run.folder)),
+        teacher=bool(run.config.recipe.distill.teacher),
     )
+
+
+def _refused(run: Run) -> str:
+    """Why the gate has refused the artefact that the advice would serve; empty where it has not."""
+    served = next((place for place in (run.int8, run.artifact) if (place / artifact.NAME).is_file()), None)
+    if served is None:
+        return ""
+    made = artifact.read(served, verify=False)
+    return artifact.refusal(made.gate, made.version) or ""
 
 
 def baselines(run: Collected, split: str) -> list[tuple[str, float]]:

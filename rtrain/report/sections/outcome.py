@@ -111,7 +111,7 @@ def _scores(run: Collected) -> Block:
     if run.baselines is None and run.output != "summary":
         note += " No baseline was measured: that is done for labels, numbers and tags once the run has ended."
     elif run.baselines is not None and run.store is not None:
-        used, every = run.baselines["trained_on"], run.store.rows("train")
+        used, every = run.baselines["trained_on"], run.store.labelled("train")
         note += f" Baselines learned from {used:,} of the {every:,} training rows." if used < every else ""
     return Table(_verdict(run, shown, sign), ("rows", "model", shown, "95 % interval"), rows, note, wide=True)
 

@@ -25,7 +25,7 @@ def blocks(run: Collected, store: Store) -> list[Block]:
         return [
             Note("Frequent words are shown once the run is finished: its artefact has the tokenizer that spells them.")
         ]
-    positions = stretches(store.rows("train"))
+    positions = stretches(store.labelled("train"))
     words = texts(store, run.tokenizer, positions)
     counts: Counter[str] = Counter()
     for row in words:

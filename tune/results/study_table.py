@@ -89,10 +89,32 @@ def over_link(gradient_bytes: int, workers: int, bits_per_second: float) -> floa
 
 
 @dataclass(frozen=True)
+class Part:
+    """One figure of all results."""
+
+    title: str
+    frequencies: Sequence[int]
+    rows: Mapping[str, Sequence[str]]
+    """By optimizer: the figure at each frequency."""
+
+    @property
+    def text(self) -> str:
+        head = f"| {self.title} | " + " | ".join(f"k = {k}" for k in self.frequencies) + " |"
+        lines = [f"| {name} | " + " | ".join(row) + " |" for name, row in self.rows.items()]
+        return "\n".join([head, "|---|" + "---|" * len(self.frequencies), *lines])
+
+
+@dataclass(frozen=True)
 class Table:
-    text: str
-    """Markdown that a terminal shows well."""
+    parts: Sequence[Part]
+    notes: Sequence[str]
+    """What is left out or has failed, and why."""
     document: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """Markdown that a terminal shows well."""
+        return "\n\n".join([*(part.text for part in self.parts), *(["\n".join(self.notes)] if self.notes else [])])
 
 
 def table(
@@ -153,7 +175,7 @@ def table(
     notes = [f"k = {k} is left out: {why}." for k, why in (left_out or {}).items()]
     failed = {f"{one.optimizer}, k = {one.frequency}": one.error for one in results if one.error}
     notes += [f"{name}: {why}" for name, why in failed.items()]
-    return Table("\n\n".join([*parts, *(["\n".join(notes)] if notes else [])]), document)
+    return Table(parts, notes, document)
 
 
 def of_document(document: Mapping[str, Any], networks: Mapping[str, float] | None = None) -> Table:
@@ -183,7 +205,7 @@ def _part(
     value: Callable[[Result], float | None],
     form: str,
     beside: Callable[[Result], float | None] | None = None,
-) -> str:
+) -> Part:
     """A figure of all results, `beside` it a share in brackets."""
     rows: dict[str, dict[int, str]] = {}
     for one in results:
@@ -191,6 +213,4 @@ def _part(
         shown = "failed" if own is None else form.format(own)
         rows.setdefault(one.optimizer, {})[one.frequency] = shown + ("" if other is None else f" ({other:.0%})")
     columns = sorted({k for row in rows.values() for k in row})
-    lines = [f"| {title} | " + " | ".join(f"k = {k}" for k in columns) + " |", "|---|" + "---|" * len(columns)]
-    lines += [f"| {name} | " + " | ".join(row.get(k, "") for k in columns) + " |" for name, row in rows.items()]
-    return "\n".join(lines)
+    return Part(title, columns, {name: [row.get(k, "") for k in columns] for name, row in rows.items()})

@@ -1,0 +1,1 @@
+"""What a smaller model costs in score, bytes and time: `python -m benchmarks.compress`."""

@@ -1,0 +1,83 @@
+"""What a smaller model costs in score, bytes and time: `python -m benchmarks.compress [--json] DATA`.
+
+Every model is made by a command of rtrain in its own process, and stays in the folder of its name beside the results:
+one that is finished is not made again, and each part can be run alone.
+
+scores   student over teacher, and int8 over its float parent, on four sets: labels, questions, entities, essay scores
+served   bytes and score of the trimmed int8 student, beside the one with the whole vocabulary
+beside   latency of the int8 student, beside its teacher in Transformers and the same student in other engines
+starts   seconds until `rtrain predict` has printed its answer, and until `rtrain serve` answers
+
+The figures are printed beside what they must reach (floor) and what they should (goal). `results` are written after
+each part. ONNX Runtime takes part where `onnx` and `onnxruntime` are installed.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compress import figures, parts
+from benchmarks.compress.making import SETS, Set, Work, job_of
+from benchmarks.search import commands
+
+Part = Callable[[Work, Sequence[Set], parts.Keep], dict[str, Any]]
+PARTS: dict[str, Part] = {
+    "scores": parts.scores,
+    "served": parts.served,
+    "beside": parts.beside,
+    "starts": parts.start,
+}
+"""A further part goes here, and its figures with their aims into `figures.AIMS`."""
+NAMES = {job_of(one).folder: one for one in SETS}
+FEWEST_ROWS = 1000
+"""Fewer have not enough rows of each intent of banking77."""
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compress", description=__doc__, formatter_class=form)
+    parser.add_argument("data", type=Path, help="folder that holds the sets, each in a folder of its name")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.add_argument("--rows", type=int, help="training rows of each set (default: all)")
+    parser.add_argument("--epochs", type=int, default=5, help="epochs of a teacher")
+    parser.add_argument("--student", action="append", default=[], metavar="NAME=VALUE", help="a setting of students")
+    parser.add_argument("--sets", action="append", choices=NAMES, help="a set; repeatable (default: all)")
+    parser.add_argument("--only", action="append", choices=PARTS, help="a part; repeatable (default: all)")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/compress.json"), help="file of the results")
+    chosen = parser.parse_args(arguments)
+    if chosen.rows is not None and chosen.rows < FEWEST_ROWS:
+        parser.error(f"--rows {chosen.rows}: write {FEWEST_ROWS} or more")
+    if chosen.epochs < 1:
+        parser.error(f"--epochs {chosen.epochs}: write 1 or more")
+    return chosen
+
+
+def main() -> None:
+    chosen = parse()
+    out = chosen.out.absolute()
+    folder = out.parent / f"{out.stem}-work"
+    folder.mkdir(parents=True, exist_ok=True)
+    work = Work(chosen.data.absolute(), folder, chosen.rows, chosen.epochs, tuple(chosen.student))
+    results: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
+
+    def write(name: str, part: dict[str, Any]) -> None:
+        results[name] = {**part, "about": about}
+        out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+    for name in chosen.only or PARTS:
+        given = {"rows": chosen.rows, "epochs": chosen.epochs, "student": chosen.student}
+        about = {**commands.machine(), **given}
+        keep = lambda known, name=name: write(name, {**known, "unfinished": True})  # noqa: E731
+        write(name, PARTS[name](work, [NAMES[one] for one in chosen.sets or NAMES], keep))
+    if chosen.json:
+        print(json.dumps(results))
+    else:
+        print(figures.table(results))
+        if "beside" in results:
+            print(f"\n{figures.engines(results['beside'])}")
+
+
+if __name__ == "__main__":
+    main()

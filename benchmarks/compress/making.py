@@ -1,0 +1,104 @@
+"""The models of a set: teacher, student, int8, and the trimmed ones. Each is made by rtrain's commands, once."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import tasks
+from benchmarks.compress import few
+from benchmarks.search import commands
+from rtrain.run import Run
+
+
+@dataclass(frozen=True)
+class Work:
+    data: Path
+    """Folder of the data sets."""
+    folder: Path
+    rows: int | None
+    """Training rows of each set; None: all."""
+    epochs: int
+    """Times that a teacher is trained on each row."""
+    student: tuple[str, ...] = ()
+    """Settings of students, `name=value`, that are others than the recipe's."""
+
+
+@dataclass(frozen=True)
+class Set:
+    job: str
+    """Its line of `benchmarks.tasks`, of which it has rows, recipe and settings."""
+    score: str
+    """Name of the score."""
+
+
+BANKING = Set("banking77", "accuracy")
+SETS = (BANKING, Set("squadshifts", "f1"), Set("ncbi_disease", "f1"), Set("asap_aes fold 0", "qwk"))
+TRIM = "compress.vocabulary=trim"
+UNLIKE = ("train.epochs", "train.evaluate_every", "data.valid_share")
+"""Settings of a line of `benchmarks.tasks` that are left out: epochs are given, and the best update is chosen."""
+
+
+def job_of(one: Set) -> tasks.Job:
+    return next(job for job in tasks.JOBS if job.name == one.job)
+
+
+def place(work: Work, one: Set) -> Path:
+    rows = "all" if work.rows is None else str(work.rows)
+    return work.folder / f"{job_of(one).folder}-rows-{rows}-epochs-{work.epochs}"
+
+
+def teacher(work: Work, one: Set) -> Run:
+    job, folder = job_of(one), place(work, one)
+    files = folder / "data"
+    files.mkdir(parents=True, exist_ok=True)
+    arguments = job.prepare(work.data / job.folder, files)
+    if work.rows is not None:
+        arguments = few.arguments(arguments, work.rows, files)
+    settings = {name: value for name, value in job.settings.items() if name not in UNLIKE}
+    values = {**settings, "train.epochs": work.epochs, "train.keep": 1, "report.attributions": 0}
+    return commands.train(folder / "teacher", job.recipe, arguments, values)
+
+
+def student(work: Work, one: Set, *, trimmed: bool = False) -> Run:
+    """The student of the set's teacher; `trimmed`: with the pieces alone that its rows need."""
+    made = Run(place(work, one) / ("student-trimmed" if trimmed else "student"))
+    if not _has(made.folder, "summary.json", "artifact/artifact.json"):
+        begun = ["--resume"] if made.exists else []
+        chosen = [*work.student, *([TRIM] if trimmed else [])]
+        settings = [part for value in chosen for part in ("--set", value)]
+        given = ["distill", str(teacher(work, one).folder), *settings, "--out", str(made.folder), *begun]
+        commands.run(given, made.folder.with_suffix(".log"))
+    return made
+
+
+def int8(work: Work, one: Set, *, trimmed: bool = False) -> Path:
+    """The int8 artefact of a student."""
+    parent = student(work, one, trimmed=trimmed)
+    if not _has(parent.int8, "artifact.json"):
+        commands.run(["quantize", str(parent.folder)], parent.folder.with_name(f"{parent.name}-int8.log"))
+    return parent.int8
+
+
+def _has(folder: Path, *names: str) -> bool:
+    return all((folder / name).is_file() for name in names)
+
+
+# -------------------------------------------------------------------------------------------------------------- scores
+
+
+def score(made: Run, one: Set) -> float:
+    """The score of a run's float model on the test rows."""
+    return commands.scores(made, "test")[one.score]
+
+
+def score_of(artifact: Path, one: Set) -> float:
+    """The score that an int8 artefact has kept."""
+    document: Mapping[str, Any] = json.loads((artifact / "artifact.json").read_text(encoding="utf-8"))
+    return float(document["metrics"]["test"][one.score])
+
+
+def megabytes(artifact: Path) -> float:
+    """All files that are served."""
+    return sum(path.stat().st_size for path in artifact.rglob("*") if path.is_file()) / 1e6

@@ -1,0 +1,255 @@
+"""Verbs about the cluster that runs are made on: its file, and the jobs on it. `rtrain cluster VERB`."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rtrain.cli.options import Json
+from rtrain.cli.output import show
+from rtrain.errors import ConfigError, Ended, Problem, UserError
+from rtrain.run import shown
+
+FOUND = 1
+DETACHED = 130
+Api = Annotated[
+    str | None, typer.Option("--address", help="Job API; default RAY_API_SERVER_ADDRESS, else http://127.0.0.1:8265.")
+]
+RunArgument = Annotated[str, typer.Argument(help="A run's folder on the nodes, or its name.")]
+Storage = Annotated[str | None, typer.Option("--storage", help="The run's cluster.storage, e.g. s3://bucket/runs.")]
+FileArgument = Annotated[Path, typer.Argument(help="The cluster's file.")]
+
+
+def lint(
+    context: typer.Context,
+    file: FileArgument = Path("cluster.yaml"),
+    filled: Annotated[bool, typer.Option("--filled", help="A FILL-IN that is left is an error.")] = False,
+    definitions: Annotated[
+        Path | None, typer.Option("--definitions", help="Manifests: folder with KubeRay's CustomResourceDefinitions.")
+    ] = None,
+    sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0 on stdout.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Say what is wrong in a cluster's file, or in manifests for KubeRay, each with its line and what to write instead.
+    Nothing is asked of a cloud. The exit code is 1 where there is an error."""
+    from rtrain.cluster.lint import findings as told, lint as linting
+    from rtrain.cluster.lint.around import Around
+
+    text = linting.read_file(file)
+    parent = context.find_root().command
+    around = Around(file.absolute().parent, verbs=frozenset(getattr(parent, "commands", ())))
+    found, left = linting.check(text, around, definitions), linting.to_fill_in(text)
+    if filled:
+        mend = "write what it stands for"
+        found += [told.Finding("fill-in", "error", line, "this is left to be filled in", mend) for line in left]
+        found.sort(key=lambda one: one.line)
+    if sarif:
+        print(json.dumps(told.sarif(found, linting.every_rule(around), shown(file)), indent=2))
+    else:
+        errors = sum(one.level == "error" for one in found)
+        lines = [one.text(shown(file)) for one in found]
+        lines.append(f"{shown(file)}: {errors} errors, {len(found) - errors} warnings")
+        if left and not filled:
+            lines.append(f"left to fill in, before `ray up`: line {', '.join(map(str, left))}")
+        document = {"file": str(file), "findings": [vars(one) for one in found], "fill_in": left}
+        show(document, as_json, *lines)
+    if any(one.level == "error" for one in found):
+        raise typer.Exit(FOUND)
+
+
+def init(
+    cloud: Annotated[str, typer.Option("--cloud", help="aws, gcp, azure, onprem, or sky for SkyPilot.")],
+    gpu: Annotated[str | None, typer.Option("--gpu", help="Workers with this GPU, e.g. L4, A100, H100.")] = None,
+    efa: Annotated[
+        bool, typer.Option("--efa", help="AWS: GPUs of several nodes by the Elastic Fabric Adapter.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="File to write; - prints it (default: cluster.yaml).")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a commented file of a cluster: autoscaled, on spot nodes, closed to the internet."""
+    from rtrain.cluster.variants import variants
+
+    text = variants.render(cloud, gpu, efa)
+    file = out or Path(variants.PLACES[cloud].file)
+    if str(file) == "-":
+        print(text, end="")
+        return
+    if file.exists():
+        raise ConfigError([Problem("--out", str(file), "is there already", "name another file, or - to see it")])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    left = variants.fill_ins(text)
+    lines = [f"{shown(file)}: {len(text.splitlines())} lines; fill in line {', '.join(map(str, left))}"]
+    if cloud != "sky":
+        lines.append(f"next: rtrain cluster lint --filled {shown(file)}")
+    show({"file": str(file), "fill_in": left}, as_json, *lines)
+
+
+def kubernetes(
+    verb: Annotated[
+        list[str] | None, typer.Argument(help="Of the job: train intent --data ... --out /shared/...")
+    ] = None,
+    image: Annotated[str | None, typer.Option("--image", help="Image of the pods, by its digest.")] = None,
+    name: Annotated[str, typer.Option("--name", help="Of the cluster.")] = "rtrain",
+    workers: Annotated[int, typer.Option("--workers", help="Most pods of workers.", min=1)] = 4,
+    cpus: Annotated[int, typer.Option("--cpus", help="Processors of a worker's pod.", min=1)] = 8,
+    memory: Annotated[str, typer.Option("--memory", help="Memory of a worker's pod.")] = "16Gi",
+    gpus: Annotated[int, typer.Option("--gpus", help="GPUs of a worker's pod.", min=0)] = 0,
+    storage_class: Annotated[str | None, typer.Option("--storage-class", help="One that knows ReadWriteMany.")] = None,
+    artifact: Annotated[str | None, typer.Option("--artifact", help="What the service serves.")] = None,
+    kind: Annotated[list[str] | None, typer.Option("--kind", help="Only manifests of this kind. Repeatable.")] = None,
+    dockerfile: Annotated[bool, typer.Option("--dockerfile", help="Print the image's Dockerfile instead.")] = False,
+) -> None:
+    """Print manifests for KubeRay: a cluster, a job that goes on where it is tried again, a service, and what they
+    share. Behind -- the job's verb."""
+    from rtrain.cluster.kubernetes import image as images, manifests
+
+    if dockerfile:
+        print(images.dockerfile(gpus > 0), end="")
+        return
+    given = {"image": image, "storage_class": storage_class, "artifact": artifact, "verb": tuple(verb or ()) or None}
+    chosen = {key: value for key, value in given.items() if value is not None}
+    settings = manifests.Settings(name=name, workers=workers, cpus=cpus, memory=memory, gpus=gpus, **chosen)  # type: ignore[arg-type]
+    kinds = [part.manifest["kind"] for part in manifests.parts(settings)]
+    if wrong := [one for one in kind or () if one not in kinds]:
+        raise ConfigError(
+            [Problem("--kind", wrong[0], "is not among the manifests", f"write one of {', '.join(kinds)}")]
+        )
+    print(manifests.text(settings, kind or ()), end="")
+
+
+def submit(
+    context: typer.Context,
+    words: Annotated[list[str], typer.Argument(help="Behind --: the verb and its options.")],
+    watch: Annotated[bool, typer.Option("--watch", help="Show its lines until it ends; Ctrl-C detaches.")] = False,
+    folder: Annotated[Path, typer.Option("--folder", help="Root of the checkout to take along.")] = Path("."),
+    most_mb: Annotated[float, typer.Option("--most-mb", help="Most megabytes to take along.")] = 5.0,
+    address: Api = None,
+) -> None:
+    """Run a verb on a cluster, as a job that takes the tracked files of this checkout along. Asked for again, it goes
+    on where the run is, or shows the job that is there."""
+    from rtrain.cluster.jobs import client, naming, upload
+    from rtrain.report.live.progress import say
+
+    known = getattr(context.find_root().command, "commands", {})
+    if not words or words[0] not in known or words[0] == "cluster":
+        reason, fix = "is no verb that a job can run", "write e.g. -- train intent --data ..."
+        raise ConfigError([Problem("verb", words[0] if words else None, reason, fix)])
+    run = naming.run_of(words)
+    files = upload.of(folder.absolute(), int(most_mb * 1e6))
+    jobs = client.Jobs(address)
+    job, name = jobs.submit(words, files, say), run or naming.identity(words, run).removeprefix("rtrain-")
+    if not watch:
+        print(job)
+        say(f"next: rtrain cluster logs --follow {name}   or: rtrain cluster stop {name}")
+        return
+    _watched(jobs, job, str(name))
+
+
+def _watched(jobs: Any, job: str, name: str) -> None:
+    from rtrain.cluster.jobs import naming
+
+    def show(text: str) -> None:
+        print(text, end="", flush=True)
+
+    try:
+        ended = jobs.watch(job, show)
+    except KeyboardInterrupt:
+        way = f"rtrain cluster logs --follow {name}   or: rtrain cluster stop {name}"
+        raise Ended(f"{job} goes on without this terminal; {way}", DETACHED) from None
+    if code := naming.exit_code(ended.status, ended.driver_exit_code):
+        raise Ended(f"{job} has ended as {ended.status}", code)
+
+
+def status(address: Api = None, as_json: Json = False) -> None:
+    """Say which jobs there are on a cluster, and what nodes it has."""
+    from rtrain.cluster.jobs import client
+
+    jobs = client.Jobs(address)
+    listed, nodes = sorted(jobs.all().values(), key=lambda job: job.started or 0), jobs.nodes()
+    lines = [f"{job.status:10} {_since(job):>9}  {job.id}" for job in listed] or ["no job yet"]
+    document = {"jobs": [job._asdict() for job in listed], "nodes": nodes}
+    show(document, as_json, *lines, nodes)
+
+
+def _since(job: Any) -> str:
+    seconds = (job.ended or time.time()) - job.started if job.started else 0
+    return f"{seconds:,.0f} s"
+
+
+def logs(
+    run: RunArgument,
+    follow: Annotated[bool, typer.Option("--follow", help="Show lines as they come, until the job ends.")] = False,
+    storage: Storage = None,
+    address: Api = None,
+) -> None:
+    """Print all lines of a run's jobs: from its folder or its storage, also when the cluster is gone; else from the
+    cluster."""
+    from rtrain.cluster.jobs import client, stored
+
+    if not follow and (kept := stored.log(run, storage)) is not None:
+        print(kept, end="")
+        return
+    jobs = client.Jobs(address)
+    mine = jobs.of_run(run)
+    if not mine:
+        raise UserError(f"the cluster knows no job of the run {run}; rtrain cluster status lists what it knows")
+    for job in mine[:-1] if follow else mine:
+        print(jobs.logs(job.id), end="")
+    if follow:
+        _watched(jobs, mine[-1].id, run)
+
+
+def stop(run: RunArgument, address: Api = None) -> None:
+    """End the job of a run. The run stays, and goes on when it is submitted again."""
+    from rtrain.cluster.jobs import client, naming
+
+    jobs = client.Jobs(address)
+    going = [job for job in jobs.of_run(run) if job.status not in naming.ENDED]
+    if not going:
+        raise UserError(f"no job of the run {run} is going on")
+    for job in going:
+        jobs.stop(job.id)
+        print(f"{job.id}: told to end")
+
+
+def fetch(
+    run: RunArgument,
+    to: Annotated[Path | None, typer.Option("--to", help="New folder for it (default: runs/NAME).")] = None,
+    storage: Storage = None,
+    file: Annotated[Path, typer.Option("--file", help="The cluster's file; without --storage.")] = Path("cluster.yaml"),
+) -> None:
+    """Copy a run to this machine: from its storage, else from the cluster's head by SSH (`ray rsync-down`)."""
+    from rtrain.cluster.jobs import launcher, stored
+    from rtrain.report.live.progress import say
+
+    target = (to or Path("runs") / Path(run).name).absolute()
+    if storage is not None:
+        stored.fetch(Path(run).name, storage, target, say)
+    else:
+        launcher.bring(file, run, target)
+    print(shown(target))
+
+
+def down(
+    file: FileArgument = Path("cluster.yaml"),
+    yes: Annotated[bool, typer.Option("--yes", help="Also while jobs are going on, and ask nothing.")] = False,
+    address: Api = None,
+) -> None:
+    """End every node of a cluster (`ray down`). While jobs are going on, it is refused without --yes."""
+    from rtrain.cluster.jobs import client, launcher, naming
+
+    try:
+        going = [job.id for job in client.Jobs(address).all().values() if job.status not in naming.ENDED]
+    except UserError as error:
+        going = []
+        print(f"{error}; so nobody knows whether a job is going on", file=sys.stderr)
+    if going and not yes:
+        raise UserError(f"still going on: {', '.join(going)}; end them (rtrain cluster stop), or write --yes")
+    if code := launcher.down(file, yes):
+        raise typer.Exit(code)

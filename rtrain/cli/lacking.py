@@ -1,0 +1,30 @@
+"""What a verb says where its library is not installed: which extra of rtrain has it."""
+
+from collections.abc import Mapping
+
+SMALL: Mapping[str, tuple[str, frozenset[str]]] = {
+    "predict": ("rows", frozenset({"pyarrow"})),
+    "serve": ("serve", frozenset({"fastapi", "prometheus_client", "psutil", "pyarrow", "ray"})),
+}
+"""Verb -> an extra that is enough for it where one of these modules is lacking."""
+LARGE = "train"
+MODULES = frozenset(
+    {
+        *("datasets", "fastapi", "httpx", "huggingface_hub", "jinja2", "markupsafe", "nncf", "prometheus_client"),
+        *("psutil", "pyarrow", "ray", "rouge_score", "sacrebleu", "safetensors", "scipy", "sklearn", "torch"),
+        *("aiohttp", "pandas", "requests", "starlette", "transformers"),
+    }
+)
+"""Modules of the extra `train`, and of what comes with it."""
+FLOAT = frozenset({"torch", "transformers", "safetensors"})
+
+
+def said(verb: str, error: ModuleNotFoundError) -> str | None:
+    """The line for a user; None where the module belongs to no extra, and its absence is a fault of the program."""
+    module = (error.name or "").partition(".")[0]
+    if module not in MODULES:
+        return None
+    extra, enough = SMALL.get(verb, (LARGE, MODULES))
+    extra = extra if module in enough else LARGE
+    other = "; an int8 artefact is answered without" if verb in SMALL and module in FLOAT else ""
+    return f"rtrain {verb} needs {module}, which is not installed: pip install 'rtrain[{extra}]'{other}"

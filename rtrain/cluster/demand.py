@@ -1,0 +1,100 @@
+"""What a run asks an autoscaler for: places for the workers that it lacks.
+
+An autoscaler starts nodes for what is asked for and has no place. Workers of a fixed number ask by themselves, where
+Ray Train places them. A run that waits for its least number, or goes on with fewer than it may have, asks here.
+
+What is asked for is a size of the whole cluster, and requests of several names add up: Ray Train's own is for the
+workers that run, so that this one is for the rest. (A placement group would ask for exactly what is lacking, and take
+the CPUs of the data tasks while it waits; `ray.autoscaler.sdk.request_resources` is overwritten by Ray Data within
+20 s.)
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from rtrain.cluster import supply
+from rtrain.cluster.supply import NEEDS, Node
+
+Bundle = Mapping[str, float]
+REPEAT_S, EXPIRE_S = 15.0, 45.0
+"""Seconds after which a request is given again, and after which one that is not ends by itself."""
+
+
+# ---------------------------------------------------------------------------------------------------------- decisions
+
+
+def lacking(
+    most: int, running: int, spare: int, device: str, here: Sequence[Node], may: Sequence[Node]
+) -> list[Bundle]:
+    """The places to ask for, each of one CPU or GPU; none where the nodes that are up have room for all workers, or
+    where more of them will never come.
+
+    `most`: workers that the run may have; `running`: those that it has, for which Ray Train asks. `spare`: CPUs of the
+    data tasks. `here`: the nodes that are up. `may`: the nodes that there can be, with those that are up.
+    """
+    reachable = min(most, supply.fits(may, device, spare))
+    if reachable <= max(running, supply.fits(here, device, spare)):
+        return []
+    workers: list[Bundle] = [{NEEDS[device]: 1.0}] * (reachable - running)
+    return workers + [{NEEDS["cpu"]: 1.0}] * spare
+
+
+def told(bundles: Sequence[Bundle], types: Mapping[str, Node], seconds: float) -> str:
+    """What is waited for, with which types of node, and for how long."""
+    counts: dict[str, int] = {}
+    for bundle in bundles:
+        for name in bundle:
+            counts[name] = counts.get(name, 0) + 1
+    listed = " and ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in sorted(counts.items()))
+    named = sorted(name for name, node in types.items() if any(node.get(need, 0.0) >= 1 for need in counts))
+    return f"the autoscaler is asked for {listed} on {' or '.join(named) or 'no'} nodes, for {seconds:.0f} s now"
+
+
+# ------------------------------------------------------------------------------------------------------------- asking
+
+
+class Asked(Protocol):
+    """Who takes requests: `ray_internals.Requests`, or a test."""
+
+    def ask(self, bundles: Sequence[Bundle], expire_s: float) -> None: ...
+
+    def take_back(self) -> None: ...
+
+
+class Demand:
+    """The request of one run: given when it is new or changes, repeated before it expires, taken back at the end.
+
+    Not for several threads.
+    """
+
+    def __init__(self, requests: Asked, clock: Callable[[], float] = time.monotonic):
+        self._requests, self._clock = requests, clock
+        self._bundles: list[Bundle] = []
+        self._since = self._last = 0.0
+
+    @property
+    def bundles(self) -> list[Bundle]:
+        return list(self._bundles)
+
+    @property
+    def seconds(self) -> float:
+        """For how long something has been asked for; 0 where nothing is."""
+        return self._clock() - self._since if self._bundles else 0.0
+
+    def want(self, bundles: Sequence[Bundle]) -> None:
+        """Ask for these, and for nothing else."""
+        now = self._clock()
+        if not bundles:
+            self.end()
+            return
+        if not self._bundles:
+            self._since = now
+        if list(bundles) != self._bundles or now - self._last >= REPEAT_S:
+            self._bundles, self._last = list(bundles), now
+            self._requests.ask(self._bundles, EXPIRE_S)
+
+    def end(self) -> None:
+        if self._bundles:
+            self._bundles = []
+            self._requests.take_back()

@@ -1,0 +1,177 @@
+"""Jobs on a cluster, by Ray's job API: asked for, watched, read, stopped."""
+
+import asyncio
+import os
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+from rtrain import ray_internals
+from rtrain.cluster.jobs import naming, upload
+from rtrain.errors import TryAgain, UserError
+
+DEFAULT = "http://127.0.0.1:8265"
+AGENT_S = 60.0
+"""Seconds in which the head's agent must be there: the API answers some seconds before it takes jobs."""
+LOOK_EVERY_S = 1.0
+PATIENCE_S = 30.0
+"""Seconds without an answer of the head, after which a watched job counts as lost with it."""
+
+
+class Job(NamedTuple):
+    id: str
+    status: str
+    entrypoint: str
+    started: float | None
+    """Seconds since 1970."""
+    ended: float | None
+    driver_exit_code: int | None
+
+
+class Jobs:
+    """The job API at `address`; None stands for RAY_API_SERVER_ADDRESS, or this machine's port 8265."""
+
+    def __init__(self, address: str | None = None, client: Any = None):
+        """`client`: a JobSubmissionClient; None to make one."""
+        self.address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or DEFAULT
+        if not self.address.startswith(("http://", "https://")):
+            raise UserError(f"{self.address}: not the address of a job API; write one such as {DEFAULT}")
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        self._client: Any = client
+        if client is None:
+            from ray.job_submission import JobSubmissionClient
+
+            with self._asked():
+                self._client = JobSubmissionClient(self.address)
+
+    def all(self) -> dict[str, Job]:
+        with self._asked():
+            found = self._client.list_jobs()
+        return {
+            one.submission_id: Job(
+                one.submission_id,
+                str(getattr(one.status, "value", one.status)),
+                one.entrypoint or "",
+                one.start_time / 1000 if one.start_time else None,
+                one.end_time / 1000 if one.end_time else None,
+                one.driver_exit_code,
+            )
+            for one in found
+            if one.submission_id
+        }
+
+    def of_run(self, name: str) -> list[Job]:
+        """The jobs of a run, by its folder's name, in their order."""
+        jobs = self.all()
+        return [jobs[job] for job in naming.attempts(naming.identity((), PurePosixPath(name)), list(jobs))]
+
+    def submit(self, words: Sequence[str], files: upload.Upload, say: Callable[[str], None]) -> str:
+        """Ask for the job that `words` name; returns its id. One that is there already is left as it is."""
+        run = naming.run_of(words)
+        base = naming.identity(words, run)
+        decided = naming.decide(base, {job.id: job.status for job in self.all().values()})
+        if isinstance(decided, naming.Attach):
+            say(f"{decided.job} is there already: nothing is started")
+            return decided.job
+        say(f"{decided.job}: {files.text()}")
+        entrypoint = shlex.join(["python", "-m", naming.ENTRY, *words])
+        give_up = time.monotonic() + AGENT_S
+        with upload.copied(files) as folder, self._asked():
+            while True:
+                try:
+                    self._client.submit_job(
+                        entrypoint=entrypoint,
+                        submission_id=decided.job,
+                        runtime_env={"working_dir": str(folder)},
+                        metadata={"rtrain_run": str(run or "")},
+                    )
+                    return decided.job
+                except RuntimeError as error:
+                    if "No available agent" not in str(error) or time.monotonic() > give_up:
+                        raise
+                time.sleep(LOOK_EVERY_S)
+
+    def nodes(self) -> str:
+        """What the autoscaler says of nodes and demand; as `ray status` prints it."""
+        with self._asked():
+            told = ray_internals.cluster_status(self._client)
+        return (told or "the cluster says nothing of its nodes").strip()
+
+    def logs(self, job: str) -> str:
+        with self._asked():
+            return str(self._client.get_job_logs(job))
+
+    def stop(self, job: str) -> bool:
+        with self._asked():
+            return bool(self._client.stop_job(job))
+
+    def watch(self, job: str, show: Callable[[str], None]) -> Job:
+        """Show a job's lines as they come, until it has ended. Raises `TryAgain` where the head is lost meanwhile."""
+        shown, answered = 0, time.monotonic()
+        while True:
+            try:
+                found = self.all().get(job)
+                shown += self._tail(job, shown, show)
+                answered = time.monotonic()
+            except (UserError, OSError):
+                if time.monotonic() - answered > PATIENCE_S:
+                    raise TryAgain(
+                        f"the head at {self.address} does not answer any more; submit the same command again when it "
+                        "does: the run goes on from its storage"
+                    ) from None
+                found = None
+            else:
+                if found is None:
+                    raise TryAgain(f"{job} is not known here any more; submit the same command again")
+                if found.status in naming.ENDED:
+                    rest = self.logs(job)
+                    if len(rest) > shown:
+                        show(rest[shown:])
+                    return found
+            time.sleep(LOOK_EVERY_S)
+
+    def _tail(self, job: str, already: int, show: Callable[[str], None]) -> int:
+        """Show what follows the first `already` characters, until the stream ends; returns how many those were."""
+
+        async def follow() -> int:
+            seen, told = 0, 0
+            async for portion in self._client.tail_job_logs(job):
+                new = portion[max(0, already - seen) :]
+                seen += len(portion)
+                if new:
+                    told += len(new)
+                    show(new)
+            return told
+
+        told = 0
+        with suppress(RuntimeError):  # the job has not begun, or its log is not there yet
+            told = asyncio.run(follow())
+        return told
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        try:
+            yield
+        except ConnectionError as error:
+            first = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"no job API answers at {self.address} ({first}); start the cluster, and forward its port: "
+                "ray dashboard cluster.yaml"
+            ) from None
+        except Exception as error:
+            text = str(error)
+            if _is_refusal(error, text):
+                raise UserError(
+                    f"{self.address} asks for the cluster's token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to "
+                    "the file that ray rsync-down has brought"
+                ) from None
+            raise
+
+
+def _is_refusal(error: Exception, text: str) -> bool:
+    return "Authentication" in type(error).__name__ or any(
+        told in text for told in ("status code 401", "status code 403", "Unauthorized", "authentication token")
+    )

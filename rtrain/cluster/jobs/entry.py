@@ -1,0 +1,159 @@
+"""The entry point of a job that can be tried again: `python -m rtrain.cluster.jobs.entry VERB ARGUMENTS`.
+
+It runs the verb under the supervisor of jobs, resumes a run that is there, and writes every line that is printed to a
+log beside the run as well, so that it can be read when the cluster is gone. Where `cluster.storage` is set, the log is
+copied there. It imports neither Ray nor torch.
+"""
+
+import os
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from rtrain import signals
+from rtrain.cluster import supervise
+from rtrain.cluster.jobs import naming
+from rtrain.errors import TryAgain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+COPY_EVERY_S = 30.0
+LEFT_S = 10.0
+"""Seconds in which the last lines of what was started must come."""
+
+
+def main(words: Sequence[str]) -> int:
+    """The exit code of the verb; 75 where it was ended by SIGTERM, as a node or a pod that goes away does."""
+    found = naming.run_of(words)
+    if found is None:
+        return _alone(words)
+    run, storage = Path(found), naming.setting(words, "cluster.storage")
+    supervised = words[0] in naming.SUPERVISED
+    arguments = resumed(list(words), run, storage) if supervised else list(words)
+    with kept(Path(naming.log_of(found)), storage and f"{storage.rstrip('/')}/{naming.LOGS}/{run.name}.log"):
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        sys.stdout.write(f"--- {stamp} rtrain {shlex.join(arguments)}\n")
+        sys.stdout.flush()
+        code = supervise.supervise(arguments, run) if supervised else _alone(arguments)
+        return again(code) if supervised else code
+
+
+def again(code: int) -> int:
+    """The exit code of a job whose run has ended with `code`: one that was ended from outside is to be tried again."""
+    if code == signals.TERMINATED:
+        sys.stdout.write("rtrain: ended from outside; the same job goes on from the newest checkpoint\n")
+        return TryAgain.exit_code
+    return code
+
+
+def _alone(words: Sequence[str]) -> int:
+    code = supervise.child(list(words))
+    return code if code >= 0 else 128 - code
+
+
+def resumed(words: list[str], run: Path, storage: str | None) -> list[str]:
+    """The words with --resume where the run is there, or its copy, in place of what they say of it themselves."""
+    if "--new" in words:
+        return words
+    found = supervise.resumed(words, run)
+    if "--resume" not in found and storage and _is_there(f"{storage.rstrip('/')}/{run.name}/config.yaml"):
+        return [*found, "--resume"]
+    return found
+
+
+def _is_there(url: str) -> bool:
+    import fsspec
+
+    files, path = fsspec.core.url_to_fs(url)
+    return bool(files.exists(path))
+
+
+@contextmanager
+def kept(log: Path, copy: str | None) -> "Iterator[None]":
+    """While the block runs, what this process and its children print goes to the file `log` too; and to the URL
+    `copy`, now and then and at the end. A log that cannot be written is said, and ends nothing."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    out, err = os.dup(1), os.dup(2)
+    reading, writing = os.pipe()
+    os.dup2(writing, 1)
+    os.dup2(writing, 2)
+    os.close(writing)
+    ended = threading.Event()
+    reader = threading.Thread(target=_tee, args=(reading, out, log), name="rtrain-log", daemon=True)
+    copier = threading.Thread(target=_copy, args=(log, copy, ended, err), name="rtrain-log-copy")
+    reader.start()
+    copier.start()
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        reader.join(LEFT_S)  # a process that outlives its parent may hold the other end
+        ended.set()
+        copier.join()
+        for one in () if reader.is_alive() else (reading, out, err):
+            os.close(one)
+
+
+def _tee(reading: int, out: int, log: Path) -> None:
+    file: IO[bytes] | None = None
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        file = log.open("ab")
+    except OSError as error:
+        os.write(out, f"rtrain: no log at {log}: {error}\n".encode())
+    while portion := os.read(reading, 1 << 16):
+        _write(out, portion)
+        if file is not None:
+            try:
+                file.write(portion)
+                file.flush()
+            except OSError as error:
+                os.write(out, f"rtrain: the log {log} goes on no more: {error}\n".encode())
+                file = None
+    if file is not None:
+        file.close()
+
+
+def _write(to: int, portion: bytes) -> None:
+    while portion:
+        portion = portion[os.write(to, portion) :]
+
+
+def _copy(log: Path, url: str | None, ended: threading.Event, err: int) -> None:
+    copied, failed = -1, False
+    while url:
+        last = ended.wait(COPY_EVERY_S)
+        size = log.stat().st_size if log.is_file() else -1
+        if size > copied:
+            try:
+                _put(log, url)
+                copied = size
+            except Exception as error:  # any kind of storage; the next look may do better
+                if not failed:
+                    failed = True
+                    os.write(err, f"rtrain: the log is not copied to {url}: {error}\n".encode())
+        if last:
+            return
+
+
+def _put(log: Path, url: str) -> None:
+    import fsspec
+
+    files: Any
+    files, path = fsspec.core.url_to_fs(url)
+    files.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+    files.pipe_file(path, log.read_bytes())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,35 @@
+"""What Ray's launcher does for a cluster's file: `ray rsync-down`, `ray down`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from rtrain.errors import UserError, meant
+
+
+def bring(file: Path, remote: str, to: Path) -> None:
+    """Copy a folder of the head into the new folder `to`."""
+    _there(file)
+    if to.exists():
+        raise UserError(f"{to} is there already; name another folder with --to")
+    if not remote.startswith("/"):
+        raise UserError(f"{remote}: name the run's folder on the nodes, e.g. /shared/runs/{remote}, or give --storage")
+    to.mkdir(parents=True)
+    if code := _ray("rsync-down", str(file), f"{remote.rstrip('/')}/", f"{to}/"):
+        to.rmdir()
+        raise UserError(f"ray rsync-down ended with {code}; see its lines above")
+
+
+def down(file: Path, yes: bool) -> int:
+    """End every node of the file; returns the launcher's exit code. Without `yes` it asks first."""
+    _there(file)
+    return _ray("down", str(file), *(["--yes"] if yes else []))
+
+
+def _there(file: Path) -> None:
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; {meant(file) or 'name the file that ray up was called with'}")
+
+
+def _ray(*words: str) -> int:
+    return subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *words], check=False).returncode

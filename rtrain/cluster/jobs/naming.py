@@ -1,0 +1,97 @@
+"""Which run a job makes, what the job is called, and whether asking for it again starts another one. Pure."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from rtrain.errors import ConfigError, Problem
+
+SUPERVISED = ("train", "tune", "distill")
+"""Verbs that write a run folder, which they resume."""
+MAKE_RUNS = (*SUPERVISED, "demo")
+"""Verbs that write a folder, beside which their lines are kept."""
+LOGS = ".jobs"
+"""Folder beside the runs, with a log for each."""
+ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+ENTRY = "rtrain.cluster.jobs.entry"
+LONGEST = 60
+
+
+def option(words: Sequence[str], name: str) -> str | None:
+    """The value of an option in the words of a command, the last one where there are several."""
+    found = None
+    for place, word in enumerate(words):
+        if word == name and place + 1 < len(words):
+            found = words[place + 1]
+        elif word.startswith(f"{name}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def setting(words: Sequence[str], name: str) -> str | None:
+    """The value of a setting that `--set` names."""
+    given = [words[place + 1] for place, word in enumerate(words[:-1]) if word == "--set"]
+    given += [word.partition("=")[2] for word in words if word.startswith("--set=")]
+    found = [text.partition("=")[2] for text in given if text.partition("=")[0].strip() == name]
+    return found[-1] if found else None
+
+
+def run_of(words: Sequence[str]) -> PurePosixPath | None:
+    """The run folder that a command makes; None for a verb that makes none. Raises `ConfigError` for one that makes
+    a run and does not say where: the job's own folder is collected with the job."""
+    out = option(words, "--out")
+    if not words or words[0] not in MAKE_RUNS:
+        return None
+    if out is None or not out.startswith("/"):
+        reason = "the nodes' folder for it must be named whole, where all of them see it"
+        raise ConfigError([Problem("--out", out, reason, f"write --out /shared/runs/{words[0]}")])
+    return PurePosixPath(out)
+
+
+def log_of(run: PurePosixPath) -> PurePosixPath:
+    return run.parent / LOGS / f"{run.name}.log"
+
+
+def identity(words: Sequence[str], run: PurePosixPath | None) -> str:
+    """What the job is called: the run's name, else the verb's; the same for the same request."""
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", run.name if run else words[0] if words else "job").strip("-.")
+    return f"rtrain-{plain[:LONGEST] or 'job'}"
+
+
+class Attach(NamedTuple):
+    """The job is there and has not ended: nothing is started."""
+
+    job: str
+
+
+class Start(NamedTuple):
+    """A job of that id is to be started."""
+
+    job: str
+
+
+def attempts(base: str, jobs: Sequence[str]) -> list[str]:
+    """The jobs of that name, in their order: NAME, NAME-2, NAME-3, ..."""
+    pattern = re.compile(rf"{re.escape(base)}(?:-try-(\d+))?")
+    found = [(int(match[1] or 1), job) for job in jobs if (match := pattern.fullmatch(job))]
+    return [job for _, job in sorted(found)]
+
+
+def decide(base: str, statuses: Mapping[str, str]) -> Attach | Start:
+    """What a request for the job `base` comes to. `statuses`: by id, of all jobs that the cluster knows."""
+    mine = attempts(base, list(statuses))
+    running = [job for job in mine if statuses[job] not in ENDED]
+    if running:
+        return Attach(running[-1])
+    if not mine:
+        return Start(base)
+    last = re.fullmatch(r".*-try-(\d+)", mine[-1])
+    return Start(f"{base}-try-{int(last[1]) + 1 if last else 2}")
+
+
+def exit_code(status: str, driver: int | None) -> int:
+    """The exit code of a command that has watched a job until it ended."""
+    if status == "SUCCEEDED":
+        return 0
+    return driver if driver and driver > 0 else 1

@@ -1,0 +1,77 @@
+"""What a job takes along: the files of the folder that git tracks, and nothing else."""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rtrain.errors import UserError
+
+MOST_BYTES = 5_000_000
+LARGEST = 10
+
+
+@dataclass(frozen=True)
+class Upload:
+    root: Path
+    files: tuple[tuple[str, int], ...]
+    """(path, bytes), the largest first."""
+    left: int
+    """Files that git neither tracks nor ignores, which stay here."""
+
+    @property
+    def size(self) -> int:
+        return sum(size for _, size in self.files)
+
+    def text(self) -> str:
+        told = f"{len(self.files)} tracked files, {self.size / 1e6:.1f} MB"
+        name, size = self.files[0] if self.files else ("none", 0)
+        stay = f"; {self.left} untracked stay here" if self.left else ""
+        return f"{told}, the largest {name} ({size / 1e6:.2f} MB){stay}"
+
+
+def of(folder: Path, most: int = MOST_BYTES) -> Upload:
+    """The files of the git work tree that `folder` is the root of. Raises `UserError` where it is none, and where they
+    are more than `most` bytes."""
+    tracked = _git(folder, "ls-files", "-z")
+    files = [(name, (folder / name).lstat().st_size) for name in tracked if (folder / name).is_file()]
+    found = Upload(
+        folder,
+        tuple(sorted(files, key=lambda file: (-file[1], file[0]))),
+        len(_git(folder, "ls-files", "-z", "--others", "--exclude-standard")),
+    )
+    if found.size > most:
+        listed = "\n".join(f"  {size / 1e6:8.2f} MB  {name}" for name, size in found.files[:LARGEST])
+        raise UserError(
+            f"{folder}: its tracked files are {found.size / 1e6:.1f} MB, and a job takes {most / 1e6:.0f} along; the "
+            f"largest:\n{listed}\nKeep data out of git, and on the storage of the nodes; or give --most-mb"
+        )
+    return found
+
+
+@contextmanager
+def copied(upload: Upload) -> Iterator[Path]:
+    """A folder with copies of the files, for as long as the block runs."""
+    with TemporaryDirectory(prefix="rtrain-upload-") as folder:
+        for name, _ in upload.files:
+            target = Path(folder, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(upload.root / name, target)
+        yield Path(folder)
+
+
+def _git(folder: Path, *words: str) -> list[str]:
+    try:
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise UserError("git is not here, by which the files of a job are chosen; install it") from None
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()
+        raise UserError(
+            f"{folder} is no git work tree ({reason[-1] if reason else 'git failed'}); call it from a checkout, or use "
+            "ray job submit, which takes the whole folder along"
+        )
+    return [name for name in done.stdout.split("\0") if name]

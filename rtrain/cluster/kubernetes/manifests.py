@@ -1,0 +1,314 @@
+"""`rtrain cluster kubernetes`: what KubeRay makes a cluster, a job and a service of, from the same pins as a
+launcher's file.
+
+Pods hold no right of their own, run as no root, and are reached by each other and by KubeRay alone. A pod that is to go
+drains its node first, so that a run saves and goes on without it.
+"""
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import yaml
+
+from rtrain.cluster import supply
+from rtrain.cluster.variants.variants import RAY
+
+Map = dict[str, Any]
+SHARED = "/shared"
+DRAIN_S = 90
+"""Seconds that a pod has to drain; Kubernetes ends it `SPARE_S` later."""
+SPARE_S = 30
+IDLE_S = 300
+PORT = 8000
+HOOK = "rtrain.cluster.session.on_node_start"
+ENTRY = "rtrain.cluster.jobs.entry"
+LABELS = {"app.kubernetes.io/name": "rtrain"}
+CLIENTS = {"rtrain-client": "true"}
+"""Pods with this label may ask the endpoint."""
+OPERATOR = {"app.kubernetes.io/name": "kuberay"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    image: str = "FILL-IN/rtrain@sha256:FILL-IN"
+    name: str = "rtrain"
+    workers: int = 4
+    """The most workers' pods at a time."""
+    cpus: int = 8
+    memory: str = "16Gi"
+    gpus: int = 0
+    storage: str = "100Gi"
+    storage_class: str = "FILL-IN"
+    verb: tuple[str, ...] = ("train", "intent", "--data", f"{SHARED}/messages.csv", "--out", f"{SHARED}/runs/intent")
+    artifact: str = f"{SHARED}/runs/intent/artifact"
+
+
+class Part(NamedTuple):
+    """A document, and what is said above it."""
+
+    comment: str
+    manifest: Map
+
+
+def parts(settings: Settings) -> list[Part]:
+    return [
+        Part(
+            "The folder that all pods share: token stores, checkpoints and artefacts are written by one and read by\n"
+            "all. Its class must know ReadWriteMany (NFS, EFS, Filestore, Azure Files).",
+            _claim(settings),
+        ),
+        Part(
+            "Pods of the cluster reach each other, KubeRay reaches the head, and pods with the label rtrain-client\n"
+            "the endpoint; nobody else reaches any. The network plug-in must know NetworkPolicy.",
+            _policy(settings),
+        ),
+        Part("A cluster for jobs by hand: rtrain cluster submit, with its port 8265 forwarded.", _cluster(settings)),
+        Part(
+            "A job with a cluster of its own, which ends with it. It is tried again where it fails, and goes on from\n"
+            "its newest checkpoint: the entry point resumes the run that it finds.",
+            _job(settings),
+        ),
+        Part(
+            "The endpoint: its replicas come with the requests, and their pods with them. A new artefact is served\n"
+            "before the old one goes.",
+            _service(settings),
+        ),
+    ]
+
+
+def text(settings: Settings, kinds: Sequence[str] = ()) -> str:
+    """The manifests as YAML, each under its comment; those of `kinds` alone, where some are named."""
+    chosen = [part for part in parts(settings) if not kinds or part.manifest["kind"] in kinds]
+    return "---\n".join(_commented(part) for part in chosen)
+
+
+def _commented(part: Part) -> str:
+    comment = "".join(f"# {line}\n" for line in part.comment.splitlines())
+    return comment + yaml.dump(part.manifest, Dumper=_Dumper, sort_keys=False, width=110)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines as blocks, and no aliases: what is equal is written out."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
+# --------------------------------------------------------------------------------------------------------- manifests
+
+
+def _named(settings: Settings, suffix: str = "") -> Map:
+    return {"name": f"{settings.name}{suffix}", "labels": dict(LABELS)}
+
+
+def _claim(settings: Settings) -> Map:
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": _named(settings, "-shared"),
+        "spec": {
+            "accessModes": ["ReadWriteMany"],
+            "storageClassName": settings.storage_class,
+            "resources": {"requests": {"storage": settings.storage}},
+        },
+    }
+
+
+def _policy(settings: Settings) -> Map:
+    everywhere: Map = {"namespaceSelector": {}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": _named(settings),
+        "spec": {
+            "podSelector": {"matchLabels": dict(LABELS)},
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [{"podSelector": {"matchLabels": dict(LABELS)}}]},
+                {
+                    "from": [{**everywhere, "podSelector": {"matchLabels": dict(OPERATOR)}}],
+                    "ports": [{"protocol": "TCP", "port": 8265}, {"protocol": "TCP", "port": PORT}],
+                },
+                {
+                    "from": [{"podSelector": {"matchLabels": dict(CLIENTS)}}],
+                    "ports": [{"protocol": "TCP", "port": PORT}],
+                },
+            ],
+        },
+    }
+
+
+def _cluster(settings: Settings) -> Map:
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": _named(settings),
+        "spec": _spec(settings),
+    }
+
+
+def _job(settings: Settings) -> Map:
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": _named(settings, "-job"),
+        "spec": {
+            "entrypoint": shlex.join(["python", "-m", ENTRY, *settings.verb]),
+            "submissionMode": "K8sJobMode",
+            "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": IDLE_S,
+            "backoffLimit": 3,
+            "submitterPodTemplate": {
+                "metadata": {"labels": dict(LABELS)},
+                "spec": {
+                    **_pod_security(),
+                    "restartPolicy": "Never",
+                    "automountServiceAccountToken": False,
+                    "containers": [
+                        {
+                            "name": "submitter",
+                            "image": settings.image,
+                            "resources": _resources(1, "1Gi"),
+                            "securityContext": _container_security(),
+                        }
+                    ],
+                },
+            },
+            "rayClusterSpec": _spec(settings),
+        },
+    }
+
+
+def _service(settings: Settings) -> Map:
+    config = {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": "0.0.0.0", "port": PORT},
+        "applications": [
+            {
+                "name": "rtrain",
+                "route_prefix": "/",
+                "import_path": "serve.service:application",
+                "args": {"artifact": settings.artifact},
+                "deployments": [
+                    {
+                        "name": "rtrain",
+                        "ray_actor_options": {"num_cpus": 1},
+                        "autoscaling_config": {"min_replicas": 1, "max_replicas": settings.workers},
+                    }
+                ],
+            }
+        ],
+    }
+    probe = {"httpGet": {"path": "/v2/health/ready", "port": PORT}, "periodSeconds": 5, "timeoutSeconds": 5}
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayService",
+        "metadata": _named(settings, "-service"),
+        "spec": {
+            "serveConfigV2": yaml.safe_dump(config, sort_keys=False),
+            "excludeHeadPodFromServeSvc": True,
+            "rayClusterConfig": _spec(settings, probe=probe, least=1, gpus=0),
+        },
+    }
+
+
+def _spec(settings: Settings, probe: Map | None = None, least: int = 0, gpus: int | None = None) -> Map:
+    """Of a cluster: a head without CPUs for tasks, and workers that come with the work."""
+    gpus = settings.gpus if gpus is None else gpus
+    head = _pod(settings, "ray-head", _resources(2, "8Gi"))
+    head["spec"]["containers"][0]["ports"] = [
+        {"containerPort": 6379, "name": "gcs-server"},
+        {"containerPort": 8265, "name": "dashboard"},
+        {"containerPort": PORT, "name": "serve"},
+    ]
+    # KubeRay does not tell jobs what it may start.
+    types = {"workers": {"resources": {"CPU": settings.cpus, **({"GPU": gpus} if gpus else {})}}}
+    may = {"max_workers": settings.workers, "available_node_types": types}
+    head["spec"]["containers"][0]["env"].append({"name": supply.AUTOSCALER_FILE, "value": json.dumps(may)})
+    worker = _pod(settings, "ray-worker", _resources(settings.cpus, settings.memory, gpus))
+    worker["spec"]["automountServiceAccountToken"] = False
+    drain = ["python", "-m", "rtrain.cluster.spot", "now", "--wait", "--seconds", str(DRAIN_S)]
+    worker["spec"]["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": drain}}}
+    worker["spec"]["terminationGracePeriodSeconds"] = DRAIN_S + SPARE_S
+    if probe is not None:
+        worker["spec"]["containers"][0]["readinessProbe"] = probe
+    return {
+        "rayVersion": RAY,
+        "authOptions": {"mode": "token"},
+        "enableInTreeAutoscaling": True,
+        "autoscalerOptions": {"version": "v2", "idleTimeoutSeconds": IDLE_S, "resources": _resources(1, "1Gi")},
+        "headGroupSpec": {
+            "serviceType": "ClusterIP",
+            "rayStartParams": {"num-cpus": "0"},
+            "template": head,
+        },
+        "workerGroupSpecs": [
+            {
+                "groupName": "workers",
+                "replicas": least,
+                "minReplicas": least,
+                "maxReplicas": settings.workers,
+                "idleTimeoutSeconds": IDLE_S,
+                "labels": {"rtrain-role": "workers"},
+                "rayStartParams": {},
+                "template": worker,
+            }
+        ],
+    }
+
+
+def _pod(settings: Settings, container: str, resources: Map) -> Map:
+    return {
+        "metadata": {"labels": dict(LABELS)},
+        "spec": {
+            **_pod_security(),
+            "restartPolicy": "Never",
+            "containers": [
+                {
+                    "name": container,
+                    "image": settings.image,
+                    "env": [{"name": "RAY_START_HOOK", "value": HOOK}],
+                    "resources": resources,
+                    "securityContext": _container_security(),
+                    "volumeMounts": [
+                        {"name": "shared", "mountPath": SHARED},
+                        {"name": "memory", "mountPath": "/dev/shm"},
+                    ],
+                }
+            ],
+            "volumes": [
+                {"name": "shared", "persistentVolumeClaim": {"claimName": f"{settings.name}-shared"}},
+                {"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}},
+            ],
+        },
+    }
+
+
+def _resources(cpus: int, memory: str, gpus: int = 0) -> Map:
+    """The same for request and limit: a pod that may take more is the first to be ended."""
+    each: Map = {"cpu": str(cpus), "memory": memory, **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
+    return {"requests": dict(each), "limits": dict(each)}
+
+
+def _pod_security() -> Map:
+    return {
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": 1000,
+            "fsGroup": 1000,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+    }
+
+
+def _container_security() -> Map:
+    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}

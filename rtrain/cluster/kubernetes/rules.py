@@ -1,0 +1,350 @@
+"""What is wrong in manifests for KubeRay, where its schemas say nothing: they take any text for an option of Ray, an
+entry point, a policy of restarts or an amount of memory, and any cluster without a token."""
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+
+import yaml
+
+from rtrain.cluster.kubernetes import walk
+from rtrain.cluster.lint import secrets
+from rtrain.cluster.lint.around import Around
+from rtrain.cluster.lint.clouds import get
+from rtrain.cluster.lint.document import Document
+from rtrain.cluster.lint.findings import Finding, Found, Level
+from rtrain.cluster.lint.nodes import EVERYONE
+from rtrain.cluster.lint.shell import options
+
+Documents = list[Document]
+Check = Callable[[Documents, Around], Found]
+ENUMS: Mapping[str, tuple[str, ...]] = {
+    "restartPolicy": ("Always", "OnFailure", "Never"),
+    "imagePullPolicy": ("Always", "IfNotPresent", "Never"),
+    "protocol": ("TCP", "UDP", "SCTP"),
+    "dnsPolicy": ("ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"),
+    "serviceType": ("ClusterIP", "NodePort", "LoadBalancer"),
+    "submissionMode": ("K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"),
+    "upscalingMode": ("Default", "Aggressive", "Conservative"),
+    "medium": ("", "Memory", "HugePages"),
+    "effect": ("NoSchedule", "PreferNoSchedule", "NoExecute"),
+}
+"""Values that Kubernetes and KubeRay take, of fields that their schemas leave open or may."""
+MODES = ("ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod")
+QUANTITY = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([KMGTPE]i|[munkMGTPE]|[eE][+-]?\d+)?")
+NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+LONGEST_NAME = 47
+"""KubeRay appends to a cluster's name; a name of Kubernetes has 63 characters at most."""
+KINDS = (*walk.CLUSTERS, "PersistentVolumeClaim", "NetworkPolicy", "Service", "Secret", "ConfigMap", "Namespace")
+
+
+def kinds(documents: Documents, around: Around) -> Found:
+    for document in documents:
+        version, kind = document.get("apiVersion"), walk.kind(document)
+        if kind not in KINDS:
+            yield document.line("kind"), f"the kind {kind} is not checked", f"write one of {', '.join(KINDS)}"
+        elif kind in walk.CLUSTERS and version != "ray.io/v1":
+            yield document.line("apiVersion"), f"KubeRay has no {kind} of {version}", "write apiVersion: ray.io/v1"
+
+
+def names(documents: Documents, around: Around) -> Found:
+    for document in documents:
+        name = str(document.get("metadata", "name", default=""))
+        if not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
+            what = f"the name {name!r} is none of Kubernetes', or too long for what KubeRay appends"
+            yield document.line("metadata", "name"), what, f"write up to {LONGEST_NAME} of a-z, 0-9 and -"
+
+
+def token(documents: Documents, around: Around) -> Found:
+    for cluster in walk.clusters(documents):
+        if cluster.get("authOptions", "mode") != "token":
+            what = "the cluster asks for no token: every pod that reaches it may run code there"
+            yield cluster.line("authOptions", "mode"), what, "write authOptions: {mode: token}"
+
+
+def versions(documents: Documents, around: Around) -> Found:
+    here = around.version("ray")
+    for cluster in walk.clusters(documents):
+        if here and cluster.get("rayVersion") != here:
+            what = f"rayVersion is {cluster.get('rayVersion')}, and this machine has {here}"
+            yield cluster.line("rayVersion"), what, f"write rayVersion: {here}, with an image that has it"
+
+
+def images(documents: Documents, around: Around) -> Found:
+    for _, container in walk.containers(documents):
+        if "@sha256:" not in str(container.get("image")):
+            what = f"the image {container.get('image')} is another one tomorrow"
+            yield container.line("image"), what, "name it by its digest: IMAGE@sha256:..."
+
+
+def start_parameters(documents: Documents, around: Around) -> Found:
+    from ray.scripts.scripts import start
+
+    known = {option for parameter in start.params for option in getattr(parameter, "opts", ())}
+    for group in walk.groups(documents):
+        for name, value in (group.get("rayStartParams") or {}).items():
+            line = group.line("rayStartParams", name)
+            if f"--{name}" not in known:
+                yield line, f"ray start has no option --{name}: the pod does not come up", "see ray start --help"
+            elif not isinstance(value, str):
+                yield line, f"{name} is no text, which KubeRay wants", f'write {name}: "{value}"'
+            elif name.endswith("-port") and not value.isdigit():
+                yield line, f"{name} is no port: {value}", "write a number in quotes"
+
+
+def head_tasks(documents: Documents, around: Around) -> Found:
+    for group in walk.groups(documents):
+        if walk.is_head(group) and group.get("rayStartParams", "num-cpus") != "0":
+            what = "tasks are placed on the head: where they use up its memory, the cluster goes with them"
+            yield group.line("rayStartParams"), what, 'write rayStartParams: {num-cpus: "0"} for the head'
+
+
+def autoscaler(documents: Documents, around: Around) -> Found:
+    for cluster in walk.clusters(documents):
+        if cluster.get("enableInTreeAutoscaling") is not True:
+            yield cluster.line("enableInTreeAutoscaling"), "workers do not come with the work", "write true"
+        elif cluster.get("autoscalerOptions", "version") != "v2":
+            what = "version 1 of the autoscaler does not know idle times of a group, nor labels"
+            yield cluster.line("autoscalerOptions", "version"), what, "write autoscalerOptions: {version: v2}"
+        elif not cluster.get("autoscalerOptions", "idleTimeoutSeconds"):
+            what = "no idle time is said: a pod without work is paid for as long as KubeRay's default"
+            yield cluster.line("autoscalerOptions"), what, "write idleTimeoutSeconds: 300"
+    for group in walk.groups(documents):
+        if group.get("template", "spec", "restartPolicy") != "Never":
+            what = "a pod whose Ray has ended is started again in place, which the autoscaler takes for a new node"
+            yield group.line("template", "spec", "restartPolicy"), what, "write restartPolicy: Never"
+
+
+def replicas(documents: Documents, around: Around) -> Found:
+    for group in walk.groups(documents):
+        if not walk.is_head(group):
+            least, now, most = (group.get(f"{name}eplicas") for name in ("minR", "r", "maxR"))
+            if not 0 <= (least or 0) <= (least if now is None else now) <= (most or 0):
+                what = f"minReplicas {least}, replicas {now} and maxReplicas {most} do not rise"
+                yield group.line("replicas"), what, "write minReplicas <= replicas <= maxReplicas"
+
+
+def memory(documents: Documents, around: Around) -> Found:
+    for _, container in walk.containers(documents):
+        requests, limits = (container.get("resources", name) or {} for name in ("requests", "limits"))
+        for name in ("cpu", "memory"):
+            if name not in requests or name not in limits:
+                what = f"{container.get('name')} does not say how much {name} it needs and may take"
+                yield container.line("resources"), what, f"write {name} under requests and under limits"
+        if requests.get("memory") != limits.get("memory"):
+            what = f"{container.get('name')} may take more memory than it has asked for: it is the first to be ended"
+            yield container.line("resources", "limits", "memory"), what, "write the same for both"
+
+
+def quantities(documents: Documents, around: Around) -> Found:
+    for document in documents:
+        for place, value in document.walk():
+            if len(place) > 1 and place[-2] in ("requests", "limits") and not QUANTITY.fullmatch(str(value)):
+                yield document.line(*place), f"{value} is no amount of {place[-1]}", "write e.g. 500m, 16Gi or 2"
+
+
+def enums(documents: Documents, around: Around) -> Found:
+    for document in documents:
+        for place, value in document.walk():
+            allowed = ENUMS.get(str(place[-1]))
+            if allowed and isinstance(value, str) and value not in allowed:
+                yield document.line(*place), f"{place[-1]} cannot be {value}", f"write one of {', '.join(allowed)}"
+            if place[-1] == "accessModes" and isinstance(value, list):
+                for wrong in (mode for mode in value if mode not in MODES):
+                    yield document.line(*place), f"there is no access mode {wrong}", f"write one of {', '.join(MODES)}"
+            if place[-1] in ("containerPort", "targetPort") and isinstance(value, int) and not 0 < value < 1 << 16:
+                yield document.line(*place), f"{value} is no port", "write 1 to 65535"
+
+
+def leaving(documents: Documents, around: Around) -> Found:
+    for group in walk.groups(documents):
+        if walk.is_head(group):
+            continue
+        pod = group.within("template", "spec")
+        for container in list(pod.each("containers"))[:1]:
+            command = list(map(str, container.get("lifecycle", "preStop", "exec", "command") or ()))
+            if "rtrain.cluster.spot" not in command:
+                what = "a pod that is to go does not drain its node: its last updates are lost"
+                yield container.line("lifecycle"), what, "let preStop run python -m rtrain.cluster.spot now --wait"
+                continue
+            seconds, grace = (
+                float(options(command).get("--seconds", 60)),
+                pod.get("terminationGracePeriodSeconds") or 30,
+            )
+            if grace <= seconds:
+                what = f"the pod is ended after {grace} s, and drains for {seconds:g}"
+                yield pod.line("terminationGracePeriodSeconds"), what, "give it more than the drain"
+
+
+def exposed(documents: Documents, around: Around) -> Found:
+    for document in documents:
+        for place, value in document.walk():
+            if place[-1] in ("serviceType", "type") and value in ("LoadBalancer", "NodePort"):
+                what = f"{value}: the cluster is reached from outside"
+                yield (
+                    document.line(*place),
+                    what,
+                    "write ClusterIP, with kubectl port-forward or a gateway that asks for a key",
+                )
+            if value in EVERYONE:
+                yield (
+                    document.line(*place),
+                    f"{value} is the whole internet",
+                    "name the pods, or the addresses that need it",
+                )
+            if place[-1] == "enableIngress" and value is True:
+                yield document.line(*place), "the dashboard is put on the ingress", "leave enableIngress out"
+
+
+def policy(documents: Documents, around: Around) -> Found:
+    selectors = [
+        document.get("spec", "podSelector", "matchLabels", default={})
+        for document in documents
+        if walk.kind(document) == "NetworkPolicy"
+    ]
+    for pod in walk.pods(documents):
+        labels = pod.get("metadata", "labels") or {}
+        if not any(selector.items() <= labels.items() for selector in selectors):
+            what = "no NetworkPolicy selects this pod: every pod of the cluster of Kubernetes reaches it"
+            yield pod.line("metadata", "labels"), what, "write one whose podSelector has its labels"
+
+
+def rights(documents: Documents, around: Around) -> Found:
+    for pod, container in walk.containers(documents):
+        own = container.get("securityContext") or {}
+        root = pod.get("spec", "securityContext", "runAsNonRoot") is not True and own.get("runAsNonRoot") is not True
+        if own.get("privileged") or own.get("allowPrivilegeEscalation") is not False:
+            what = f"{container.get('name')} may take rights of its machine"
+            yield container.line("securityContext"), what, "write securityContext: {allowPrivilegeEscalation: false}"
+        elif root:
+            yield pod.line("spec"), f"{container.get('name')} may run as root", "write runAsNonRoot: true"
+    for pod in walk.pods(documents):
+        for name in ("hostNetwork", "hostPID", "hostIPC"):
+            if pod.get("spec", name):
+                yield pod.line("spec", name), f"{name}: the pod has a part of its machine", "leave it out"
+        for volume in pod.each("spec", "volumes"):
+            if volume.get("hostPath"):
+                yield volume.line("hostPath"), "the pod mounts a folder of its machine", "use a claim"
+
+
+def storage(documents: Documents, around: Around) -> Found:
+    claims = {str(one.get("metadata", "name")): one for one in documents if walk.kind(one) == "PersistentVolumeClaim"}
+    for name, claim in claims.items():
+        if "ReadWriteMany" not in (claim.get("spec", "accessModes") or ()):
+            what = f"{name} is written by one machine alone, and checkpoints are written by all"
+            yield claim.line("spec", "accessModes"), what, "write accessModes: [ReadWriteMany]"
+    for group in walk.groups(documents):
+        pod = group.within("template", "spec")
+        volumes = {str(volume.get("name")): volume for volume in pod.each("volumes")}
+        for container in pod.each("containers"):
+            mounted = {str(mount.get("name")): mount for mount in container.each("volumeMounts")}
+            for name in mounted.keys() - volumes.keys():
+                yield mounted[name].line("name"), f"there is no volume {name}", "name one of spec.volumes"
+        claimed = [(volume, volume.get("persistentVolumeClaim", "claimName")) for volume in volumes.values()]
+        named = [(volume, claim) for volume, claim in claimed if claim]
+        if not named:
+            yield pod.line("volumes"), "this pod does not mount the folder that all share", "mount a claim"
+        for volume, claim in named:
+            if claim not in claims:
+                yield (
+                    volume.line("persistentVolumeClaim"),
+                    f"the claim {claim} is not in the file",
+                    "add it, or name one",
+                )
+
+
+def jobs(documents: Documents, around: Around) -> Found:
+    for document in documents:
+        if walk.kind(document) != "RayJob":
+            continue
+        entry = str(document.get("spec", "entrypoint", default=""))
+        again = "rtrain.cluster.jobs.entry" in entry or "--resume" in entry
+        if not again:
+            what = "the entry point begins anew where it is tried again"
+            yield document.line("spec", "entrypoint"), what, "start it by python -m rtrain.cluster.jobs.entry VERB ..."
+        if not document.get("spec", "backoffLimit"):
+            yield (
+                document.line("spec", "backoffLimit"),
+                "a job that fails once is not tried again",
+                "write backoffLimit: 3",
+            )
+        if document.get("spec", "shutdownAfterJobFinishes") is not True:
+            what = "the job's cluster stays, and is paid for"
+            yield document.line("spec", "shutdownAfterJobFinishes"), what, "write shutdownAfterJobFinishes: true"
+        try:
+            shlex.split(entry)
+        except ValueError as error:
+            yield document.line("spec", "entrypoint"), f"the entry point is no command: {error}", "mend its quotes"
+
+
+def services(documents: Documents, around: Around) -> Found:
+    for document in documents:
+        if walk.kind(document) != "RayService":
+            continue
+        line = document.line("spec", "serveConfigV2")
+        try:
+            config = yaml.safe_load(str(document.get("spec", "serveConfigV2", default="")))
+        except yaml.YAMLError as error:
+            yield line, f"serveConfigV2 is no YAML: {getattr(error, 'problem', error)}", "mend it"
+            continue
+        for application in get(config, "applications") or [{}]:
+            path = str(get(application, "import_path") or "")
+            module = path.partition(":")[0]
+            if not module or (module.startswith(("serve", "rtrain")) and not _exists(module)):
+                yield line, f"nothing is imported by the path {path!r}", "write serve.service:application"
+        for group in walk.groups([document]):
+            container = group.within("template", "spec", "containers", 0)
+            if not walk.is_head(group) and container.get("readinessProbe", "httpGet", "path") != "/v2/health/ready":
+                what = "a pod gets requests before its model is ready"
+                yield container.line("readinessProbe"), what, "probe /v2/health/ready on the port of Serve"
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+def secret(documents: Documents, around: Around) -> Found:
+    if documents:  # all have the text of the whole file
+        yield from secrets.in_file(documents[0], around)
+
+
+def key_twice(documents: Documents, around: Around) -> Found:
+    from rtrain.cluster.lint.lint import twice
+
+    for document in documents:
+        yield from twice(document, around)
+
+
+RULES: tuple[tuple[str, Level, Check, str], ...] = (
+    ("k8s-key-twice", "error", key_twice, "YAML keeps the last of two equal keys and says nothing."),
+    ("k8s-kind", "error", kinds, "What is not known is not checked."),
+    ("k8s-name", "error", names, "Kubernetes refuses other names."),
+    ("k8s-token", "error", token, "Without a token whoever reaches Ray may run code."),
+    ("k8s-version", "error", versions, "Both ends of a job must have the same Ray."),
+    ("k8s-image", "error", images, "An image that moves is another cluster tomorrow."),
+    ("k8s-start", "error", start_parameters, "Schemas take any option; Ray does not."),
+    ("k8s-head-tasks", "warning", head_tasks, "Tasks on the head can take the cluster with them."),
+    ("k8s-autoscaler", "error", autoscaler, "Workers come with the work, and go."),
+    ("k8s-replicas", "error", replicas, "Schemas do not compare numbers."),
+    ("k8s-memory", "error", memory, "A pod that takes more than it asked for is ended."),
+    ("k8s-quantity", "error", quantities, "Kubernetes refuses other amounts."),
+    ("k8s-enum", "error", enums, "Kubernetes refuses other values, after the schema took them."),
+    ("k8s-leaving", "error", leaving, "A pod that goes must let its run save."),
+    ("k8s-exposed", "error", exposed, "Whoever reaches Ray may run code."),
+    ("k8s-policy", "error", policy, "Without a policy all pods reach each other."),
+    ("k8s-rights", "error", rights, "A pod that is taken over should own nothing."),
+    ("k8s-storage", "error", storage, "Token stores, checkpoints and artefacts are read by every pod."),
+    ("k8s-job", "error", jobs, "A job that is tried again should go on."),
+    ("k8s-service", "error", services, "Requests go to pods that can answer them."),
+    ("k8s-secret", "error", secret, "A secret in a file is in its history."),
+)
+
+
+def check(documents: Documents, around: Around) -> Iterator[Finding]:
+    for name, level, look, _ in RULES:
+        for line, what, mend in look(documents, around):
+            yield Finding(name, level, line, what, mend)

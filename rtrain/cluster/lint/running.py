@@ -1,0 +1,139 @@
+"""Rules about how Ray is started, where runs are kept, and what the file calls by name."""
+
+import functools
+import importlib
+import re
+
+from rtrain import config
+from rtrain.cluster import supply
+from rtrain.cluster.lint.around import Around
+from rtrain.cluster.lint.document import Document
+from rtrain.cluster.lint.findings import Found
+from rtrain.cluster.lint.shell import HEAD_START, commands, exported, starts
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+MOUNTS = (
+    r"\bmount\b[^;&|]*?-t\s+(?:nfs4?|efs|lustre|cifs|fuse\.\w+)\b(?P<tail>[^;&|)]*)"
+    r"|\b(?:gcsfuse|mount-s3|blobfuse2)\b"
+)
+
+
+def dashboard(document: Document, around: Around) -> Found:
+    for command, options in starts(document):
+        host = options.get("--dashboard-host")
+        if host is not None and host not in LOOPBACK:
+            what = f"the dashboard and the job API listen on {host}"
+            mend = "write --dashboard-host=127.0.0.1, and reach them by SSH: ray dashboard FILE"
+            yield document.within(command.place, "--dashboard-host"), what, mend
+
+
+def client_port(document: Document, around: Around) -> Found:
+    for command, options in starts(document):
+        if "--head" in options and not exported(command.text, "RAY_START_HOOK"):
+            what = "the head opens the Ray Client's port, 10001, which rtrain does not use"
+            mend = "export RAY_START_HOOK=rtrain.cluster.session.on_node_start before ray start"
+            yield document.within(command.place, "ray start"), what, mend
+
+
+def options_known(document: Document, around: Around) -> Found:
+    from ray.scripts.scripts import start
+
+    known = {option for parameter in start.params for option in getattr(parameter, "opts", ())}
+    for command, options in starts(document):
+        for name in options:
+            if name not in known:
+                yield document.within(command.place, name), f"ray start has no option {name}", "see ray start --help"
+
+
+def ports(document: Document, around: Around) -> Found:
+    for command, options in starts(document):
+        seen: dict[str, str] = {}
+        for name, value in options.items():
+            if name.endswith("-port") and value.isdigit() and value != "0":
+                if value in seen:
+                    what = f"{name} and {seen[value]} are both {value}: Ray does not start"
+                    yield document.within(command.place, f"{name}={value}"), what, "give each a port of its own"
+                seen[value] = name
+
+
+def autoscaler_file(document: Document, around: Around) -> Found:
+    if document.get("provider", "type") in (None, "local"):
+        return
+    for command, options in starts(document):
+        if "--head" in options and "--autoscaling-config" not in options:
+            what = "the head is not given the autoscaler's file: no worker ever starts"
+            yield (
+                document.within(command.place, "ray start"),
+                what,
+                "add --autoscaling-config=~/ray_bootstrap_config.yaml",
+            )
+
+
+def storage(document: Document, around: Around) -> Found:
+    if document.get("provider", "type") is None or not document.get(HEAD_START):
+        return
+    found = [(one, match) for one in commands(document) if (match := re.search(MOUNTS, one.text))]
+    everywhere = [one for one, _ in found if not one.on_head_alone and not one.on_workers_alone]
+    here = {
+        name for one, _ in found for name, on in (("head", one.on_head_alone), ("workers", one.on_workers_alone)) if on
+    }
+    if not everywhere and here != {"head", "workers"}:
+        where = f"on the {next(iter(here))} alone" if here else "nowhere"
+        what = f"a folder that all nodes share is mounted {where}: checkpoints of one node are not there for the others"
+        yield document.line("setup_commands"), what, "mount one (NFS, EFS, Filestore) in setup_commands"
+    region = document.get("provider", "region")
+    for command, match in found:
+        tail = match.group("tail") or ""
+        if re.search(r"(?:^|[\s,])soft(?:[\s,]|$)", tail):
+            what = "a soft mount: where the storage is away for a moment, a write fails and a checkpoint breaks"
+            yield document.within(command.place, "soft"), what, "mount it hard"
+        other = re.search(r"\.efs\.([a-z0-9-]+)\.amazonaws\.com", tail)
+        if other and region and other[1] != region:
+            what = f"the file system is in {other[1]}, the nodes are in {region}: they cannot reach it"
+            yield document.within(command.place, ".efs."), what, f"name one in {region}"
+
+
+def hook(document: Document, around: Around) -> Found:
+    for command, _ in starts(document):
+        name = exported(command.text, "RAY_START_HOOK")
+        module, _, attribute = (name or "").rpartition(".")
+        if name and not (module.startswith("rtrain.") and _has(module, attribute)):
+            what = f"there is no {name}: Ray does not start"
+            yield document.within(command.place, "RAY_START_HOOK"), what, "write rtrain.cluster.session.on_node_start"
+
+
+def _has(module: str, attribute: str) -> bool:
+    try:
+        return hasattr(importlib.import_module(module), attribute)
+    except ImportError:
+        return False
+
+
+def names(document: Document, around: Around) -> Found:
+    for number, line in enumerate(document.text.splitlines(), 1):
+        for verb, recipe in re.findall(r"(?:python -m rtrain|cluster submit\b.* --) ([a-z]+)(?: ([a-z][\w-]*))?", line):
+            if around.verbs and verb not in around.verbs:
+                yield number, f"rtrain has no verb {verb}", f"it has {', '.join(sorted(around.verbs))}"
+            elif verb in ("train", "tune") and recipe and recipe not in config.recipe_names():
+                yield number, f"there is no recipe {recipe}", f"there are {', '.join(config.recipe_names())}"
+
+
+@functools.cache
+def _workers_of_recipes() -> int:
+    return max(config.load(name).recipe.train.workers for name in config.recipe_names())
+
+
+def room(document: Document, around: Around) -> Found:
+    """The workers of each recipe, and of each command in the comments, have room in what may be started, beside their
+    data tasks."""
+    types = document.get("available_node_types")
+    if not isinstance(types, dict) or document.get("provider", "type") == "local":
+        return
+    heads, kinds, limit = supply.startable(document.value)
+    cpus, gpus = (supply.largest(heads, kinds, limit, device) for device in ("cpu", "gpu"))
+    told = [int(number) for number in re.findall(r"--workers[ =](\d+)", document.text)]
+    wanted = max([_workers_of_recipes(), *told])
+    needed = supply.data_cpus(None, wanted) + (0 if gpus >= wanted else wanted)
+    if cpus < needed:
+        what = f"{wanted} workers and their data tasks need {needed} CPUs, and the cluster may have {cpus} at most"
+        yield document.line("max_workers"), what, "raise max_workers, or take larger nodes"

@@ -1,0 +1,114 @@
+"""`rtrain cluster init`: a commented file of a cluster, for each cloud from the same source.
+
+What all clouds share stands once, in `base.yaml.j2`; a cloud's own file fills its blocks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from rtrain.cluster import instances
+from rtrain.cluster.instances import BY_NAME, Instance
+from rtrain.cluster.lint.lint import FILL_IN, to_fill_in
+from rtrain.errors import ConfigError, Problem
+
+MOST = 4
+"""Workers at a time, in a new file."""
+NUMBERS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+HERE = Path(__file__).parent
+RAY, FSSPEC = "2.60.0", "2026.9.0"
+"""Versions that nodes get; a test compares them with constraints.txt."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a cluster is made."""
+
+    head: str | None = None
+    worker: str | None = None
+    """Instance types; None where the user's machines, or SkyPilot, decide."""
+    bucket: str = "s3://"
+    private_network: str = "the network"
+    file: str = "cluster.yaml"
+
+
+PLACES: Mapping[str, Place] = {
+    "aws": Place("m7i.large", "c7i.2xlarge", private_network="the VPC"),
+    "gcp": Place("n2-standard-2", "n2-standard-8", bucket="gs://"),
+    "azure": Place("Standard_D2s_v5", "Standard_F8s_v2", bucket="abfs://"),
+    "onprem": Place(),
+    "sky": Place(file="sky.yaml"),
+}
+
+
+def render(cloud: str, gpu: str | None = None, efa: bool = False) -> str:
+    """The text of a file. Raises `ConfigError` for a cloud, a GPU or a network that there is not."""
+    place = _place(cloud)
+    worker = _worker(cloud, place, gpu, efa)
+    cards = worker.efa if worker and efa else 0
+    known: dict[str, Any] = {
+        "cloud": cloud,
+        "home": "/home/ubuntu",
+        "most": MOST,
+        "ray": RAY,
+        "fsspec": FSSPEC,
+        "gpu": gpu,
+        "efa": cards,
+        "fabric": _fabric(worker) if worker and cards else "",
+        "head": BY_NAME.get(place.head or ""),
+        "worker": worker,
+        "bucket": place.bucket,
+        "private_network": place.private_network,
+        "example_workers": min(8, MOST * worker.gpus) if worker and gpu else 8,
+        "switches": "".join([f" --gpu {gpu}" if gpu else "", " --efa" if efa else ""]),
+    }
+    template = _templates().get_template(f"{cloud}.yaml.j2")
+    first = template.render(known, fill_ins="")
+    count = sum(line.count(FILL_IN) for line in first.splitlines() if not line.lstrip().startswith("#"))
+    return template.render(known, fill_ins=NUMBERS[count] if count < len(NUMBERS) else str(count))
+
+
+def fill_ins(text: str) -> list[int]:
+    """The lines of a new file at which something is left to the user."""
+    return to_fill_in(text)
+
+
+def _place(cloud: str) -> Place:
+    if cloud in PLACES:
+        return PLACES[cloud]
+    raise ConfigError([Problem("--cloud", cloud, "unknown", f"write one of {', '.join(PLACES)}")])
+
+
+def _worker(cloud: str, place: Place, gpu: str | None, efa: bool) -> Instance | None:
+    if efa and (cloud != "aws" or gpu is None):
+        reason = "the Elastic Fabric Adapter is AWS's, between GPUs: gradients of CPUs do not go over it"
+        raise ConfigError([Problem("--efa", None, reason, f"write --cloud aws --gpu {instances.gpus('aws', True)[0]}")])
+    if gpu is None or place.worker is None:
+        return BY_NAME.get(place.worker or "")
+    found = instances.with_gpu(cloud, gpu, efa)
+    if found is None:
+        have = ", ".join(instances.gpus(cloud, efa))
+        reason = f"no machine of {cloud} with such a GPU{' and the adapter' if efa else ''} is in the table"
+        raise ConfigError([Problem("--gpu", gpu, reason, f"write one of {have}")])
+    return found
+
+
+def _fabric(worker: Instance) -> str:
+    """Settings of libfabric and NCCL, for the start commands; rdma where the card reads the GPUs' memory itself."""
+    rdma = " FI_EFA_USE_DEVICE_RDMA=1" if worker.rdma else ""
+    libraries = "LD_LIBRARY_PATH=/opt/amazon/ofi-nccl/lib:/opt/amazon/efa/lib:$LD_LIBRARY_PATH"
+    return f"\n    FI_PROVIDER=efa{rdma} NCCL_SOCKET_IFNAME=^lo,docker\n    {libraries}"
+
+
+def _templates() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,
+    )

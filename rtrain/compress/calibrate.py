@@ -1,0 +1,140 @@
+"""The int8 graph of a float artefact: exported, checked against PyTorch, calibrated on training rows; operations that
+change too many answers go back to float."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rtrain import artifact, engines, predict, score
+from rtrain.batch import Floats, Ints, padded
+from rtrain.compress import export_check, fallback
+from rtrain.compress.export_check import SPLIT
+from rtrain.compress.graphs import Export, Quantized, Sample
+from rtrain.config.recipe import Quantize
+from rtrain.data.stores.store import Store
+from rtrain.gate import latency
+
+PRICE_SECONDS = 2.0
+"""About how long it is measured what operations in float cost."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A float artefact, the rows that it was trained on, and where its int8 graph goes."""
+
+    folder: Path
+    made: artifact.Artifact
+    store: Store
+    settings: Quantize
+    draft: Path
+    threads: int
+
+    @cached_property
+    def entry(self) -> engines.Entry:
+        return engines.get(self.settings.engine)
+
+    @cached_property
+    def rows(self) -> Ints:
+        """Positions of the training rows that calibrate, evenly spread over the index."""
+        total = self.store.rows(SPLIT)
+        return np.unique(np.linspace(0, total - 1, min(self.settings.calibration_rows, total)).astype(np.int64))
+
+    def answered_by(self, engine: predict.Engine) -> predict.Predictor:
+        """The artefact with another engine under it."""
+        return predict.Predictor(self.folder, self.made, engine=engine)
+
+    def samples(self, names: frozenset[str], pad_id: int) -> Iterator[Sample]:
+        """The calibrating rows one at a time, so that padding sets no scale."""
+        for position in self.rows:
+            arrays = padded(self.store.read(SPLIT, np.array([position])), pad_id)
+            yield {name: value for name, value in arrays.items() if name in names}
+
+    def write(self, graph: Quantized) -> float:
+        """Write the graph as it is now into the draft; returns its megabytes."""
+        graph.write(self.draft / self.entry.files[0])
+        return artifact.size_mb(self.draft, self.settings.engine)
+
+
+def write(job: Job, say: Callable[[str, str], None]) -> dict[str, Any]:
+    """Write the int8 graph into the draft; what a report says of it. `say` takes what is being done, and a word for it.
+
+    Raises `UserError` where the exported graph does not answer as PyTorch does.
+    """
+    assert job.entry.quantizer is not None  # the setting is one of engines.quantized()
+    export: Export = engines.named(job.entry.quantizer)
+    engine = predict.Torch(job.folder, job.made, None)
+    network = job.answered_by(engine)
+    samples = list(job.samples(engine.accepted, network.pad_id))
+    say("exporting the model", "export")
+    exported = export(engine.network, samples[0])
+    float_one = job.answered_by(exported.answering(job.threads))
+    report: dict[str, Any] = {"export": asdict(export_check.check(float_one, network, job.store))}
+    if job.settings.kind == "weights":
+        graph = exported.weights_only()
+    else:
+        say(f"measuring scales on {len(samples):,} training rows", "scales")
+        graph = exported.calibrated(samples)
+    if job.settings.flips is not None:
+        say(f"trying each of {len(graph.operations)} operations in float", "fallback")
+        report["fallback"] = _fall_back(job, graph, float_one, job.settings.flips)
+    job.write(graph)
+    return report
+
+
+def _fall_back(job: Job, graph: Quantized, float_one: predict.Predictor, most_flips: float) -> dict[str, Any]:
+    """Revert what must go back to float; what that is, and what it costs."""
+    started = time.perf_counter()
+
+    def answers(predictor: predict.Predictor) -> list[Floats]:
+        return score.on_split(predictor, job.store, SPLIT, job.rows).outputs
+
+    expected = answers(float_one)
+
+    def measure(operations: frozenset[str]) -> fallback.Apart:
+        graph.revert(operations)
+        return fallback.apart(answers(job.answered_by(graph.answering(job.threads))), expected)
+
+    found = fallback.search(graph.operations, measure, most_flips)
+    report = {
+        "rows": len(job.rows),
+        "operations": len(graph.operations),
+        "reverted": list(found.reverted),
+        "flips_before": found.before.flips,
+        "flips": found.after.flips,
+        "most_flips": most_flips,
+        "distance_before": found.before.distance,
+        "distance": found.after.distance,
+        "sensitivity": found.sensitivity,
+    }
+    graph.revert(())
+    if found.reverted:
+        report |= _price(job, graph, found.reverted)
+    return {**report, "seconds": round(time.perf_counter() - started, 2)}
+
+
+def _price(job: Job, graph: Quantized, reverted: tuple[str, ...]) -> dict[str, Any]:
+    """Megabytes and milliseconds with all operations in int8 and with these in float; the graph is left so."""
+    sizes, sides = [], []
+    for operations in ((), reverted):
+        graph.revert(operations)
+        sizes.append(job.write(graph))
+        sides.append(job.answered_by(graph.answering(job.threads)))
+    base, candidate = sides
+    tokens = [job.store.read(SPLIT, np.array([position])) for position in job.rows]
+    speeds = latency.measure(
+        lambda row: base.run_tokens(tokens[row]),
+        lambda row: candidate.run_tokens(tokens[row]),
+        latency.chosen(job.store.column(SPLIT, "length")[job.rows].tolist()),
+        PRICE_SECONDS,
+    )
+    return {
+        "megabytes_added": round(sizes[1] - sizes[0], 3) + 0.0,
+        "latency": [
+            {"bucket": one.bucket, "int8_ms": round(one.base_p50, 3), "ms": round(one.p50, 3)} for one in speeds
+        ],
+    }

@@ -1,0 +1,34 @@
+"""Whether this processor multiplies int8 matrices by instructions of its own."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rtrain.network.precision import CPUINFO, flags_of
+
+FLAGS = {"AMX": {"amx_int8"}, "VNNI": {"avx512_vnni", "avx_vnni"}, "dot products": {"asimddp", "i8mm"}}
+"""Families of instructions that add four products of int8 at once, the fastest first, with the flags by which a
+processor says that it has them; the last are Arm's."""
+
+
+@dataclass(frozen=True)
+class Int8:
+    instructions: tuple[str, ...]
+    """Of `FLAGS`, the fastest first."""
+    known: bool = True
+    """Whether the processor could be asked."""
+
+    @property
+    def text(self) -> str:
+        if self.instructions:
+            return f"processor: int8 by {' and '.join(self.instructions)}"
+        if not self.known:
+            return "processor: unknown; the gate has measured what int8 costs here"
+        return (
+            "processor: neither VNNI nor AMX, so int8 products are widened before they are added: expect little or no "
+            "speed of int8 here; the gate has measured it. A processor with VNNI serves the same artefact faster"
+        )
+
+
+def of_processor(cpuinfo: Path = CPUINFO) -> Int8:
+    flags = flags_of(cpuinfo)
+    return Int8(tuple(name for name, names in FLAGS.items() if flags & names), known=bool(flags))

@@ -1,0 +1,133 @@
+"""What a student starts from: evenly spaced layers of its teacher, narrower ones if need be, in a folder of its own."""
+
+import json
+import re
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rtrain import artifact
+from rtrain.config import Distill
+from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.runs.worker import TOKENIZER_FILES
+from rtrain.tasks import base
+from rtrain.training.layerwise import chosen_layers
+
+if TYPE_CHECKING:
+    import torch
+
+
+DEPTHS = ("num_hidden_layers", "n_layers")
+WIDTHS = ("hidden_size", "dim")
+HEADS = ("num_attention_heads", "n_heads")
+INNERS = ("intermediate_size", "hidden_dim")
+"""Names by which configurations call these: of most models, and of DistilBERT."""
+
+
+def start(teacher: Path, chosen: Distill, root: Path) -> Path:
+    """A Transformers folder with every n-th layer of the teacher and its other weights, as narrow as is asked for;
+    addressed by all three. Raises `ConfigError` where that is not smaller than the teacher."""
+    from safetensors.torch import load_file, save_file
+
+    document = json.loads((teacher / "config.json").read_text())
+    counted = next((name for name in DEPTHS if name in document), None)
+    if counted is None:
+        raise UserError(f"{teacher}: its config.json does not count its layers, so none can be left out")
+    depth = int(document[counted])
+    layers = chosen.layers or depth
+    # One as large learns from the rows that its teacher was not trained on.
+    if layers > depth or (layers == depth and chosen.width is None and chosen.unlabelled is None):
+        fix = f"write {depth - 1} or less" if layers >= depth > 1 else "name another one with distill.student"
+        raise ConfigError([Problem("distill.layers", chosen.layers, f"the teacher has {depth} layers", fix)])
+    after = {**document, counted: layers}
+    if chosen.width is not None:
+        after |= narrower(document, chosen.width)
+    made = artifact.read(teacher, verify=False)
+    final = root / "-".join(map(str, [made.version, layers, *([] if chosen.width is None else [f"w{chosen.width}"])]))
+    if (final / "config.json").is_file():
+        return final
+    draft = root / f".{final.name}.{uuid.uuid4().hex[:8]}"
+    draft.mkdir(parents=True)
+    weights = keep_layers(load_file(teacher / "model.safetensors"), chosen_layers(depth, layers))
+    if chosen.width is not None:
+        block = _named(document, WIDTHS)[1] // _named(document, HEADS)[1]
+        weights = narrowed(weights, _shapes(made.task, after), block)
+    save_file(weights, draft / "model.safetensors", {"format": "pt"})
+    (draft / "config.json").write_text(json.dumps(after, indent=1))
+    for name in TOKENIZER_FILES:
+        if (teacher / name).is_file():
+            shutil.copyfile(teacher / name, draft / name)
+    draft.rename(final)
+    return final
+
+
+def narrower(document: dict[str, Any], width: int) -> dict[str, Any]:
+    """The settings of a model that differ where it is only so wide: as many heads as fit, of the same size, and
+    feed-forward layers in proportion. Raises `ConfigError`."""
+    (wide, hidden), (many, heads), (middle, inside) = (_named(document, names) for names in (WIDTHS, HEADS, INNERS))
+    size = hidden // heads
+    if width >= hidden or width % size:
+        reason = f"the teacher has a width of {hidden}, {heads} heads of {size}"
+        raise ConfigError([Problem("distill.width", width, reason, f"write a multiple of {size} below {hidden}")])
+    return {wide: width, many: width // size, middle: inside * width // hidden}
+
+
+def _named(document: dict[str, Any], names: tuple[str, ...]) -> tuple[str, int]:
+    """The setting of `document` among `names`, and its value."""
+    found = next((name for name in names if name in document), None)
+    if found is None:
+        reason = f"the teacher's config.json has no {' or '.join(names)}"
+        raise ConfigError([Problem("distill.width", None, reason, "leave it out")])
+    return found, int(document[found])
+
+
+def _shapes(task: str, document: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight of the model that config.json `document` describes."""
+    import torch
+    import transformers
+
+    settings = transformers.AutoConfig.for_model(**document)
+    with torch.device("meta"):
+        network = getattr(transformers, base.get(task).auto_model).from_config(settings, trust_remote_code=False)
+    return {name: tuple(value.shape) for name, value in network.state_dict().items()}
+
+
+def narrowed(
+    weights: "dict[str, torch.Tensor]", shapes: Mapping[str, tuple[int, ...]], block: int
+) -> "dict[str, torch.Tensor]":
+    """Weights cut to `shapes`: along each axis that gets shorter, evenly spaced blocks are kept, so that whole heads of
+    the size `block` are. The same ones everywhere: what one layer writes, the next one reads."""
+    import torch
+
+    found = {}
+    for name, value in weights.items():
+        wanted = shapes.get(name, tuple(value.shape))
+        # From the right: a guarded head has axes of its own before (`rtrain.network.pooling`).
+        for axis, (old, new) in enumerate(zip(value.shape[::-1], wanted[::-1], strict=False), start=1):
+            if old != new:
+                value = value.index_select(-axis, torch.tensor(spaced(old, new, block)))
+        found[name] = value.contiguous()
+    return found
+
+
+def spaced(old: int, new: int, block: int) -> list[int]:
+    """The places, of `old`, of `new` ones in evenly spaced blocks: of 6 in blocks of 2 the last 4 are 2, 3, 4, 5."""
+    if old % block or new % block:
+        block = 1
+    chosen = chosen_layers(old // block, new // block)
+    return [place * block + inside for place in chosen for inside in range(block)]
+
+
+def keep_layers(weights: dict[str, "torch.Tensor"], chosen: list[int]) -> dict[str, "torch.Tensor"]:
+    """Weights of the chosen encoder layers, renumbered, with everything that is not a layer's."""
+    kept = {}
+    for name, value in weights.items():
+        match = re.search(r"\.layers?\.(\d+)\.", name)
+        if match is None:
+            kept[name] = value
+        elif int(match[1]) in chosen:
+            number = chosen.index(int(match[1]))
+            kept[name[: match.start(1)] + str(number) + name[match.end(1) :]] = value
+    return kept

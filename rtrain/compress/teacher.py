@@ -1,0 +1,167 @@
+"""A teacher's answers to all training rows of a store: computed once by a Ray Data job, kept beside the rows by the
+teacher's version, and read by every student, trial, seed and resume."""
+
+import math
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from rtrain import artifact, env, events
+from rtrain.batch import Head, Ints, batches
+from rtrain.config import Model
+from rtrain.data.stores.store import Store, open_store
+from rtrain.errors import UserError
+from rtrain.network import model, pooling, trimming
+from rtrain.tasks import base
+from rtrain.training.step import forward
+
+if TYPE_CHECKING:
+    import torch
+
+OnEvent = Callable[[dict[str, Any]], None]
+TEACHER_ROWS = 64
+"""Rows of one pass of the teacher."""
+TEACHER_TOKENS = 1 << 14
+"""Tokens of one pass of the teacher. Rows of similar length share a pass: without this limit the last passes would
+hold 64 of the longest rows."""
+BLOCK_ROWS = 1024
+"""Rows that one data task answers."""
+TEACHER_CPUS = 1
+"""Threads of one teacher process."""
+
+
+def teach(
+    folder: Path,
+    made: artifact.Artifact,
+    decided: str,
+    store: Store,
+    weights: Path,
+    other: Callable[[Path], Store],
+    *,
+    alike: bool,
+    on_event: OnEvent = lambda event: None,
+) -> None:
+    """Have the teacher of `folder` answer the training rows of `store`; see `rtrain.data.tokens.Taught`.
+
+    `alike`: the student that the rows are tokenised for, as `weights` reads them, has the teacher's tokenizer, whole or
+    trimmed. Else the teacher answers the same rows as its own tokenizer reads them, and its answers are carried over by
+    row id; `other` makes their store. Raises `UserError` where the rows have other labels than the teacher.
+    """
+    if store.teacher_file(made.version).is_file():
+        return
+    if store.manifest.labels != made.labels:
+        raise UserError(
+            f"data.path: these rows have {len(store.manifest.labels)} labels, and the teacher {folder} was trained on "
+            f"{len(made.labels)}; a student learns rows with the same labels"
+        )
+    on_event(events.doing(f"the teacher answers {store.rows('train'):,} rows", "teacher"))
+    if alike:
+        ensure_answers(store, folder, made, decided, trimming.read(weights))
+        return
+    own = other(folder)
+    ensure_answers(own, folder, made, decided)
+    carry(own, store, made.version)
+
+
+def carry(source: Store, target: Store, version: str) -> None:
+    """Give a store the answers, one for each row, that another store has for the same rows. Raises `UserError` where
+    that one lacks a row."""
+    known, wanted = (store.column("train", "row_id") for store in (source, target))
+    order = np.argsort(known, kind="stable")
+    places = order[np.minimum(np.searchsorted(known[order], wanted), len(known) - 1)]
+    if not np.array_equal(known[places], wanted):
+        raise UserError(f"{source.folder} and {target.folder} hold other rows; remove both and start again")
+    final = target.teacher_file(version)
+    draft = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.npy")
+    np.save(draft, source.teacher(version)[places], allow_pickle=False)
+    draft.rename(final)
+
+
+def ensure_answers(
+    store: Store, folder: Path, teacher: artifact.Artifact, decided: str, trimmed: trimming.Trimmed | None = None
+) -> bool:
+    """Logits of all training rows by the teacher, kept in the store; returns whether they had to be computed.
+
+    A store of `trimmed` pieces is read by their numbers in the teacher's vocabulary, which is whole.
+    """
+    import ray
+    import ray.data
+
+    final = store.teacher_file(teacher.version)
+    if final.is_file():
+        return False
+    # Every row is about to be read. A damaged store is refused here: from a data task it would come as a traceback.
+    store.check(size_only=False)
+    rows = store.rows("train")
+    # A local Ray counts more logical CPUs than the machine has; each teacher process uses a real one.
+    logical_per_real = ray.cluster_resources()["CPU"] / (env.cores() * len(ray.nodes()))
+    blocks = max(env.cores(), math.ceil(rows / BLOCK_ROWS))
+    dataset = ray.data.range(rows, override_num_blocks=blocks).map_batches(
+        partial(
+            _answer,
+            store=store.folder,
+            folder=folder,
+            precision=decided,
+            ids=None if trimmed is None else trimming.old_ids(trimmed.kept),
+        ),
+        batch_size=TEACHER_ROWS,
+        num_cpus=max(1.0, logical_per_real),
+    )
+    draft = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
+    # A line for each row, or for each of its tokens.
+    by_token = base.get(teacher.task).by_token
+    shape = (store.manifest.tokens["train"] if by_token else rows, len(teacher.labels))
+    logits = np.lib.format.open_memmap(draft, mode="w+", dtype=np.float32, shape=shape)
+    seen = 0
+    for batch in dataset.iter_batches(batch_size=None, batch_format="numpy"):
+        answers = [np.asarray(row).reshape(-1, shape[1]) for row in batch["logits"]]
+        positions = batch["position"]
+        logits[store.token_places(positions) if by_token else positions] = np.concatenate(answers)
+        seen += len(batch["position"])
+    logits.flush()
+    if seen != rows:
+        draft.unlink()
+        raise RuntimeError(f"the teacher answered {seen} of {rows} rows")
+    draft.rename(final)
+    return True
+
+
+def _answer(
+    batch: dict[str, Any], store: Path, folder: Path, precision: str, ids: Ints | None = None
+) -> dict[str, Any]:
+    """A data task: outputs for the rows at places `id` of the length order, with their positions in the index."""
+    import torch
+
+    opened, order, made, network = _teacher(store, folder)
+    positions, task, pad_id = order[batch["id"]], base.get(made.task), model.pad_id(folder)
+    head, lengths = Head(made.labels, made.facts), opened.column("train", "length")[positions]
+    # As an array of arrays: rows of several tokens have several answers.
+    answers = np.empty(len(positions), dtype=object)
+    for places in batches(lengths, np.arange(len(positions)), TEACHER_ROWS, TEACHER_TOKENS):
+        tokens = opened.read("train", positions[places])
+        if ids is not None:
+            tokens = replace(tokens, ids=ids[tokens.ids].astype(np.int32))
+        with torch.inference_mode():
+            logits = forward(network, tokens, pad_id, precision, task.wanted(tokens, head)).float().numpy()
+        answers[places] = [np.ascontiguousarray(row).ravel() for row in task.outputs(logits, tokens, head)]
+    return {"position": positions, "logits": answers}
+
+
+@lru_cache(maxsize=1)
+def _teacher(store: Path, folder: Path) -> tuple[Store, Ints, artifact.Artifact, "torch.nn.Module"]:
+    """Loaded once per process: data tasks of one pass reuse their processes."""
+    import torch
+
+    torch.set_num_threads(TEACHER_CPUS)
+    opened, made = open_store(store), artifact.read(folder, verify=False)
+    # Neighbours in length share a pass; the data set counts places in this order.
+    order = np.argsort(opened.column("train", "length"), kind="stable")
+    chosen = Model(pooling=made.facts.get(pooling.FACT, "own"))
+    network = model.build(folder, base.get(made.task), made.labels, seed=0, chosen=chosen)
+    model.attend(network, training=False)
+    return opened, order, made, cast("torch.nn.Module", network).eval()

@@ -1,0 +1,42 @@
+"""Where a machine keeps the graphs that an engine has compiled, so that the next process loads them sooner.
+
+Beside no artefact, whose folder may be read-only and whose files are all in its manifest: in the user's own folder.
+"""
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+from rtrain import env
+
+KEPT = 8
+"""Artefacts whose graphs are kept: those that were compiled last."""
+
+
+def folder(version: str) -> Path | None:
+    """The folder for an artefact of that version, made if need be; None where nothing is kept, or nothing can be.
+
+    The version is a digest of all that answers, so another model never meets the graph of this one.
+    """
+    root = os.environ.get(env.CACHE)
+    if not root or not version:
+        return None
+    found = Path(root) / "openvino" / version
+    if found.is_dir():
+        return found if os.access(found, os.R_OK | os.W_OK) else None
+    try:
+        found.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found.mkdir(exist_ok=True)
+    except OSError:
+        return None
+    _forget(found.parent)
+    return found
+
+
+def _forget(root: Path) -> None:
+    """Remove all but the newest `KEPT`. Another process may be doing the same."""
+    with contextlib.suppress(OSError):
+        ordered = sorted(root.iterdir(), key=lambda one: one.stat().st_mtime, reverse=True)
+        for old in ordered[KEPT:]:
+            shutil.rmtree(old, ignore_errors=True)

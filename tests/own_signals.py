@@ -1,0 +1,67 @@
+"""Tests that send signals to their own process. `test_signals` runs them in one that runs nothing else: beside all that
+other tests load, a signal was not heard in time, and ended the process that ran the tests."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from rtrain import signals
+from rtrain.cli import options
+from rtrain.errors import Ended
+from tests.tiny import make_artifact
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_it_is_raised_once_and_cleaning_up_is_not_broken_off() -> None:
+    done = []
+
+    def work() -> None:
+        try:
+            terminate()
+        finally:
+            terminate()  # `timeout` sends it twice
+            done.append("cleaned up")
+
+    with pytest.raises(KeyboardInterrupt), signals.owned():
+        work()
+    assert (signals.ended(), done) == (("ended by SIGTERM", 143), ["cleaned up"])
+    with pytest.raises(KeyboardInterrupt), signals.owned():
+        raise KeyboardInterrupt
+    assert signals.ended() == ("interrupted", 130)
+
+
+def test_the_handler_of_before_is_back_afterwards() -> None:
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        with pytest.raises(KeyboardInterrupt), signals.owned():
+            terminate()
+        terminate()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")],
+)
+def test_a_run_that_is_there_is_gone_on_with(tmp_path: Path, number: int, code: int, said: str) -> None:
+    run = tmp_path / "my run"
+    with pytest.raises(Ended) as caught, signals.owned(), options.resumable(run, "distill", "a teacher"):
+        os.kill(os.getpid(), number)
+    assert (caught.value.exit_code, str(caught.value)) == (code, said)  # nothing is there yet
+    run.mkdir()
+    (run / "config.yaml").touch()
+    with pytest.raises(Ended) as caught, signals.owned(), options.resumable(run, "distill", "a teacher"):
+        os.kill(os.getpid(), number)
+    assert str(caught.value) == f"{said}; next: rtrain distill 'a teacher' --resume --out '{run}'"
+    make_artifact(run / "artifact")
+    with pytest.raises(Ended) as caught, signals.owned(), options.resumable(run, "distill", "a teacher"):
+        os.kill(os.getpid(), number)
+    assert str(caught.value) == f"{said}; next: rtrain report '{run}'"

@@ -1,0 +1,52 @@
+"""A float artefact of random weights with a token store of its rows, quantized without Ray and without a gate."""
+
+import random
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rtrain import artifact, predict
+from rtrain.compress import calibrate
+from rtrain.compress.quantize import SERVED
+from rtrain.config.recipe import Quantize
+from rtrain.data.stores.store import Store
+from tests import reports
+from tests.tiny import CORPUS, make_encoder, make_store, make_task_artifact
+
+LABELS = "abc"
+
+
+@dataclass(frozen=True)
+class Made:
+    folder: Path
+    store: Store
+
+
+def make(folder: Path, rows: int = 150, longest: int = 40) -> Made:
+    """Rows of 3 to `longest` words of the corpus, in any order, so that few have another answer by little."""
+    drawn, words = random.Random(0), " ".join(CORPUS).split()
+    texts = [" ".join(drawn.choices(words, k=drawn.randint(3, longest))) for _ in range(rows)]
+    labelled = [(text, LABELS[number % len(LABELS)]) for number, text in enumerate(texts)]
+    recipe = reports.settings(folder, labelled).recipe
+    store = make_store(recipe, make_encoder(folder / "encoder"), folder)
+    return Made(make_task_artifact(folder / "artifact", recipe.task, store.manifest.head), store)
+
+
+def quantize(made: Made, draft: Path, parent: Path | None = None, **settings: Any) -> dict[str, Any]:
+    """The report of the int8 graph that is written into `draft`, of `made` or of another artefact for its rows."""
+    draft.mkdir(parents=True)
+    folder = parent or made.folder
+    job = calibrate.Job(folder, artifact.read(folder), made.store, Quantize(**settings), draft, threads=1)
+    return calibrate.write(job, lambda doing, word: None)
+
+
+def complete(made: Made, folder: Path, **settings: Any) -> Path:
+    """The int8 artefact of `made`, golden answers and manifest included; nothing has scored or gated it."""
+    quantize(made, folder, **settings)
+    for name in SERVED:
+        shutil.copyfile(made.folder / name, folder / name)
+    before = artifact.read(made.folder)
+    after = replace(before, engine=Quantize(**settings).engine, golden=(), lineage={"parent": before.version})
+    artifact.write(folder, after, predict.golden_logits)
+    return folder

@@ -1,0 +1,179 @@
+"""What an elastic run asks an autoscaler for: the places it lacks, never more than may come, and nothing once they are
+there."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies
+
+from rtrain.cluster import supply
+from rtrain.cluster.demand import EXPIRE_S, REPEAT_S, Bundle, Demand, lacking, told
+from rtrain.cluster.supply import Node
+
+ROOT = Path(__file__).resolve().parents[1]
+NODES = strategies.lists(
+    strategies.fixed_dictionaries({"CPU": strategies.integers(0, 8), "GPU": strategies.integers(0, 4)}).map(
+        lambda node: {name: float(amount) for name, amount in node.items()}
+    ),
+    max_size=5,
+)
+
+
+@given(
+    most=strategies.integers(1, 20),
+    running=strategies.integers(0, 20),
+    spare=strategies.integers(0, 4),
+    device=strategies.sampled_from(["cpu", "gpu"]),
+    here=NODES,
+    more=NODES,
+)
+def test_what_is_asked_for_fits_what_may_come_and_ends_when_it_has(
+    most: int, running: int, spare: int, device: str, here: list[Node], more: list[Node]
+) -> None:
+    may = [*here, *more]
+    running = min(running, most, supply.fits(here, device, spare))
+    asked = lacking(most, running, spare, device, here, may)
+    workers = sum(1 for bundle in asked if supply.NEEDS[device] in bundle) - (spare if device == "cpu" and asked else 0)
+    reachable = min(most, supply.fits(may, device, spare))
+    if asked:
+        assert running + workers == reachable <= most
+        assert supply.fits(here, device, spare) < reachable
+        for name in ("CPU", "GPU"):
+            wanted = sum(bundle.get(name, 0.0) for bundle in asked)
+            assert wanted + (running if name == supply.NEEDS[device] else 0) <= sum(node[name] for node in may)
+    else:
+        assert reachable <= max(running, supply.fits(here, device, spare))
+    assert lacking(most, running, spare, device, may, may) == []  # all has come
+    assert lacking(most, running, spare, device, here, here) == []  # nothing can come
+
+
+EIGHT: list[Node] = [{"CPU": 8.0}]
+
+
+def test_a_run_of_one_node_asks_for_a_second_one_and_no_third() -> None:
+    asked = lacking(8, 6, 2, "cpu", EIGHT, EIGHT * 4)
+    assert asked == [{"CPU": 1.0}] * 4
+    # With the request of Ray Train for the workers that run, these are 10 CPUs: two nodes of eight.
+    assert 8 < 6 + len(asked) <= 16
+    assert lacking(8, 6, 2, "cpu", EIGHT * 2, EIGHT * 4) == []
+
+
+def test_a_run_that_waits_asks_for_all_of_it() -> None:
+    assert lacking(4, 0, 2, "cpu", [{"CPU": 0.0}], EIGHT) == [{"CPU": 1.0}] * 6
+    assert lacking(2, 0, 2, "gpu", [], [{"CPU": 8.0, "GPU": 4.0}]) == [{"GPU": 1.0}] * 2 + [{"CPU": 1.0}] * 2
+
+
+class Book:
+    """Takes requests, and keeps them."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[list[Bundle], float]] = []
+        self.taken_back = 0
+
+    def ask(self, bundles: Sequence[Bundle], expire_s: float) -> None:
+        self.given.append((list(bundles), expire_s))
+
+    def take_back(self) -> None:
+        self.taken_back += 1
+
+
+def test_a_request_is_repeated_before_it_expires_changed_at_once_and_taken_back_once() -> None:
+    book, now = Book(), [100.0]
+    demand = Demand(book, lambda: now[0])
+    one, two = [{"CPU": 1.0}], [{"CPU": 1.0}] * 2
+    for second in range(40):
+        now[0] = 100.0 + second
+        demand.want(one)
+    assert REPEAT_S < EXPIRE_S
+    assert book.given == [(one, EXPIRE_S)] * 3  # at 0, 15 and 30 s
+    assert demand.seconds == 39.0
+    demand.want(two)
+    assert book.given[-1] == (two, EXPIRE_S)
+    assert (demand.bundles, demand.seconds) == (two, 39.0)
+    demand.want([])
+    demand.end()
+    assert (book.taken_back, demand.bundles, demand.seconds) == (1, [], 0.0)
+
+
+def test_it_says_what_is_waited_for_with_which_nodes_and_for_how_long() -> None:
+    types: dict[str, Node] = {"worker": {"CPU": 8.0}, "gpu": {"CPU": 8.0, "GPU": 1.0}, "store": {"disk": 1.0}}
+    assert told([{"CPU": 1.0}] * 3, types, 42.4) == (
+        "the autoscaler is asked for 3 CPUs on gpu or worker nodes, for 42 s now"
+    )
+    assert told([{"GPU": 1.0}], types, 0) == "the autoscaler is asked for 1 GPU on gpu nodes, for 0 s now"
+    assert told([{"CPU": 1.0}, {"GPU": 1.0}], {}, 1).startswith(
+        "the autoscaler is asked for 1 CPU and 1 GPU on no nodes"
+    )
+
+
+# ------------------------------------------------------------------------------------------------ what may be started
+
+
+def test_the_types_come_from_the_file_or_from_the_variable_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = {
+        "max_workers": 2,
+        "head_node_type": "head",
+        "available_node_types": {"head": {"resources": {"CPU": 0}}, "big": {"resources": {"CPU": 16}}},
+    }
+    (tmp_path / "file.yaml").write_text(json.dumps(document))
+    monkeypatch.setattr(supply, "here", lambda: [{"CPU": 0.0}])
+    for value in (json.dumps(document), str(tmp_path / "file.yaml")):
+        monkeypatch.setenv(supply.AUTOSCALER_FILE, value)
+        assert supply.types() == {"big": {"CPU": 16.0}}
+        assert supply.may("cpu") == [{"CPU": 0.0}, {"CPU": 16.0}, {"CPU": 16.0}]
+        assert supply.most("cpu") == 32
+    monkeypatch.setattr(supply, "here", lambda: [{"CPU": 64.0}])
+    assert supply.may("cpu") == [{"CPU": 64.0}]
+
+
+def test_the_internal_calls_take_what_is_given() -> None:
+    from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import DefaultAutoscalingCoordinator
+
+    found = inspect.signature(DefaultAutoscalingCoordinator.request_resources).parameters
+    assert list(found)[:3] == ["self", "resources", "expire_after_s"]
+    assert all(one.default is not inspect.Parameter.empty for one in list(found.values())[3:])
+    assert list(inspect.signature(DefaultAutoscalingCoordinator.__init__).parameters)[1] == "requester_id"
+    assert list(inspect.signature(DefaultAutoscalingCoordinator.cancel_request).parameters) == ["self"]
+
+
+SCRIPT = """
+import json, os, time
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ["RAY_enable_autoscaler_v2"] = "1"  # as `ray up` and KubeRay have it
+import ray
+from ray.core.generated import autoscaler_pb2
+from rtrain import ray_internals
+from rtrain.cluster import supply
+ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+client = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
+
+none = supply.autoscaler()
+config = autoscaler_pb2.ClusterConfig()
+group = config.node_group_configs.add(name="big", max_count=3)
+group.resources["CPU"] = 4
+client.report_cluster_config(config.SerializeToString())
+print(json.dumps({"none": none, "groups": ray_internals.cluster_config(),
+                  "most": supply.most("cpu"), "types": supply.types()}))
+ray.shutdown()
+"""
+
+
+@pytest.mark.ray
+def test_the_cluster_s_own_word_of_what_it_may_have_is_read() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != supply.AUTOSCALER_FILE}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["none"] is None
+    assert found["groups"] == [["big", {"CPU": 4.0}, 3]]
+    assert (found["most"], found["types"]) == (12, {"big": {"CPU": 4.0}})

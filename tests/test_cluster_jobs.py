@@ -1,0 +1,373 @@
+"""Jobs on a cluster: named, asked for again, watched, stopped, read when the cluster is gone. On a head that is started
+as cluster.yaml starts it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, strategies
+
+from rtrain.cli import cluster
+from rtrain.cluster.jobs import client, entry, launcher, naming, stored, upload
+from rtrain.cluster.jobs.naming import Attach, Start
+from rtrain.errors import ConfigError, Ended, TryAgain, UserError
+from tests.conftest import labelled_rows, write_rows
+from tests.test_job import Head, head  # noqa: F401
+from tests.tiny import make_encoder
+
+ROOT = Path(__file__).resolve().parents[1]
+WITHIN_S = 900
+
+
+# ---------------------------------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    ("words", "run", "name"),
+    [
+        (["train", "intent", "--out", "/shared/runs/a b"], "/shared/runs/a b", "rtrain-a-b"),
+        (["tune", "intent", "--out=/shared/x"], "/shared/x", "rtrain-x"),
+        (["serve", "/shared/x/artifact"], None, "rtrain-serve"),
+    ],
+)
+def test_a_job_is_called_after_its_run(words: list[str], run: str | None, name: str) -> None:
+    found = naming.run_of(words)
+    assert (str(found) if found else None, naming.identity(words, found)) == (run, name)
+
+
+@pytest.mark.parametrize("out", [[], ["--out", "runs/x"]])
+def test_a_run_without_a_folder_of_the_nodes_is_refused(out: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--out"):
+        naming.run_of(["train", "intent", *out])
+
+
+def test_settings_and_options_are_read_as_the_verb_reads_them() -> None:
+    words = ["train", "--set", "cluster.storage=s3://a/b", "--set=cluster.storage=s3://c", "--out", "/x", "--out=/y"]
+    assert naming.setting(words, "cluster.storage") == "s3://c"
+    assert naming.option(words, "--out") == "/y"
+    assert naming.setting(words, "train.epochs") is None
+
+
+STATUSES = strategies.sampled_from(["PENDING", "RUNNING", *naming.ENDED])
+
+
+@given(strategies.lists(STATUSES, max_size=12), strategies.dictionaries(strategies.text(max_size=8), STATUSES))
+def test_asked_again_a_job_is_there_or_a_new_one_follows_the_last(mine: list[str], others: dict[str, str]) -> None:
+    names = ["rtrain-x", *(f"rtrain-x-try-{number}" for number in range(2, 99))][: len(mine)]
+    others = {f"rtrain-x-{name}": status for name, status in others.items() if not name.startswith("try-")}
+    statuses = {**dict(zip(names, mine, strict=True)), **others, "rtrain-xy": "RUNNING"}
+    decided = naming.decide("rtrain-x", statuses)
+    running = [name for name in names if statuses[name] not in naming.ENDED]
+    if running:
+        assert decided == Attach(running[-1])
+    else:
+        assert decided == Start(f"rtrain-x-try-{len(names) + 1}" if names else "rtrain-x")
+        assert decided.job not in statuses
+
+
+@pytest.mark.parametrize(
+    ("status", "driver", "code"),
+    [("SUCCEEDED", 0, 0), ("FAILED", 2, 2), ("FAILED", 75, 75), ("FAILED", None, 1), ("STOPPED", None, 1)],
+)
+def test_the_exit_code_is_the_driver_s(status: str, driver: int | None, code: int) -> None:
+    assert naming.exit_code(status, driver) == code
+
+
+# --------------------------------------------------------------------------------------------------------- upload
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkout"
+    (folder / "runs").mkdir(parents=True)
+    subprocess.run(["git", "init", "-q", folder], check=True)
+    (folder / "code.py").write_text("x = 1\n")
+    (folder / ".gitignore").write_text("/runs/\n")
+    subprocess.run(["git", "add", "code.py", ".gitignore"], cwd=folder, check=True)
+    (folder / "notes.txt").write_text("untracked")
+    with (folder / "runs" / "weights").open("wb") as file:
+        file.truncate(1 << 30)  # a gigabyte of runs
+    return folder
+
+
+def test_tracked_files_go_along_and_nothing_else(checkout: Path) -> None:
+    found = upload.of(checkout)
+    assert sorted(name for name, _ in found.files) == [".gitignore", "code.py"]
+    assert (found.size, found.left) == (13, 1)
+    assert found.text() == "2 tracked files, 0.0 MB, the largest .gitignore (0.00 MB); 1 untracked stay here"
+    with upload.copied(found) as folder:
+        assert sorted(path.name for path in folder.rglob("*")) == [".gitignore", "code.py"]
+        assert (folder / "code.py").read_text() == "x = 1\n"
+    assert not folder.exists()
+
+
+def test_too_much_is_refused_with_the_largest_files(checkout: Path) -> None:
+    (checkout / "big.bin").write_bytes(bytes(6_000_000))
+    subprocess.run(["git", "add", "big.bin"], cwd=checkout, check=True)
+    with pytest.raises(UserError, match=r"6\.0 MB, and a job takes 5 along") as refused:
+        upload.of(checkout)
+    assert "6.00 MB  big.bin" in str(refused.value)
+    assert upload.of(checkout, 7_000_000).size > 6_000_000
+
+
+def test_a_folder_without_git_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no git work tree"):
+        upload.of(tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------- entry point
+
+
+def test_a_run_that_is_there_is_resumed_also_from_its_storage(tmp_path: Path) -> None:
+    run, words = tmp_path / "runs" / "x", ["train", "intent", "--out", str(tmp_path / "runs" / "x")]
+    storage = f"file://{tmp_path}/storage"
+    assert entry.resumed(words, run, storage) == words
+    (tmp_path / "storage" / "x").mkdir(parents=True)
+    (tmp_path / "storage" / "x" / "config.yaml").touch()
+    assert entry.resumed(words, run, storage) == [*words, "--resume"]
+    assert entry.resumed(words, run, None) == words
+    run.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    assert entry.resumed([*words, "--resume"], run, None) == [*words, "--resume"]
+    assert entry.resumed([*words, "--new"], run, storage) == [*words, "--new"]
+
+
+KEPT = """
+import subprocess, sys
+from pathlib import Path
+from rtrain.cluster.jobs import entry
+with entry.kept(Path(sys.argv[1]), sys.argv[2] or None):
+    print("from python")
+    subprocess.run(["sh", "-c", "echo from a child; echo from its errors >&2"])
+    for number in range(20000):
+        print("line", number)
+print("after")
+"""
+
+
+def test_every_line_is_kept_and_printed_and_copied(tmp_path: Path) -> None:
+    log, copy = tmp_path / ".jobs" / "x.log", f"file://{tmp_path}/storage/.jobs/x.log"
+    for _ in range(2):  # a second start goes on behind the first
+        done = subprocess.run(
+            [sys.executable, "-c", KEPT, str(log), copy], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+    once = "from python\nfrom a child\nfrom its errors\n" + "".join(f"line {number}\n" for number in range(20000))
+    assert done.stdout == once + "after\n"
+    assert log.read_text() == once * 2
+    assert stored.log("x", f"file://{tmp_path}/storage") == once * 2
+    assert stored.log(str(tmp_path / "x"), None) == once * 2
+    assert stored.log("y", f"file://{tmp_path}/storage") is None
+
+
+def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / ".jobs").write_text("a file in its way")
+    done = subprocess.run(
+        [sys.executable, "-c", KEPT, str(tmp_path / ".jobs" / "x.log"), ""],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "no log at" in done.stdout
+    assert done.stdout.endswith("line 19999\nafter\n")
+
+
+def test_a_run_is_fetched_from_its_storage(tmp_path: Path) -> None:
+    (tmp_path / "storage" / "x" / "artifact").mkdir(parents=True)
+    (tmp_path / "storage" / ".jobs").mkdir()
+    (tmp_path / "storage" / "x" / "config.yaml").write_text("a: 1\n")
+    (tmp_path / "storage" / "x" / "artifact" / "artifact.json").write_text("{}")
+    (tmp_path / "storage" / ".jobs" / "x.log").write_text("lines\n")
+    said: list[str] = []
+    assert stored.fetch("x", f"file://{tmp_path}/storage", tmp_path / "to", said.append) == 7
+    found = {str(path.relative_to(tmp_path / "to")): path.read_text() for path in (tmp_path / "to").rglob("*.*")}
+    assert found == {"config.yaml": "a: 1\n", "artifact/artifact.json": "{}", "job.log": "lines\n"}
+    with pytest.raises(UserError, match="is there already"):
+        stored.fetch("x", f"file://{tmp_path}/storage", tmp_path / "to", said.append)
+    with pytest.raises(UserError, match="holds no run y"):
+        stored.fetch("y", f"file://{tmp_path}/storage", tmp_path / "other", said.append)
+
+
+def test_what_was_ended_from_outside_is_to_be_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [entry.again(code) for code in (0, 1, 2, 75, 130, 143)] == [0, 1, 2, 75, 130, 75]
+    assert "ended from outside" in capsys.readouterr().out
+
+
+def test_the_launcher_s_file_and_the_run_s_folder_are_asked_for_first(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        launcher.down(tmp_path / "cluster.yaml", yes=True)
+    (tmp_path / "cluster.yaml").touch()
+    with pytest.raises(UserError, match="name the run's folder on the nodes"):
+        launcher.bring(tmp_path / "cluster.yaml", "intent", tmp_path / "to")
+    (tmp_path / "to").mkdir()
+    with pytest.raises(UserError, match="is there already"):
+        launcher.bring(tmp_path / "cluster.yaml", "/shared/runs/intent", tmp_path / "to")
+
+
+# ------------------------------------------------------------------------------------------- a head that goes away
+
+
+class Lines:
+    """A job API with one job, whose stream of lines breaks off and begins anew, as it does where a proxy ends it."""
+
+    def __init__(self, statuses: list[str], streams: list[list[str]], error: Exception | None = None):
+        self.statuses, self.streams, self.error = statuses, streams, error
+
+    def list_jobs(self) -> list[SimpleNamespace]:
+        if not self.statuses and self.error is not None:
+            raise self.error
+        status = self.statuses.pop(0) if len(self.statuses) > 1 or self.error else self.statuses[0]
+        times = {"start_time": 1000, "end_time": None, "driver_exit_code": None}
+        return [SimpleNamespace(submission_id="rtrain-x", status=status, entrypoint="e", **times)]
+
+    async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+        for portion in self.streams.pop(0) if self.streams else []:
+            yield portion
+
+    def get_job_logs(self, job: str) -> str:
+        return "one\ntwo\nthree\n"
+
+
+def test_lines_are_shown_once_though_their_stream_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
+    api = Lines(["RUNNING", "RUNNING", "SUCCEEDED"], [["one\n", "tw"], ["one\ntwo\n"], []])
+    shown: list[str] = []
+    ended = client.Jobs("http://head", api).watch("rtrain-x", shown.append)
+    assert ended.status == "SUCCEEDED"
+    assert shown == ["one\n", "tw", "o\n", "three\n"]
+
+
+def test_a_head_that_is_lost_says_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(client, "PATIENCE_S", 0.0)
+    api = Lines(["RUNNING"], [["one\n"]], ConnectionError("refused"))
+    with pytest.raises(TryAgain, match="submit the same command again") as lost:
+        client.Jobs("http://head", api).watch("rtrain-x", lambda text: None)
+    assert lost.value.exit_code == 75
+
+
+def test_ctrl_c_leaves_the_job_running_and_says_how_to_come_back() -> None:
+    def interrupted(job: str, show: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(Ended, match="rtrain cluster logs --follow /shared/x") as ended:
+        cluster._watched(SimpleNamespace(watch=interrupted), "rtrain-x", "/shared/x")
+    assert ended.value.exit_code == 130
+
+
+# ------------------------------------------------------------------------------------------------- on a real head
+
+
+def ask(head: Head, *words: str, token: str | None = None) -> subprocess.CompletedProcess[str]:  # noqa: F811
+    """`rtrain cluster ...` of a user who has the token, or another one."""
+    environ = {**head.environ, "RAY_API_SERVER_ADDRESS": head.api, "PYTHONPATH": str(ROOT)}
+    if token is not None:
+        (head.folder / "another").write_text(token)
+        environ["RAY_AUTH_TOKEN_PATH"] = str(head.folder / "another")
+    return subprocess.run(
+        [sys.executable, "-m", "rtrain", "cluster", *words],
+        env=environ,
+        cwd=head.folder,
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def command(head: Head) -> list[str]:  # noqa: F811
+    """A training of seconds, into a folder that the head sees."""
+    data, model = write_rows(head.folder / "rows.csv", labelled_rows(203)), make_encoder(head.folder / "encoder")
+    settings = ["train.precision=fp32", "train.epochs=1", "train.workers=1", "report.attributions=0"]
+    words = ["train", "intent", "--data", str(data), "--model", str(model), "--json"]
+    words += ["--out", str(head.folder / "runs" / "made"), *(w for one in settings for w in ("--set", one))]
+    return [*words, "--set", f"cluster.storage=file://{head.folder}/storage"]
+
+
+def own_lines(done: "subprocess.CompletedProcess[str]") -> str:
+    """What a watched job has written, without Ray's lines before it."""
+    lines = done.stdout.splitlines(keepends=True)
+    return "".join(lines[1 + next(n for n, line in enumerate(lines) if line.startswith("Running entrypoint")) :])
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(3600)
+def test_a_job_is_watched_asked_for_again_and_read_when_the_cluster_is_gone(head: Head, command: list[str]) -> None:  # noqa: F811
+    submit = ("submit", "--folder", str(ROOT), "--most-mb", "20")
+    refused = ask(head, *submit, "--", *command, token="0" * 64)
+    assert (refused.returncode, "asks for the cluster's token" in refused.stderr) == (1, True), refused.stderr
+    first = ask(head, *submit, "--watch", "--", *command)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "tracked files" in first.stderr
+    summary = json.loads(next(line for line in first.stdout.splitlines() if line.startswith('{"run"')))
+    assert summary["status"] == "finished"
+    # Asked for again, the run is resumed: it has ended, and trains nothing anew.
+    again = ask(head, *submit, "--watch", "--", *command)
+    assert again.returncode == 0, again.stdout + again.stderr
+    repeated = json.loads(next(line for line in again.stdout.splitlines() if line.startswith('{"run"')))
+    assert (repeated["status"], repeated["updates"]) == ("finished", summary["updates"])
+    ids = {job["submission_id"]: job["status"] for job in head.jobs()}
+    assert ids == {"rtrain-made": "SUCCEEDED", "rtrain-made-try-2": "SUCCEEDED"}
+    told = ask(head, "status")
+    assert (told.returncode, told.stdout.count("SUCCEEDED")) == (0, 2), told.stderr
+    # Every line of both jobs is beside the run, and in its storage, where no head is asked.
+    beside = ask(head, "logs", str(head.folder / "runs" / "made"))
+    assert beside.returncode == 0, beside.stderr
+    assert own_lines(first) in beside.stdout
+    assert own_lines(again) in beside.stdout
+    kept = subprocess.run(
+        [sys.executable, "-m", "rtrain", "cluster", "logs", "made", "--storage", f"file://{head.folder}/storage"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:1"},
+        cwd=head.folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert kept.stdout == beside.stdout
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(3600)
+def test_a_job_that_is_going_on_is_not_started_twice_and_is_stopped(head: Head, command: list[str]) -> None:  # noqa: F811
+    out = head.folder / "runs" / "long"
+    words = [str(out) if word == str(head.folder / "runs" / "made") else word for word in command]
+    words += ["--set", "train.epochs=500"]
+    submit = ("submit", "--folder", str(ROOT), "--most-mb", "20")
+    first = ask(head, *submit, "--", *words)
+    assert (first.returncode, first.stdout.strip()) == (0, "rtrain-long"), first.stderr
+    second = ask(head, *submit, "--", *words)
+    assert (second.returncode, "is there already" in second.stderr) == (0, True), second.stderr
+    give_up = time.monotonic() + WITHIN_S
+    while not (out / "config.yaml").is_file():
+        assert time.monotonic() < give_up, ask(head, "logs", str(out)).stdout
+        time.sleep(0.5)
+    stopped = ask(head, "stop", "long")
+    assert (stopped.returncode, "rtrain-long: told to end" in stopped.stdout) == (0, True), stopped.stderr
+    while next(job for job in head.jobs() if job["submission_id"] == "rtrain-long")["status"] not in naming.ENDED:
+        assert time.monotonic() < give_up
+        time.sleep(0.5)
+    nothing = ask(head, "stop", "long")
+    assert (nothing.returncode, "no job of the run long is going on" in nothing.stderr) == (1, True)
+    assert PurePosixPath(out).name == "long"
+
+
+def test_no_head_is_said_in_a_line(tmp_path: Path) -> None:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:1"}
+    environ["RAY_AUTH_MODE"] = "disabled"
+    done = subprocess.run(
+        [sys.executable, "-m", "rtrain", "cluster", "status"],
+        env=environ,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, "no job API answers at http://127.0.0.1:1" in done.stderr) == (1, True), done.stderr
+    assert "Traceback" not in done.stderr

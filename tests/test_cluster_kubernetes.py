@@ -1,0 +1,247 @@
+"""`rtrain cluster kubernetes`: what it prints, and what is found in broken manifests, by KubeRay's definitions and
+where they let a mistake pass."""
+
+import os
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+from rtrain.cluster.kubernetes import crd, image, manifests, rules, walk
+from rtrain.cluster.lint import lint
+from rtrain.cluster.lint.around import Around
+from rtrain.cluster.lint.document import read
+from rtrain.errors import UserError
+from tests.test_cli import Cli, run  # noqa: F401
+
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = ROOT / "tests" / "golden_kubernetes.yaml"
+DEFINITIONS = Path(os.environ.get("KUBERAY_CRDS", ROOT.parent / "shared" / "schemas" / "kuberay"))
+"""KubeRay's own definitions, where they lie beside the checkout or where KUBERAY_CRDS says."""
+TEXT = manifests.text(manifests.Settings())
+HERE = Around(ROOT)
+
+
+def test_the_manifests_are_those_of_the_golden_file() -> None:
+    """After a change that is meant: rtrain cluster kubernetes > tests/golden_kubernetes.yaml"""
+    assert GOLDEN.read_text(encoding="utf-8") == TEXT
+
+
+def test_there_is_a_cluster_a_job_a_service_and_what_they_share() -> None:
+    kinds = [document["kind"] for document in yaml.safe_load_all(TEXT)]
+    assert kinds == ["PersistentVolumeClaim", "NetworkPolicy", "RayCluster", "RayJob", "RayService"]
+
+
+def test_nothing_is_found_in_ours() -> None:
+    assert lint.check(TEXT, HERE) == []
+    assert lint.check(manifests.text(manifests.Settings(gpus=4, workers=1, image="a@sha256:0")), HERE) == []
+
+
+def test_the_job_goes_on_and_the_service_imports_what_is_there() -> None:
+    job, service = list(yaml.safe_load_all(TEXT))[-2:]
+    words = shlex.split(job["spec"]["entrypoint"])
+    assert words[:5] == ["python", "-m", "rtrain.cluster.jobs.entry", "train", "intent"]
+    [application] = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    module, _, name = application["import_path"].partition(":")
+    import importlib
+
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_gpus_are_the_workers_own() -> None:
+    found = read(manifests.text(manifests.Settings(gpus=2)))
+    asked = {
+        (document.get("kind"), walk.is_head(group)): group.get(
+            "template", "spec", "containers", 0, "resources", "limits", "nvidia.com/gpu"
+        )
+        for document in found
+        for group in walk.groups([document])
+    }
+    assert asked == {
+        ("RayCluster", True): None,
+        ("RayCluster", False): "2",
+        ("RayJob", True): None,
+        ("RayJob", False): "2",
+        ("RayService", True): None,
+        ("RayService", False): None,
+    }
+
+
+class Broken(NamedTuple):
+    rule: str
+    old: str
+    new: str
+    at: str
+    seen: bool = False
+    """Whether KubeRay's definitions see it too."""
+
+
+BROKEN = (
+    Broken("k8s-token", "mode: token", "mode: disabled", "mode: disabled"),
+    Broken("k8s-token", "  authOptions:\n    mode: token\n", "", "spec:\n  rayVersion"),
+    Broken("k8s-start", "num-cpus: '0'", "num-cpu: '0'", "num-cpu: '0'"),
+    Broken("k8s-start", "num-cpus: '0'", "num-cpus: 0", "num-cpus: 0", seen=True),
+    Broken("k8s-autoscaler", "restartPolicy: Never", "restartPolicy: Always", "restartPolicy: Always"),
+    Broken("k8s-enum", "restartPolicy: Never", "restartPolicy: Sometimes", "restartPolicy: Sometimes"),
+    Broken("k8s-enum", "submissionMode: K8sJobMode", "submissionMode: K8sMode", "submissionMode: K8sMode"),
+    Broken("k8s-enum", "- ReadWriteMany", "- ReadWriteAll", "accessModes:"),
+    Broken("k8s-quantity", "memory: 16Gi", "memory: 16GB", "memory: 16GB", seen=True),
+    Broken("k8s-memory", "memory: 16Gi", "memory: 8Gi", "memory: 16Gi"),
+    Broken("k8s-image", "@sha256:FILL-IN", ":latest", ":latest"),
+    Broken("k8s-version", "rayVersion: 2.60.0", "rayVersion: 2.9.0", "rayVersion: 2.9.0"),
+    Broken("k8s-kind", "apiVersion: ray.io/v1\n", "apiVersion: ray.io/v1alpha1\n", "apiVersion: ray.io/v1alpha1"),
+    Broken("k8s-kind", "kind: RayJob", "kind: RayJobs", "kind: RayJobs"),
+    Broken("k8s-name", "name: rtrain-job", "name: rtrain_job", "name: rtrain_job"),
+    Broken("k8s-head-tasks", "num-cpus: '0'", "num-cpus: '4'", "rayStartParams:"),
+    Broken("k8s-replicas", "maxReplicas: 4", "maxReplicas: -1", "replicas: 0"),
+    Broken("k8s-leaving", "terminationGracePeriodSeconds: 120", "terminationGracePeriodSeconds: 30", "Seconds: 30\n"),
+    Broken("k8s-leaving", "- rtrain.cluster.spot\n", "- rtrain.cluster.stop\n", "lifecycle:"),
+    Broken("k8s-exposed", "serviceType: ClusterIP", "serviceType: LoadBalancer", "serviceType: LoadBalancer"),
+    Broken("k8s-policy", "kind: NetworkPolicy", "kind: ConfigMap", "    template:\n      metadata:\n        labels"),
+    Broken("k8s-rights", "runAsNonRoot: true", "runAsNonRoot: false", "      spec:\n        securityContext"),
+    Broken("k8s-rights", "restartPolicy: Never", "hostNetwork: true\n        restartPolicy: Never", "hostNetwork"),
+    Broken(
+        "k8s-storage", "- name: shared\n            mountPath", "- name: shard\n            mountPath", "name: shard"
+    ),
+    Broken("k8s-storage", "claimName: rtrain-shared", "claimName: another", "persistentVolumeClaim:"),
+    Broken("k8s-job", "backoffLimit: 3", "backoffLimit: 0", "backoffLimit: 0"),
+    Broken("k8s-job", "python -m rtrain.cluster.jobs.entry train", "python -m rtrain train", "entrypoint:"),
+    Broken("k8s-service", "import_path: serve.service:application", "import_path: serve.nothing:app", "serveConfigV2"),
+    Broken("k8s-service", "path: /v2/health/ready", "path: /healthy", "readinessProbe:"),
+    Broken("k8s-secret", "value: rtrain.cluster.session.on_node_start", "value: AKIAIOSFODNN7EXAMPLE", "AKIAIOSFODNN7"),
+    Broken("k8s-key-twice", "  rayVersion: 2.60.0", "  rayVersion: 2.9.0\n  rayVersion: 2.60.0", "rayVersion: 2.60.0"),
+    Broken("k8s-schema", "enableInTreeAutoscaling: true", "enableInTreeAutoscale: true", "spec:\n  rayV", seen=True),
+    Broken("k8s-schema", "idleTimeoutSeconds: 300", "idleTimeoutSeconds: soon", "idleTimeoutSeconds: soon", seen=True),
+    Broken("k8s-schema", "version: v2", "version: v3", "version: v3", seen=True),
+    Broken("k8s-schema", "  - groupName: workers", "  - minReplica: 0", "  - minReplica: 0", seen=True),
+)
+
+
+def broken_text(case: Broken) -> str:
+    assert case.old in TEXT, case.old
+    return TEXT.replace(case.old, case.new, 1)
+
+
+def line_of(text: str, words: str) -> int:
+    assert words in text, words
+    return text[: text.index(words)].count("\n") + 1
+
+
+OURS = [case for case in BROKEN if case.rule != "k8s-schema"]
+
+
+@pytest.mark.parametrize("case", OURS, ids=lambda case: f"{case.rule}: {case.new[:30]}".replace("\n", " "))
+def test_each_rule_is_broken_once_and_found_at_its_line(case: Broken) -> None:
+    text = broken_text(case)
+    found = lint.check(text, HERE)
+    lines = {one.line for one in found if one.rule == case.rule}
+    around = line_of(text, case.at)
+    assert lines & {around, around + 1, around + 2}, [one.text("x") for one in found]
+
+
+def test_every_rule_has_its_case() -> None:
+    assert {case.rule for case in OURS} == {rule[0] for rule in rules.RULES}
+
+
+def test_a_manifest_of_another_shape_is_a_finding_and_no_traceback() -> None:
+    found = lint.check("apiVersion: ray.io/v1\nkind: RayCluster\nmetadata: []\nspec: {headGroupSpec: [1]}\n", HERE)
+    assert "error" in {one.level for one in found}
+
+
+SMALL = """
+kind: CustomResourceDefinition
+spec:
+  names: {kind: Small}
+  versions:
+    - name: v1
+      schema:
+        openAPIV3Schema:
+          type: object
+          properties:
+            apiVersion: {type: string}
+            kind: {type: string}
+            metadata: {type: object}
+            spec:
+              type: object
+              properties:
+                count: {type: integer}
+                amount: {x-kubernetes-int-or-string: true, type: string}
+                free: {type: object, additionalProperties: {type: string}}
+                open: {type: object, x-kubernetes-preserve-unknown-fields: true, properties: {a: {type: string}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("spec", "wrong"),
+    [
+        ("{count: 1, amount: 2, free: {x: y}, open: {b: 1}}", []),
+        ("{count: one}", ["spec.count: 'one' is not of type 'integer'"]),
+        ("{cuont: 1}", ["spec: Additional properties are not allowed ('cuont' was unexpected)"]),
+        ("{free: {x: 1}}", ["spec.free.x: 1 is not of type 'string'"]),
+        ("{amount: []}", ["spec.amount: [] is not valid under any of the given schemas"]),
+    ],
+)
+def test_unknown_fields_are_refused_but_where_a_definition_keeps_them(
+    spec: str, wrong: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "small.yaml").write_text(SMALL)
+    documents = read(f"apiVersion: x/v1\nkind: Small\nmetadata: {{name: a, labels: {{b: c}}}}\nspec: {spec}\n")
+    found = list(crd.check(documents, crd.read(tmp_path)))
+    assert [one.what for one in found] == wrong
+    assert {one.line for one in found} <= {4}
+
+
+def test_a_folder_without_definitions_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="CustomResourceDefinition"):
+        crd.read(tmp_path)
+
+
+@pytest.mark.slow
+def test_kuberay_s_definitions_find_what_they_can_and_nothing_in_ours() -> None:
+    if not DEFINITIONS.is_dir():
+        pytest.skip("KubeRay's definitions are not here")
+    assert lint.check(TEXT, HERE, DEFINITIONS) == []
+    definitions = crd.read(DEFINITIONS)
+    assert set(definitions) == set(walk.CLUSTERS)
+    for case in BROKEN:
+        documents = read(broken_text(case))
+        found = [one for one in crd.check(documents, definitions) if one.rule == crd.RULE]
+        assert bool(found) == case.seen, (case, found)
+        if case.rule == crd.RULE:
+            line = line_of(broken_text(case), case.at)
+            assert {one.line for one in found} & {line, line + 1}, found
+    assert sum(not case.seen for case in BROKEN) >= 4
+    assert len(BROKEN) >= 10
+
+
+def test_rules_in_cel_are_asked_where_a_library_is_there() -> None:
+    rule = "!(has(self.a) && has(self.b))"
+    expected = [None, None] if not crd.knows_cel() else [True, False]
+    assert [crd.holds(rule, {"a": 1}), crd.holds(rule, {"a": 1, "b": 2})] == expected
+
+
+# ------------------------------------------------------------------------------------------------- image and verb
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_image_has_the_pins_and_no_root(gpu: bool) -> None:
+    text = image.dockerfile(gpu)
+    assert ("download.pytorch.org/whl/cpu" in text) != gpu
+    assert text.count("-c constraints.txt") == (1 if gpu else 2)
+    assert text.rstrip().splitlines()[-2] == "USER 1000"
+    copied = {word for line in text.splitlines() if line.startswith("COPY ") for word in line.split()[1:-1]}
+    assert all((ROOT / name).exists() for name in copied - {"--from=build", "/opt/rtrain"})
+    assert f"Ray {Around(ROOT).constraints()['ray']}" in text
+
+
+def test_the_verb_prints_and_refuses(run: Cli) -> None:  # noqa: F811
+    code, out, _ = run("cluster", "kubernetes")
+    assert (code, out) == (0, TEXT)
+    code, out, _ = run("cluster", "kubernetes", "--kind", "RayJob", "--", "tune", "intent", "--out", "/shared/runs/s")
+    [job] = yaml.safe_load_all(out)
+    assert (code, job["spec"]["entrypoint"].split()[3:]) == (0, ["tune", "intent", "--out", "/shared/runs/s"])
+    code, _, err = run("cluster", "kubernetes", "--kind", "RayJbo")
+    assert (code, "write one of PersistentVolumeClaim" in err) == (2, True)
+    assert run("cluster", "kubernetes", "--dockerfile")[1] == image.dockerfile()

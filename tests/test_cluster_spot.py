@@ -1,0 +1,196 @@
+"""Spot notices: what the three clouds say, and what becomes of it."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rtrain import ray_internals
+from rtrain.cluster import spot
+from rtrain.cluster.spot import Aws, Azure, Gcp, Notice, Service
+from tests.metadata_servers import Machine, serving
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine()
+
+
+@pytest.fixture
+def service(machine: Machine) -> Iterator[Service]:
+    with serving(machine) as address:
+        yield Service(address)
+
+
+# ------------------------------------------------------------------------------------------------------ three clouds
+
+
+def test_aws_tells_the_end_by_version_2_alone(machine: Machine, service: Service) -> None:
+    look = Aws(service)
+    assert look() is None
+    machine.ends = 2_000_000_000.0
+    assert look() == Notice("spot terminate", 2_000_000_000.0)
+    assert machine.asked.count("PUT /latest/api/token") == 1
+
+
+def test_aws_s_token_is_renewed_where_it_has_run_out(machine: Machine, service: Service) -> None:
+    look = Aws(service)
+    assert look() is None
+    machine.tokens.clear()
+    machine.ends = 2_000_000_000.0
+    assert look() == Notice("spot terminate", 2_000_000_000.0)
+    assert machine.asked.count("PUT /latest/api/token") == 2
+
+
+def test_aws_s_recommendation_is_not_the_end(machine: Machine, service: Service) -> None:
+    machine.rebalance = 1_900_000_000.0
+    assert Aws(service)() == Notice("rebalance recommended", 1_900_000_000.0, is_final=False)
+
+
+def test_google_tells_that_it_has_begun(machine: Machine, service: Service) -> None:
+    look = Gcp(service)
+    assert look() is None
+    machine.ends = 1.0
+    before = time.time()
+    notice = look()
+    assert notice is not None
+    assert notice.what == "preempted"
+    assert before + 29 <= notice.deadline <= time.time() + 31
+
+
+def test_azure_tells_of_this_machine_and_of_others(machine: Machine, service: Service) -> None:
+    look = Azure(service)
+    assert look() is None
+    machine.ends, machine.meant = 2_000_000_000.0, ("node-2",)
+    assert look() is None
+    machine.meant = ("node-2", "node-1")
+    assert look() == Notice("scheduled event Preempt", 2_000_000_000.0)
+
+
+# ----------------------------------------------------------------------------------------------------------- waiting
+
+
+def test_it_looks_on_where_the_service_fails_and_says_so_once(machine: Machine, service: Service) -> None:
+    machine.failures, machine.ends = 3, 2_000_000_000.0
+    said: list[str] = []
+    notice = spot.wait(Aws(service), 0.0, said.append, lambda one: one.is_final)
+    assert notice.what == "spot terminate"
+    assert len(said) == 1
+    assert "HTTPError" in said[0]
+
+
+def test_a_recommendation_is_said_once_and_waited_through(machine: Machine, service: Service) -> None:
+    machine.rebalance = 1_900_000_000.0
+    looks = iter(range(5))
+    said: list[str] = []
+
+    def look() -> Notice | None:
+        if next(looks) == 3:
+            machine.ends = 2_000_000_000.0
+        return Aws(service)()
+
+    assert spot.wait(look, 0.0, said.append, lambda one: one.is_final).what == "spot terminate"
+    assert said == ["rebalance recommended: nothing is done before the notice itself"]
+
+
+# ---------------------------------------------------------------------------------------------------------- draining
+
+
+def test_it_tries_until_the_head_takes_the_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[list[str] | Exception] = [RuntimeError("no head yet"), [], ["node"]]
+    asked: list[tuple[object, ...]] = []
+
+    def drain(*arguments: object) -> list[str]:
+        asked.append(arguments)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(ray_internals, "drain", drain)
+    monkeypatch.setattr(spot, "RETRY_S", 0.0)
+    monkeypatch.setenv("RAY_CLOUD_INSTANCE_ID", "i-1")
+    said: list[str] = []
+    deadline = time.time() + 60
+    assert spot.drain(Notice("spot terminate", deadline), "head:6379", said.append) == ["node"]
+    assert asked == [("head:6379", "i-1", "spot terminate", deadline, spot.DRAIN_S)] * 3
+    assert len(said) == 1
+
+
+def test_it_gives_up_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_internals, "drain", lambda *_: [])
+    said: list[str] = []
+    assert spot.drain(Notice("spot terminate", time.time()), "head:6379", said.append) == []
+    assert said == ["not drained: no node of a cluster runs here"]
+
+
+def test_nothing_heavy_is_imported_before_the_notice() -> None:
+    heavy = ("ray", "yaml", "numpy", "torch")
+    script = f"import sys, rtrain.cluster.spot; print(len(set({heavy!r}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0"
+
+
+def test_a_second_watcher_leaves_the_first_alone(machine: Machine, tmp_path: Path) -> None:
+    with serving(machine) as address:
+        command = [sys.executable, "-m", "rtrain.cluster.spot", "aws", "--metadata", address, "--every", "0.1"]
+        command += ["--lock", str(tmp_path / "lock"), "--address", "127.0.0.1:1"]
+        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as first:
+            try:
+                while not any("instance-action" in line for line in machine.asked):
+                    assert first.poll() is None
+                    time.sleep(0.05)
+                second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+                assert (second.returncode, "a watcher runs here already" in second.stderr) == (0, True)
+            finally:
+                first.kill()
+
+
+SCRIPT = """
+import json, os, subprocess, sys, time
+os.environ["RAY_AUTH_MODE"] = "disabled"
+import ray
+from ray.cluster_utils import Cluster
+from tests.metadata_servers import Machine, serving
+from rtrain.cluster import supply
+os.environ["RAY_CLOUD_INSTANCE_ID"] = "head"
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+os.environ["RAY_CLOUD_INSTANCE_ID"] = "i-spot"
+node = cluster.add_node(num_cpus=1)
+ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+machine, before = Machine(), [n["NodeID"] for n in ray.nodes() if n["Alive"]]
+with serving(machine) as address:
+    command = [sys.executable, "-m", "rtrain.cluster.spot", "aws", "--metadata", address, "--every", "0.2",
+               "--lock", sys.argv[1], "--address", cluster.address]
+    watcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not machine.asked:
+        time.sleep(0.05)
+    machine.ends = time.time() + 120
+    _, said = watcher.communicate(timeout=120)
+gone = []
+for _ in range(200):
+    gone = sorted(supply.leaving() | ({n["NodeID"] for n in ray.nodes() if not n["Alive"]}))
+    if gone:
+        break
+    time.sleep(0.1)
+print(json.dumps({"code": watcher.returncode, "said": said, "gone": gone, "spot": node.node_id, "nodes": len(before)}))
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.ray
+def test_a_notice_drains_the_node_of_this_machine_and_no_other(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "lock")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["code"], found["nodes"]) == (0, 2), found["said"]
+    assert found["gone"] == [found["spot"]]
+    assert "spot terminate" in found["said"]

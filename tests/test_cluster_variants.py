@@ -1,0 +1,151 @@
+"""`rtrain cluster init`: a file for each cloud, from one source; ours is the one for AWS."""
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import jsonschema
+import pytest
+import ray.autoscaler
+import yaml
+
+from rtrain.cluster import instances
+from rtrain.cluster.instances import INSTANCES
+from rtrain.cluster.lint import lint
+from rtrain.cluster.lint.around import Around
+from rtrain.cluster.variants import variants
+from rtrain.errors import ConfigError
+from tests.test_cli import Cli, run  # noqa: F401
+
+ROOT = Path(__file__).resolve().parents[1]
+CLOUDS = ("aws", "gcp", "azure", "onprem")
+ALL = [
+    *((cloud, gpu, False) for cloud in CLOUDS for gpu in (None, *instances.gpus(cloud))),
+    *(("aws", gpu, True) for gpu in instances.gpus("aws", efa=True)),
+    ("onprem", "A100", False),
+]
+
+
+def test_our_own_file_is_the_one_for_aws() -> None:
+    assert variants.render("aws") == (ROOT / "cluster.yaml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("cloud", "gpu", "efa"), ALL)
+def test_every_variant_passes_the_check_ray_s_schema_and_the_shell(cloud: str, gpu: str | None, efa: bool) -> None:
+    text = variants.render(cloud, gpu, efa)
+    assert lint.check(text, Around(ROOT, verbs=("train", "tune", "serve"))) == []
+    document = yaml.safe_load(text)
+    jsonschema.validate(document, json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text()))
+    commands = [command for name in document if name.endswith("_commands") for command in document[name]]
+    assert len(commands) >= 8
+    for command in commands:
+        done = subprocess.run(["bash", "-n", "-c", command], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+    left = variants.fill_ins(text)
+    assert left
+    assert (
+        f"Replace every FILL-IN below ({variants.NUMBERS[text.partition('cluster_name:')[2].count('FILL-IN')]})" in text
+    )
+    if gpu and cloud != "onprem":
+        worker = document["available_node_types"]["worker"]
+        assert worker["resources"]["GPU"] >= 1
+        assert worker["labels"] == {"ray.io/accelerator-type": gpu}
+    assert ("download.pytorch.org/whl/cpu" in text) == (gpu is None)
+
+
+@pytest.mark.parametrize(("cloud", "gpu", "efa"), ALL)
+def test_ray_prepares_and_validates_each(cloud: str, gpu: str | None, efa: bool) -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    document = yaml.safe_load(variants.render(cloud, gpu, efa))
+    prepared = prepare_config(yaml.safe_load(variants.render(cloud, gpu, efa)))
+    validate_config(prepared)
+    assert prepared["setup_commands"] == document["setup_commands"]  # nothing of Ray's nightly defaults
+    assert prepared["head_start_ray_commands"] == document["head_start_ray_commands"]
+
+
+@pytest.mark.parametrize("gpu", instances.gpus("aws", efa=True))
+def test_the_fabric_has_all_its_cards_and_ray_takes_them(gpu: str) -> None:
+    from ray.autoscaler._private.aws.config import _configure_subnets_and_groups_from_network_interfaces as take
+
+    document = yaml.safe_load(variants.render("aws", gpu, True))
+    node = document["available_node_types"]["worker"]["node_config"]
+    worker = instances.with_gpu("aws", gpu, True)
+    assert worker is not None
+    cards = node["NetworkInterfaces"]
+    assert [card["NetworkCardIndex"] for card in cards] == list(range(worker.efa))
+    assert {card["InterfaceType"] for card in cards} == {"efa"}
+    assert take(node)["SubnetIds"] == ["subnet-FILL-IN"] * worker.efa
+    start = document["worker_start_ray_commands"][1]
+    assert "FI_PROVIDER=efa" in start
+    assert ("FI_EFA_USE_DEVICE_RDMA=1" in start) == worker.rdma
+    assert document["worker_setup_commands"] == ["/opt/amazon/efa/bin/fi_info -p efa -t FI_EP_RDM > /dev/null"]
+
+
+@pytest.mark.parametrize("cloud", ["aws", "gcp", "azure"])
+def test_spot_nodes_are_watched_and_the_watcher_takes_its_options(cloud: str) -> None:
+    from rtrain.cluster import spot
+
+    [watch] = [c for c in yaml.safe_load(variants.render(cloud))["worker_start_ray_commands"] if "spot" in c]
+    words = shlex.split(watch.split("rtrain.cluster.spot")[1].split(">")[0])
+    assert words[0] == cloud
+    assert words[0] in spot.CLOUDS
+    assert words[1] == "--address=$RAY_HEAD_IP:6379"
+
+
+def test_versions_are_those_of_constraints_txt() -> None:
+    pins = Around(ROOT).constraints()
+    assert (pins["ray"], pins["fsspec"]) == (variants.RAY, variants.FSSPEC)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("asw",), "--cloud=asw: unknown; write one of aws, gcp"),
+        (("gcp", "H900"), "no machine of gcp with such a GPU is in the table; write one of A100, L4"),
+        (("aws", None, True), "write --cloud aws --gpu A100"),
+        (("gcp", "L4", True), "the Elastic Fabric Adapter is AWS's"),
+        (("aws", "H900", True), "such a GPU and the adapter"),
+    ],
+)
+def test_what_there_is_not_is_refused(arguments: tuple[str, str, bool], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        variants.render(*arguments)
+
+
+@pytest.mark.parametrize("gpu", [None, "L4"])
+def test_sky_s_file_goes_on_where_a_run_is(gpu: str | None, tmp_path: Path) -> None:
+    text = variants.render("sky", gpu)
+    assert len(text.splitlines()) <= 25
+    document = yaml.safe_load(text)
+    assert document["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
+    assert ("accelerators" in document["resources"]) == (gpu is not None)
+    script = document["run"].replace("/shared", str(tmp_path)).replace("~/venv/bin/python", "echo")
+    for made in (False, True):
+        if made:
+            (tmp_path / "runs" / "intent").mkdir(parents=True)
+            (tmp_path / "runs" / "intent" / "config.yaml").touch()
+        said = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True).stdout
+        assert said.startswith("-m rtrain train intent")
+        assert said.rstrip().endswith("--resume") == made
+
+
+def test_instances_are_told_apart() -> None:
+    assert len({one.name for one in INSTANCES}) == len(INSTANCES)
+    assert all((one.gpus > 0) == (one.gpu is not None) and one.dollars > 0 for one in INSTANCES)
+
+
+def test_the_verb_writes_a_file_once(run: Cli, tmp_path: Path) -> None:  # noqa: F811
+    code, out, _ = run("cluster", "init", "--cloud", "gcp", "--gpu", "L4")
+    assert (code, "next: rtrain cluster lint --filled cluster.yaml" in out) == (0, True)
+    assert (tmp_path / "cluster.yaml").read_text() == variants.render("gcp", "L4")
+    code, _, err = run("cluster", "init", "--cloud", "aws")
+    assert (code, "is there already" in err) == (2, True)
+    code, out, _ = run("cluster", "init", "--cloud", "aws", "--out", "-")
+    assert (code, out) == (0, variants.render("aws"))
+    code, _, err = run("cluster", "init", "--cloud", "aws", "--efa")
+    assert (code, "--efa" in err) == (2, True)
+    assert run("cluster", "init", "--cloud", "sky")[0] == 0
+    assert (tmp_path / "sky.yaml").is_file()

@@ -1,0 +1,372 @@
+"""Rows without labels on their way into a student's store, the teacher's answers with them; and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rtrain import artifact, config as configuration
+from rtrain.batch import Head
+from rtrain.compress import distill, teacher as teaching
+from rtrain.config import Config, Recipe, with_overrides
+from rtrain.data import ingest, tokens, unlabelled
+from rtrain.data.order import Order
+from rtrain.data.stores import joined
+from rtrain.data.stores.store import Store
+from rtrain.errors import ConfigError, UserError
+from rtrain.network import trimming
+from rtrain.report import label_counts
+from rtrain.report.live import said
+from rtrain.tasks import base
+from tests import test_runs_tasks
+from tests.conftest import labelled_rows, write_rows
+from tests.tiny import make_artifact, make_encoder, make_store
+
+ROWS, TEST_ROWS, NEW = 60, 12, 24
+LABELS = ("login", "parcel", "refund")
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+def settings(folder: Path, encoder: Path, **overrides: Any) -> Config:
+    """A student's: 60 training rows; 24 new texts, three that are trained on, one of the test, one without words."""
+    rows = labelled_rows(ROWS + TEST_ROWS + NEW)
+    further = folder / "further.jsonl"
+    texts = [text for text, _ in [*rows[-NEW:], *rows[:3], rows[ROWS]]]
+    texts[-1] = texts[-1].upper() + "!"  # the same but for case and punctuation
+    further.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, " "]))
+    given = {
+        "data.path": str(write_rows(folder / "train.csv", rows[:ROWS])),
+        "data.test": str(write_rows(folder / "test.csv", rows[ROWS : ROWS + TEST_ROWS])),
+        "data.valid_share": 0,
+        "data.max_bad_rows": 0.1,
+        "data.slices": ["label"],
+        "model.name": str(encoder),
+        "distill.teacher": "v1",
+        "distill.unlabelled": str(further),
+    }
+    return configuration.load("intent", {**given, **overrides})
+
+
+def stores(recipe: Recipe, encoder: Path, root: Path) -> tuple[Store, Store]:
+    """The labelled rows and the others, with answers of a teacher `v1` that were drawn."""
+    own = make_store(recipe, encoder, root)
+    rows = make_store(unlabelled.recipe_of(recipe), encoder, root, own.manifest.head)
+    for number, store in enumerate((own, rows)):
+        drawn = np.random.default_rng(number).normal(size=(store.rows("train"), len(LABELS)))
+        np.save(store.teacher_file("v1"), drawn.astype(np.float32))
+    return own, rows
+
+
+def join(own: Store, rows: Store, recipe: Recipe, root: Path) -> Store:
+    task, confidence = base.get(recipe.task), recipe.distill.confidence
+    chosen = unlabelled.chosen(rows, own, task, "v1", confidence)
+    left_out = {"unsure": chosen.unsure, "repeated": chosen.repeated}
+    return joined.write(root / ".tokens" / "0123456789abcdef", own, rows, chosen.positions, left_out, "v1")
+
+
+def sureness(logits: Any) -> Any:
+    powers = np.exp(logits.astype(np.float64))
+    return (powers / powers.sum(axis=1, keepdims=True)).max(axis=1)
+
+
+# ---------------------------------------------------------------------------------------------------- a student's store
+
+
+def test_a_joined_store_has_the_rows_and_answers_of_both(tmp_path: Path, encoder: Path) -> None:
+    recipe = settings(tmp_path, encoder).recipe
+    own, rows = stores(recipe, encoder, tmp_path)
+    made = join(own, rows, recipe, tmp_path)
+    made.check(size_only=False)
+    assert made.manifest.unlabelled == {"rows": NEW, "unsure": 0, "repeated": 4, "bad": 1}
+    assert (made.rows("train"), made.labelled("train"), made.rows("test")) == (ROWS + NEW, ROWS, TEST_ROWS)
+    assert made.labelled("test") == TEST_ROWS
+    before, after = own.read("train", np.arange(ROWS)), made.read("train", np.arange(ROWS))
+    assert np.array_equal(before.ids, after.ids)
+    assert np.array_equal(before.row_ids, after.row_ids)
+    assert after.unlabelled is not None
+    assert not after.unlabelled.any()
+    further, others = made.read("train", np.arange(ROWS, ROWS + NEW)), rows.read("train", np.arange(NEW))
+    assert np.array_equal(further.ids, others.ids)
+    assert further.unlabelled is not None
+    assert further.unlabelled.all()
+    expected = np.concatenate([own.teacher("v1"), rows.teacher("v1")[:NEW]])
+    assert np.array_equal(made.teacher("v1"), expected)
+    assert made.manifest.tokens["train"] == made.column("train", "length").sum()
+    assert np.array_equal(made.read("test", np.arange(TEST_ROWS)).ids, own.read("test", np.arange(TEST_ROWS)).ids)
+    origins = made.origins("train").to_pylist()
+    assert {Path(row["source"]).name for row in origins[:ROWS]} == {"train.csv"}
+    assert [(Path(row["source"]).name, row["line"]) for row in origins[ROWS:]] == [
+        ("further.jsonl", number + 1) for number in range(NEW)
+    ]
+
+
+def test_labels_are_counted_without_what_stands_in_for_them(tmp_path: Path, encoder: Path) -> None:
+    recipe = settings(tmp_path, encoder).recipe
+    own, rows = stores(recipe, encoder, tmp_path)
+    made = join(own, rows, recipe, tmp_path)
+    assert label_counts.told(made, "classes") == label_counts.told(own, "classes")
+    assert len(made.targets("train")) == ROWS
+    assert len(made.targets("train", np.arange(ROWS + NEW))) == ROWS + NEW
+
+
+def test_rows_that_the_teacher_is_less_sure_of_are_left_out(tmp_path: Path, encoder: Path) -> None:
+    recipe = settings(tmp_path, encoder, **{"distill.confidence": 0.6}).recipe
+    own, rows = stores(recipe, encoder, tmp_path)
+    made, sure = join(own, rows, recipe, tmp_path), sureness(rows.teacher("v1")[:NEW]) >= 0.6
+    assert 0 < sure.sum() < NEW
+    assert made.manifest.unlabelled == {"rows": sure.sum(), "unsure": (~sure).sum(), "repeated": 4, "bad": 1}
+    taken = made.column("train", "row_id")[ROWS:]
+    assert taken.tolist() == rows.column("train", "row_id")[:NEW][sure].tolist()
+    assert np.array_equal(made.taught("v1", np.arange(ROWS, made.rows("train"))), rows.teacher("v1")[:NEW][sure])
+    event = {"kind": "unlabelled", **made.manifest.unlabelled, "confidence": 0.6}
+    assert said.of(event) == (
+        f"{sure.sum()} rows without a label are trained on; left out: {(~sure).sum()} of which the teacher is less "
+        "sure than 0.6; 4 with the texts of labelled rows; 1 that cannot be used"
+    )
+
+
+def test_answers_to_tokens_are_joined_row_by_row(tmp_path: Path) -> None:
+    """And of rows in windows; a file of tags is read without them."""
+    config = test_runs_tasks.settings("token_tags", tmp_path)
+    further = {"distill.teacher": "v1", "distill.unlabelled": config.recipe.data.path, "distill.confidence": 0.3}
+    recipe, encoder = with_overrides(config, further).recipe, Path(config.recipe.model.name)
+    own = make_store(recipe, encoder, tmp_path)
+    rows = make_store(unlabelled.recipe_of(recipe), encoder, tmp_path, own.manifest.head)
+    for number, store in enumerate((own, rows)):
+        shape = (store.manifest.tokens["train"], len(store.manifest.labels))
+        np.save(store.teacher_file("v1"), np.random.default_rng(number).normal(size=shape).astype(np.float32))
+    # Its own rows are in the file: as those of a set of which it has nothing, all of them are new.
+    chosen = np.arange(1, rows.rows("train"), 3)
+    made = joined.write(tmp_path / ".tokens" / "0123456789abcdef", own, rows, chosen, {}, "v1")
+    assert made.teacher("v1").shape == (made.manifest.tokens["train"], len(made.manifest.labels))
+    first = own.rows("train")
+    for place, position in enumerate(chosen):
+        ours, theirs = np.array([first + place]), np.array([position])
+        assert np.array_equal(made.read("train", ours).ids, rows.read("train", theirs).ids)
+        assert np.array_equal(made.taught("v1", ours), rows.taught("v1", theirs))
+    own_rows = np.arange(first)
+    assert np.array_equal(made.taught("v1", own_rows), own.teacher("v1"))
+    found = unlabelled.chosen(rows, own, base.get("token_tags"), "v1", 0.3)
+    assert found.repeated == rows.rows("train")
+    assert len(found.positions) == found.unsure == 0
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_update_says_which_of_its_rows_have_labels(tmp_path: Path, encoder: Path, workers: int) -> None:
+    """Through the lines in which a data task hands passes to its worker."""
+    recipe = settings(tmp_path, encoder).recipe
+    own, rows = stores(recipe, encoder, tmp_path)
+    made = join(own, rows, recipe, tmp_path)
+    order, found = Order(made.manifest.digest, made.rows("train"), 32, 1, 0), dict[int, bool]()
+    for rank in range(workers):
+        share = ingest.Share(made.folder, order, workers, rank, 8, None, "v1")
+        for number in range(order.updates):
+            table = ingest._materialise({"id": np.array([number])}, share, 0)
+
+            class Stream:
+                def iter_batches(self, **named: Any) -> list[Any]:
+                    return [table]  # noqa: B023 - read at once
+
+            [update] = ingest._decoded(Stream())  # type: ignore[arg-type]
+            for passed in update.passes:
+                assert passed.unlabelled is not None
+                found |= dict(zip(passed.row_ids.tolist(), passed.unlabelled.tolist(), strict=True))
+    expected = dict(zip(made.column("train", "row_id").tolist(), [False] * ROWS + [True] * NEW, strict=True))
+    assert found == expected
+
+
+def test_the_address_of_a_joined_store_names_what_it_was_made_of(tmp_path: Path, encoder: Path) -> None:
+    config = settings(tmp_path, encoder)
+
+    def address(**overrides: Any) -> str:
+        recipe = with_overrides(config, overrides).recipe
+        return tokens.digest(recipe, unlabelled.source(recipe), encoder)
+
+    own = address(**{"distill.unlabelled": None})
+    assert own == address(**{"distill.teacher": None})  # no other run has these rows
+    assert own == make_store(with_overrides(config, {"distill.unlabelled": None}).recipe, encoder, tmp_path).folder.name
+    different = [address(), address(**{"distill.confidence": 0.5}), address(**{"distill.teacher": "v2"}), own]
+    assert len({*different}) == 4
+    assert address() == address(**{"distill.alpha": 0.1, "train.seed": 3})
+    Path(str(config.recipe.distill.unlabelled)).write_text('{"text": "another one"}\n')
+    assert address() not in different
+
+
+def test_files_are_told_apart_by_their_role(tmp_path: Path, encoder: Path) -> None:
+    recipe = settings(tmp_path, encoder).recipe
+    labelled, further = unlabelled.parted(unlabelled.source(recipe))
+    assert [(Path(piece.uri).name, piece.role) for piece in labelled.pieces] == [
+        ("train.csv", "train"),
+        ("test.csv", "test"),
+    ]
+    assert [(Path(piece.uri).name, piece.role) for piece in further.pieces] == [("further.jsonl", "train")]
+    assert unlabelled.source(with_overrides(settings(tmp_path, encoder), {"distill.teacher": None}).recipe) == labelled
+
+
+def test_a_missing_file_is_named_with_all_else_that_is_wrong(tmp_path: Path, encoder: Path) -> None:
+    config = settings(tmp_path, encoder, **{"distill.unlabelled": str(tmp_path / "nowhere.csv"), "data.text": "txet"})
+    with pytest.raises(ConfigError) as caught:
+        unlabelled.source(config.recipe)
+    assert [problem.field for problem in caught.value.problems] == ["data.text", "data.text", "distill.unlabelled"]
+
+
+# ---------------------------------------------------------------------------------------------------- carried answers
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory, encoder: Path) -> Path:
+    """A model with half of the pieces."""
+    ids = trimming.kept(encoder, range(0, trimming.size(encoder), 2))
+    made = trimming.trim(encoder, ids, tmp_path_factory.mktemp("stranger") / "model")
+    (made / trimming.NAME).unlink()
+    return made
+
+
+def test_answers_are_carried_to_the_rows_of_another_tokenizer(tmp_path: Path, encoder: Path, stranger: Path) -> None:
+    recipe = settings(tmp_path, encoder).recipe
+    own, _ = stores(recipe, encoder, tmp_path)
+    other = make_store(recipe, stranger, tmp_path / "other")
+    assert not np.array_equal(other.read("train", np.arange(ROWS)).ids, own.read("train", np.arange(ROWS)).ids)
+    teaching.carry(own, other, "v1")
+    by_row = dict(zip(own.column("train", "row_id").tolist(), own.teacher("v1").tolist(), strict=True))
+    found = dict(zip(other.column("train", "row_id").tolist(), other.teacher("v1").tolist(), strict=True))
+    assert found == by_row
+    assert [path.name for path in other.folder.glob("*teacher*")] == ["teacher-v1.npy"]
+
+
+def test_answers_to_other_rows_are_not_carried(tmp_path: Path, encoder: Path) -> None:
+    recipe = settings(tmp_path, encoder).recipe
+    own, rows = stores(recipe, encoder, tmp_path)
+    with pytest.raises(UserError, match="hold other rows"):
+        teaching.carry(rows, own, "v1")
+
+
+def test_a_store_with_answers_asks_nobody(tmp_path: Path, encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second student, another seed, a resume: all come to the same store."""
+    recipe = settings(tmp_path, encoder).recipe
+    own, rows = stores(recipe, encoder, tmp_path)
+    teacher = make_artifact(tmp_path / "teacher", LABELS)
+    made, asked = artifact.read(teacher), []
+
+    def ensure(store: Store, *arguments: Any) -> bool:
+        asked.append(store.folder)
+        np.save(store.teacher_file(made.version), np.zeros((store.rows("train"), 3), dtype=np.float32))
+        return True
+
+    monkeypatch.setattr(teaching, "ensure_answers", ensure)
+    for _ in range(3):
+        for store in (own, rows):
+            teaching.teach(teacher, made, "fp32", store, encoder, Store, alike=True)
+    assert asked == [own.folder, rows.folder]
+
+
+def test_rows_of_other_labels_are_refused(tmp_path: Path, encoder: Path) -> None:
+    own, _ = stores(settings(tmp_path, encoder).recipe, encoder, tmp_path)
+    teacher = make_artifact(tmp_path / "teacher", ("no", "yes"))
+    with pytest.raises(UserError, match="these rows have 3 labels, and the teacher"):
+        teaching.teach(teacher, artifact.read(teacher), "fp32", own, encoder, Store, alike=True)
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> distill.Teacher:
+    """Two layers of 2 heads of 16."""
+    return distill.Teacher.read(make_artifact(tmp_path_factory.mktemp("teacher") / "artifact", LABELS))
+
+
+def refused(config: Config, teacher: distill.Teacher, root: Path) -> list[str]:
+    started = distill.started(config, teacher, root)
+    return [str(problem) for problem in distill.refused(started, teacher, Path(started.recipe.model.name))]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ({"distill.relations": 1.0}, "relation_heads=12: it does not divide both widths, 32 and 32"),
+        ({"distill.relations": 1.0, "distill.relation_heads": 4, "distill.relation_layer": 3}, "teacher has 2 layers"),
+        (
+            {"distill.hidden": 1.0, "train.gradient_checkpointing": True},
+            "it keeps nothing of what distill.hidden compares",
+        ),
+        ({"distill.confidence": 0.5, "distill.unlabelled": None}, "there are no rows to choose from"),
+        ({"distill.hidden": 1.0}, None),
+        ({"distill.relations": 1.0, "distill.relation_heads": 4, "distill.width": 16}, None),
+    ],
+)
+def test_settings_that_do_not_fit_the_teacher_are_refused(
+    overrides: dict[str, Any], reason: str | None, teacher: distill.Teacher, tmp_path: Path, encoder: Path
+) -> None:
+    found = refused(settings(tmp_path, encoder, **{"distill.layers": 1, **overrides}), teacher, tmp_path)
+    assert (found == []) if reason is None else (len(found) == 1 and reason in found[0]), found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "settings_named"),
+    [
+        ({}, []),
+        ({"distill.relations": 1.0, "distill.relation_heads": 4, "distill.hidden": 1.0}, ["relations", "hidden"]),
+        ({"task": "token_tags"}, ["student"]),
+    ],
+)
+def test_another_tokenizer_is_refused_where_tokens_are_compared(
+    overrides: dict[str, Any],
+    settings_named: list[str],
+    teacher: distill.Teacher,
+    tmp_path: Path,
+    encoder: Path,
+    stranger: Path,
+) -> None:
+    config = settings(tmp_path, encoder, **{"distill.student": str(stranger), **overrides})
+    found = refused(config, teacher, tmp_path)
+    assert len(found) == len(settings_named)
+    for name, problem in zip(settings_named, found, strict=True):
+        assert problem.startswith(f"distill.{name}=")
+        assert "has another tokenizer than the teacher" in problem
+
+
+def test_a_student_by_name_starts_from_it_with_a_pooling_of_its_own(
+    teacher: distill.Teacher, tmp_path: Path, encoder: Path
+) -> None:
+    config = settings(tmp_path, encoder, **{"distill.student": str(encoder), "model.pooling": "own"})
+    started = distill.started(with_overrides(config, {}), teacher, tmp_path).recipe
+    assert (started.model.name, started.distill.teacher) == (str(encoder), teacher.made.version)
+    named = distill.started(configuration.with_overrides(config, {"model.pooling": "mean"}), teacher, tmp_path)
+    assert named.recipe.model.pooling == "mean"
+
+
+def test_both_a_name_and_a_width_are_refused(tmp_path: Path, encoder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"distill\.width=16: .* has a width of its own; name one of the two"):
+        settings(tmp_path, encoder, **{"distill.student": "minilm", "distill.width": 16})
+
+
+def test_other_architectures_are_refused_where_something_inside_is_learned(
+    teacher: distill.Teacher, tmp_path: Path, encoder: Path
+) -> None:
+    import transformers
+
+    folder = tmp_path / "albert"
+    transformers.AlbertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes((teacher.folder / "tokenizer.json").read_bytes())
+    config = settings(tmp_path, encoder, **{"distill.student": str(folder), "distill.hidden": 1.0})
+    [problem] = distill.refused(config, teacher, folder)
+    assert (problem.field, problem.reason.startswith("albert has other attention than bert")) == (
+        "distill.hidden",
+        True,
+    )
+
+
+def test_a_masked_language_model_does_not_teach(tmp_path: Path) -> None:
+    from tests.tiny import make_task_artifact
+
+    facts = {"mask": "[MASK]", "mask_id": 4, "vocabulary": 300, "special": [0, 1, 2, 3, 4]}
+    folder = make_task_artifact(tmp_path / "words", "masked_lm", Head((), facts))
+    with pytest.raises(UserError, match="answers with the words of a vocabulary"):
+        distill.Teacher.read(folder)

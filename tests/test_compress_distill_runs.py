@@ -1,0 +1,169 @@
+"""Students on real Ray: of rows without labels, of another tokenizer, narrower, and learning inside their teacher."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from rtrain import artifact, events
+from rtrain.checkpoints import checkpoint
+from rtrain.compress import distill, quantize, teacher as teaching
+from rtrain.config import Config
+from rtrain.data.stores.store import Store
+from rtrain.network import beside, trimming
+from rtrain.predict import Predictor
+from rtrain.report.live import said
+from rtrain.run import Run
+from rtrain.runs import driver, opening
+from tests.conftest import labelled_rows
+from tests.tiny import make_encoder
+from tests.trained import ROWS, TEST_ROWS, Trained
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+
+NEW = 90
+"""Rows without labels that are nowhere else."""
+STUDENT = {"distill.layers": 1, "distill.epochs": 2, "distill.lr": 5e-3}
+
+
+@pytest.fixture(scope="module")
+def further(trained: Trained) -> Path:
+    """New texts, one of them without words; then three training rows and a test row."""
+    rows = labelled_rows(ROWS + TEST_ROWS + NEW)
+    texts = [text for text, _ in [*rows[-NEW:], *rows[:3], rows[ROWS]]]
+    path = trained.run.parent / "further.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, " "]))
+    return path
+
+
+def asked(trained: Trained, **settings: Any) -> Config:
+    return opening.stored(trained.run, {**STUDENT, **settings})
+
+
+def told(run: Path, kind: str) -> dict[str, Any]:
+    return next(event for event in events.read(run) if event["kind"] == kind)
+
+
+@pytest.fixture(scope="module")
+def student(trained: Trained, further: Path) -> Path:
+    config = asked(trained, **{"distill.unlabelled": str(further)})
+    return distill.run(config, trained.run, trained.run.parent / "more-rows")[0]
+
+
+def never(*arguments: Any, **named: Any) -> bool:
+    raise AssertionError("the teacher was asked again")
+
+
+def test_rows_without_labels_are_trained_on_with_the_teacher_s_answers(trained: Trained, student: Path) -> None:
+    store, own = Store(quantize.store_of(student)), Store(quantize.store_of(trained.run))
+    counts = {"rows": NEW, "unsure": 0, "repeated": 4, "bad": 1}
+    event = told(student, "unlabelled")
+    assert store.manifest.unlabelled == {name: event[name] for name in counts} == counts
+    assert said.of(event) == (
+        "90 rows without a label are trained on; left out: 4 with the texts of labelled rows; 1 that cannot be used"
+    )
+    assert (store.rows("train"), store.labelled("train")) == (own.rows("train") + NEW, own.rows("train"))
+    assert {split: store.rows(split) for split in ("valid", "test")} == {
+        split: own.rows(split) for split in ("valid", "test")
+    }
+    assert told(student, "trained")["rows_seen"] == 2 * store.rows("train")
+    version = artifact.read(trained.run / "artifact").version
+    assert told(student, "created")["data_digest"] == store.manifest.digest != own.manifest.digest
+    texts = [text for text, _ in labelled_rows(ROWS + TEST_ROWS + NEW)[-NEW:]]
+    predictor = Predictor.load(trained.run / "artifact")
+    expected = {
+        tuple(predictor.encode([text])[0].ids): row[0]["label"]
+        for text, row in zip(texts, predictor(texts), strict=True)
+    }
+    answers, labels = store.taught(version, np.arange(store.rows("train"))), store.manifest.labels
+    assert np.array_equal(answers[: own.rows("train")], own.teacher(version))
+    tokens = store.read("train", np.arange(own.rows("train"), store.rows("train")))
+    assert tokens.unlabelled is not None
+    assert tokens.unlabelled.all()
+    rows = np.split(tokens.ids, np.cumsum(tokens.lengths_of_rows)[:-1])
+    found = {tuple(row.tolist()): labels[answer.argmax()] for row, answer in zip(rows, answers[-NEW:], strict=True)}
+    assert found == expected
+
+
+def test_a_second_student_another_seed_and_a_resume_ask_the_teacher_nothing(
+    trained: Trained, student: Path, further: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another confidence takes other rows of the same answers."""
+    monkeypatch.setattr(teaching, "ensure_answers", never)
+    folder, whole = trained.run.parent / "surer", driver.fit
+    rows, version = Store(quantize.store_of(student)), artifact.read(trained.run / "artifact").version
+    logits = rows.teacher(version)[rows.labelled("train") :].astype(np.float64)
+    chances = np.exp(logits - logits.max(axis=1, keepdims=True))
+    sure = (chances / chances.sum(axis=1, keepdims=True)).max(axis=1)
+    least = float(np.median(sure))
+    chosen = {"distill.unlabelled": str(further), "distill.confidence": least, "train.seed": 7}
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "fit", lambda prepared, **rest: whole(prepared, until=5, **rest))
+        _, paused = distill.run(asked(trained, **chosen), trained.run, folder)
+    assert (paused["status"], paused["updates"]) == ("paused", 5)
+    found = told(folder, "unlabelled")
+    assert (found["rows"], found["unsure"]) == (int((sure >= least).sum()), int((sure < least).sum()))
+    assert 0 < found["unsure"] < NEW
+    _, ended = distill.run(opening.stored(trained.run), trained.run, folder, "resume")
+    assert (ended["status"], [e["update"] for e in events.read(folder) if e["kind"] == "started"]) == (
+        "finished",
+        [0, 5],
+    )
+    _, again = distill.run(asked(trained, **{"distill.alpha": 0.5}), trained.run, folder.with_name("plain-again"))
+    assert again["status"] == "finished"
+
+
+def inside(trained: Trained, folder: Path, until: int | None = None) -> dict[str, Any]:
+    settings = {"distill.relations": 1.0, "distill.relation_heads": 4, "distill.hidden": 1.0, "distill.width": 16}
+    config, whole = asked(trained, **settings), driver.fit
+    with pytest.MonkeyPatch.context() as patch:
+        if until:
+            patch.setattr(driver, "fit", lambda prepared, **rest: whole(prepared, until=until, **rest))
+        return distill.run(config, trained.run, folder)[1]
+
+
+def test_a_narrow_student_learns_inside_its_teacher_and_resumes(trained: Trained) -> None:
+    """The map between the widths is in its checkpoints and not in its artefact."""
+    import transformers
+
+    folder, other = trained.run.parent / "narrow", trained.run.parent / "narrow-resumed"
+    assert inside(trained, folder)["status"] == "finished"
+    network = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "artifact")
+    assert (network.config.hidden_size, network.config.num_attention_heads) == (16, 1)
+    assert not any(beside.NAME in name for name in load_file(folder / "artifact" / "model.safetensors"))
+    newest = checkpoint.path_of(Run(folder).checkpoints, max(checkpoint.updates(Run(folder).checkpoints)))
+    assert load_file(newest / "model.safetensors")[f"{beside.NAME}.weight"].shape == (32, 16)
+    assert f"{beside.NAME}.weight:exp_avg" in load_file(newest / "optim.safetensors")
+    assert inside(trained, other, until=5)["status"] == "paused"
+    distill.run(opening.stored(trained.run), trained.run, other, "resume")
+    one, two = ((run / "artifact" / "model.safetensors").read_bytes() for run in (folder, other))
+    assert one == two
+
+
+@pytest.fixture(scope="module")
+def stranger(trained: Trained) -> Path:
+    """A model with pieces of its own."""
+    folder = trained.run.parent / "stranger"
+    encoder = make_encoder(folder / "whole", seed=3)
+    ids = trimming.kept(encoder, range(0, trimming.size(encoder), 2))
+    made = trimming.trim(encoder, ids, folder / "other")
+    (made / trimming.NAME).unlink()
+    return made
+
+
+def test_a_student_by_name_may_have_another_tokenizer(trained: Trained, stranger: Path, further: Path) -> None:
+    settings = {"distill.student": str(stranger), "distill.unlabelled": str(further)}
+    run, found = distill.run(asked(trained, **settings), trained.run, trained.run.parent / "by-name")
+    assert found["status"] == "finished"
+    version = artifact.read(trained.run / "artifact").version
+    store, own = Store(quantize.store_of(run)), Store(quantize.store_of(trained.run))
+    assert store.manifest.unlabelled["rows"] == NEW
+    at = np.searchsorted(order := np.sort(own.column("train", "row_id")), store.column("train", "row_id")[:10])
+    places = np.argsort(own.column("train", "row_id"))[at]
+    assert order[at].tolist() == store.column("train", "row_id")[:10].tolist()
+    assert np.array_equal(store.teacher(version)[:10], own.teacher(version)[places])
+    assert opening.stored(run).recipe.model.name == str(stranger)
+    assert trimming.size(run / "artifact") == trimming.size(stranger)

@@ -1,0 +1,194 @@
+"""The noise scale of gradients, against the gradients of single rows."""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rtrain import events
+from rtrain.batch import Tokens, single
+from rtrain.data.order import deal
+from rtrain.exchange import noise
+from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.noise import Measured
+from rtrain.training import step
+from tests.reports import make_run, page_of
+from tests.test_training_step import LOSS, by_hand, make_network, make_still_encoder, norm, pick
+from tests.test_training_step_workers import on_workers
+from tests.tiny import VOCABULARY
+
+UPDATE, PASS = 16, 8
+"""Rows of an update, and of a pass at most."""
+UPDATES = 120
+
+
+def make_alike(count: int = 120) -> Tokens:
+    """Rows whose label and words follow from their length, but for some."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(1, 21, count).astype(np.int32)
+    long = np.where(random.random(count) < 0.1, random.integers(0, 2, count), lengths > 10)
+    half = VOCABULARY // 2
+    ids = [
+        random.integers(half if one else 5, VOCABULARY if one else half, n)
+        for one, n in zip(long, lengths, strict=True)
+    ]
+    return single(
+        ids=np.concatenate(ids).astype(np.int32),
+        lengths=lengths,
+        second=lengths,
+        targets=long.astype(np.int64),
+        row_ids=np.arange(count, dtype=np.uint64),
+        teacher=np.empty((count, 0), dtype=np.float32),
+    )
+
+
+@lru_cache(maxsize=1)
+def direct(encoder: Path) -> float:
+    """The noise scale by the gradients of all single rows."""
+    network, rows = make_network(encoder), make_alike()
+    mean = norm(by_hand(network, rows)[1]) ** 2
+    each = [norm(by_hand(network, pick(rows, [row]))[1]) ** 2 for row in range(len(rows))]
+    return (float(np.mean(each)) - mean) / mean
+
+
+def measured(network: torch.nn.Module, rows: Tokens, world: int, rank: int, **dealt: Any) -> list[Measured]:
+    """What updates of random rows tell; the weights stay."""
+    exchange, optimizer = Exchange(network), torch.optim.SGD(network.parameters(), lr=0.0)
+    random, found = np.random.default_rng(1), list[Measured]()
+    for _ in range(UPDATES):
+        drawn = pick(rows, random.integers(0, len(rows), UPDATE).tolist())
+        passes = [pick(drawn, one.tolist()) for one in deal(drawn.lengths, world, rank, PASS, **dealt)]
+        done = step.run_update(exchange, optimizer, LOSS, passes, pad_id=0, measures=True)
+        assert done.noise is not None
+        found.append(done.noise)
+    return found
+
+
+def on_a_worker(world: int, rank: int, encoder: Path) -> dict[str, float]:
+    """What is measured over what is right: by rows at random, and, of one worker, by rows dealt by length."""
+    found, rows = {}, make_alike()
+    for name, at_random in (("random", True), *([("length", False)] if world == 1 else [])):
+        scale = noise.estimate(measured(make_network(encoder), rows, world, rank, at_random=at_random))
+        found[name] = 0.0 if scale is None else scale.rows / direct(encoder)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_it_is_that_of_single_rows_also_where_labels_follow_from_lengths(world: int) -> None:
+    results, _ = on_workers()
+    for rank in range(world):
+        assert results[world, rank]["noise"]["random"] == pytest.approx(1.0, abs=0.2)
+
+
+def test_passes_that_are_cut_by_length_would_not_tell_it() -> None:
+    results, _ = on_workers()
+    assert abs(results[1, 0]["noise"]["length"] - 1.0) > 0.25
+
+
+def test_every_worker_measures_the_same() -> None:
+    results, _ = on_workers()
+    assert len({results[3, rank]["noise"]["random"] for rank in range(3)}) == 1
+
+
+def test_an_update_that_is_not_to_measure_tells_nothing_and_trains_the_same(tmp_path: Path) -> None:
+    rows, found = make_alike(13), []
+    for measures in (False, True):
+        network = make_network(make_still_encoder(tmp_path / str(measures)))
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        passes = [pick(rows, one.tolist()) for one in deal(rows.lengths, 1, 0, PASS, at_random=True)]
+        done = step.run_update(Exchange(network), optimizer, LOSS, passes, pad_id=0, measures=measures)
+        found.append((done.noise is not None, [one.detach().numpy().tobytes() for one in network.parameters()]))
+    assert [told for told, _ in found] == [False, True]
+    assert found[0][1] == found[1][1]
+
+
+def test_a_single_pass_of_a_single_worker_has_nothing_to_compare(tmp_path: Path) -> None:
+    network, rows = make_network(make_still_encoder(tmp_path)), make_alike(8)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    done = step.run_update(Exchange(network), optimizer, LOSS, [rows], pad_id=0, measures=True)
+    assert done.noise is None
+
+
+# ------------------------------------------------------------------------------------------------------------- by hand
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (3, 13), (1, 5, 10), (16, 0, 16)])
+def test_the_measurements_are_right_on_average_whatever_the_shares(sizes: tuple[int, ...]) -> None:
+    random, wanted = np.random.default_rng(2), (4.0, 1.0)  # the variance of a row's gradient, and |G|^2
+    dims, total, found = 50, sum(sizes), list[Measured]()
+    signal = np.full(dims, np.sqrt(wanted[1] / dims))
+    for _ in range(4000):
+        rows = signal + random.normal(size=(total, dims)) * np.sqrt(wanted[0] / dims)
+        parts = [one.sum(axis=0) / total for one in np.split(rows, np.cumsum(sizes)[:-1])]
+        whole = float(np.square(sum(parts)).sum())
+        terms = sum(
+            float(np.square(part).sum()) / (size / total) for part, size in zip(parts, sizes, strict=True) if size
+        )
+        one = noise.between(terms, sum(size > 0 for size in sizes), whole, total)
+        assert one is not None
+        found.append(one)
+        if 0 < sizes[0] < total:
+            alone = noise.within(float(np.square(parts[0]).sum()), sizes[0] / total, whole, total)
+            assert alone is not None
+            found.append(alone)
+    trace, square = (np.mean([getattr(one, name) for one in found]) for name in ("trace", "square"))
+    assert (trace, square) == pytest.approx(wanted, rel=0.06)
+
+
+@pytest.mark.parametrize("terms", [float("inf"), float("nan")])
+def test_what_is_not_finite_is_no_measurement(terms: float) -> None:
+    assert noise.between(terms, 2, 1.0, 16) is None
+    assert noise.between(1.0, 1, 1.0, 16) is None
+    assert noise.within(1.0, 0.0, 1.0, 16) is None
+    assert noise.within(1.0, 1.0, 1.0, 16) is None
+
+
+def test_the_interval_has_the_true_ratio_as_often_as_it_says() -> None:
+    random, hits, endless = np.random.default_rng(3), 0, 0
+    for _ in range(1000):
+        shared = random.normal(size=20)
+        draws = [Measured(40 + 8 * a, 2 + b - 0.3 * a, 64) for a, b in zip(shared, random.normal(size=20), strict=True)]
+        found = noise.estimate(draws)
+        assert found is not None
+        endless += found.high is None
+        hits += found.low <= 20 <= (found.high or float("inf"))
+    assert 0.93 <= hits / 1000 <= 0.97
+    assert endless < 20
+
+
+def test_a_signal_that_cannot_be_told_from_none_has_no_upper_end_or_no_scale() -> None:
+    weak = [Measured(40.0, square, 64) for square in (3.0, -2.0, 2.5, -1.0, 0.5)]
+    found = noise.estimate(weak)
+    assert found is not None
+    assert found.high is None
+    assert 0 <= found.low <= found.rows
+    assert noise.estimate([Measured(40.0, -1.0, 64)] * 5) is None
+    assert noise.estimate(weak[:2]) is None
+
+
+def test_a_run_s_noise_scale_is_that_of_its_latest_measurements_each_counted_once() -> None:
+    log = [
+        {"kind": noise.KIND, "update": number, "trace": 10.0 * number, "square": 1.0, "rows": 64}
+        for number in [*range(100), *range(90, 100)]  # a resumed run measures some updates again
+    ]
+    found = noise.of_run([*log, {"kind": "progress", "update": 3}])
+    assert found is not None
+    assert found.rows == pytest.approx(10 * 87.0)
+    assert found.measurements == noise.LATEST
+
+
+def test_one_update_in_eight_measures_and_never_the_first() -> None:
+    assert [number for number in range(24) if noise.due(number)] == [4, 12, 20]
+
+
+def test_a_run_s_page_draws_the_noise_scale_beside_the_rows_of_an_update(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert "noise scale" not in page_of(run).text
+    for number in range(4, 44, 8):
+        events.append(run, noise.KIND, update=number, trace=400.0 + number, square=2.0, rows=24)
+    shown = page_of(run)
+    assert "The gradient's noise scale was 210 rows at the end; an update has 24" in shown.text
+    assert "by 5 updates whose gradients over a part of the rows and over all were compared" in shown.text

@@ -1,0 +1,63 @@
+"""Compiled graphs are kept by the artefact's version, few of them, and never where they cannot be."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rtrain import env
+from rtrain.network import compiled
+from rtrain.predict import Predictor
+from tests import quantizing
+from tests.quantizing import complete
+from tests.tiny import CORPUS
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(env.CACHE, str(tmp_path / "cache"))
+    return tmp_path / "cache" / "openvino"
+
+
+def test_a_second_process_loads_what_the_first_compiled(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = complete(quantizing.make(tmp_path, rows=40), tmp_path / "int8", calibration_rows=8)
+    first = Predictor.load(folder)
+    (kept,) = cache.iterdir()
+    assert kept.name == first.artifact.version
+    before = {path.name: path.stat().st_mtime_ns for path in kept.iterdir()}
+    second = Predictor.load(folder)
+    assert {path.name: path.stat().st_mtime_ns for path in kept.iterdir()} == before
+    assert len(before) == 1
+    monkeypatch.setenv(env.CACHE, "")
+    for one in (second, Predictor.load(folder)):
+        pairs = zip(first.logits(CORPUS), one.logits(CORPUS), strict=True)
+        assert max(float(np.abs(left - right).max()) for left, right in pairs) <= 1e-5
+
+
+def test_only_the_newest_are_kept(cache: Path) -> None:
+    for number in range(compiled.KEPT + 2):
+        found = compiled.folder(f"version{number}")
+        assert found is not None
+        os.utime(found, (number, number))
+    assert {path.name for path in cache.iterdir()} == {f"version{number}" for number in range(2, compiled.KEPT + 2)}
+
+
+def test_nothing_is_kept_where_there_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    for root in ("", str(tmp_path / "file")):
+        monkeypatch.setenv(env.CACHE, root)
+        assert compiled.folder("abc") is None
+    monkeypatch.setenv(env.CACHE, str(tmp_path / "cache"))
+    assert compiled.folder("") is None  # an artefact that is being made has no version yet
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_user_s_own_folder_is_the_default() -> None:
+    environ = {"XDG_CACHE_HOME": "/cache"}
+    env.prepare(environ)
+    assert environ[env.CACHE] == "/cache/rtrain"
+    env.prepare(other := {env.CACHE: ""})
+    assert other[env.CACHE] == ""

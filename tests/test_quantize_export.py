@@ -1,0 +1,149 @@
+"""What is quantized answers as the PyTorch model does, on rows of every length; what travels with it; on which
+processor."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from rtrain import artifact, engines, predict
+from rtrain.compress import export_check, host, onnx_graph, openvino_graph
+from rtrain.compress.graphs import Sample
+from rtrain.errors import ConfigError, UserError
+from tests import quantizing
+from tests.quantizing import Made
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return quantizing.make(tmp_path_factory.mktemp("export"), rows=80)
+
+
+def test_the_float_graph_is_compared_on_every_length(made: Made, tmp_path: Path) -> None:
+    checked = quantizing.quantize(made, tmp_path / "int8", calibration_rows=8)["export"]
+    lengths = made.store.column("train", "length")
+    assert checked["buckets"] == len(np.unique(np.searchsorted([16, 32, 64], lengths))) == 3
+    assert checked["rows"] == 3 * export_check.ROWS
+    assert 0 < checked["largest"] <= export_check.TOLERANCE
+    assert checked["bucket"] in ("up to 16 tokens", "up to 32 tokens", "up to 64 tokens")
+
+
+def test_rows_of_every_length_hold_the_shortest_and_the_longest_of_each() -> None:
+    lengths = np.array([5, 40, 16, 17, 32, 600, 9, 513], dtype=np.int32)
+    found = {name: lengths[rows].tolist() for name, rows in export_check.of_every_length(lengths, most=2)}
+    assert found == {
+        "up to 16 tokens": [5, 16],
+        "up to 32 tokens": [17, 32],
+        "up to 64 tokens": [40],
+        "more than 512 tokens": [513, 600],
+    }
+
+
+def broken_weight(network: Any, sample: Sample) -> openvino_graph.Exported:
+    """An export in which one number of one weight is another."""
+    from openvino import opset13
+
+    exported = openvino_graph.export(network, sample)
+    (weight,) = (
+        node
+        for node in exported._graph.get_ops()
+        if node.get_friendly_name() == "self.bert.encoder.layer.1.output.dense.weight"
+    )
+    data = np.array(weight.data)
+    data[0, 0] += 0.5
+    weight.output(0).replace(opset13.constant(data).output(0))
+    return exported
+
+
+@pytest.mark.parametrize("module", [openvino_graph, onnx_graph])
+def test_a_model_without_token_types_is_exported_and_answers(module: Any) -> None:
+    config = transformers.DistilBertConfig(
+        vocab_size=100, max_position_embeddings=64, dim=32, n_layers=1, n_heads=2, hidden_dim=64
+    )
+    network = transformers.DistilBertForSequenceClassification(config).eval()
+    ids = np.arange(5, 15)[None]
+    graph = module.export(network, {"input_ids": ids, "attention_mask": np.ones_like(ids)})
+    asked = {"input_ids": np.repeat(ids[:, :7], 2, axis=0), "attention_mask": np.ones((2, 7), dtype=np.int64)}
+    with torch.inference_mode():
+        logits = network(**{name: torch.from_numpy(value) for name, value in asked.items()}).logits.numpy()
+    found = graph.answering(1).logits({**asked, "token_type_ids": np.zeros((2, 7), dtype=np.int64)})
+    assert np.abs(found - logits).max() <= export_check.TOLERANCE
+
+
+class OfOneLength(predict.OpenVino):
+    """Forgets what comes after 20 tokens, as a graph does whose trace kept a number of its sample."""
+
+    def logits(self, inputs: Any) -> Any:
+        return super().logits({name: value[:, :20] for name, value in inputs.items()})
+
+
+def cut_short(network: Any, sample: Sample) -> Any:
+    exported = openvino_graph.export(network, sample)
+    exported.answering = lambda threads: OfOneLength(exported._graph, threads)  # type: ignore[method-assign]
+    return exported
+
+
+@pytest.mark.parametrize(("export", "where"), [(broken_weight, r"up to \d+ tokens"), (cut_short, "up to 64 tokens")])
+def test_a_graph_that_answers_otherwise_is_refused(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, export: Any, where: str
+) -> None:
+    openvino = engines.ENGINES["openvino"]._replace(quantizer=f"{__name__}:{export.__name__}")
+    monkeypatch.setattr(engines, "ENGINES", {**engines.ENGINES, "openvino": openvino})
+    with pytest.raises(UserError, match=rf"logits of training rows of {where} differ by \S+ \(at most 0\.0001\)"):
+        quantizing.quantize(made, tmp_path / "int8", calibration_rows=8)
+    assert list((tmp_path / "int8").iterdir()) == []
+
+
+def test_weights_alone_are_as_small_and_nothing_is_calibrated(made: Made, tmp_path: Path) -> None:
+    from rtrain.gate.graph import Graph
+
+    for kind in ("static", "weights"):
+        report = quantizing.quantize(made, tmp_path / kind, kind=kind, calibration_rows=8)
+        assert report["export"]["largest"] <= export_check.TOLERANCE
+    static, weights = (artifact.size_mb(tmp_path / kind, "openvino") for kind in ("static", "weights"))
+    assert weights <= 1.02 * static
+    operators = Graph(tmp_path / "weights" / "model.int8.xml").operators()
+    assert operators["MatMul"] == {"i8 weights": 14}
+    assert "FakeQuantize" not in operators
+
+
+def test_weights_alone_take_no_fall_back() -> None:
+    from rtrain import config
+
+    with pytest.raises(ConfigError, match=r"quantize\.flips=0\.01: with quantize\.kind=weights every operation"):
+        config.load("intent", {"quantize.kind": "weights", "quantize.flips": 0.01})
+
+
+@pytest.mark.parametrize(
+    ("flags", "instructions", "text"),
+    [
+        ("fpu avx512_vnni amx_int8 amx_tile", ("AMX", "VNNI"), "int8 by AMX and VNNI"),
+        ("fpu avx2 avx_vnni", ("VNNI",), "int8 by VNNI"),
+        ("fpu avx2", (), "neither VNNI nor AMX"),
+    ],
+)
+def test_the_processor_says_what_int8_is_computed_by(
+    tmp_path: Path, flags: str, instructions: tuple[str, ...], text: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"model name\t: a processor\nflags\t\t: {flags}\n")
+    found = host.of_processor(tmp_path / "cpuinfo")
+    assert (found.instructions, found.known) == (instructions, True)
+    assert text in found.text
+    assert "unknown" in host.of_processor(tmp_path / "none").text
+
+
+def test_one_s_own_log_of_nncf_stays_off_stdout(made: Made, tmp_path: Path) -> None:
+    """stdout belongs to --json. In a process of its own, since NNCF takes hold of stdout when it is imported."""
+    script = (
+        "from pathlib import Path; from tests import quantizing; from rtrain.data.stores.store import Store\n"
+        f"made = quantizing.Made(Path({str(made.folder)!r}), Store(Path({str(made.store.folder)!r})))\n"
+        f"quantizing.quantize(made, Path({str(tmp_path / 'int8')!r}), calibration_rows=8)\n"
+    )
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=root)
+    assert done.stdout == ""

@@ -1,0 +1,167 @@
+"""Operations that int8 harms go back to float, as few as needed: by tables, and on a graph with a planted outlier."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+
+from rtrain.compress import fallback, openvino_graph, quantize
+from rtrain.compress.fallback import Apart
+from rtrain.gate.graph import Graph
+from tests import quantizing
+from tests.outliers import plant
+from tests.quantizing import Made
+from tests.tiny import make_artifact
+
+ROWS: dict[str, Any] = {"calibration_rows": 64}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return quantizing.make(tmp_path_factory.mktemp("fallback"))
+
+
+class Table:
+    """A graph of which each operation changes its own share of the answers."""
+
+    def __init__(self, harm: Mapping[str, float]):
+        self.harm = harm
+        self.asked: list[frozenset[str]] = []
+
+    def __call__(self, floats: frozenset[str]) -> Apart:
+        self.asked.append(floats)
+        left = sum(harm for name, harm in self.harm.items() if name not in floats)
+        return Apart(flips=left, distance=10 * left)
+
+
+EVEN = {f"op{number}": 0.001 for number in range(40)}
+
+
+@pytest.mark.parametrize(
+    ("harm", "most", "expected"),
+    [
+        (EVEN, 0.05, ()),
+        ({**EVEN, "op7": 0.2}, 0.05, ("op7",)),
+        ({**EVEN, "op7": 0.2, "op3": 0.1, "op9": 0.3}, 0.05, ("op9", "op7", "op3")),
+        ({"a": 0.1, "b": 0.2}, 0.0, ("b", "a")),
+        ({}, 0.0, ()),
+    ],
+    ids=["none", "one", "three", "all", "no operations"],
+)
+def test_the_smallest_set_is_found(harm: dict[str, float], most: float, expected: tuple[str, ...]) -> None:
+    found = fallback.search(list(harm), Table(harm), most)
+    assert found.reverted == expected
+    assert found.before.flips == pytest.approx(sum(harm.values()))
+    assert found.after.flips == pytest.approx(sum(share for name, share in harm.items() if name not in expected))
+
+
+def test_each_operation_is_tried_once_and_the_set_in_a_few_steps_more() -> None:
+    table = Table({**EVEN, "op7": 0.2, "op3": 0.1, "op9": 0.3})
+    found = fallback.search(list(table.harm), table, 0.05)
+    assert len(table.asked) == len(set(table.asked))
+    assert {floats for floats in table.asked if len(floats) == 1} == {frozenset({name}) for name in table.harm}
+    assert len(table.asked) <= 1 + 40 + 6
+    assert list(found.sensitivity)[:3] == ["op9", "op7", "op3"]
+    even = Table(EVEN)
+    assert fallback.search(list(EVEN), even, 0.05).sensitivity == {}
+    assert even.asked == [frozenset()]
+
+
+def test_what_a_ranking_puts_too_high_is_left_out_again() -> None:
+    """By itself `near` moves the answers most, but none of them becomes another one."""
+
+    def measure(floats: frozenset[str]) -> Apart:
+        return Apart(0.3 if "far" not in floats else 0.0, 5.0 - 2 * ("near" in floats) - ("far" in floats))
+
+    found = fallback.search(["other", "far", "near"], measure, 0.01)
+    assert list(found.sensitivity) == ["near", "far", "other"]
+    assert found.reverted == ("far",)
+
+
+def test_where_nothing_suffices_all_goes_back() -> None:
+    found = fallback.search(["a", "b", "c"], lambda floats: Apart(0.5, 3.0 - len(floats)), 0.1)
+    assert (set(found.reverted), found.after.flips) == ({"a", "b", "c"}, 0.5)
+
+
+def test_flips_are_of_the_best_label_or_of_a_number() -> None:
+    left = [np.array([0.1, 0.9]), np.array([0.6, 0.4]), np.array([[0.0, 1.0], [1.0, 0.0]])]
+    right = [np.array([0.4, 0.6]), np.array([0.4, 0.6]), np.array([[0.0, 1.0], [0.0, 1.0]])]
+    assert fallback.flips(left, right) == 2 / 4
+    assert fallback.flips([np.array([1.0]), np.array([2.0])], [np.array([1.04]), np.array([2.06])]) == 0.5
+    assert fallback.apart([], []) == Apart(0.0, 0.0)
+
+
+def test_a_planted_outlier_is_named_and_alone_goes_back(made: Made, tmp_path: Path) -> None:
+    honest = quantizing.quantize(made, tmp_path / "honest", flips=1.0, **ROWS)["fallback"]
+    assert honest["reverted"] == []
+    harmed = plant(made.folder, tmp_path / "harmed", layer=1, factor=128.0, channels=(0, 16))
+    found = quantizing.quantize(made, tmp_path / "int8", harmed, flips=honest["flips"] + 0.005, **ROWS)["fallback"]
+    assert found["flips_before"] > honest["flips"] + 0.05
+    assert found["reverted"] == ["bert.encoder.layer.1.attention.self (ScaledDotProductAttention)"]
+    assert found["flips"] <= honest["flips"] + 0.005
+    assert found["operations"] == len(found["sensitivity"]) == 19
+    # What is reverted has no weights: it costs a few constants at most.
+    assert abs(found["megabytes_added"]) < 0.01
+    assert [one["bucket"] for one in found["latency"]] == ["up to 16 tokens", "up to 32 tokens", "up to 64 tokens"]
+
+
+def test_a_reverted_operation_has_its_float_weights_in_the_file(tmp_path: Path) -> None:
+    """And one that is put back is written as if it had never been away."""
+    network = transformers.AutoModelForSequenceClassification.from_pretrained(make_artifact(tmp_path / "float")).eval()
+    ids = np.arange(5, 17)[None]
+    sample = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+    graph = openvino_graph.export(network, sample).calibrated([sample])
+    assert {name.rpartition("(")[2] for name in graph.operations} == {
+        *("Gather)", "MatMul)", "Add)", "ScaledDotProductAttention)"),
+    }
+    for name, reverted in (
+        ("int8", ()),
+        ("mixed", ("bert.pooler.dense (MatMul)", "bert.encoder.layer.0.output.dense (MatMul)")),
+        ("again", ()),
+    ):
+        graph.revert(reverted)
+        graph.write(tmp_path / f"{name}.xml")
+    found = {name: Graph(tmp_path / f"{name}.xml").operators()["MatMul"] for name in ("int8", "mixed")}
+    assert found == {"int8": {"i8 x i8": 14}, "mixed": {"i8 x i8": 12, "float": 2}}
+    sizes = {name: (tmp_path / f"{name}.bin").stat().st_size for name in ("int8", "mixed", "again")}
+    # 32 x 32 and 64 x 32 weights of four bytes in place of one; scales and bounds of a quantizer are a few bytes.
+    assert sizes["mixed"] - sizes["int8"] == pytest.approx(3 * (32 * 32 + 64 * 32), rel=0.1)
+    assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "int8.bin").read_bytes()
+
+
+def test_a_report_says_what_went_back_and_what_it_costs() -> None:
+    made: dict[str, Any] = {
+        "test": {"accuracy": 0.9, "rows": 100},
+        "parent": {"accuracy": 0.91, "rows": 100},
+        "flips_against_parent": 0.01,
+        "flips_alone_against_batch": 0.0,
+        "largest_logit_difference_alone_against_batch": 0.0,
+        "size_mb": 18.0,
+        "parent_size_mb": 87.0,
+        "seconds": 70.0,
+        "gate": {"verdict": "promote", "reasons": ["accuracy 0.900 against 0.910"]},
+        "artifact": "int8",
+        "export": {"largest": 5.72e-6, "bucket": "up to 16 tokens", "rows": 24, "buckets": 3},
+        "fallback": {
+            "rows": 256,
+            "operations": 46,
+            "reverted": ["encoder.layer.3.attention.self (ScaledDotProductAttention)"],
+            "flips_before": 0.215,
+            "flips": 0.004,
+            "seconds": 47.6,
+            "megabytes_added": 0.04,
+            "latency": [{"bucket": "up to 16 tokens", "int8_ms": 2.0, "ms": 2.125}],
+        },
+        "host": {"instructions": ("VNNI",), "known": True},
+    }
+    assert quantize.report_text(made).splitlines()[5:-2] == [
+        "answers that differ between alone and in a batch: 0.00% (logits by 0.000 at most)",
+        "exported graph: logits as PyTorch's to 5.7e-06, on 24 training rows of 3 lengths",
+        "fall-back: 1 of 46 operations in float; of 256 training rows' answers 21.50% differed, now 0.40% (48 s)",
+        "  in float: encoder.layer.3.attention.self (ScaledDotProductAttention)",
+        "  it costs 0.0 MB; 2.12 ms in place of 2.00 (up to 16 tokens)",
+        "processor: int8 by VNNI",
+    ]

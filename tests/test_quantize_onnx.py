@@ -1,0 +1,103 @@
+"""ONNX Runtime as the engine of int8 models: the same checks, answers and fall-back as OpenVINO's."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from rtrain import artifact, config
+from rtrain.compress import export_check, quantize
+from rtrain.config import Recipe
+from rtrain.errors import ConfigError, UserError
+from rtrain.predict import Predictor
+from tests import quantizing
+from tests.outliers import plant
+from tests.quantizing import Made
+from tests.tiny import CORPUS
+
+ROOT = Path(__file__).resolve().parents[1]
+ENGINE: dict[str, Any] = {"engine": "onnxruntime"}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return quantizing.make(tmp_path_factory.mktemp("onnx"))
+
+
+def recipe(**overrides: Any) -> Recipe:
+    settings = {f"quantize.{name}": value for name, value in {**ENGINE, "calibration_rows": 64}.items()}
+    return config.load("intent", {**settings, "gate.seconds": 0.1, **overrides}).recipe
+
+
+@pytest.fixture(scope="module")
+def report(made: Made) -> dict[str, Any]:
+    return quantize.run(recipe(), made.store.folder, made.folder.parent, made.folder.parent / "artifact-int8")
+
+
+def test_the_artefact_is_checked_gated_and_answers_as_its_parent(made: Made, report: dict[str, Any]) -> None:
+    folder = made.folder.parent / "artifact-int8"
+    assert 0 < report["export"]["largest"] <= export_check.TOLERANCE
+    assert (report["engine"], report["gate"]["version"]) == ("onnxruntime", artifact.read(folder).version)
+    assert report["flips_alone_against_batch"] == 0.0
+    assert report["largest_logit_difference_alone_against_batch"] <= 0.05
+    assert report["flips_against_parent"] <= 0.1
+    int8, parent = Predictor.load(folder), Predictor.load(made.folder)
+    apart = [np.abs(one - two).max() for one, two in zip(int8.logits(CORPUS), parent.logits(CORPUS), strict=True)]
+    assert 0 < max(apart) < 0.5
+    assert (folder / "model.int8.onnx").stat().st_size == pytest.approx(1e6 * report["size_mb"], abs=1e4)
+
+
+def test_weights_are_whole_numbers_in_the_file(made: Made, report: dict[str, Any]) -> None:
+    graph = onnx.load(str(made.folder.parent / "artifact-int8" / "model.int8.onnx")).graph
+    counted = dict.fromkeys(("float", "whole"), 0)
+    for weight in graph.initializer:
+        if len(weight.dims) == 2 and min(weight.dims) > 1:
+            kind = "whole" if weight.data_type in (onnx.TensorProto.INT8, onnx.TensorProto.UINT8) else "float"
+            counted[kind] += int(np.prod(weight.dims))
+    # Three tables, two layers of four matrices of attention and two of the rest, pooler and classifier.
+    assert counted == {"float": 0, "whole": 32 * (300 + 128 + 2) + 2 * (4 * 32 * 32 + 2 * 32 * 64) + 32 * 32 + 32 * 3}
+
+
+def test_a_planted_outlier_is_named_and_alone_goes_back(made: Made, tmp_path: Path) -> None:
+    honest = quantizing.quantize(made, tmp_path / "honest", flips=1.0, calibration_rows=64, **ENGINE)["fallback"]
+    harmed = plant(made.folder, tmp_path / "harmed", layer=1, factor=128.0, channels=(0, 16))
+    most = honest["flips"] + 0.02
+    found = quantizing.quantize(made, tmp_path / "int8", harmed, flips=most, calibration_rows=64, **ENGINE)["fallback"]
+    assert found["flips_before"] > most
+    assert found["reverted"] == ["bert.encoder.layer.1.attention.self (MatMul)"]
+    assert found["flips"] <= most
+
+
+def test_it_answers_without_openvino_and_what_trains(made: Made, report: dict[str, Any]) -> None:
+    script = (
+        "import sys; from rtrain.cli.app import main\n"
+        f"main(['predict', {str(made.folder.parent / 'artifact-int8')!r}, 'where is my parcel'])\n"
+        "print(sorted({'openvino', 'onnx', 'torch', 'transformers', 'ray', 'pandas'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_its_vocabulary_is_trimmed_before_not_after(made: Made, tmp_path: Path) -> None:
+    reason = r"compress\.vocabulary=trim: a finished graph of onnxruntime is not trimmed; trim before rtrain train"
+    chosen = recipe(**{"compress.vocabulary": "trim"})
+    with pytest.raises(ConfigError, match=reason):
+        quantize.run(chosen, made.store.folder, made.folder.parent, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_it_is_not_installed_the_extra_is_named(
+    made: Made, report: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith("onnx") else found(name))
+    with pytest.raises(UserError, match=r"needs onnx and onnxruntime: pip install 'rtrain\[onnx\]', or quantize with"):
+        quantize.run(recipe(), made.store.folder, made.folder.parent, tmp_path / "out")
+    with pytest.raises(UserError, match=r"the engine onnxruntime needs onnxruntime: pip install"):
+        Predictor.load(made.folder.parent / "artifact-int8")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,78 @@
+"""The endpoint as an application that others deploy: by Ray's own description of a service, as KubeRay does it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray.serve
+import yaml
+
+from rtrain.artifact import ArtifactError
+from rtrain.cluster.kubernetes import manifests
+from rtrain.errors import ConfigError
+from serve import deployment, service
+from tests.tiny import make_artifact
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_an_application_has_the_name_that_manifests_give_it(tmp_path: Path) -> None:
+    folder = make_artifact(tmp_path / "artifact", ("lost", "found"))
+    made = service.application({"artifact": str(folder), "threads": 2})
+    assert isinstance(made, ray.serve.Application)
+    *_, document = yaml.safe_load_all(manifests.text(manifests.Settings()))
+    [described] = yaml.safe_load(document["spec"]["serveConfigV2"])["applications"]
+    assert [one["name"] for one in described["deployments"]] == [deployment.DEPLOYMENT]
+
+
+def test_what_cannot_be_served_is_refused_before_a_replica_starts(tmp_path: Path) -> None:
+    folder = make_artifact(tmp_path / "artifact", ("lost", "found"))
+    with pytest.raises(ConfigError, match=r"serve\.thraeds"):
+        service.application({"artifact": str(folder), "thraeds": 2})
+    with pytest.raises(ArtifactError):
+        service.application({"artifact": str(tmp_path / "nothing")})
+
+
+SCRIPT = """
+import json, os, sys, urllib.request, yaml
+os.environ["RAY_AUTH_MODE"] = "disabled"
+from rtrain import env
+env.prepare()
+import ray, ray.serve
+from ray.serve.schema import ServeDeploySchema
+from rtrain.cluster.kubernetes import manifests
+from tests.test_job import free_ports
+from serve import service
+*_, document = yaml.safe_load_all(manifests.text(manifests.Settings(artifact=sys.argv[1])))
+config = yaml.safe_load(document["spec"]["serveConfigV2"])
+ServeDeploySchema.model_validate(config)
+(port,) = free_ports(1)
+ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+ray.serve.start(http_options={"host": "127.0.0.1", "port": port})
+[application] = config["applications"]
+ray.serve.run(service.application(application["args"]), name=application["name"], route_prefix="/")
+def ask(path, body=None):
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=body and json.dumps(body).encode(),
+                                     headers={"content-type": "application/json"})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
+        return answer.status, answer.read().decode()
+print(json.dumps([ask("/v2/health/ready")[0], json.loads(ask("/predict", {"inputs": "lost parcel"})[1])]))
+ray.serve.shutdown()
+ray.shutdown()
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.serve
+def test_the_manifest_s_service_answers(tmp_path: Path) -> None:
+    folder = make_artifact(tmp_path / "artifact", ("lost", "found"))
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    # Ray may write lines of its own behind the answer.
+    ready, [answers] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
+    assert ready == 200
+    assert answers[0]["label"] in ("lost", "found")

@@ -1,0 +1,63 @@
+"""The gate at the end of a search: the winner beside the recipe's own settings, on rows that have steered no rung."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rtrain import artifact
+from rtrain.config import Config
+from rtrain.data.stores.store import open_store
+from rtrain.gate import gate
+from rtrain.run import Run
+from tune.ending import held_back
+
+NAMES = ("_name_or_path", "transformers_version")
+"""Of config.json what says nothing of how a model is computed."""
+
+
+def run(
+    search: Run,
+    winner: int,
+    config: Config,
+    say: Callable[[dict[str, Any]], None],
+    teacher: Path | None = None,
+) -> dict[str, Any] | None:
+    """Gate the winner against trial 0, or a student against the artefact of its teacher, and write the verdict into its
+    artefact; returns the gate's document.
+
+    None where there is nothing to compare: trial 0 has won itself, or did not come to its end, or the token store is
+    gone. The rows are those that `tune.held_back` has held back; where none were, the test rows. `config` is the
+    search's. A winner that has its verdict already is not asked again.
+    """
+    base, won = search.trial(0), search.trial(winner)
+    if won.store is None or (teacher is None and (winner == 0 or not base.finished)):
+        return None
+    made = artifact.read(won.artifact)
+    if made.gate is not None and made.gate.get("version") == made.version:
+        return dict(made.gate)
+    store, other = open_store(won.store), teacher or base.artifact
+    held = held_back.held(store, config.deploy.tune.held_back)
+    sides = gate.Sides(
+        won.artifact,
+        other,
+        store,
+        threads=config.deploy.serve.threads,
+        among=(held_back.SPLIT, held) if len(held) else None,
+        timed=not is_computed_alike(won.artifact, other),
+    )
+    found = gate.run(sides, config.recipe.gate, on_event=say)
+    gate.record(won.artifact, found)
+    return found
+
+
+def is_computed_alike(one: Path, other: Path) -> bool:
+    """Whether two artefacts differ in their weights alone, so that any difference in latency is the machine's."""
+    return _computed(one) == _computed(other)
+
+
+def _computed(folder: Path) -> tuple[Any, ...]:
+    made = artifact.read(folder, verify=False)
+    document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    network = {name: value for name, value in document.items() if name not in NAMES}
+    return made.engine, made.max_tokens, dict(made.facts), network, (folder / "tokenizer.json").read_bytes()

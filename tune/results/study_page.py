@@ -1,0 +1,84 @@
+"""study.html of a study of aggregation frequencies: its table, what fewer exchanges buy, and what they cost."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rtrain.errors import UserError
+from rtrain.report.drawing import charts
+from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table, Tile
+from rtrain.report.drawing.charts import Dot
+from rtrain.report.drawing.page import render
+from rtrain.run import Run
+from tune.results import study_table
+from tune.results.study_table import FIRST
+
+CLOSE = 0.01
+"""Of the score: a setting that loses no more is told as one that costs little."""
+
+
+def write(study: Run) -> Path:
+    """Make the study's study.html. Raises `UserError` for a study that has not ended."""
+    kept = study.study_table
+    if not kept.is_file():
+        raise UserError(f"{study} is a study that has not ended; rtrain tune --resume --out {study} goes on")
+    path = study.study_page
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(page(study.name, json.loads(kept.read_text(encoding="utf-8"))), encoding="utf-8")
+    draft.rename(path)  # a reader never sees half a page
+    return path
+
+
+def page(name: str, document: Mapping[str, Any]) -> str:
+    """The page of a study's table as it was kept."""
+    found, sound = study_table.of_document(document), [one for one in document["results"] if one["error"] is None]
+    tables: list[Block] = [
+        Table(part.title, ("", *(f"k = {k}" for k in part.frequencies)), [(at, *row) for at, row in part.rows.items()])
+        for part in found.parts
+    ]
+    notes: list[Block] = [Note(note) for note in found.notes]
+    sections = [
+        Section("trade", "Score for the time", "", _trade(document["headline"], sound)),
+        Section("table", "The table", "k: passes of a worker between two exchanges of gradients.", tables + notes),
+    ]
+    about = f"A study of aggregation frequencies by rtrain, {len(document['results'])} trainings"
+    return render(name, about, _tiles(document["headline"], sound), sections, lead=told(document["headline"], sound))
+
+
+def told(headline: str, results: list[Mapping[str, Any]]) -> str:
+    """The finding in one sentence: the fastest of the settings that lose little."""
+    others = [one for one in results if one["frequency"] != FIRST and None not in (one["lost"], one["saved"])]
+    close = [one for one in others if round(one["lost"], 4) <= CLOSE]
+    if not close:
+        return f"No frequency above {FIRST} keeps the {headline} within {CLOSE:g} of that with k = {FIRST}."
+    best = max(close, key=lambda one: one["saved"])
+    word = "less" if best["saved"] >= 0 else "more"
+    return (
+        f"{best['optimizer']} with k = {best['frequency']} takes {abs(best['saved']):.0%} {word} time than with "
+        f"k = {FIRST}, for {-best['lost']:+.4f} of {headline}."
+    )
+
+
+def _tiles(headline: str, results: list[Mapping[str, Any]]) -> list[Tile]:
+    return [
+        Tile(f"{headline}, {one['optimizer']}, k = {FIRST}", f"{one['score']:.4f}", f"{one['seconds']:,.0f} s")
+        for one in results
+        if one["frequency"] == FIRST
+    ]
+
+
+def _trade(headline: str, results: list[Mapping[str, Any]]) -> list[Block]:
+    names = list(dict.fromkeys(one["optimizer"] for one in results))
+    items = [
+        Dot(
+            *(one["seconds"], one["score"], names.index(one["optimizer"]), f"k={one['frequency']}"),
+            f"{one['optimizer']}, k = {one['frequency']}: {one['score']:.4f} in {one['seconds']:,.0f} s",
+        )
+        for one in results
+        if one["seconds"]
+    ]
+    if not items:
+        return []
+    chart = charts.dots(items, names, "seconds of training", headline)
+    return [Figure(f"The {headline} on the test rows for the time", chart, "Each point is a training to its end.")]
