@@ -28,18 +28,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 TOGETHER = {
-    "ray": ("ray_session", "trained: Trained"),
+    "trained": ("trained: Trained",),
+    "ray": ("ray_session",),
     "programs": ("mark.ray", "mark.serve"),
     "workers": ("on_workers",),
 }
-"""What runs in one process, by words in the test files: those that share a Ray; those that start Rays of their own, as
-programs, since two trainings at a time are what two cores bear; those that look at one start of three workers."""
+"""What runs in one process, by words in the test files; the first that fits. Those that share a Ray and a trained run;
+those that share a Ray; those that start Rays of their own, as programs; those that look at one start of three workers.
+Two trainings at a time are what two cores bear."""
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of one file run in one process, and so do the files that `TOGETHER` names. The two groups that take
-    longest begin, side by side; then the files with most tests."""
+    """Tests of one file run in one process, and so do the files that `TOGETHER` names. The three groups that take
+    longest begin, two of them side by side; then the files with most tests."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
@@ -49,8 +51,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next((name for name, words in TOGETHER.items() if any(word in text for word in words)), path)
 
         def _assign_work_unit(self, node: Any) -> None:
-            # Begun last, either would run on alone for minutes, when the other process has nothing left to do.
-            for name in ("programs", "ray"):
+            # Begun last, any would run on alone for minutes, when the other process has nothing left to do.
+            for name in ("trained", "programs", "ray"):
                 if name in self.workqueue:
                     self.workqueue.move_to_end(name, last=False)
             super()._assign_work_unit(node)

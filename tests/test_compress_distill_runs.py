@@ -125,6 +125,7 @@ def inside(trained: Trained, folder: Path, until: int | None = None) -> dict[str
         return distill.run(config, trained.run, folder)[1]
 
 
+@pytest.mark.slow
 def test_a_narrow_student_learns_inside_its_teacher_and_resumes(trained: Trained) -> None:
     """The map between the widths is in its checkpoints and not in its artefact."""
     import transformers
@@ -154,6 +155,7 @@ def stranger(trained: Trained) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_a_student_by_name_may_have_another_tokenizer(trained: Trained, stranger: Path, further: Path) -> None:
     settings = {"distill.student": str(stranger), "distill.unlabelled": str(further)}
     run, found = distill.run(asked(trained, **settings), trained.run, trained.run.parent / "by-name")

@@ -46,6 +46,7 @@ def ask(words: list[str], port: int) -> None:
     assert '"label"' in answer, answer
 
 
+@pytest.mark.slow
 def test_every_command_without_a_need_does_its_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], ray_session: Path
 ) -> None:

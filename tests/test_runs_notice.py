@@ -122,6 +122,7 @@ def test_a_trial_s_thread_hears_of_no_signal(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_run_that_was_asked_to_end_goes_on_and_ends_with_the_same_weights(
     trained: Trained, ray_session: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

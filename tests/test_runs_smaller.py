@@ -174,6 +174,7 @@ def test_the_teacher_answers_a_student_s_rows_as_its_own(trained: Trained, stude
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_trimmed_training_is_resumed_by_its_own_command(trained: Trained) -> None:
     folder = trained.run.parent
     chosen = with_overrides(settings(folder), {**TRIM, "train.epochs": 1})

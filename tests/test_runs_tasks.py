@@ -28,8 +28,10 @@ from tests.tiny import make_encoder
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 TASKS = ("regression", "multi_label", "multi_head", "token_tags", "span_qa", "extractive_summary")
-DISTILLED = ("multi_head", "token_tags")
-"""One with an answer for each row and one with an answer for each token; the others' students are slow tests."""
+DISTILLED = ("token_tags",)
+"""The others' students are slow tests."""
+LONG = ("regression", "multi_label", "multi_head")
+"""Their int8 answers are slow tests: each takes half a minute, for an answer for each row, as a class is."""
 ASKED: dict[str, Any] = {"span_qa": {"question": "when was it due?", "context": test_tasks_span_qa.CONTEXT}}
 
 
@@ -71,7 +73,10 @@ def settings(task: str, folder: Path) -> Config:
     return config.load(recipes.get(task, "intent"), overrides)
 
 
-@pytest.mark.parametrize("task", [task for task in TASKS if task not in DISTILLED])
+@pytest.mark.parametrize(
+    "task",
+    [pytest.param(task, marks=pytest.mark.slow if task in LONG else ()) for task in TASKS if task not in DISTILLED],
+)
 def test_from_rows_to_an_int8_answer(task: str, ray_session: Path) -> None:
     chosen, run, _ = trained(task, ray_session / f"tasks-{task}")
     answers_in_int8(task, chosen, run)

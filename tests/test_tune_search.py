@@ -175,6 +175,7 @@ def test_a_search_that_has_ended_is_left_as_it_is(found: search.Found) -> None:
     assert [path.read_bytes() for path in logs if path.is_file()] == before
 
 
+@pytest.mark.slow
 def test_a_search_that_is_interrupted_and_loses_a_slot_ends_like_one_that_was_not_disturbed(
     found: search.Found, ray_session: Path
 ) -> None:

@@ -159,6 +159,7 @@ def test_recipes_are_found_without_the_checkout(installed: Installed) -> None:
 # -------------------------------------------------------------------------------------------------------- search, serve
 
 
+@pytest.mark.slow
 def test_it_searches_and_serves_beside_files_with_the_names_of_its_modules(installed: Installed) -> None:
     """A search is two trainings on Ray's workers, where the decoys would come first on the module path too."""
     folder = installed.folder
