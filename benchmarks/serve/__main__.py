@@ -1,0 +1,105 @@
+"""The endpoint beside others, and under load: `python -m benchmarks.serve [--json] STUDENT PARENT`.
+
+STUDENT is an int8 artefact, PARENT the float artefact that it comes from. Server and client are pinned to a core each.
+
+beside    one connection and sixteen: rtrain serve, stock Ray Serve, uvicorn, a Transformers pipeline, the engine alone
+tail      p99 over p50 at 70 % load, in an open loop
+overload  4 and 20 times the load: answers, rejections, memory
+kills     ten replicas killed at 70 % load
+soak      70 % load for minutes: memory and errors
+
+`results` are written after each part; wrk has to be installed.
+"""
+
+import argparse
+import csv
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.search import commands
+from benchmarks.serve import parts
+from benchmarks.serve.parts import Work
+
+PARTS: dict[str, Callable[[Work], dict[str, Any]]] = {
+    "beside": parts.beside,
+    "tail": parts.tail,
+    "overload": parts.overload,
+    "kills": parts.kills,
+    "soak": parts.soak,
+}
+AIMS = {
+    "overhead_ms_p50": (1.2, 0.6),
+    "rps_vs_raw": (0.8, 1.3),
+    "vs_hf_pipeline": (6.0, 12.0),
+    "vs_stock_serve": (2.5, 4.0),
+    "vs_uvicorn": (0.9, 1.3),
+    "tail": (4.0, 2.5),
+}
+"""Floor and goal of a figure."""
+TEXTS = (
+    "Where is my parcel?",
+    "I was charged twice for the same transfer, and nobody has answered me for three days.",
+    "My card does not work abroad. What can I do?",
+    "How do I change the address of my account?",
+    "the app says my top-up is pending since monday",
+)
+"""In place of rows of a file."""
+MOST_TEXTS = 500
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve", description=__doc__, formatter_class=form)
+    parser.add_argument("student", type=Path, help="an int8 artefact")
+    parser.add_argument("parent", type=Path, help="the float artefact that it comes from")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.add_argument("--rows", type=Path, help="csv file whose column `text` is asked (default: five texts)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, interleaved")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds of a loop")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of rtrain serve")
+    parser.add_argument("--only", action="append", choices=PARTS, help="a part; repeatable (default: all)")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/serve.json"), help="file of the results")
+    chosen = parser.parse_args(arguments)
+    for name in ("rounds", "seconds"):
+        if getattr(chosen, name) < 1:
+            parser.error(f"--{name} {getattr(chosen, name)}: write 1 or more")
+    return chosen
+
+
+def texts_of(path: Path | None) -> list[str]:
+    if path is None:
+        return list(TEXTS)
+    with path.open(encoding="utf-8", newline="") as file:
+        return [row["text"] for row in csv.DictReader(file)][:MOST_TEXTS]
+
+
+def table(results: dict[str, Any]) -> str:
+    """The figures that have aims, a line each."""
+    lines = [f"{'figure':18} {'floor':>8} {'goal':>8} {'measured':>10}"]
+    for name, (floor, goal) in AIMS.items():
+        for part in results.values():
+            if name in part:
+                lines.append(f"{name:18} {floor:8.2f} {goal:8.2f} {part[name]:10.3f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    chosen = parse()
+    out = chosen.out.absolute()
+    folder = out.parent / f"{out.stem}-work"
+    folder.mkdir(parents=True, exist_ok=True)
+    artifacts = (chosen.student.absolute(), chosen.parent.absolute())
+    texts = texts_of(chosen.rows)
+    work = Work(*artifacts, texts, chosen.rounds, chosen.seconds, folder, tuple(chosen.set))
+    results: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
+    about = {**commands.machine(), "rounds": chosen.rounds, "seconds": chosen.seconds, "texts": len(texts)}
+    for name in chosen.only or PARTS:
+        results[name] = {**PARTS[name](work), "about": about}
+        out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(results) if chosen.json else table(results))
+
+
+if __name__ == "__main__":
+    main()

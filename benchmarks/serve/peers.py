@@ -1,0 +1,99 @@
+"""The programs that the endpoint is measured against, each as its own documentation shows it, on one port.
+
+python -m benchmarks.serve.peers uvicorn|pipeline|stock ARTIFACT PORT
+
+uvicorn   FastAPI on uvicorn, and rtrain's own engine called once for each request: no batches, no checks, no Ray
+pipeline  FastAPI on uvicorn, and the text-classification pipeline of Transformers: what most teams write first
+stock     Ray Serve as it comes: FastAPI in a deployment of one replica, and rtrain's own engine
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+THREADS = 1
+"""Of every engine, as `rtrain serve` has."""
+
+
+def engine(artifact: Path) -> Callable[[str], Any]:
+    from rtrain.predict import Predictor
+
+    predictor = Predictor.load(artifact, threads=THREADS)
+    return lambda text: predictor([text], {"top_k": 1})
+
+
+def pipeline(artifact: Path) -> Callable[[str], Any]:
+    """The artefact's encoder with a classifier of the same size. Its weights are chance: only its time counts, and an
+    artefact of mean pooling is one that Transformers must refuse to answer with."""
+    import torch
+    import transformers
+
+    from rtrain import artifact as artifacts
+
+    torch.set_num_threads(THREADS)
+    labels = len(artifacts.read(artifact).labels)
+    network = transformers.AutoModelForSequenceClassification.from_pretrained(
+        artifact, num_labels=labels, ignore_mismatched_sizes=True, trust_remote_code=False
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(artifact, trust_remote_code=False)
+    found = transformers.pipeline("text-classification", model=network.eval(), tokenizer=tokenizer, device="cpu")
+    return lambda text: found(text)
+
+
+def application(answer: Callable[[str], Any]) -> Any:
+    """An endpoint that is called on a thread for each request, as FastAPI does with what is not async."""
+    import fastapi
+    import pydantic
+
+    class Asked(pydantic.BaseModel):
+        inputs: str
+
+    app = fastapi.FastAPI()
+
+    def predict(asked: Asked) -> Any:
+        return answer(asked.inputs)
+
+    app.post("/predict")(predict)
+    return app
+
+
+def stock(artifact: Path, port: int) -> None:
+    import fastapi
+    import pydantic
+    import ray
+    from ray import serve
+
+    class Asked(pydantic.BaseModel):
+        inputs: str
+
+    app = fastapi.FastAPI()
+
+    @serve.deployment(ray_actor_options={"num_cpus": 0}, max_ongoing_requests=1024)
+    @serve.ingress(app)
+    class Model:
+        def __init__(self) -> None:
+            self.answer = engine(artifact)
+
+        @app.post("/predict")
+        def predict(self, asked: Asked) -> Any:
+            return self.answer(asked.inputs)
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(Model.bind(), blocking=True)  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    kind, artifact, port = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    if kind == "stock":
+        stock(artifact, port)
+        return
+    import uvicorn
+
+    answer = {"uvicorn": engine, "pipeline": pipeline}[kind](artifact)
+    uvicorn.run(application(answer), host="127.0.0.1", port=port, log_level="warning", access_log=False)
+
+
+if __name__ == "__main__":
+    main()

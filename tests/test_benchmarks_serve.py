@@ -1,0 +1,125 @@
+"""The endpoint's benchmark: its open loop against a real server, and what is made of the figures."""
+
+import asyncio
+import itertools
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.serve import load, parts, sides
+from benchmarks.serve.__main__ import TEXTS, parse, table, texts_of
+
+REPLY = b"HTTP/1.1 %d OK\r\ncontent-length: 2\r\n\r\n{}"
+
+
+@contextmanager
+def answering(statuses: list[int]) -> Iterator[str]:
+    """Address of a server that answers with these statuses in turn, and cuts the connection at 0."""
+    ready, ended, found = threading.Event(), threading.Event(), []
+
+    async def serve() -> None:
+        given = iter(statuses * 1000)
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while head := await reader.readline():
+                length = 0
+                while head.strip():
+                    name, _, value = head.partition(b":")
+                    length = int(value) if name == b"content-length" else length
+                    head = await reader.readline()
+                await reader.readexactly(length)
+                if not (status := next(given)):
+                    break
+                writer.write(REPLY % status)
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            found.append(server.sockets[0].getsockname()[1])
+            ready.set()
+            await asyncio.to_thread(ended.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    ready.wait()
+    try:
+        yield f"http://127.0.0.1:{found[0]}/predict"
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_every_request_that_is_due_is_sent_and_each_answer_counts_by_its_status() -> None:
+    with answering([200, 200, 503]) as url:
+        found = load.opened(url, ["a text"], rate=200, seconds=0.5, seed=3, void=False)
+    assert found.requests == len(load.due(200, 0.5, 3))
+    assert set(found.ms) == {200, 503}
+    assert found.retried == len(found.ms[503]) == sum(found.again.values())
+
+
+def test_a_cut_connection_is_an_answer_of_0_and_is_tried_once_more() -> None:
+    with answering([200, 0]) as url:
+        found = load.opened(url, ["a text"], rate=100, seconds=0.3, void=False)
+    assert found.ms[0]
+    assert found.retried == len(found.ms[0])
+
+
+def test_arrivals_are_those_of_the_rate_and_the_seed() -> None:
+    moments = load.due(100, 100, 1)
+    assert moments == load.due(100, 100, 1) != load.due(100, 100, 2)
+    assert moments == sorted(moments)
+    assert len(moments) == pytest.approx(10_000, rel=0.05)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
+    assert sum(gap**2 for gap in gaps) / len(gaps) == pytest.approx(2 / 100**2, rel=0.1)  # exponential
+
+
+def test_a_client_that_comes_late_has_measured_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "LATE_S", -1.0)
+    with answering([200]) as url, pytest.raises(load.Void, match=r"100\.0 %"):
+        load.opened(url, ["a text"], rate=50, seconds=0.2)
+
+
+def test_a_percentile_is_of_one_status_by_rank() -> None:
+    found = load.Open({200: [float(n) for n in range(100, 0, -1)], 503: [1.0]})
+    assert [found.percentile(share) for share in (0.5, 0.99, 1.0)] == [50.0, 99.0, 100.0]
+    assert found.percentile(0.5, 503) == 1.0
+    assert math.isnan(found.percentile(0.5, 500))
+
+
+def test_ratios_are_made_within_a_round() -> None:
+    def rounds(*values: float) -> list[dict[str, float]]:
+        return [{"p50_ms": 1 / value, "rps": value, "errors": 0} for value in values]
+
+    found: dict[str, Any] = {
+        "raw": rounds(10, 100, 10),
+        "rtrain": rounds(20, 100, 10),
+        "stock": rounds(5, 25, 5),
+        "uvicorn": rounds(10, 100, 10),
+        "pipeline": rounds(2, 10, 2),
+    }
+    ratios = parts.ratios(found)
+    assert [ratios[name] for name in ("rps_vs_raw", "vs_stock_serve", "vs_uvicorn", "vs_hf_pipeline")] == [1, 4, 1, 10]
+    assert ratios["overhead_ms_p50"] == 0
+    assert "vs_stock_serve         2.50     4.00      4.000" in table({"beside": ratios})
+
+
+def test_a_side_is_started_on_its_port() -> None:
+    found = sides.sides_of(Path("int8"), Path("float"), ["serve.threads=2"])
+    assert found["rtrain"].started_at(7)[-5:] == ["--ungated", "--set", "serve.threads=2", "--port", "7"]
+    assert found["pipeline"].started_at(7)[-3:] == ["pipeline", "float", "7"]
+
+
+def test_texts_are_our_own_or_a_column_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('text,label\n"one, two",a\nthree,b\n')
+    assert texts_of(tmp_path / "rows.csv") == ["one, two", "three"]
+    assert texts_of(None) == list(TEXTS)
+
+
+def test_what_is_no_part_or_no_time_is_refused() -> None:
+    for wrong in (["--only", "nothing"], ["--rounds", "0"], ["--seconds", "0"]):
+        with pytest.raises(SystemExit):
+            parse(["student", "parent", *wrong])
