@@ -15,7 +15,7 @@ from rtrain.config import Config
 from rtrain.data import records, synthetic, tokens
 from rtrain.data.formats import files
 from rtrain.data.splits import Splits
-from rtrain.errors import UserError
+from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import model
 from rtrain.report.live.peak_memory import PeakMemory
@@ -76,6 +76,9 @@ def run(config: Config, out: str | None, keep: bool = False) -> dict[str, Any]:
     folder = opening.folder_for("demo", out)
     config = _with_data(config, folder, refuse=out is not None)
     preparing.check(config)
+    if config.deploy.serve.keys:
+        reason, fix = "the demo asks its endpoint itself, and has no key", "leave it out, and serve its artefact after"
+        raise ConfigError([Problem("serve.keys", config.deploy.serve.keys, reason, fix)])
     access.check(config.deploy.serve, say)
     report = Report()
     with PeakMemory() as memory, Line() as line, session(config, folder, line):
@@ -83,7 +86,7 @@ def run(config: Config, out: str | None, keep: bool = False) -> dict[str, Any]:
         with _serve_stages(report, config, folder, line) as url:
             document = _finish(report, folder, time.perf_counter() - started, memory.peak_mb)
             if keep:
-                say(f"serving at {url} (Ctrl-C ends it)\nnext: {access.curl(url)}")
+                say(f"serving at {url} (Ctrl-C ends it)\nnext: {access.curl(url, config.deploy.serve)}")
                 until_interrupted()
     return document
 
