@@ -333,6 +333,10 @@ class _App(FastAPI):
                 described = model.model_json_schema(ref_template=_REFERENCE)
                 schemas.update(described.pop("$defs", {}))
                 schemas[model.__name__] = described
+            if self.state.service.settings.keys:
+                schemes = {"key": {"type": "http", "scheme": "bearer"}}
+                super().openapi().update(security=[{"key": []}])
+                super().openapi()["components"]["securitySchemes"] = schemes
         return super().openapi()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from rtrain.config import Serve
@@ -204,6 +205,15 @@ def test_only_a_known_key_is_answered_and_only_within_its_scopes(predictor: Pred
     refused = call(locked, "POST", "/predict", json={"inputs": TEXT})
     assert refused.json() == error("unauthorized", "no key; send the header Authorization: Bearer KEY")
     assert refused.headers["www-authenticate"] == 'Bearer realm="rtrain"'
+
+
+def test_the_openapi_document_says_that_a_key_is_asked_for(predictor: Predictor, path: Path, app: FastAPI) -> None:
+    headers = {"authorization": f"Bearer {keys.add(path, 'shop')}"}
+    document = call(build_app(predictor, Serve(keys=str(path))), "GET", "/openapi.json", headers=headers).json()
+    assert document["security"] == [{"key": []}]
+    assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+    open_document = call(app, "GET", "/openapi.json").json()
+    assert "security" not in open_document
 
 
 def test_a_key_past_its_rate_is_answered_429_with_retry_after(predictor: Predictor, path: Path) -> None:
