@@ -73,12 +73,13 @@ def run(config: Config, out: str | None, keep: bool = False) -> dict[str, Any]:
     from serve import access
 
     started = time.perf_counter()
+    given = {name: value for name in ("keys", "tls_cert") if (value := getattr(config.deploy.serve, name))}
+    if given:
+        reason, fix = "the demo asks its endpoint itself, as anybody would", "leave it out, and serve what it has made"
+        raise ConfigError([Problem(f"serve.{name}", value, reason, fix) for name, value in given.items()])
     folder = opening.folder_for("demo", out)
     config = _with_data(config, folder, refuse=out is not None)
     preparing.check(config)
-    if config.deploy.serve.keys:
-        reason, fix = "the demo asks its endpoint itself, and has no key", "leave it out, and serve its artefact after"
-        raise ConfigError([Problem("serve.keys", config.deploy.serve.keys, reason, fix)])
     access.check(config.deploy.serve, say)
     report = Report()
     with PeakMemory() as memory, Line() as line, session(config, folder, line):

@@ -65,6 +65,17 @@ def test_bare_it_is_a_question_for_help_that_names_the_way_for_a_folder_of_that_
     assert "served as ./keys" in " ".join(err.split())
 
 
+def test_the_demo_has_no_key_to_ask_with(run: Cli, tmp_path: Path) -> None:
+    settings = ("serve.keys=a", "serve.tls_cert=b", "serve.tls_key=c")
+    code, out, err = run("demo", *(word for one in settings for word in ("--set", one)))
+    assert (code, out) == (2, "")
+    assert [line.split(";")[0] for line in err.splitlines()] == [
+        "rtrain: serve.keys=a: the demo asks its endpoint itself, as anybody would",
+        "serve.tls_cert=b: the demo asks its endpoint itself, as anybody would",
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
 class Begun(Exception):
     """The command went on to start Ray."""
 
