@@ -15,7 +15,7 @@ from rtrain.config import Config
 from rtrain.data import records, synthetic, tokens
 from rtrain.data.formats import files
 from rtrain.data.splits import Splits
-from rtrain.errors import UserError
+from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import model
 from rtrain.report.live.peak_memory import PeakMemory
@@ -73,6 +73,10 @@ def run(config: Config, out: str | None, keep: bool = False) -> dict[str, Any]:
     from serve import access
 
     started = time.perf_counter()
+    given = {name: value for name in ("keys", "tls_cert") if (value := getattr(config.deploy.serve, name))}
+    if given:
+        reason, fix = "the demo asks its endpoint itself, as anybody would", "leave it out, and serve what it has made"
+        raise ConfigError([Problem(f"serve.{name}", value, reason, fix) for name, value in given.items()])
     folder = opening.folder_for("demo", out)
     config = _with_data(config, folder, refuse=out is not None)
     preparing.check(config)
@@ -83,7 +87,7 @@ def run(config: Config, out: str | None, keep: bool = False) -> dict[str, Any]:
         with _serve_stages(report, config, folder, line) as url:
             document = _finish(report, folder, time.perf_counter() - started, memory.peak_mb)
             if keep:
-                say(f"serving at {url} (Ctrl-C ends it)\nnext: {access.curl(url)}")
+                say(f"serving at {url} (Ctrl-C ends it)\nnext: {access.curl(url, config.deploy.serve)}")
                 until_interrupted()
     return document
 

@@ -1,24 +1,62 @@
 """Who can reach the endpoint, and how, and what it may serve. No torch, no Ray: it is asked before anything starts."""
 
 import ipaddress
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 
 from rtrain.artifact import Artifact, ArtifactError, is_compressed, refusal
 from rtrain.config import Serve
-from rtrain.errors import ConfigError, Problem
+from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.run import shown
 
 
 def check(settings: Serve, say: Callable[[str], None] = lambda line: None) -> None:
-    """Refuse an address that others can reach, since nobody is asked for a key; where that is wanted, say so."""
+    """Refuse files of keys and certificates that are no good, and an address that others can reach without a key;
+    where that is wanted, say so."""
+    _check_files(settings)
     if is_loopback(settings.host):
         return
-    if not settings.insecure:
+    if settings.keys is None and not settings.insecure:
         reason = "whoever reaches this address may ask the model, without a key"
-        fix = "listen on 127.0.0.1, behind a proxy that asks for one, or write --insecure"
-        raise ConfigError([Problem("serve.host", settings.host, reason, fix)])
-    say(f"insecure: whoever reaches {settings.host} may ask the model, unencrypted and without a key; keys come later")
+        fix = "make keys (rtrain serve keys add FILE NAME) and write --keys FILE, or listen on 127.0.0.1, or write"
+        raise ConfigError([Problem("serve.host", settings.host, reason, f"{fix} --insecure")])
+    if settings.keys is None:
+        say(f"insecure: whoever reaches {settings.host} may ask the model without a key")
+    if settings.tls_cert is None:
+        what = "texts" if settings.keys is None else "keys and texts"
+        say(
+            f"{what} go over the network unencrypted; set serve.tls_cert and serve.tls_key, or let a proxy encrypt them"
+        )
+
+
+def _check_files(settings: Serve) -> None:
+    from serve import keys  # the extra `serve` has what it imports; other verbs than `serve` need none of it
+
+    problems = []
+    if settings.keys is not None:
+        try:
+            keys.read(Path(settings.keys))
+        except UserError as error:
+            problems.append(Problem("serve.keys", settings.keys, str(error), "correct the file, or name another"))
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            # Without a passphrase it would be asked for on the terminal.
+            context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
+        except OSError as error:  # ssl's own errors are among them
+            reason = f"with serve.tls_key={settings.tls_key} it cannot be used: {error.strerror or error}"
+            fix = "both are files in PEM, the key without a passphrase, and belong together"
+            problems.append(Problem("serve.tls_cert", settings.tls_cert, reason, fix))
+    if problems:
+        raise ConfigError(problems)
+
+
+def absolute(settings: Serve) -> Serve:
+    """With paths that stay right in another folder and in other processes."""
+    named = {name: getattr(settings, name) for name in ("keys", "tls_cert", "tls_key")}
+    paths = {name: str(Path(path).expanduser().absolute()) for name, path in named.items() if path is not None}
+    return settings.model_copy(update=paths)
 
 
 def admit(made: Artifact, folder: Path, settings: Serve, say: Callable[[str], None] = lambda line: None) -> None:
@@ -51,6 +89,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def curl(url: str) -> str:
+def curl(url: str, settings: Serve) -> str:
     """A command that asks the endpoint."""
-    return f"curl -s {url}/predict -H 'content-type: application/json' -d '{{\"inputs\": \"Where is my parcel?\"}}'"
+    key = "-H 'authorization: Bearer KEY' " if settings.keys else ""
+    body = "-H 'content-type: application/json' -d '{\"inputs\": \"Where is my parcel?\"}'"
+    return f"curl -s {url}/predict {key}{body}"

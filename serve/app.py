@@ -28,7 +28,7 @@ import rtrain
 from rtrain.config import Serve
 from rtrain.predict import InputError, Predictor
 from rtrain.tasks.base import Input
-from serve import protocol, schema
+from serve import guard, protocol, schema
 from serve.access import is_loopback
 from serve.batcher import Batcher, EngineError, Expired, Overloaded
 from serve.explanations import Explanations, Row
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 INLINE_CHARACTERS = 20_000
 """Longer texts are tokenised on another thread: half a second of it would hold up every other request."""
+MOST_SHOWN = 100
+"""Characters of a method and of a path that an error repeats."""
 CLIENT_GONE = 499
 """Status in the metrics (nginx's) of a request whose client left before the answer."""
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -88,27 +90,18 @@ class Service:
     def exposition(self) -> str:
         return prometheus_client.generate_latest(self.registry).decode()
 
-    async def body(self, request: Request, deadline: float) -> bytes:
-        """The body, counted as it arrives: chunked bodies declare no length, and a declared one may be false."""
-        limit, body = self.settings.max_body_bytes, bytearray()
-        try:
-            async with asyncio.timeout_at(deadline):
-                async for chunk in request.stream():
-                    body += chunk
-                    if len(body) > limit:
-                        raise RequestError(413, f"the body has more than {limit} bytes")
-        except TimeoutError:
-            raise RequestError(504, "the deadline passed before the body had arrived") from None
-        return bytes(body)
-
     async def answers(
         self, texts: list[Input], deadline: float, place: Callable[[int], str], parameters: Mapping[str, Any]
     ) -> tuple[list[Any], int]:
         """Answers to `texts`, and how many of them were cut; `place` names the field of a text in the request."""
         if len(texts) > self.settings.max_inputs:
             raise RequestError(413, f"{len(texts)} texts; send at most {self.settings.max_inputs}", "inputs")
+        characters, most = [_characters(text) for text in texts], self.settings.max_text_characters
+        if (longest := max(characters)) > most:
+            where = place(characters.index(longest))
+            raise RequestError(413, f"a text of {longest} characters; send at most {most}", where)
         try:
-            if sum(map(_characters, texts)) <= INLINE_CHARACTERS:
+            if sum(characters) <= INLINE_CHARACTERS:
                 encoded = self.predictor.encode(texts)
             else:
                 encoded = await asyncio.to_thread(self.predictor.encode, texts)
@@ -155,6 +148,7 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
         responses={"default": {"model": schema.ErrorReply, "description": "Error"}},
     )
     app.state.service = service
+    app.add_middleware(guard.Guard, settings=settings, door=guard.door(settings))
     app.add_middleware(_Envelope, service=service)
     app.add_exception_handler(RequestError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_error)
@@ -163,7 +157,7 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
     async def predict(request: Request) -> Response:
         """Labels and scores of each text, in the Hugging Face inference form."""
         deadline = asyncio.get_running_loop().time() + settings.deadline_s
-        asked = schema.parse(schema.PredictRequest, await service.body(request, deadline))
+        asked = schema.parse(schema.PredictRequest, await request.body(), settings.max_inputs)
         several = isinstance(asked.inputs, list)
         texts = asked.texts()
         parameters = asked.parameters.model_dump() if asked.parameters else {}
@@ -180,11 +174,11 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
         """The best label of each text, in the Open Inference Protocol."""
         deadline = asyncio.get_running_loop().time() + settings.deadline_s
         _check_name(name, artifact.name)
-        body = await service.body(request, deadline)
+        body = await request.body()
         document, binary = protocol.split(body, request.headers.get("inference-header-content-length"))
-        asked = schema.parse(protocol.InferRequest, document)
+        asked = schema.parse(protocol.InferRequest, document, settings.max_inputs)
         answers, cut = await service.answers(
-            asked.texts(binary), deadline, lambda place: f"inputs.0.data.{place}", {"top_k": 1}
+            asked.texts(binary, settings.max_inputs), deadline, lambda place: f"inputs.0.data.{place}", {"top_k": 1}
         )
         tensors = protocol.tensors(answers, predictor.task.output)
         if asked.outputs:
@@ -245,7 +239,6 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
 }
 
 
@@ -260,20 +253,18 @@ def _cut_header(cut: int) -> dict[str, str]:
     return {"x-truncated-inputs": str(cut)} if cut else {}
 
 
-def _error(error: RequestError) -> Response:
-    detail = {"type": schema.ERROR_TYPES[error.status], "message": error.message, "field": error.field}
-    return _json({"error": detail}, error.status, error.headers)
-
-
 async def _answer_error(request: Request, error: Exception) -> Response:
     """For our own errors, and for those of the router: no such path, not that method."""
     if isinstance(error, HTTPException):
-        hint = "; texts go to /predict" if (request.method, request.url.path) == ("POST", "/") else ""
-        found = RequestError(error.status_code, f"{request.method} {request.url.path}: {error.detail}{hint}")
+        # Not `request.url`, which cannot be made of every Host header.
+        method, path = request.method, request.scope["path"]
+        hint = "; texts go to /predict" if (method, path) == ("POST", "/") else ""
+        asked = f"{method[:MOST_SHOWN]} {path[:MOST_SHOWN]}"
+        found = RequestError(error.status_code, f"{asked}: {error.detail}{hint}")
         found.headers.update(error.headers or {})
-        return _error(found)
+        return guard.answer(found)
     if isinstance(error, RequestError):
-        return _error(error)
+        return guard.answer(error)
     raise error
 
 
@@ -305,6 +296,7 @@ class _Envelope:
             await self._app(scope, receive, send)
             return
         began, status = time.monotonic(), CLIENT_GONE
+        send = guard.hardened(send, self._service.settings)
 
         async def send_enveloped(message: Message) -> None:
             nonlocal status
@@ -321,7 +313,7 @@ class _Envelope:
             if status != CLIENT_GONE:  # the answer is on its way; only the server can still break it off
                 raise
             logger.exception("unexpected error in %s %r", scope["method"], scope["path"])
-            answer = _error(RequestError(500, "internal error; the server's log has the cause"))
+            answer = guard.answer(RequestError(500, "internal error; the server's log has the cause"))
             await answer(scope, receive, send_enveloped)
         finally:
             route = getattr(scope.get("route"), "path", "other")
@@ -341,6 +333,10 @@ class _App(FastAPI):
                 described = model.model_json_schema(ref_template=_REFERENCE)
                 schemas.update(described.pop("$defs", {}))
                 schemas[model.__name__] = described
+            if self.state.service.settings.keys:
+                schemes = {"key": {"type": "http", "scheme": "bearer"}}
+                super().openapi().update(security=[{"key": []}])
+                super().openapi()["components"]["securitySchemes"] = schemes
         return super().openapi()
 
 

@@ -10,9 +10,10 @@ import json
 import logging
 import re
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -118,11 +119,12 @@ def start(artifact: Path, settings: Serve, name: str | None = None) -> Endpoint:
     """
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # importing ray.serve has set it to INFO, a line a step
     access.check(settings)
+    settings = access.absolute(settings)
     checked = rtrain.artifact.read(artifact)
     access.admit(checked, artifact, settings)
     if _controller() is not None:
         raise UserError("this Ray runs Ray Serve already; close that endpoint first, or start a Ray of your own")
-    address = free_address(settings.host, settings.port)
+    address = replace(free_address(settings.host, settings.port), tls=settings.tls_cert is not None)
     endpoint = Endpoint(address.url, address)
     try:
         _deploy(artifact.resolve(), settings, name or checked.name, address.port)
@@ -155,7 +157,9 @@ def _deploy(artifact: Path, settings: Serve, name: str, port: int) -> None:
     application = configured(Replica).bind(artifact, settings)
     ray.serve.start(
         proxy_location=ProxyLocation.HeadOnly,
-        http_options=HTTPOptions(host=settings.host, port=port),
+        http_options=HTTPOptions(
+            host=settings.host, port=port, ssl_keyfile=settings.tls_key, ssl_certfile=settings.tls_cert
+        ),
         logging_config=quiet,
     )
     try:
@@ -170,7 +174,7 @@ def _await_ready(address: "Address") -> None:
     """Over HTTP, as a client would: the proxy learns of a new route some time after the replicas are up."""
 
     def ready() -> bool:
-        connection = http.client.HTTPConnection(address.reachable, address.port, timeout=5)
+        connection = address.connection(timeout_s=5)
         try:
             connection.request("GET", "/v2/health/ready")
             return connection.getresponse().status == 200
@@ -218,6 +222,7 @@ def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
 class Address:
     host: str
     port: int
+    tls: bool = False
 
     @property
     def reachable(self) -> str:
@@ -227,7 +232,15 @@ class Address:
     @property
     def url(self) -> str:
         host = f"[{self.reachable}]" if ":" in self.reachable else self.reachable
-        return f"http://{host}:{self.port}"
+        return f"http{'s' if self.tls else ''}://{host}:{self.port}"
+
+    def connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        """To ask oneself: the certificate, which is for the name that clients know, is not verified."""
+        if not self.tls:
+            return http.client.HTTPConnection(self.reachable, self.port, timeout=timeout_s)
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        return http.client.HTTPSConnection(self.reachable, self.port, timeout=timeout_s, context=context)
 
     def is_free(self) -> bool:
         try:
@@ -259,7 +272,7 @@ def _in_use(host: str, port: int) -> str:
 
 def _model_at(address: "Address") -> str | None:
     """Name and version of the model that an endpoint of rtrain's serves there; None where anything else answers."""
-    connection = http.client.HTTPConnection(address.reachable, address.port, timeout=ASK_S)
+    connection = address.connection(ASK_S)
     try:
         connection.request("GET", "/v2")
         answer = connection.getresponse()

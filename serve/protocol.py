@@ -75,11 +75,12 @@ class InferRequest(Open):
     """One tensor of texts."""
     outputs: list[RequestedOutput] | None = None
 
-    def texts(self, binary: bytes = b"") -> list[Input]:
+    def texts(self, binary: bytes = b"", most: int = 256) -> list[Input]:
+        """The texts; `binary` is unpacked no further than to the first text past `most`."""
         tensor = self.inputs[0]
         if (tensor.data is None) == (tensor.parameters is None or tensor.parameters.binary_data_size is None):
             raise RequestError(422, "give the texts either as data or as binary data", "inputs.0.data")
-        rows = _unpack(binary) if tensor.data is None else tensor.data
+        rows = _unpack(binary, most) if tensor.data is None else tensor.data
         texts = [text for row in rows for text in ([row] if isinstance(row, str) else row)]
         if tensor.shape not in ([len(texts)], [len(texts), 1]):
             raise RequestError(422, f"shape {tensor.shape} does not fit {len(texts)} texts", "inputs.0.shape")
@@ -88,10 +89,13 @@ class InferRequest(Open):
         return list(texts)
 
 
-def _unpack(data: bytes) -> list[str]:
+def _unpack(data: bytes, most: int) -> list[str]:
     """Triton's binary form of texts: for each its length (4 bytes, little-endian), then its UTF-8."""
-    texts, place = [], 0
+    texts: list[str] = []
+    place = 0
     while place < len(data):
+        if len(texts) == most:
+            raise RequestError(413, f"more than {most} texts; send at most {most}", "inputs.0.data")
         start = place + 4
         place = start + int.from_bytes(data[place:start], "little")
         if place > len(data):

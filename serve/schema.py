@@ -15,8 +15,11 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from rtrain.tasks.base import Input
+from serve.shape import shape
 
 MAX_FIELD_CHARACTERS = 100
+MAX_DEPTH = 32
+"""Of a document's lists and objects; a request of ours has 6 at most."""
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 
@@ -219,7 +222,19 @@ class ExplainedReply(pydantic.RootModel[list[ExplainedAnswer]]):
 
 class ErrorDetail(Closed):
     type: Literal[
-        "malformed", "not_found", "method_not_allowed", "too_large", "invalid", "internal", "overloaded", "expired"
+        "malformed",
+        "unauthorized",
+        "forbidden",
+        "not_found",
+        "method_not_allowed",
+        "too_slow",
+        "too_large",
+        "unsupported",
+        "invalid",
+        "rate_limited",
+        "internal",
+        "overloaded",
+        "expired",
     ]
     message: str
     field: str | None
@@ -232,10 +247,16 @@ class ErrorReply(Closed):
 
 ERROR_TYPES = {
     400: "malformed",
+    401: "unauthorized",
+    403: "forbidden",
     404: "not_found",
     405: "method_not_allowed",
+    408: "too_slow",
     413: "too_large",
+    415: "unsupported",
     422: "invalid",
+    429: "rate_limited",
+    431: "too_large",
     500: "internal",
     503: "overloaded",
     504: "expired",
@@ -247,8 +268,21 @@ ERROR_TYPES = {
 Request = TypeVar("Request", bound=BaseModel)
 
 
-def parse(model: type[Request], body: bytes) -> Request:
-    """The request in `body`, or the `RequestError` to answer: 400 where it is no JSON, 422 where it is another's."""
+def most_values(texts: int) -> int:
+    """Most values of a document with so many texts: a few for each, and for what is said of the request."""
+    return 8 * texts + 64
+
+
+def parse(model: type[Request], body: bytes, most_texts: int = 256) -> Request:
+    """The request in `body`, or the `RequestError` to answer: 400 where it is no JSON, 413 where it has more values
+    than `most_texts` can need, 422 where it is another's."""
+    found = shape(body, most_values(most_texts))
+    if found.values > most_values(most_texts):
+        raise RequestError(
+            413, f"the body has more than {most_values(most_texts)} values; send at most {most_texts} texts"
+        )
+    if found.depth > MAX_DEPTH:
+        raise RequestError(400, f"the body is nested deeper than {MAX_DEPTH}")
     try:
         return model.model_validate_json(body)
     except pydantic.ValidationError as error:

@@ -103,9 +103,7 @@ def check_rtrain(words: list[str]) -> None:
     verb: Any = typer.main.get_command(cli.app)
     arguments, name = list(words), "rtrain"
     while hasattr(verb, "commands"):
-        name = arguments.pop(0)
-        assert name in verb.commands, f"no such verb: {name}"
-        verb = verb.commands[name]
+        name, verb, arguments = verb.resolve_command(typer.Context(verb), arguments)
     given = verb.make_context(name, arguments).params
     overrides = dict(config.parse_assignment(text) for text in given.get("assignments") or ())
     recipe = given.get("recipe") or "intent"

@@ -3,17 +3,29 @@
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from rtrain import __version__, env, signals
-from rtrain.cli import cluster, compare, compress, gate, lacking, proof, runs, serve, train
+from rtrain.cli import cluster, compare, compress, gate, keys, lacking, proof, runs, serve, train
 from rtrain.cluster import session as sessions
 from rtrain.errors import UserError
 from rtrain.report.live.waited import Waited
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+class Verbs(TyperGroup):
+    """The verbs. One of them has two words: `serve keys` stands beside `serve ARTIFACT`, whose artefact may have any
+    name but this one. A folder that is called keys is served as ./keys."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[:2] == ["serve", "keys"]:
+            args = ["serve keys", *args[2:]]
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(cls=Verbs, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 recipes_app = typer.Typer()
 app.add_typer(recipes_app, name="recipes")
 recipes_app.command("list")(train.recipes_list)
@@ -25,6 +37,11 @@ for _cluster_verb in (
     *(cluster.submit, cluster.status, cluster.logs, cluster.stop, cluster.fetch, cluster.down),
 ):
     cluster_app.command()(_cluster_verb)
+keys_app = typer.Typer()
+app.add_typer(keys_app, name="serve keys")
+keys_app.command()(keys.add)
+keys_app.command("list")(keys.list_)
+keys_app.command()(keys.revoke)
 for _verb in (
     *(train.train, train.tune),
     *(proof.verify, proof.drill),
@@ -100,6 +117,12 @@ def _version(
 @recipes_app.callback(invoke_without_command=True)
 def _recipes(context: typer.Context) -> None:
     """List the recipes, or print one."""
+    _help(context)
+
+
+@keys_app.callback(invoke_without_command=True)
+def _keys(context: typer.Context) -> None:
+    """Keys of the endpoint: made, listed, revoked. (An artefact's folder that is called keys is served as ./keys.)"""
     _help(context)
 
 

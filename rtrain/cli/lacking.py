@@ -4,15 +4,25 @@ from collections.abc import Mapping
 
 SMALL: Mapping[str, tuple[str, frozenset[str]]] = {
     "predict": ("rows", frozenset({"pyarrow"})),
-    "serve": ("serve", frozenset({"fastapi", "prometheus_client", "psutil", "pyarrow", "ray"})),
+    "serve": ("serve", frozenset({"fastapi", "limits", "prometheus_client", "psutil", "pyarrow", "ray"})),
 }
 """Verb -> an extra that is enough for it where one of these modules is lacking."""
 LARGE = "train"
 MODULES = frozenset(
     {
-        *("datasets", "fastapi", "httpx", "huggingface_hub", "jinja2", "markupsafe", "nncf", "prometheus_client"),
-        *("psutil", "pyarrow", "ray", "rouge_score", "sacrebleu", "safetensors", "scipy", "sklearn", "torch"),
-        *("aiohttp", "pandas", "requests", "starlette", "transformers"),
+        *("datasets", "fastapi", "httpx", "huggingface_hub", "jinja2", "limits", "markupsafe", "nncf"),
+        *(
+            "prometheus_client",
+            "psutil",
+            "pyarrow",
+            "ray",
+            "rouge_score",
+            "sacrebleu",
+            "safetensors",
+            "scipy",
+            "sklearn",
+        ),
+        *("aiohttp", "pandas", "requests", "starlette", "torch", "transformers"),
     }
 )
 """Modules of the extra `train`, and of what comes with it."""

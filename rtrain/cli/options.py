@@ -27,6 +27,7 @@ DataOption = Annotated[str | None, typer.Option("--data", help="Training rows: f
 ValidOption = Annotated[str | None, typer.Option("--valid", help="Validation rows; without it 10 % are split off.")]
 TestOption = Annotated[str | None, typer.Option("--test", help="Test rows; without it 10 % are split off.")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="minilm, a Transformers folder, or a hub name.")]
+Keys = Annotated[str | None, typer.Option("--keys", help="File of keys, without one of which nobody is answered.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Listen where others can reach it, without keys.")]
 Ungated = Annotated[bool, typer.Option("--ungated", help="Serve what the gate has refused or not seen, too.")]
 Artefact = Annotated[
@@ -59,6 +60,7 @@ SHORT = {
     "address": "cluster.address",
     "host": "serve.host",
     "port": "serve.port",
+    "keys": "serve.keys",
     "insecure": "serve.insecure",
     "ungated": "serve.ungated",
 }

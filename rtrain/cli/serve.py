@@ -12,6 +12,7 @@ from rtrain.cli.options import (
     Artefact,
     Insecure,
     Json,
+    Keys,
     Set,
     Ungated,
     answering,
@@ -85,6 +86,7 @@ def serve(
     artifact: Artefact,
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on (default 127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option("--port", help="Port (default 8000; 0 takes a free one).")] = None,
+    keys: Keys = None,
     insecure: Insecure = False,
     ungated: Ungated = False,
     assignments: Set = None,
@@ -96,13 +98,14 @@ def serve(
     from rtrain.report.live.progress import say
     from serve import access, deployment
 
-    short = {"host": host, "port": port, "insecure": insecure or None, "ungated": ungated or None, "address": address}
-    config = configured("intent", assignments, **short)
-    access.check(config.deploy.serve, say)
+    short = {"host": host, "port": port, "keys": keys, "insecure": insecure or None, "ungated": ungated or None}
+    config = configured("intent", assignments, **short, address=address)
+    settings = access.absolute(config.deploy.serve)  # the session works in another folder
+    access.check(settings, say)
     folder = answering(artifact)
-    access.admit(artifacts.read(folder), folder, config.deploy.serve, say)
+    access.admit(artifacts.read(folder), folder, settings, say)
     ray = session(config, folder.parent, lambda event: say(event["text"]))
-    with ray, deployment.start(folder, config.deploy.serve) as endpoint:
+    with ray, deployment.start(folder, settings) as endpoint:
         say(f"serving {folder} at {endpoint.url} (Ctrl-C ends it)")
-        say(f"next: {access.curl(endpoint.url)}")
+        say(f"next: {access.curl(endpoint.url, settings)}")
         until_interrupted()

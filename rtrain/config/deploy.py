@@ -114,7 +114,14 @@ class Serve(Section):
     host: str = "127.0.0.1"
     """Address to listen on; the default answers this machine alone."""
     insecure: bool = False
-    """Allow an address that others can reach, although the endpoint asks nobody for a key."""
+    """Allow an address that others can reach although nobody is asked for a key (`serve.keys`)."""
+    keys: str | None = None
+    """File of keys, made by `rtrain serve keys add`; required where others can reach the address. It is looked at every
+    second. Where replicas run on several nodes, each needs it at this path."""
+    tls_cert: str | None = None
+    """File of the certificate, in PEM, with those that vouch for it; with `serve.tls_key` the address is https."""
+    tls_key: str | None = None
+    """File of the certificate's private key, in PEM and without a passphrase."""
     ungated: bool = False
     """Serve a compressed artefact although the gate has refused it or has not looked at it."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
@@ -132,8 +139,14 @@ class Serve(Section):
     """Most texts that may wait; a request beyond them is answered 503 with Retry-After."""
     max_inputs: Positive = 256
     """Most texts in one request."""
+    max_text_characters: Positive = 200_000
+    """Most characters of one text; a request with a longer one is answered 413."""
     max_body_bytes: Positive = 1_000_000
     """Most bytes of a request's body; a larger one is answered 413."""
+    min_body_rate: Positive = 1_000
+    """Least bytes a second at which a body must arrive, after its first 2 seconds; a slower one is answered 408."""
+    max_header_bytes: Positive = 16_384
+    """Most bytes of a request's address and headers; more is answered 431."""
     deadline_s: Annotated[float, Field(gt=0)] = 10.0
     """Seconds after which a request without an answer is answered 504."""
 
@@ -165,4 +178,9 @@ def deploy_contradictions(deploy: Deploy) -> list[Problem]:
         problems.append(Problem("tune.target", None, "tune.objective=time needs a score to reach", "write e.g. 0.9"))
     if tune.money is not None and tune.price is None:
         problems.append(Problem("tune.price", None, "tune.money needs the price of a worker's hour", "write e.g. 0.04"))
+    serve = deploy.serve
+    if (serve.tls_cert is None) != (serve.tls_key is None):
+        given, lacking = ("tls_cert", "tls_key") if serve.tls_key is None else ("tls_key", "tls_cert")
+        fix = f"write serve.{lacking} too"
+        problems.append(Problem(f"serve.{given}", getattr(serve, given), "TLS needs a certificate and its key", fix))
     return problems

@@ -25,7 +25,7 @@ PREDICT = ("numpy", "pyarrow", "pydantic", "PyYAML", "rich", "tokenizers", "type
 """Needed by the command line, by every answer, and by rows of files (pyarrow)."""
 ENGINE = {"torch": ("torch", "transformers", "safetensors")}
 """Needed by an engine; of those that are not here, the package of its own name."""
-SERVE = ("ray[data,serve]", "fastapi", "prometheus_client", "psutil", "regex")
+SERVE = ("ray[data,serve]", "fastapi", "limits", "prometheus_client", "psutil", "regex")
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "rtrain", "serve", "tune")
 """Of a checkout: what rtrain's own wheel is built from."""
 BUILT_AT = "315532800"

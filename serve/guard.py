@@ -1,0 +1,166 @@
+"""What stands before the application: keys, and limits on all that a client sends. Plain ASGI, for any server.
+
+Of a request: size of its head -> key, scope, rate (`keys`) -> declared length -> the body, read whole under its limits
+when the application first asks for it. Whatever is refused is answered here, in the error form that every route shares.
+How deep a document is nested and how many values it has is told by `shape` before it is parsed (`schema.parse`).
+"""
+
+import asyncio
+import json
+from pathlib import Path
+
+from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rtrain.config import Serve
+from serve import keys, schema
+from serve.schema import RequestError
+
+MOST_HEADERS = 100
+GRACE_S = 2.0
+"""Seconds in which a body may stand still, whatever its rate: a lost packet is sent again within them."""
+HEADERS = {
+    "cache-control": "no-store",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
+"""On every answer: it is nobody's to store, to embed or to take for another type."""
+NO_CONTENT = "default-src 'none'; frame-ancestors 'none'"
+"""The content security policy of answers that are no page."""
+ONLY_TLS = "max-age=31536000"
+
+
+def door(settings: Serve) -> keys.Door | None:
+    """What asks for keys; None where there is no file of them. Raises `UserError` for a file that is no good."""
+    if settings.keys is None:
+        return None
+    return keys.Door(keys.Keys(Path(settings.keys)), keys.Rates(settings.replicas))
+
+
+def hardened(send: Send, settings: Serve) -> Send:
+    """`send` that puts the security headers on each answer that has none of its own."""
+    added = HEADERS if settings.tls_cert is None else {**HEADERS, "strict-transport-security": ONLY_TLS}
+
+    async def send_hardened(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(raw=list(message.get("headers", ())))
+            for name, value in added.items():
+                headers.setdefault(name, value)
+            if not headers.get("content-type", "").startswith("text/html"):
+                headers.setdefault("content-security-policy", NO_CONTENT)
+            message = {**message, "headers": headers.raw}
+        await send(message)
+
+    return send_hardened
+
+
+def answer(error: RequestError) -> Response:
+    """The error form."""
+    detail = {"type": schema.ERROR_TYPES[error.status], "message": error.message, "field": error.field}
+    # A path may hold what is no UTF-8.
+    body = json.dumps({"error": detail}, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")
+    return Response(body, error.status, error.headers, media_type="application/json")
+
+
+class Guard:
+    """The application behind it sees requests of known keys alone (`request.state.key`: a key's name, or None where
+    keys are not asked for), and bodies within the limits."""
+
+    def __init__(self, app: ASGIApp, settings: Serve, door: keys.Door | None):
+        self._app, self._settings, self._door = app, settings, door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # there is no other way to ask: a websocket is closed by the router
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check(scope)
+            await self._app(scope, _Body(receive, self._settings), send)
+        except RequestError as error:
+            await answer(error)(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        settings, headers = self._settings, scope["headers"]
+        size = len(scope["path"]) + len(scope.get("query_string", b""))
+        # One walk: this is done for every request.
+        sent: dict[bytes, list[bytes]] = {b"authorization": [], b"content-encoding": [], b"content-length": []}
+        for name, value in headers:
+            size += len(name) + len(value)
+            if name in sent:
+                sent[name].append(value)
+        if size > settings.max_header_bytes or len(headers) > MOST_HEADERS:
+            most = f"{settings.max_header_bytes} bytes and {MOST_HEADERS} headers"
+            raise _last(RequestError(431, f"the address and the headers are too large; send at most {most}"))
+        key = None
+        if self._door and (wanted := keys.scope_of(_route(scope))):
+            key = self._door.admit(wanted, sent[b"authorization"])
+        # A dict of this request alone: the server's own is one for all.
+        scope["state"] = {**scope.get("state", {}), "key": key and key.name}
+        if any(value.lower() != b"identity" for value in sent[b"content-encoding"]):
+            raise RequestError(415, "the body is compressed; send it as it is")
+        # Chunked bodies declare no length, and a declared one may be false: `_Body` counts.
+        if any(_is_more(value, settings.max_body_bytes) for value in sent[b"content-length"]):
+            raise _too_large(settings)
+
+
+class _Body:
+    """`receive` whose first message is the whole body, or the client's leaving."""
+
+    def __init__(self, receive: Receive, settings: Serve):
+        self._receive, self._settings = receive, settings
+        self._began = asyncio.get_running_loop().time()
+        self._read = False
+
+    async def __call__(self) -> Message:
+        if self._read:
+            return await self._receive()
+        self._read = True
+        body = bytearray()
+        while True:
+            message = await self._next(len(body))
+            if message["type"] != "http.request":
+                return message
+            body += message.get("body", b"")
+            if len(body) > self._settings.max_body_bytes:
+                raise _too_large(self._settings)
+            if not message.get("more_body", False):
+                return {"type": "http.request", "body": bytes(body), "more_body": False}
+
+    async def _next(self, received: int) -> Message:
+        """The next message, within the deadline and at the least rate."""
+        deadline = self._began + self._settings.deadline_s
+        due = self._began + GRACE_S + received / self._settings.min_body_rate
+        try:
+            async with asyncio.timeout_at(min(deadline, due)):
+                return await self._receive()
+        except TimeoutError:
+            if due < deadline:
+                slow = f"the body arrives at less than {self._settings.min_body_rate} bytes a second"
+                raise _last(RequestError(408, slow)) from None
+            raise _last(RequestError(504, "the deadline passed before the body had arrived")) from None
+
+
+def _too_large(settings: Serve) -> RequestError:
+    return _last(RequestError(413, f"the body has more than {settings.max_body_bytes} bytes"))
+
+
+def _last(error: RequestError) -> RequestError:
+    """The connection's last answer: what the client still sends is not read."""
+    error.headers["connection"] = "close"
+    return error
+
+
+def _is_more(digits: bytes, most: int) -> bool:
+    """Whether it is a number, and more than `most`; one of thousands of digits is never made one."""
+    significant = digits.lstrip(b"0")
+    return digits.isdigit() and (len(significant) > len(str(most)) or int(significant or b"0") > most)
+
+
+def _route(scope: Scope) -> str:
+    """The path as the router sees it, behind what the application is mounted at."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path

@@ -1,0 +1,292 @@
+"""Who may ask the endpoint: a file of keys, what each of them opens, and how often. Nothing here knows a server.
+
+    {"version": 1, "keys": [{"id": "3f9c0a1b", "name": "shop", "sha256": "<64 hex digits>", "scopes": ["predict"],
+                             "rate": "100/minute", "created": "2026-11-23T10:00:00+00:00"}]}
+
+A key is `rtrain_<id>_<secret>`. The id finds the record and is no secret; the secret is 32 random bytes. The file has
+the SHA-256 of the whole key. A slow hash would add nothing: it protects secrets that can be guessed.
+"""
+
+import fcntl
+import functools
+import hashlib
+import hmac
+import logging
+import math
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+import limits
+import pydantic
+from limits.storage import MemoryStorage
+from limits.strategies import SlidingWindowCounterRateLimiter
+from pydantic import Field
+
+from rtrain import manifest
+from rtrain.errors import UserError, meant, quoted
+from serve.schema import Closed, RequestError
+
+logger = logging.getLogger(__name__)
+
+Scope = Literal["predict", "metrics"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+OPEN = frozenset({"/", "/v2/health/live", "/v2/health/ready"})
+"""Paths that need no key: what watches an endpoint has none, and the page holds no word of the model."""
+LOOK_S = 1.0
+"""Least seconds between two looks at the file."""
+MOST_BYTES = 10_000_000
+"""Of a file of keys. It is read between two requests, so that a larger one would hold them up."""
+_BEARER = re.compile(rb"(?i:bearer) +(rtrain_([0-9a-f]{8})_[A-Za-z0-9_-]{43})")
+_FOREIGN_WRITES = 0o022
+_NOBODY = bytes(32)
+
+
+class Key(Closed):
+    """What the file has of a key; the key itself is not in it."""
+
+    id: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    scopes: tuple[Scope, ...]
+    rate: str | None = None
+    """E.g. 100/minute, in requests; without one there is no limit."""
+    created: str
+
+    @pydantic.field_validator("rate")
+    @classmethod
+    def _known(cls, rate: str | None) -> str | None:
+        if rate is not None and parsed(rate).amount < 1:
+            raise ValueError("a rate lets one request in at least")
+        return rate
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        return bytes.fromhex(self.sha256)
+
+
+class _File(Closed):
+    version: Literal[1] = 1
+    keys: tuple[Key, ...] = ()
+
+    @pydantic.model_validator(mode="after")
+    def _distinct(self) -> "_File":
+        for field in ("id", "name"):
+            if len({getattr(key, field) for key in self.keys}) < len(self.keys):
+                raise ValueError(f"two keys have the same {field}")
+        return self
+
+
+@functools.lru_cache(1024)
+def parsed(rate: str) -> limits.RateLimitItem:
+    """A rate like 100/minute or 5/second; raises `ValueError` for anything else."""
+    try:
+        return limits.parse(rate)
+    except ValueError:
+        raise ValueError(f"{quoted(rate)} is no rate; write e.g. 100/minute or 5/second") from None
+
+
+# ----------------------------------------------------------------------------------------------------------- the file
+
+
+def read(path: Path) -> tuple[Key, ...]:
+    """The keys of a file. Raises `UserError` where it is missing, torn, or can be written by others: whoever writes it
+    lets himself in."""
+    try:
+        with path.open("rb") as file:
+            mode, data = os.fstat(file.fileno()).st_mode, file.read(MOST_BYTES + 1)
+    except FileNotFoundError:
+        hint = meant(path) or f"make one: rtrain serve keys add {path} NAME"
+        raise UserError(f"there is no file of keys {path}; {hint}") from None
+    except OSError as error:
+        raise UserError(f"the file of keys {path} cannot be read: {error.strerror}") from None
+    if mode & _FOREIGN_WRITES:
+        raise UserError(f"others may write the file of keys {path}, and so let themselves in; chmod 600 {path}")
+    if len(data) > MOST_BYTES:
+        raise UserError(f"the file of keys {path} has more than {MOST_BYTES:,} bytes")
+    try:
+        return _File.model_validate_json(data).keys
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        reason = f"{place}: {first['msg']}" if place else first["msg"]
+        raise UserError(f"the file of keys {path} is torn or is none: {reason}") from None
+
+
+def add(path: Path, name: str, scopes: Sequence[Scope] = ("predict",), rate: str | None = None) -> str:
+    """A new key, which is written nowhere; the file has its hash. Where there is no file, there is one now."""
+    identity = secrets.token_hex(4)
+    plain = f"rtrain_{identity}_{secrets.token_urlsafe(32)}"
+    digest = hashlib.sha256(plain.encode()).hexdigest()
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    try:
+        key = Key(id=identity, name=name, sha256=digest, scopes=tuple(scopes), rate=rate, created=created)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        if first["loc"] == ("name",):
+            raise UserError(f"{quoted(name)} is no name; take up to 64 letters, digits and . _ -") from None
+        raise UserError(first["msg"].removeprefix("Value error, ")) from None
+    with _alone(path) as real:
+        keys = read(real) if real.exists() else ()
+        if any(other.name == name for other in keys):
+            raise UserError(f"{path} has a key named {name} already; take another name, or revoke that one first")
+        _write(real, (*keys, key))
+    return plain
+
+
+def revoke(path: Path, name: str) -> None:
+    """Take a key out of the file."""
+    with _alone(path) as real:
+        keys = read(real)
+        left = tuple(key for key in keys if key.name != name)
+        if len(left) == len(keys):
+            names = ", ".join(key.name for key in keys) or "none"
+            raise UserError(f"{path} has no key named {quoted(name)}; it has {names}")
+        _write(real, left)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[Path]:
+    """While it is entered, no other `add` or `revoke` of this machine writes there. The folder is locked, since the
+    file is another one after each of them. Gives the path without links, which stay as they are."""
+    real = Path(os.path.realpath(path))
+    try:
+        folder = os.open(real.parent, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"the folder of {path} cannot be opened: {error.strerror}") from None
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield real
+    finally:
+        os.close(folder)
+
+
+def _write(path: Path, keys: Sequence[Key]) -> None:
+    """All or nothing: a reader, or a machine that stops, sees the old file or the new one."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(_File(keys=tuple(keys)).model_dump_json(indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise UserError(f"the file of keys {path} cannot be written: {error.strerror}") from None
+    manifest.sync(path.parent)
+
+
+class Keys:
+    """The keys of a file as it is now. A file that is missing or torn changes nothing: the last good one counts, and
+    the log has a warning. So a key is revoked by a file without it, not by no file."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic):
+        """Raises `UserError` where there is no good file to begin with."""
+        self._path, self._clock = path, clock
+        self._seen = _state(path)
+        self._by_id = {key.id: key for key in read(path)}
+        self._next_look, self._told = clock() + LOOK_S, ""
+
+    def current(self) -> Mapping[str, Key]:
+        """By id; at most `LOOK_S` old."""
+        if (now := self._clock()) >= self._next_look:
+            self._next_look = now + LOOK_S
+            self._look()
+        return self._by_id
+
+    def _look(self) -> None:
+        # Taken before the file is read: what is written meanwhile shows at the next look.
+        state = _state(self._path)
+        if state == self._seen:
+            return
+        try:
+            self._by_id = {key.id: key for key in read(self._path)}
+        except UserError as error:
+            if str(error) != self._told:
+                self._told = str(error)
+                logger.warning("%s. The %d keys that it had still count", error, len(self._by_id))
+            return
+        self._seen, self._told = state, ""
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+# ------------------------------------------------------------------------------------------------------ the decisions
+
+
+def scope_of(path: str) -> Scope | None:
+    """What a key must have for a path; None where none is needed. A path that is not there asks for one too: whoever
+    has none learns nothing of the routes."""
+    if path in OPEN:
+        return None
+    return "metrics" if path == "/metrics" else "predict"
+
+
+def find(keys: Mapping[str, Key], authorization: Sequence[bytes]) -> Key | None:
+    """The key of a request, by the values of its Authorization headers; None where there is no right one.
+
+    Comparing takes the same time whatever the key, also where no key has the id.
+    """
+    match = _BEARER.fullmatch(authorization[0]) if len(authorization) == 1 else None
+    if match is None:
+        return None
+    plain, identity = match.groups()
+    known = keys.get(identity.decode())
+    right = hmac.compare_digest(hashlib.sha256(plain).digest(), known.digest if known else _NOBODY)
+    return known if right else None
+
+
+class Rates:
+    """How often each key has asked, in sliding windows of this process.
+
+    `processes` share a key's rate out among them, since each sees only its own part of the requests.
+    """
+
+    def __init__(self, processes: int = 1):
+        self._processes = processes
+        self._storage = MemoryStorage()
+        self._limiter = SlidingWindowCounterRateLimiter(self._storage)
+
+    def wait_s(self, key: Key) -> int:
+        """Counts a request. 0 where it may pass, else the seconds until another might."""
+        if key.rate is None:
+            return 0
+        whole = parsed(key.rate)
+        part = type(whole)(math.ceil(whole.amount / self._processes), whole.multiples)
+        if self._limiter.hit(part, key.id):
+            return 0
+        return max(1, math.ceil(self._limiter.get_window_stats(part, key.id).reset_time - time.time()))
+
+
+class Door:
+    """Lets a request in, or says why not."""
+
+    def __init__(self, keys: Keys, rates: Rates):
+        self._keys, self._rates = keys, rates
+
+    def admit(self, scope: Scope, authorization: Sequence[bytes]) -> Key:
+        """The key by which a request gets in. Raises `RequestError`: 401 without a right key, 403 where it lacks the
+        scope, 429 where it asks too often."""
+        key = find(self._keys.current(), authorization)
+        if key is None:
+            reason = "this key opens nothing here" if authorization else "no key"
+            refused = RequestError(401, f"{reason}; send the header Authorization: Bearer KEY")
+            refused.headers["www-authenticate"] = 'Bearer realm="rtrain"'
+            raise refused
+        if scope not in key.scopes:
+            raise RequestError(403, f"key {key.name} has no scope {scope}")
+        if wait_s := self._rates.wait_s(key):
+            raise RequestError(429, f"key {key.name} may ask {key.rate}; try again in {wait_s} s", retry_after=wait_s)
+        return key

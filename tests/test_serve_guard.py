@@ -1,0 +1,347 @@
+"""What stands before the application: keys over HTTP, and limits that cost a client its request, not the others theirs.
+
+The limits are driven message by message, as a server does it; keys and headers through the application with a model.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.types import Message, Receive, Scope, Send
+
+from rtrain.config import Serve
+from rtrain.errors import UserError
+from rtrain.predict import Predictor
+from serve import guard, keys
+from serve.app import build_app
+from serve.guard import Guard
+from tests import serving
+from tests.serving import INFER, TEXT, call, error
+
+app, predictor = serving.app, serving.predictor  # fixtures
+
+Step = bytes | float | Message
+"""What a client does next: sends bytes, waits seconds, or is gone."""
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """The least application: answers with the body that it was given."""
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": message["body"]})
+
+
+def head(path: str = "/predict", headers: Sequence[tuple[bytes, bytes]] = (), **more: object) -> Scope:
+    return {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": list(headers), **more}
+
+
+def drive(settings: Serve, scope: Scope, steps: Sequence[Step] = (b"",)) -> tuple[int | None, bytes, dict[str, str]]:
+    """Status (None: no answer), body and headers that a client got."""
+    left, sent = list(steps), list[Message]()
+
+    async def receive() -> Message:
+        while isinstance(step := left.pop(0), float):
+            await asyncio.sleep(step)
+        if not isinstance(step, bytes):
+            return step
+        return {"type": "http.request", "body": step, "more_body": bool(left)}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asyncio.run(Guard(echo, settings, None)(scope, receive, send))
+    if not sent:
+        return None, b"", {}
+    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], b"".join(message["body"] for message in sent[1:]), headers
+
+
+# ---------------------------------------------------------------------------------------------------------- the limits
+
+
+def test_a_body_reaches_the_application_whole_and_up_to_the_last_byte_of_the_limit() -> None:
+    parts = [b"a" * 400, b"", b"b" * 600]
+    assert drive(Serve(max_body_bytes=1000), head(), parts)[:2] == (200, b"a" * 400 + b"b" * 600)
+    status, body, headers = drive(Serve(max_body_bytes=999), head(), parts)
+    assert (status, headers["connection"]) == (413, "close")
+    assert body == b'{"error":{"type":"too_large","message":"the body has more than 999 bytes","field":null}}'
+
+
+@pytest.mark.parametrize(
+    ("declared", "status"),
+    [
+        (b"1000", 200),
+        (b"0000000000000000001000", 200),
+        (b"1001", 413),
+        (b"9" * 10_000, 413),
+        (b"many", 200),
+        (b"-1", 200),
+        (b"", 200),
+    ],
+)
+def test_a_declared_length_is_refused_before_the_body_is_read_and_otherwise_not_believed(
+    declared: bytes, status: int
+) -> None:
+    never: Message = {"type": "never asked for"}
+    steps = [b"a" * 1000] if status == 200 else [never]
+    assert drive(Serve(max_body_bytes=1000), head(headers=[(b"content-length", declared)]), steps)[0] == status
+
+
+def test_a_slow_body_is_cut_off_by_its_rate_and_a_fast_one_after_a_pause_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guard, "GRACE_S", 0.1)
+    drops: list[Step] = [step for _ in range(1000) for step in (b"a", 0.01)]
+    status, body, headers = drive(Serve(min_body_rate=1000), head(), drops)
+    assert (status, headers["connection"]) == (408, "close")
+    assert b'"too_slow","message":"the body arrives at less than 1000 bytes a second"' in body
+    assert drive(Serve(min_body_rate=1), head(), [*drops[:60], b"b"])[0] == 200
+    assert drive(Serve(min_body_rate=1000), head(), [b"a" * 10_000, 0.3, b"b"])[0] == 200
+
+
+def test_the_deadline_ends_a_body_that_is_fast_enough() -> None:
+    status, body, _ = drive(Serve(deadline_s=0.05, min_body_rate=1), head(), [b"a", 60.0])
+    assert (status, b"the deadline passed before the body had arrived" in body) == (504, True)
+
+
+def test_a_client_that_leaves_in_mid_body_is_gone_for_the_application_too() -> None:
+    assert drive(Serve(), head(), [b"a", {"type": "http.disconnect"}]) == (None, b"", {})
+
+
+@pytest.mark.parametrize(
+    ("scope", "status"),
+    [
+        (head(headers=[(b"a", b"b" * 900)]), 200),
+        (head(headers=[(b"a", b"b" * 1000)]), 431),
+        (head(headers=[(b"a" * 1000, b"")]), 431),
+        (head("/" + "a" * 1000), 431),
+        (head(query_string=b"a" * 1000), 431),
+        (head(headers=[(b"", b"")] * 100), 200),
+        (head(headers=[(b"", b"")] * 101), 431),
+    ],
+    ids=range(7),
+)
+def test_the_head_is_limited(scope: Scope, status: int) -> None:
+    assert drive(Serve(max_header_bytes=1000), scope)[0] == status
+
+
+@pytest.mark.parametrize(
+    ("encoding", "status"), [(b"gzip", 415), (b"GZIP", 415), (b"identity", 200), (b"Identity", 200)]
+)
+def test_a_compressed_body_is_refused(encoding: bytes, status: int) -> None:
+    assert drive(Serve(), head(headers=[(b"content-encoding", encoding)]))[0] == status
+
+
+BODY_LIMITS: list[tuple[bytes, int, str]] = [
+    (b'{"inputs": ' + b"[" * 40 + b"]" * 40 + b"}", 400, "the body is nested deeper than 32"),
+    (b"[1" + b",1" * 200 + b"]", 413, "the body has more than 128 values; send at most 8 texts"),
+    (b'{"inputs": "a", "parameters": {' + b'"a": {},' * 100 + b'"b": 1}}', 413, "the body has more than 128 values"),
+    (b'{"inputs": "' + b"x" * 1001 + b'"}', 413, "a text of 1001 characters; send at most 1000"),
+    (b'{"inputs": {"text": "' + b"x" * 600 + b'", "text_pair": "' + b"y" * 401 + b'"}}', 413, "a text of 1001 char"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "message"), BODY_LIMITS, ids=range(len(BODY_LIMITS)))
+def test_a_document_s_depth_values_and_texts_are_limited(
+    predictor: Predictor, body: bytes, status: int, message: str
+) -> None:
+    small = build_app(predictor, Serve(max_inputs=8, max_text_characters=1000))
+    for path in ("/predict", INFER):
+        response = call(small, "POST", path, content=body)
+        if path == "/predict":
+            assert (response.status_code, message in response.json()["error"]["message"]) == (status, True)
+        assert 400 <= response.status_code < 500
+    assert call(small, "POST", "/predict", json={"inputs": "x" * 1000}).status_code == 200
+    response = call(small, "POST", "/predict", json={"inputs": ["a", "x" * 1001]})
+    assert response.json()["error"]["field"] == "inputs.1"
+
+
+def test_binary_texts_are_unpacked_no_further_than_needed(predictor: Predictor) -> None:
+    document = b'{"inputs":[{"name":"text","shape":[900],"datatype":"BYTES","parameters":{"binary_data_size":3600}}]}'
+    headers = {"inference-header-content-length": str(len(document))}
+    response = call(build_app(predictor, Serve()), "POST", INFER, content=document + bytes(3600), headers=headers)
+    assert response.status_code == 413
+    assert response.json() == error("too_large", "more than 256 texts; send at most 256", "inputs.0.data")
+
+
+# ------------------------------------------------------------------------------------------------------------- keys
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keys.json"
+
+
+def test_only_a_known_key_is_answered_and_only_within_its_scopes(predictor: Predictor, path: Path) -> None:
+    shop, watch = keys.add(path, "shop"), keys.add(path, "watch", ("metrics",))
+    locked = build_app(predictor, Serve(keys=str(path)))
+    routes = ("/predict", "/metrics", "/v2", "/v2/models/tiny", "/openapi.json", "/docs", "/nowhere", "/")
+    got = {
+        name: [call(locked, "GET", route, headers=sent).status_code for route in routes]
+        for name, sent in {
+            "none": {},
+            "wrong": {"authorization": f"Bearer {shop[:-1]}"},
+            "shop": {"authorization": f"Bearer {shop}"},
+            "watch": {"authorization": f"Bearer {watch}"},
+        }.items()
+    }
+    assert got == {
+        "none": [401, 401, 401, 401, 401, 401, 401, 200],
+        "wrong": [401, 401, 401, 401, 401, 401, 401, 200],
+        "shop": [405, 403, 200, 200, 200, 200, 404, 200],
+        "watch": [403, 200, 403, 403, 403, 403, 403, 200],
+    }
+    for probe in ("live", "ready"):
+        assert call(locked, "GET", f"/v2/health/{probe}").status_code == 200
+    asked = {"json": {"inputs": TEXT}, "headers": {"authorization": f"Bearer {shop}"}}
+    assert call(locked, "POST", "/predict", **asked).status_code == 200
+    refused = call(locked, "POST", "/predict", json={"inputs": TEXT})
+    assert refused.json() == error("unauthorized", "no key; send the header Authorization: Bearer KEY")
+    assert refused.headers["www-authenticate"] == 'Bearer realm="rtrain"'
+
+
+def test_the_openapi_document_says_that_a_key_is_asked_for(predictor: Predictor, path: Path, app: FastAPI) -> None:
+    headers = {"authorization": f"Bearer {keys.add(path, 'shop')}"}
+    document = call(build_app(predictor, Serve(keys=str(path))), "GET", "/openapi.json", headers=headers).json()
+    assert document["security"] == [{"key": []}]
+    assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+    open_document = call(app, "GET", "/openapi.json").json()
+    assert "security" not in open_document
+
+
+def test_a_key_past_its_rate_is_answered_429_with_retry_after(predictor: Predictor, path: Path) -> None:
+    headers = {"authorization": f"Bearer {keys.add(path, 'shop', rate='2/hour')}"}
+    locked = build_app(predictor, Serve(keys=str(path)))
+    answers = [call(locked, "GET", "/v2", headers=headers) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert answers[2].json()["error"]["type"] == "rate_limited"
+    assert 1 <= int(answers[2].headers["retry-after"]) <= 3600
+    assert 'rtrain_requests_total{route="other",status="429"} 1.0' in locked.state.service.exposition()
+
+
+def test_keys_are_rotated_while_it_answers(predictor: Predictor, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "LOOK_S", 0.0)
+    old = keys.add(path, "old")
+    locked = build_app(predictor, Serve(keys=str(path)))
+
+    def status(plain: str) -> int:
+        return call(locked, "GET", "/v2", headers={"authorization": f"Bearer {plain}"}).status_code
+
+    new = keys.add(path, "new")
+    assert (status(old), status(new)) == (200, 200)
+    keys.revoke(path, "old")
+    assert (status(old), status(new)) == (401, 200)
+    path.write_text("{")
+    assert (status(old), status(new)) == (401, 200)
+    os.unlink(path)
+    assert (status(old), status(new)) == (401, 200)
+
+
+def test_no_application_without_a_good_file_of_keys(predictor: Predictor, path: Path) -> None:
+    with pytest.raises(UserError, match="there is no file of keys"):
+        build_app(predictor, Serve(keys=str(path)))
+
+
+def test_the_application_knows_whose_request_it_is(path: Path) -> None:
+    plain, seen = keys.add(path, "shop"), list[Any]()
+
+    async def look(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope["state"]["key"])
+
+    async def never(*_: object) -> Any:
+        raise AssertionError
+
+    for door, headers in (
+        (guard.door(Serve(keys=str(path))), [(b"authorization", f"Bearer {plain}".encode())]),
+        (None, []),
+    ):
+        asyncio.run(Guard(look, Serve(), door)(head(headers=headers), never, never))
+    assert seen == ["shop", None]
+
+
+def test_the_address_that_it_is_mounted_at_opens_nothing(path: Path) -> None:
+    keys.add(path, "shop")
+    door = guard.door(Serve(keys=str(path)))
+    found = []
+    for root, asked in (
+        ("/a", "/a/v2/health/live"),
+        ("/a", "/v2/health/live"),
+        ("/v2", "/v2/v2/health/live"),
+        ("/a", "/a/predict"),
+        ("/a", "/ab/v2/health/live"),
+        ("/a", "/a"),
+        ("/predict", "/predict/"),
+    ):
+        sent: list[Message] = []
+
+        async def send(message: Message, to: list[Message] = sent) -> None:
+            to.append(message)
+
+        async def receive() -> Message:
+            return {"type": "http.request"}
+
+        asyncio.run(Guard(echo, Serve(), door)(head(asked, root_path=root), receive, send))
+        found.append(sent[0]["status"])
+    # /predict mounted at itself is the page there, which needs none.
+    assert found == [200, 200, 200, 401, 401, 401, 200]
+
+
+# --------------------------------------------------------------------------------------------------------- every answer
+
+
+def test_every_answer_has_the_security_headers(
+    predictor: Predictor, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys.add(path, "shop")
+    plain, locked = build_app(predictor, Serve()), build_app(predictor, Serve(keys=str(path)))
+    answers = [
+        call(plain, "POST", "/predict", json={"inputs": TEXT}),
+        call(plain, "GET", "/nowhere"),
+        call(plain, "GET", "/metrics"),
+        call(plain, "POST", "/predict", content=b"a" * 1_000_001),
+        call(locked, "POST", "/predict", json={"inputs": TEXT}),
+        call(plain, "GET", "/"),
+    ]
+    monkeypatch.setattr(predictor.task, "decode", lambda *_: 1 / 0)
+    answers.append(call(plain, "POST", "/predict", json={"inputs": TEXT}))
+    assert [answer.status_code for answer in answers] == [200, 404, 200, 413, 401, 200, 500]
+    for answer in answers:
+        assert {name: answer.headers[name] for name in guard.HEADERS} == guard.HEADERS
+        assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+        assert "strict-transport-security" not in answer.headers
+    assert "script-src" in answers[5].headers["content-security-policy"], "the page has a policy of its own"
+    assert "content-security-policy" not in call(plain, "GET", "/docs").headers, "it loads a script from elsewhere"
+    secured = build_app(predictor, Serve(tls_cert="c", tls_key="k"))
+    assert call(secured, "GET", "/v2").headers["strict-transport-security"] == guard.ONLY_TLS
+
+
+def test_neither_texts_nor_keys_are_logged(
+    predictor: Predictor, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever becomes of the request; the root logger takes everything that anybody says."""
+    caplog.set_level(logging.DEBUG)
+    plain, text = keys.add(path, "shop", rate="40/hour"), "canary"
+    locked = build_app(predictor, Serve(keys=str(path)))
+    right, wrong = {"authorization": f"Bearer {plain}"}, {"authorization": f"Bearer {plain[:-4]}AAAA"}
+    statuses = set()
+    for _ in range(8):
+        for headers in (right, wrong):
+            for body in ({"inputs": text}, {"inputs": [text, 3]}, {text: text}, {"inputs": f"{text} " * 50_000}):
+                statuses.add(call(locked, "POST", "/predict", json=body, headers=headers).status_code)
+        statuses.add(call(locked, "POST", "/predict", content=f'{{"{text}'.encode(), headers=right).status_code)
+        statuses.add(call(locked, "GET", f"/{text}?{text}", headers=right).status_code)
+    assert statuses == {200, 400, 401, 404, 413, 422, 429}
+    monkeypatch.setattr(predictor.task, "decode", lambda *_: 1 / 0)
+    opened = build_app(predictor, Serve())
+    assert call(opened, "POST", f"/predict?{text}", json={"inputs": text}, headers=right).status_code == 500
+    assert "unexpected error in POST '/predict'" in caplog.text
+    told = "".join(record.getMessage() + str(record.args) for record in caplog.records if record.name != "httpx")
+    for secret in (text, plain, plain[16:]):
+        assert secret not in told

@@ -1,0 +1,358 @@
+"""Keys: the file, what it says while it changes, and who is let in."""
+
+import hashlib
+import json
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rtrain.errors import UserError
+from serve import keys
+from serve.keys import Door, Key, Keys, Rates, add, find, read, revoke, scope_of
+from serve.schema import RequestError
+
+
+def bearer(plain: str) -> list[bytes]:
+    return [f"Bearer {plain}".encode()]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keys.json"
+
+
+# ----------------------------------------------------------------------------------------------------------- the file
+
+
+def test_the_file_has_the_hash_of_a_key_and_is_its_owner_s_alone(path: Path) -> None:
+    plain = add(path, "shop", ("predict", "metrics"), "100/minute")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    [key] = read(path)
+    assert (key.name, key.scopes, key.rate) == ("shop", ("predict", "metrics"), "100/minute")
+    assert key.sha256 == hashlib.sha256(plain.encode()).hexdigest()
+    assert plain.split("_")[:2] == ["rtrain", key.id]
+    assert plain.split("_", 2)[2] not in path.read_text()
+    assert len({add(path, f"key-{number}") for number in range(20)}) == 20
+    assert len(read(path)) == 21
+    assert os.listdir(path.parent) == [path.name], "a draft was left behind"
+
+
+def test_a_revoked_key_is_gone_and_the_others_stay(path: Path) -> None:
+    add(path, "shop")
+    before = add(path, "desk")
+    revoke(path, "shop")
+    [left] = read(path)
+    assert left.name == "desk"
+    assert find({left.id: left}, bearer(before)) == left
+    with pytest.raises(UserError, match="has no key named 'shop'; it has desk"):
+        revoke(path, "shop")
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "said"),
+    [
+        ("", None, "is no name; take up to 64 letters, digits and . _ -"),
+        ("a b", None, "'a b' is no name"),
+        ("x" * 65, None, "is no name"),
+        ("shop\n", None, "is no name"),
+        ("shop", "fast", "'fast' is no rate; write e.g. 100/minute or 5/second"),
+        ("shop", "0/minute", "a rate lets one request in at least"),
+        ("twin", None, "has a key named twin already; take another name, or revoke that one first"),
+    ],
+)
+def test_what_cannot_be_a_key_is_refused_and_changes_nothing(
+    path: Path, name: str, rate: str | None, said: str
+) -> None:
+    add(path, "twin")
+    before = path.read_bytes()
+    with pytest.raises(UserError) as caught:
+        add(path, name, rate=rate)
+    assert said in str(caught.value)
+    assert path.read_bytes() == before
+
+
+def test_keys_that_are_added_at_a_time_are_all_there(path: Path) -> None:
+    threads = [threading.Thread(target=add, args=(path, f"key-{number}")) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {key.name for key in read(path)} == {f"key-{number}" for number in range(12)}
+
+
+def test_a_link_to_the_file_stays_a_link(path: Path) -> None:
+    link = path.with_name("link.json")
+    link.symlink_to(path)
+    add(link, "shop")
+    assert link.is_symlink()
+    assert [key.name for key in read(path)] == ["shop"]
+
+
+RECORD = {"id": "0" * 8, "name": "a", "sha256": "0" * 64, "scopes": ["predict"], "created": ""}
+BAD_FILES: list[tuple[object, str]] = [
+    (b"", "is torn or is none"),
+    (b'{"version": 1, "keys": [{"id"', "is torn or is none"),
+    (b"\x80\x81", "is torn or is none"),
+    ([], "is torn or is none"),
+    ({"version": 2, "keys": []}, "version: Input should be 1"),
+    ({"keys": [{**RECORD, "id": "../../etc"}]}, "keys.0.id: "),
+    ({"keys": [{**RECORD, "sha256": "short"}]}, "keys.0.sha256: "),
+    ({"keys": [{**RECORD, "scopes": ["everything"]}]}, "keys.0.scopes.0: "),
+    ({"keys": [{**RECORD, "rate": "often"}]}, "keys.0.rate: "),
+    ({"keys": [{**RECORD, "plain": "secret"}]}, "keys.0.plain: "),
+    ({"keys": [RECORD, {**RECORD, "id": "1" * 8}]}, "two keys have the same name"),
+    ({"keys": [RECORD, {**RECORD, "name": "b"}]}, "two keys have the same id"),
+]
+
+
+@pytest.mark.parametrize(("content", "said"), BAD_FILES, ids=range(len(BAD_FILES)))
+def test_a_bad_file_is_refused_with_the_place(path: Path, content: object, said: str) -> None:
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    path.chmod(0o600)
+    with pytest.raises(UserError) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"the file of keys {path} is torn or is none: ")
+    assert said in str(caught.value)
+
+
+def test_a_file_that_others_may_write_is_refused(path: Path) -> None:
+    add(path, "shop")
+    path.chmod(0o644)
+    assert len(read(path)) == 1, "a mounted secret can be read by others"
+    path.chmod(0o620)
+    with pytest.raises(UserError, match=rf"others may write .*; chmod 600 {path}$"):
+        read(path)
+
+
+def test_a_missing_file_is_named_with_what_makes_one(path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^there is no file of keys {path}; make one: rtrain serve keys add"):
+        read(path)
+    add(path, "shop")
+    with pytest.raises(UserError, match=rf"; did you mean {path}\?$"):
+        read(path.with_name("key.json"))
+
+
+# ----------------------------------------------------------------------------------------------------- while it changes
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def names(known: Keys) -> set[str]:
+    return {key.name for key in known.current().values()}
+
+
+def test_a_change_is_seen_after_a_second_and_the_file_is_looked_at_no_sooner(path: Path) -> None:
+    add(path, "shop")
+    clock = Clock()
+    known = Keys(path, clock)
+    add(path, "desk")
+    clock.now = 0.99
+    assert names(known) == {"shop"}
+    clock.now = 1.0
+    assert names(known) == {"shop", "desk"}
+    revoke(path, "shop")
+    clock.now = 1.99
+    assert names(known) == {"shop", "desk"}
+    clock.now = 2.0
+    assert names(known) == {"desk"}
+    revoke(path, "desk")
+    clock.now = 3.0
+    assert names(known) == set(), "a file without keys is a good one: it lets nobody in"
+
+
+def torn(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:40])
+
+
+def open_to_others(path: Path) -> None:
+    data = json.loads(path.read_text())
+    data["keys"].append({**RECORD, "name": "intruder"})
+    path.write_text(json.dumps(data))
+    path.chmod(0o666)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (torn, "is torn or is none"),
+        (Path.unlink, "there is no file of keys"),
+        (open_to_others, "others may write"),
+    ],
+)
+def test_a_file_gone_bad_changes_nothing_and_is_told_once(
+    path: Path, spoil: Callable[[Path], None], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    add(path, "shop")
+    good, clock = path.read_bytes(), Clock()
+    known = Keys(path, clock)
+    spoil(path)
+    for now in range(1, 4):
+        clock.now = now
+        assert names(known) == {"shop"}
+    [record] = caplog.records
+    assert (record.levelno, said in record.getMessage()) == (logging.WARNING, True)
+    assert record.getMessage().endswith(". The 1 keys that it had still count")
+    path.write_bytes(good)
+    path.chmod(0o600)
+    add(path, "desk")
+    clock.now = 4
+    assert names(known) == {"shop", "desk"}
+    spoil(path)
+    clock.now = 5
+    assert names(known) == {"shop", "desk"}
+    assert len(caplog.records) == 2, "a second fault is told again"
+
+
+def test_there_is_no_beginning_without_a_good_file(path: Path) -> None:
+    with pytest.raises(UserError, match="there is no file of keys"):
+        Keys(path)
+
+
+def test_readers_see_whole_files_alone_while_it_is_written(path: Path) -> None:
+    """A thousand looks of a reader beside a writer: each sees the standing key, and none finds the file torn."""
+    plain, done = add(path, "standing"), threading.Event()
+
+    def write() -> None:
+        for number in range(30):
+            add(path, f"key-{number}")
+            revoke(path, f"key-{number}")
+        done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    looks = 0
+    while not done.is_set() or looks < 1000:
+        assert find({key.id: key for key in read(path)}, bearer(plain))
+        looks += 1
+    writer.join()
+
+
+# ------------------------------------------------------------------------------------------------------- who is let in
+
+
+def admitted(path: Path, scope: keys.Scope, authorization: list[bytes]) -> Key:
+    return Door(Keys(path), Rates()).admit(scope, authorization)
+
+
+def test_a_key_opens_what_its_scopes_say(path: Path) -> None:
+    shop, watch = add(path, "shop"), add(path, "watch", ("metrics",))
+    assert admitted(path, "predict", bearer(shop)).name == "shop"
+    assert admitted(path, "metrics", bearer(watch)).name == "watch"
+    assert admitted(path, "predict", [f"bEARER   {shop}".encode()]).name == "shop"
+    refused: tuple[tuple[str, str, keys.Scope], ...] = ((shop, "shop", "metrics"), (watch, "watch", "predict"))
+    for plain, name, scope in refused:
+        with pytest.raises(RequestError) as caught:
+            admitted(path, scope, bearer(plain))
+        assert (caught.value.status, caught.value.message) == (403, f"key {name} has no scope {scope}")
+
+
+def wrong_keys(plain: str) -> list[list[bytes]]:
+    right, other = plain.encode(), "rtrain_" + "0" * 8 + "_" + "A" * 43
+    last = b"A" if right[-1:] != b"A" else b"B"
+    return [
+        [],
+        [b""],
+        [b"Bearer"],
+        [b"Bearer "],
+        [right],
+        [b"Basic " + right],
+        [b"Bearer " + right[:-1]],
+        [b"Bearer " + right[:-1] + last],
+        [b"Bearer " + right + b"A"],
+        [b"Bearer " + right + b" "],
+        [b"Bearer " + right + b"\n"],
+        [b"Bearer " + right.upper()],
+        [b"Bearer " + right + b", Bearer " + right],
+        [b"Bearer " + right, b"Bearer " + right],
+        [b"Bearer " + other.encode()],
+        [b"Bearer " + right[:16] + b"A" * 43],
+        [b"Bearer \xff\xfe"],
+        [b"Bearer " + b"x" * 100_000],
+    ]
+
+
+@pytest.mark.parametrize("number", range(18))
+def test_a_wrong_key_is_refused_in_words_that_tell_nothing(path: Path, number: int) -> None:
+    wrong = wrong_keys(add(path, "shop"))
+    assert len(wrong) == 18
+    with pytest.raises(RequestError) as caught:
+        admitted(path, "predict", wrong[number])
+    assert caught.value.status == 401
+    reason = "this key opens nothing here" if wrong[number] else "no key"
+    assert caught.value.message == f"{reason}; send the header Authorization: Bearer KEY"
+    assert caught.value.headers == {"www-authenticate": 'Bearer realm="rtrain"'}
+
+
+@pytest.mark.parametrize(
+    ("path", "scope"),
+    [
+        ("/", None),
+        ("/v2/health/live", None),
+        ("/v2/health/ready", None),
+        ("/metrics", "metrics"),
+        ("/predict", "predict"),
+        ("/v2", "predict"),
+        ("/v2/models/tiny/infer", "predict"),
+        ("/openapi.json", "predict"),
+        ("/docs", "predict"),
+        ("/nowhere", "predict"),
+        ("", "predict"),
+        ("//", "predict"),
+        ("/v2/health/live/", "predict"),
+        ("/v2/health/../../predict", "predict"),
+        ("/V2/HEALTH/LIVE", "predict"),
+        ("/metrics/", "predict"),
+    ],
+)
+def test_every_path_asks_for_a_key_but_these(path: str, scope: str | None) -> None:
+    assert scope_of(path) == scope
+
+
+def test_a_rate_counts_each_key_by_itself_and_says_when_to_come_back(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time() // 60 * 60
+    monkeypatch.setattr(time, "time", lambda: now)
+    shop, desk, free = add(path, "shop", rate="3/minute"), add(path, "desk", rate="3/minute"), add(path, "free")
+    door = Door(Keys(path), Rates())
+    for _ in range(3):
+        door.admit("predict", bearer(shop))
+    with pytest.raises(RequestError) as caught:
+        door.admit("predict", bearer(shop))
+    wait_s = int(caught.value.headers["retry-after"])
+    assert (caught.value.status, 1 <= wait_s <= 60) == (429, True)
+    assert caught.value.message == f"key shop may ask 3/minute; try again in {wait_s} s"
+    for _ in range(3):
+        door.admit("predict", bearer(desk))
+    for _ in range(50):
+        door.admit("predict", bearer(free))
+    now += 121
+    door.admit("predict", bearer(shop))
+
+
+def test_processes_share_a_rate_out(path: Path) -> None:
+    add(path, "shop", rate="10/hour")
+    [key] = read(path)
+    rates = Rates(processes=4)
+    assert [rates.wait_s(key) == 0 for _ in range(5)] == [True, True, True, False, False]
+
+
+def test_a_key_whose_rate_is_changed_has_the_new_one_at_once(path: Path) -> None:
+    add(path, "shop", rate="1/hour")
+    [key] = read(path)
+    rates = Rates()
+    assert rates.wait_s(key) == 0
+    assert rates.wait_s(key) > 0
+    assert rates.wait_s(key.model_copy(update={"rate": "2/hour"})) == 0

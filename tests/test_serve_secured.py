@@ -1,0 +1,85 @@
+"""The endpoint on Ray Serve with keys and TLS: who is answered, and keys that change while it answers."""
+
+import ssl
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rtrain.config import Serve
+from serve import keys
+from serve.deployment import Address, start
+from tests.certificates import make_certificate
+from tests.serving import TEXT
+from tests.tiny import make_artifact
+
+WAIT_S = 30.0
+"""Most seconds until a change of the file must show; that it takes about one is not asserted."""
+
+
+@pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "https://127.0.0.1:80"), ("::1", "https://[::1]:80")])
+def test_an_address_with_a_certificate_is_https(host: str, url: str) -> None:
+    assert Address(host, 80, tls=True).url == url
+
+
+@pytest.mark.slow
+@pytest.mark.serve
+@pytest.mark.usefixtures("ray_session")
+def test_keys_are_rotated_under_load_and_encrypted(tmp_path: Path) -> None:
+    path, (certificate, key) = tmp_path / "keys.json", make_certificate(tmp_path)
+    standing, old = keys.add(path, "standing"), keys.add(path, "old")
+    settings = Serve(port=0, replicas=2, keys=str(path), tls_cert=certificate, tls_key=key)
+    context = ssl.create_default_context(cafile=certificate)
+    with start(make_artifact(tmp_path / "artifact"), settings) as endpoint:
+        assert endpoint.url.startswith("https://127.0.0.1:")
+        with (
+            httpx.Client(base_url=endpoint.url, verify=context, trust_env=False) as client,
+            pytest.raises(httpx.TransportError),
+        ):
+            client.get(endpoint.url.replace("https", "http"))
+
+        def status(client: httpx.Client, plain: str | None) -> int:
+            headers = {"authorization": f"Bearer {plain}"} if plain else {}
+            return client.post("/predict", json={"inputs": TEXT}, headers=headers).status_code
+
+        done, found = threading.Event(), Counter[int]()
+
+        def load() -> None:
+            with httpx.Client(base_url=endpoint.url, verify=context, trust_env=False) as client:
+                while not done.is_set():
+                    found[status(client, standing)] += 1
+
+        def until(client: httpx.Client, plain: str, wanted: int) -> None:
+            """By so many answers in a row that both replicas have given some."""
+            give_up, right = time.monotonic() + WAIT_S, 0
+            while right < 20:
+                assert time.monotonic() < give_up
+                right = right + 1 if status(client, plain) == wanted else 0
+
+        threads = [threading.Thread(target=load) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        try:
+            with httpx.Client(base_url=endpoint.url, verify=context, trust_env=False) as client:
+                assert [status(client, plain) for plain in (None, old[:-1], old)] == [401, 401, 200]
+                assert client.get("/v2/health/ready").json() == {"ready": True}
+                new = keys.add(path, "new")
+                until(client, new, 200)
+                keys.revoke(path, "old")
+                until(client, old, 401)
+                good = path.read_bytes()
+                path.write_bytes(good[:50])
+                time.sleep(2 * keys.LOOK_S)
+                assert [status(client, plain) for plain in (old, new)] == [401, 200]
+                path.write_bytes(good)
+                keys.revoke(path, "new")
+                until(client, new, 401)
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
+        assert set(found) == {200}, "the standing key was refused while others changed"
+        assert found[200] > 100

@@ -1,0 +1,163 @@
+"""The application under another server than Ray's, over real sockets: bytes that no library sends, and TLS."""
+
+import contextlib
+import json
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from rtrain.config import Serve
+from rtrain.predict import Predictor
+from serve import guard, keys
+from serve.app import build_app
+from tests import serving
+from tests.certificates import make_certificate
+from tests.serving import TEXT
+
+predictor = serving.predictor  # fixture
+
+GOOD = b'{"inputs": "where is my parcel"}'
+PATIENCE_S = 10.0
+"""After which a server that neither answers nor ends a connection has failed."""
+
+
+@contextlib.contextmanager
+def served(app: FastAPI, **tls: str) -> Iterator[int]:
+    """The port on which uvicorn serves it, as Ray's proxies and replicas do."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_config=None, access_log=False, **tls))  # type: ignore[arg-type]
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.005)
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def port(predictor: Predictor) -> Iterator[int]:
+    with served(build_app(predictor, Serve())) as port:
+        yield port
+
+
+def send(port: int, *parts: bytes) -> bytes:
+    """All that the server says to these bytes. A server that waits for more is told that there is none."""
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as client:
+        with contextlib.suppress(OSError):  # the server may have ended it
+            for part in parts:
+                client.sendall(part)
+            if not select.select([client], [], [], 0.3)[0]:
+                client.shutdown(socket.SHUT_WR)
+        said = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := client.recv(65536):
+                said += part
+    return said
+
+
+def post(*lines: bytes, body: bytes = GOOD, path: bytes = b"/predict") -> bytes:
+    return b"\r\n".join((b"POST " + path + b" HTTP/1.1", b"host: a", b"connection: close", *lines, b"", body))
+
+
+LENGTH = b"content-length: %d" % len(GOOD)
+CHUNKED = b"transfer-encoding: chunked"
+WHOLE = b"%x\r\n%s\r\n0\r\n\r\n" % (len(GOOD), GOOD)
+RAW: list[tuple[bytes, set[int]]] = [
+    (post(LENGTH), {200}),
+    (post(CHUNKED, body=WHOLE), {200}),
+    (post(CHUNKED, body=b"zz\r\n" + GOOD), {400, 0}),
+    (post(CHUNKED, body=b"ffffffffffffffffffff\r\n" + GOOD), {400, 0}),
+    (post(CHUNKED, body=b"-5\r\n" + GOOD), {400, 0}),
+    (post(CHUNKED, body=b"5\r\n" + GOOD), {400, 0}),
+    (post(b"content-length: 5", LENGTH), {400}),
+    (post(b"content-length: -5"), {400}),
+    (post(b"content-length: 5"), {400}),
+    (post(b"content-length: 99999999999999999999"), {400, 413}),
+    (post(b"content-length: 2000000"), {413}),
+    (post(b"content-length: 5", CHUNKED, body=WHOLE), {200, 400}),
+    (post(LENGTH, *[b"x: y"] * 200), {431, 400}),
+    (post(LENGTH, b"x: " + b"y" * 20_000), {431, 400}),
+    (post(LENGTH, b"x" * 20_000 + b": y"), {431, 400}),
+    (post(LENGTH, path=b"/" + b"a" * 20_000), {431, 400}),
+    (post(LENGTH, path=b"/predict\xff"), {400, 404}),
+    (post(LENGTH, path=b"/predict%00"), {404}),
+    (post(LENGTH, path=b"/a/../predict"), {404}),
+    (post(LENGTH, b"x: a\r\n b"), {200, 400}),
+    (post(LENGTH, b"x\x00: a"), {400}),
+    (post(LENGTH, b"expect: 100-continue"), {100, 200}),
+    (post(LENGTH, b"upgrade: websocket", b"connection: upgrade"), {0, 200, 400, 403, 404, 426}),
+    (b"GET /predict HTTP/9.9\r\n\r\n", {400, 405, 505}),
+    (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", {400, 405}),
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 200, {400}),
+    (b"\r\n" * 1000, {0, 400}),
+    (b"A" * 100_000, {400}),
+    (b"", {0}),
+]
+
+
+@pytest.mark.parametrize(("sent", "expected"), RAW, ids=range(len(RAW)))
+def test_bytes_that_are_no_request_get_an_answer_or_an_end_and_never_a_5xx(
+    port: int, sent: bytes, expected: set[int]
+) -> None:
+    """0 is a connection that the server ended without a word."""
+    said = send(port, sent)
+    assert (int(said.split()[1]) if said else 0) in expected, said[:200]
+    answer = httpx.post(f"http://127.0.0.1:{port}/predict", json={"inputs": TEXT}, trust_env=False)
+    assert answer.status_code == 200, "a good client was harmed"
+
+
+def test_a_request_smuggled_behind_another_is_its_own_request(port: int) -> None:
+    """Where a length and chunks disagree, nothing behind the first request may be taken for the body's rest."""
+    inner = b"GET /v2/models/other HTTP/1.1\r\nhost: a\r\n\r\n"
+    said = send(port, post(b"content-length: %d" % (5 + len(inner)), CHUNKED, body=b"0\r\n\r\n" + inner))
+    assert said.split()[1] == b"400"
+
+
+def test_slow_and_endless_clients_are_cut_off_while_good_ones_are_answered(
+    predictor: Predictor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "GRACE_S", 0.2)
+    with served(build_app(predictor, Serve(min_body_rate=100_000))) as port, contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE_S)) for _ in range(50)]
+        for client in slow:
+            client.sendall(post(b"content-length: 1000", body=b"{"))
+        for _ in range(3):
+            answer = httpx.post(f"http://127.0.0.1:{port}/predict", json={"inputs": TEXT}, trust_env=False)
+            assert answer.status_code == 200
+        for client in slow:
+            said = b""
+            while part := client.recv(65536):
+                said += part
+            assert said.startswith(b"HTTP/1.1 408 ")
+            assert b"connection: close" in said.lower()
+        endless = stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE_S))
+        endless.sendall(post(CHUNKED, body=b""))
+        with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):  # noqa: PT012  # the last of many sends
+            for _ in range(10_000):
+                endless.sendall(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
+
+
+def test_it_is_answered_encrypted_with_a_key(predictor: Predictor, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    path = tmp_path / "keys.json"
+    right = {"authorization": f"Bearer {keys.add(path, 'shop')}"}
+    app = build_app(predictor, Serve(keys=str(path), tls_cert=certificate, tls_key=key))
+    context = ssl.create_default_context(cafile=certificate)
+    with served(app, ssl_certfile=certificate, ssl_keyfile=key) as port:
+        url = f"https://127.0.0.1:{port}/predict"
+        with httpx.Client(verify=context, trust_env=False) as client:
+            answers = [client.post(url, json={"inputs": TEXT}, headers=headers) for headers in ({}, right)]
+        assert [answer.status_code for answer in answers] == [401, 200]
+        assert answers[1].headers["strict-transport-security"] == guard.ONLY_TLS
+        assert json.loads(answers[0].content)["error"]["type"] == "unauthorized"
