@@ -102,7 +102,7 @@ def serve(
     folder = answering(artifact)
     access.admit(artifacts.read(folder), folder, config.deploy.serve, say)
     ray = session(config, folder.parent, lambda event: say(event["text"]))
-    with ray, deployment.start(folder, config.deploy.serve) as endpoint:
+    with ray, deployment.start(folder, config.deploy.serve, tell=say) as endpoint:
         say(f"serving {folder} at {endpoint.url} (Ctrl-C ends it)")
         say(f"next: {access.curl(endpoint.url)}")
         until_interrupted()
