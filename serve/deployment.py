@@ -1,22 +1,17 @@
-"""One HTTP endpoint on Ray Serve: its stock proxy on the head, and replicas that each hold the whole path.
+"""One HTTP endpoint on Ray Serve: a proxy on the head (`ingress`), and replicas that each hold the whole path.
 
 A replica is engine, batcher and application in one process: a second deployment for the model would add a hop that
-costs more than the model does. This is the only module of the package that imports ray.
+costs more than the model does.
 """
 
-import errno
 import http.client
-import json
 import logging
 import re
-import socket
-import ssl
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import unquote
 
 import prometheus_client
 import ray
@@ -30,26 +25,23 @@ from ray.serve.schema import LoggingConfig
 
 import rtrain.artifact
 from rtrain import ray_internals
+from rtrain.cluster import supply
 from rtrain.config import Serve
-from rtrain.errors import UserError, quoted
+from rtrain.errors import UserError
 from rtrain.predict import Predictor
-from serve import access
+from serve import access, ingress
+from serve.address import Address, free_address
 from serve.app import Service, build_app
 
 DEPLOYMENT = "rtrain"
-REPLICA_CPUS = 0
-"""Logical CPUs that a replica reserves. Ray only counts them, and a replica that finds too few, beside a training run
-say, waits for ever without a word. What the engine really uses is limited by `serve.threads`."""
 CONSTRUCTOR_ATTEMPTS = 1
 """What fails while an artefact is loaded fails again; Ray's default of 20 attempts takes minutes."""
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 5.0
 """A hung replica is replaced after three misses; Ray's defaults need two minutes for that."""
 READY_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 30.0
-PORTS_TRIED = 20
-"""How many ports above one in use are tried, to name a free one."""
-ASK_S = 2.0
-"""Seconds in which an endpoint of ours says which model it serves."""
+
+Nodes = Sequence[supply.Node]
 
 
 @ray.serve.ingress()
@@ -82,9 +74,9 @@ class Replica:
 class Endpoint:
     """A running endpoint; leaving its `with` block ends it and all that it started."""
 
-    def __init__(self, url: str, address: "Address"):
-        self.url = url
-        self._address = address
+    def __init__(self, address: Address, settings: Serve, front: ingress.Ingress | None):
+        self.url = address.url
+        self._address, self._settings, self._front = address, settings, front
         self._closed = False
 
     def __enter__(self) -> "Endpoint":
@@ -99,6 +91,8 @@ class Endpoint:
         if self._closed or not ray.is_initialized():
             return
         self._closed = True
+        if self._front is not None:
+            self._front.drain(self._settings.deadline_s + 1)
         controller: Any = _controller()
         if controller is not None:
             # ray.serve.shutdown() alone awaits a call that dies with the controller, which Ray reports on stdout.
@@ -108,10 +102,15 @@ class Endpoint:
         # The proxy is told to go before the controller goes, and may outlive it by a moment.
         _until(lambda: not _actors(), CLOSE_TIMEOUT_S)
         _until(self._address.is_free, CLOSE_TIMEOUT_S)
+        if self._front is not None:
+            self._front.remove()
 
 
-def start(artifact: Path, settings: Serve, name: str | None = None) -> Endpoint:
+def start(
+    artifact: Path, settings: Serve, name: str | None = None, tell: Callable[[str], None] = lambda line: None
+) -> Endpoint:
     """Serve the artefact on the Ray that this process is connected to; returns when `/v2/health/ready` answers 200.
+    `tell` gets a line where it is served otherwise than asked: by the slower proxy, or without CPUs of its own.
 
     Refuses, before anything starts, an address that is open to others, a damaged artefact, a port in use and a Ray that
     serves already: the HTTP settings of a running Ray Serve cannot be changed, and `close` would end the other's
@@ -125,9 +124,10 @@ def start(artifact: Path, settings: Serve, name: str | None = None) -> Endpoint:
     if _controller() is not None:
         raise UserError("this Ray runs Ray Serve already; close that endpoint first, or start a Ray of your own")
     address = replace(free_address(settings.host, settings.port), tls=settings.tls_cert is not None)
-    endpoint = Endpoint(address.url, address)
+    front = ingress.choose(settings, tell)
+    endpoint = Endpoint(address, settings, front)
     try:
-        _deploy(artifact.resolve(), settings, name or checked.name, address.port)
+        _deploy(artifact.resolve(), settings, name or checked.name, address.port, front, tell)
         _await_ready(address)
     except BaseException:  # Ctrl-C too must leave nothing behind
         endpoint.close()
@@ -135,14 +135,25 @@ def start(artifact: Path, settings: Serve, name: str | None = None) -> Endpoint:
     return endpoint
 
 
-def _deploy(artifact: Path, settings: Serve, name: str, port: int) -> None:
+def _deploy(
+    artifact: Path,
+    settings: Serve,
+    name: str,
+    port: int,
+    front: ingress.Ingress | None,
+    tell: Callable[[str], None],
+) -> None:
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     # Each request holds a text at least, so that this many reach our own queue, whose 503 says when to come back.
     ongoing = settings.max_queue_rows + 2 * settings.max_batch_rows
+    cpus, line = reserved(settings, supply.free(), supply.here(), supply.may("cpu"))
+    if line:
+        tell(line)
+    environment = {"runtime_env": {"env_vars": front.environment}} if front else {}
     configured = ray.serve.deployment(
         name=DEPLOYMENT,
         num_replicas=settings.replicas,
-        ray_actor_options={"num_cpus": REPLICA_CPUS},
+        ray_actor_options={"num_cpus": cpus, **environment},
         max_ongoing_requests=max(64, ongoing),
         max_queued_requests=max(64, ongoing),
         backpressure_config=BackpressureConfig(status_code=503, retry_after_s=1),
@@ -155,13 +166,21 @@ def _deploy(artifact: Path, settings: Serve, name: str, port: int) -> None:
         logging_config=quiet,
     )
     application = configured(Replica).bind(artifact, settings)
-    ray.serve.start(
-        proxy_location=ProxyLocation.HeadOnly,
-        http_options=HTTPOptions(
-            host=settings.host, port=port, ssl_keyfile=settings.tls_key, ssl_certfile=settings.tls_cert
-        ),
-        logging_config=quiet,
-    )
+    try:
+        ray.serve.start(
+            proxy_location=ProxyLocation.HeadOnly,
+            http_options=HTTPOptions(
+                host=front.host if front else settings.host,
+                port=port,
+                # HAProxy decrypts, and asks replicas on loopback.
+                ssl_keyfile=None if front else settings.tls_key,
+                ssl_certfile=None if front else settings.tls_cert,
+            ),
+            controller_options=environment,
+            logging_config=quiet,
+        )
+    except ray.exceptions.RayTaskError as error:
+        raise UserError(f"the proxy does not start: {cause(str(error))}; or write serve.ingress=stock") from None
     try:
         ray.serve.run(application, name=name, route_prefix="/", logging_config=quiet)
     except RuntimeError as error:
@@ -170,7 +189,30 @@ def _deploy(artifact: Path, settings: Serve, name: str, port: int) -> None:
         raise UserError(f"the model cannot be served: {cause(message)}") from None
 
 
-def _await_ready(address: "Address") -> None:
+def reserved(settings: Serve, free: Nodes, up: Nodes, may: Nodes) -> tuple[int, str]:
+    """How many logical CPUs a replica is to reserve, and what to tell where that is not as many as it has threads, or
+    not at once. `free`: what nobody holds of each node that is up; `up`: all that these nodes have; `may`: the nodes
+    that there can be.
+
+    Ray starts nodes for what is reserved and missing, where it can. Where it cannot, a replica would wait for ever
+    without a word; without a reservation its threads share what processors there are.
+    """
+    now, coming = _room(free, settings), _room(may, settings) - _room(up, settings)
+    if now >= settings.replicas:
+        return settings.threads, ""
+    wanted = f"serve.replicas={settings.replicas} with serve.threads={settings.threads} ask for more CPUs than"
+    if now + coming >= settings.replicas:
+        return settings.threads, f"{wanted} are free: waiting for nodes"
+    has = sum(node.get("CPU", 0.0) for node in free)
+    return 0, f"{wanted} Ray has free ({has:g}), and no node can come: replicas reserve none, and share what there is"
+
+
+def _room(nodes: Nodes, settings: Serve) -> int:
+    """How many replicas the nodes have room for."""
+    return sum(int(node.get("CPU", 0.0) // settings.threads) for node in nodes)
+
+
+def _await_ready(address: Address) -> None:
     """Over HTTP, as a client would: the proxy learns of a new route some time after the replicas are up."""
 
     def ready() -> bool:
@@ -213,88 +255,6 @@ def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
     while not (met := condition()) and time.monotonic() < give_up:
         time.sleep(0.02)
     return met
-
-
-# ----------------------------------------------------------------------------------------------------------- address
-
-
-@dataclass(frozen=True)
-class Address:
-    host: str
-    port: int
-    tls: bool = False
-
-    @property
-    def reachable(self) -> str:
-        """A host to connect to, where `host` means every interface."""
-        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-
-    @property
-    def url(self) -> str:
-        host = f"[{self.reachable}]" if ":" in self.reachable else self.reachable
-        return f"http{'s' if self.tls else ''}://{host}:{self.port}"
-
-    def connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        """To ask oneself: the certificate, which is for the name that clients know, is not verified."""
-        if not self.tls:
-            return http.client.HTTPConnection(self.reachable, self.port, timeout=timeout_s)
-        context = ssl.create_default_context()
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        return http.client.HTTPSConnection(self.reachable, self.port, timeout=timeout_s, context=context)
-
-    def is_free(self) -> bool:
-        try:
-            _bind(self.host, self.port)
-        except OSError:
-            return False
-        return True
-
-
-def free_address(host: str, port: int) -> Address:
-    """The address to serve on; port 0 takes a free one. Ray's proxy itself would share a port with another program."""
-    try:
-        return Address(host, _bind(host, port))
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise UserError(_in_use(host, port)) from None
-        reason = error.strerror or error
-        raise UserError(f"cannot listen on {host}, port {port}: {reason}; correct serve.host or serve.port") from None
-
-
-def _in_use(host: str, port: int) -> str:
-    """What holds a port, where it is an endpoint of ours, and which one is free instead."""
-    model = _model_at(Address(host, port))
-    holder = f" by rtrain, which serves {model}" if model else ""
-    after = next((one for one in range(port + 1, port + 1 + PORTS_TRIED) if Address(host, one).is_free()), 0)
-    free = f"--port {after}, which is free" if after else "--port 0, which takes a free one"
-    return f"port {port} on {host} is in use{holder}; end the program that has it, or write {free}"
-
-
-def _model_at(address: "Address") -> str | None:
-    """Name and version of the model that an endpoint of rtrain's serves there; None where anything else answers."""
-    connection = address.connection(ASK_S)
-    try:
-        connection.request("GET", "/v2")
-        answer = connection.getresponse()
-        document = json.loads(answer.read(1 << 12))
-        name, version = answer.headers["x-model-name"], answer.headers["x-model-version"]
-    except (OSError, ValueError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()
-    ours = isinstance(document, dict) and document.get("name") == "rtrain" and name
-    return f"{quoted(unquote(name))} (version {quoted(version)})" if ours else None
-
-
-def _bind(host: str, port: int) -> int:
-    """The port that was bound, and let go again."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as listener:
-        # As servers do: without it, connections that ended a minute ago still hold the port.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        found: int = listener.getsockname()[1]
-    return found
 
 
 # ----------------------------------------------------------------------------------------------------------- metrics

@@ -25,6 +25,7 @@ def application(arguments: Mapping[str, Any]) -> ray.serve.Application:
     ongoing = max(64, settings.max_queue_rows + 2 * settings.max_batch_rows)
     configured = ray.serve.deployment(
         name=DEPLOYMENT,
+        ray_actor_options={"num_cpus": settings.threads},
         max_ongoing_requests=ongoing,
         max_queued_requests=ongoing,
         health_check_period_s=HEALTH_PERIOD_S,

@@ -24,9 +24,10 @@ import rtrain.predict
 from rtrain import manifest
 from rtrain.artifact import ArtifactError
 from rtrain.config import Serve
-from rtrain.errors import UserError
+from rtrain.errors import ConfigError, UserError
 from rtrain.predict import Predictor
-from serve.deployment import Address, Endpoint, cause, free_address, start, sum_expositions
+from serve.address import Address, free_address
+from serve.deployment import Endpoint, cause, reserved, start, sum_expositions
 from tests.tiny import CORPUS, make_artifact
 
 LABELS = ("a", "b", "c")
@@ -121,6 +122,27 @@ def test_the_cause_of_a_failed_start_is_the_end_of_the_traceback() -> None:
     assert cause("no traceback at all") == "no traceback at all"
 
 
+@pytest.mark.parametrize(
+    ("free", "up", "may", "expected"),
+    [
+        ([4.0], [4.0], [4.0], (2, "")),
+        ([2.0, 3.0], [2.0, 3.0], [2.0, 3.0], (2, "")),
+        ([3.0, 1.0], [4.0, 4.0], [4.0, 4.0], (0, "Ray has free (4), and no node can come")),
+        ([3.0], [4.0], [4.0, 4.0], (2, "are free: waiting for nodes")),
+        ([0.0], [4.0], [4.0, 1.0], (0, "and no node can come")),
+        ([], [], [8.0], (2, "waiting for nodes")),
+    ],
+)
+def test_a_replica_reserves_its_threads_where_they_are_or_can_come(
+    free: list[float], up: list[float], may: list[float], expected: tuple[int, str]
+) -> None:
+    nodes = [[{"CPU": cpus} for cpus in one] for one in (free, up, may)]
+    cpus, line = reserved(Serve(replicas=2, threads=2), *nodes)
+    assert cpus == expected[0]
+    assert expected[1] in line
+    assert bool(line) == bool(expected[1])
+
+
 def test_expositions_are_summed_sample_by_sample() -> None:
     counter = "# HELP a_total A.\n# TYPE a_total counter\n"
     created = '# TYPE a_created gauge\na_created{x="1"} 9.0\n'
@@ -184,15 +206,42 @@ def test_an_artefact_that_answers_otherwise_than_recorded_is_refused(artifact: P
 
 @pytest.mark.serve
 @pytest.mark.usefixtures("ray_session")
-def test_close_leaves_no_actor_process_or_port(artifact: Path) -> None:
-    with start(artifact, Serve(ungated=True, port=0), name="short") as endpoint:
+def test_close_leaves_no_actor_process_port_or_folder(artifact: Path) -> None:
+    told: list[str] = []
+    with start(artifact, Serve(ungated=True, port=0), name="short", tell=told.append) as endpoint:
         assert httpx.get(endpoint.url + "/v2/health/ready").json() == {"ready": True}
-        started = [*processes("ray::ServeController"), *processes("ray::ProxyActor"), *processes("ray::ServeReplica")]
-        assert len(started) == len(serve_actors()) == 3
+        names = ("ServeController", "HAProxyManager", "ProxyActor", "ServeReplica")
+        actors = [process for name in names for process in processes(f"ray::{name}")]
+        assert len(actors) == len(serve_actors()) == 4
+        [proxy] = processes("haproxy.cfg")
+        folder = Path(proxy.cmdline()[proxy.cmdline().index("-f") + 1]).parents[1]
+        assert folder.is_dir()
+    assert told == []
     assert serve_actors() == []
     assert not is_listening(endpoint.url)
-    assert psutil.wait_procs(started, timeout=20)[1] == []
+    assert not folder.exists()
+    assert psutil.wait_procs([*actors, proxy], timeout=20)[1] == []
     endpoint.close()
+
+
+@pytest.mark.serve
+@pytest.mark.usefixtures("ray_session")
+def test_without_haproxy_the_stock_proxy_takes_over_and_one_line_says_so(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", "/nowhere/haproxy")
+    with pytest.raises(ConfigError, match=r"serve\.ingress.*write auto or stock"):
+        start(artifact, Serve(ungated=True, port=0, ingress="haproxy"))
+    told: list[str] = []
+    busy = Serve(ungated=True, port=0, threads=1 + int(ray.cluster_resources()["CPU"]))
+    with start(artifact, busy, name="stock", tell=told.append) as endpoint:
+        assert httpx.post(endpoint.url + "/predict", json={"inputs": "hello"}).status_code == 200
+        assert processes("haproxy.cfg") == processes("ray::HAProxyManager") == []
+    proxy, cpus = told
+    assert proxy.startswith("requests go through Ray Serve's own proxy, which takes longer than HAProxy: ")
+    assert "/nowhere/haproxy" in proxy
+    assert cpus.startswith(f"serve.replicas=1 with serve.threads={busy.threads} ask for more CPUs than Ray has free")
+    assert serve_actors() == []
 
 
 # ------------------------------------------------------------------------------------------------------------- serving

@@ -105,7 +105,7 @@ def serve(
     folder = answering(artifact)
     access.admit(artifacts.read(folder), folder, settings, say)
     ray = session(config, folder.parent, lambda event: say(event["text"]))
-    with ray, deployment.start(folder, settings) as endpoint:
+    with ray, deployment.start(folder, settings, tell=say) as endpoint:
         say(f"serving {folder} at {endpoint.url} (Ctrl-C ends it)")
         say(f"next: {access.curl(endpoint.url, settings)}")
         until_interrupted()

