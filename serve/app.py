@@ -26,7 +26,7 @@ import rtrain
 from rtrain.config import Serve
 from rtrain.predict import InputError, Predictor
 from rtrain.tasks.base import Input
-from serve import protocol, schema
+from serve import abstention, protocol, schema
 from serve.access import is_loopback
 from serve.batcher import Batcher, EngineError, Expired
 from serve.encoding import Encoder
@@ -48,7 +48,7 @@ class Service:
 
     def __init__(self, predictor: Predictor, settings: Serve):
         self.predictor, self.settings = predictor, settings
-        self.telemetry = Telemetry()
+        self.telemetry = Telemetry(predictor)
         self.encoder = Encoder(predictor)
         limits = Limits(
             batch_rows=settings.max_batch_rows,
@@ -112,7 +112,11 @@ class Service:
             logger.exception("the engine failed")
             raise RequestError(500, "the model failed on this request") from None
         self.telemetry.rows.inc(len(texts))
-        answers = self.predictor.task.decode(outputs, texts, encoded, self.predictor.head, parameters)
+        self.telemetry.drift.observe(outputs, encoded)
+        task, head = self.predictor.task, self.predictor.head
+        answers = task.decode(outputs, texts, encoded, head, parameters)
+        if parameters.get("abstain"):
+            answers = abstention.abstain(answers, task, head, parameters["top_k"])
         if parameters.get("explain"):
             rows = [Row(*row) for row in zip(texts, encoded, outputs, strict=True)]
             found = await self.explanations.submit(rows, parameters["label"], deadline)
@@ -158,6 +162,8 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
         parameters = asked.parameters.model_dump() if asked.parameters else {}
         if parameters.get("explain"):
             service.explanations.check(len(texts), parameters["label"])
+        if parameters.get("abstain"):
+            abstention.least(predictor.task, predictor.head)  # refused before the engine has worked for it
         answers, cut = await service.answers(
             texts, deadline, lambda place: f"inputs.{place}" if several else "inputs", parameters, _client(request)
         )
