@@ -60,6 +60,9 @@ class Artifact:
     lineage: Mapping[str, Any] = field(default_factory=dict)
     gate: Mapping[str, Any] | None = None
     """What the gate has found of it (`rtrain.gate.gate`); None before."""
+    reference: Mapping[str, Any] = field(default_factory=dict)
+    """What its input and answers looked like on the validation rows (`rtrain.reference.measure`). Empty in artefacts
+    that were made without."""
     golden: tuple[Mapping[str, Any], ...] = ()
     """`{"inputs": text or texts, "logits": [...]}` each, as computed by the maker through `rtrain.predict`."""
     version: str = ""
@@ -93,9 +96,11 @@ def write(
     return artifact
 
 
-def judged(folder: Path, gate: Mapping[str, Any]) -> Artifact:
-    """Write a gate's verdict into the artefact of a draft folder, and its manifest anew (`REWRITTEN`)."""
-    artifact = replace(read(folder), gate=gate)
+def judged(folder: Path, gate: Mapping[str, Any], reference: Mapping[str, Any] | None = None) -> Artifact:
+    """Write a gate's verdict into the artefact of a draft folder, and its manifest anew (`REWRITTEN`); `reference` in
+    place of its own, where it answers otherwise than what it was made from."""
+    artifact = read(folder)
+    artifact = replace(artifact, gate=gate, reference=artifact.reference if reference is None else reference)
     _describe(folder, artifact)
     manifest.write(folder)
     return artifact

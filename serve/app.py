@@ -16,9 +16,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import quote
 
-import prometheus_client
 from fastapi import FastAPI, Request, Response
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -28,54 +26,43 @@ import rtrain
 from rtrain.config import Serve
 from rtrain.predict import InputError, Predictor
 from rtrain.tasks.base import Input
-from serve import guard, protocol, schema
+from serve import abstention, guard, protocol, schema
 from serve.access import is_loopback
-from serve.batcher import Batcher, EngineError, Expired, Overloaded
+from serve.batcher import Batcher, EngineError, Expired
+from serve.encoding import Encoder, characters_of
 from serve.explanations import Explanations, Row
+from serve.scheduler import Limits, Overloaded
 from serve.schema import RequestError
+from serve.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
-INLINE_CHARACTERS = 20_000
-"""Longer texts are tokenised on another thread: half a second of it would hold up every other request."""
 MOST_SHOWN = 100
 """Characters of a method and of a path that an error repeats."""
 CLIENT_GONE = 499
 """Status in the metrics (nginx's) of a request whose client left before the answer."""
-BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-SECONDS_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 Exposition = Callable[[], Awaitable[str]]
 
 
 class Service:
-    """What the routes share: the model, its batcher, its counters."""
+    """What the routes share: the model, its tokenizer, its batcher, its metrics."""
 
     def __init__(self, predictor: Predictor, settings: Serve):
         self.predictor, self.settings = predictor, settings
-        self.registry = CollectorRegistry()
-        counter = functools.partial(Counter, registry=self.registry)
-        histogram = functools.partial(Histogram, registry=self.registry)
-        self.requests = counter("rtrain_requests", "Requests by route and status.", ["route", "status"])
-        self.seconds = histogram("rtrain_request_seconds", "Time to answer.", ["route"], buckets=SECONDS_BUCKETS)
-        self.rows = counter("rtrain_rows", "Texts answered.")
-        self.engine_seconds = counter("rtrain_engine_seconds", "Time in engine calls.")
-        self.batch_rows = histogram("rtrain_batch_rows", "Texts of an engine call.", buckets=BATCH_BUCKETS)
-        self.batcher = Batcher(
-            functools.partial(predictor.run, most_tokens=settings.max_batch_tokens),
-            settings.max_batch_rows,
-            settings.max_queue_rows,
-            self._on_call,
-            settings.max_batch_tokens,
+        self.telemetry = Telemetry(predictor)
+        self.encoder = Encoder(predictor)
+        limits = Limits(
+            batch_rows=settings.max_batch_rows,
+            batch_tokens=settings.max_batch_tokens,
+            batch_s=settings.max_batch_s,
+            queue_rows=settings.max_queue_rows,
+            queue_tokens=settings.max_queue_tokens,
         )
-        queue = Gauge("rtrain_queue_rows", "Texts that wait for the engine.", registry=self.registry)
-        queue.set_function(lambda: self.batcher.waiting)
-        explained = histogram("rtrain_explain_seconds", "Time to explain a text.", buckets=SECONDS_BUCKETS)
-        self.explanations = Explanations(predictor, explained.observe)
-
-    def _on_call(self, rows: int, seconds: float) -> None:
-        self.batch_rows.observe(rows)
-        self.engine_seconds.inc(seconds)
+        run = functools.partial(predictor.run, most_tokens=settings.max_batch_tokens)
+        self.batcher = Batcher(run, limits, self.telemetry.on_call)
+        self.telemetry.watch(self.batcher)
+        self.explanations = Explanations(predictor, self.telemetry.explained.observe)
 
     def close(self) -> None:
         self.batcher.close()
@@ -88,24 +75,26 @@ class Service:
         return self.batcher.stalled_s() <= self.settings.deadline_s
 
     def exposition(self) -> str:
-        return prometheus_client.generate_latest(self.registry).decode()
+        return self.telemetry.exposition()
 
     async def answers(
-        self, texts: list[Input], deadline: float, place: Callable[[int], str], parameters: Mapping[str, Any]
+        self,
+        texts: list[Input],
+        deadline: float,
+        place: Callable[[int], str],
+        parameters: Mapping[str, Any],
+        client: str,
     ) -> tuple[list[Any], int]:
         """Answers to `texts`, and how many of them were cut; `place` names the field of a text in the request."""
         if len(texts) > self.settings.max_inputs:
             raise RequestError(413, f"{len(texts)} texts; send at most {self.settings.max_inputs}", "inputs")
-        characters, most = [_characters(text) for text in texts], self.settings.max_text_characters
+        characters, most = [characters_of(text) for text in texts], self.settings.max_text_characters
         if (longest := max(characters)) > most:
             where = place(characters.index(longest))
             raise RequestError(413, f"a text of {longest} characters; send at most {most}", where)
         try:
-            if sum(characters) <= INLINE_CHARACTERS:
-                encoded = self.predictor.encode(texts)
-            else:
-                encoded = await asyncio.to_thread(self.predictor.encode, texts)
-            outputs = await self.batcher.submit(encoded, deadline)
+            encoded = await self.encoder.encode(texts)
+            outputs = await self.batcher.submit(encoded, deadline, client)
         except InputError as error:
             raise RequestError(422, str(error), place(error.position)) from None
         except Overloaded as error:
@@ -115,8 +104,12 @@ class Service:
         except EngineError:
             logger.exception("the engine failed")
             raise RequestError(500, "the model failed on this request") from None
-        self.rows.inc(len(texts))
-        answers = self.predictor.task.decode(outputs, texts, encoded, self.predictor.head, parameters)
+        self.telemetry.rows.inc(len(texts))
+        self.telemetry.drift.observe(outputs, encoded)
+        task, head = self.predictor.task, self.predictor.head
+        answers = task.decode(outputs, texts, encoded, head, parameters)
+        if parameters.get("abstain"):
+            answers = abstention.abstain(answers, task, head, parameters["top_k"])
         if parameters.get("explain"):
             rows = [Row(*row) for row in zip(texts, encoded, outputs, strict=True)]
             found = await self.explanations.submit(rows, parameters["label"], deadline)
@@ -163,8 +156,10 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
         parameters = asked.parameters.model_dump() if asked.parameters else {}
         if parameters.get("explain"):
             service.explanations.check(len(texts), parameters["label"])
+        if parameters.get("abstain"):
+            abstention.least(predictor.task, predictor.head)  # refused before the engine has worked for it
         answers, cut = await service.answers(
-            texts, deadline, lambda place: f"inputs.{place}" if several else "inputs", parameters
+            texts, deadline, lambda place: f"inputs.{place}" if several else "inputs", parameters, _client(request)
         )
         lone = not several and predictor.task.needs_pair
         return _json(answers[0] if lone else answers, headers=_cut_header(cut))
@@ -178,7 +173,11 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
         document, binary = protocol.split(body, request.headers.get("inference-header-content-length"))
         asked = schema.parse(protocol.InferRequest, document, settings.max_inputs)
         answers, cut = await service.answers(
-            asked.texts(binary, settings.max_inputs), deadline, lambda place: f"inputs.0.data.{place}", {"top_k": 1}
+            asked.texts(binary, settings.max_inputs),
+            deadline,
+            lambda place: f"inputs.0.data.{place}",
+            {"top_k": 1},
+            _client(request),
         )
         tensors = protocol.tensors(answers, predictor.task.output)
         if asked.outputs:
@@ -278,8 +277,9 @@ def _page() -> str:
     return (importlib.resources.files("serve") / "page" / "index.html").read_text(encoding="utf-8")
 
 
-def _characters(text: Input) -> int:
-    return len(text) if isinstance(text, str) else sum(len(part or "") for part in text.values())
+def _client(request: Request) -> str:
+    """Who asks, by the name of the key (`guard`); empty where nobody is asked for one."""
+    return request.state.key or ""
 
 
 class _Envelope:
@@ -317,8 +317,8 @@ class _Envelope:
             await answer(scope, receive, send_enveloped)
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            self._service.requests.labels(route, str(status)).inc()
-            self._service.seconds.labels(route).observe(time.monotonic() - began)
+            self._service.telemetry.requests.labels(route, str(status)).inc()
+            self._service.telemetry.seconds.labels(route).observe(time.monotonic() - began)
 
 
 # ----------------------------------------------------------------------------------------------------------- OpenAPI

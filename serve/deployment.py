@@ -4,7 +4,6 @@ A replica is engine, batcher and application in one process: a second deployment
 costs more than the model does.
 """
 
-import http.client
 import logging
 import re
 import time

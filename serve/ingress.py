@@ -129,8 +129,8 @@ def pair(settings: Serve) -> bytes:
 
 
 def find(host: str, body_s: int, pair: bytes = b"") -> Found | str:
-    """Look for HAProxy, and make its folder with our executable; the reason, where it cannot be had. `pair`: certificate
-    and key, which stay in that folder."""
+    """Look for HAProxy, and make its folder with our executable; the reason, where it cannot be had.
+    `pair`: certificate and key, which stay in that folder."""
     if sys.platform != "linux":
         return "rtrain starts HAProxy on Linux only"
     try:

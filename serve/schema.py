@@ -53,6 +53,9 @@ class Parameters(Closed):
     """Most labels per text, best first; all of them by default."""
     max_words: Annotated[int, Field(ge=1)] | None = None
     """Most words of a summary; by default the mean length of those that the model was trained with."""
+    abstain: bool = False
+    """Answer with the label "none", before all others, where the model is less sure than the threshold that was chosen
+    on its validation rows."""
     explain: bool = False
     """Say which words each answer rests on, by integrated gradients; float artefacts only."""
     label: str | None = None

@@ -62,8 +62,8 @@ def test_an_artefact_is_read_as_it_was_written(tmp_path: Path) -> None:
     )
     document = json.loads((folder / "artifact.json").read_text(encoding="utf-8"))
     assert list(document) == [
-        "name", "task", "labels", "max_tokens", "engine", "facts", "data", "metrics", "lineage", "gate", "golden",
-        "version", "schema_version",
+        "name", "task", "labels", "max_tokens", "engine", "facts", "data", "metrics", "lineage", "gate", "reference",
+        "golden", "version", "schema_version",
     ]  # fmt: skip
     recorded = json.loads((folder / manifest.NAME).read_text())["files"]
     assert set(recorded) == {"artifact.json", "model.safetensors", "tokenizer.json"}

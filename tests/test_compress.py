@@ -131,6 +131,17 @@ def test_int8_artefact_is_complete_and_reproduces_its_golden_answers(student: Pa
     assert [answer[0]["label"] for answer in predictor(asked)] == [answer[0]["label"] for answer in parent(asked)]
 
 
+def test_each_artefact_knows_what_its_validation_rows_looked_like(student: Path, int8: dict[str, Any]) -> None:
+    rows = store_of(student).rows("valid")
+    made = [artifact.read(student / name) for name in ("artifact", "artifact-int8")]
+    for one in made:
+        assert one.reference["rows"] == rows
+        assert {sum(one.reference[name]["counts"]) for name in ("tokens", "unknown", "score")} == {rows}
+        assert sum(one.reference["labels"].values()) == rows
+        assert 0 < one.facts["abstain"] <= 1
+    assert made[0].reference["tokens"] == made[1].reference["tokens"]
+
+
 def test_int8_artefact_answers_without_torch(student: Path, int8: dict[str, Any]) -> None:
     script = (
         "import sys; from pathlib import Path; from rtrain.predict import Predictor; "

@@ -19,7 +19,7 @@ from rtrain.batch import Encoded
 from rtrain.config import Serve
 from rtrain.predict import Predictor
 from serve.app import build_app
-from serve.batcher import bucket
+from serve.scheduler import bucket
 from tests import serving
 from tests.serving import INFER, LABELS, TEXT, Gate, call, client, predict, scores, tensor
 from tests.tiny import CORPUS, make_artifact
@@ -219,6 +219,8 @@ def test_metrics_count_requests_rows_and_calls(predictor: Predictor) -> None:
         'rtrain_batch_rows_bucket{le="2.0"} 2.0',
         "rtrain_batch_rows_sum 3.0",
         "rtrain_queue_rows 0.0",
+        "rtrain_queue_tokens 0.0",
     ):
         assert line in lines
-    assert [float(line.split()[1]) > 0 for line in lines if line.startswith("rtrain_engine_seconds_total ")] == [True]
+    for name in ("rtrain_engine_seconds_total", "rtrain_engine_tokens_total"):
+        assert [float(line.split()[1]) > 0 for line in lines if line.startswith(f"{name} ")] == [True]

@@ -13,7 +13,9 @@ from hypothesis import given, settings, strategies as st
 
 import serve.batcher
 from rtrain.batch import Encoded, Floats, Window
-from serve.batcher import Batcher, EngineError, Expired, Overloaded, bucket
+from serve.batcher import Batcher, EngineError, Expired
+from serve.cost import LEAST_CALLS
+from serve.scheduler import Limits, Overloaded, bucket
 
 BAD = 13
 FAR = 60.0
@@ -52,7 +54,7 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 @contextmanager
 def batching(engine: Callable[[list[Encoded]], Floats], rows: int = 4, queue: int = 100) -> Iterator[Batcher]:
-    batcher = Batcher(engine, max_batch_rows=rows, max_queue_rows=queue)
+    batcher = Batcher(engine, Limits(batch_rows=rows, queue_rows=queue))
     yield batcher
     batcher.close()
 
@@ -76,13 +78,6 @@ async def queued(batcher: Batcher, *rows: Encoded, seconds: float = FAR) -> "asy
     await asyncio.sleep(0)
     assert batcher.waiting == before + len(rows)
     return task
-
-
-@pytest.mark.parametrize(
-    ("tokens", "length"), [(1, 16), (2, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (512, 512), (513, 1024)]
-)
-def test_buckets_are_powers_of_two(tokens: int, length: int) -> None:
-    assert bucket(tokens) == length
 
 
 def test_a_lone_request_is_one_call_of_its_own() -> None:
@@ -215,6 +210,50 @@ def test_a_request_inside_the_engine_at_its_deadline_expires_and_the_next_is_ser
     run(main)
 
 
+def test_a_text_that_the_engine_would_answer_too_late_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(serve.batcher, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    async def main() -> None:
+        engine = Engine()
+
+        def slow(encoded: list[Encoded]) -> Floats:
+            clock.now += 3.0
+            return engine(encoded)
+
+        with batching(slow) as batcher:
+            for _ in range(LEAST_CALLS):
+                await batcher.submit([row(1)], deadline())
+            with pytest.raises(Expired, match="would not have been ready"):
+                await batcher.submit([row(2), row(3, 40)], deadline(2.0))
+            assert (batcher.waiting, batcher.waiting_tokens) == (0, 0)
+            await batcher.submit([row(4)], deadline(20.0))
+            assert engine.calls == [[1]] * LEAST_CALLS + [[4]]
+            assert batcher.stats.dropped == 2
+
+    run(main)
+
+
+def test_a_flood_of_one_client_does_not_hold_up_another() -> None:
+    async def main() -> None:
+        engine = Engine()
+        with batching(engine, rows=2, queue=9) as batcher:
+            first = await held(batcher, engine)
+            flood = [asyncio.create_task(batcher.submit([row(20 + n)], deadline(), "loud")) for n in range(9)]
+            await asyncio.sleep(0)
+            with pytest.raises(Overloaded):
+                await batcher.submit([row(99)], deadline(), "loud")
+            quiet = asyncio.create_task(batcher.submit([row(1), row(2)], deadline(), "quiet"))
+            await asyncio.sleep(0)
+            assert batcher.waiting == 11
+            engine.gate.set()
+            assert numbers(await quiet) == [[2], [4]]
+            assert engine.calls[:3] == [[0], [20, 1], [21, 2]]
+            await asyncio.gather(first, *flood)
+
+    run(main)
+
+
 def test_a_full_queue_refuses_with_the_time_that_the_engine_needs_to_empty_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(serve.batcher, "time", SimpleNamespace(monotonic=lambda: clock.now))
@@ -227,7 +266,8 @@ def test_a_full_queue_refuses_with_the_time_that_the_engine_needs_to_empty_it(mo
             return engine(encoded)
 
         with batching(slow, queue=4) as batcher:
-            await batcher.submit([row(1)], deadline())
+            for _ in range(LEAST_CALLS):
+                await batcher.submit([row(1)], deadline())
             engine.calls.clear()
             first = await held(batcher, engine)
             waiting = await queued(batcher, row(1), row(2), row(3))

@@ -17,6 +17,7 @@ from rtrain.predict import Predictor, parts
 from rtrain.training.step import forward
 from serve.app import build_app
 from serve.batcher import Batcher
+from serve.scheduler import Limits
 from tests.conftest import labelled_rows, write_rows
 from tests.serving import call
 from tests.test_serve_batcher import Engine, deadline, held, numbers, queued, run
@@ -54,7 +55,7 @@ def calls_of(rows: list[Encoded], budget: int | None, most_rows: int = 32) -> tu
     answers: list[Floats] = []
 
     async def main() -> None:
-        batcher = Batcher(engine, most_rows, 1000, max_batch_tokens=budget)
+        batcher = Batcher(engine, Limits(batch_rows=most_rows, batch_tokens=budget))
         answers.extend(await batcher.submit(rows, deadline()))
         batcher.close()
 
@@ -93,7 +94,7 @@ def test_rows_that_nobody_awaits_take_no_part_of_the_budget() -> None:
     engine = Engine()
 
     async def main() -> None:
-        batcher = Batcher(engine, 4, 100, max_batch_tokens=24)
+        batcher = Batcher(engine, Limits(batch_rows=4, batch_tokens=24))
         first = await held(batcher, engine)
         gone = await queued(batcher, long(1, 3), long(2, 3))
         stays = await queued(batcher, long(3, 3), long(4, 3))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rtrain import artifact, engines, events, predict, score
+from rtrain import artifact, engines, events, predict, reference, score
 from rtrain.batch import Head
 from rtrain.compress import calibrate, fallback, host, vocabulary
 from rtrain.config import Recipe
@@ -28,6 +28,8 @@ from rtrain.tasks import base
 SERVED = ("tokenizer.json", "config.json")
 """Files of the float artefact that its int8 one is served by. The others are for Transformers, which has no weights to
 read here: a vocabulary as vocab.txt is in tokenizer.json too."""
+REFERENCE_ROWS = 4000
+"""Most validation rows whose answers are kept as histograms."""
 ALONE_ROWS = 4000
 """Most test rows that are asked one at a time too, to count the answers that depend on their batch."""
 
@@ -78,7 +80,7 @@ def run(
         report["gate"] = gate.run(
             gate.Sides(draft, parent_folder, store, store, threads, answered), recipe.gate, on_event=on_event
         )
-        artifact.judged(draft, report["gate"])
+        artifact.judged(draft, report["gate"], _reference(draft, store))
         artifact.publish(draft, out)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -204,6 +206,14 @@ def _measure(
         "parent_size_mb": round(artifact.size_mb(parent_folder, parent.engine), 2),
     }
     return report, (float_answers, batched)
+
+
+def _reference(draft: Path, store: Store) -> dict[str, Any]:
+    """What the answers of the int8 artefact look like: they are not quite its parent's."""
+    made = predict.Predictor(draft, artifact.read(draft))
+    rows = np.arange(min(store.rows("valid"), REFERENCE_ROWS))
+    outcomes = score.on_split(made, store, "valid", rows).outcomes
+    return reference.measure(made.task, made.head, store, outcomes, reference.unknown_id(made.tokenizer))
 
 
 def store_of(run: Path) -> Path:

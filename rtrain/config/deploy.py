@@ -141,8 +141,14 @@ class Serve(Section):
     max_batch_tokens: Positive = 16_384
     """Most tokens of one engine call, padding included; this bounds memory and time where texts are long. A longer text
     goes alone, a few windows at a time. 16,384 are 32 texts of 512 tokens, as in evaluation."""
+    max_batch_s: Annotated[float, Field(gt=0)] = 0.25
+    """Most seconds that the tokens of one engine call should cost, by what calls have cost so far: whoever comes next
+    waits as long. A longer text goes alone."""
     max_queue_rows: Positive = 1024
-    """Most texts that may wait; a request beyond them is answered 503 with Retry-After."""
+    """Most texts that may wait; a request beyond them is answered 503 with Retry-After. Where keys name the clients,
+    one that waits with less than its share is let in beyond them."""
+    max_queue_tokens: Positive = 262_144
+    """The same as a number of tokens."""
     max_inputs: Positive = 256
     """Most texts in one request."""
     max_text_characters: Positive = 200_000

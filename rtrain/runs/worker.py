@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain import artifact, engines, env, predict
+from rtrain import artifact, engines, env, predict, reference
 from rtrain.batch import Head, Ragged, Tokens
 from rtrain.checkpoints import replica
 from rtrain.config import Model, Recipe
@@ -213,7 +213,7 @@ class _Worker:
                 chosen, scored = _calibrated(job, outcome, answers)
                 _keep_answers(chosen, self._source, answers, self.watch.alive)
                 self.watch.alive()
-                export(self.network, self._source, chosen, scored)
+                export(self.network, self._source, chosen, scored, answers.get("valid"))
 
         ranks.together(self.watch, write)  # no rank leaves, and so ends the run, before the artefact is written
 
@@ -293,8 +293,17 @@ def _keep_answers(job: loop.Job, source: Path, outcomes: dict[str, Ragged], aliv
             job.run.append("unseen", split=split, **unseen)
 
 
-def export(network: "transformers.PreTrainedModel", source: Path, job: loop.Job, outcome: loop.Outcome) -> Path:
-    """Write the run's artefact from the model as it stands, through a hidden draft: it appears whole or not at all."""
+def export(
+    network: "transformers.PreTrainedModel",
+    source: Path,
+    job: loop.Job,
+    outcome: loop.Outcome,
+    validated: Ragged | None = None,
+) -> Path:
+    """Write the run's artefact from the model as it stands, through a hidden draft: it appears whole or not at all.
+
+    `validated`: the outcomes of the validation rows, of which the artefact keeps histograms.
+    """
     draft = job.run.folder / f".artifact.{uuid.uuid4().hex[:8]}"
     beside.detach(network)
     mean = job.recipe.model.pooling == "mean"
@@ -305,15 +314,21 @@ def export(network: "transformers.PreTrainedModel", source: Path, job: loop.Job,
     max_tokens = reading_of(job.task, job.recipe.data).max_tokens
     if pooled := sentence_pooling(job.recipe, source):
         sentence.write(draft, pooled, network.config.hidden_size, max_tokens)
+    known, abstains = {}, {}
+    if validated is not None:
+        unknown_id = reference.unknown_id(load_tokenizer(source, max_tokens))
+        known = reference.measure(job.task, job.head, job.store, validated, unknown_id)
+        abstains = reference.abstain_below(job.task, job.head, validated, job.store.targets("valid"))
     made = artifact.Artifact(
         name=job.recipe.name,
         task=job.recipe.task,
         labels=job.store.manifest.labels,
         max_tokens=max_tokens,
         engine=engines.FLOAT,
-        facts={**job.head.facts, **({pooling.FACT: "mean"} if mean else {})},
+        facts={**job.head.facts, **({pooling.FACT: "mean"} if mean else {}), **abstains},
         data=job.recipe.data.model_dump(mode="json", include=set(artifact.COLUMNS)),
         metrics=outcome.scores,
+        reference=known,
         lineage={
             "run": job.run.name,
             "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

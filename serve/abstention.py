@@ -1,0 +1,36 @@
+"""`parameters.abstain`: the label "none" where the model is less sure than what was chosen on its validation rows."""
+
+from typing import Any
+
+from rtrain.batch import Head
+from rtrain.reference import NONE
+from rtrain.tasks.base import Task
+from serve.schema import RequestError
+
+
+def least(task: Task, head: Head) -> float:
+    """The score from which an answer counts. Raises `RequestError` where there is none."""
+    if task.output == "labels" and (chosen := task.least(head)) is not None:
+        return chosen
+    if task.output != "classes":
+        raise RequestError(422, "this model's answers are not labels of a text", "parameters.abstain")
+    found = head.facts.get("threshold" if "outside" in head.facts else "abstain")
+    if found is None:
+        reason = "this artefact has no threshold that was chosen on validation rows; train the model again to have one"
+        raise RequestError(422, reason, "parameters.abstain")
+    return float(found)
+
+
+def abstain(answers: list[list[dict[str, Any]]], task: Task, head: Head, top_k: int | None) -> list[Any]:
+    """The answers of `Task.decode`, with "none" in front of those that do not count: its score is what the best label
+    lacks."""
+    lowest, outside = least(task, head), head.facts.get("outside")
+    found = []
+    for answer in answers:
+        best = answer[0]
+        if best["label"] == outside:  # by the same threshold, under the name that the training rows have for it
+            answer = [{**best, "label": NONE}, *answer[1:]]
+        elif best["score"] < lowest:
+            answer = [{"label": NONE, "score": 1 - best["score"]}, *answer][:top_k]
+        found.append(answer)
+    return found

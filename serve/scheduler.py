@@ -1,0 +1,233 @@
+"""Which rows the next engine call takes: pure, given the time. `serve.batcher` waits, calls and answers.
+
+Clients are served by what they have had: the one that had the fewest tokens leads, and its most urgent row decides the
+length of the call, which is filled with rows of that length, again from who had the fewest. A client that comes back
+starts level with those that wait, so that nobody saves up a claim (start-time fair queueing, Goyal et al. 1996; with
+tokens as the service, Sheng et al. 2024, arXiv:2401.00588). The rounds of deficit round robin would not fit calls that
+take rows of several clients at a time.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from rtrain.batch import Encoded
+from serve.cost import Cost
+
+SHORTEST_BUCKET = 16
+"""In tokens. Shorter rows share a bucket: below this length a call costs about the same whatever the length."""
+PATIENCE_S = 1.0
+"""A row goes before one that came earlier only if its deadline is within this time of the other's arrival."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    batch_rows: int = 32
+    batch_tokens: int | None = None
+    """Most tokens of a call, padding included; a row of more goes alone."""
+    batch_s: float = math.inf
+    """Most seconds that the tokens of a call should cost; a row of more goes alone. What a call costs whatever its size
+    is left out: smaller calls would not save it."""
+    queue_rows: int = 1024
+    queue_tokens: int | None = None
+    """Most tokens that may wait, each row padded to its own longest window."""
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    owner: Any
+    """What the row is part of: all rows of an owner leave together."""
+    position: int
+    encoded: Encoded
+    client: str
+    deadline: float
+    windows: int = field(init=False)
+    longest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "windows", len(self.encoded.windows))
+        object.__setattr__(self, "longest", max(window.tokens for window in self.encoded.windows))
+
+    @property
+    def tokens(self) -> int:
+        return self.windows * self.longest
+
+
+class Taken(NamedTuple):
+    batch: list[Row]
+    """Rows of one length bucket; none where nothing waits."""
+    late: list[Row]
+    """Rows that are not begun: their answers would not be ready by their deadlines."""
+
+
+class _Entry(NamedTuple):
+    """Of a heap, the most urgent first; no two have the same number, so rows are never compared."""
+
+    due: float
+    number: int
+    row: Row
+
+
+class Overloaded(Exception):
+    """The queue is full; `retry_after` is the time, in whole seconds, in which the engine should have emptied it."""
+
+    def __init__(self, retry_after: int):
+        super().__init__(f"too many texts are waiting; try again in {retry_after} s")
+        self.retry_after = retry_after
+
+
+def bucket(tokens: int) -> int:
+    """The length to which a window may be padded: the next power of two."""
+    return max(SHORTEST_BUCKET, 1 << (tokens - 1).bit_length())
+
+
+class Scheduler:
+    """The rows that wait, by client and length bucket."""
+
+    def __init__(self, limits: Limits, cost: Cost):
+        self._limits, self._cost = limits, cost
+        # Heaps by client and bucket; none is empty, and no client is without one.
+        self._waiting: dict[str, dict[int, list[_Entry]]] = {}
+        # Tokens that each client has had, from a level on that rises with those who wait.
+        self._served: dict[str, float] = {}
+        self._level = 0.0
+        self._numbers = itertools.count()
+        self.rows = 0
+        """Rows that wait."""
+        self.tokens = 0
+        """Their tokens, each row padded to its own longest window."""
+
+    @property
+    def seconds(self) -> float:
+        """What the engine should need for all that waits."""
+        limits = self._limits
+        calls = max(self.rows / limits.batch_rows, self.tokens / (limits.batch_tokens or math.inf))
+        return self._cost.seconds(self.tokens, math.ceil(calls))
+
+    def put(self, rows: Sequence[Row], now: float) -> None:
+        """Queue the rows of one owner, and so of one client. Raises `Overloaded`, with nothing queued.
+
+        Where the queue is full, a client may still wait with its share: the limits over the number of clients there.
+        One that has nothing there is always let in: its request could come back for ever and find no room. So n clients
+        exceed the limits by the factor 1 + 1/2 + ... + 1/n at most, beside a request of each.
+        """
+        client = rows[0].client
+        lanes = self._waiting.get(client)
+        if lanes and not self._has_room(lanes, len(rows), sum(row.tokens for row in rows)):
+            raise Overloaded(max(1, math.ceil(self.seconds)))
+        if not self._waiting:
+            self._served, self._level = {}, 0.0
+        if lanes is None:
+            lanes = self._waiting[client] = {}
+            self._served[client] = max(self._level, self._served.get(client, 0.0))
+        for row in rows:
+            entry = _Entry(min(row.deadline, now + PATIENCE_S), next(self._numbers), row)
+            heapq.heappush(lanes.setdefault(bucket(row.longest), []), entry)
+            self.rows += 1
+            self.tokens += row.tokens
+
+    def take(self, now: float) -> Taken:
+        """The next engine call, whose rows have left the queue.
+
+        A row is late that even a call of its own would answer too late, by what calls have cost; and the most urgent
+        row of a call that ends after its deadline, whose place is taken by the next: in overload, where every row is
+        near its deadline, smaller calls for the first of them would answer fewer in all.
+        """
+        batch: list[Row] = []
+        late: list[Row] = []
+        while batch or self._waiting:
+            if not batch:
+                length = self._lead()
+            self._fill(batch, late, length, now)
+            if not batch:
+                continue
+            first = min(batch, key=lambda row: row.deadline)
+            if first.deadline > now + self._cost.seconds(padded(batch)):
+                break
+            batch.remove(first)
+            late.append(first)
+            self._served[first.client] -= first.tokens
+        if not batch and any(row.deadline > now for row in late):
+            self._cost.doubt()
+        return Taken(batch, late)
+
+    def remove(self, owner: Any, client: str) -> int:
+        """Take an owner's rows off the queue; returns how many were there."""
+        found = [
+            (length, entry)
+            for length, lane in self._waiting.get(client, {}).items()
+            for entry in lane
+            if entry.row.owner is owner
+        ]
+        for length in {length for length, _ in found}:
+            lane = self._waiting[client][length]
+            lane[:] = [entry for entry in lane if entry.row.owner is not owner]
+            heapq.heapify(lane)
+            self._tidy(client, length)
+        self._count_out([entry.row for _, entry in found])
+        return len(found)
+
+    def _has_room(self, lanes: dict[int, list[_Entry]], rows: int, tokens: int) -> bool:
+        """Whether that many more rows and tokens of a client fit, into the queue or into the client's share of it."""
+        most_tokens = self._limits.queue_tokens or math.inf
+        if self.rows + rows <= self._limits.queue_rows and self.tokens + tokens <= most_tokens:
+            return True
+        clients = len(self._waiting)
+        own = [entry.row.tokens for lane in lanes.values() for entry in lane]
+        return (
+            clients > 1
+            and len(own) + rows <= self._limits.queue_rows / clients
+            and sum(own) + tokens <= most_tokens / clients
+        )
+
+    def _lead(self) -> int:
+        """The length of the next call: that of the most urgent row of the client that has had least."""
+        firsts = {
+            client: min((lane[0], length) for length, lane in lanes.items()) for client, lanes in self._waiting.items()
+        }
+        leader = min(firsts, key=lambda client: (self._served[client], firsts[client]))
+        self._level = self._served[leader]
+        return firsts[leader][1]
+
+    def _fill(self, batch: list[Row], late: list[Row], length: int, now: float) -> None:
+        """Add waiting rows of the length until the call is full."""
+        windows, longest = sum(row.windows for row in batch), max((row.longest for row in batch), default=0)
+        while lanes := {client: lanes[length] for client, lanes in self._waiting.items() if length in lanes}:
+            client = min(lanes, key=lambda client: (self._served[client], lanes[client][0]))
+            row = lanes[client][0].row
+            begun = row.deadline > now + self._cost.seconds(row.tokens)
+            if begun:
+                windows, longest = windows + row.windows, max(longest, row.longest)
+                if batch and (len(batch) == self._limits.batch_rows or not self._is_call(windows * longest)):
+                    break  # the first of its length: none that came later goes before it
+                batch.append(row)
+                self._served[client] += row.tokens
+            else:
+                late.append(row)
+            heapq.heappop(lanes[client])
+            self._tidy(client, length)
+            self._count_out([row])
+
+    def _is_call(self, tokens: int) -> bool:
+        """Whether a call may have that many tokens."""
+        most = self._limits.batch_tokens
+        return (most is None or tokens <= most) and self._cost.seconds(tokens, 0) <= self._limits.batch_s
+
+    def _tidy(self, client: str, length: int) -> None:
+        """Drop a lane that was emptied, and its client with its last one."""
+        if not self._waiting[client][length]:
+            del self._waiting[client][length]
+            if not self._waiting[client]:
+                del self._waiting[client]
+
+    def _count_out(self, rows: Sequence[Row]) -> None:
+        self.rows -= len(rows)
+        self.tokens -= sum(row.tokens for row in rows)
+
+
+def padded(batch: Sequence[Row]) -> int:
+    """Tokens of a call, padding included."""
+    return sum(row.windows for row in batch) * max((row.longest for row in batch), default=0)

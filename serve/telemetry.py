@@ -1,0 +1,98 @@
+"""What an endpoint counts of itself, for Prometheus. A replica's exposition is added to those of the others."""
+
+import functools
+import uuid
+from collections.abc import Iterator, Sequence
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from rtrain import reference
+from rtrain.batch import Encoded, Floats
+from rtrain.predict import Predictor
+from serve.batcher import Batcher
+from serve.drift import Drift
+
+BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SECONDS_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0, 4.0, 8.0, 16.0)
+WATCHED_ROWS = 64
+"""Answers whose drift is computed at a time: one by one it would cost each request a tenth of a millisecond."""
+
+
+class Watch:
+    """The drift of a replica's input and answers. Nothing is watched of an artefact that has no reference."""
+
+    def __init__(self, predictor: Predictor):
+        self._task, self._head = predictor.task, predictor.head
+        self._unknown_id = reference.unknown_id(predictor.tokenizer)
+        self._drift = Drift(predictor.artifact.reference) if predictor.artifact.reference else None
+        self._outputs: list[Floats] = []
+        self._encoded: list[Encoded] = []
+        # Distances have no sum: with a name for each replica they stay apart where expositions are added.
+        self._replica = uuid.uuid4().hex[:8]
+
+    def observe(self, outputs: Sequence[Floats], encoded: Sequence[Encoded]) -> None:
+        if self._drift is None:
+            return
+        self._outputs += outputs
+        self._encoded += encoded
+        if len(self._encoded) >= WATCHED_ROWS:
+            self._catch_up(self._drift)
+
+    def collect(self) -> Iterator[Metric]:
+        """As prometheus_client asks for metrics that are computed when they are read."""
+        if self._drift is None:
+            return
+        self._catch_up(self._drift)
+        distance = GaugeMetricFamily(
+            "rtrain_drift_distance",
+            "Population stability index of the last 1,000 rows against the validation rows.",
+            labels=["feature", "replica"],
+        )
+        for feature, value in self._drift.distances().items():
+            distance.add_metric([feature, self._replica], value)
+        evidence = GaugeMetricFamily(
+            "rtrain_drift_evidence", "Evidence of unknown input; an alarm at 100,000.", labels=["replica"]
+        )
+        evidence.add_metric([self._replica], self._drift.evidence)
+        alarms = CounterMetricFamily("rtrain_drift_alarms", "Alarms of unknown input.", value=self._drift.alarms)
+        yield from (distance, evidence, alarms)
+
+    def _catch_up(self, drift: Drift) -> None:
+        outputs, encoded, self._outputs, self._encoded = self._outputs, self._encoded, [], []
+        if encoded:
+            drift.observe(reference.of_answers(self._task, self._head, outputs, encoded, self._unknown_id))
+
+
+class Telemetry:
+    """The metrics of one replica, in a registry of their own."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self.registry = CollectorRegistry()
+        counter = functools.partial(Counter, registry=self.registry)
+        histogram = functools.partial(Histogram, registry=self.registry)
+        self.requests = counter("rtrain_requests", "Requests by route and status.", ["route", "status"])
+        self.seconds = histogram("rtrain_request_seconds", "Time to answer.", ["route"], buckets=SECONDS_BUCKETS)
+        self.rows = counter("rtrain_rows", "Texts answered.")
+        self.engine_seconds = counter("rtrain_engine_seconds", "Time in engine calls.")
+        self.engine_tokens = counter("rtrain_engine_tokens", "Tokens in engine calls, padding included.")
+        self.batch_rows = histogram("rtrain_batch_rows", "Texts of an engine call.", buckets=BATCH_BUCKETS)
+        self.explained = histogram("rtrain_explain_seconds", "Time to explain a text.", buckets=SECONDS_BUCKETS)
+        self.drift = Watch(predictor)
+        self.registry.register(self.drift)
+
+    def on_call(self, rows: int, tokens: int, seconds: float) -> None:
+        """An engine call has ended."""
+        self.batch_rows.observe(rows)
+        self.engine_tokens.inc(tokens)
+        self.engine_seconds.inc(seconds)
+
+    def watch(self, batcher: Batcher) -> None:
+        """Add what is asked of the batcher whenever somebody reads the metrics."""
+        gauge = functools.partial(Gauge, registry=self.registry)
+        gauge("rtrain_queue_rows", "Texts that wait for the engine.").set_function(lambda: batcher.waiting)
+        gauge("rtrain_queue_tokens", "Tokens that wait for the engine.").set_function(lambda: batcher.waiting_tokens)
+
+    def exposition(self) -> str:
+        return prometheus_client.generate_latest(self.registry).decode()

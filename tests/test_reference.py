@@ -1,0 +1,118 @@
+"""Histograms of validation rows: the same numbers from a store as from requests of the same texts, for every task."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rtrain import reference, score
+from rtrain.batch import OUTSIDE, Head, Ragged
+from rtrain.config.recipe import TASKS
+from rtrain.data.stores.store import Store
+from rtrain.predict import Predictor
+from rtrain.reference import EDGES, Features
+from rtrain.run import Run
+from rtrain.tasks import base
+from tests import reports
+
+TASK = base.get("classification")
+HEAD = Head(("a", "b"))
+
+
+def histogram(values: np.ndarray[Any, Any], name: str) -> list[int]:
+    found: list[int] = np.bincount(reference.place(values, EDGES[name]), minlength=len(EDGES[name]) + 1).tolist()
+    return found
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_requests_give_what_the_validation_rows_gave(task: str, tmp_path: Path) -> None:
+    run = Run(reports.make_answered(tmp_path, task))
+    created = run.first("created")
+    assert created is not None
+    store, predictor = Store(Path(created["store"])), Predictor.load(run.artifact, threads=1)
+    rows, unknown_id = np.arange(store.rows("valid")), reference.unknown_id(predictor.tokenizer)
+    outcomes = score.on_split(predictor, store, "valid", rows).outcomes
+    made = reference.measure(predictor.task, predictor.head, store, outcomes, unknown_id)
+    if predictor.task.packs:
+        assert made == {}
+        return
+    assert made["rows"] == len(rows)
+    assert sum(made["tokens"]["counts"]) == len(rows)
+    assert ("score" in made, "labels" in made) == (
+        predictor.task.output in reference.SCORED,
+        predictor.task.output in reference.NAMED,
+    )
+    asked: list[Any] = []
+    for kept in store.texts("valid", rows):
+        assert kept is not None
+        text, pair = kept
+        asked.append(text if pair is None else dict(zip(predictor.task.fields, (text, pair), strict=True)))
+    encoded = predictor.encode(asked)
+    found = reference.of_answers(predictor.task, predictor.head, predictor.outputs(encoded), encoded, unknown_id)
+    for name, values in found.numbers().items():
+        apart = np.abs(np.array(histogram(values[~np.isnan(values)], name)) - made[name]["counts"]).sum()
+        assert apart <= (2 if name == "score" else 0), name  # a score may fall on either side of an edge
+    if found.labels is not None:
+        assert sorted(set(made["labels"])) == sorted({label for row in found.labels for label in row})
+
+
+def test_a_bin_holds_its_upper_edge() -> None:
+    assert reference.place(np.array([0.0, 1.0, 1.1, 2.0, 9.0]), (1, 2)).tolist() == [0, 0, 1, 1, 2]
+
+
+def test_unknown_pieces_are_counted_row_by_row() -> None:
+    from rtrain.batch import Encoded, Window
+
+    rows = [[5, 1, 1, 6], [7], [1, 1]]
+    encoded = [Encoded(ids, [Window(len(ids), len(ids))], False, []) for ids in rows]
+    outputs = [np.array([0.0, 2.0], dtype=np.float32)] * 3
+    found = reference.of_answers(TASK, HEAD, outputs, encoded, 1)
+    assert isinstance(found, Features)
+    assert found.unknown is not None
+    assert found.unknown.tolist() == [0.5, 0.0, 1.0]
+    assert found.tokens.tolist() == [4, 1, 2]
+    assert found.labels == [["b"]] * 3
+    assert found.score == pytest.approx(np.full(3, 1 / (1 + np.exp(-2))))
+    assert reference.of_answers(TASK, HEAD, outputs, encoded, None).unknown is None
+
+
+def test_rows_outside_of_all_classes_are_no_reference(tmp_path: Path) -> None:
+    run = Run(reports.make_answered(tmp_path, "classification"))
+    created = run.first("created")
+    assert created is not None
+    store = Store(Path(created["store"]))
+
+    class Outside(Store):
+        def targets(self, split: str, positions: Any = None) -> Ragged:
+            """Every second row is outside."""
+            known = super().targets(split, positions)
+            return Ragged.even(np.where(np.arange(len(known)) % 2, OUTSIDE, known.values))
+
+    rows = store.rows("valid")
+    outcomes = Ragged.even(np.zeros((rows, len(store.manifest.labels))))
+    made = reference.measure(TASK, store.manifest.head, Outside(store.folder), outcomes, None)
+    assert made["rows"] == sum(made["tokens"]["counts"]) == -(-rows // 2)
+
+
+def test_an_answer_is_abstained_from_where_few_right_ones_would_be_lost() -> None:
+    """Of 100 right answers with scores 0.505, 0.51, ... 1.0 five have less than the sixth; wrong ones do not count."""
+    sure = np.concatenate([np.linspace(0.505, 1.0, 100), np.full(50, 0.51)])
+    outcomes = Ragged.even(np.log(np.stack([sure, 1 - sure + 1e-12], axis=1)))
+    targets = Ragged.even(np.array([0] * 100 + [1] * 50))
+    found = reference.abstain_below(TASK, HEAD, outcomes, targets)
+    assert found == {"abstain": pytest.approx(0.525, abs=0.006)}
+    assert (sure[:100] >= found["abstain"]).mean() >= reference.KEPT_ANSWERS
+    chosen = Head(("a", "b"), {"outside": "other", "threshold": 0.6})
+    assert reference.abstain_below(TASK, chosen, outcomes, targets) == {}
+    assert reference.abstain_below(base.get("multi_label"), HEAD, outcomes, targets) == {}
+    assert reference.abstain_below(TASK, HEAD, outcomes, Ragged.even(np.full(150, -1))) == {}
+
+
+def test_the_unknown_piece_is_found_by_its_usual_names() -> None:
+    import tokenizers
+    from tokenizers.models import BPE, Unigram, WordPiece
+
+    assert reference.unknown_id(tokenizers.Tokenizer(WordPiece({"a": 0, "[?]": 1}, unk_token="[?]"))) == 1
+    assert reference.unknown_id(tokenizers.Tokenizer(Unigram([("a", -1.0), ("<unk>", 0.0)], 1, False))) == 1
+    assert reference.unknown_id(tokenizers.Tokenizer(BPE({"a": 0}, []))) is None

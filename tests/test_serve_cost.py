@@ -1,0 +1,63 @@
+"""What an engine call costs, learned from calls whose law is known."""
+
+import random
+
+import pytest
+
+from serve.cost import LEAST_CALLS, Cost
+
+
+def learned(calls: list[int], base: float, per_token: float, noise: float = 0.0) -> Cost:
+    chance, cost = random.Random(7), Cost()
+    for tokens in calls:
+        cost.learn(tokens, (base + per_token * tokens) * (1 + noise * chance.uniform(-1, 1)))
+    return cost
+
+
+def test_nothing_is_expected_before_some_calls() -> None:
+    assert learned([64] * (LEAST_CALLS - 1), 0.002, 20e-6).seconds(1000) == 0.0
+    assert learned([64] * LEAST_CALLS, 0.002, 20e-6).seconds(1000) > 0.0
+
+
+def test_a_call_that_was_held_up_changes_little() -> None:
+    cost = learned([64, 256] * 50, 0.001, 10e-6)
+    before = cost.seconds(256)
+    cost.learn(64, 30.0)
+    assert before < cost.seconds(256) < 1.3 * before
+
+
+def test_calls_of_several_sizes_tell_the_base_from_the_tokens() -> None:
+    chance = random.Random(3)
+    cost = learned([chance.choice([16, 64, 256, 1024, 4096]) for _ in range(200)], 0.002, 20e-6, noise=0.2)
+    for tokens in (16, 500, 4096, 16_384):
+        assert cost.seconds(tokens) == pytest.approx(0.002 + 20e-6 * tokens, rel=0.25), tokens
+    assert cost.seconds(1000, calls=10) - cost.seconds(1000) == pytest.approx(9 * 0.002, rel=0.25)
+
+
+def test_calls_of_one_size_are_taken_for_tokens_alone() -> None:
+    """Nothing else can be told from them; of a longer call they expect too much rather than too little."""
+    cost = learned([64] * 1000, 0.002, 20e-6)
+    assert cost.seconds(64) == pytest.approx(0.002 + 20e-6 * 64)
+    assert cost.seconds(6400) == pytest.approx(100 * cost.seconds(64))
+
+
+def test_a_machine_that_becomes_slower_is_learned_anew() -> None:
+    cost = learned([64, 256] * 100, 0.001, 10e-6)
+    for tokens in [64, 256] * 100:
+        cost.learn(tokens, 3 * (0.001 + 10e-6 * tokens))
+    assert cost.seconds(1000) == pytest.approx(3 * (0.001 + 10e-6 * 1000), rel=0.1)
+
+
+def test_a_longer_call_never_costs_less_and_none_costs_nothing() -> None:
+    """Whatever the noise says: short calls that were held up make the slope of plain least squares negative."""
+    cost = Cost()
+    for tokens, seconds in [(16, 0.5), (1024, 0.01), (16, 0.4), (1024, 0.012)] * 10:
+        cost.learn(tokens, seconds)
+    assert 0 < cost.seconds(16) <= cost.seconds(1024) <= cost.seconds(16_384)
+
+
+def test_doubt_makes_the_estimate_smaller_as_a_whole() -> None:
+    cost = learned([16, 1024] * 50, 0.002, 20e-6)
+    before = cost.seconds(500)
+    cost.doubt()
+    assert cost.seconds(500) == pytest.approx(0.8 * before)

@@ -1,0 +1,290 @@
+"""Which rows an engine call takes, as a pure function of what was queued and of the time."""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from rtrain.batch import Encoded, Window
+from serve.cost import LEAST_CALLS, Cost
+from serve.scheduler import PATIENCE_S, Limits, Overloaded, Row, Scheduler, bucket, padded
+
+FAR = 1000.0
+
+
+def rows(owner: object, *lengths: int, client: str = "", deadline: float = FAR, windows: int = 1) -> list[Row]:
+    return [
+        Row(
+            owner,
+            place,
+            Encoded([1] * tokens * windows, [Window(tokens, tokens)] * windows, False, []),
+            client,
+            deadline,
+        )
+        for place, tokens in enumerate(lengths)
+    ]
+
+
+def scheduler(cost: Cost | None = None, **limits: float) -> Scheduler:
+    return Scheduler(replace(Limits(queue_rows=10_000), **limits), cost or Cost())  # type: ignore[arg-type]
+
+
+def costing(base: float, per_token: float) -> Cost:
+    cost = Cost()
+    for tokens in [16, 4096] * 100:
+        cost.learn(tokens, base + per_token * tokens)
+    return cost
+
+
+def owners(batch: Sequence[Row]) -> list[object]:
+    return [row.owner for row in batch]
+
+
+def drained(queue: Scheduler, now: float = 0.0) -> list[list[object]]:
+    calls = []
+    while queue.rows:
+        calls.append(owners(queue.take(now).batch))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length"), [(1, 16), (2, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (512, 512), (513, 1024)]
+)
+def test_buckets_are_powers_of_two(tokens: int, length: int) -> None:
+    assert bucket(tokens) == length
+
+
+# ----------------------------------------------------------------------------------------------------------- the call
+
+
+def test_a_call_has_one_length_and_the_oldest_row_chooses_it() -> None:
+    queue = scheduler(batch_rows=3)
+    for owner, tokens in enumerate([40, 5, 64, 16, 17, 6, 7]):
+        queue.put(rows(owner, tokens), 0.0)
+    assert drained(queue) == [[0, 2], [1, 3, 5], [4], [6]]
+
+
+def test_a_call_is_bounded_in_tokens_and_in_their_seconds_and_a_larger_row_goes_alone() -> None:
+    for limits, cost in (({"batch_tokens": 100}, Cost()), ({"batch_s": 1.05}, costing(50.0, 0.01))):
+        queue = scheduler(cost, **limits)
+        for owner, tokens in enumerate([32, 32, 32, 32, 128, 64]):
+            queue.put(rows(owner, tokens), 0.0)
+        assert drained(queue) == [[0, 1, 2], [3], [4], [5]], limits
+
+
+def test_windows_count_as_rows_of_the_longest() -> None:
+    queue = scheduler(batch_tokens=64)
+    queue.put(rows("a", 8, 8, windows=3), 0.0)
+    queue.put(rows("b", 16), 0.0)
+    assert queue.tokens == 64
+    assert drained(queue) == [["a", "a"], ["b"]]
+
+
+def test_the_more_urgent_row_goes_first_but_none_waits_longer_than_the_patience() -> None:
+    queue = scheduler(batch_rows=1)
+    queue.put(rows("old", 8), 0.0)
+    queue.put(rows("urgent", 8, deadline=0.9), 0.5)
+    queue.put(rows("newer", 8), 0.6)
+    queue.put(rows("late but urgent", 8, deadline=PATIENCE_S + 0.1), 0.7)
+    assert drained(queue, 0.7) == [["urgent"], ["old"], ["late but urgent"], ["newer"]]
+
+
+# -------------------------------------------------------------------------------------------------------- the deadline
+
+
+def test_rows_that_would_be_answered_too_late_are_not_begun() -> None:
+    cost = costing(0.0, 0.01)
+    queue = scheduler(cost)
+    queue.put(rows("late", 64, deadline=10.5), 10.0)
+    queue.put(rows("long", 512, deadline=14.0), 10.0)
+    queue.put(rows("in time", 64, deadline=11.0), 10.0)
+    queue.put(rows("gone", 64, deadline=9.0), 10.0)
+    batch, late = queue.take(10.0)
+    assert (owners(batch), sorted(map(str, owners(late)))) == (["in time"], ["gone", "late"])
+    assert owners(queue.take(10.0).late) == ["long"]
+    assert (queue.rows, queue.tokens) == (0, 0)
+
+
+def test_a_row_for_which_the_call_would_be_too_long_leaves_it_to_the_others() -> None:
+    queue = scheduler(costing(0.0, 0.01), batch_rows=4)
+    for owner, deadline in enumerate([10.3, 13.0, 13.0, 13.0, 13.0, 13.0]):
+        queue.put(rows(owner, 16, deadline=deadline), 10.0)
+    batch, late = queue.take(10.0)
+    assert (owners(batch), owners(late)) == ([1, 2, 3, 4], [0]), "16 tokens fit in 0.3 s, 64 do not"
+
+
+def test_a_wrong_estimate_does_not_keep_the_engine_idle_for_ever() -> None:
+    cost = Cost()
+    for _ in range(LEAST_CALLS):
+        cost.learn(16, 3600.0)  # the machine slept
+    queue, refused = scheduler(cost), 0
+    for request in range(100):
+        queue.put(rows(request, 16, deadline=10.0), 0.0)
+        if queue.take(0.0).batch:
+            break
+        refused += 1
+    assert 20 <= refused <= 30
+
+
+# ------------------------------------------------------------------------------------------------------------- clients
+
+
+def test_a_new_client_is_in_the_next_call_whatever_the_flood() -> None:
+    for tokens in (8, 40):  # of the flood's own length, and of another
+        queue = scheduler(batch_rows=4)
+        for owner in range(500):
+            queue.put(rows(owner, 8, client="flood"), 0.0)
+        for _ in range(20):
+            queue.take(0.0)
+        queue.put(rows("quiet", tokens, client="quiet"), 0.0)
+        assert any("quiet" in owners(queue.take(0.0).batch) for _ in range(2)), tokens
+
+
+def test_clients_get_equal_tokens_not_equal_rows() -> None:
+    queue, had = scheduler(batch_rows=8), Counter[str]()
+    for number in range(1000):
+        queue.put(rows(number, 16, client="short"), 0.0)
+        queue.put(rows(-number, 128, client="long"), 0.0)
+    for _ in range(60):
+        for row in queue.take(0.0).batch:
+            had[row.client] += row.tokens
+    assert abs(had["short"] - had["long"]) <= 8 * 128
+    assert had["short"] > 2000
+
+
+def test_a_client_that_comes_back_has_saved_up_nothing() -> None:
+    queue = scheduler(batch_rows=2)
+    for number in range(300):
+        queue.put(rows(number, 16, client="busy"), 0.0)
+    for _ in range(100):
+        queue.take(0.0)
+    for number in range(100):
+        queue.put(rows(number, 16, client="back"), 0.0)
+    had = Counter(row.client for _ in range(20) for row in queue.take(0.0).batch)
+    assert abs(had["busy"] - had["back"]) <= 2
+
+
+def test_a_full_queue_has_room_for_the_share_of_another_client() -> None:
+    queue = scheduler(queue_rows=12, queue_tokens=12 * 16)
+    queue.put(rows("flood", *[16] * 12, client="flood"), 0.0)
+    with pytest.raises(Overloaded):
+        queue.put(rows("more", 8, client="flood"), 0.0)
+    queue.put(rows("second", 16, 16, 16, client="second"), 0.0)
+    queue.put(rows("second", 16, 16, 16, client="second"), 0.0)
+    with pytest.raises(Overloaded):
+        queue.put(rows("second", 16, client="second"), 0.0)
+    queue.put(rows("third", *[16] * 50, client="third"), 0.0)  # nothing of its own waits yet
+    assert queue.rows == 12 + 6 + 50
+
+
+def test_the_queue_is_bounded_in_tokens() -> None:
+    queue = scheduler(costing(0.0, 0.01), queue_tokens=1000)
+    queue.put(rows("a", 900), 0.0)
+    with pytest.raises(Overloaded) as refused:
+        queue.put(rows("b", 101), 0.0)
+    assert refused.value.retry_after == 9
+    queue.put(rows("b", 100), 0.0)
+    assert queue.tokens == 1000
+
+
+def test_a_removed_owner_leaves_nothing_behind() -> None:
+    queue = scheduler()
+    queue.put(rows("gone", 8, 40, 9), 0.0)
+    queue.put(rows("kept", 8), 0.0)
+    assert (queue.remove("gone", ""), queue.remove("gone", ""), queue.remove("kept", "other")) == (3, 0, 0)
+    assert (queue.rows, queue.tokens) == (1, 8)
+    assert drained(queue) == [["kept"]]
+
+
+# ---------------------------------------------------------------------------------------------------------- properties
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32), clients=st.integers(1, 4), budget=st.sampled_from([40, 200, 1000, None]))
+def test_every_row_leaves_once_and_no_call_is_over_its_limits(seed: int, clients: int, budget: int | None) -> None:
+    """Random arrivals, removals and calls on a clock: what was put comes out in a call, late or removed, once each."""
+    chance, cost = random.Random(seed), costing(0.001, 0.0005)
+    limits = Limits(batch_rows=chance.randint(1, 8), batch_tokens=budget, queue_rows=40, queue_tokens=2000)
+    queue, now, number = Scheduler(limits, cost), 0.0, 0
+    waiting: dict[int, list[Row]] = {}
+    put = left = 0
+    for _ in range(60):
+        now += chance.expovariate(20)
+        act = chance.random()
+        if act < 0.6:
+            number += 1
+            lengths = [chance.randint(1, 150) for _ in range(chance.randint(1, 5))]
+            client, deadline = f"client {chance.randrange(clients)}", now + chance.expovariate(2)
+            made = rows(number, *lengths, client=client, deadline=deadline, windows=chance.randint(1, 3))
+            try:
+                queue.put(made, now)
+            except Overloaded:
+                pass
+            else:
+                waiting[number] = made
+                put += len(made)
+        elif act < 0.7 and waiting:
+            owner = chance.choice(list(waiting))
+            gone = waiting.pop(owner)
+            assert queue.remove(owner, gone[0].client) == len(gone)
+            left += len(gone)
+        else:
+            batch, late = queue.take(now)
+            assert batch or late or not waiting
+            end = now + cost.seconds(padded(batch))
+            assert all(row.deadline > end for row in batch), "begun although its answer would be late"
+            assert len({bucket(row.longest) for row in batch}) <= 1
+            assert len(batch) <= limits.batch_rows
+            assert len(batch) <= 1 or budget is None or padded(batch) <= budget
+            for row in (*batch, *late):
+                waiting[row.owner].remove(row)  # raises where it has left before
+                if not waiting[row.owner]:
+                    del waiting[row.owner]
+                left += 1
+        assert queue.rows == sum(map(len, waiting.values())) == put - left
+        assert queue.tokens == sum(row.tokens for made in waiting.values() for row in made)
+    while queue.rows:
+        taken = queue.take(now)
+        left += len(taken.batch) + len(taken.late)
+    assert left == put
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), batch_rows=st.integers(1, 6))
+def test_a_row_is_overtaken_for_its_patience_and_its_share_alone(seed: int, batch_rows: int) -> None:
+    """Under a flood of urgent rows by two other clients, and by its own, that never ends: it is answered in time."""
+    chance, now = random.Random(seed), 0.0
+    queue = scheduler(batch_rows=batch_rows)
+    step = 0.01
+    for call in range(1000):
+        for client in ("a", "b", "own"):
+            for _ in range(batch_rows):  # three times what the engine takes
+                queue.put(rows("flood", chance.choice([8, 100]), client=client, deadline=now + 0.5), now)
+        if call == 20:
+            queue.put(rows("patient", 100, client="own"), now)
+            put = now
+        if any(row.owner == "patient" for row in queue.take(now).batch):
+            break
+        now += step
+    else:
+        pytest.fail("starved")
+    # Its own client's rows that are due before it, at a third of the engine's pace, in two lengths.
+    assert now - put <= PATIENCE_S * 3 * 2 + 10 * step
+
+
+def test_fairness_holds_over_any_stretch_of_calls() -> None:
+    """Of two clients that always wait, neither is ahead by more than a call's tokens and a row's."""
+    chance, queue = random.Random(5), scheduler(batch_rows=6, batch_tokens=600)
+    for number in range(3000):
+        queue.put(rows(number, chance.choice([8, 30, 60]), client="a"), 0.0)
+        queue.put(rows(number, chance.choice([30, 200, 500]), client="b"), 0.0)
+    ahead, lowest, highest = 0, math.inf, -math.inf
+    for _ in range(400):
+        for row in queue.take(0.0).batch:
+            ahead += row.tokens if row.client == "a" else -row.tokens
+        lowest, highest = min(lowest, ahead), max(highest, ahead)
+    assert highest - lowest <= 2 * (600 + 500)

@@ -1,0 +1,149 @@
+"""Unknown input over HTTP: the drift on /metrics, and `parameters.abstain`."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rtrain import reference
+from rtrain.batch import Head
+from rtrain.config import Serve
+from rtrain.predict import Predictor
+from serve.app import build_app
+from serve.deployment import sum_expositions
+from tests.serving import TEXT, call
+from tests.tiny import CORPUS, make_task_artifact
+
+LABELS = ("a", "b", "c")
+
+
+def served(folder: Path, task: str = "classification", head: Head | None = None, **fields: Any) -> Predictor:
+    predictor = Predictor.load(make_task_artifact(folder, task, head or Head(LABELS)), threads=1)
+    predictor.artifact = replace(predictor.artifact, **fields)
+    return predictor
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
+    """An artefact whose reference is its own answers to 300 texts of the corpus."""
+    predictor = served(tmp_path_factory.mktemp("watched"))
+    encoded = predictor.encode([CORPUS[number % len(CORPUS)] for number in range(300)])
+    found = reference.of_answers(
+        predictor.task, predictor.head, predictor.outputs(encoded), encoded, reference.unknown_id(predictor.tokenizer)
+    )
+    assert found.labels is not None
+    named = Counter(label for row in found.labels for label in row)
+    document: dict[str, Any] = {"rows": 300, "labels": dict(named)}
+    for name, values in found.numbers().items():
+        edges = reference.EDGES[name]
+        counts = np.bincount(reference.place(values, edges), minlength=len(edges) + 1).tolist()
+        document[name] = {"edges": list(edges), "counts": counts}
+    predictor.artifact = replace(predictor.artifact, reference=document)
+    return predictor
+
+
+def metrics(text: str, name: str) -> dict[str, float]:
+    """Samples of a metric by their labels, the replica's name left out."""
+    found = {}
+    for line in text.splitlines():
+        if line.startswith((f"{name}{{", f"{name} ")):
+            labels, value = line.removeprefix(name).rsplit(" ", 1)
+            found[labels.split(",replica")[0].strip("{}")] = float(value)
+    return found
+
+
+def ask(app: Any, text: str, count: int) -> None:
+    for _ in range(count // 50):
+        assert call(app, "POST", "/predict", json={"inputs": [text] * 50}).status_code == 200
+
+
+def test_drift_is_on_metrics_and_alarms_at_unknown_input(watched: Predictor) -> None:
+    app = build_app(watched, Serve())
+    for _ in range(20):
+        assert call(app, "POST", "/predict", json={"inputs": list(CORPUS)}).status_code == 200
+    text = call(app, "GET", "/metrics").text
+    assert max(metrics(text, "rtrain_drift_distance").values()) < 0.1
+    assert set(metrics(text, "rtrain_drift_distance")) == {
+        f'feature="{name}"' for name in ("tokens", "unknown", "score", "labels")
+    }
+    assert metrics(text, "rtrain_drift_alarms_total") == {"": 0.0}
+    ask(app, "ζζζ ξξξ ψψψ", 100)
+    text = call(app, "GET", "/metrics").text
+    assert metrics(text, "rtrain_drift_alarms_total")[""] >= 1
+    assert metrics(text, "rtrain_drift_distance")['feature="unknown"'] > 0.25
+
+
+def test_distances_of_replicas_stay_apart_where_their_metrics_are_added(watched: Predictor) -> None:
+    texts = []
+    for _ in range(2):
+        app = build_app(watched, Serve())
+        ask(app, "ζζζ ξξξ ψψψ", 100)
+        texts.append(call(app, "GET", "/metrics").text)
+    total = sum_expositions(texts)
+    lines = [line for line in total.splitlines() if line.startswith('rtrain_drift_distance{feature="unknown"')]
+    assert len(lines) == 2
+    alone = metrics(texts[0], "rtrain_drift_distance")['feature="unknown"']
+    assert [float(line.rsplit(" ", 1)[1]) for line in lines] == [pytest.approx(alone)] * 2
+    assert metrics(total, "rtrain_drift_alarms_total")[""] >= 2
+
+
+def test_an_artefact_without_a_reference_is_served_and_not_watched(tmp_path: Path) -> None:
+    predictor = served(tmp_path)
+    app = build_app(predictor, Serve())
+    ask(app, TEXT, 50)
+    assert "rtrain_drift" not in call(app, "GET", "/metrics").text
+
+
+# ---------------------------------------------------------------------------------------------------------- abstention
+
+
+def asked(predictor: Predictor, **parameters: object) -> Any:
+    return call(build_app(predictor, Serve()), "POST", "/predict", json={"inputs": TEXT, "parameters": parameters})
+
+
+def test_a_classifier_abstains_below_its_threshold(tmp_path: Path) -> None:
+    predictor = served(tmp_path)
+    plain = asked(predictor).json()[0]
+    best = plain[0]["score"]
+    for chosen, abstains in ((best - 1e-6, False), (best + 1e-6, True)):
+        predictor.head = Head(LABELS, {"abstain": chosen})
+        none = [{"label": "none", "score": pytest.approx(1 - best)}] if abstains else []
+        assert asked(predictor, abstain=True).json() == [none + plain]
+        assert asked(predictor, abstain=True, top_k=1).json() == [(none + plain)[:1]]
+        assert asked(predictor).json() == [plain]
+
+
+def test_rows_outside_of_all_classes_are_none_too(tmp_path: Path) -> None:
+    predictor = served(tmp_path, head=Head(LABELS, {"outside": "other", "threshold": 0.9999}))
+    plain = asked(predictor).json()[0]
+    assert plain[0]["label"] == "other"
+    assert asked(predictor, abstain=True).json()[0] == [{**plain[0], "label": "none"}, *plain[1:]]
+
+
+def test_of_several_labels_none_is_the_one_where_none_applies(tmp_path: Path) -> None:
+    predictor = served(tmp_path, "multi_label", Head(LABELS, {"threshold": 0.5}))
+    best = asked(predictor).json()[0][0]["score"]
+    for chosen, label in ((best + 1e-6, "none"), (best - 1e-6, asked(predictor).json()[0][0]["label"])):
+        predictor.head = Head(LABELS, {"threshold": chosen})
+        assert asked(predictor, abstain=True).json()[0][0]["label"] == label
+
+
+@pytest.mark.parametrize(
+    ("task", "head", "message"),
+    [
+        ("classification", Head(LABELS), "this artefact has no threshold that was chosen on validation rows"),
+        ("regression", Head(("value",), {"mean": 0.0, "std": 1.0}), "this model's answers are not labels of a text"),
+    ],
+)
+def test_who_cannot_abstain_says_so_before_the_engine_has_worked(
+    task: str, head: Head, message: str, tmp_path: Path
+) -> None:
+    predictor = served(tmp_path, task, head)
+    app = build_app(predictor, Serve())
+    refused = call(app, "POST", "/predict", json={"inputs": TEXT, "parameters": {"abstain": True}})
+    assert app.state.service.batcher.stats.calls == 0
+    assert (refused.status_code, refused.json()["error"]["field"]) == (422, "parameters.abstain")
+    assert refused.json()["error"]["message"].startswith(message)
