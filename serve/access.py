@@ -1,5 +1,6 @@
 """Who can reach the endpoint, and how, and what it may serve. No torch, no Ray: it is asked before anything starts."""
 
+import importlib.util
 import ipaddress
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from rtrain.run import shown
 
 def check(settings: Serve, say: Callable[[str], None] = lambda line: None) -> None:
     """Refuse an address that others can reach, since nobody is asked for a key; where that is wanted, say so."""
+    check_grpc(settings)
     if is_loopback(settings.host):
         return
     if not settings.insecure:
@@ -19,6 +21,21 @@ def check(settings: Serve, say: Callable[[str], None] = lambda line: None) -> No
         fix = "listen on 127.0.0.1, behind a proxy that asks for one, or write --insecure"
         raise ConfigError([Problem("serve.host", settings.host, reason, fix)])
     say(f"insecure: whoever reaches {settings.host} may ask the model, unencrypted and without a key; keys come later")
+
+
+def check_grpc(settings: Serve) -> None:
+    """Refuse gRPC where its library is missing, and where others could reach it: it asks nobody for a key."""
+    if settings.grpc_port is None:
+        return
+    problems, none = [], "or leave the setting out"
+    if importlib.util.find_spec("tritonclient") is None:
+        reason = "gRPC needs tritonclient, which is not installed"
+        problems.append(Problem("serve.grpc_port", settings.grpc_port, reason, f"pip install 'rtrain[grpc]', {none}"))
+    if not is_loopback(settings.host) and not settings.insecure:
+        reason = "gRPC asks nobody for a key, and others can reach this address"
+        problems.append(Problem("serve.grpc_port", settings.grpc_port, reason, f"listen on 127.0.0.1, {none}"))
+    if problems:
+        raise ConfigError(problems)
 
 
 def admit(made: Artifact, folder: Path, settings: Serve, say: Callable[[str], None] = lambda line: None) -> None:

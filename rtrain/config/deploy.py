@@ -119,6 +119,9 @@ class Serve(Section):
     """Serve a compressed artefact although the gate has refused it or has not looked at it."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen on; 0 takes a free one."""
+    grpc_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port on which the Open Inference Protocol is spoken over gRPC as well, e.g. 9000; the replicas of a machine share
+    it. It asks nobody for a key. Default: HTTP alone."""
     replicas: Positive = 1
     """Copies of the model that answer side by side."""
     threads: Positive = 1
@@ -165,4 +168,7 @@ def deploy_contradictions(deploy: Deploy) -> list[Problem]:
         problems.append(Problem("tune.target", None, "tune.objective=time needs a score to reach", "write e.g. 0.9"))
     if tune.money is not None and tune.price is None:
         problems.append(Problem("tune.price", None, "tune.money needs the price of a worker's hour", "write e.g. 0.04"))
+    if deploy.serve.grpc_port == deploy.serve.port:
+        reason = "serve.port is that of HTTP"
+        problems.append(Problem("serve.grpc_port", deploy.serve.grpc_port, reason, "write another port"))
     return problems
