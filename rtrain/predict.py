@@ -1,5 +1,6 @@
 """An artefact and texts -> answers, by the engine that artifact.json names. An int8 artefact needs no torch."""
 
+import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rtrain import artifact, engines
+from rtrain import artifact, engines, manifest
 from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
 from rtrain.batch import Encoded, Floats, Head, Ints, Outputs, Tokens, batches, pack, padded
 from rtrain.errors import UserError
@@ -32,6 +33,9 @@ MOST_TOKENS = 1 << 14
 tokens has 24,576, and 32 such texts 786,432. Texts of many windows go in smaller groups, and the windows of one text in
 several calls."""
 
+
+REVISION_DIGITS = 12
+"""Of a SHA-256 in hex, as in an artefact's version."""
 
 CONVERTER = "openvino.tools.ovc"
 
@@ -63,6 +67,8 @@ class Predictor:
         loader = engines.get(artifact.engine).loader
         self._engine: Engine = engine or engines.named(loader)(folder, artifact, threads)
         self.pad_id = _pad_id(folder)
+        self.revisions = _revisions(folder, artifact)
+        """Digests that tell whether a part has changed: of the model as a whole, of its tokenizer, of its labels."""
 
     @classmethod
     def load(cls, folder: Path, threads: int | None = None) -> "Predictor":
@@ -150,7 +156,18 @@ class Predictor:
         if not inputs:
             return []
         encoded = self.encode(inputs)
-        return self.task.decode(self.outputs(encoded, batch_rows), inputs, encoded, self.head, parameters or {})
+        return self.decode(self.outputs(encoded, batch_rows), inputs, encoded, parameters or {})
+
+    def decode(
+        self, outputs: Outputs, inputs: Sequence[Input], encoded: Sequence[Encoded], parameters: Mapping[str, Any]
+    ) -> list[Any]:
+        """The answer to each input by its output, in the task's HTTP form. Where an answer is pieces of the vocabulary,
+        their texts stand beside their numbers, which the task, having no tokenizer, gives alone."""
+        answers = self.task.decode(outputs, inputs, encoded, self.head, parameters)
+        if self.task.output == "tokens":
+            for piece in (piece for answer in answers for mask in answer for piece in mask):
+                piece["token_str"] = self.tokenizer.decode([piece["token"]], skip_special_tokens=False)
+        return answers
 
     @property
     def network(self) -> tuple["transformers.PreTrainedModel", frozenset[str]]:
@@ -241,6 +258,14 @@ def _apart(found: Floats, expected: Floats) -> float:
 def _texts(value: Input, task: Task) -> tuple[str, str | None]:
     """The one or two texts of an input."""
     return (value, None) if isinstance(value, str) else (value[task.fields[0]], value.get(task.fields[1]))
+
+
+def _revisions(folder: Path, artifact: Artifact) -> dict[str, str]:
+    return {
+        "model": artifact.version,
+        "tokenizer": manifest.entry(folder / "tokenizer.json")["sha256"][:REVISION_DIGITS],
+        "labels": hashlib.sha256("\n".join(artifact.labels).encode()).hexdigest()[:REVISION_DIGITS],
+    }
 
 
 def _pad_id(folder: Path) -> int:

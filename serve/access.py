@@ -1,5 +1,6 @@
 """Who can reach the endpoint, and how, and what it may serve. No torch, no Ray: it is asked before anything starts."""
 
+import importlib.util
 import ipaddress
 import ssl
 from collections.abc import Callable
@@ -15,6 +16,7 @@ def check(settings: Serve, say: Callable[[str], None] = lambda line: None) -> No
     """Refuse files of keys and certificates that are no good, and an address that others can reach without a key;
     where that is wanted, say so."""
     _check_files(settings)
+    check_grpc(settings)
     if is_loopback(settings.host):
         return
     if settings.keys is None and not settings.insecure:
@@ -57,6 +59,24 @@ def absolute(settings: Serve) -> Serve:
     named = {name: getattr(settings, name) for name in ("keys", "tls_cert", "tls_key")}
     paths = {name: str(Path(path).expanduser().absolute()) for name, path in named.items() if path is not None}
     return settings.model_copy(update=paths)
+
+
+def check_grpc(settings: Serve) -> None:
+    """Refuse gRPC where its library is missing, and where others could reach it: it asks nobody for a key."""
+    if settings.grpc_port is None:
+        return
+    problems, none = [], "or leave the setting out"
+    if importlib.util.find_spec("tritonclient") is None:
+        reason = "gRPC needs tritonclient, which is not installed"
+        problems.append(Problem("serve.grpc_port", settings.grpc_port, reason, f"pip install 'rtrain[grpc]', {none}"))
+    if settings.keys is not None:
+        reason = "gRPC asks nobody for a key, and HTTP is to ask for one (serve.keys)"
+        problems.append(Problem("serve.grpc_port", settings.grpc_port, reason, f"serve HTTP alone, {none}"))
+    elif not is_loopback(settings.host) and not settings.insecure:
+        reason = "gRPC asks nobody for a key, and others can reach this address"
+        problems.append(Problem("serve.grpc_port", settings.grpc_port, reason, f"listen on 127.0.0.1, {none}"))
+    if problems:
+        raise ConfigError(problems)
 
 
 def admit(made: Artifact, folder: Path, settings: Serve, say: Callable[[str], None] = lambda line: None) -> None:

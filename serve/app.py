@@ -7,12 +7,12 @@ the model's name and version; each error has the one form of `schema.ErrorReply`
 
 import asyncio
 import functools
-import importlib.resources
+import importlib
 import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 from urllib.parse import quote
 
@@ -26,7 +26,7 @@ import rtrain
 from rtrain.config import Serve
 from rtrain.predict import InputError, Predictor
 from rtrain.tasks.base import Input
-from serve import abstention, guard, protocol, schema
+from serve import about, abstention, guard, pages, protocol, schema
 from serve.access import is_loopback
 from serve.batcher import Batcher, EngineError, Expired
 from serve.encoding import Encoder, characters_of
@@ -77,6 +77,11 @@ class Service:
     def exposition(self) -> str:
         return self.telemetry.exposition()
 
+    def count(self, route: str, status: int | str, seconds: float) -> None:
+        """One request that is over."""
+        self.telemetry.requests.labels(route, str(status)).inc()
+        self.telemetry.seconds.labels(route).observe(seconds)
+
     async def answers(
         self,
         texts: list[Input],
@@ -106,15 +111,59 @@ class Service:
             raise RequestError(500, "the model failed on this request") from None
         self.telemetry.rows.inc(len(texts))
         self.telemetry.drift.observe(outputs, encoded)
-        task, head = self.predictor.task, self.predictor.head
-        answers = task.decode(outputs, texts, encoded, head, parameters)
+        answers = self.predictor.decode(outputs, texts, encoded, parameters)
         if parameters.get("abstain"):
+            task, head = self.predictor.task, self.predictor.head
             answers = abstention.abstain(answers, task, head, parameters["top_k"])
         if parameters.get("explain"):
             rows = [Row(*row) for row in zip(texts, encoded, outputs, strict=True)]
             found = await self.explanations.submit(rows, parameters["label"], deadline)
             answers = [{"answer": answer, "explanation": why} for answer, why in zip(answers, found, strict=True)]
         return answers, sum(row.truncated for row in encoded)
+
+    async def infer(
+        self, asked: protocol.InferRequest, binary: bytes, deadline: float, client: str = ""
+    ) -> tuple[dict[str, Any], int]:
+        """The reply of the Open Inference Protocol, over HTTP or gRPC, and how many texts were cut."""
+        task, artifact = self.predictor.task, self.predictor.artifact
+        texts = asked.texts(task.fields, binary, self.settings.max_inputs)
+        answers, cut = await self.answers(texts, deadline, lambda place: f"inputs.0.data.{place}", {"top_k": 1}, client)
+        tensors = protocol.tensors(answers, task.output)
+        if asked.outputs:
+            wanted = {output.name for output in asked.outputs}
+            tensors = [tensor for tensor in tensors if tensor["name"] in wanted]
+        reply = {"model_name": artifact.name, "model_version": artifact.version, "outputs": tensors}
+        return (reply if asked.id is None else {**reply, "id": asked.id}), cut
+
+    def metadata(self) -> dict[str, Any]:
+        """The model's in the Open Inference Protocol."""
+        task, artifact = self.predictor.task, self.predictor.artifact
+        return {
+            "name": artifact.name,
+            "versions": [artifact.version],
+            "platform": f"rtrain_{artifact.engine}",
+            "inputs": protocol.input_tensors(task.fields, task.needs_pair),
+            "outputs": [
+                {"name": name, "datatype": datatype, "shape": [-1]}
+                for name, datatype in protocol.output_tensors(task.output).items()
+            ],
+        }
+
+    def index(self, ready: bool) -> list[dict[str, str]]:
+        """The models at this address, of the Open Inference Protocol; `ready`: only those that can answer."""
+        artifact = self.predictor.artifact
+        named = {"name": artifact.name, "version": artifact.version}
+        if self.ready:
+            return [{**named, "state": "READY", "reason": ""}]
+        return [] if ready else [{**named, "state": "UNAVAILABLE", "reason": "an engine call does not return"}]
+
+    def named(self, name: str, version: str = "") -> None:
+        """Raise a `RequestError` where another model is asked for, or another version of this one."""
+        artifact = self.predictor.artifact
+        if name != artifact.name:
+            raise RequestError(404, f"no model of that name; this one is {artifact.name}", "name")
+        if version not in ("", artifact.version):
+            raise RequestError(404, f"no version of that name; this one is {artifact.version}", "version")
 
 
 def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | None = None) -> FastAPI:
@@ -127,7 +176,11 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
+        async with AsyncExitStack() as stack:
+            if settings.grpc_port is not None:  # its libraries are an extra
+                opened = importlib.import_module("serve.grpc").serving(service, settings.host, settings.grpc_port)
+                app.state.grpc_port = await stack.enter_async_context(opened)
+            yield
         service.close()
 
     app = _App(
@@ -161,30 +214,20 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
         answers, cut = await service.answers(
             texts, deadline, lambda place: f"inputs.{place}" if several else "inputs", parameters, _client(request)
         )
-        lone = not several and predictor.task.needs_pair
+        lone = not several and predictor.task.lone_answer and not parameters.get("explain")
         return _json(answers[0] if lone else answers, headers=_cut_header(cut))
 
+    @app.post("/v2/models/{name}/versions/{version}/infer", **_documented(protocol.InferReply, protocol.InferRequest))
     @app.post("/v2/models/{name}/infer", **_documented(protocol.InferReply, protocol.InferRequest))
-    async def infer(request: Request, name: str) -> Response:
+    async def infer(request: Request) -> Response:
         """The best label of each text, in the Open Inference Protocol."""
         deadline = asyncio.get_running_loop().time() + settings.deadline_s
-        _check_name(name, artifact.name)
+        service.named(**request.path_params)
         body = await request.body()
         document, binary = protocol.split(body, request.headers.get("inference-header-content-length"))
         asked = schema.parse(protocol.InferRequest, document, settings.max_inputs)
-        answers, cut = await service.answers(
-            asked.texts(binary, settings.max_inputs),
-            deadline,
-            lambda place: f"inputs.0.data.{place}",
-            {"top_k": 1},
-            _client(request),
-        )
-        tensors = protocol.tensors(answers, predictor.task.output)
-        if asked.outputs:
-            wanted = {output.name for output in asked.outputs}
-            tensors = [tensor for tensor in tensors if tensor["name"] in wanted]
-        reply = {"model_name": artifact.name, "model_version": artifact.version, "outputs": tensors}
-        return _json(reply if asked.id is None else {**reply, "id": asked.id}, headers=_cut_header(cut))
+        reply, cut = await service.infer(asked, binary, deadline, _client(request))
+        return _json(reply, headers=_cut_header(cut))
 
     @app.get("/v2", **_documented(protocol.ServerMetadata))
     async def server_metadata() -> Response:
@@ -198,26 +241,27 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
     async def ready() -> Response:
         return _json({"ready": service.ready}, 200 if service.ready else 503)
 
+    @app.get("/v2/models/{name}/versions/{version}", **_documented(protocol.ModelMetadata))
     @app.get("/v2/models/{name}", **_documented(protocol.ModelMetadata))
-    async def model_metadata(name: str) -> Response:
-        _check_name(name, artifact.name)
-        return _json(
-            {
-                "name": artifact.name,
-                "versions": [artifact.version],
-                "platform": f"rtrain_{artifact.engine}",
-                "inputs": [{"name": "text", "datatype": "BYTES", "shape": [-1]}],
-                "outputs": [
-                    {"name": name, "datatype": datatype, "shape": [-1]}
-                    for name, datatype in protocol.output_tensors(predictor.task.output).items()
-                ],
-            }
-        )
+    async def model_metadata(request: Request) -> Response:
+        service.named(**request.path_params)
+        return _json(service.metadata())
 
+    @app.get("/v2/models/{name}/versions/{version}/ready", **_documented(protocol.ModelReady))
     @app.get("/v2/models/{name}/ready", **_documented(protocol.ModelReady))
-    async def model_ready(name: str) -> Response:
-        _check_name(name, artifact.name)
+    async def model_ready(request: Request) -> Response:
+        service.named(**request.path_params)
         return _json({"name": artifact.name, "ready": service.ready}, 200 if service.ready else 503)
+
+    @app.post("/v2/repository/index", **_documented(protocol.RepositoryIndex, protocol.IndexRequest))
+    async def repository_index(request: Request) -> Response:
+        body = await service.body(request, asyncio.get_running_loop().time() + settings.deadline_s)
+        return _json(service.index(schema.parse(protocol.IndexRequest, body or b"{}").ready))
+
+    @app.get("/info", **_documented(about.About))
+    async def info() -> Response:
+        """What the model is for and how it is asked: what its page shows."""
+        return _json(about.describe(predictor, settings))
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
@@ -225,20 +269,11 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
         text = service.exposition() if exposition is None else await exposition()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/", response_class=Response)
-    async def page() -> Response:
-        """A page to try the model."""
-        return Response(_page(), media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
-
+    app.include_router(pages.ROUTER)
     return app
 
 
 # ----------------------------------------------------------------------------------------------------------- answers
-
-_PAGE_HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-}
 
 
 def _json(document: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -261,20 +296,10 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         asked = f"{method[:MOST_SHOWN]} {path[:MOST_SHOWN]}"
         found = RequestError(error.status_code, f"{asked}: {error.detail}{hint}")
         found.headers.update(error.headers or {})
-        return guard.answer(found)
+        return guard.answer(found, path)
     if isinstance(error, RequestError):
-        return guard.answer(error)
+        return guard.answer(error, request.scope["path"])
     raise error
-
-
-def _check_name(asked: str, name: str) -> None:
-    if asked != name:
-        raise RequestError(404, f"no model of that name; this one is {name}", "name")
-
-
-@functools.cache
-def _page() -> str:
-    return (importlib.resources.files("serve") / "page" / "index.html").read_text(encoding="utf-8")
 
 
 def _client(request: Request) -> str:
@@ -288,7 +313,8 @@ class _Envelope:
     def __init__(self, app: ASGIApp, service: Service):
         self._app, self._service = app, service
         artifact = service.predictor.artifact
-        names = {"x-model-name": quote(artifact.name), "x-model-version": artifact.version}
+        revisions = {f"x-{part}-version": digest for part, digest in service.predictor.revisions.items()}
+        names = {"x-model-name": quote(artifact.name), **revisions}
         self._headers = [(name.encode(), value.encode()) for name, value in names.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -313,12 +339,11 @@ class _Envelope:
             if status != CLIENT_GONE:  # the answer is on its way; only the server can still break it off
                 raise
             logger.exception("unexpected error in %s %r", scope["method"], scope["path"])
-            answer = guard.answer(RequestError(500, "internal error; the server's log has the cause"))
-            await answer(scope, receive, send_enveloped)
+            error = RequestError(500, "internal error; the server's log has the cause")
+            await guard.answer(error, scope["path"])(scope, receive, send_enveloped)
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            self._service.telemetry.requests.labels(route, str(status)).inc()
-            self._service.telemetry.seconds.labels(route).observe(time.monotonic() - began)
+            self._service.count(route, status, time.monotonic() - began)
 
 
 # ----------------------------------------------------------------------------------------------------------- OpenAPI
@@ -329,7 +354,7 @@ class _App(FastAPI):
         """FastAPI describes the bodies that it parses; ours are parsed from bytes and added here."""
         if self.openapi_schema is None:
             schemas = super().openapi()["components"]["schemas"]
-            for model in (schema.PredictRequest, protocol.InferRequest):
+            for model in (schema.PredictRequest, protocol.InferRequest, protocol.IndexRequest):
                 described = model.model_json_schema(ref_template=_REFERENCE)
                 schemas.update(described.pop("$defs", {}))
                 schemas[model.__name__] = described
@@ -346,6 +371,8 @@ _REFERENCE = "#/components/schemas/{model}"
 def _documented(reply: Any, request: type[BaseModel] | None = None) -> dict[str, Any]:
     """A route's part of the OpenAPI document."""
     described: dict[str, Any] = {"responses": {200: {"model": reply}}}
+    if getattr(reply, "__module__", "") == protocol.__name__:
+        described["responses"]["default"] = {"model": protocol.InferError, "description": "Error"}
     if request is not None:
         content = {"application/json": {"schema": {"$ref": _REFERENCE.format(model=request.__name__)}}}
         described["openapi_extra"] = {"requestBody": {"required": True, "content": content}}

@@ -123,6 +123,9 @@ def start(
     if _controller() is not None:
         raise UserError("this Ray runs Ray Serve already; close that endpoint first, or start a Ray of your own")
     address = replace(free_address(settings.host, settings.port), tls=settings.tls_cert is not None)
+    if settings.grpc_port and not Address(settings.host, settings.grpc_port).is_free():
+        place = f"port {settings.grpc_port} on {settings.host} is in use"
+        raise UserError(f"serve.grpc_port: {place}; end the program that has it, or write another port")
     front = ingress.choose(settings, tell)
     endpoint = Endpoint(address, settings, front)
     try:

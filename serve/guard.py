@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rtrain.config import Serve
-from serve import keys, schema
+from serve import keys
 from serve.schema import RequestError
 
 MOST_HEADERS = 100
@@ -57,11 +57,10 @@ def hardened(send: Send, settings: Serve) -> Send:
     return send_hardened
 
 
-def answer(error: RequestError) -> Response:
-    """The error form."""
-    detail = {"type": schema.ERROR_TYPES[error.status], "message": error.message, "field": error.field}
+def answer(error: RequestError, path: str) -> Response:
+    """The error form of the path."""
     # A path may hold what is no UTF-8.
-    body = json.dumps({"error": detail}, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")
+    body = json.dumps(error.document(path), ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")
     return Response(body, error.status, error.headers, media_type="application/json")
 
 
@@ -80,7 +79,7 @@ class Guard:
             self._check(scope)
             await self._app(scope, _Body(receive, self._settings), send)
         except RequestError as error:
-            await answer(error)(scope, receive, send)
+            await answer(error, scope["path"])(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
         settings, headers = self._settings, scope["headers"]

@@ -1,8 +1,10 @@
 """The Open Inference Protocol (KServe, Triton), version 2: its messages, and texts and answers as its tensors."""
 
 import json
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
+import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from rtrain.tasks.base import Input
@@ -15,7 +17,7 @@ class Open(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
-# ------------------------------------------------------------------------------------------ the Hugging Face form
+# --------------------------------------------------------------------------------------------------- about the server
 
 
 class Live(Closed):
@@ -51,6 +53,30 @@ class ModelMetadata(Closed):
     outputs: list[TensorMetadata]
 
 
+class IndexRequest(Open):
+    ready: bool = False
+    """Name only models that can answer now."""
+
+
+class IndexedModel(Closed):
+    name: str
+    version: str
+    state: Literal["READY", "UNAVAILABLE"]
+    reason: str
+
+
+class RepositoryIndex(pydantic.RootModel[list[IndexedModel]]):
+    """The models that can be asked at this address."""
+
+
+# --------------------------------------------------------------------------------------------------- texts and answers
+
+
+class InferError(Closed):
+    error: str
+    """Where in the request, if anywhere, and what is wrong."""
+
+
 class InputParameters(Open):
     binary_data_size: Annotated[int, Field(ge=0)] | None = None
     """Triton's binary extension: bytes of the texts, which follow the JSON instead of standing in `data`."""
@@ -71,39 +97,64 @@ class RequestedOutput(Open):
 
 class InferRequest(Open):
     id: str | None = None
-    inputs: Annotated[list[InputTensor], Field(min_length=1, max_length=1)]
-    """One tensor of texts."""
+    inputs: Annotated[list[InputTensor], Field(min_length=1, max_length=2)]
+    """One tensor of texts; or two, where a question is about two texts, named as the model's metadata names them."""
     outputs: list[RequestedOutput] | None = None
 
-    def texts(self, binary: bytes = b"", most: int = 256) -> list[Input]:
-        """The texts; `binary` is unpacked no further than to the first text past `most`."""
-        tensor = self.inputs[0]
-        if (tensor.data is None) == (tensor.parameters is None or tensor.parameters.binary_data_size is None):
-            raise RequestError(422, "give the texts either as data or as binary data", "inputs.0.data")
-        rows = _unpack(binary, most) if tensor.data is None else tensor.data
-        texts = [text for row in rows for text in ([row] if isinstance(row, str) else row)]
-        if tensor.shape not in ([len(texts)], [len(texts), 1]):
-            raise RequestError(422, f"shape {tensor.shape} does not fit {len(texts)} texts", "inputs.0.shape")
-        if not texts:
-            raise RequestError(422, "no text; send at least one", "inputs.0.data")
-        return list(texts)
+    def texts(self, fields: tuple[str, str], binary: bytes = b"", most: int = 256) -> list[Input]:
+        """What is asked. `fields` are the names of the task's two texts, `binary` is what followed the JSON; it is
+        unpacked no further than to the first text past `most`."""
+        columns = []
+        for place, tensor in enumerate(self.inputs):
+            size = None if tensor.parameters is None else tensor.parameters.binary_data_size
+            columns.append(_column(tensor, place, None if size is None else binary[:size], most))
+            binary = binary[size or 0 :]
+        if binary:
+            raise RequestError(422, "the binary data goes on behind the last tensor", "inputs")
+        if len(columns) == 1:
+            return list(columns[0])
+        names = [tensor.name for tensor in self.inputs]
+        if sorted(names) != sorted(fields):
+            raise RequestError(422, f"two tensors of texts are named {fields[0]} and {fields[1]}", "inputs.0.name")
+        if len(columns[0]) != len(columns[1]):
+            raise RequestError(422, "one tensor has more texts than the other", "inputs.1.shape")
+        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def _unpack(data: bytes, most: int) -> list[str]:
+def _column(tensor: InputTensor, place: int, binary: bytes | None, most: int) -> list[str]:
+    """The texts of one tensor."""
+    if (tensor.data is None) == (binary is None):
+        raise RequestError(422, "give the texts either as data or as binary data", f"inputs.{place}.data")
+    rows = unpacked(binary or b"", place, most) if tensor.data is None else tensor.data
+    texts = [text for row in rows for text in ([row] if isinstance(row, str) else row)]
+    if tensor.shape not in ([len(texts)], [len(texts), 1]):
+        shape = f"shape {tensor.shape} does not fit {len(texts)} texts"
+        raise RequestError(422, shape, f"inputs.{place}.shape")
+    if not texts:
+        raise RequestError(422, "no text; send at least one", f"inputs.{place}.data")
+    return texts
+
+
+def packed(texts: Iterable[bytes]) -> bytes:
     """Triton's binary form of texts: for each its length (4 bytes, little-endian), then its UTF-8."""
+    return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+
+
+def unpacked(data: bytes, tensor: int, most: int) -> list[str]:
+    """The texts of which `packed` made `data`; errors name the place of their tensor."""
     texts: list[str] = []
     place = 0
     while place < len(data):
         if len(texts) == most:
-            raise RequestError(413, f"more than {most} texts; send at most {most}", "inputs.0.data")
+            raise RequestError(413, f"more than {most} texts; send at most {most}", f"inputs.{tensor}.data")
         start = place + 4
         place = start + int.from_bytes(data[place:start], "little")
         if place > len(data):
-            raise RequestError(422, "the binary data ends inside a text", "inputs.0.data")
+            raise RequestError(422, "the binary data ends inside a text", f"inputs.{tensor}.data")
         try:
             texts.append(data[start:place].decode())
         except UnicodeDecodeError:
-            raise RequestError(422, "a text is not UTF-8", f"inputs.0.data.{len(texts)}") from None
+            raise RequestError(422, "a text is not UTF-8", f"inputs.{tensor}.data.{len(texts)}") from None
     return texts
 
 
@@ -114,6 +165,12 @@ def split(body: bytes, json_length: str | None) -> tuple[bytes, bytes]:
     if not json_length.isdecimal() or len(json_length) > 9 or int(json_length) > len(body):
         raise RequestError(400, "inference-header-content-length does not fit the body")
     return body[: int(json_length)], body[int(json_length) :]
+
+
+def input_tensors(fields: Sequence[str], needs_pair: bool) -> list[dict[str, Any]]:
+    """The tensors that ask: one, or two where the task reads two texts."""
+    names = fields if needs_pair else fields[:1]
+    return [{"name": name, "datatype": "BYTES", "shape": [-1]} for name in names]
 
 
 def output_tensors(output: str) -> dict[str, str]:

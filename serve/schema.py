@@ -24,12 +24,23 @@ _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 
 class RequestError(Exception):
-    """An answer other than 200, in the error form that every route shares."""
+    """An answer other than 200. Every route tells it in the same form, but those of the Open Inference Protocol, whose
+    clients expect a line of text."""
 
     def __init__(self, status: int, message: str, field: str | None = None, retry_after: int | None = None):
         super().__init__(message)
         self.status, self.message, self.field = status, message, field
         self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
+
+    @property
+    def line(self) -> str:
+        return f"{self.field}: {self.message}" if self.field else self.message
+
+    def document(self, path: str) -> dict[str, Any]:
+        """The JSON that answers a request of this path."""
+        if path == "/v2" or path.startswith("/v2/"):
+            return {"error": self.line}
+        return {"error": {"type": ERROR_TYPES[self.status], "message": self.message, "field": self.field}}
 
 
 class Closed(BaseModel):
@@ -150,12 +161,15 @@ class TokenScore(Closed):
     score: Annotated[float, Field(ge=0, le=1)]
     token: int
     """The token's number in the model's vocabulary."""
+    token_str: str
+    """Its text."""
 
 
 class PredictReply(
     pydantic.RootModel[
         list[list[LabelScore]]
         | list[list[Entity]]
+        | list[Entity]
         | list[float]
         | list[dict[str, list[LabelScore]]]
         | list[SpanAnswer]
@@ -165,8 +179,8 @@ class PredictReply(
     ]
 ):
     """For each text in order, what the model is for: its labels, best first; entities; a number; labels by head; the
-    answer to a question; a summary; the likeliest tokens of each mask. A single text too is answered by a list of one,
-    a single question by its answer."""
+    answer to a question; a summary; the likeliest tokens of each mask. A single text too is answered by a list of one;
+    but a single question by its answer, and a single text whose words are tagged by the list of its entities."""
 
 
 class _Part(Closed):

@@ -2,22 +2,60 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from fastapi import FastAPI
 
-from rtrain.batch import Encoded, Outputs
+from rtrain.batch import Encoded, Head, Outputs
 from rtrain.config import Serve
 from rtrain.predict import Predictor
 from serve.app import build_app
-from tests.tiny import make_artifact
+from tests.tiny import make_artifact, make_task_artifact
 
 LABELS = ("a", "b", "c")
 TEXT = "where is my parcel"
 INFER = "/v2/models/tiny/infer"
+HEADS = {
+    "classification": Head(LABELS),
+    "multi_label": Head(LABELS, {"threshold": 0.5}),
+    "multi_head": Head(
+        ("intent=buy", "intent=sell", "mood=bad", "mood=fair", "mood=good"), {"heads": [["intent", 2], ["mood", 3]]}
+    ),
+    "regression": Head(("score",), {"mean": 6.0, "std": 1.5, "lowest": 1.0, "highest": 9.0, "step": 0.5}),
+    "token_tags": Head(("O", "B-ORG", "B-PER", "I-ORG", "I-PER")),
+    "span_qa": Head(("start", "end"), {"no_answer": False}),
+    "extractive_summary": Head(("left out", "taken"), {"max_words": 30}),
+    "masked_lm": Head((), {"mask": "[MASK]", "mask_id": 4, "special": [0, 1, 2, 3, 4], "vocabulary": 300}),
+}
+"""What a model of each task answers with."""
+
+
+def predictor_of(folder: Path, task: str) -> Predictor:
+    """A loaded artefact of that task with random weights."""
+    return Predictor.load(make_task_artifact(folder, task, HEADS[task], seed=1), threads=1)
+
+
+@contextmanager
+def listening(app: FastAPI) -> Iterator[str]:
+    """The application behind a real server on a free port of loopback, in a thread; gives its address."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, loop="asyncio", ws="none", lifespan="on", log_level="warning"))
+    thread = threading.Thread(target=server.run, name="uvicorn")
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive(), "the server has not started"
+            time.sleep(0.005)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(30)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +115,10 @@ def predict(app: FastAPI, inputs: object, **parameters: int) -> Any:
     return response.json()
 
 
-def error(type: str, message: str, field: str | None = None) -> dict[str, Any]:
+def error(type: str, message: str, field: str | None = None, path: str = "/predict") -> dict[str, Any]:
+    """The reply to a request of that path that is refused."""
+    if path.startswith("/v2"):
+        return {"error": f"{field}: {message}" if field else message}
     return {"error": {"type": type, "message": message, "field": field}}
 
 

@@ -229,6 +229,7 @@ def test_all_problems_are_reported_at_once() -> None:
             "fewer rows than the 4 workers that share them",
         ),
         ({"tune.objective": "time"}, "tune.target", "tune.objective=time needs a score to reach"),
+        ({"serve.grpc_port": 8000}, "serve.grpc_port", "serve.port is that of HTTP"),
         ({"tune.money": 5}, "tune.price", "tune.money needs the price of a worker's hour"),
         ({"data.text_pair": "text"}, "data.text_pair", "the same column as data.text"),
         ({"data.label": "text"}, "data.label", "the same column as the text"),

@@ -101,4 +101,4 @@ def test_bad_binary_texts_are_refused(
     app: FastAPI, data: bytes, json_length: str | None, status: int, expected: tuple[str, str, str | None]
 ) -> None:
     response = binary_request(app, data, [1], json_length)
-    assert (response.status_code, response.json()) == (status, error(*expected))
+    assert (response.status_code, response.json()) == (status, error(*expected, path="/v2"))

@@ -29,7 +29,8 @@ def test_a_full_queue_is_answered_503_with_retry_after_and_those_in_it_are_serve
             for path, document in (("/predict", {"inputs": TEXT}), (INFER, {"inputs": [tensor([TEXT], [1])]})):
                 refused = await session.post(path, json=document)
                 assert refused.status_code == 503
-                assert refused.json() == error("overloaded", "too many texts are waiting; try again in 1 s")
+                message = "too many texts are waiting; try again in 1 s"
+                assert refused.json() == error("overloaded", message, path=path)
                 assert refused.headers["retry-after"] == "1"
             gate.open()
             answers = await asyncio.gather(*accepted)

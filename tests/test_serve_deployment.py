@@ -13,10 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 import ray
 import ray.serve
+import tritonclient.grpc
 from huggingface_hub import InferenceClient, constants
 
 import rtrain.artifact
@@ -179,6 +181,9 @@ def test_refusals_leave_nothing_running(artifact: Path, tmp_path: Path) -> None:
         other.listen()
         with pytest.raises(UserError, match="is in use; end the program that has it"):
             start(artifact, Serve(ungated=True, port=other.getsockname()[1]))
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match=f"serve.grpc_port: port {port} on 127.0.0.1 is in use; end the program"):
+            start(artifact, Serve(ungated=True, port=0, grpc_port=port))
     with pytest.raises(ArtifactError, match="is no artefact"):
         start(tmp_path, Serve(ungated=True, port=0), name="given")
     assert serve_actors() == []
@@ -248,8 +253,13 @@ def test_without_haproxy_the_stock_proxy_takes_over_and_one_line_says_so(
 
 
 @pytest.fixture(scope="module")
-def endpoint(artifact: Path, ray_session: None) -> Iterator[Endpoint]:
-    settings = Serve(ungated=True, port=0, replicas=REPLICAS, max_body_bytes=MAX_BODY_BYTES)
+def grpc_port() -> int:
+    return free_address("127.0.0.1", 0).port
+
+
+@pytest.fixture(scope="module")
+def endpoint(artifact: Path, grpc_port: int, ray_session: None) -> Iterator[Endpoint]:
+    settings = Serve(ungated=True, port=0, grpc_port=grpc_port, replicas=REPLICAS, max_body_bytes=MAX_BODY_BYTES)
     with start(artifact, settings) as endpoint:
         yield endpoint
 
@@ -267,6 +277,25 @@ def test_the_hugging_face_client_works_as_it_is(
         assert [element.score for element in found] == pytest.approx([score["score"] for score in scores], abs=1e-5)
     best = client.text_classification(CORPUS[0], top_k=1)
     assert [element.label for element in best] == [expected[0][0]["label"]]
+
+
+@pytest.mark.serve
+def test_replicas_share_a_port_for_grpc_and_their_metrics_are_summed(
+    endpoint: Endpoint, artifact: Path, grpc_port: int
+) -> None:
+    def answered() -> float:
+        """Requests over gRPC, by the sum of all replicas."""
+        lines = httpx.get(endpoint.url + "/metrics").text.splitlines()
+        return sum(float(line.split()[1]) for line in lines if "_requests_total" in line and "GRPCInference" in line)
+
+    before, best = answered(), Predictor.load(artifact, threads=1)([CORPUS[0]])[0][0]["label"]
+    tensor = tritonclient.grpc.InferInput("text", [1], "BYTES")
+    tensor.set_data_from_numpy(np.array([CORPUS[0].encode()], dtype=np.object_))
+    for _ in range(8):
+        with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{grpc_port}") as client:
+            assert client.is_server_ready()
+            assert client.infer("tiny", [tensor]).as_numpy("label").tolist() == [best.encode()]
+    assert answered() - before == 8
 
 
 @pytest.mark.serve

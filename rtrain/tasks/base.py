@@ -84,6 +84,9 @@ class Task(Protocol):
     fields: tuple[str, str]
     """Names of the two texts in a request."""
     needs_pair: bool
+    lone_answer: bool
+    """A request of one input, outside of a list, is answered by its answer and not by a list of one: Hugging Face's
+    clients expect the one of some tasks, the other of others."""
     never_cuts: bool
     """Long texts are read in windows whatever the settings: an answer may lie anywhere in them."""
     varies: Variation
@@ -199,6 +202,10 @@ class Task(Protocol):
 
     def asks(self, texts: Sequence[str], head: Head) -> list[Input]:
         """Requests made of arbitrary `texts`: an artefact's golden answers are the answers to these."""
+        ...
+
+    def examples(self, head: Head) -> list[Input]:
+        """Requests that show what the task is for, for the page on which people try a model."""
         ...
 
     def judge(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:

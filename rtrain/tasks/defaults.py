@@ -11,6 +11,13 @@ from rtrain.tasks.encode import encode
 if TYPE_CHECKING:
     import tokenizers
 
+EXAMPLES = (
+    "Where is my parcel? It was due on Monday, and nobody came to the door.",
+    "Thank you for the quick answer, everything works again now.",
+    "The card was declined twice although there is money on the account.",
+    "The first half drags, but the last scene is worth the whole evening.",
+)
+
 
 class Defaults:
     """A task overrides what differs, and adds `name`, `output`, `auto_model`, `by_token`, `head`, `targets`, `counts`,
@@ -18,6 +25,7 @@ class Defaults:
 
     fields = ("text", "text_pair")
     needs_pair = False
+    lone_answer = False
     reads_pair = True
     """Where False, a second text is left out."""
     never_cuts = False
@@ -66,6 +74,9 @@ class Defaults:
         if not self.needs_pair:
             return list(texts)
         return [dict(zip(self.fields, pair, strict=True)) for pair in itertools.pairwise(texts)]
+
+    def examples(self, head: Head) -> list[base.Input]:
+        return list(EXAMPLES)
 
     def judge(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
         return {}

@@ -30,6 +30,15 @@ if TYPE_CHECKING:
     import torch
 
 
+EXAMPLES = (
+    "The town council voted on Tuesday to close the old bridge to cars. Engineers had found cracks in two of its "
+    "pillars in spring. Buses may cross it until the end of the year, at walking pace. A new bridge would cost forty "
+    "million, which the town does not have. The mayor hopes that the state will pay half of it. Shop owners on the "
+    "east bank fear for their customers and have collected nine hundred signatures. The council will meet again in "
+    "October.",
+)
+
+
 class ExtractiveSummary(Defaults):
     name = "extractive_summary"
     output = "summary"
@@ -149,6 +158,9 @@ class ExtractiveSummary(Defaults):
             ]
             answers.append({"summary": " ".join(text[start:end] for start, end, _ in found), "sentences": sentences})
         return answers
+
+    def examples(self, head: Head) -> list[Input]:
+        return list(EXAMPLES)
 
     def columns(self, head: Head) -> list[Column]:
         sentence = {"text": str, "score": float, "start": int, "end": int}

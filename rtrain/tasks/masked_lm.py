@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SHARE, MASKED, REPLACED = 0.15, 0.8, 0.1
 MASKS = ("[MASK]", "<mask>")
 DEFAULT_TOP = 5
+EXAMPLES = ("Where is my {mask}? It was due on Monday.", "The {mask} was signed by both {mask}.")
 
 Words = npt.NDArray[np.uint64]
 
@@ -119,6 +120,9 @@ class MaskedLM(Defaults):
     def asks(self, texts: Sequence[str], head: Head) -> list[Input]:
         """A mask before each text: at the end of a long one it would be cut off."""
         return [f"{head.facts['mask']} {text}" for text in texts]
+
+    def examples(self, head: Head) -> list[Input]:
+        return [example.format(mask=head.facts["mask"]) for example in EXAMPLES]
 
     def decode(
         self,

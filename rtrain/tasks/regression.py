@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 SMALLEST, LARGEST = 1e-30, 1e37
 """Bounds of scores and of their differences: models square them in float32."""
+EXAMPLES = (
+    "Computers help us to learn, since they bring a library to every village. They also take time: a pupil who chats "
+    "all evening reads no book. I believe that the gain is larger, if parents and schools set hours for both.",
+    "i like computers they are good and fun you can play on them and they are good",
+)
 MOST_STEPS = 100
 """Training scores with more steps than this are no scale of grades."""
 
@@ -102,6 +107,9 @@ class Regression(PooledTask):
     ) -> list[Any]:
         """A number for each input, in the unit of the training scores."""
         return [float(value) for value in _unit(outputs, head)]
+
+    def examples(self, head: Head) -> list[Input]:
+        return list(EXAMPLES)
 
     def columns(self, head: Head) -> list[Column]:
         return [Column("value", float, lambda answer: answer)]

@@ -33,6 +33,23 @@ MOST_STARTS = 20
 """How many of a window's best starts are tried, each with every end behind it."""
 EXAMPLE = '[{"text": "on monday", "start": 12}]'
 """Answers as they are written in a column."""
+EXAMPLES = (
+    (
+        "When does the museum open on Sundays?",
+        "The museum lies beside the old harbour. From Tuesday to Saturday it opens at nine, on Sundays at eleven; "
+        "on Mondays it is closed. Children under twelve pay nothing.",
+    ),
+    (
+        "Who designed the bridge?",
+        "The bridge was opened in 1894 after eight years of work. It was designed by Maria Lund, who had built two "
+        "lighthouses before, and it carried trains until 1961.",
+    ),
+    (
+        "How high is the tower?",
+        "The tower was begun in 1310 and finished a century later. Its bells were cast in the town itself.",
+    ),
+)
+"""Questions and contexts; the last one has no answer in its context."""
 HIDDEN = -1e4
 """In place of the logit of padding: its chance is 0, and 0 x HIDDEN is still 0."""
 
@@ -44,6 +61,7 @@ class SpanQA(Defaults):
     by_token = True
     fields = ("question", "context")
     needs_pair = True
+    lone_answer = True
     never_cuts = True
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
@@ -194,6 +212,9 @@ class SpanQA(Defaults):
             else:
                 answers.append({"answer": given["context"][start:end], "score": best.score, "start": start, "end": end})
         return answers
+
+    def examples(self, head: Head) -> list[Input]:
+        return [dict(zip(self.fields, example, strict=True)) for example in EXAMPLES]
 
     def columns(self, head: Head) -> list[Column]:
         """As in the HTTP answer: an answer that is not in the context is empty, with its place at 0."""

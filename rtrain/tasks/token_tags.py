@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     import torch
 
 OUTSIDE = "O"
+EXAMPLES = (
+    "Maria Lund met the directors of Nordhaven Shipping in Rotterdam on Friday.",
+    "Aspirin lowered the fever, but two patients with diabetes developed a rash after ibuprofen.",
+    "The tenant, Harbour Foods Ltd, shall pay 1,200 euros to the landlord by 3 March 2026.",
+)
 _TAG = re.compile(r"O|[BI]-.+")
 
 
@@ -36,6 +41,7 @@ class TokenTags(Defaults):
     auto_model = "AutoModelForTokenClassification"
     by_token = True
     reads_pair = False
+    lone_answer = True
     never_cuts = True
     varies: base.Variation = "words"
 
@@ -140,6 +146,9 @@ class TokenTags(Defaults):
             [group for group, _, _ in located(text, output, row, head)]
             for text, output, row in zip(asked, outputs, encoded, strict=True)
         ]
+
+    def examples(self, head: Head) -> list[Input]:
+        return list(EXAMPLES)
 
     def columns(self, head: Head) -> list[Column]:
         entity = {"entity_group": str, "score": float, "word": str, "start": int, "end": int}

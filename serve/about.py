@@ -1,0 +1,101 @@
+"""What a model is for and how it is asked, in one document: for its page, and for programs that choose."""
+
+import itertools
+from typing import Any
+
+from rtrain import engines
+from rtrain.config import Serve
+from rtrain.errors import UserError
+from rtrain.explain import targets
+from rtrain.predict import Predictor
+from rtrain.tasks.base import Input, Task
+from serve.schema import Closed
+
+
+class Scale(Closed):
+    lowest: float
+    highest: float
+    step: float | None
+    """Distance of neighbouring grades; null where the training scores are on no scale of grades."""
+
+
+class Limits(Closed):
+    inputs: int
+    """Texts of one request."""
+    body_bytes: int
+    tokens: int
+    """Tokens of one window. A longer text is cut, or read in several windows, as the artefact says."""
+
+
+class Revisions(Closed):
+    """Digests: each changes with what it names. Every reply has them too, in its headers."""
+
+    model: str
+    tokenizer: str
+    labels: str
+
+
+class About(Closed):
+    name: str
+    task: str
+    output: str
+    """Kind of the answers: classes, labels, heads, number, tags, spans, summary or tokens."""
+    engine: str
+    revisions: Revisions
+    fields: list[str]
+    """Names of the texts that a question is about: one, or two."""
+    labels: list[str]
+    """As the artefact has them: `head=label` of several heads, B- and I- of entities."""
+    threshold: float | None
+    """Score from which a label is given; null where the first one is the answer."""
+    scale: Scale | None
+    """Of the training scores, where the answer is a number."""
+    max_words: int | None
+    """Of a summary, unless the request says another number."""
+    explains: bool
+    """Whether `parameters.explain` is answered."""
+    limits: Limits
+    examples: list[Any]
+    """Inputs to try."""
+
+
+def describe(predictor: Predictor, settings: Serve) -> dict[str, Any]:
+    """The `About` of a loaded model."""
+    artifact, task, facts = predictor.artifact, predictor.task, predictor.head.facts
+    paired = task.needs_pair or bool(artifact.data.get("text_pair"))
+    on_scale = task.output == "number" and "lowest" in facts
+    return {
+        "name": artifact.name,
+        "task": task.name,
+        "output": task.output,
+        "engine": artifact.engine,
+        "revisions": predictor.revisions,
+        "fields": list(task.fields if paired else task.fields[:1]),
+        "labels": list(artifact.labels),
+        "threshold": task.least(predictor.head),
+        "scale": {name: facts[name] for name in ("lowest", "highest", "step")} if on_scale else None,
+        "max_words": facts.get("max_words"),
+        "explains": _explains(predictor),
+        "limits": {
+            "inputs": settings.max_inputs,
+            "body_bytes": settings.max_body_bytes,
+            "tokens": artifact.max_tokens,
+        },
+        "examples": _examples(task, predictor, paired),
+    }
+
+
+def _explains(predictor: Predictor) -> bool:
+    try:
+        targets.check(predictor.task)
+    except UserError:
+        return False
+    return engines.get(predictor.artifact.engine).gradients
+
+
+def _examples(task: Task, predictor: Predictor, paired: bool) -> list[Input]:
+    """Where a task that takes one text was trained on two, each example stands beside the next."""
+    found = task.examples(predictor.head)
+    if not paired or not all(isinstance(example, str) for example in found):
+        return list(found)
+    return [dict(zip(task.fields, pair, strict=True)) for pair in itertools.pairwise(map(str, found))]

@@ -1,0 +1,158 @@
+"""The Open Inference Protocol over gRPC, beside the HTTP application: the same `Service`, batcher, limits and errors.
+
+The messages and the interface of the servicer are those that Triton's client ships (the extra `grpc`). What a service
+of KServe's or Triton's has and this one lacks, e.g. loading models and shared memory, is answered UNIMPLEMENTED.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2 as messages, service_pb2_grpc as interface
+
+import rtrain
+from serve import protocol, schema
+from serve.schema import RequestError
+
+if TYPE_CHECKING:
+    from serve.app import Service
+
+logger = logging.getLogger(__name__)
+
+CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    404: grpc.StatusCode.NOT_FOUND,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    422: grpc.StatusCode.INVALID_ARGUMENT,
+    500: grpc.StatusCode.INTERNAL,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+"""For the statuses of `RequestError`."""
+ROUTE = "/inference.GRPCInferenceService/ModelInfer"
+"""Its name in the metrics."""
+OVERHEAD_BYTES = 100_000
+"""Of a message beside its texts: names, shapes and lengths. `serve.max_body_bytes` bounds the texts."""
+
+
+@asynccontextmanager
+async def serving(service: "Service", host: str, port: int) -> AsyncIterator[int]:
+    """Listen while the context is open; gives the port. At its end requests in progress are answered first.
+
+    Raises RuntimeError where the port is in use.
+    """
+    settings = service.settings
+    server = grpc.aio.server(
+        options=[("grpc.max_receive_message_length", settings.max_body_bytes + OVERHEAD_BYTES)],
+        # As many as reach the HTTP application; more are answered RESOURCE_EXHAUSTED.
+        maximum_concurrent_rpcs=settings.max_queue_rows + 2 * settings.max_batch_rows,
+    )
+    interface.add_GRPCInferenceServiceServicer_to_server(Servicer(service), server)
+    bound = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    await server.start()
+    try:
+        yield bound
+    finally:
+        await server.stop(settings.deadline_s)
+
+
+class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  # it has no types
+    def __init__(self, service: "Service"):
+        self._service = service
+
+    async def ServerLive(self, request: Any, context: Any) -> Any:
+        return messages.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: Any, context: Any) -> Any:
+        return messages.ServerReadyResponse(ready=self._service.ready)
+
+    async def ModelReady(self, request: Any, context: Any) -> Any:
+        await self._named(request, context)
+        return messages.ModelReadyResponse(ready=self._service.ready)
+
+    async def ServerMetadata(self, request: Any, context: Any) -> Any:
+        return messages.ServerMetadataResponse(name="rtrain", version=rtrain.__version__)
+
+    async def ModelMetadata(self, request: Any, context: Any) -> Any:
+        await self._named(request, context)
+        return messages.ModelMetadataResponse(**self._service.metadata())
+
+    async def RepositoryIndex(self, request: Any, context: Any) -> Any:
+        return messages.RepositoryIndexResponse(models=self._service.index(request.ready))
+
+    async def ModelInfer(self, request: Any, context: Any) -> Any:
+        """The best label of each text. Tensors are answered in their raw form, which every client reads."""
+        began, status = time.monotonic(), 499  # where the client leaves
+        try:
+            reply = await self._infer(request, context.time_remaining())
+            status = 200
+            return reply
+        except RequestError as error:
+            status = error.status
+            await _abort(context, error)
+        except Exception:
+            status = 500
+            logger.exception("unexpected error in a request over gRPC")
+            await _abort(context, RequestError(500, "internal error; the server's log has the cause"))
+        finally:
+            self._service.count(ROUTE, status, time.monotonic() - began)
+
+    async def _infer(self, request: Any, remaining_s: float | None) -> Any:
+        deadline_s = self._service.settings.deadline_s
+        deadline = asyncio.get_running_loop().time() + min(deadline_s, remaining_s or deadline_s)
+        self._service.named(request.model_name, request.model_version)
+        reply, cut = await self._service.infer(*_asked(request), deadline)
+        outputs = reply.pop("outputs")
+        return messages.ModelInferResponse(
+            **reply,
+            outputs=[{name: tensor[name] for name in ("name", "datatype", "shape")} for tensor in outputs],
+            raw_output_contents=[_raw(tensor) for tensor in outputs],
+            parameters={"truncated_inputs": messages.InferParameter(int64_param=cut)} if cut else {},
+        )
+
+    async def _named(self, request: Any, context: Any) -> None:
+        try:
+            self._service.named(request.name, getattr(request, "version", ""))
+        except RequestError as error:
+            await _abort(context, error)
+
+
+def _asked(request: Any) -> tuple[protocol.InferRequest, bytes]:
+    """The same question as over HTTP: its description, checked by the same parser, and its texts in binary form."""
+    inline = [protocol.packed(tensor.contents.bytes_contents) for tensor in request.inputs]
+    raw = list(request.raw_input_contents) or inline
+    if len(raw) != len(request.inputs):
+        raise RequestError(422, f"{len(raw)} raw contents for {len(request.inputs)} tensors", "raw_input_contents")
+    document: dict[str, Any] = {
+        "inputs": [
+            {
+                "name": tensor.name,
+                "datatype": tensor.datatype,
+                "shape": list(tensor.shape),
+                "parameters": {"binary_data_size": len(part)},
+            }
+            for tensor, part in zip(request.inputs, raw, strict=True)
+        ],
+        "outputs": [{"name": output.name} for output in request.outputs],
+    }
+    if request.id:
+        document["id"] = request.id
+    return schema.parse(protocol.InferRequest, json.dumps(document).encode()), b"".join(raw)
+
+
+def _raw(tensor: dict[str, Any]) -> bytes:
+    if tensor["datatype"] == "BYTES":
+        return protocol.packed(text.encode() for text in tensor["data"])
+    return np.asarray(tensor["data"], dtype="<f4").tobytes()
+
+
+async def _abort(context: Any, error: RequestError) -> NoReturn:
+    """End the call with the error's code; what HTTP says in headers, e.g. retry-after, is said in trailing metadata."""
+    await context.abort(CODES[error.status], error.line, tuple(error.headers.items()))
+    raise AssertionError("abort has raised")

@@ -1,0 +1,148 @@
+"""The page in headless Chromium, for each task, on a desk and on a phone, in light and in dark: asked by an example and
+by the keyboard, without an error, without a request to elsewhere, and without scrolling sideways.
+
+With RTRAIN_PICTURES=FOLDER the pages are left there as pictures.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain.config import Serve
+from rtrain.predict import Predictor
+from serve.app import build_app
+from tests import browser
+from tests.browser import Page
+from tests.serving import HEADS, listening, predictor_of
+from tests.tiny import make_artifact
+
+pytestmark = pytest.mark.slow
+
+SIZES = (1280, 390)
+DONE = "document.getElementById('status').textContent.startsWith('Answered in')"
+HOSTILE = "<img src=x onerror=window.ran=1><b>bold</b>"
+
+
+@pytest.fixture(autouse=True)
+def chromium() -> None:
+    if browser.found() is None:
+        pytest.skip("no Chromium on PATH")
+
+
+def wrong(page: Page, address: str) -> list[str]:
+    """Errors that the browser told of, and requests to anywhere but `address`."""
+    told = []
+    for event in page.events:
+        method, given = event.get("method"), event.get("params", {})
+        if method == "Runtime.exceptionThrown":
+            told.append(str(given["exceptionDetails"]))
+        if method == "Log.entryAdded" and given["entry"]["level"] == "error":
+            told.append(given["entry"]["text"])
+        if method == "Network.requestWillBeSent" and not given["request"]["url"].startswith(address):
+            told.append(given["request"]["url"])
+    return told
+
+
+@pytest.mark.parametrize("task", sorted(HEADS))
+def test_the_page_of_each_task(task: str, tmp_path: Path) -> None:
+    predictor = predictor_of(tmp_path / "artifact", task)
+    pictures = Path(os.environ.get("RTRAIN_PICTURES", tmp_path))
+    explains = task not in ("span_qa", "extractive_summary", "masked_lm")
+
+    async def at(page: Page) -> None:
+        for width in SIZES:
+            for dark in (False, True):
+                await page.open(address, width, dark=dark)
+                await page.until("document.querySelectorAll('#examples button').length > 0")
+                assert await page.run("document.activeElement.tagName") == "TEXTAREA"
+                if explains:
+                    await page.run("document.getElementById('why').click()")
+                await page.run("document.querySelector('#examples button').click()")
+                await page.until(DONE)
+                assert await page.run("document.querySelector('#answer').children.length") > 1
+                assert await page.run("document.querySelectorAll('#answer .for, #answer .against').length > 0") in (
+                    explains,
+                    task == "extractive_summary",
+                )
+                wide = await page.run("document.documentElement.scrollWidth")
+                assert wide <= width, "the page scrolls sideways"
+                await page.picture(pictures / f"{task}-{width}-{'dark' if dark else 'light'}.png")
+        # By the keyboard alone: from the field, Ctrl and Enter.
+        await page.open(address, SIZES[0], dark=False)
+        await page.until("document.querySelectorAll('#examples button').length > 0")
+        text = await page.run("about.examples[0]")
+        values = list(text.values()) if isinstance(text, dict) else [text]
+        for place, value in enumerate(values):
+            await page.run(f"document.querySelectorAll('textarea')[{place}].focus()")
+            await page.ask("Input.insertText", text=value)
+        await page.key("Enter", 13, modifiers=2)
+        await page.until(DONE)
+        assert wrong(page, address) == []
+
+    with listening(build_app(predictor, Serve())) as address:
+        asyncio.run(browser.look(tmp_path, at))
+
+
+def test_labels_and_texts_are_shown_and_never_run(tmp_path: Path) -> None:
+    """And what the page shows as the same call in a program is that call."""
+    predictor = Predictor.load(make_artifact(tmp_path / "artifact", ("a", HOSTILE, "c")), threads=1)
+    asked = f'it\'s {HOSTILE} \\ "quoted" $HOME `id` 🙂\nline two'
+    calls: dict[str, str] = {}
+
+    async def at(page: Page) -> None:
+        await page.open(address, 1280, dark=False)
+        await page.until("document.querySelectorAll('#examples button').length > 0")
+        await page.run(f"document.querySelector('textarea').value = {json.dumps(asked)}")
+        await page.run("document.getElementById('why').click()")
+        await page.run("document.getElementById('ask').click()")
+        await page.until(DONE)
+        assert HOSTILE in await page.run("document.getElementById('answer').innerText")
+        assert await page.run("document.querySelectorAll('#answer img, #answer b b').length") == 0
+        assert await page.run("window.ran === undefined && document.title === 'tiny'")
+        for explained in ("why", "plain"):
+            for language in ("curl", "python"):
+                await page.run(f"document.querySelector('[value={language}]').click()")
+                calls[f"{explained} {language}"] = await page.run("document.getElementById('call').textContent")
+            await page.run("document.getElementById('why').click()")
+        assert wrong(page, address) == []
+
+    with listening(build_app(predictor, Serve())) as address:
+        asyncio.run(browser.look(tmp_path, at))
+        expected = predictor([asked])[0]
+        for name, call in calls.items():
+            command = ["bash", "-c", call] if name.endswith("curl") else [sys.executable, "-c", call]
+            environment = {**os.environ, "HF_HUB_OFFLINE": "0"}
+            ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
+            assert expected[0]["label"] in answered(ran.stdout), name
+
+
+def answered(printed: str) -> str:
+    """A reply as a client prints it, with its labels as they are."""
+    try:
+        reply: Any = json.loads(printed)
+    except ValueError:
+        return printed
+    return " ".join(str(part) for part in reply)
+
+
+def test_a_refused_question_and_a_dead_endpoint_are_told(tmp_path: Path) -> None:
+    predictor = predictor_of(tmp_path / "artifact", "classification")
+
+    async def at(page: Page) -> None:
+        with listening(build_app(predictor, Serve(max_body_bytes=100))) as address:
+            await page.open(address, 390, dark=True)
+            await page.until("document.querySelectorAll('#examples button').length > 0")
+            await page.run(f"document.querySelector('textarea').value = {json.dumps('long ' * 50)}")
+            await page.run("document.getElementById('ask').click()")
+            await page.until("document.getElementById('status').className === 'bad'")
+            assert "more than 100 bytes" in await page.run("document.getElementById('status').textContent")
+        await page.run("document.getElementById('ask').click()")
+        await page.until("document.getElementById('status').textContent === 'The endpoint does not answer.'")
+
+    asyncio.run(browser.look(tmp_path, at))

@@ -1,0 +1,309 @@
+"""Clients that others wrote, against a real server on loopback, for each task; and what a router of requests needs."""
+
+import json
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from huggingface_hub import InferenceClient, constants
+from tritonclient.utils import InferenceServerException
+
+from rtrain.config import Serve
+from rtrain.predict import Predictor
+from serve.app import build_app
+from serve.deployment import free_address
+from tests.serving import HEADS, LABELS, listening, predictor_of
+from tests.tiny import CORPUS, make_artifact
+
+TEXT = "🙂 Anna Lund sold the brown box in Köln. 😀 The rest is for Thomas at the bank, who pays well."
+"""Characters of four bytes stand before what is found: places are characters, not bytes and not UTF-16 units."""
+QUESTION = {"question": "who pays? 🙂", "context": TEXT}
+ASKED: dict[str, Any] = {"span_qa": QUESTION, "masked_lm": "where is my [MASK]"}
+"""What is asked of a task; of all others `TEXT`."""
+
+
+@pytest.fixture(scope="module")
+def predictors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Predictor]:
+    return {task: predictor_of(tmp_path_factory.mktemp(task), task) for task in HEADS}
+
+
+@pytest.fixture(scope="module")
+def addresses(predictors: dict[str, Predictor]) -> Iterator[dict[str, str]]:
+    """Of an endpoint for each task; that of the classes speaks gRPC too, and so does that of questions."""
+    with ExitStack() as stack:
+        found = {}
+        for task, predictor in predictors.items():
+            speaks = task in ("classification", "span_qa")
+            settings = Serve(grpc_port=free_address("127.0.0.1", 0).port if speaks else None, max_body_bytes=50_000)
+            found[task] = stack.enter_context(listening(build_app(predictor, settings)))
+            if speaks:
+                found[f"{task} grpc"] = f"127.0.0.1:{settings.grpc_port}"
+        yield found
+
+
+def post(address: str, inputs: object, **parameters: object) -> tuple[Any, dict[str, str]]:
+    """The reply to a question of the standard library's client, and its headers."""
+    body = json.dumps({"inputs": inputs, "parameters": parameters}).encode()
+    with urllib.request.urlopen(urllib.request.Request(f"{address}/predict", body)) as reply:
+        return json.load(reply), dict(reply.headers)
+
+
+# ------------------------------------------------------------------------------------------------- Hugging Face, curl
+
+
+@pytest.fixture
+def hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # as the tests' own process is
+
+
+@pytest.mark.parametrize("task", ["classification", "multi_label"])
+def test_the_hugging_face_client_classifies(
+    addresses: dict[str, str], predictors: dict[str, Predictor], hugging_face: None, task: str
+) -> None:
+    client = InferenceClient(model=f"{addresses[task]}/predict")
+    [expected] = predictors[task]([TEXT])
+    found = client.text_classification(TEXT)
+    assert [(one.label, round(one.score, 4)) for one in found] == [
+        (one["label"], round(one["score"], 4)) for one in expected
+    ]
+    assert [one.label for one in client.text_classification(TEXT, top_k=1)] == [expected[0]["label"]]
+
+
+def test_the_hugging_face_client_asks_a_question(
+    addresses: dict[str, str], predictors: dict[str, Predictor], hugging_face: None
+) -> None:
+    client = InferenceClient(model=f"{addresses['span_qa']}/predict")
+    found: Any = client.question_answering(QUESTION["question"], QUESTION["context"])
+    [expected] = predictors["span_qa"]([QUESTION])
+    assert (found.answer, found.start, found.end) == (expected["answer"], expected["start"], expected["end"])
+    assert found.answer == TEXT[found.start : found.end] != ""
+    assert found.score == pytest.approx(expected["score"], abs=1e-5)
+
+
+def test_the_hugging_face_client_tags_words(
+    addresses: dict[str, str], predictors: dict[str, Predictor], hugging_face: None
+) -> None:
+    client = InferenceClient(model=f"{addresses['token_tags']}/predict")
+    found = client.token_classification(TEXT)
+    [expected] = predictors["token_tags"]([TEXT])
+    assert [(one.entity_group, one.word, one.start, one.end) for one in found] == [
+        (one["entity_group"], one["word"], one["start"], one["end"]) for one in expected
+    ]
+    assert found, "random weights name something"
+    assert all(TEXT[one.start : one.end] == one.word for one in found)
+
+
+@pytest.mark.parametrize("task", sorted(HEADS))
+def test_curl_gets_the_answer_of_each_task(
+    addresses: dict[str, str], predictors: dict[str, Predictor], task: str
+) -> None:
+    asked = ASKED.get(task, TEXT)
+    command = ["curl", "-sf", f"{addresses[task]}/predict", "-H", "content-type: application/json"]
+    ran = subprocess.run([*command, "-d", json.dumps({"inputs": asked})], capture_output=True, check=True, timeout=30)
+    [expected] = predictors[task]([asked])
+    found = json.loads(ran.stdout)
+    assert shape(found if task in ("span_qa", "token_tags") else found[0]) == shape(expected)
+
+
+def shape(answer: Any) -> Any:
+    """An answer with its numbers rounded."""
+    if isinstance(answer, dict):
+        return {name: shape(value) for name, value in answer.items()}
+    if isinstance(answer, list):
+        return [shape(value) for value in answer]
+    return round(answer, 4) if isinstance(answer, float) else answer
+
+
+@pytest.mark.parametrize("task", sorted(HEADS))
+def test_a_list_of_two_is_two_questions(addresses: dict[str, str], task: str) -> None:
+    """Two texts are never read as a pair, as some other servers read them."""
+    asked = ASKED.get(task, TEXT)
+    other = {**QUESTION, "question": "where?"} if task == "span_qa" else f"[MASK] {CORPUS[0]}"
+    together, _ = post(addresses[task], [asked, other])
+    alone = [post(addresses[task], [question])[0][0] for question in (asked, other)]
+    assert len(together) == 2
+    assert shape(together) == shape(alone)
+
+
+# ------------------------------------------------------------------------------------------ what a router relies on
+
+
+def test_every_label_is_answered_and_the_scores_sum_to_one(addresses: dict[str, str]) -> None:
+    [answer], _ = post(addresses["classification"], TEXT)
+    assert sorted(one["label"] for one in answer) == sorted(LABELS)
+    assert sum(one["score"] for one in answer) == pytest.approx(1, abs=1e-6)
+    [heads], _ = post(addresses["multi_head"], TEXT)
+    assert {name: len(rows) for name, rows in heads.items()} == {"intent": 2, "mood": 3}
+    assert [sum(one["score"] for one in rows) for rows in heads.values()] == pytest.approx([1, 1], abs=1e-6)
+
+
+@pytest.mark.parametrize("text", [TEXT, "  Anna\t in  Köln ", "e\u0301té à Lyon, Anna!", "\uff21nna\u3000in 東京"])
+def test_places_are_characters_of_the_exact_request(addresses: dict[str, str], text: str) -> None:
+    entities, _ = post(addresses["token_tags"], text)
+    assert all(text[one["start"] : one["end"]] == one["word"] for one in entities)
+    answer, _ = post(addresses["span_qa"], {"question": "who?", "context": text})
+    assert text[answer["start"] : answer["end"]] == answer["answer"]
+    [summary], _ = post(addresses["extractive_summary"], text)
+    assert all(text[one["start"] : one["end"]] == one["text"] for one in summary["sentences"])
+
+
+def test_every_reply_names_the_revisions_of_its_parts(addresses: dict[str, str], tmp_path: Path) -> None:
+    _, headers = post(addresses["classification"], TEXT)
+    with urllib.request.urlopen(f"{addresses['classification']}/info") as reply:
+        about = json.load(reply)
+    parts = ("model", "tokenizer", "labels")
+    assert {part: headers[f"x-{part}-version"] for part in parts} == about["revisions"]
+    other = Predictor.load(make_artifact(tmp_path, ("a", "b", "d")), threads=1).revisions
+    assert {part: other[part] == about["revisions"][part] for part in parts} == {
+        "model": False,
+        "tokenizer": True,
+        "labels": False,
+    }
+
+
+# --------------------------------------------------------------------------------------------- Open Inference Protocol
+
+
+def texts(triton: Any, name: str, values: list[str], *, binary: bool = True) -> Any:
+    """A tensor of texts as Triton's client makes it."""
+    tensor = triton.InferInput(name, [len(values)], "BYTES")
+    array = np.array([value.encode() for value in values], dtype=np.object_)
+    if triton is tritonclient.http:
+        tensor.set_data_from_numpy(array, binary_data=binary)
+    else:
+        tensor.set_data_from_numpy(array)
+    return tensor
+
+
+def best(predictor: Predictor, values: list[str]) -> list[tuple[str, Any]]:
+    return [(row[0]["label"], pytest.approx(row[0]["score"], abs=1e-5)) for row in predictor(values)]
+
+
+def text_of(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_tritons_http_client_works_as_it_is(
+    addresses: dict[str, str], predictors: dict[str, Predictor], binary: bool
+) -> None:
+    predictor = predictors["classification"]
+    name, version = predictor.artifact.name, predictor.artifact.version
+    with tritonclient.http.InferenceServerClient(addresses["classification"].removeprefix("http://")) as client:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready(name)
+        assert client.is_model_ready(name, version)
+        assert not client.is_model_ready("other")
+        assert not client.is_model_ready(name, "0")
+        assert client.get_server_metadata()["name"] == "rtrain"
+        assert client.get_model_metadata(name, version)["versions"] == [version]
+        index = [{"name": name, "version": version, "state": "READY", "reason": ""}]
+        assert client.get_model_repository_index() == index
+        values = [TEXT, *CORPUS[:2]]
+        tensor = texts(tritonclient.http, "text", values, binary=binary)
+        outputs = [tritonclient.http.InferRequestedOutput("label"), tritonclient.http.InferRequestedOutput("score")]
+        for model_version, asked in (("", None), (version, outputs)):
+            reply = client.infer(name, [tensor], model_version, asked, request_id="7")
+            assert reply.get_response()["id"] == "7"
+            found = zip(map(text_of, reply.as_numpy("label")), reply.as_numpy("score").tolist(), strict=True)
+            assert list(found) == best(predictor, values)
+        with pytest.raises(InferenceServerException, match="no version of that name"):
+            client.infer(name, [tensor], "0")
+        with pytest.raises(InferenceServerException, match="input 0 is empty; send a text"):
+            client.infer(name, [texts(tritonclient.http, "text", [" "])])
+
+
+def test_tritons_grpc_client_works_as_it_is(addresses: dict[str, str], predictors: dict[str, Predictor]) -> None:
+    predictor = predictors["classification"]
+    name, version = predictor.artifact.name, predictor.artifact.version
+    with tritonclient.grpc.InferenceServerClient(addresses["classification grpc"]) as client:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready(name)
+        assert client.is_model_ready(name, version)
+        metadata = client.get_model_metadata(name, as_json=True)
+        assert metadata["versions"] == [version]
+        assert [tensor["name"] for tensor in metadata["outputs"]] == ["label", "score"]
+        assert client.get_server_metadata(as_json=True)["name"] == "rtrain"
+        [model] = client.get_model_repository_index(as_json=True)["models"]
+        assert (model["name"], model["version"], model["state"]) == (name, version, "READY")
+        values = [TEXT, *CORPUS[:2]]
+        outputs = [tritonclient.grpc.InferRequestedOutput("label")]
+        for model_version, asked in (("", None), (version, outputs)):
+            tensor = texts(tritonclient.grpc, "text", values)
+            reply = client.infer(name, [tensor], model_version, asked, request_id="7")
+            assert reply.get_response().id == "7"
+            assert list(map(text_of, reply.as_numpy("label"))) == [label for label, _ in best(predictor, values)]
+            chances = reply.as_numpy("score")
+            assert chances is None if asked else chances.tolist() == [score for _, score in best(predictor, values)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("other", ["text"]), "NOT_FOUND", "name: no model of that name; this one is tiny"),
+        (("tiny", ["text"], "0"), "NOT_FOUND", "version: no version of that name; this one is "),
+        (("tiny", [" "]), "INVALID_ARGUMENT", "inputs.0.data.0: input 0 is empty; send a text"),
+        (("tiny", ["a"] * 257), "RESOURCE_EXHAUSTED", "inputs: 257 texts; send at most 256"),
+        (("tiny", ["a" * 200_000]), "RESOURCE_EXHAUSTED", "larger than max"),
+    ],
+)
+def test_a_refusal_over_grpc_has_its_code(
+    addresses: dict[str, str], arguments: tuple[Any, ...], code: str, message: str
+) -> None:
+    name, values, *version = arguments
+    with (
+        tritonclient.grpc.InferenceServerClient(addresses["classification grpc"]) as client,
+        pytest.raises(InferenceServerException) as refused,
+    ):
+        client.infer(name, [texts(tritonclient.grpc, "text", values)], *version)
+    assert str(refused.value.status()) == f"StatusCode.{code}"
+    assert message in str(refused.value.message())
+
+
+def test_what_grpc_lacks_is_said_to_be_unimplemented(addresses: dict[str, str]) -> None:
+    with (
+        tritonclient.grpc.InferenceServerClient(addresses["classification grpc"]) as client,
+        pytest.raises(InferenceServerException, match="UNIMPLEMENTED"),
+    ):
+        client.load_model("tiny")
+
+
+@pytest.mark.parametrize("triton", [tritonclient.http, tritonclient.grpc])
+def test_a_question_is_two_tensors_in_any_order(
+    addresses: dict[str, str], predictors: dict[str, Predictor], triton: Any
+) -> None:
+    address = addresses["span_qa grpc" if triton is tritonclient.grpc else "span_qa"].removeprefix("http://")
+    with triton.InferenceServerClient(address) as client:
+        metadata = client.get_model_metadata("tiny", **({"as_json": True} if triton is tritonclient.grpc else {}))
+        assert [tensor["name"] for tensor in metadata["inputs"]] == ["question", "context"]
+        columns = {name: [QUESTION[name], CORPUS[0]] for name in ("context", "question")}
+        reply = client.infer("tiny", [texts(triton, name, values) for name, values in columns.items()])
+        found = [json.loads(text_of(answer)) for answer in reply.as_numpy("answer")]
+        asked: Any = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        assert shape(found) == shape(predictors["span_qa"](asked))
+        with pytest.raises(InferenceServerException, match="two tensors of texts are named question and context"):
+            client.infer("tiny", [texts(triton, name, ["a"]) for name in ("question", "text")])
+        with pytest.raises(InferenceServerException, match="one tensor has more texts than the other"):
+            client.infer("tiny", [texts(triton, "question", ["a"]), texts(triton, "context", ["a", "b"])])
+
+
+def test_requests_over_grpc_are_in_the_metrics(addresses: dict[str, str]) -> None:
+    with tritonclient.grpc.InferenceServerClient(addresses["span_qa grpc"]) as client:
+        tensors = [texts(tritonclient.grpc, name, [QUESTION[name]]) for name in QUESTION]
+        client.infer("tiny", tensors)
+        with pytest.raises(InferenceServerException):
+            client.infer("tiny", tensors[:1])
+    with urllib.request.urlopen(f"{addresses['span_qa']}/metrics") as reply:
+        counted = {line.rpartition(" ")[0] for line in reply.read().decode().splitlines()}
+    for status in ("200", "422"):
+        route = "/inference.GRPCInferenceService/ModelInfer"
+        assert f'rtrain_requests_total{{route="{route}",status="{status}"}}' in counted

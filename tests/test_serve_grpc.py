@@ -1,0 +1,173 @@
+"""The endpoint over gRPC under pressure: deadlines, a full queue, clients that leave, errors, the end."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2 as messages, service_pb2_grpc as interface
+
+from rtrain.config import Serve
+from rtrain.predict import Predictor
+from serve.app import Service
+from serve.grpc import ROUTE, serving
+from tests import serving as shared
+from tests.serving import TEXT, Gate
+
+gate, predictor = shared.gate, shared.predictor  # fixtures
+
+
+def question(*texts: str) -> Any:
+    tensor = messages.ModelInferRequest.InferInputTensor(name="text", datatype="BYTES", shape=[len(texts)])
+    tensor.contents.bytes_contents.extend(text.encode() for text in texts)
+    return messages.ModelInferRequest(model_name="tiny", inputs=[tensor])
+
+
+@asynccontextmanager
+async def asking(service: Service) -> AsyncIterator[Any]:
+    """A client of the service, both in this loop."""
+    async with (
+        serving(service, "127.0.0.1", 0) as port,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        yield interface.GRPCInferenceServiceStub(channel)
+    service.close()
+
+
+async def refused(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as found:
+        await call
+    return found.value
+
+
+async def counted(service: Service, status: int) -> None:
+    """Wait until a request has ended so: the server may learn of it later than its client."""
+    while f'rtrain_requests_total{{route="{ROUTE}",status="{status}"}} 1.0' not in service.exposition():
+        await asyncio.sleep(0.001)
+
+
+def test_texts_in_messages_are_answered_like_raw_ones(predictor: Predictor) -> None:
+    async def main() -> None:
+        async with asking(Service(predictor, Serve())) as stub:
+            reply = await stub.ModelInfer(question(TEXT, "long " * 200))
+            assert reply.parameters["truncated_inputs"].int64_param == 1
+            raw = question(TEXT, "long " * 200)
+            raw.inputs[0].ClearField("contents")
+            raw.raw_input_contents.append(
+                b"".join(len(t).to_bytes(4, "little") + t for t in (TEXT.encode(), b"long " * 200))
+            )
+            assert (await stub.ModelInfer(raw)).raw_output_contents == reply.raw_output_contents
+            raw.raw_input_contents.append(b"")
+            error = await refused(stub.ModelInfer(raw))
+            assert error.details() == "raw_input_contents: 2 raw contents for 1 tensors"
+            error = await refused(stub.ModelInfer(messages.ModelInferRequest(model_name="tiny")))
+            assert (error.code(), error.details()) == (
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "inputs: List should have at least 1 item after validation, not 0",
+            )
+
+    asyncio.run(main())
+
+
+def test_a_full_queue_is_unavailable_and_says_when_to_come_back(predictor: Predictor, gate: Gate) -> None:
+    service = Service(predictor, Serve(max_queue_rows=1))
+
+    async def main() -> None:
+        async with asking(service) as stub:
+            accepted = [asyncio.ensure_future(stub.ModelInfer(question(TEXT)))]
+            await gate.entered()
+            accepted.append(asyncio.ensure_future(stub.ModelInfer(question(TEXT))))
+            while service.batcher.waiting < 1:
+                await asyncio.sleep(0.001)
+            error = await refused(stub.ModelInfer(question(TEXT)))
+            assert error.code() == grpc.StatusCode.UNAVAILABLE
+            assert dict(error.trailing_metadata())["retry-after"] == "1"
+            gate.open()
+            assert [reply.outputs[0].name for reply in await asyncio.gather(*accepted)] == ["label", "label"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("deadline_s", "timeout_s"), [(0.1, 20), (20, 0.1)])
+def test_the_deadline_of_the_endpoint_or_of_the_client_ends_the_wait(
+    predictor: Predictor, gate: Gate, deadline_s: float, timeout_s: float
+) -> None:
+    service = Service(predictor, Serve(deadline_s=deadline_s))
+
+    async def main() -> None:
+        async with asking(service) as stub:
+            first = asyncio.ensure_future(refused(stub.ModelInfer(question(TEXT), timeout=timeout_s)))
+            await gate.entered()
+            error = await refused(stub.ModelInfer(question(TEXT), timeout=timeout_s))
+            assert {error.code(), (await first).code()} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+            if deadline_s < timeout_s:
+                assert error.details() == "the deadline passed before the answer was ready"
+            while service.batcher.waiting:
+                await asyncio.sleep(0.001)
+            gate.open()
+
+    asyncio.run(main())
+    assert gate.rows == 1, "a text was computed that nobody awaited"
+
+
+def test_the_texts_of_a_client_that_left_never_reach_the_engine(predictor: Predictor, gate: Gate) -> None:
+    service = Service(predictor, Serve())
+
+    async def main() -> None:
+        async with asking(service) as stub:
+            first = asyncio.ensure_future(stub.ModelInfer(question(TEXT)))
+            await gate.entered()
+            gone = stub.ModelInfer(question(TEXT, TEXT))
+            waits = asyncio.ensure_future(gone)
+            while service.batcher.waiting < 2:
+                await asyncio.sleep(0.001)
+            gone.cancel()
+            await asyncio.wait([waits])
+            while service.batcher.waiting:
+                await asyncio.sleep(0.001)
+            gate.open()
+            await first
+            await counted(service, 499)
+
+    asyncio.run(main())
+    assert gate.rows == 1
+
+
+def test_what_was_accepted_is_answered_before_the_end(predictor: Predictor, gate: Gate) -> None:
+    service = Service(predictor, Serve())
+
+    async def main() -> None:
+        async with serving(service, "127.0.0.1", 0) as port:
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+            accepted = asyncio.ensure_future(interface.GRPCInferenceServiceStub(channel).ModelInfer(question(TEXT)))
+            await gate.entered()
+            asyncio.get_running_loop().call_later(0.1, gate.open)
+        assert (await accepted).model_name == "tiny"
+        await channel.close()
+
+    asyncio.run(main())
+    service.close()
+
+
+def test_an_unexpected_error_is_logged_and_answered_without_internals(
+    predictor: Predictor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise LookupError("/secret/path")
+
+    monkeypatch.setattr(predictor.task, "decode", broken)
+
+    async def main() -> None:
+        async with asking(Service(predictor, Serve())) as stub:
+            error = await refused(stub.ModelInfer(question(TEXT)))
+            assert error.code() == grpc.StatusCode.INTERNAL
+            assert error.details() == "internal error; the server's log has the cause"
+
+    asyncio.run(main())
+    assert [(record.levelno, record.name) for record in caplog.records if record.exc_info] == [
+        (logging.ERROR, "serve.grpc")
+    ]
+    assert "/secret/path" in caplog.text
