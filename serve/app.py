@@ -255,7 +255,7 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
 
     @app.post("/v2/repository/index", **_documented(protocol.RepositoryIndex, protocol.IndexRequest))
     async def repository_index(request: Request) -> Response:
-        body = await service.body(request, asyncio.get_running_loop().time() + settings.deadline_s)
+        body = await request.body()
         return _json(service.index(schema.parse(protocol.IndexRequest, body or b"{}").ready))
 
     @app.get("/info", **_documented(about.About))

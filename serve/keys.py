@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 Scope = Literal["predict", "metrics"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-OPEN = frozenset({"/", "/v2/health/live", "/v2/health/ready"})
+OPEN = frozenset({"/", "/page.css", "/page.js", "/v2/health/live", "/v2/health/ready"})
 """Paths that need no key: what watches an endpoint has none, and the page holds no word of the model."""
 LOOK_S = 1.0
 """Least seconds between two looks at the file."""

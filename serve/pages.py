@@ -15,9 +15,6 @@ HEADERS = {
     # 'self' alone, and nothing written into the page: a label or a text that holds markup is shown, and never run.
     "content-security-policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",
 }
 ROUTER = APIRouter()
 

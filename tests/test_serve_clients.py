@@ -252,7 +252,7 @@ def test_tritons_grpc_client_works_as_it_is(addresses: dict[str, str], predictor
         (("other", ["text"]), "NOT_FOUND", "name: no model of that name; this one is tiny"),
         (("tiny", ["text"], "0"), "NOT_FOUND", "version: no version of that name; this one is "),
         (("tiny", [" "]), "INVALID_ARGUMENT", "inputs.0.data.0: input 0 is empty; send a text"),
-        (("tiny", ["a"] * 257), "RESOURCE_EXHAUSTED", "inputs: 257 texts; send at most 256"),
+        (("tiny", ["a"] * 257), "RESOURCE_EXHAUSTED", "inputs.0.data: more than 256 texts; send at most 256"),
         (("tiny", ["a" * 200_000]), "RESOURCE_EXHAUSTED", "larger than max"),
     ],
 )
