@@ -10,35 +10,31 @@ import functools
 import importlib.resources
 import json
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
-from urllib.parse import quote
 
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 import rtrain
 from rtrain.config import Serve
 from rtrain.predict import InputError, Predictor
 from rtrain.tasks.base import Input
-from serve import abstention, protocol, schema
+from serve import abstention, protocol, schema, tracing
 from serve.access import is_loopback
+from serve.access_log import AccessLog
 from serve.batcher import Batcher, EngineError, Expired
 from serve.encoding import Encoder
+from serve.envelope import Envelope, Record, client_of
 from serve.explanations import Explanations, Row
 from serve.scheduler import Limits, Overloaded
 from serve.schema import RequestError
-from serve.telemetry import Telemetry
+from serve.telemetry import OPEN_METRICS, Telemetry
 
 logger = logging.getLogger(__name__)
-
-CLIENT_GONE = 499
-"""Status in the metrics (nginx's) of a request whose client left before the answer."""
 
 Exposition = Callable[[], Awaitable[str]]
 
@@ -48,7 +44,9 @@ class Service:
 
     def __init__(self, predictor: Predictor, settings: Serve):
         self.predictor, self.settings = predictor, settings
-        self.telemetry = Telemetry(predictor)
+        self.spans = tracing.spans(settings, predictor.artifact)
+        self.access_log = AccessLog(settings.access_log)
+        self.telemetry = Telemetry(predictor, settings.exemplars)
         self.encoder = Encoder(predictor)
         limits = Limits(
             batch_rows=settings.max_batch_rows,
@@ -65,6 +63,8 @@ class Service:
     def close(self) -> None:
         self.batcher.close()
         self.explanations.close()
+        self.spans.close()
+        self.access_log.close()
 
     @property
     def ready(self) -> bool:
@@ -94,14 +94,17 @@ class Service:
         deadline: float,
         place: Callable[[int], str],
         parameters: Mapping[str, Any],
-        client: str,
+        scope: Scope,
     ) -> tuple[list[Any], int]:
-        """Answers to `texts`, and how many of them were cut; `place` names the field of a text in the request."""
+        """Answers to `texts`, and how many of them were cut; `place` names the field of a text in the request, whose
+        `scope` has its record and its client."""
         if len(texts) > self.settings.max_inputs:
             raise RequestError(413, f"{len(texts)} texts; send at most {self.settings.max_inputs}", "inputs")
         try:
-            encoded = await self.encoder.encode(texts)
-            outputs = await self.batcher.submit(encoded, deadline, client)
+            with self.spans.part("tokens"):
+                encoded = await self.encoder.encode(texts)
+            with self.spans.part("engine"):
+                outputs = await self.batcher.submit(encoded, deadline, client_of(scope))
         except InputError as error:
             raise RequestError(422, str(error), place(error.position)) from None
         except Overloaded as error:
@@ -111,17 +114,22 @@ class Service:
         except EngineError:
             logger.exception("the engine failed")
             raise RequestError(500, "the model failed on this request") from None
+        record: Record = scope["state"]["record"]
+        record.texts, record.tokens = len(texts), sum(len(row.ids) for row in encoded)
+        record.cut = sum(row.truncated for row in encoded)
         self.telemetry.rows.inc(len(texts))
         self.telemetry.drift.observe(outputs, encoded)
         task, head = self.predictor.task, self.predictor.head
-        answers = task.decode(outputs, texts, encoded, head, parameters)
-        if parameters.get("abstain"):
-            answers = abstention.abstain(answers, task, head, parameters["top_k"])
+        with self.spans.part("answers"):
+            answers = task.decode(outputs, texts, encoded, head, parameters)
+            if parameters.get("abstain"):
+                answers = abstention.abstain(answers, task, head, parameters["top_k"])
         if parameters.get("explain"):
             rows = [Row(*row) for row in zip(texts, encoded, outputs, strict=True)]
-            found = await self.explanations.submit(rows, parameters["label"], deadline)
+            with self.spans.part("explanations"):
+                found = await self.explanations.submit(rows, parameters["label"], deadline)
             answers = [{"answer": answer, "explanation": why} for answer, why in zip(answers, found, strict=True)]
-        return answers, sum(row.truncated for row in encoded)
+        return answers, record.cut
 
 
 def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | None = None) -> FastAPI:
@@ -148,7 +156,14 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
         responses={"default": {"model": schema.ErrorReply, "description": "Error"}},
     )
     app.state.service = service
-    app.add_middleware(_Envelope, service=service)
+    app.add_middleware(
+        Envelope,
+        artifact=artifact,
+        telemetry=service.telemetry,
+        spans=service.spans,
+        access_log=service.access_log,
+        last_resort=_error(RequestError(500, "internal error; the server's log has the cause")),
+    )
     app.add_exception_handler(RequestError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_error)
 
@@ -165,7 +180,7 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
         if parameters.get("abstain"):
             abstention.least(predictor.task, predictor.head)  # refused before the engine has worked for it
         answers, cut = await service.answers(
-            texts, deadline, lambda place: f"inputs.{place}" if several else "inputs", parameters, _client(request)
+            texts, deadline, lambda place: f"inputs.{place}" if several else "inputs", parameters, request.scope
         )
         lone = not several and predictor.task.needs_pair
         return _json(answers[0] if lone else answers, headers=_cut_header(cut))
@@ -179,7 +194,7 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
         document, binary = protocol.split(body, request.headers.get("inference-header-content-length"))
         asked = schema.parse(protocol.InferRequest, document)
         answers, cut = await service.answers(
-            asked.texts(binary), deadline, lambda place: f"inputs.0.data.{place}", {"top_k": 1}, _client(request)
+            asked.texts(binary), deadline, lambda place: f"inputs.0.data.{place}", {"top_k": 1}, request.scope
         )
         tensors = protocol.tensors(answers, predictor.task.output)
         if asked.outputs:
@@ -223,7 +238,9 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        """Prometheus' text form."""
+        """Prometheus' text form; with exemplars OpenMetrics', where one replica answers for itself."""
+        if settings.exemplars and exposition is None:
+            return Response(service.telemetry.open_metrics(), media_type=OPEN_METRICS)
         text = service.exposition() if exposition is None else await exposition()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -280,49 +297,6 @@ def _check_name(asked: str, name: str) -> None:
 @functools.cache
 def _page() -> str:
     return (importlib.resources.files("serve") / "page" / "index.html").read_text(encoding="utf-8")
-
-
-def _client(request: Request) -> str:
-    """Who asks, by what the middleware that checks keys has found out; empty where nobody is asked for one."""
-    return str(request.scope.get("state", {}).get("client", ""))
-
-
-class _Envelope:
-    """Wraps every request: puts the model's name and version on the answer, counts it, answers an unexpected error."""
-
-    def __init__(self, app: ASGIApp, service: Service):
-        self._app, self._service = app, service
-        artifact = service.predictor.artifact
-        names = {"x-model-name": quote(artifact.name), "x-model-version": artifact.version}
-        self._headers = [(name.encode(), value.encode()) for name, value in names.items()]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        began, status = time.monotonic(), CLIENT_GONE
-
-        async def send_enveloped(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message = {**message, "headers": [*message["headers"], *self._headers]}
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_enveloped)
-        except ClientDisconnect:
-            pass
-        except Exception:
-            if status != CLIENT_GONE:  # the answer is on its way; only the server can still break it off
-                raise
-            logger.exception("unexpected error in %s %r", scope["method"], scope["path"])
-            answer = _error(RequestError(500, "internal error; the server's log has the cause"))
-            await answer(scope, receive, send_enveloped)
-        finally:
-            route = getattr(scope.get("route"), "path", "other")
-            self._service.telemetry.requests.labels(route, str(status)).inc()
-            self._service.telemetry.seconds.labels(route).observe(time.monotonic() - began)
 
 
 # ----------------------------------------------------------------------------------------------------------- OpenAPI
