@@ -10,6 +10,7 @@ import functools
 import importlib.resources
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -30,6 +31,7 @@ from serve.batcher import Batcher, EngineError, Expired
 from serve.encoding import Encoder
 from serve.envelope import Envelope, Record, client_of
 from serve.explanations import Explanations, Row
+from serve.scaling import Meter
 from serve.scheduler import Limits, Overloaded
 from serve.schema import RequestError
 from serve.telemetry import OPEN_METRICS, Telemetry
@@ -58,6 +60,7 @@ class Service:
         run = functools.partial(predictor.run, most_tokens=settings.max_batch_tokens)
         self.batcher = Batcher(run, limits, self.telemetry.on_call)
         self.telemetry.watch(self.batcher)
+        self._meter = Meter(time.monotonic())
         self.explanations = Explanations(predictor, self.telemetry.explained.observe)
 
     def close(self) -> None:
@@ -74,6 +77,11 @@ class Service:
 
     def exposition(self) -> str:
         return self.telemetry.exposition()
+
+    def load(self) -> dict[str, float]:
+        """What `serve.scaling.policy` decides by, of the time since the last call."""
+        stats = self.batcher.stats
+        return self._meter.report(time.monotonic(), self.batcher.waiting_tokens, stats.seconds, stats.tokens)
 
     async def body(self, request: Request, deadline: float) -> bytes:
         """The body, counted as it arrives: chunked bodies declare no length, and a declared one may be false."""
