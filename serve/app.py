@@ -14,34 +14,31 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
-from urllib.parse import quote
 
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import rtrain
 from rtrain.config import Serve
 from rtrain.predict import InputError, Predictor
 from rtrain.tasks.base import Input
-from serve import about, abstention, guard, pages, protocol, schema
+from serve import about, abstention, guard, pages, protocol, schema, tracing
 from serve.access import is_loopback
+from serve.access_log import AccessLog
 from serve.batcher import Batcher, EngineError, Expired
 from serve.encoding import Encoder, characters_of
+from serve.envelope import Envelope, Record, client_of
 from serve.explanations import Explanations, Row
+from serve.scaling import Meter
 from serve.scheduler import Limits, Overloaded
 from serve.schema import RequestError
-from serve.telemetry import Telemetry
+from serve.telemetry import OPEN_METRICS, Telemetry
 
 logger = logging.getLogger(__name__)
 
 MOST_SHOWN = 100
 """Characters of a method and of a path that an error repeats."""
-CLIENT_GONE = 499
-"""Status in the metrics (nginx's) of a request whose client left before the answer."""
-
 Exposition = Callable[[], Awaitable[str]]
 
 
@@ -50,7 +47,9 @@ class Service:
 
     def __init__(self, predictor: Predictor, settings: Serve):
         self.predictor, self.settings = predictor, settings
-        self.telemetry = Telemetry(predictor)
+        self.spans = tracing.spans(settings, predictor.artifact)
+        self.access_log = AccessLog(settings.access_log)
+        self.telemetry = Telemetry(predictor, settings.exemplars)
         self.encoder = Encoder(predictor)
         limits = Limits(
             batch_rows=settings.max_batch_rows,
@@ -62,11 +61,14 @@ class Service:
         run = functools.partial(predictor.run, most_tokens=settings.max_batch_tokens)
         self.batcher = Batcher(run, limits, self.telemetry.on_call)
         self.telemetry.watch(self.batcher)
+        self._meter = Meter(time.monotonic())
         self.explanations = Explanations(predictor, self.telemetry.explained.observe)
 
     def close(self) -> None:
         self.batcher.close()
         self.explanations.close()
+        self.spans.close()
+        self.access_log.close()
 
     @property
     def ready(self) -> bool:
@@ -77,10 +79,10 @@ class Service:
     def exposition(self) -> str:
         return self.telemetry.exposition()
 
-    def count(self, route: str, status: int | str, seconds: float) -> None:
-        """One request that is over."""
-        self.telemetry.requests.labels(route, str(status)).inc()
-        self.telemetry.seconds.labels(route).observe(seconds)
+    def load(self) -> dict[str, float]:
+        """What `serve.scaling.policy` decides by, of the time since the last call."""
+        stats = self.batcher.stats
+        return self._meter.report(time.monotonic(), self.batcher.waiting_tokens, stats.seconds, stats.tokens)
 
     async def answers(
         self,
@@ -88,9 +90,11 @@ class Service:
         deadline: float,
         place: Callable[[int], str],
         parameters: Mapping[str, Any],
-        client: str,
+        record: Record,
+        client: str = "",
     ) -> tuple[list[Any], int]:
-        """Answers to `texts`, and how many of them were cut; `place` names the field of a text in the request."""
+        """Answers to `texts`, and how many of them were cut; `place` names the field of a text in the request, and
+        `client` whose it is. What is counted of it is put into its `record`."""
         if len(texts) > self.settings.max_inputs:
             raise RequestError(413, f"{len(texts)} texts; send at most {self.settings.max_inputs}", "inputs")
         characters, most = [characters_of(text) for text in texts], self.settings.max_text_characters
@@ -98,8 +102,10 @@ class Service:
             where = place(characters.index(longest))
             raise RequestError(413, f"a text of {longest} characters; send at most {most}", where)
         try:
-            encoded = await self.encoder.encode(texts)
-            outputs = await self.batcher.submit(encoded, deadline, client)
+            with self.spans.part("tokens"):
+                encoded = await self.encoder.encode(texts)
+            with self.spans.part("engine"):
+                outputs = await self.batcher.submit(encoded, deadline, client)
         except InputError as error:
             raise RequestError(422, str(error), place(error.position)) from None
         except Overloaded as error:
@@ -109,25 +115,31 @@ class Service:
         except EngineError:
             logger.exception("the engine failed")
             raise RequestError(500, "the model failed on this request") from None
+        record.texts, record.tokens = len(texts), sum(len(row.ids) for row in encoded)
+        record.cut = sum(row.truncated for row in encoded)
         self.telemetry.rows.inc(len(texts))
         self.telemetry.drift.observe(outputs, encoded)
-        answers = self.predictor.decode(outputs, texts, encoded, parameters)
-        if parameters.get("abstain"):
-            task, head = self.predictor.task, self.predictor.head
-            answers = abstention.abstain(answers, task, head, parameters["top_k"])
+        with self.spans.part("answers"):
+            answers = self.predictor.decode(outputs, texts, encoded, parameters)
+            if parameters.get("abstain"):
+                task, head = self.predictor.task, self.predictor.head
+                answers = abstention.abstain(answers, task, head, parameters["top_k"])
         if parameters.get("explain"):
             rows = [Row(*row) for row in zip(texts, encoded, outputs, strict=True)]
-            found = await self.explanations.submit(rows, parameters["label"], deadline)
+            with self.spans.part("explanations"):
+                found = await self.explanations.submit(rows, parameters["label"], deadline)
             answers = [{"answer": answer, "explanation": why} for answer, why in zip(answers, found, strict=True)]
-        return answers, sum(row.truncated for row in encoded)
+        return answers, record.cut
 
     async def infer(
-        self, asked: protocol.InferRequest, binary: bytes, deadline: float, client: str = ""
+        self, asked: protocol.InferRequest, binary: bytes, deadline: float, record: Record, client: str = ""
     ) -> tuple[dict[str, Any], int]:
         """The reply of the Open Inference Protocol, over HTTP or gRPC, and how many texts were cut."""
         task, artifact = self.predictor.task, self.predictor.artifact
         texts = asked.texts(task.fields, binary, self.settings.max_inputs)
-        answers, cut = await self.answers(texts, deadline, lambda place: f"inputs.0.data.{place}", {"top_k": 1}, client)
+        answers, cut = await self.answers(
+            texts, deadline, lambda place: f"inputs.0.data.{place}", {"top_k": 1}, record, client
+        )
         tensors = protocol.tensors(answers, task.output)
         if asked.outputs:
             wanted = {output.name for output in asked.outputs}
@@ -195,7 +207,14 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
     )
     app.state.service = service
     app.add_middleware(guard.Guard, settings=settings, door=guard.door(settings))
-    app.add_middleware(_Envelope, service=service)
+    app.add_middleware(
+        Envelope,
+        predictor=predictor,
+        settings=settings,
+        telemetry=service.telemetry,
+        spans=service.spans,
+        access_log=service.access_log,
+    )
     app.add_exception_handler(RequestError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_error)
 
@@ -212,7 +231,12 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
         if parameters.get("abstain"):
             abstention.least(predictor.task, predictor.head)  # refused before the engine has worked for it
         answers, cut = await service.answers(
-            texts, deadline, lambda place: f"inputs.{place}" if several else "inputs", parameters, _client(request)
+            texts,
+            deadline,
+            lambda place: f"inputs.{place}" if several else "inputs",
+            parameters,
+            request.state.record,
+            client_of(request.scope),
         )
         lone = not several and predictor.task.lone_answer and not parameters.get("explain")
         return _json(answers[0] if lone else answers, headers=_cut_header(cut))
@@ -226,7 +250,7 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
         body = await request.body()
         document, binary = protocol.split(body, request.headers.get("inference-header-content-length"))
         asked = schema.parse(protocol.InferRequest, document, settings.max_inputs)
-        reply, cut = await service.infer(asked, binary, deadline, _client(request))
+        reply, cut = await service.infer(asked, binary, deadline, request.state.record, client_of(request.scope))
         return _json(reply, headers=_cut_header(cut))
 
     @app.get("/v2", **_documented(protocol.ServerMetadata))
@@ -265,7 +289,9 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        """Prometheus' text form."""
+        """Prometheus' text form; with exemplars OpenMetrics', where one replica answers for itself."""
+        if settings.exemplars and exposition is None:
+            return Response(service.telemetry.open_metrics(), media_type=OPEN_METRICS)
         text = service.exposition() if exposition is None else await exposition()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -300,50 +326,6 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestError):
         return guard.answer(error, request.scope["path"])
     raise error
-
-
-def _client(request: Request) -> str:
-    """Who asks, by the name of the key (`guard`); empty where nobody is asked for one."""
-    return request.state.key or ""
-
-
-class _Envelope:
-    """Wraps every request: puts the model's name and version on the answer, counts it, answers an unexpected error."""
-
-    def __init__(self, app: ASGIApp, service: Service):
-        self._app, self._service = app, service
-        artifact = service.predictor.artifact
-        revisions = {f"x-{part}-version": digest for part, digest in service.predictor.revisions.items()}
-        names = {"x-model-name": quote(artifact.name), **revisions}
-        self._headers = [(name.encode(), value.encode()) for name, value in names.items()]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        began, status = time.monotonic(), CLIENT_GONE
-        send = guard.hardened(send, self._service.settings)
-
-        async def send_enveloped(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message = {**message, "headers": [*message["headers"], *self._headers]}
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_enveloped)
-        except ClientDisconnect:
-            pass
-        except Exception:
-            if status != CLIENT_GONE:  # the answer is on its way; only the server can still break it off
-                raise
-            logger.exception("unexpected error in %s %r", scope["method"], scope["path"])
-            error = RequestError(500, "internal error; the server's log has the cause")
-            await guard.answer(error, scope["path"])(scope, receive, send_enveloped)
-        finally:
-            route = getattr(scope.get("route"), "path", "other")
-            self._service.count(route, status, time.monotonic() - began)
 
 
 # ----------------------------------------------------------------------------------------------------------- OpenAPI

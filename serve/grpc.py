@@ -18,6 +18,7 @@ from tritonclient.grpc import service_pb2 as messages, service_pb2_grpc as inter
 
 import rtrain
 from serve import protocol, schema
+from serve.envelope import Record
 from serve.schema import RequestError
 
 if TYPE_CHECKING:
@@ -101,13 +102,13 @@ class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  #
             logger.exception("unexpected error in a request over gRPC")
             await _abort(context, RequestError(500, "internal error; the server's log has the cause"))
         finally:
-            self._service.count(ROUTE, status, time.monotonic() - began)
+            self._service.telemetry.answered(ROUTE, status, time.monotonic() - began, request.id)
 
     async def _infer(self, request: Any, remaining_s: float | None) -> Any:
         deadline_s = self._service.settings.deadline_s
         deadline = asyncio.get_running_loop().time() + min(deadline_s, remaining_s or deadline_s)
         self._service.named(request.model_name, request.model_version)
-        reply, cut = await self._service.infer(*_asked(request), deadline)
+        reply, cut = await self._service.infer(*_asked(request), deadline, Record(request.id))
         outputs = reply.pop("outputs")
         return messages.ModelInferResponse(
             **reply,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.openmetrics import exposition
 
 from rtrain import reference
 from rtrain.batch import Encoded, Floats
@@ -16,6 +17,9 @@ from serve.drift import Drift
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SECONDS_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0, 4.0, 8.0, 16.0)
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+MOST_EXEMPLAR = 100
+"""Characters; OpenMetrics allows 128 with the name."""
 WATCHED_ROWS = 64
 """Answers whose drift is computed at a time: one by one it would cost each request a tenth of a millisecond."""
 
@@ -68,7 +72,9 @@ class Watch:
 class Telemetry:
     """The metrics of one replica, in a registry of their own."""
 
-    def __init__(self, predictor: Predictor) -> None:
+    def __init__(self, predictor: Predictor, exemplars: bool = False):
+        """`exemplars`: a request's trace, or its number, beside the bucket that it fell into."""
+        self._exemplars = exemplars
         self.registry = CollectorRegistry()
         counter = functools.partial(Counter, registry=self.registry)
         histogram = functools.partial(Histogram, registry=self.registry)
@@ -81,6 +87,12 @@ class Telemetry:
         self.explained = histogram("rtrain_explain_seconds", "Time to explain a text.", buckets=SECONDS_BUCKETS)
         self.drift = Watch(predictor)
         self.registry.register(self.drift)
+
+    def answered(self, route: str, status: int, seconds: float, name: str) -> None:
+        """A request has ended; `name` is that of its trace, or its own."""
+        self.requests.labels(route, str(status)).inc()
+        told = {"trace_id": name[:MOST_EXEMPLAR]} if self._exemplars else None
+        self.seconds.labels(route).observe(seconds, told)
 
     def on_call(self, rows: int, tokens: int, seconds: float) -> None:
         """An engine call has ended."""
@@ -96,3 +108,8 @@ class Telemetry:
 
     def exposition(self) -> str:
         return prometheus_client.generate_latest(self.registry).decode()
+
+    def open_metrics(self) -> str:
+        """The form that has exemplars."""
+        found: bytes = exposition.generate_latest(self.registry)  # type: ignore[no-untyped-call]
+        return found.decode()

@@ -195,12 +195,12 @@ def test_an_unexpected_error_is_logged_and_answered_without_internals(
         raise LookupError("/secret/path")
 
     monkeypatch.setattr(predictor.task, "decode", broken)
-    response = call(app, "POST", "/predict", json={"inputs": TEXT})
+    response = call(app, "POST", "/predict", json={"inputs": TEXT}, headers={"x-request-id": "mine"})
     assert response.status_code == 500
     assert response.json() == error("internal", "internal error; the server's log has the cause")
     assert response.headers["x-model-name"] == "tiny"
-    assert [(record.levelno, record.getMessage()) for record in caplog.records if record.name == "serve.app"] == [
-        (logging.ERROR, "unexpected error in POST '/predict'")
+    assert [(record.levelno, record.getMessage()) for record in caplog.records if record.name == "serve.envelope"] == [
+        (logging.ERROR, "unexpected error in POST '/predict' (request mine)")
     ]
     assert "/secret/path" in caplog.text
 

@@ -110,3 +110,29 @@ def test_readiness_ends_where_an_engine_call_outlasts_the_deadline(predictor: Pr
                 await asyncio.sleep(0.001)
 
     asyncio.run(main())
+
+
+def test_a_replica_tells_its_load(predictor: Predictor, gate: Gate) -> None:
+    app = build_app(predictor, Serve())
+    service = app.state.service
+
+    async def main() -> None:
+        async with client(app) as session:
+            first = asyncio.create_task(session.post("/predict", json={"inputs": TEXT}))
+            await gate.entered()
+            second = asyncio.create_task(session.post("/predict", json={"inputs": [TEXT, TEXT]}))
+            while not service.batcher.waiting:
+                await asyncio.sleep(0.001)
+            waits = service.load()
+            assert (waits["queued_tokens"], waits["tokens_per_second"]) == (
+                2 * len(predictor.encode([TEXT])[0].ids),
+                0.0,
+            )
+            gate.open()
+            await asyncio.gather(first, second)
+            after = service.load()
+            assert after["queued_tokens"] == 0.0
+            assert after["tokens_per_second"] > 0.0
+            assert 0.0 < after["busy"] <= 1.0
+
+    asyncio.run(main())

@@ -164,6 +164,15 @@ class Serve(Section):
     """Most bytes of a request's address and headers; more is answered 431."""
     deadline_s: Annotated[float, Field(gt=0)] = 10.0
     """Seconds after which a request without an answer is answered 504."""
+    access_log: str | None = None
+    """File to which a line of JSON is added for each request: its number, client, route, status, milliseconds, texts
+    and tokens, and never a text. `-` writes to stderr. Default: no log."""
+    traces: str | None = None
+    """Address to which a collector of OpenTelemetry takes spans over HTTP, e.g. http://127.0.0.1:4318/v1/traces; it
+    needs the extra `traces`. Default: no spans."""
+    exemplars: bool = False
+    """Name a request's trace beside the bucket of its latency on /metrics, which is in the form of OpenMetrics then;
+    with one replica."""
 
 
 class Report(Section):

@@ -1,0 +1,129 @@
+"""What every request is wrapped in: its number, the model's name on its answer, metrics, log line, span, last resort.
+
+Nothing here reads a body, and nothing that is counted, logged or traced has a text in it.
+"""
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rtrain.config import Serve
+from rtrain.predict import Predictor
+from serve import guard
+from serve.access_log import AccessLog
+from serve.schema import RequestError
+from serve.telemetry import Telemetry
+from serve.tracing import Span, Spans
+
+logger = logging.getLogger(__name__)
+
+CLIENT_GONE = 499
+"""Status in the metrics (nginx's) of a request whose client left before the answer."""
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+"""What a client may send as x-request-id; in place of anything else it gets one of ours."""
+HEADERS = (b"traceparent", b"tracestate", b"x-request-id")
+
+
+@dataclass
+class Record:
+    """What is counted of a request on its way; its place is `scope["state"]["record"]`."""
+
+    id: str
+    texts: int = 0
+    tokens: int = 0
+    cut: int = 0
+    """Texts that were longer than the model reads."""
+
+
+class Envelope:
+    def __init__(
+        self,
+        app: ASGIApp,
+        predictor: Predictor,
+        settings: Serve,
+        telemetry: Telemetry,
+        spans: Spans,
+        access_log: AccessLog,
+    ):
+        self._app, self._telemetry, self._spans, self._log = app, telemetry, spans, access_log
+        self._artifact, self._settings = predictor.artifact, settings
+        revisions = {f"x-{part}-version": digest for part, digest in predictor.revisions.items()}
+        names = {"x-model-name": quote(self._artifact.name), **revisions}
+        self._headers = [(name.encode(), value.encode()) for name, value in names.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = {name: value for name, value in scope["headers"] if name in HEADERS}
+        asked = given.get(b"x-request-id", b"")
+        record = Record(asked.decode() if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex)
+        scope.setdefault("state", {})["record"] = record
+        carrier = {name.decode(): value.decode("latin-1") for name, value in given.items()}
+        with self._spans.request(carrier) as span:
+            await self._answer(scope, receive, send, record, span)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, record: Record, span: Span) -> None:
+        began, status = time.monotonic(), CLIENT_GONE
+        headers = [*self._headers, (b"x-request-id", record.id.encode())]
+        send = guard.hardened(send, self._settings)
+
+        async def send_enveloped(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], *headers]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_enveloped)
+        except ClientDisconnect:
+            pass
+        except Exception:
+            if status != CLIENT_GONE:  # the answer is on its way; only the server can still break it off
+                raise
+            logger.exception("unexpected error in %s %r (request %s)", scope["method"], scope["path"], record.id)
+            error = RequestError(500, "internal error; the server's log has the cause")
+            await guard.answer(error, scope["path"])(scope, receive, send_enveloped)
+        finally:
+            self._count(scope, record, span, status, time.monotonic() - began)
+
+    def _count(self, scope: Scope, record: Record, span: Span, status: int, seconds: float) -> None:
+        """Of the route's template, not the path: that may hold anything."""
+        route = getattr(scope.get("route"), "path", "other")
+        self._telemetry.answered(route, status, seconds, span.trace or record.id)
+        made: Mapping[str, str | int] = {"texts": record.texts, "tokens": record.tokens, "cut": record.cut}
+        span.end(
+            f"{scope['method']} {route}",
+            {
+                "http.request.method": scope["method"],
+                "http.route": route,
+                "http.response.status_code": status,
+                "rtrain.request_id": record.id,
+                **{f"rtrain.{name}": value for name, value in made.items()},
+            },
+        )
+        self._log.write(
+            id=record.id,
+            client=client_of(scope),
+            method=scope["method"],
+            route=route,
+            status=status,
+            ms=round(1000 * seconds, 3),
+            **made,
+            model=self._artifact.name,
+            version=self._artifact.version,
+            **({"trace": span.trace} if span.trace else {}),
+        )
+
+
+def client_of(scope: Scope) -> str:
+    """Who asks, by the name of the key (`guard`); empty where nobody is asked for one."""
+    return scope.get("state", {}).get("key") or ""

@@ -1,0 +1,130 @@
+"""Spans of requests, where `serve.traces` names a collector of OpenTelemetry. Without, nothing of it is imported.
+
+A request is one span, in the trace that its `traceparent` header names (W3C Trace Context), with a child for each of
+its parts. A span has numbers and names of ours; no text, and no header, is in it.
+"""
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+from rtrain.artifact import Artifact
+from rtrain.config import Serve
+from rtrain.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+LIBRARIES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+
+
+class Spans(Protocol):
+    def request(self, carrier: Mapping[str, str]) -> AbstractContextManager["Span"]:
+        """The span of a request, whose headers may name its trace."""
+        ...
+
+    def part(self, name: str) -> AbstractContextManager[object]:
+        """The span of a part of the request that this task answers."""
+        ...
+
+    def close(self) -> None:
+        """Send what is left."""
+        ...
+
+
+class Span(Protocol):
+    trace: str | None
+    """Number of its trace, in hexadecimal digits."""
+
+    def end(self, name: str, attributes: Mapping[str, str | int | float]) -> None:
+        """What is known when the request was answered."""
+        ...
+
+
+def spans(settings: Serve, made: Artifact) -> Spans:
+    """Raises `ConfigError` where `serve.traces` is set and OpenTelemetry is not installed."""
+    if settings.traces is None:
+        return NoSpans()
+    check(settings)
+    return OpenTelemetry(settings.traces, made)
+
+
+def check(settings: Serve) -> None:
+    """`ConfigError` where traces are asked for that cannot be sent."""
+    if settings.traces is None:
+        return
+    if not settings.traces.startswith(("http://", "https://")):
+        fix = "write e.g. http://127.0.0.1:4318/v1/traces"
+        raise ConfigError([Problem("serve.traces", settings.traces, "no address of a collector over HTTP", fix)])
+    try:
+        absent = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+    except ModuleNotFoundError:  # of a parent package
+        absent = list(LIBRARIES)
+    if absent:
+        reason = "traces need OpenTelemetry, which is not installed"
+        raise ConfigError([Problem("serve.traces", settings.traces, reason, "pip install 'rtrain[traces]'")])
+
+
+class NoSpans:
+    """Costs nothing."""
+
+    trace: str | None = None
+
+    @contextlib.contextmanager
+    def request(self, carrier: Mapping[str, str]) -> Iterator["Span"]:
+        yield self
+
+    def part(self, name: str) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def end(self, name: str, attributes: Mapping[str, str | int | float]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class OpenTelemetry:
+    """Its own provider: what other programs of the process trace is not ours. OTEL_TRACES_SAMPLER is obeyed."""
+
+    def __init__(self, address: str, made: Artifact):
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        named = {"service.name": "rtrain", "rtrain.model": made.name, "rtrain.version": made.version}
+        self._provider = TracerProvider(resource=Resource.create(named))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=address)))
+        self._tracer = self._provider.get_tracer("rtrain")
+        self._propagator = TraceContextTextMapPropagator()
+
+    @contextlib.contextmanager
+    def request(self, carrier: Mapping[str, str]) -> Iterator["Span"]:
+        from opentelemetry.trace import SpanKind
+
+        context = self._propagator.extract(carrier)
+        with self._tracer.start_as_current_span(
+            "request", context, SpanKind.SERVER, record_exception=False, set_status_on_exception=False
+        ) as span:
+            yield _Span(span)  # type: ignore[arg-type]
+
+    def part(self, name: str) -> AbstractContextManager[object]:
+        return self._tracer.start_as_current_span(name, record_exception=False, set_status_on_exception=False)
+
+    def close(self) -> None:
+        self._provider.shutdown()
+
+
+class _Span:
+    def __init__(self, span: "ReadableSpan"):
+        self._span = span
+        context = span.get_span_context()
+        self.trace: str | None = format(context.trace_id, "032x") if context else None
+
+    def end(self, name: str, attributes: Mapping[str, str | int | float]) -> None:
+        self._span.update_name(name)  # type: ignore[attr-defined]
+        self._span.set_attributes(attributes)  # type: ignore[attr-defined]

@@ -1,0 +1,85 @@
+"""Grafana's dashboard: every query asks for what the endpoint exposes."""
+
+import importlib.resources
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rtrain.batch import Head
+from rtrain.config import Serve
+from rtrain.predict import Predictor
+from serve.app import build_app
+from tests.serving import TEXT, call
+from tests.tiny import make_task_artifact
+
+WORDS = {"sum", "by", "le", "rate", "max", "increase", "histogram_quantile", "status", "feature", "route", "h"}
+"""Of the query language, and labels."""
+
+
+@pytest.fixture(scope="module")
+def board() -> dict[str, Any]:
+    text = (importlib.resources.files("serve") / "dashboard.json").read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """The labels of each sample on /metrics, of a model whose input is watched, after a question."""
+    folder = make_task_artifact(tmp_path_factory.mktemp("artifact"), "classification", Head(("a", "b", "c")))
+    predictor = Predictor.load(folder, threads=1)
+    score = {"edges": [0.5], "counts": [50, 150]}
+    predictor.artifact = replace(predictor.artifact, reference={"rows": 200, "score": score, "labels": {"a": 200}})
+    app = build_app(predictor, Serve())
+    assert call(app, "POST", "/predict", json={"inputs": TEXT}).status_code == 200
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(call(app, "GET", "/metrics").text):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def queries(board: dict[str, Any]) -> list[str]:
+    return [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+
+
+def test_every_query_names_metrics_and_labels_that_exist(board: dict[str, Any], samples: dict[str, set[str]]) -> None:
+    asked = queries(board)
+    assert len(asked) >= 15
+    for query in asked:
+        bare = re.sub(r'"[^"]*"|\$__rate_interval|\d+(\.\d+)?', "", query)
+        names = set(re.findall(r"[a-z_]+", bare)) - WORDS
+        assert names, query
+        assert names <= set(samples), query
+        labels = {found for part in re.findall(r"\{([^}]*)\}", query) for found in re.findall(r"(\w+)=", part)}
+        labels |= {found for part in re.findall(r"by \(([^)]*)\)", query) for found in re.findall(r"\w+", part)}
+        assert labels <= set().union(*(samples[name] for name in names)), query
+
+
+def test_every_metric_of_ours_is_looked_at(board: dict[str, Any], samples: dict[str, set[str]]) -> None:
+    families = {name for name in samples if name.startswith("rtrain_") and not name.endswith("_created")}
+    asked = " ".join(queries(board))
+    bare = {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in families}
+    assert len(bare) >= 12
+    assert {name for name in bare if name not in asked} == set()
+
+
+def test_panels_stand_beside_each_other_and_ask_one_data_source(board: dict[str, Any]) -> None:
+    places = [tuple(panel["gridPos"][name] for name in ("x", "y")) for panel in board["panels"]]
+    assert len(set(places)) == len(places)
+    assert len({panel["id"] for panel in board["panels"]}) == len(places)
+    sources = {part["datasource"]["uid"] for panel in board["panels"] for part in (panel, *panel["targets"])}
+    assert sources == {"${datasource}"}
+    assert [one["name"] for one in board["templating"]["list"]] == ["datasource"]
+
+
+def test_it_is_part_of_the_package() -> None:
+    import tomllib
+
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "dashboard.json" in project["tool"]["setuptools"]["package-data"]["serve"]

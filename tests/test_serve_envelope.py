@@ -1,0 +1,127 @@
+"""Numbers of requests, lines of the access log, exemplars."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from rtrain.config import Serve
+from rtrain.predict import Predictor
+from serve import keys
+from serve.app import build_app
+from tests import serving
+from tests.serving import INFER, TEXT, Gate, call, client, tensor
+
+gate, predictor = serving.gate, serving.predictor  # fixtures
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def logged(predictor: Predictor, path: Path, **settings: Any) -> FastAPI:
+    return build_app(predictor, Serve(access_log=str(path), **settings))
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("order-4711_a.b", True),
+        ("x" * 128, True),
+        ("x" * 129, False),
+        ("a b", False),
+        ('a","status":200', False),
+        ("\x1b[31m", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_a_request_keeps_its_number_or_gets_one(predictor: Predictor, given: str | None, kept: bool) -> None:
+    app = build_app(predictor, Serve())
+    headers = {} if given is None else {"x-request-id": given}
+    for path in ("/v2", "/nowhere"):
+        found = call(app, "GET", path, headers=headers).headers["x-request-id"]
+        assert found == given if kept else re.fullmatch("[0-9a-f]{32}", found)
+
+
+def test_the_log_has_a_line_for_each_request_and_never_a_text(predictor: Predictor, tmp_path: Path) -> None:
+    path = tmp_path / "access.log"
+    app = logged(predictor, path)
+    secret = "my pin is 4711"
+    call(app, "POST", "/predict", json={"inputs": [secret, "long " * 200]}, headers={"x-request-id": "one"})
+    call(app, "POST", INFER, json={"inputs": [tensor([secret], [1])]})
+    call(app, "POST", "/predict", content=secret.encode())
+    call(app, "GET", f"/{secret}?q={secret}", headers={"user-agent": secret})
+    text, found = path.read_text(encoding="utf-8"), lines(path)
+    assert "pin" not in text
+    assert "4711" not in text
+    assert [(line["method"], line["route"], line["status"], line["texts"], line["cut"]) for line in found] == [
+        ("POST", "/predict", 200, 2, 1),
+        ("POST", "/v2/models/{name}/infer", 200, 1, 0),
+        ("POST", "/predict", 400, 0, 0),
+        ("GET", "other", 404, 0, 0),
+    ]
+    first = found[0]
+    assert set(first) == {
+        "time", "id", "client", "method", "route", "status", "ms", "texts", "tokens", "cut", "model", "version"
+    }  # fmt: skip
+    assert (first["id"], first["client"], first["version"]) == ("one", "", predictor.artifact.version)
+    assert first["tokens"] == sum(len(row.ids) for row in predictor.encode([secret, "long " * 200]))
+    assert first["ms"] > 0
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first["time"])
+
+
+def test_the_log_names_the_key_of_a_request(predictor: Predictor, tmp_path: Path) -> None:
+    path = tmp_path / "access.log"
+    headers = {"authorization": f"Bearer {keys.add(tmp_path / 'keys.json', 'shop')}"}
+    app = logged(predictor, path, keys=str(tmp_path / "keys.json"))
+    call(app, "POST", "/predict", json={"inputs": TEXT}, headers=headers)
+    assert [line["client"] for line in lines(path)] == ["shop"]
+
+
+def test_a_client_that_left_is_logged_with_its_own_status(predictor: Predictor, gate: Gate, tmp_path: Path) -> None:
+    path = tmp_path / "access.log"
+    app = logged(predictor, path)
+
+    async def main() -> None:
+        async with client(app) as session:
+            gone = asyncio.create_task(session.post("/predict", json={"inputs": TEXT}))
+            await gate.entered()
+            gone.cancel()
+            await asyncio.wait([gone])
+
+    asyncio.run(main())
+    gate.open()
+    assert [line["status"] for line in lines(path)] == [499]
+
+
+def test_a_log_that_was_moved_away_is_begun_anew(predictor: Predictor, tmp_path: Path) -> None:
+    path = tmp_path / "access.log"
+    app = logged(predictor, path)
+    call(app, "GET", "/v2")
+    path.rename(tmp_path / "access.log.1")
+    call(app, "GET", "/v2/health/live")
+    assert [line["route"] for line in lines(tmp_path / "access.log.1")] == ["/v2"]
+    assert [line["route"] for line in lines(path)] == ["/v2/health/live"]
+
+
+def test_a_log_to_stderr(predictor: Predictor, capsys: pytest.CaptureFixture[str]) -> None:
+    call(build_app(predictor, Serve(access_log="-")), "GET", "/v2")
+    written = capsys.readouterr()
+    assert json.loads(written.err)["route"] == "/v2"
+    call(build_app(predictor, Serve()), "GET", "/v2")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_exemplars_are_off_and_name_a_request_where_they_are_on(predictor: Predictor) -> None:
+    for wanted in (False, True):
+        app = build_app(predictor, Serve(exemplars=wanted))
+        call(app, "POST", "/predict", json={"inputs": TEXT}, headers={"x-request-id": "mine"})
+        response = call(app, "GET", "/metrics")
+        assert ('# {trace_id="mine"}' in response.text) == wanted
+        assert response.headers["content-type"].startswith("application/openmetrics-text" if wanted else "text/plain")
+        assert response.text.endswith("# EOF\n") == wanted

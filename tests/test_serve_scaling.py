@@ -1,0 +1,178 @@
+"""How many replicas there should be: the rule, a simulation of an endpoint under it, and Ray Serve's own interface."""
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, strategies as st
+
+from serve.scaling import DRAIN_S, HIGH, LOW, Load, Meter, desired, policy
+
+
+def loads(*busy: float, queued_s: float = 0.0) -> list[Load]:
+    """Replicas of 1,000 tokens a second; `queued_s` of work waits at each."""
+    return [Load(1000 * queued_s, 1000.0, share) for share in busy]
+
+
+@pytest.mark.parametrize(
+    ("found", "current", "wanted"),
+    [
+        (loads(0.0), 1, 1),
+        (loads(0.79), 1, 1),
+        (loads(0.81), 1, 2),
+        (loads(1.0, queued_s=DRAIN_S), 1, 3),
+        (loads(0.6, 0.6), 2, 2),
+        (loads(0.3, 0.3), 2, 2),
+        (loads(0.25, 0.24), 2, 1),
+        (loads(0.0, 0.0, 0.0), 3, 1),
+        ([Load(5000.0, 0.0, 0.0)], 1, 1),  # has never worked: nobody knows how long it would take
+    ],
+)
+def test_replicas_follow_what_engines_do_and_what_waits(found: list[Load], current: int, wanted: int) -> None:
+    assert desired(found, current) == wanted
+
+
+@given(demand=st.floats(0, 50), current=st.integers(1, 60))
+def test_the_same_load_never_goes_back_and_forth(demand: float, current: int) -> None:
+    """One step, and the number stays; whatever it is, the replicas are neither overloaded nor mostly idle."""
+    first = desired([Load(0.0, 1.0, demand)], current)
+    assert desired([Load(0.0, 1.0, demand)], first) == first >= 1
+    assert demand <= HIGH * first + 1e-6
+    assert first == 1 or demand > LOW * (first - 1) - 1e-6
+
+
+# --------------------------------------------------------------------------------------------------------- simulation
+
+
+@dataclass
+class Endpoint:
+    """Replicas of one token a second each that share a queue; a new one answers after `start_s`. The rule is asked
+    every second about the means of `look_back_s`, and followed where it has wanted the same for a delay, as Ray Serve
+    does."""
+
+    start_s: float = 12.0
+    look_back_s: int = 10
+    up_s: int = 3
+    down_s: int = 60
+    ready: int = 1
+    target: int = 1
+    waiting: float = 0.0
+    starting: list[float] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    queues: list[float] = field(default_factory=list)
+
+    def run(self, seconds: int, arrivals: Callable[[int], float]) -> None:
+        seen: list[tuple[float, float]] = []
+        wanted_for, before = 0, 0
+        for now in range(seconds):
+            self.starting = [ready for ready in self.starting if ready > now or self._start()]
+            self.waiting += arrivals(now)
+            done = min(self.waiting, float(self.ready))
+            self.waiting -= done
+            seen.append((self.waiting / self.ready, done / self.ready))
+            recent = seen[-self.look_back_s :]
+            queued, busy = (sum(column) / len(recent) for column in zip(*recent, strict=True))
+            wanted = desired([Load(queued, 1.0, busy)] * self.ready, self.target)
+            way = (wanted > self.target) - (wanted < self.target)
+            wanted_for = wanted_for + 1 if way == before and way else int(bool(way))
+            before = way
+            if way and wanted_for >= (self.up_s if way > 0 else self.down_s):
+                self._go(wanted, now)
+                wanted_for = before = 0
+            self.targets.append(self.target)
+            self.queues.append(self.waiting)
+
+    def _start(self) -> bool:
+        self.ready += 1
+        return False
+
+    def _go(self, wanted: int, now: int) -> None:
+        self.starting += [now + self.start_s] * (wanted - self.target)
+        if wanted < self.target:
+            self.starting = []
+            self.ready = wanted
+        self.target = wanted
+
+
+@pytest.mark.parametrize("load", [0.1, 0.7, 0.9, 1.5, 2.4, 3.1, 4.0, 7.9])
+def test_a_steady_load_is_met_without_going_back_and_forth(load: float) -> None:
+    """Arrivals are drawn, with the given mean. Once what waited at the start is worked off, the number of replicas
+    never rises again, no queue is left, and it comes near to what the load needs."""
+    chance, endpoint = random.Random(1), Endpoint()
+    endpoint.run(1500, lambda now: sum(0.1 for _ in range(400) if chance.random() < load / 40))
+    later = endpoint.targets[300:]
+    assert all(after <= before for before, after in itertools.pairwise(later))
+    assert load <= later[-1] <= load / LOW + 2
+    assert max(endpoint.queues[300:]) < 5
+
+
+def test_a_rush_is_met_and_given_back() -> None:
+    """Five times what a replica can do, for ten minutes: the queue is worked off, and in the end there is one."""
+    endpoint = Endpoint()
+    endpoint.run(2400, lambda now: 5.0 if 300 <= now < 900 else 0.3)
+    assert endpoint.targets[299] == 1
+    assert 6 <= endpoint.targets[800] <= 11
+    assert max(endpoint.queues[420:]) < 1
+    assert endpoint.targets[-1] == 1
+    turns = [after > before for before, after in itertools.pairwise(endpoint.targets) if after != before]
+    assert turns == sorted(turns, reverse=True), "up, and then down, once each"
+
+
+# ------------------------------------------------------------------------------------------------------ the interface
+
+
+def test_a_replica_reports_the_time_since_it_last_did() -> None:
+    meter = Meter(100.0)
+    assert meter.report(110.0, 500, 5.0, 10_000) == {
+        "queued_tokens": 500.0,
+        "tokens_per_second": 2000.0,
+        "busy": 0.5,
+    }
+    assert meter.report(120.0, 0, 5.0, 10_000) == {"queued_tokens": 0.0, "tokens_per_second": 2000.0, "busy": 0.0}
+    assert meter.report(121.0, 0, 7.0, 11_000)["busy"] == 1.0  # a call that had begun before
+
+
+def test_ray_serve_takes_the_policy_by_its_name_and_asks_it_with_its_own_context() -> None:
+    """As the controller does: pickled, and without this package's other modules."""
+    from ray import cloudpickle
+    from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+
+    config = AutoscalingConfig(
+        min_replicas=1, max_replicas=8, policy=AutoscalingPolicy(policy_function="serve.scaling:policy")
+    )
+    asked = cloudpickle.loads(cloudpickle.dumps(config.policy)).get_policy()
+    told = {
+        "queued_tokens": {"first": 20_000.0, "second": 0.0},
+        "tokens_per_second": {"first": 1000.0, "second": 1000.0},
+        "busy": {"first": 1.0, "second": 0.6},
+    }
+    context = AutoscalingContext(
+        deployment_id=None,  # type: ignore[arg-type]
+        deployment_name="rtrain",
+        app_name="rtrain",
+        current_num_replicas=2,
+        target_num_replicas=2,
+        running_replicas=[],
+        total_num_requests=0.0,
+        total_queued_requests=0.0,
+        aggregated_metrics=lambda: told,  # type: ignore[arg-type,return-value]
+        raw_metrics=None,
+        capacity_adjusted_min_replicas=1,
+        capacity_adjusted_max_replicas=8,
+        policy_state={"kept": 1},
+        last_scale_up_time=None,
+        last_scale_down_time=None,
+        current_time=0.0,
+        config=config,
+    )
+    # (1 + 0.6 + 20 s of work / 10 s) / 0.8
+    assert asked(context) == (5, {"kept": 1})
+
+
+def test_without_reports_the_number_stays() -> None:
+    for told in (None, {}, {"queued_tokens": {"new": 5.0}}):
+        context = SimpleNamespace(aggregated_metrics=told, target_num_replicas=3, policy_state={})
+        assert policy(context) == (3, {})

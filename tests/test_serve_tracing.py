@@ -1,0 +1,144 @@
+"""Spans as a collector of OpenTelemetry receives them, over HTTP."""
+
+import asyncio
+import gzip
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from rtrain.config import Serve
+from rtrain.errors import ConfigError
+from rtrain.predict import Predictor
+from serve import tracing
+from serve.app import build_app
+from tests import serving
+from tests.serving import TEXT, client
+
+predictor = serving.predictor  # fixture
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+class Collector:
+    """Takes spans as they are sent."""
+
+    def __init__(self) -> None:
+        self.received: list[ExportTraceServiceRequest] = []
+        received = self.received
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                if self.headers.get("content-encoding") == "gzip":
+                    body = gzip.decompress(body)
+                received.append(ExportTraceServiceRequest.FromString(body))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        self.address = f"http://127.0.0.1:{self._server.server_port}/v1/traces"
+
+    @property
+    def spans(self) -> dict[str, Any]:
+        return {
+            span.name: span
+            for request in self.received
+            for resource in request.resource_spans
+            for scope in resource.scope_spans
+            for span in scope.spans
+        }
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    made = Collector()
+    yield made
+    made.close()
+
+
+def test_a_request_is_a_span_of_its_client_s_trace_with_its_parts(predictor: Predictor, collector: Collector) -> None:
+    app = build_app(predictor, Serve(traces=collector.address))
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
+
+    async def main() -> None:
+        async with client(app) as session:
+            assert (await session.post("/predict", json={"inputs": TEXT}, headers=headers)).status_code == 200
+
+    asyncio.run(main())
+    app.state.service.close()
+    spans = collector.spans
+    assert set(spans) == {"POST /predict", "tokens", "engine", "answers"}
+    request = spans["POST /predict"]
+    assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE, PARENT)
+    for part in ("tokens", "engine", "answers"):
+        assert (spans[part].trace_id, spans[part].parent_span_id) == (request.trace_id, request.span_id)
+        assert request.start_time_unix_nano <= spans[part].start_time_unix_nano <= spans[part].end_time_unix_nano
+    attributes = {one.key: one.value.string_value or one.value.int_value for one in request.attributes}
+    assert attributes == {
+        "http.request.method": "POST",
+        "http.route": "/predict",
+        "http.response.status_code": 200,
+        "rtrain.request_id": "mine",
+        "rtrain.texts": 1,
+        "rtrain.tokens": len(predictor.encode([TEXT])[0].ids),
+        "rtrain.cut": 0,
+    }
+    assert TEXT.encode() not in b"".join(one.SerializeToString() for one in collector.received)
+    [resource] = {one.resource.SerializeToString() for sent in collector.received for one in sent.resource_spans}
+    assert predictor.artifact.version.encode() in resource
+
+
+def test_requests_beside_each_other_have_traces_of_their_own(predictor: Predictor, collector: Collector) -> None:
+    app = build_app(predictor, Serve(traces=collector.address))
+
+    async def main() -> None:
+        async with client(app) as session:
+            await asyncio.gather(*(session.post("/predict", json={"inputs": TEXT}) for _ in range(5)))
+
+    asyncio.run(main())
+    app.state.service.close()
+    every = [
+        span
+        for sent in collector.received
+        for resource in sent.resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
+    owners = {span.span_id: span.trace_id for span in every if not span.parent_span_id}
+    assert len(set(owners.values())) == 5
+    parts = [span for span in every if span.parent_span_id]
+    assert len(parts) == 15
+    assert all(owners[span.parent_span_id] == span.trace_id for span in parts)
+
+
+def test_traces_that_cannot_be_sent_are_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"serve\.traces=127\.0\.0\.1:4318: no address of a collector over HTTP"):
+        tracing.check(Serve(traces="127.0.0.1:4318"))
+    monkeypatch.setattr(tracing, "LIBRARIES", ("opentelemetry.sdk", "opentelemetry.nowhere.at_all"))
+    with pytest.raises(ConfigError, match=r"pip install 'rtrain\[traces\]'"):
+        tracing.check(Serve(traces="http://127.0.0.1:4318/v1/traces"))
+    tracing.check(Serve())
+
+
+def test_nothing_that_sends_spans_is_imported_without_the_switch() -> None:
+    """Its interface may be: a library that we use asks for it."""
+    heavy = "('opentelemetry.sdk', 'opentelemetry.exporter', 'google.protobuf')"
+    script = f"import sys, serve.app; print([name for name in sys.modules if name.startswith({heavy})])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
