@@ -127,7 +127,7 @@ def test_a_request_smuggled_behind_another_is_its_own_request(port: int) -> None
 def test_slow_and_endless_clients_are_cut_off_while_good_ones_are_answered(
     predictor: Predictor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "GRACE_S", 0.2)
+    monkeypatch.setattr(guard, "GRACE_S", 1.0)
     with served(build_app(predictor, Serve(min_body_rate=100_000))) as port, contextlib.ExitStack() as stack:
         slow = [stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE_S)) for _ in range(50)]
         for client in slow:
