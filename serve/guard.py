@@ -1,6 +1,6 @@
 """What stands before the application: keys, and limits on all that a client sends. Plain ASGI, for any server.
 
-Of a request: size of its head -> key, scope, rate (`keys`) -> declared length -> the body, read whole under its limits
+Of a request: size of its head -> declared length -> key, scope, rate (`keys`) -> the body, read whole under its limits
 when the application first asks for it. Whatever is refused is answered here, in the error form that every route shares.
 How deep a document is nested and how many values it has is told by `shape` before it is parsed (`schema.parse`).
 """
@@ -18,6 +18,8 @@ from serve import keys
 from serve.schema import RequestError
 
 MOST_HEADERS = 100
+READ = (b"authorization", b"content-encoding", b"content-length", b"transfer-encoding")
+"""The headers that are looked at here."""
 GRACE_S = 2.0
 """Seconds in which a body may stand still, whatever its rate: a lost packet is sent again within them."""
 HEADERS = {
@@ -72,7 +74,10 @@ class Guard:
         self._app, self._settings, self._door = app, settings, door
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # there is no other way to ask: a websocket is closed by the router
+        if scope["type"] == "websocket":  # no route is one
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
@@ -85,7 +90,7 @@ class Guard:
         settings, headers = self._settings, scope["headers"]
         size = len(scope["path"]) + len(scope.get("query_string", b""))
         # One walk: this is done for every request.
-        sent: dict[bytes, list[bytes]] = {b"authorization": [], b"content-encoding": [], b"content-length": []}
+        sent: dict[bytes, list[bytes]] = {name: [] for name in READ}
         for name, value in headers:
             size += len(name) + len(value)
             if name in sent:
@@ -93,16 +98,19 @@ class Guard:
         if size > settings.max_header_bytes or len(headers) > MOST_HEADERS:
             most = f"{settings.max_header_bytes} bytes and {MOST_HEADERS} headers"
             raise _last(RequestError(431, f"the address and the headers are too large; send at most {most}"))
-        key = None
-        if self._door and (wanted := keys.scope_of(_route(scope))):
-            key = self._door.admit(wanted, sent[b"authorization"])
-        # A dict of this request alone: the server's own is one for all.
-        scope["state"] = {**scope.get("state", {}), "key": key and key.name}
-        if any(value.lower() != b"identity" for value in sent[b"content-encoding"]):
-            raise RequestError(415, "the body is compressed; send it as it is")
         # Chunked bodies declare no length, and a declared one may be false: `_Body` counts.
         if any(_is_more(value, settings.max_body_bytes) for value in sent[b"content-length"]):
             raise _too_large(settings)
+        key = None
+        if self._door and (wanted := keys.scope_of(_route(scope))):
+            try:
+                key = self._door.admit(wanted, sent[b"authorization"])
+            except RequestError as error:  # a body without an end would be read and thrown away without an end
+                raise _last(error) if sent[b"transfer-encoding"] else error from None
+        # A dict of this request alone: the server's own is one for all.
+        scope["state"] = {**scope.get("state", {}), "key": key and key.name}
+        if any(value.lower() != b"identity" for value in sent[b"content-encoding"]):
+            raise _last(RequestError(415, "the body is compressed; send it as it is"))
 
 
 class _Body:

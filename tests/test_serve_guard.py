@@ -6,7 +6,7 @@ The limits are driven message by message, as a server does it; keys and headers 
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +247,31 @@ def test_keys_are_rotated_while_it_answers(predictor: Predictor, path: Path, mon
 def test_no_application_without_a_good_file_of_keys(predictor: Predictor, path: Path) -> None:
     with pytest.raises(UserError, match="there is no file of keys"):
         build_app(predictor, Serve(keys=str(path)))
+
+
+def test_a_body_without_an_end_is_not_read_of_whoever_is_not_let_in(predictor: Predictor, path: Path) -> None:
+    keys.add(path, "shop")
+    locked = build_app(predictor, Serve(keys=str(path)))
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"{}"
+
+    refused = [call(locked, "POST", "/predict", content=body) for body in (b"{}", chunks())]
+    assert [(one.status_code, one.headers.get("connection")) for one in refused] == [(401, None), (401, "close")]
+
+
+def test_a_websocket_is_closed_whatever_its_key(path: Path) -> None:
+    plain, sent = keys.add(path, "shop"), list[Message]()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def never(*_: object) -> Any:
+        raise AssertionError
+
+    scope = {**head(headers=[(b"authorization", f"Bearer {plain}".encode())]), "type": "websocket"}
+    asyncio.run(Guard(never, Serve(), guard.door(Serve(keys=str(path))))(scope, never, send))
+    assert [message["type"] for message in sent] == ["websocket.close"]
 
 
 def test_the_application_knows_whose_request_it_is(path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 
+from rtrain.batch import Head
 from rtrain.config import Serve
 from rtrain.predict import Predictor
 from serve import guard, keys
@@ -19,6 +20,7 @@ from serve.app import build_app
 from tests import hostile, serving
 from tests.hostile import Case
 from tests.serving import TEXT, predict
+from tests.tiny import make_task_artifact
 
 predictor = serving.predictor  # fixture
 
@@ -32,6 +34,7 @@ class Asker:
 
     def __init__(self, app: FastAPI, runner: asyncio.Runner, key: str | None = None):
         self._app, self._runner = app, runner
+        self._labels = app.state.service.predictor.task.name == "classification"
         self._headers = () if key is None else ((b"authorization", f"Bearer {key}".encode()),)
         self.statuses: Counter[int | None] = Counter()
 
@@ -50,7 +53,7 @@ class Asker:
             # A line of text for the Open Inference Protocol.
             assert told if isinstance(told, str) else sorted(told) == ["field", "message", "type"]
             assert len(reply.body) < LONGEST_ERROR
-        elif case.path == "/predict":
+        elif case.path == "/predict" and self._labels:
             for answer in json.loads(reply.body):
                 scores = answer["answer"] if isinstance(answer, dict) else answer  # explained, or not
                 assert math.isclose(sum(one["score"] for one in scores), 1, abs_tol=1e-4) or b"top_k" in case.body
@@ -103,6 +106,25 @@ def test_thousands_of_hostile_requests_are_answered_as_the_client_s_fault(opened
 @pytest.mark.slow
 def test_a_thousand_hostile_requests_with_a_key_are_too(locked: Asker) -> None:
     check(locked, 1000, 1000, 5)
+
+
+TASKS: list[tuple[str, Head, dict[str, str]]] = [
+    ("multi_label", Head(("a", "b", "c"), {"threshold": 0.45}), {}),
+    ("multi_head", Head(("x=a", "x=b", "y=c", "y=d"), {"heads": [["x", 2], ["y", 2]]}), {}),
+    ("regression", Head(("score",), {"mean": 3.0, "std": 1.0, "lowest": 0.0, "highest": 6.0, "step": 1.0}), {}),
+    ("span_qa", Head(("start", "end"), {"no_answer": True}), {"text": "question", "text_pair": "context"}),
+    ("token_tags", Head(("O", "B-PER", "I-PER")), {}),
+    ("extractive_summary", Head(("left out", "taken"), {"max_words": 8}), {}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "head", "data"), TASKS, ids=[task for task, _, _ in TASKS])
+def test_models_of_every_task_bear_them(
+    task: str, head: Head, data: dict[str, str], runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    predictor = Predictor.load(make_task_artifact(tmp_path, task, head, data=data), threads=1)
+    check(Asker(build_app(predictor, Serve()), runner), 2500, 500, 1)
 
 
 @pytest.mark.slow

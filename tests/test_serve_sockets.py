@@ -14,6 +14,8 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from huggingface_hub import InferenceClient, constants
+from huggingface_hub.errors import HfHubHTTPError
 
 from rtrain.config import Serve
 from rtrain.predict import Predictor
@@ -127,7 +129,7 @@ def test_a_request_smuggled_behind_another_is_its_own_request(port: int) -> None
 def test_slow_and_endless_clients_are_cut_off_while_good_ones_are_answered(
     predictor: Predictor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "GRACE_S", 0.2)
+    monkeypatch.setattr(guard, "GRACE_S", 1.0)
     with served(build_app(predictor, Serve(min_body_rate=100_000))) as port, contextlib.ExitStack() as stack:
         slow = [stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE_S)) for _ in range(50)]
         for client in slow:
@@ -161,3 +163,17 @@ def test_it_is_answered_encrypted_with_a_key(predictor: Predictor, tmp_path: Pat
         assert [answer.status_code for answer in answers] == [401, 200]
         assert answers[1].headers["strict-transport-security"] == guard.ONLY_TLS
         assert json.loads(answers[0].content)["error"]["type"] == "unauthorized"
+
+
+def test_the_hugging_face_client_hands_a_key_over_as_its_token(
+    predictor: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # as the tests' own process is
+    path = tmp_path / "keys.json"
+    plain = keys.add(path, "shop")
+    with served(build_app(predictor, Serve(keys=str(path)))) as port:
+        url = f"http://127.0.0.1:{port}/predict"
+        [best] = InferenceClient(model=url, token=plain).text_classification(TEXT, top_k=1)
+        assert best.label == predictor([TEXT])[0][0]["label"]
+        with pytest.raises(HfHubHTTPError, match="401"):
+            InferenceClient(model=url, token=plain[:-1]).text_classification(TEXT)
