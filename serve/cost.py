@@ -20,6 +20,7 @@ class Cost:
     def __init__(self) -> None:
         self._calls = 0
         self._weight = self._tokens = self._seconds = self._spread = self._joint = 0.0
+        self._base = self._per_token = 0.0
 
     def learn(self, tokens: int, seconds: float) -> None:
         """A call of so many tokens, padding included, has taken so long."""
@@ -32,20 +33,21 @@ class Cost:
         self._seconds += from_seconds / self._weight
         self._spread = FORGETTING * self._spread + from_tokens * (tokens - self._tokens)
         self._joint = FORGETTING * self._joint + from_tokens * (seconds - self._seconds)
+        if self._calls >= LEAST_CALLS:
+            self._solve()
 
     def seconds(self, tokens: int, calls: int = 1) -> float:
         """What so many tokens in so many calls should take; 0 before `LEAST_CALLS` have ended."""
-        if self._calls < LEAST_CALLS:
-            return 0.0
-        slope = self._per_token()
-        return calls * max(0.0, self._seconds - slope * self._tokens) + slope * tokens
+        return calls * self._base + self._per_token * tokens
 
     def doubt(self) -> None:
         """A wrong estimate that keeps every row from the engine would never meet the call that corrects it."""
         self._seconds *= DOUBT
         self._joint *= DOUBT
+        self._solve()
 
-    def _per_token(self) -> float:
+    def _solve(self) -> None:
         pull = ORIGIN_WEIGHT * self._weight * self._tokens
         slope = (self._joint + pull * self._seconds) / (self._spread + pull * self._tokens)
-        return min(max(0.0, slope), self._seconds / self._tokens)
+        self._per_token = min(max(0.0, slope), self._seconds / self._tokens)
+        self._base = max(0.0, self._seconds - self._per_token * self._tokens)

@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rtrain.batch import Encoded
@@ -36,24 +36,17 @@ class Limits:
     """Most tokens that may wait, each row padded to its own longest window."""
 
 
-@dataclass(frozen=True, eq=False)
 class Row:
-    owner: Any
-    """What the row is part of: all rows of an owner leave together."""
-    position: int
-    encoded: Encoded
-    client: str
-    deadline: float
-    windows: int = field(init=False)
-    longest: int = field(init=False)
+    """A text that waits. `owner`: what it is part of; all rows of an owner leave together."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "windows", len(self.encoded.windows))
-        object.__setattr__(self, "longest", max(window.tokens for window in self.encoded.windows))
+    __slots__ = ("client", "deadline", "encoded", "longest", "owner", "position", "tokens", "windows")
 
-    @property
-    def tokens(self) -> int:
-        return self.windows * self.longest
+    def __init__(self, owner: Any, position: int, encoded: Encoded, client: str, deadline: float):
+        self.owner, self.position, self.encoded = owner, position, encoded
+        self.client, self.deadline = client, deadline
+        self.windows = len(encoded.windows)
+        self.longest = max(window.tokens for window in encoded.windows)
+        self.tokens = self.windows * self.longest
 
 
 class Taken(NamedTuple):
@@ -167,7 +160,8 @@ class Scheduler:
             lane[:] = [entry for entry in lane if entry.row.owner is not owner]
             heapq.heapify(lane)
             self._tidy(client, length)
-        self._count_out([entry.row for _, entry in found])
+        self.rows -= len(found)
+        self.tokens -= sum(entry.row.tokens for _, entry in found)
         return len(found)
 
     def _has_room(self, lanes: dict[int, list[_Entry]], rows: int, tokens: int) -> bool:
@@ -195,11 +189,14 @@ class Scheduler:
     def _fill(self, batch: list[Row], late: list[Row], length: int, now: float) -> None:
         """Add waiting rows of the length until the call is full."""
         windows, longest = sum(row.windows for row in batch), max((row.longest for row in batch), default=0)
-        while lanes := {client: lanes[length] for client, lanes in self._waiting.items() if length in lanes}:
-            client = min(lanes, key=lambda client: (self._served[client], lanes[client][0]))
-            row = lanes[client][0].row
-            begun = row.deadline > now + self._cost.seconds(row.tokens)
-            if begun:
+        lanes = {client: lanes[length] for client, lanes in self._waiting.items() if length in lanes}
+        while lanes:
+            client = next(iter(lanes))
+            if len(lanes) > 1:
+                client = min(lanes, key=lambda client: (self._served[client], lanes[client][0]))
+            lane = lanes[client]
+            row = lane[0].row
+            if row.deadline > now + self._cost.seconds(row.tokens):
                 windows, longest = windows + row.windows, max(longest, row.longest)
                 if batch and (len(batch) == self._limits.batch_rows or not self._is_call(windows * longest)):
                     break  # the first of its length: none that came later goes before it
@@ -207,9 +204,12 @@ class Scheduler:
                 self._served[client] += row.tokens
             else:
                 late.append(row)
-            heapq.heappop(lanes[client])
-            self._tidy(client, length)
-            self._count_out([row])
+            heapq.heappop(lane)
+            self.rows -= 1
+            self.tokens -= row.tokens
+            if not lane:
+                del lanes[client]
+                self._tidy(client, length)
 
     def _is_call(self, tokens: int) -> bool:
         """Whether a call may have that many tokens."""
@@ -222,10 +222,6 @@ class Scheduler:
             del self._waiting[client][length]
             if not self._waiting[client]:
                 del self._waiting[client]
-
-    def _count_out(self, rows: Sequence[Row]) -> None:
-        self.rows -= len(rows)
-        self.tokens -= sum(row.tokens for row in rows)
 
 
 def padded(batch: Sequence[Row]) -> int:
