@@ -9,10 +9,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 
 from rtrain.config import Serve
 from rtrain.predict import Predictor
@@ -129,6 +132,33 @@ def answered(printed: str) -> str:
     except ValueError:
         return printed
     return " ".join(str(part) for part in reply)
+
+
+def test_a_key_is_asked_for_once_and_sent(tmp_path: Path) -> None:
+    """As behind anything that asks for a key: all but the page's own files is answered 401 without one."""
+    app = build_app(predictor_of(tmp_path / "artifact", "classification"), Serve())
+
+    @app.middleware("http")
+    async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        if request.url.path in ("/info", "/predict") and request.headers.get("authorization") != "Bearer it's a key":
+            return JSONResponse({"error": {"type": "unauthorized", "message": "send a key", "field": None}}, 401)
+        return await call_next(request)
+
+    async def at(page: Page) -> None:
+        await page.open(address, 390, dark=False)
+        await page.until("document.getElementById('status').textContent === 'send a key'")
+        assert await page.run("document.activeElement.id") == "key"
+        await page.ask("Input.insertText", text="it's a key")
+        await page.key("Enter", 13)
+        await page.until("document.querySelectorAll('#examples button').length > 0")
+        await page.run("document.querySelector('#examples button').click()")
+        await page.until(DONE)
+        shown = await page.run("document.getElementById('call').textContent")
+        assert "$RTRAIN_KEY" in shown
+        assert "it's a key" not in await page.run("document.body.innerText")
+
+    with listening(app) as address:
+        asyncio.run(browser.look(tmp_path, at))
 
 
 def test_a_refused_question_and_a_dead_endpoint_are_told(tmp_path: Path) -> None:
