@@ -361,7 +361,7 @@ def test_summaries_over_http(tmp_path: Path) -> None:
     reply = ask([DOCUMENT, long, "..."])
     assert reply.status_code == 200
     for document, answer in zip([DOCUMENT, long, "..."], reply.json(), strict=True):
-        assert set(answer) == {"summary", "sentences"}
+        assert set(answer) == {"summary_text", "sentences"}
         ends = [0, *(one["end"] for one in answer["sentences"])]
         for one, before in zip(answer["sentences"], ends, strict=False):
             assert set(one) == {"text", "score", "start", "end"}
