@@ -162,11 +162,16 @@ class Predictor:
         self, outputs: Outputs, inputs: Sequence[Input], encoded: Sequence[Encoded], parameters: Mapping[str, Any]
     ) -> list[Any]:
         """The answer to each input by its output, in the task's HTTP form. Where an answer is pieces of the vocabulary,
-        their texts stand beside their numbers, which the task, having no tokenizer, gives alone."""
+        which a task, having no tokenizer, gives by their numbers, they get their texts, alone and in the input."""
         answers = self.task.decode(outputs, inputs, encoded, self.head, parameters)
         if self.task.output == "tokens":
-            for piece in (piece for answer in answers for mask in answer for piece in mask):
-                piece["token_str"] = self.tokenizer.decode([piece["token"]], skip_special_tokens=False)
+            for value, answer in zip(inputs, answers, strict=True):
+                parts = _texts(value, self.task)[0].split(self.head.facts["mask"])
+                for place, mask in enumerate(answer, 1):
+                    before, after = (self.head.facts["mask"].join(side) for side in (parts[:place], parts[place:]))
+                    for piece in mask:
+                        piece["token_str"] = self.tokenizer.decode([piece["token"]], skip_special_tokens=False)
+                        piece["sequence"] = before + piece["token_str"] + after
         return answers
 
     @property

@@ -238,8 +238,8 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
             request.state.record,
             client_of(request.scope),
         )
-        lone = not several and predictor.task.lone_answer and not parameters.get("explain")
-        return _json(answers[0] if lone else answers, headers=_cut_header(cut))
+        lone = not several and not parameters.get("explain")
+        return _json(predictor.task.alone(answers[0]) if lone else answers, headers=_cut_header(cut))
 
     @app.post("/v2/models/{name}/versions/{version}/infer", **_documented(protocol.InferReply, protocol.InferRequest))
     @app.post("/v2/models/{name}/infer", **_documented(protocol.InferReply, protocol.InferRequest))

@@ -1,5 +1,6 @@
 """The page on which people try the model: three files of the folder `page`, which ask this address and no other."""
 
+import functools
 import importlib.resources
 
 from fastapi import APIRouter, Response
@@ -38,4 +39,9 @@ async def script() -> Response:
 
 
 def _file(name: str) -> Response:
-    return Response((FOLDER / name).read_bytes(), media_type=FILES[name], headers=HEADERS)
+    return Response(_content(name), media_type=FILES[name], headers=HEADERS)
+
+
+@functools.cache
+def _content(name: str) -> bytes:
+    return (FOLDER / name).read_bytes()

@@ -151,7 +151,7 @@ class SummarySentence(Closed):
 
 
 class Summary(Closed):
-    summary: str
+    summary_text: str
     """The sentences, joined by blanks."""
     sentences: list[SummarySentence]
     """In the document's order."""
@@ -163,6 +163,8 @@ class TokenScore(Closed):
     """The token's number in the model's vocabulary."""
     token_str: str
     """Its text."""
+    sequence: str
+    """The input with this token in place of the mask."""
 
 
 class PredictReply(
@@ -176,11 +178,14 @@ class PredictReply(
         | SpanAnswer
         | list[Summary]
         | list[list[list[TokenScore]]]
+        | list[list[TokenScore]]
+        | list[TokenScore]
     ]
 ):
     """For each text in order, what the model is for: its labels, best first; entities; a number; labels by head; the
     answer to a question; a summary; the likeliest tokens of each mask. A single text too is answered by a list of one;
-    but a single question by its answer, and a single text whose words are tagged by the list of its entities."""
+    but a single question by its answer, a single text whose words are tagged by the list of its entities, and one with
+    masks by the tokens of its mask, or of each of its masks."""
 
 
 class _Part(Closed):

@@ -50,7 +50,7 @@ def items() -> list[str]:
 
 
 def test_every_file_and_name_of_the_page_exists() -> None:
-    assert len(items()) == 19
+    assert len(items()) == 20
     paths = 0
     for step in items():
         words = re.findall(r"`([^`]+)`", step)
@@ -65,7 +65,7 @@ def test_every_file_and_name_of_the_page_exists() -> None:
                 text += (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).is_file() else ""
         for name in words:
             if re.fullmatch(r"\w+", name) and name not in ("TASK", "train", "optim", "model"):
-                assert re.search(rf"(?m)^\s*(?:def |class )?{name}\b", text), f"{name}: {step}"
+                assert re.search(rf"(?m)^\s*(?:def |class |const )?{name}\b", text), f"{name}: {step}"
     assert paths >= 20
 
 

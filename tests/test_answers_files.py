@@ -266,7 +266,7 @@ def test_the_columns_of_a_task_are_its_http_answer(task: str, head: Head, data: 
                     dict(entity, score=0) for entity in answer
                 ]
             case _:
-                assert row["summary"] == answer["summary"]
+                assert row["summary"] == answer["summary_text"]
                 assert [one["text"] for one in row["sentences"]] == [one["text"] for one in answer["sentences"]]
     if task == "classification":
         assert {row["abstained"] for row in found} == {True, False}

@@ -100,6 +100,26 @@ def test_the_hugging_face_client_tags_words(
     assert all(TEXT[one.start : one.end] == one.word for one in found)
 
 
+def test_the_hugging_face_client_fills_a_mask(addresses: dict[str, str], hugging_face: None) -> None:
+    client = InferenceClient(model=f"{addresses['masked_lm']}/predict")
+    found = client.fill_mask("where is my [MASK]?", top_k=3)
+    assert [one.sequence for one in found] == [f"where is my {one.token_str}?" for one in found]
+    assert len(found) == 3
+    both, _ = post(addresses["masked_lm"], "[MASK] and [MASK]", top_k=1)
+    assert [one["sequence"] for [one] in both] == [
+        f"{both[0][0]['token_str']} and [MASK]",
+        f"[MASK] and {both[1][0]['token_str']}",
+    ]
+
+
+def test_the_hugging_face_client_sums_up(
+    addresses: dict[str, str], predictors: dict[str, Predictor], hugging_face: None
+) -> None:
+    client = InferenceClient(model=f"{addresses['extractive_summary']}/predict")
+    [expected] = predictors["extractive_summary"]([TEXT])
+    assert client.summarization(TEXT).summary_text == expected["summary_text"] != ""
+
+
 @pytest.mark.parametrize("task", sorted(HEADS))
 def test_curl_gets_the_answer_of_each_task(
     addresses: dict[str, str], predictors: dict[str, Predictor], task: str
@@ -109,7 +129,7 @@ def test_curl_gets_the_answer_of_each_task(
     ran = subprocess.run([*command, "-d", json.dumps({"inputs": asked})], capture_output=True, check=True, timeout=30)
     [expected] = predictors[task]([asked])
     found = json.loads(ran.stdout)
-    assert shape(found if task in ("span_qa", "token_tags") else found[0]) == shape(expected)
+    assert shape(found) == shape(predictors[task].task.alone(expected))
 
 
 def shape(answer: Any) -> Any:

@@ -254,18 +254,18 @@ def test_scores_are_those_of_the_summaries_texts_beside_the_first_sentences(enco
     found = by_output.metric_for("summary").all(outcomes, tokens.labelled, HEAD)
     answers = TASK.decode(outputs, documents, encoded, HEAD, {})
     # 9 + 2 of 12 words, then one with 4 does not fit; the last row has 6 in all.
-    assert [answer["summary"] for answer in answers] == [
+    assert [answer["summary_text"] for answer in answers] == [
         "Nobody came! The invoice shows a fee of 4.50 euros, please.",
         *documents[1:],
     ]
-    expected = text.scores([answer["summary"] for answer in answers], references)
+    expected = text.scores([answer["summary_text"] for answer in answers], references)
     lead = text.scores(["The parcel was due on Monday. Nobody came!", *documents[1:]], references)
     for name, value in expected.items():
         assert found[name] == pytest.approx(value)
         assert found[f"lead_{name}"] == pytest.approx(lead[name])
         assert value > lead[name] or name == "bleu"
     assert found["rouge"] == pytest.approx(np.mean([expected[name] for name in text.ROUGES]))
-    oracle = text.scores([answers[0]["summary"], documents[1], ""], references)
+    oracle = text.scores([answers[0]["summary_text"], documents[1], ""], references)
     assert found["oracle_rouge1"] == pytest.approx(oracle["rouge1"])
     # Logits of the sentences, and which are the oracle's: one of 9 and one of 8 of the first document, 9 of the second.
     sure, others = [8, 9, 9], [6, 7, 8, 9, 7]
@@ -361,17 +361,17 @@ def test_summaries_over_http(tmp_path: Path) -> None:
     reply = ask([DOCUMENT, long, "..."])
     assert reply.status_code == 200
     for document, answer in zip([DOCUMENT, long, "..."], reply.json(), strict=True):
-        assert set(answer) == {"summary", "sentences"}
+        assert set(answer) == {"summary_text", "sentences"}
         ends = [0, *(one["end"] for one in answer["sentences"])]
         for one, before in zip(answer["sentences"], ends, strict=False):
             assert set(one) == {"text", "score", "start", "end"}
             assert before <= one["start"] < one["end"]
             assert document[one["start"] : one["end"]] == one["text"]
             assert 0 < one["score"] < 1
-        assert answer["summary"] == " ".join(one["text"] for one in answer["sentences"])
-        assert len(answer["sentences"]) == 1 or len(answer["summary"].split()) <= 12
+        assert answer["summary_text"] == " ".join(one["text"] for one in answer["sentences"])
+        assert len(answer["sentences"]) == 1 or len(answer["summary_text"].split()) <= 12
     [whole] = ask(DOCUMENT, max_words=1000).json()
-    assert whole["summary"] == DOCUMENT
+    assert whole["summary_text"] == DOCUMENT
     [short] = ask(DOCUMENT, max_words=1).json()
     best = max(whole["sentences"], key=lambda one: float(one["score"]))
     assert [one["text"] for one in short["sentences"]] == [best["text"]]

@@ -84,9 +84,6 @@ class Task(Protocol):
     fields: tuple[str, str]
     """Names of the two texts in a request."""
     needs_pair: bool
-    lone_answer: bool
-    """A request of one input, outside of a list, is answered by its answer and not by a list of one: Hugging Face's
-    clients expect the one of some tasks, the other of others."""
     never_cuts: bool
     """Long texts are read in windows whatever the settings: an answer may lie anywhere in them."""
     varies: Variation
@@ -190,6 +187,11 @@ class Task(Protocol):
         parameters: Mapping[str, Any],
     ) -> list[Any]:
         """The answer of /predict to each input, JSON; `serve.schema.PredictReply` describes its forms."""
+        ...
+
+    def alone(self, answer: Any) -> Any:
+        """The reply to a request of one input that stands in no list. Hugging Face's clients expect a list of one
+        answer from some tasks, the answer itself from others."""
         ...
 
     def columns(self, head: Head) -> list[Column]:

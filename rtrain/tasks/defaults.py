@@ -25,7 +25,6 @@ class Defaults:
 
     fields = ("text", "text_pair")
     needs_pair = False
-    lone_answer = False
     reads_pair = True
     """Where False, a second text is left out."""
     never_cuts = False
@@ -63,6 +62,9 @@ class Defaults:
 
     def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
         return {}
+
+    def alone(self, answer: Any) -> Any:
+        return [answer]
 
     def columns(self, head: Head) -> list[base.Column]:
         return [base.Column("answer", object, lambda answer: answer)]

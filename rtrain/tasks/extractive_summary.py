@@ -141,7 +141,7 @@ class ExtractiveSummary(Defaults):
         head: Head,
         parameters: Mapping[str, Any],
     ) -> list[Any]:
-        """`{"summary", "sentences": [{"text", "score", "start", "end"}, ...]}` for each text: at most
+        """`{"summary_text", "sentences": [{"text", "score", "start", "end"}, ...]}` for each text: at most
         `parameters["max_words"]` words, by default the head's; start and end are characters."""
         most = parameters.get("max_words")
         budget = scores.Budget(words=int(head.facts["max_words"] if most is None else most))
@@ -156,7 +156,8 @@ class ExtractiveSummary(Defaults):
             sentences = [
                 {"text": text[start:end], "score": chance, "start": start, "end": end} for start, end, chance in found
             ]
-            answers.append({"summary": " ".join(text[start:end] for start, end, _ in found), "sentences": sentences})
+            summary = " ".join(text[start:end] for start, end, _ in found)
+            answers.append({"summary_text": summary, "sentences": sentences})
         return answers
 
     def examples(self, head: Head) -> list[Input]:
@@ -164,8 +165,10 @@ class ExtractiveSummary(Defaults):
 
     def columns(self, head: Head) -> list[Column]:
         sentence = {"text": str, "score": float, "start": int, "end": int}
-        kinds = {"summary": str, "sentences": [sentence]}
-        return [Column(name, kind, operator.itemgetter(name)) for name, kind in kinds.items()]
+        return [
+            Column("summary", str, operator.itemgetter("summary_text")),
+            Column("sentences", [sentence], operator.itemgetter("sentences")),
+        ]
 
 
 def places(encoded: Encoded, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -111,6 +111,10 @@ class MaskedLM(Defaults):
         share = [f"{int(good)} of {int(count)} masked tokens" for good, count in zip(right, guessed, strict=True)]
         return Described([""] * len(share), share, right / np.maximum(1, guessed), mean)
 
+    def alone(self, answer: Any) -> Any:
+        """The tokens of its mask; where there are several masks, those of each."""
+        return answer[0] if len(answer) == 1 else answer
+
     def columns(self, head: Head) -> list[Column]:
         raise UserError(
             "task=masked_lm: a masked language model guesses masked words, and a row of a file has no one answer; "

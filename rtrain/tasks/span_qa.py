@@ -61,7 +61,6 @@ class SpanQA(Defaults):
     by_token = True
     fields = ("question", "context")
     needs_pair = True
-    lone_answer = True
     never_cuts = True
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
@@ -215,6 +214,9 @@ class SpanQA(Defaults):
 
     def examples(self, head: Head) -> list[Input]:
         return [dict(zip(self.fields, example, strict=True)) for example in EXAMPLES]
+
+    def alone(self, answer: Any) -> Any:
+        return answer
 
     def columns(self, head: Head) -> list[Column]:
         """As in the HTTP answer: an answer that is not in the context is empty, with its place at 0."""

@@ -41,7 +41,6 @@ class TokenTags(Defaults):
     auto_model = "AutoModelForTokenClassification"
     by_token = True
     reads_pair = False
-    lone_answer = True
     never_cuts = True
     varies: base.Variation = "words"
 
@@ -149,6 +148,9 @@ class TokenTags(Defaults):
 
     def examples(self, head: Head) -> list[Input]:
         return list(EXAMPLES)
+
+    def alone(self, answer: Any) -> Any:
+        return answer
 
     def columns(self, head: Head) -> list[Column]:
         entity = {"entity_group": str, "score": float, "word": str, "start": int, "end": int}

@@ -25,13 +25,16 @@ function bar(share, threshold) {
   return track;
 }
 
+// A label may break behind the marks that join its words.
+const breakable = (label) => label.split(/(?<=[_=/.-])/).flatMap((part) => [part, make("wbr")]).slice(0, -1);
+
 // Rows of {label, score}, the first few; the rest behind a button.
 function ranking(rows, threshold = null) {
   const line = ({label, score}) => {
     const given = threshold === null ? null : score >= threshold;
     const found = make("tr", {className: given === null ? "" : given ? "given" : "left"});
     found.append(
-      make("th", {scope: "row", dir: "auto"}, (given ? "✓ " : "") + label),
+      make("th", {scope: "row", dir: "auto"}, given ? "✓ " : "", ...breakable(label)),
       make("td", {className: "bar"}, bar(score, threshold)),
       make("td", {className: "figure"}, percent(score)),
     );
@@ -139,7 +142,7 @@ function renderSummary(found, asked) {
   const text = typeof asked === "string" ? asked : asked.text;
   const mark = (part, {score}) => make("mark", {className: "for", share: 0.25 + 0.75 * score, title: percent(score)}, part);
   return [
-    make("p", {className: "headline", dir: "auto"}, found.summary),
+    make("p", {className: "headline", dir: "auto"}, found.summary_text),
     make("h3", {}, "In the document"), marked(text, found.sentences, mark),
   ];
 }
@@ -295,6 +298,8 @@ const METHODS = {
   labels: ["text_classification", ["text"]],
   spans: ["question_answering", ["question", "context"]],
   tags: ["token_classification", ["text"]],
+  tokens: ["fill_mask", ["text"]],
+  summary: ["summarization", ["text"]],
 };
 
 function curlCall(address, question, keyed) {
