@@ -40,8 +40,9 @@ Two trainings at a time are what two cores bear."""
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of one file run in one process, and so do the files that `TOGETHER` names. The three groups that take
-    longest begin, two of them side by side; then the files with most tests."""
+    """Tests of one file run in one process, and so do the files that `TOGETHER` names. The two groups that share a
+    Ray begin, side by side and each in a process that has had none; then the programs, then the files with most
+    tests."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
@@ -52,7 +53,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
         def _assign_work_unit(self, node: Any) -> None:
             # Begun last, any would run on alone for minutes, when the other process has nothing left to do.
-            for name in ("trained", "programs", "ray"):
+            for name in ("programs", "trained", "ray"):
                 if name in self.workqueue:
                     self.workqueue.move_to_end(name, last=False)
             super()._assign_work_unit(node)
