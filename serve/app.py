@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -190,7 +190,8 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             if settings.grpc_port is not None:  # its libraries are an extra
-                opened = importlib.import_module("serve.grpc").serving(service, settings.host, settings.grpc_port)
+                grpc = importlib.import_module("serve.grpc")
+                opened = grpc.serving(lambda: nullcontext(service), settings, settings.grpc_port)
                 app.state.grpc_port = await stack.enter_async_context(opened)
             yield
         service.close()

@@ -5,10 +5,12 @@ costs more than the model does.
 """
 
 import asyncio
+import importlib
 import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,11 +58,20 @@ class Replica:
 
     def __init__(self, settings: Serve):
         self._settings = settings
-        self._versions = Versions(self._make)
+        self._versions = Versions(self._make, self._beside)
         self._change: asyncio.Task[None] | None = None
 
     def __serve_build_asgi_app__(self) -> Versions:
         return self._versions
+
+    def _beside(self, versions: Versions) -> AbstractAsyncContextManager[Any]:
+        if self._settings.grpc_port is None:
+            return nullcontext()
+        grpc = importlib.import_module("serve.grpc")  # its libraries are an extra
+        opened: AbstractAsyncContextManager[Any] = grpc.serving(
+            versions.answering, self._settings, self._settings.grpc_port
+        )
+        return opened
 
     async def _make(self, artifact: Path) -> FastAPI:
         predictor = await asyncio.to_thread(Predictor.load, artifact, self._settings.threads)

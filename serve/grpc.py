@@ -8,8 +8,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
@@ -17,6 +17,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2 as messages, service_pb2_grpc as interface
 
 import rtrain
+from rtrain.config import Serve
 from serve import protocol, schema
 from serve.envelope import Record
 from serve.schema import RequestError
@@ -42,19 +43,23 @@ OVERHEAD_BYTES = 100_000
 """Of a message beside its texts: names, shapes and lengths. `serve.max_body_bytes` bounds the texts."""
 
 
+Answering = Callable[[], AbstractContextManager["Service"]]
+"""The service that answers now, for one request: it stays open until the context is left."""
+
+
 @asynccontextmanager
-async def serving(service: "Service", host: str, port: int) -> AsyncIterator[int]:
+async def serving(answering: Answering, settings: Serve, port: int) -> AsyncIterator[int]:
     """Listen while the context is open; gives the port. At its end requests in progress are answered first.
 
     Raises RuntimeError where the port is in use.
     """
-    settings = service.settings
+    host = settings.host
     server = grpc.aio.server(
         options=[("grpc.max_receive_message_length", settings.max_body_bytes + OVERHEAD_BYTES)],
         # As many as reach the HTTP application; more are answered RESOURCE_EXHAUSTED.
         maximum_concurrent_rpcs=settings.max_queue_rows + 2 * settings.max_batch_rows,
     )
-    interface.add_GRPCInferenceServiceServicer_to_server(Servicer(service), server)
+    interface.add_GRPCInferenceServiceServicer_to_server(Servicer(answering), server)
     bound = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     await server.start()
     try:
@@ -64,64 +69,71 @@ async def serving(service: "Service", host: str, port: int) -> AsyncIterator[int
 
 
 class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  # it has no types
-    def __init__(self, service: "Service"):
-        self._service = service
+    def __init__(self, answering: Answering):
+        self._answering = answering
 
     async def ServerLive(self, request: Any, context: Any) -> Any:
         return messages.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: Any, context: Any) -> Any:
-        return messages.ServerReadyResponse(ready=self._service.ready)
+        with self._answering() as service:
+            return messages.ServerReadyResponse(ready=service.ready)
 
     async def ModelReady(self, request: Any, context: Any) -> Any:
-        await self._named(request, context)
-        return messages.ModelReadyResponse(ready=self._service.ready)
+        with self._answering() as service:
+            await _named(service, request, context)
+            return messages.ModelReadyResponse(ready=service.ready)
 
     async def ServerMetadata(self, request: Any, context: Any) -> Any:
         return messages.ServerMetadataResponse(name="rtrain", version=rtrain.__version__)
 
     async def ModelMetadata(self, request: Any, context: Any) -> Any:
-        await self._named(request, context)
-        return messages.ModelMetadataResponse(**self._service.metadata())
+        with self._answering() as service:
+            await _named(service, request, context)
+            return messages.ModelMetadataResponse(**service.metadata())
 
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:
-        return messages.RepositoryIndexResponse(models=self._service.index(request.ready))
+        with self._answering() as service:
+            return messages.RepositoryIndexResponse(models=service.index(request.ready))
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:
         """The best label of each text. Tensors are answered in their raw form, which every client reads."""
-        began, status = time.monotonic(), 499  # where the client leaves
-        try:
-            reply = await self._infer(request, context.time_remaining())
-            status = 200
-            return reply
-        except RequestError as error:
-            status = error.status
-            await _abort(context, error)
-        except Exception:
-            status = 500
-            logger.exception("unexpected error in a request over gRPC")
-            await _abort(context, RequestError(500, "internal error; the server's log has the cause"))
-        finally:
-            self._service.telemetry.answered(ROUTE, status, time.monotonic() - began, request.id)
+        with self._answering() as service:
+            began, status = time.monotonic(), 499  # where the client leaves
+            try:
+                reply = await _infer(service, request, context.time_remaining())
+                status = 200
+                return reply
+            except RequestError as error:
+                status = error.status
+                await _abort(context, error)
+            except Exception:
+                status = 500
+                logger.exception("unexpected error in a request over gRPC")
+                await _abort(context, RequestError(500, "internal error; the server's log has the cause"))
+            finally:
+                service.telemetry.answered(ROUTE, status, time.monotonic() - began, request.id)
 
-    async def _infer(self, request: Any, remaining_s: float | None) -> Any:
-        deadline_s = self._service.settings.deadline_s
-        deadline = asyncio.get_running_loop().time() + min(deadline_s, remaining_s or deadline_s)
-        self._service.named(request.model_name, request.model_version)
-        reply, cut = await self._service.infer(*_asked(request), deadline, Record(request.id))
-        outputs = reply.pop("outputs")
-        return messages.ModelInferResponse(
-            **reply,
-            outputs=[{name: tensor[name] for name in ("name", "datatype", "shape")} for tensor in outputs],
-            raw_output_contents=[_raw(tensor) for tensor in outputs],
-            parameters={"truncated_inputs": messages.InferParameter(int64_param=cut)} if cut else {},
-        )
 
-    async def _named(self, request: Any, context: Any) -> None:
-        try:
-            self._service.named(request.name, getattr(request, "version", ""))
-        except RequestError as error:
-            await _abort(context, error)
+async def _infer(service: "Service", request: Any, remaining_s: float | None) -> Any:
+    deadline_s = service.settings.deadline_s
+    deadline = asyncio.get_running_loop().time() + min(deadline_s, remaining_s or deadline_s)
+    service.named(request.model_name, request.model_version)
+    reply, cut = await service.infer(*_asked(request), deadline, Record(request.id))
+    outputs = reply.pop("outputs")
+    return messages.ModelInferResponse(
+        **reply,
+        outputs=[{name: tensor[name] for name in ("name", "datatype", "shape")} for tensor in outputs],
+        raw_output_contents=[_raw(tensor) for tensor in outputs],
+        parameters={"truncated_inputs": messages.InferParameter(int64_param=cut)} if cut else {},
+    )
+
+
+async def _named(service: "Service", request: Any, context: Any) -> None:
+    try:
+        service.named(request.name, getattr(request, "version", ""))
+    except RequestError as error:
+        await _abort(context, error)
 
 
 def _asked(request: Any) -> tuple[protocol.InferRequest, bytes]:

@@ -5,9 +5,11 @@ and none is cut. What the old version had accepted it still answers.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
@@ -16,6 +18,7 @@ from serve.app import Service
 
 Make = Callable[[Path], Awaitable[FastAPI]]
 """Loads an artefact, proves that it gives its golden answers, and builds its application."""
+Beside = Callable[["Versions"], AbstractAsyncContextManager[Any]]
 
 
 @dataclass(eq=False)
@@ -34,8 +37,9 @@ class Version:
 class Versions:
     """An ASGI application: each request goes to the version that answers when it comes."""
 
-    def __init__(self, make: Make):
-        self._make = make
+    def __init__(self, make: Make, beside: Beside = lambda versions: nullcontext()):
+        """`beside`: what listens beside the ASGI server, as long as that does."""
+        self._make, self._beside = make, beside
         self._one_at_a_time = asyncio.Lock()
         self.current: Version | None = None
         self.candidate: Version | None = None
@@ -68,12 +72,23 @@ class Versions:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
             return
+        with self._taken() as version:
+            await version.app(scope, receive, send)
+
+    @contextmanager
+    def answering(self) -> Iterator[Service]:
+        """The service that answers now, for one request over another protocol."""
+        with self._taken() as version:
+            yield version.service
+
+    @contextmanager
+    def _taken(self) -> Iterator[Version]:
         version = self.current
         if version is None:  # the server listens a moment before the first artefact is loaded
             raise RuntimeError("no artefact is loaded yet")
         version.requests += 1
         try:
-            await version.app(scope, receive, send)
+            yield version
         finally:
             version.requests -= 1
             if version.requests == 0 and version is not self.current:
@@ -81,8 +96,9 @@ class Versions:
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
+        async with self._beside(self):
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
         self.drop()
         if self.current is not None:
             self.current.service.close()

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import grpc
@@ -30,7 +30,7 @@ def question(*texts: str) -> Any:
 async def asking(service: Service) -> AsyncIterator[Any]:
     """A client of the service, both in this loop."""
     async with (
-        serving(service, "127.0.0.1", 0) as port,
+        serving(lambda: nullcontext(service), service.settings, 0) as port,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
         yield interface.GRPCInferenceServiceStub(channel)
@@ -140,7 +140,7 @@ def test_what_was_accepted_is_answered_before_the_end(predictor: Predictor, gate
     service = Service(predictor, Serve())
 
     async def main() -> None:
-        async with serving(service, "127.0.0.1", 0) as port:
+        async with serving(lambda: nullcontext(service), service.settings, 0) as port:
             channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
             accepted = asyncio.ensure_future(interface.GRPCInferenceServiceStub(channel).ModelInfer(question(TEXT)))
             await gate.entered()

@@ -11,7 +11,8 @@ import pytest
 
 from rtrain.config import Serve
 from serve import keys
-from serve.deployment import Address, start
+from serve.address import Address
+from serve.deployment import start
 from tests.certificates import make_certificate
 from tests.serving import TEXT
 from tests.tiny import make_artifact
