@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
+    from ray.serve import Deployment
     from ray.train.v2._internal.execution.callback import WorkerGroupCallback
     from ray.tune.callback import Callback as TuneCallback
     from ray.util.placement_group import PlacementGroup
@@ -238,6 +239,12 @@ def serve_controller() -> tuple[str, str]:
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
     return SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+
+def with_version(deployment: "Deployment", version: str) -> "Deployment":
+    """The deployment with a code version of ours. Ray Serve draws one at each `run`, and starts all replicas anew for
+    it; where it is the same, a change of `user_config` is handed to the replicas there are."""
+    return deployment.options(version=version, _internal=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- torch

@@ -4,11 +4,12 @@ A replica is engine, batcher and application in one process: a second deployment
 costs more than the model does.
 """
 
+import asyncio
 import http.client
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,11 @@ from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from serve import access, ingress
 from serve.address import Address, free_address
-from serve.app import Service, build_app
+from serve.app import build_app
+from serve.rollout import Rollout
+from serve.versions import Versions
+
+logger = logging.getLogger(__name__)
 
 DEPLOYMENT = "rtrain"
 CONSTRUCTOR_ATTEMPTS = 1
@@ -38,6 +43,8 @@ CONSTRUCTOR_ATTEMPTS = 1
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 5.0
 """A hung replica is replaced after three misses; Ray's defaults need two minutes for that."""
 READY_TIMEOUT_S = 60.0
+PATIENCE = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30"}
+"""Ray ends a proxy that is not up after 5 s, which a busy machine needs for its imports."""
 CLOSE_TIMEOUT_S = 30.0
 
 Nodes = Sequence[supply.Node]
@@ -45,24 +52,60 @@ Nodes = Sequence[supply.Node]
 
 @ray.serve.ingress()
 class Replica:
-    """Loads the artefact in its constructor, so that a bad one never takes traffic."""
+    """Answers with the artefact that Ray hands it as `user_config`; a bad one never takes traffic."""
 
-    def __init__(self, artifact: Path, settings: Serve):
-        self._predictor = Predictor.load(artifact, settings.threads)
+    def __init__(self, settings: Serve):
         self._settings = settings
+        self._versions = Versions(self._make)
+        self._change: asyncio.Task[None] | None = None
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> Versions:
+        return self._versions
+
+    async def _make(self, artifact: Path) -> FastAPI:
+        predictor = await asyncio.to_thread(Predictor.load, artifact, self._settings.threads)
         several = self._settings.replicas > 1
-        app = build_app(self._predictor, self._settings, self._sum_of_replicas if several else None)
-        self._service: Service = app.state.service
-        return app
+        return build_app(predictor, self._settings, self._sum_of_replicas if several else None)
+
+    async def reconfigure(self, wish: dict[str, str]) -> None:
+        """At the start, load what is to be served. Later only note the wish: Ray routes nothing to a replica while this
+        runs, and ends one in which it raises."""
+        if self._versions.current is None:
+            await self._versions.become(wish["artifact"])
+        else:
+            self._change = asyncio.create_task(self._become(wish["artifact"]))
+
+    async def _become(self, artifact: str) -> None:
+        try:
+            await self._versions.become(artifact)
+        except Exception:  # whatever it is, what answers goes on
+            logger.exception("the artefact %s cannot be served", artifact)
+
+    async def load(self, artifact: str) -> str:
+        """Load and prove a candidate; why that fails, or nothing."""
+        try:
+            await self._versions.load(artifact)
+        except UserError as error:
+            return str(error)
+        except Exception as error:  # of an engine, say: no candidate may end what answers
+            logger.exception("the artefact %s cannot be loaded", artifact)
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    async def drop(self) -> None:
+        self._versions.drop()
+
+    async def serves(self) -> str:
+        return self._versions.current.folder if self._versions.current else ""
 
     def check_health(self) -> None:
-        if not self._service.ready:
+        current = self._versions.current
+        if current is not None and not current.service.ready:
             raise RuntimeError("an engine call has not returned within the deadline")
 
     def exposition(self) -> str:
-        return self._service.exposition()
+        current = self._versions.current
+        return current.service.exposition() if current else ""
 
     async def _sum_of_replicas(self) -> str:
         context = ray.serve.get_replica_context()
@@ -73,8 +116,9 @@ class Replica:
 class Endpoint:
     """A running endpoint; leaving its `with` block ends it and all that it started."""
 
-    def __init__(self, address: Address, settings: Serve, front: ingress.Ingress | None):
+    def __init__(self, address: Address, settings: Serve, front: ingress.Ingress | None, rollout: Rollout):
         self.url = address.url
+        self.rollout = rollout
         self._address, self._settings, self._front = address, settings, front
         self._closed = False
 
@@ -83,6 +127,18 @@ class Endpoint:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    @property
+    def port(self) -> int:
+        return self._address.port
+
+    def change(self, question: Mapping[str, Any]) -> str:
+        """Do what another command asks for: `{"update": FOLDER}` or `{"rollback": true}`; says what was done."""
+        if question.get("rollback"):
+            return self.rollout.back()
+        if isinstance(folder := question.get("update"), str):
+            return self.rollout.update(Path(folder).resolve())
+        raise UserError("this endpoint knows the questions update and rollback")
 
     def close(self) -> None:
         """Let requests in progress end, stop Ray Serve, wait until nothing of it is left. Again is harmless."""
@@ -123,9 +179,11 @@ def start(
         raise UserError("this Ray runs Ray Serve already; close that endpoint first, or start a Ray of your own")
     address = free_address(settings.host, settings.port)
     front = ingress.choose(settings, tell)
-    endpoint = Endpoint(address, settings, front)
+    quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
+    rollout = Rollout(_configured(settings, front, quiet, tell), name or checked.name, settings, quiet)
+    endpoint = Endpoint(address, settings, front, rollout)
     try:
-        _deploy(artifact.resolve(), settings, name or checked.name, address.port, front, tell)
+        _deploy(artifact.resolve(), settings, rollout, address.port, front, quiet)
         _await_ready(address)
     except BaseException:  # Ctrl-C too must leave nothing behind
         endpoint.close()
@@ -133,27 +191,20 @@ def start(
     return endpoint
 
 
-def _deploy(
-    artifact: Path,
-    settings: Serve,
-    name: str,
-    port: int,
-    front: ingress.Ingress | None,
-    tell: Callable[[str], None],
-) -> None:
-    quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
-    # Each request holds a text at least, so that this many reach our own queue, whose 503 says when to come back.
-    ongoing = settings.max_queue_rows + 2 * settings.max_batch_rows
+def _configured(
+    settings: Serve, front: ingress.Ingress | None, quiet: LoggingConfig, tell: Callable[[str], None]
+) -> ray.serve.Deployment:
     cpus, line = reserved(settings, supply.free(), supply.here(), supply.may("cpu"))
     if line:
         tell(line)
-    environment = {"runtime_env": {"env_vars": front.environment}} if front else {}
+    # Each request holds a text at least, so that this many reach our own queue, whose 503 says when to come back.
+    ongoing = max(64, settings.max_queue_rows + 2 * settings.max_batch_rows)
     configured = ray.serve.deployment(
         name=DEPLOYMENT,
         num_replicas=settings.replicas,
-        ray_actor_options={"num_cpus": cpus, **environment},
-        max_ongoing_requests=max(64, ongoing),
-        max_queued_requests=max(64, ongoing),
+        ray_actor_options={"num_cpus": cpus, **_environment(front)},
+        max_ongoing_requests=ongoing,
+        max_queued_requests=ongoing,
         backpressure_config=BackpressureConfig(status_code=503, retry_after_s=1),
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
@@ -163,20 +214,35 @@ def _deploy(
         graceful_shutdown_wait_loop_s=0.1,
         logging_config=quiet,
     )
-    application = configured(Replica).bind(artifact, settings)
+    return configured(Replica)
+
+
+def _environment(front: ingress.Ingress | None) -> dict[str, Any]:
+    return {"runtime_env": {"env_vars": {**PATIENCE, **(front.environment if front else {})}}}
+
+
+def _deploy(
+    artifact: Path,
+    settings: Serve,
+    rollout: Rollout,
+    port: int,
+    front: ingress.Ingress | None,
+    quiet: LoggingConfig,
+) -> None:
     try:
         ray.serve.start(
             proxy_location=ProxyLocation.HeadOnly,
             http_options=HTTPOptions(host=front.host if front else settings.host, port=port),
-            controller_options=environment,
+            controller_options=_environment(front),
             logging_config=quiet,
         )
-    except ray.exceptions.RayTaskError as error:
-        raise UserError(f"the proxy does not start: {cause(str(error))}; or write serve.ingress=stock") from None
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        hint = "; or write serve.ingress=stock" if front else ""
+        raise UserError(f"the proxy does not start: {cause(str(error))}{hint}") from None
     try:
-        ray.serve.run(application, name=name, route_prefix="/", logging_config=quiet)
+        rollout.begin(artifact)
     except RuntimeError as error:
-        status = ray.serve.status().applications.get(name)
+        status = ray.serve.status().applications.get(rollout.name)
         message = status.deployments[DEPLOYMENT].message if status and status.deployments else str(error)
         raise UserError(f"the model cannot be served: {cause(message)}") from None
 

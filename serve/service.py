@@ -25,6 +25,7 @@ def application(arguments: Mapping[str, Any]) -> ray.serve.Application:
     ongoing = max(64, settings.max_queue_rows + 2 * settings.max_batch_rows)
     configured = ray.serve.deployment(
         name=DEPLOYMENT,
+        user_config={"artifact": str(folder)},
         ray_actor_options={"num_cpus": settings.threads},
         max_ongoing_requests=ongoing,
         max_queued_requests=ongoing,
@@ -33,4 +34,4 @@ def application(arguments: Mapping[str, Any]) -> ray.serve.Application:
         max_constructor_retry_count=CONSTRUCTOR_ATTEMPTS,
         graceful_shutdown_timeout_s=settings.deadline_s + 1,
     )
-    return configured(Replica).bind(folder, settings)
+    return configured(Replica).bind(settings)

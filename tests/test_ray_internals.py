@@ -195,3 +195,12 @@ def test_the_callbacks_that_are_left_out_are_among_ray_s_own() -> None:
     stock, made = ({type(one) for one in kind(lambda: None)._create_default_callbacks()} for kind in kinds)
     assert stock - made == {DatasetsCallback, PlacementGroupCleanerCallback}
     assert made < stock
+
+
+def test_a_deployment_keeps_the_version_that_it_was_given() -> None:
+    from ray import serve
+
+    deployment: Any = serve.deployment(name="a")(type("Anything", (), {}))
+    given = ray_internals.with_version(deployment, "7")
+    assert (deployment.version, given.version) == (None, "7")
+    assert given.options(user_config={"artifact": "there"}).version == "7"

@@ -35,14 +35,14 @@ REPLICAS = 2
 MAX_BODY_BYTES = 50_000
 
 
-def openvino_artifact(folder: Path) -> Path:
+def openvino_artifact(folder: Path, seed: int = 0) -> Path:
     """The tiny model as a graph of the int8 artefacts' engine (not quantized: that is tested elsewhere)."""
     import openvino
     import torch
     import transformers
     from openvino.tools.ovc import convert_model  # `openvino` lacks it where an artefact was answered before
 
-    made = rtrain.artifact.read(make_artifact(folder, LABELS))
+    made = rtrain.artifact.read(make_artifact(folder, LABELS, seed))
     model = transformers.BertForSequenceClassification.from_pretrained(folder).eval()
     names = ("input_ids", "attention_mask", "token_type_ids")
     example = {name: torch.ones(2, 8, dtype=torch.int64) for name in names}

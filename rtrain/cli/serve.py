@@ -12,11 +12,13 @@ from rtrain.cli.options import (
     Artefact,
     Insecure,
     Json,
+    OptionalArtefact,
     Set,
     Ungated,
     answering,
     configured,
 )
+from rtrain.errors import UserError
 
 
 def predict(
@@ -82,19 +84,37 @@ def explain(
 
 
 def serve(
-    artifact: Artefact,
+    artifact: OptionalArtefact = None,
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on (default 127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option("--port", help="Port (default 8000; 0 takes a free one).")] = None,
     insecure: Insecure = False,
     ungated: Ungated = False,
+    update: Annotated[
+        bool, typer.Option("--update", help="Have the endpoint on that port answer with this artefact from now on.")
+    ] = False,
+    rollback: Annotated[
+        bool, typer.Option("--rollback", help="Have the endpoint on that port answer with what it served before.")
+    ] = False,
     assignments: Set = None,
     address: Address = None,
 ) -> None:
-    """Answer HTTP requests with an artefact, on Ray Serve, until Ctrl-C."""
+    """Answer HTTP requests with an artefact, on Ray Serve, until Ctrl-C; or change what an endpoint answers with."""
     from rtrain import artifact as artifacts
     from rtrain.cluster.session import session, until_interrupted
     from rtrain.report.live.progress import say
-    from serve import access, deployment
+    from serve import access, control
+
+    if update and rollback:
+        raise UserError("--update and --rollback exclude each other")
+    if rollback or artifact is None:
+        if artifact is not None or not rollback:
+            raise UserError("name an artefact to serve; --rollback alone takes none")
+        say(control.ask(_port(port, assignments), {"rollback": True}))
+        return
+    if update:
+        say(control.ask(_port(port, assignments), {"update": str(answering(artifact))}))
+        return
+    from serve import deployment
 
     short = {"host": host, "port": port, "insecure": insecure or None, "ungated": ungated or None, "address": address}
     config = configured("intent", assignments, **short)
@@ -102,7 +122,17 @@ def serve(
     folder = answering(artifact)
     access.admit(artifacts.read(folder), folder, config.deploy.serve, say)
     ray = session(config, folder.parent, lambda event: say(event["text"]))
-    with ray, deployment.start(folder, config.deploy.serve, tell=say) as endpoint:
+    with (
+        ray,
+        deployment.start(folder, config.deploy.serve, tell=say) as endpoint,
+        control.listening(endpoint.port, endpoint.change),
+    ):
         say(f"serving {folder} at {endpoint.url} (Ctrl-C ends it)")
         say(f"next: {access.curl(endpoint.url)}")
         until_interrupted()
+
+
+def _port(port: int | None, assignments: list[str] | None) -> int:
+    """The port that the settings name, as `rtrain serve` would read them."""
+    found: int = configured("intent", assignments, port=port).deploy.serve.port
+    return found

@@ -1,0 +1,109 @@
+"""How another command speaks to a running `rtrain serve`: by a socket in the temporary folder, its user's alone.
+
+The command that serves holds the connection to Ray; a command that changes what is served asks it, and prints what it
+says. One line of JSON each way.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rtrain.errors import UserError
+
+FOLDER = "/tmp/rtrain-{user}"
+"""Short, since a socket's path has at most 107 bytes."""
+LONGEST = 1 << 16
+"""Bytes of a question."""
+TIMEOUT_S = 300.0
+"""Seconds that an answer may take: an artefact is loaded and proven by every replica first."""
+POLL_S = 0.2
+
+Act = Callable[[dict[str, Any]], str]
+
+
+def path(port: int, folder: str = FOLDER) -> Path:
+    """The socket of the endpoint on that port. Raises `UserError` where its folder is open to others."""
+    found = Path(folder.format(user=os.getuid()))
+    with contextlib.suppress(FileExistsError):
+        found.mkdir(mode=0o700)
+    facts = found.lstat()
+    if facts.st_uid != os.getuid() or not stat.S_ISDIR(facts.st_mode) or stat.S_IMODE(facts.st_mode) & 0o077:
+        raise UserError(f"{found} is not a folder of this user's alone; remove it, or make it so (chmod 700)")
+    return found / f"serve-{port}.sock"
+
+
+@contextlib.contextmanager
+def listening(port: int, act: Act, folder: str = FOLDER) -> Iterator[None]:
+    """For the block, answer each question with what `act` says; an error that a user can act on goes to who asked."""
+    place = path(port, folder)
+    place.unlink(missing_ok=True)
+    over = threading.Event()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(place))
+        listener.listen()
+        listener.settimeout(POLL_S)
+
+        def run() -> None:
+            while not over.is_set():
+                with contextlib.suppress(TimeoutError, OSError):
+                    client, _ = listener.accept()
+                    with client:
+                        _answer(client, act)
+
+        thread = threading.Thread(target=run, name="control", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(timeout=2 * POLL_S)
+            place.unlink(missing_ok=True)
+
+
+def ask(port: int, question: dict[str, Any], folder: str = FOLDER) -> str:
+    """What the endpoint on that port says. Raises `UserError` with its error, and where there is none."""
+    place = path(port, folder)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(TIMEOUT_S)
+        try:
+            client.connect(str(place))
+            client.sendall(json.dumps(question).encode() + b"\n")
+            answer = json.loads(_line(client))
+        except (FileNotFoundError, ConnectionRefusedError):
+            raise UserError(
+                f"no `rtrain serve` of this user's answers on port {port}; name its port by --port"
+            ) from None
+        except (OSError, ValueError):
+            raise UserError(f"the `rtrain serve` on port {port} ended without an answer") from None
+    if "error" in answer:
+        raise UserError(answer["error"])
+    return str(answer["said"])
+
+
+def _answer(client: socket.socket, act: Act) -> None:
+    client.settimeout(TIMEOUT_S)
+    try:
+        answer = {"said": act(json.loads(_line(client)))}
+    except UserError as error:
+        answer = {"error": str(error)}
+    except json.JSONDecodeError:
+        answer = {"error": "a question is one line of JSON"}
+    except Exception as error:  # what Ray raises: whoever asked has to know it, and the next question is answered
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    client.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _line(client: socket.socket) -> bytes:
+    read = b""
+    while not read.endswith(b"\n") and len(read) < LONGEST:
+        part = client.recv(1 << 12)
+        if not part:
+            break
+        read += part
+    return read

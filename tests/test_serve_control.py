@@ -1,0 +1,49 @@
+"""A command asks a running endpoint over a socket of its user's alone."""
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain.errors import UserError
+from serve import control
+
+
+def answer(question: dict[str, Any]) -> str:
+    if question.get("update") == "bad":
+        raise UserError("bad is damaged")
+    if question.get("update") == "worse":
+        raise TimeoutError("Ray is busy")
+    return f"did {question}"
+
+
+def test_a_question_is_answered_and_an_error_is_handed_on(tmp_path: Path) -> None:
+    folder = str(tmp_path / "own")
+    with control.listening(8000, answer, folder):
+        socket = control.path(8000, folder)
+        assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+        assert control.ask(8000, {"update": "good"}, folder) == "did {'update': 'good'}"
+        with pytest.raises(UserError, match=r"^bad is damaged$"):
+            control.ask(8000, {"update": "bad"}, folder)
+        with pytest.raises(UserError, match=r"^TimeoutError: Ray is busy$"):
+            control.ask(8000, {"update": "worse"}, folder)
+        assert control.ask(8000, {}, folder) == "did {}"
+        with pytest.raises(UserError, match=r"answers on port 8001; name its port by --port"):
+            control.ask(8001, {}, folder)
+    assert not socket.exists()
+    with pytest.raises(UserError, match="answers on port 8000"):
+        control.ask(8000, {}, folder)
+
+
+def test_a_socket_that_was_left_behind_is_replaced(tmp_path: Path) -> None:
+    folder = str(tmp_path / "own")
+    control.path(8000, folder).write_text("")
+    with control.listening(8000, answer, folder):
+        assert control.ask(8000, {}, folder) == "did {}"
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(UserError, match="is not a folder of this user's alone"):
+        control.path(8000, str(tmp_path))

@@ -1,0 +1,126 @@
+"""Two versions of a real (tiny) model in one process: what answers while one takes the other's place."""
+
+import asyncio
+import shutil
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+import rtrain.artifact
+from rtrain.artifact import ArtifactError
+from rtrain.config import Serve
+from rtrain.predict import Predictor
+from serve.app import build_app
+from serve.batcher import EngineError
+from serve.versions import Versions
+from tests.tiny import CORPUS, make_artifact
+
+Check = Callable[[Versions, httpx.AsyncClient], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    root = tmp_path_factory.mktemp("versions")
+    first, second = (make_artifact(root / str(seed), seed=seed) for seed in (0, 1))
+    return str(first), str(second)
+
+
+async def make(folder: Path) -> FastAPI:
+    return build_app(await asyncio.to_thread(Predictor.load, folder, 1), Serve())
+
+
+def run(check: Check) -> None:
+    async def main() -> None:
+        versions = Versions(make)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(versions), base_url="http://here") as client:
+            await check(versions, client)
+        versions.drop()
+        if versions.current is not None:
+            versions.current.service.close()
+
+    asyncio.run(main())
+
+
+async def version(client: httpx.AsyncClient) -> str:
+    answer = await client.post("/predict", json={"inputs": CORPUS[0]})
+    assert answer.status_code == 200
+    return answer.headers["x-model-version"]
+
+
+def test_the_candidate_answers_nothing_until_the_switch(folders: tuple[str, str]) -> None:
+    first, second = folders
+    old, new = (rtrain.artifact.read(Path(folder)).version for folder in folders)
+    assert old != new
+
+    async def check(versions: Versions, client: httpx.AsyncClient) -> None:
+        await versions.become(first)
+        assert await versions.load(second) == new
+        assert await version(client) == old
+        await versions.become(second)
+        assert await version(client) == new
+        assert versions.candidate is None
+        await versions.become(first)  # not loaded any more: loaded again
+        assert await version(client) == old
+
+    run(check)
+
+
+def test_a_request_that_the_old_version_has_accepted_is_answered_by_it(folders: tuple[str, str]) -> None:
+    first, second = folders
+    old, new = (rtrain.artifact.read(Path(folder)).version for folder in folders)
+
+    async def check(versions: Versions, client: httpx.AsyncClient) -> None:
+        await versions.become(first)
+        await versions.load(second)
+        replaced = versions.current
+        assert replaced is not None
+        sent = asyncio.Event()
+
+        async def body() -> Any:
+            yield b'{"inputs": '
+            sent.set()
+            await asyncio.sleep(0.1)
+            yield b'"hello"}'
+
+        slow = asyncio.create_task(client.post("/predict", content=body()))
+        await sent.wait()
+        await versions.become(second)
+        assert replaced.requests == 1
+        assert await version(client) == new
+        answer = await slow
+        assert (answer.status_code, answer.headers["x-model-version"]) == (200, old)
+        assert replaced.requests == 0
+        with pytest.raises(EngineError):  # its threads have ended with its last answer
+            await replaced.service.batcher.submit(replaced.service.predictor.encode(["x"]), 1e9)
+
+    run(check)
+
+
+def test_a_damaged_candidate_changes_nothing(folders: tuple[str, str], tmp_path: Path) -> None:
+    first, second = folders
+    old = rtrain.artifact.read(Path(first)).version
+    damaged = shutil.copytree(second, tmp_path / "damaged")
+    (damaged / "model.safetensors").write_bytes(b"x" + (damaged / "model.safetensors").read_bytes()[1:])
+
+    async def check(versions: Versions, client: httpx.AsyncClient) -> None:
+        await versions.become(first)
+        await versions.load(second)
+        for change in (versions.load, versions.become):
+            with pytest.raises(ArtifactError):
+                await change(str(damaged))
+            assert versions.candidate is None
+            assert await version(client) == old
+
+    run(check)
+
+
+def test_before_the_first_version_there_is_no_answer() -> None:
+    async def check(versions: Versions, client: httpx.AsyncClient) -> None:
+        with pytest.raises(RuntimeError, match="no artefact is loaded yet"):
+            await client.get("/v2")
+
+    run(check)
