@@ -92,8 +92,10 @@ def _answer(client: socket.socket, act: Act) -> None:
         answer = {"said": act(json.loads(_line(client)))}
     except UserError as error:
         answer = {"error": str(error)}
-    except ValueError:
+    except json.JSONDecodeError:
         answer = {"error": "a question is one line of JSON"}
+    except Exception as error:  # what Ray raises: whoever asked has to know it, and the next question is answered
+        answer = {"error": f"{type(error).__name__}: {error}"}
     client.sendall(json.dumps(answer).encode() + b"\n")
 
 

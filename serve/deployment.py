@@ -98,6 +98,9 @@ class Replica:
             await self._versions.load(artifact)
         except UserError as error:
             return str(error)
+        except Exception as error:  # of an engine, say: no candidate may end what answers
+            logger.exception("the artefact %s cannot be loaded", artifact)
+            return f"{type(error).__name__}: {error}"
         return ""
 
     async def drop(self) -> None:
@@ -145,7 +148,7 @@ class Endpoint:
         if question.get("rollback"):
             return self.rollout.back()
         if isinstance(folder := question.get("update"), str):
-            return self.rollout.update(Path(folder))
+            return self.rollout.update(Path(folder).resolve())
         raise UserError("this endpoint knows the questions update and rollback")
 
     def close(self) -> None:

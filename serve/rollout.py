@@ -62,6 +62,8 @@ class Rollout:
         return said
 
     def _change(self, artifact: Path) -> str:
+        if artifact == self._served[-1]:
+            raise UserError(f"{shown(artifact)} is what answers already; an update is another folder")
         made, old = rtrain.artifact.read(artifact), rtrain.artifact.read(self._served[-1])
         access.admit(made, artifact, self._settings)
         if made.name != old.name:

@@ -13,6 +13,8 @@ from serve import control
 def answer(question: dict[str, Any]) -> str:
     if question.get("update") == "bad":
         raise UserError("bad is damaged")
+    if question.get("update") == "worse":
+        raise TimeoutError("Ray is busy")
     return f"did {question}"
 
 
@@ -24,6 +26,9 @@ def test_a_question_is_answered_and_an_error_is_handed_on(tmp_path: Path) -> Non
         assert control.ask(8000, {"update": "good"}, folder) == "did {'update': 'good'}"
         with pytest.raises(UserError, match=r"^bad is damaged$"):
             control.ask(8000, {"update": "bad"}, folder)
+        with pytest.raises(UserError, match=r"^TimeoutError: Ray is busy$"):
+            control.ask(8000, {"update": "worse"}, folder)
+        assert control.ask(8000, {}, folder) == "did {}"
         with pytest.raises(UserError, match=r"answers on port 8001; name its port by --port"):
             control.ask(8001, {}, folder)
     assert not socket.exists()

@@ -97,6 +97,8 @@ def test_an_update_and_the_way_back_lose_no_request(tmp_path: Path) -> None:
     with start(first, Serve(ungated=True, port=0, replicas=REPLICAS)) as endpoint, load(endpoint.port) as seen:
         with pytest.raises(UserError, match="nothing was served before"):
             endpoint.change({"rollback": True})
+        with pytest.raises(UserError, match="is what answers already"):
+            endpoint.change({"update": str(first)})
         time.sleep(1)
         assert endpoint.change({"update": str(second)}) == f"{new} answers in place of {old}"
         switched = seen.versions[old]
