@@ -22,7 +22,13 @@ from fastapi import FastAPI
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from ray.actor import ActorHandle
-from ray.serve.config import BackpressureConfig, HTTPOptions, ProxyLocation
+from ray.serve.config import (
+    AutoscalingConfig,
+    AutoscalingPolicy,
+    BackpressureConfig,
+    HTTPOptions,
+    ProxyLocation,
+)
 from ray.serve.schema import LoggingConfig
 
 import rtrain.artifact
@@ -31,7 +37,7 @@ from rtrain.cluster import supply
 from rtrain.config import Serve
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
-from serve import access, ingress
+from serve import access, ingress, tracing
 from serve.address import Address, free_address
 from serve.app import build_app
 from serve.rollout import Rollout
@@ -48,6 +54,10 @@ READY_TIMEOUT_S = 60.0
 PATIENCE = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30"}
 """Ray ends a proxy that is not up after 5 s, which a busy machine needs for its imports."""
 CLOSE_TIMEOUT_S = 30.0
+REPORT_S = 2.0
+"""Seconds between two reports of a replica's load."""
+LOOK_BACK_S, UP_S, DOWN_S = 10.0, 3.0, 60.0
+"""Seconds over which a replica's load is averaged, and for which more or fewer replicas must have been wanted."""
 
 Nodes = Sequence[supply.Node]
 
@@ -75,7 +85,7 @@ class Replica:
 
     async def _make(self, artifact: Path) -> FastAPI:
         predictor = await asyncio.to_thread(Predictor.load, artifact, self._settings.threads)
-        several = self._settings.replicas > 1
+        several = most_replicas(self._settings) > 1
         return build_app(predictor, self._settings, self._sum_of_replicas if several else None)
 
     async def reconfigure(self, wish: dict[str, str]) -> None:
@@ -117,6 +127,10 @@ class Replica:
     def exposition(self) -> str:
         current = self._versions.current
         return current.service.exposition() if current else ""
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        current = self._versions.current
+        return current.service.load() if current else {}
 
     async def _sum_of_replicas(self) -> str:
         context = ray.serve.get_replica_context()
@@ -184,6 +198,7 @@ def start(
     """
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # importing ray.serve has set it to INFO, a line a step
     access.check(settings)
+    tracing.check(settings)
     settings = access.absolute(settings)
     checked = rtrain.artifact.read(artifact)
     access.admit(checked, artifact, settings)
@@ -216,7 +231,7 @@ def _configured(
     ongoing = max(64, settings.max_queue_rows + 2 * settings.max_batch_rows)
     configured = ray.serve.deployment(
         name=DEPLOYMENT,
-        num_replicas=settings.replicas,
+        **_number(settings),
         ray_actor_options={"num_cpus": cpus, **_environment(front)},
         max_ongoing_requests=ongoing,
         max_queued_requests=ongoing,
@@ -230,6 +245,27 @@ def _configured(
         logging_config=quiet,
     )
     return configured(Replica)
+
+
+def most_replicas(settings: Serve) -> int:
+    return settings.max_replicas or settings.replicas
+
+
+def _number(settings: Serve) -> dict[str, Any]:
+    """How many replicas, as Ray Serve is told: a number, or bounds and who decides."""
+    if most_replicas(settings) == settings.replicas:
+        return {"num_replicas": settings.replicas}
+    scaled = AutoscalingConfig(
+        min_replicas=settings.replicas,
+        initial_replicas=settings.replicas,
+        max_replicas=most_replicas(settings),
+        metrics_interval_s=REPORT_S,
+        look_back_period_s=LOOK_BACK_S,
+        upscale_delay_s=UP_S,
+        downscale_delay_s=DOWN_S,
+        policy=AutoscalingPolicy(policy_function="serve.scaling:policy"),
+    )
+    return {"autoscaling_config": scaled}
 
 
 def _environment(front: ingress.Ingress | None) -> dict[str, Any]:

@@ -1,15 +1,26 @@
 """How many replicas there should be: the rule, a simulation of an endpoint under it, and Ray Serve's own interface."""
 
 import itertools
+import json
 import random
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
+import ray.serve
 from hypothesis import given, strategies as st
 
+from rtrain.config import Serve
+from serve import deployment
 from serve.scaling import DRAIN_S, HIGH, LOW, Load, Meter, desired, policy
+from tests.test_serve_deployment import openvino_artifact
 
 
 def loads(*busy: float, queued_s: float = 0.0) -> list[Load]:
@@ -176,3 +187,46 @@ def test_without_reports_the_number_stays() -> None:
     for told in (None, {}, {"queued_tokens": {"new": 5.0}}):
         context = SimpleNamespace(aggregated_metrics=told, target_num_replicas=3, policy_state={})
         assert policy(context) == (3, {})
+
+
+@pytest.mark.slow
+@pytest.mark.serve
+@pytest.mark.usefixtures("ray_session")
+def test_replicas_follow_the_load_on_ray_serve_and_no_request_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployment, "DOWN_S", 5.0)
+    artifact = openvino_artifact(tmp_path / "artifact")
+    body = json.dumps({"inputs": ["a long text " * 100] * 64}).encode()
+    statuses: Counter[int] = Counter()
+    over = threading.Event()
+
+    def ask(url: str) -> None:
+        with httpx.Client(timeout=60, trust_env=False) as client:
+            while not over.is_set():
+                statuses[client.post(f"{url}/predict", content=body).status_code] += 1
+
+    def running() -> int:
+        [application] = ray.serve.status().applications.values()
+        return application.deployments[deployment.DEPLOYMENT].replica_states.get("RUNNING", 0)
+
+    def reaches(number: int) -> bool:
+        return deployment._until(lambda: running() == number, 120)
+
+    settings = Serve(port=0, replicas=1, max_replicas=2, deadline_s=60, ungated=True)
+    with deployment.start(artifact, settings) as endpoint, ThreadPoolExecutor(4) as pool:
+        assert running() == 1
+        asked = [pool.submit(ask, endpoint.url) for _ in range(4)]
+        try:
+            assert reaches(2)
+        finally:
+            over.set()
+        assert [one.result() for one in asked] == [None] * 4
+        over.clear()
+        gentle = pool.submit(ask, endpoint.url)  # one client goes on while a replica ends
+        time.sleep(1)
+        over.set()
+        gentle.result()
+        assert reaches(1)
+        assert httpx.post(f"{endpoint.url}/predict", json={"inputs": "hello"}, trust_env=False).status_code == 200
+    assert set(statuses) == {200}

@@ -136,6 +136,10 @@ class Serve(Section):
     it. It asks nobody for a key. Default: HTTP alone."""
     replicas: Positive = 1
     """Copies of the model that answer side by side."""
+    max_replicas: Positive | None = None
+    """Most copies, where their number is to follow the load: more are started while engines are busy for more than 80 %
+    of the time or texts pile up, and they end where fewer would be busy for less than 50 %. Default: always
+    `replicas`."""
     threads: Positive = 1
     """Processor threads of one replica's engine. A replica reserves as many of Ray's logical CPUs, so that a cluster
     adds nodes for it; where none can come and they are short, it reserves none."""
@@ -203,6 +207,9 @@ def deploy_contradictions(deploy: Deploy) -> list[Problem]:
     if tune.money is not None and tune.price is None:
         problems.append(Problem("tune.price", None, "tune.money needs the price of a worker's hour", "write e.g. 0.04"))
     serve = deploy.serve
+    if serve.max_replicas is not None and serve.max_replicas < serve.replicas:
+        reason = f"it is below serve.replicas={serve.replicas}"
+        problems.append(Problem("serve.max_replicas", serve.max_replicas, reason, "write as many or more"))
     if (serve.tls_cert is None) != (serve.tls_key is None):
         given, lacking = ("tls_cert", "tls_key") if serve.tls_key is None else ("tls_key", "tls_cert")
         fix = f"write serve.{lacking} too"
