@@ -51,12 +51,15 @@ CONSTRUCTOR_ATTEMPTS = 1
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 5.0
 """A hung replica is replaced after three misses; Ray's defaults need two minutes for that."""
 READY_TIMEOUT_S = 60.0
-PATIENCE = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30"}
-"""Ray ends a proxy that is not up after 5 s, which a busy machine needs for its imports."""
+RAY_SERVE = {
+    # Ray ends a proxy that is not up after 5 s, which a busy machine needs for its imports.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
+    # Between two reports of a replica's load, by which the number of replicas is decided; Ray's own 10 s are slow.
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
+}
+"""Ray Serve's settings of its controller and of all that it starts."""
 CLOSE_TIMEOUT_S = 30.0
-REPORT_S = 2.0
-"""Seconds between two reports of a replica's load."""
-LOOK_BACK_S, UP_S, DOWN_S = 10.0, 3.0, 60.0
+LOOK_BACK_S, UP_S, DOWN_S = 12.0, 3.0, 60.0
 """Seconds over which a replica's load is averaged, and for which more or fewer replicas must have been wanted."""
 
 Nodes = Sequence[supply.Node]
@@ -259,7 +262,6 @@ def _number(settings: Serve) -> dict[str, Any]:
         min_replicas=settings.replicas,
         initial_replicas=settings.replicas,
         max_replicas=most_replicas(settings),
-        metrics_interval_s=REPORT_S,
         look_back_period_s=LOOK_BACK_S,
         upscale_delay_s=UP_S,
         downscale_delay_s=DOWN_S,
@@ -269,7 +271,7 @@ def _number(settings: Serve) -> dict[str, Any]:
 
 
 def _environment(front: ingress.Ingress | None) -> dict[str, Any]:
-    return {"runtime_env": {"env_vars": {**PATIENCE, **(front.environment if front else {})}}}
+    return {"runtime_env": {"env_vars": {**RAY_SERVE, **(front.environment if front else {})}}}
 
 
 def _deploy(
