@@ -70,7 +70,7 @@ def run(config: Config, out: str | None, keep: bool = False) -> dict[str, Any]:
     With `keep`, the endpoint is served until Ctrl-C. Nothing is left running if a stage raises an error.
     """
     from rtrain.cluster.session import session, until_interrupted
-    from serve import access
+    from serve.door import access
 
     started = time.perf_counter()
     given = {name: value for name in ("keys", "tls_cert") if (value := getattr(config.deploy.serve, name))}

@@ -1,4 +1,4 @@
-"""What a model's input and answers looked like on the validation rows; live ones are compared with it (`serve.drift`).
+"""What a model's input and answers looked like on the validation rows; `serve.watching.drift` compares.
 
 Four things are known of a row, the same of a validation row and of a request: its length in tokens, the share of its
 tokens that are unknown pieces, how sure the model is of its answer, and the labels that it got. An artefact has a

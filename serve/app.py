@@ -23,17 +23,19 @@ import rtrain
 from rtrain.config import Serve
 from rtrain.predict import InputError, Predictor
 from rtrain.tasks.base import Input
-from serve import about, abstention, guard, pages, protocol, schema, tracing
-from serve.access import is_loopback
-from serve.access_log import AccessLog
-from serve.batcher import Batcher, EngineError, Expired
-from serve.encoding import Encoder, characters_of
+from serve import about, abstention, pages, protocol, schema
+from serve.batching.batcher import Batcher, EngineError, Expired
+from serve.batching.encoding import Encoder, characters_of
+from serve.batching.scheduler import Limits, Overloaded
+from serve.change.scaling import Meter
+from serve.door import guard
+from serve.door.access import is_loopback
 from serve.envelope import Envelope, Record, client_of
 from serve.explanations import Explanations, Row
-from serve.scaling import Meter
-from serve.scheduler import Limits, Overloaded
 from serve.schema import RequestError
-from serve.telemetry import OPEN_METRICS, Telemetry
+from serve.watching import tracing
+from serve.watching.access_log import AccessLog
+from serve.watching.telemetry import OPEN_METRICS, Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ class Service:
         return self.telemetry.exposition()
 
     def load(self) -> dict[str, float]:
-        """What `serve.scaling.policy` decides by, of the time since the last call."""
+        """What `scaling.policy` decides by, of the time since the last call."""
         stats = self.batcher.stats
         return self._meter.report(time.monotonic(), self.batcher.waiting_tokens, stats.seconds, stats.tokens)
 

@@ -37,11 +37,13 @@ from rtrain.cluster import supply
 from rtrain.config import Serve
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
-from serve import access, ingress, tracing
-from serve.address import Address, free_address
 from serve.app import build_app
-from serve.rollout import Rollout
-from serve.versions import Versions
+from serve.change.rollout import Rollout
+from serve.change.versions import Versions
+from serve.door import access
+from serve.front import ingress
+from serve.front.address import Address, free_address
+from serve.watching import tracing
 
 logger = logging.getLogger(__name__)
 
@@ -265,7 +267,7 @@ def _number(settings: Serve) -> dict[str, Any]:
         look_back_period_s=LOOK_BACK_S,
         upscale_delay_s=UP_S,
         downscale_delay_s=DOWN_S,
-        policy=AutoscalingPolicy(policy_function="serve.scaling:policy"),
+        policy=AutoscalingPolicy(policy_function="serve.change.scaling:policy"),
     )
     return {"autoscaling_config": scaled}
 

@@ -16,11 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rtrain.config import Serve
 from rtrain.predict import Predictor
-from serve import guard
-from serve.access_log import AccessLog
+from serve.door import guard
 from serve.schema import RequestError
-from serve.telemetry import Telemetry
-from serve.tracing import Span, Spans
+from serve.watching.access_log import AccessLog
+from serve.watching.telemetry import Telemetry
+from serve.watching.tracing import Span, Spans
 
 logger = logging.getLogger(__name__)
 

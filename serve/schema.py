@@ -15,7 +15,7 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from rtrain.tasks.base import Input
-from serve.shape import shape
+from serve.door.shape import shape
 
 MAX_FIELD_CHARACTERS = 100
 MAX_DEPTH = 32

@@ -8,8 +8,8 @@ import ray.serve
 
 import rtrain.artifact
 from rtrain import config
-from serve import access
 from serve.deployment import CONSTRUCTOR_ATTEMPTS, DEPLOYMENT, HEALTH_PERIOD_S, HEALTH_TIMEOUT_S, Replica
+from serve.door import access
 
 
 def application(arguments: Mapping[str, Any]) -> ray.serve.Application:

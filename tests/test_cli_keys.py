@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rtrain.cli import app as cli
-from serve import keys
+from serve.door import keys
 from tests import test_cli
 from tests.test_cli import Cli
 from tests.tiny import make_artifact

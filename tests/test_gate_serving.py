@@ -12,7 +12,7 @@ from rtrain import artifact, manifest
 from rtrain.artifact import ArtifactError
 from rtrain.cli import app as cli
 from rtrain.config import Serve
-from serve import access
+from serve.door import access
 from tests.test_serve_deployment import openvino_artifact
 from tests.tiny import make_artifact
 

@@ -416,7 +416,8 @@ def test_the_smallest_set_answers_and_lists_runs(tmp_path: Path) -> None:
 SERVING = """
 from rtrain.cluster.session import _quiet, session, until_interrupted
 from rtrain.report.live import progress
-from serve import access, app, deployment, explanations
+from serve import app, deployment, explanations
+from serve.door import access
 _quiet()
 """
 

@@ -8,7 +8,7 @@ from rtrain import config
 from rtrain.cli import app as cli
 from rtrain.config import Serve
 from rtrain.errors import ConfigError
-from serve import access, keys
+from serve.door import access, keys
 from tests.certificates import make_certificate
 from tests.tiny import make_artifact
 

@@ -18,7 +18,7 @@ from rtrain.batch import Encoded
 from rtrain.config import Serve
 from rtrain.predict import Predictor
 from serve.app import build_app
-from serve.scheduler import bucket
+from serve.batching.scheduler import bucket
 from tests import serving
 from tests.serving import INFER, LABELS, TEXT, Gate, call, client, predict, scores, tensor
 from tests.tiny import CORPUS, make_artifact

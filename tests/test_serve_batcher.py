@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-import serve.batcher
 from rtrain.batch import Encoded, Floats, Window
-from serve.batcher import Batcher, EngineError, Expired
-from serve.cost import LEAST_CALLS
-from serve.scheduler import Limits, Overloaded, bucket
+from serve.batching.batcher import Batcher, EngineError, Expired
+from serve.batching.cost import LEAST_CALLS
+from serve.batching.scheduler import Limits, Overloaded, bucket
 
 BAD = 13
 FAR = 60.0
@@ -212,7 +211,7 @@ def test_a_request_inside_the_engine_at_its_deadline_expires_and_the_next_is_ser
 
 def test_a_text_that_the_engine_would_answer_too_late_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(serve.batcher, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("serve.batching.batcher.time", SimpleNamespace(monotonic=lambda: clock.now))
 
     async def main() -> None:
         engine = Engine()
@@ -256,7 +255,7 @@ def test_a_flood_of_one_client_does_not_hold_up_another() -> None:
 
 def test_a_full_queue_refuses_with_the_time_that_the_engine_needs_to_empty_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(serve.batcher, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("serve.batching.batcher.time", SimpleNamespace(monotonic=lambda: clock.now))
 
     async def main() -> None:
         engine = Engine()

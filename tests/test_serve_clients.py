@@ -17,8 +17,8 @@ from tritonclient.utils import InferenceServerException
 
 from rtrain.config import Serve
 from rtrain.predict import Predictor
-from serve.address import free_address
 from serve.app import build_app
+from serve.front.address import free_address
 from tests.serving import HEADS, LABELS, listening, predictor_of
 from tests.tiny import CORPUS, make_artifact
 

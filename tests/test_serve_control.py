@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rtrain.errors import UserError
-from serve import control
+from serve.change import control
 
 
 def answer(question: dict[str, Any]) -> str:

@@ -28,8 +28,8 @@ from rtrain.artifact import ArtifactError
 from rtrain.config import Serve
 from rtrain.errors import ConfigError, UserError
 from rtrain.predict import Predictor
-from serve.address import Address, free_address
 from serve.deployment import Endpoint, cause, reserved, start, sum_expositions
+from serve.front.address import Address, free_address
 from tests.tiny import CORPUS, make_artifact
 
 LABELS = ("a", "b", "c")

@@ -9,7 +9,17 @@ import pytest
 
 from rtrain import reference
 from rtrain.reference import EDGES, Features
-from serve.drift import DOUBT, LEAST_ROWS, ROWS_PER_ALARM, WINDOW, Drift, bets_on, most_likely, stability_index, widest
+from serve.watching.drift import (
+    DOUBT,
+    LEAST_ROWS,
+    ROWS_PER_ALARM,
+    WINDOW,
+    Drift,
+    bets_on,
+    most_likely,
+    stability_index,
+    widest,
+)
 
 Numbers = npt.NDArray[np.float64]
 

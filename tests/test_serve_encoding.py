@@ -10,7 +10,7 @@ import pytest
 from rtrain.batch import Encoded
 from rtrain.predict import InputError, Predictor
 from rtrain.tasks.base import Input
-from serve.encoding import Encoder
+from serve.batching.encoding import Encoder
 from tests import serving
 from tests.tiny import CORPUS
 

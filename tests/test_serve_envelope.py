@@ -11,8 +11,8 @@ from fastapi import FastAPI
 
 from rtrain.config import Serve
 from rtrain.predict import Predictor
-from serve import keys
 from serve.app import build_app
+from serve.door import keys
 from tests import serving
 from tests.serving import INFER, TEXT, Gate, call, client, tensor
 

@@ -17,9 +17,9 @@ from starlette.types import Message, Receive, Scope, Send
 from rtrain.config import Serve
 from rtrain.errors import UserError
 from rtrain.predict import Predictor
-from serve import guard, keys
 from serve.app import build_app
-from serve.guard import Guard
+from serve.door import guard, keys
+from serve.door.guard import Guard
 from tests import serving
 from tests.serving import INFER, TEXT, call, error
 

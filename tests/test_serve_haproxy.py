@@ -1,4 +1,4 @@
-"""HAProxy in front of servers, by the file that Ray Serve writes and `serve.haproxy` changes; no Ray is started."""
+"""HAProxy in front of servers, by the file that Ray Serve writes and `haproxy` changes; no Ray is started."""
 
 import contextlib
 import http.client
@@ -25,9 +25,9 @@ from ray.serve._private import constants, haproxy as theirs
 from ray.serve.config import HTTPOptions
 
 from rtrain.config import Serve
-from serve import haproxy, ingress
-from serve.address import free_address
-from serve.haproxy import Front, UnknownFile, bound, rewrite
+from serve.front import haproxy, ingress
+from serve.front.address import free_address
+from serve.front.haproxy import Front, UnknownFile, bound, rewrite
 
 FRONT = Front("127.0.0.1", 5, 10, "/pages")
 FOUND = ingress.Found(Path("/nowhere"), 1234, 2, 1024)

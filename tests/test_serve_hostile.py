@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from rtrain.batch import Head
 from rtrain.config import Serve
 from rtrain.predict import Predictor
-from serve import guard, keys
 from serve.app import build_app
+from serve.door import guard, keys
 from tests import hostile, serving
 from tests.hostile import Case
 from tests.serving import TEXT, predict

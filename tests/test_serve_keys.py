@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rtrain.errors import UserError
-from serve import keys
-from serve.keys import Door, Key, Keys, Rates, add, find, read, revoke, scope_of
+from serve.door import keys
+from serve.door.keys import Door, Key, Keys, Rates, add, find, read, revoke, scope_of
 from serve.schema import RequestError
 
 

@@ -18,8 +18,9 @@ import ray.serve
 from hypothesis import given, strategies as st
 
 from rtrain.config import Serve
-from serve import deployment, scaling
-from serve.scaling import DRAIN_S, HIGH, LOW, Load, Meter, desired, policy
+from serve import deployment
+from serve.change import scaling
+from serve.change.scaling import DRAIN_S, HIGH, LOW, Load, Meter, desired, policy
 from tests.test_serve_deployment import openvino_artifact
 
 
@@ -152,7 +153,7 @@ def test_ray_serve_takes_the_policy_by_its_name_and_asks_it_with_its_own_context
     from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
     config = AutoscalingConfig(
-        min_replicas=1, max_replicas=8, policy=AutoscalingPolicy(policy_function="serve.scaling:policy")
+        min_replicas=1, max_replicas=8, policy=AutoscalingPolicy(policy_function="serve.change.scaling:policy")
     )
     asked = cloudpickle.loads(cloudpickle.dumps(config.policy)).get_policy()
     told = {
@@ -211,7 +212,7 @@ def test_replicas_follow_the_load_on_ray_serve_and_no_request_is_lost(
 
     def running() -> int:
         [application] = ray.serve.status().applications.values()
-        return application.deployments[deployment.DEPLOYMENT].replica_states.get("RUNNING", 0)
+        return application.deployments[deployment.DEPLOYMENT].replica_states.get(ray.serve.schema.ReplicaState.RUNNING, 0)
 
     def reaches(number: int) -> bool:
         return deployment._until(lambda: running() == number, 120)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rtrain.batch import Encoded, Window
-from serve.cost import LEAST_CALLS, Cost
-from serve.scheduler import PATIENCE_S, Limits, Overloaded, Row, Scheduler, bucket, padded
+from serve.batching.cost import LEAST_CALLS, Cost
+from serve.batching.scheduler import PATIENCE_S, Limits, Overloaded, Row, Scheduler, bucket, padded
 
 FAR = 1000.0
 

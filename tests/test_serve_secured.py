@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from rtrain.config import Serve
-from serve import keys
-from serve.address import Address
 from serve.deployment import start
+from serve.door import keys
+from serve.front.address import Address
 from tests.certificates import make_certificate
 from tests.serving import TEXT
 from tests.tiny import make_artifact

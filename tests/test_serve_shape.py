@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import given, strategies as st
 
-from serve.shape import Shape, shape
+from serve.door.shape import Shape, shape
 
 MOST = 100
 DOCUMENTS = st.recursive(

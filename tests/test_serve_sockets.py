@@ -19,8 +19,8 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from rtrain.config import Serve
 from rtrain.predict import Predictor
-from serve import guard, keys
 from serve.app import build_app
+from serve.door import guard, keys
 from tests import serving
 from tests.certificates import make_certificate
 from tests.serving import TEXT

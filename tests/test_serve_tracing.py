@@ -15,8 +15,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from rtrain.config import Serve
 from rtrain.errors import ConfigError
 from rtrain.predict import Predictor
-from serve import tracing
 from serve.app import build_app
+from serve.watching import tracing
 from tests import serving
 from tests.serving import TEXT, client
 

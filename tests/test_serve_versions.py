@@ -15,8 +15,8 @@ from rtrain.artifact import ArtifactError
 from rtrain.config import Serve
 from rtrain.predict import Predictor
 from serve.app import build_app
-from serve.batcher import EngineError
-from serve.versions import Versions
+from serve.batching.batcher import EngineError
+from serve.change.versions import Versions
 from tests.tiny import CORPUS, make_artifact
 
 Check = Callable[[Versions, httpx.AsyncClient], Coroutine[Any, Any, None]]

@@ -16,8 +16,8 @@ from rtrain.config import Serve
 from rtrain.predict import Predictor, parts
 from rtrain.training.step import forward
 from serve.app import build_app
-from serve.batcher import Batcher
-from serve.scheduler import Limits
+from serve.batching.batcher import Batcher
+from serve.batching.scheduler import Limits
 from tests.conftest import labelled_rows, write_rows
 from tests.serving import call
 from tests.test_serve_batcher import Engine, deadline, held, numbers, queued, run

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from rtrain import __version__, config, manifest
-from serve.address import Address
+from serve.front.address import Address
 from tests.conftest import labelled_rows, write_rows
 from tests.processes import end
 from tests.test_job import free_ports

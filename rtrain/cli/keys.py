@@ -25,7 +25,7 @@ def add(
     """Make a key and print it, this once; the file has only its hash."""
     from rtrain.errors import ConfigError, Problem
     from rtrain.report.live.progress import say
-    from serve import keys
+    from serve.door import keys
 
     scopes = scope or ["predict"]
     for one in scopes:
@@ -38,7 +38,7 @@ def add(
 
 def list_(file: File, as_json: Json = False) -> None:
     """List the keys by name, with what each opens and how often."""
-    from serve import keys
+    from serve.door import keys
 
     found = keys.read(file)
     if as_json:
@@ -54,7 +54,7 @@ def list_(file: File, as_json: Json = False) -> None:
 def revoke(file: File, name: Name) -> None:
     """Take a key out of the file; a running endpoint refuses it within a second."""
     from rtrain.report.live.progress import say
-    from serve import keys
+    from serve.door import keys
 
     keys.revoke(file, name)
     say(f"{name} is revoked; an endpoint that runs refuses it within {keys.LOOK_S:.0f} s")

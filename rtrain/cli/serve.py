@@ -104,7 +104,8 @@ def serve(
     from rtrain import artifact as artifacts
     from rtrain.cluster.session import session, until_interrupted
     from rtrain.report.live.progress import say
-    from serve import access, control
+    from serve.change import control
+    from serve.door import access
 
     if update and rollback:
         raise UserError("--update and --rollback exclude each other")

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rtrain.config import Serve
-from serve import keys
+from serve.door import keys
 from serve.schema import RequestError
 
 MOST_HEADERS = 100

@@ -33,7 +33,7 @@ def check(settings: Serve, say: Callable[[str], None] = lambda line: None) -> No
 
 
 def _check_files(settings: Serve) -> None:
-    from serve import keys  # the extra `serve` has what it imports; other verbs than `serve` need none of it
+    from serve.door import keys  # the extra `serve` has what it imports; other verbs than `serve` need none of it
 
     problems = []
     if settings.keys is not None:

@@ -1,4 +1,4 @@
-"""Which rows the next engine call takes: pure, given the time. `serve.batcher` waits, calls and answers.
+"""Which rows the next engine call takes: pure, given the time. `batcher` waits, calls and answers.
 
 Clients are served by what they have had: the one that had the fewest tokens leads, and its most urgent row decides the
 length of the call, which is filled with rows of that length, again from who had the fewest. A client that comes back
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rtrain.batch import Encoded
-from serve.cost import Cost
+from serve.batching.cost import Cost
 
 SHORTEST_BUCKET = 16
 """In tokens. Shorter rows share a bucket: below this length a call costs about the same whatever the length."""

@@ -20,7 +20,7 @@ from rtrain import ray_internals
 from rtrain.config import Serve
 from rtrain.errors import UserError
 from rtrain.run import shown
-from serve import access
+from serve.door import access
 
 LOAD_S = 120.0
 """Seconds in which every replica has loaded a candidate, or said why it cannot."""

@@ -12,8 +12,8 @@ from prometheus_client.openmetrics import exposition
 from rtrain import reference
 from rtrain.batch import Encoded, Floats
 from rtrain.predict import Predictor
-from serve.batcher import Batcher
-from serve.drift import Drift
+from serve.batching.batcher import Batcher
+from serve.watching.drift import Drift
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SECONDS_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0, 4.0, 8.0, 16.0)

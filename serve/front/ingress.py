@@ -29,7 +29,9 @@ from rtrain import env, ray_internals
 from rtrain.cluster import supply
 from rtrain.config import Serve
 from rtrain.errors import ConfigError, Problem
-from serve import access, haproxy, schema
+from serve import schema
+from serve.door import access
+from serve.front import haproxy
 
 HEADER_S = 5
 """Seconds in which the header of a request has to arrive; its body has until `serve.deadline_s`."""

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from rtrain.batch import Encoded, Floats, Outputs
-from serve.cost import Cost
-from serve.scheduler import Limits, Row, Scheduler, padded
+from serve.batching.cost import Cost
+from serve.batching.scheduler import Limits, Row, Scheduler, padded
 
 
 class Expired(Exception):
