@@ -212,7 +212,8 @@ def test_replicas_follow_the_load_on_ray_serve_and_no_request_is_lost(
 
     def running() -> int:
         [application] = ray.serve.status().applications.values()
-        return application.deployments[deployment.DEPLOYMENT].replica_states.get(ray.serve.schema.ReplicaState.RUNNING, 0)
+        states = application.deployments[deployment.DEPLOYMENT].replica_states
+        return sum(number for state, number in states.items() if state.value == "RUNNING")
 
     def reaches(number: int) -> bool:
         return deployment._until(lambda: running() == number, 120)
