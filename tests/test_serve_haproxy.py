@@ -8,6 +8,7 @@ import re
 import shlex
 import signal
 import socket
+import ssl
 import stat
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from rtrain.config import Serve
 from serve.front import haproxy, ingress
 from serve.front.address import free_address
 from serve.front.haproxy import Front, UnknownFile, bound, rewrite
+from tests.certificates import make_certificate
 
 FRONT = Front("127.0.0.1", 5, 10, "/pages")
 FOUND = ingress.Found(Path("/nowhere"), 1234, 2, 1024)
@@ -102,6 +104,13 @@ def test_the_file_opens_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
 def test_the_address_is_the_one_that_was_asked_for(tmp_path: Path, host: str, line: str) -> None:
     text = rewrite(ray_file(tmp_path, 80, [30000]), replace(FRONT, host=bound(host)))
     assert re.findall(r"^ +(bind .*)$", text, re.M) == [line]
+
+
+def test_a_certificate_is_on_the_one_line_that_listens(tmp_path: Path) -> None:
+    text = rewrite(ray_file(tmp_path, 443, [30000]), replace(FRONT, certificate="/its/tls.pem"))
+    assert re.findall(r"^ +(bind .*)$", text, re.M) == [
+        "bind 127.0.0.1:443 ssl crt /its/tls.pem alpn http/1.1 ssl-min-ver TLSv1.2"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -189,9 +198,9 @@ def serving(handler: type[Replica]) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def proxy(servers: list[int]) -> Iterator[tuple[int, Path, subprocess.Popen[bytes]]]:
+def proxy(servers: list[int], pair: bytes = b"") -> Iterator[tuple[int, Path, subprocess.Popen[bytes]]]:
     """Port, folder and process of HAProxy as Ray starts it, with one second for a header."""
-    found = ingress.find("127.0.0.1", 2)
+    found = ingress.find("127.0.0.1", 2, pair)
     assert isinstance(found, ingress.Found), found
     folder = found.folder
     executable = folder / "haproxy"
@@ -222,6 +231,20 @@ def ask(port: int, seconds: float = 0.0) -> tuple[int, str]:
         return answer.status, answer.read().decode()
     finally:
         connection.close()
+
+
+def test_it_encrypts_where_there_is_a_certificate_whose_key_is_the_owner_s_alone(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    pair = ingress.pair(Serve(tls_cert=certificate, tls_key=key))
+    with serving(Replica) as server, proxy([server], pair) as (port, folder, _):
+        assert stat.S_IMODE((folder / "tls.pem").stat().st_mode) == 0o600
+        trusted = ssl.create_default_context(cafile=certificate)
+        connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=10, context=trusted)
+        connection.request("POST", "/predict", "0")
+        assert connection.getresponse().read() == str(server).encode()
+        connection.close()
+        with pytest.raises((OSError, http.client.HTTPException)):
+            ask(port)  # without TLS
 
 
 def test_nothing_is_open_but_the_endpoint_and_a_socket_of_the_owner_s() -> None:
