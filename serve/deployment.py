@@ -9,18 +9,15 @@ import importlib
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import prometheus_client
 import ray
 import ray.serve
 from fastapi import FastAPI
-from prometheus_client import Metric
-from prometheus_client.parser import text_string_to_metric_families
 from ray.actor import ActorHandle
 from ray.serve.config import (
     AutoscalingConfig,
@@ -44,6 +41,7 @@ from serve.door import access
 from serve.front import ingress
 from serve.front.address import Address, free_address
 from serve.watching import tracing
+from serve.watching.sums import sum_expositions
 
 logger = logging.getLogger(__name__)
 
@@ -368,32 +366,3 @@ def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
     while not (met := condition()) and time.monotonic() < give_up:
         time.sleep(0.02)
     return met
-
-
-# ----------------------------------------------------------------------------------------------------------- metrics
-
-
-class _Families(NamedTuple):
-    families: list[Metric]
-
-    def collect(self) -> list[Metric]:
-        return self.families
-
-
-def sum_expositions(texts: Iterable[str]) -> str:
-    """One exposition whose samples are the sums over `texts`: right for counters, histograms and lengths of queues."""
-    families: dict[str, Metric] = {}
-    totals: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
-    for text in texts:
-        for family in text_string_to_metric_families(text):
-            if family.name.endswith("_created"):  # times of creation have no sum
-                continue
-            families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            sums = totals.setdefault(family.name, {})
-            for sample in family.samples:
-                key = (sample.name, tuple(sample.labels.items()))
-                sums[key] = sums.get(key, 0.0) + sample.value
-    for name, sums in totals.items():
-        for (sample_name, labels), value in sums.items():
-            families[name].add_sample(sample_name, dict(labels), value)
-    return prometheus_client.generate_latest(_Families(list(families.values()))).decode()

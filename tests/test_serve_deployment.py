@@ -28,8 +28,9 @@ from rtrain.artifact import ArtifactError
 from rtrain.config import Serve
 from rtrain.errors import ConfigError, UserError
 from rtrain.predict import Predictor
-from serve.deployment import Endpoint, cause, reserved, start, sum_expositions
+from serve.deployment import Endpoint, cause, reserved, start
 from serve.front.address import Address, free_address
+from serve.watching.sums import sum_expositions
 from tests.tiny import CORPUS, make_artifact
 
 LABELS = ("a", "b", "c")

@@ -13,7 +13,7 @@ from rtrain.batch import Head
 from rtrain.config import Serve
 from rtrain.predict import Predictor
 from serve.app import build_app
-from serve.deployment import sum_expositions
+from serve.watching.sums import sum_expositions
 from tests.serving import TEXT, call
 from tests.tiny import CORPUS, make_task_artifact
 
