@@ -34,6 +34,8 @@ NONE = "none"
 """In place of a label where there is none."""
 MOST_ROWS = 20_000
 """More validation rows would not make the histograms better."""
+ABSTAIN = "abstain"
+"""Name of the fact in an artefact."""
 KEPT_ANSWERS = 0.95
 """Share of the right answers to validation rows whose score is at least `abstain_below`."""
 
@@ -104,7 +106,7 @@ def place(values: npt.NDArray[np.float64], edges: Sequence[float]) -> Ints:
 
 
 def abstain_below(task: Task, head: Head, outcomes: Ragged, targets: Ragged) -> dict[str, float]:
-    """The fact `abstain` of a classifier: the score below which its answer is better not given.
+    """The fact `ABSTAIN` of a classifier: the score below which its answer is better not given.
 
     `KEPT_ANSWERS` of the right answers to the validation rows are at least as sure. Empty for other tasks, and where
     rows outside of all classes have shown a better one: those thresholds are chosen when the model is trained.
@@ -115,7 +117,7 @@ def abstain_below(task: Task, head: Head, outcomes: Ragged, targets: Ragged) -> 
     right = np.array([one == other for one, other in zip(described.prediction, described.target, strict=True)])
     if not right.any():
         return {}
-    return {"abstain": round(float(np.quantile(described.score[right], 1 - KEPT_ANSWERS, method="lower")), 4)}
+    return {ABSTAIN: round(float(np.quantile(described.score[right], 1 - KEPT_ANSWERS, method="lower")), 4)}
 
 
 def unknown_id(tokenizer: "tokenizers.Tokenizer") -> int | None:

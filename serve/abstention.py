@@ -3,7 +3,7 @@
 from typing import Any
 
 from rtrain.batch import Head
-from rtrain.reference import NONE
+from rtrain.reference import ABSTAIN, NONE
 from rtrain.tasks.base import Task
 from serve.schema import RequestError
 
@@ -14,7 +14,7 @@ def least(task: Task, head: Head) -> float:
         return chosen
     if task.output != "classes":
         raise RequestError(422, "this model's answers are not labels of a text", "parameters.abstain")
-    found = head.facts.get("threshold" if "outside" in head.facts else "abstain")
+    found = head.facts.get("threshold" if "outside" in head.facts else ABSTAIN)
     if found is None:
         reason = "this artefact has no threshold that was chosen on validation rows; train the model again to have one"
         raise RequestError(422, reason, "parameters.abstain")

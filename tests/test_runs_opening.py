@@ -174,6 +174,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "data.fold": {"data.folds": 5},
     "data.valid_share": {"data.valid": None},
     "data.valid_part": {"data.valid": None},
+    "serve.tls_cert": {"serve.tls_key": "key.pem"},
+    "serve.tls_key": {"serve.tls_cert": "cert.pem"},
     "augment.copies": {"augment.typo": 0.1},
     "augment.typo": {"augment.copies": 1},
     "augment.swap": {"augment.copies": 1},

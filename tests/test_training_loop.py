@@ -190,6 +190,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def straight(ground: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, Path]:
     """The undisturbed run, with a checkpoint after each update."""
+    torch.set_num_threads(1)  # as in processes of their own; a predictor of an earlier test may have asked for more
     run = tmp_path_factory.mktemp("straight")
     return start(ground, run, save_every=1), run
 

@@ -37,7 +37,8 @@ def pipeline(artifact: Path) -> Callable[[str], Any]:
         artifact, num_labels=labels, ignore_mismatched_sizes=True, trust_remote_code=False
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(artifact, trust_remote_code=False)
-    found = transformers.pipeline("text-classification", model=network.eval(), tokenizer=tokenizer, device="cpu")
+    given = {"model": network.eval(), "tokenizer": tokenizer, "device": "cpu"}
+    found = transformers.pipeline("text-classification", **given, trust_remote_code=False)
     return lambda text: found(text)
 
 

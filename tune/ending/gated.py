@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rtrain import artifact
+from rtrain import artifact, reference
 from rtrain.config import Config
 from rtrain.data.stores.store import open_store
 from rtrain.gate import gate
@@ -60,4 +60,5 @@ def _computed(folder: Path) -> tuple[Any, ...]:
     made = artifact.read(folder, verify=False)
     document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     network = {name: value for name, value in document.items() if name not in NAMES}
-    return made.engine, made.max_tokens, dict(made.facts), network, (folder / "tokenizer.json").read_bytes()
+    facts = {name: fact for name, fact in made.facts.items() if name != reference.ABSTAIN}  # follows from the weights
+    return made.engine, made.max_tokens, facts, network, (folder / "tokenizer.json").read_bytes()
