@@ -213,7 +213,7 @@ def test_replicas_follow_the_load_on_ray_serve_and_no_request_is_lost(
     def running() -> int:
         [application] = ray.serve.status().applications.values()
         states = application.deployments[deployment.DEPLOYMENT].replica_states
-        return sum(number for state, number in states.items() if state.value == "RUNNING")
+        return sum(number for state, number in states.items() if str(state).endswith("RUNNING"))
 
     def reaches(number: int) -> bool:
         return deployment._until(lambda: running() == number, 120)
