@@ -20,7 +20,7 @@ from benchmarks.serve.sides import Running, cores, raw, running, sides_of
 MANY = 16
 """Connections of the closed loop that looks for the most requests a second."""
 TRIES = 3
-"""Of an open loop whose client was late."""
+"""How often an open loop is begun whose client was late."""
 REPLICA = "ServeReplica"
 
 

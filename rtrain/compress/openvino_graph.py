@@ -23,7 +23,7 @@ class Edge(NamedTuple):
 
     into: "openvino.Input"
     quantized: "openvino.Output"
-    """Of a weight, the whole numbers and their scales; of an activation, its quantizer."""
+    """A weight's whole numbers and their scales; an activation's quantizer."""
     exact: "openvino.Output"
     """What the quantizer rounds."""
 

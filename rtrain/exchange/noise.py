@@ -39,7 +39,7 @@ class Measured:
 
 
 def between(terms: float, workers: int, whole: float, rows: int) -> Measured | None:
-    """Of the workers' gradients before their exchange.
+    """What the workers' gradients tell before their exchange.
 
     `terms`: the sum over workers of |g|^2 / f, where g is what a worker adds to the update's gradient and f its share
     of the targets; `workers`: those that have any; `whole`: the squared norm of the update's gradient. None for one.

@@ -222,7 +222,7 @@ def _service(settings: Settings) -> Map:
 
 
 def _spec(settings: Settings, probe: Map | None = None, least: int = 0, gpus: int | None = None) -> Map:
-    """Of a cluster: a head without CPUs for tasks, and workers that come with the work."""
+    """The cluster: a head without CPUs for tasks, and workers that come with the work."""
     gpus = settings.gpus if gpus is None else gpus
     head = _pod(settings, "ray-head", _resources(2, "8Gi"))
     head["spec"]["containers"][0]["ports"] = [

@@ -18,7 +18,7 @@ class Document:
     """One YAML document, read."""
 
     text: str
-    """Of the whole file."""
+    """The whole file's."""
     value: Any
     lines: Mapping[Place, int]
     """Line, from 1, at which the key of an entry stands, or an element begins."""
