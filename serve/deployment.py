@@ -213,7 +213,12 @@ def start(
         raise UserError(f"serve.grpc_port: {place}; end the program that has it, or write another port")
     front = ingress.choose(settings, tell)
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
-    rollout = Rollout(_configured(settings, front, quiet, tell), name or checked.name, settings, quiet)
+    try:
+        rollout = Rollout(_configured(settings, front, quiet, tell), name or checked.name, settings, quiet)
+    except BaseException:
+        if front is not None:
+            front.remove()
+        raise
     endpoint = Endpoint(address, settings, front, rollout)
     try:
         _deploy(artifact.resolve(), settings, rollout, address.port, front, quiet)

@@ -28,7 +28,9 @@ from rtrain.artifact import ArtifactError
 from rtrain.config import Serve
 from rtrain.errors import ConfigError, UserError
 from rtrain.predict import Predictor
+from serve import deployment
 from serve.deployment import Endpoint, cause, reserved, start
+from serve.front import ingress
 from serve.front.address import Address, free_address
 from serve.watching.sums import sum_expositions
 from tests.tiny import CORPUS, make_artifact
@@ -176,7 +178,7 @@ def test_serving_an_int8_artefact_imports_no_torch(artifact: Path) -> None:
 
 @pytest.mark.serve
 @pytest.mark.usefixtures("ray_session")
-def test_refusals_leave_nothing_running(artifact: Path, tmp_path: Path) -> None:
+def test_refusals_leave_nothing_behind(artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -187,6 +189,11 @@ def test_refusals_leave_nothing_running(artifact: Path, tmp_path: Path) -> None:
             start(artifact, Serve(ungated=True, port=0, grpc_port=port))
     with pytest.raises(ArtifactError, match="is no artefact"):
         start(tmp_path, Serve(ungated=True, port=0), name="given")
+    monkeypatch.setattr(ingress, "TEMPORARY", str(tmp_path))
+    monkeypatch.setattr(deployment, "reserved", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        start(artifact, Serve(ungated=True, port=0, ingress="haproxy"))
+    assert list(tmp_path.glob("rtrain-*")) == []
     assert serve_actors() == []
 
 
