@@ -12,6 +12,7 @@ import pytest
 from rtrain import env
 
 if TYPE_CHECKING:
+    from rtrain.runs.kept import Kept
     from tests.trained import Trained
 
 # Compiled graphs are a user's own to keep.
@@ -80,6 +81,21 @@ def trained(ray_session: Path) -> "Trained":
     from tests.trained import train
 
     return train(ray_session / "trained")
+
+
+@pytest.fixture(scope="module")
+def kept_workers(ray_session: Path, request: pytest.FixtureRequest) -> Iterator["Kept"]:
+    """Worker processes that all starts of a module may share: new ones take 10 s and more each time."""
+    import ray
+
+    from rtrain.run import Run
+    from rtrain.runs.kept import Kept, post
+
+    office = post()
+    made = Kept(Run(ray_session / f"kept-{request.module.__name__}"), office)
+    yield made
+    made.end()
+    ray.kill(office)
 
 
 Row = tuple[str, str]

@@ -18,7 +18,8 @@ from rtrain.metrics import scores
 from rtrain.predict import Predictor
 from rtrain.report import summary
 from rtrain.run import Run
-from rtrain.runs import driver, opening
+from rtrain.runs import opening
+from rtrain.runs.kept import Kept
 from tests.conftest import labelled_rows
 from tests.trained import ROWS, Trained, settings
 
@@ -31,9 +32,9 @@ def teacher(trained: Trained) -> Path:
 
 
 @pytest.fixture(scope="module")
-def student(teacher: Path) -> Path:
+def student(teacher: Path, kept_workers: Kept) -> Path:
     config = with_overrides(settings(teacher.parent), {"distill.layers": 1, "distill.epochs": 8, "distill.lr": 5e-3})
-    run, _ = distill.run(config, teacher, teacher.parent / "student")
+    run, _ = distill.run(config, teacher, teacher.parent / "student", workers=kept_workers)
     return run
 
 
@@ -95,17 +96,17 @@ def test_student_as_deep_as_its_teacher_is_refused(teacher: Path) -> None:
 
 
 def test_a_student_that_was_cut_short_is_resumed_by_its_own_settings(
-    teacher: Path, student: Path, monkeypatch: pytest.MonkeyPatch
+    teacher: Path, student: Path, kept_workers: Kept
 ) -> None:
-    folder, whole = teacher.parent / "cut-short", driver.fit
+    folder = teacher.parent / "cut-short"
     asked = {"distill.layers": 1, "distill.epochs": 8, "distill.lr": 5e-3, "train.keep": 3}
-    with monkeypatch.context() as patch:
-        patch.setattr(driver, "fit", lambda prepared, **rest: whole(prepared, until=5, **rest))
-        _, paused = distill.run(with_overrides(opening.stored(teacher), asked), teacher, folder)
+    chosen = with_overrides(opening.stored(teacher), asked)
+    _, paused = distill.run(chosen, teacher, folder, until=5, workers=kept_workers)
     assert (paused["status"], paused["updates"]) == ("paused", 5)
     with pytest.raises(ConfigError, match=r"distill\.temperature=3\.0: the run was started with 2\.0"):
         distill.run(opening.stored(teacher, {"distill.temperature": 3.0}), teacher, folder, "resume")
-    _, ended = distill.run(opening.stored(teacher, {"train.log_every": 7}), teacher, folder, "resume")
+    more = opening.stored(teacher, {"train.log_every": 7})
+    _, ended = distill.run(more, teacher, folder, "resume", workers=kept_workers)
     assert [event["update"] for event in events.read(folder) if event["kind"] == "started"] == [0, 5]
     assert (ended["status"], ended["order_digest"]) == ("finished", summary.summarise(Run(student))["order_digest"])
     recipe = opening.stored(folder).recipe

@@ -1,6 +1,7 @@
 """Students on real Ray: of rows without labels, of another tokenizer, narrower, and learning inside their teacher."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from rtrain.network import beside, trimming
 from rtrain.predict import Predictor
 from rtrain.report.live import said
 from rtrain.run import Run
-from rtrain.runs import driver, opening
+from rtrain.runs import opening
+from rtrain.runs.kept import Kept
 from tests.conftest import labelled_rows
 from tests.tiny import make_encoder
 from tests.trained import ROWS, TEST_ROWS, Trained
@@ -48,9 +50,9 @@ def told(run: Path, kind: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def student(trained: Trained, further: Path) -> Path:
+def student(trained: Trained, further: Path, kept_workers: Kept) -> Path:
     config = asked(trained, **{"distill.unlabelled": str(further)})
-    return distill.run(config, trained.run, trained.run.parent / "more-rows")[0]
+    return distill.run(config, trained.run, trained.run.parent / "more-rows", workers=kept_workers)[0]
 
 
 def never(*arguments: Any, **named: Any) -> bool:
@@ -89,57 +91,49 @@ def test_rows_without_labels_are_trained_on_with_the_teacher_s_answers(trained: 
 
 
 def test_a_second_student_another_seed_and_a_resume_ask_the_teacher_nothing(
-    trained: Trained, student: Path, further: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Trained, student: Path, further: Path, kept_workers: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another confidence takes other rows of the same answers."""
     monkeypatch.setattr(teaching, "ensure_answers", never)
-    folder, whole = trained.run.parent / "surer", driver.fit
+    folder = trained.run.parent / "surer"
     rows, version = Store(quantize.store_of(student)), artifact.read(trained.run / "artifact").version
     logits = rows.teacher(version)[rows.labelled("train") :].astype(np.float64)
     chances = np.exp(logits - logits.max(axis=1, keepdims=True))
     sure = (chances / chances.sum(axis=1, keepdims=True)).max(axis=1)
     least = float(np.median(sure))
     chosen = {"distill.unlabelled": str(further), "distill.confidence": least, "train.seed": 7}
-    with monkeypatch.context() as patch:
-        patch.setattr(driver, "fit", lambda prepared, **rest: whole(prepared, until=5, **rest))
-        _, paused = distill.run(asked(trained, **chosen), trained.run, folder)
+    _, paused = distill.run(asked(trained, **chosen), trained.run, folder, until=5, workers=kept_workers)
     assert (paused["status"], paused["updates"]) == ("paused", 5)
     found = told(folder, "unlabelled")
     assert (found["rows"], found["unsure"]) == (int((sure >= least).sum()), int((sure < least).sum()))
     assert 0 < found["unsure"] < NEW
-    _, ended = distill.run(opening.stored(trained.run), trained.run, folder, "resume")
+    _, ended = distill.run(opening.stored(trained.run), trained.run, folder, "resume", workers=kept_workers)
     assert (ended["status"], [e["update"] for e in events.read(folder) if e["kind"] == "started"]) == (
         "finished",
         [0, 5],
     )
-    _, again = distill.run(asked(trained, **{"distill.alpha": 0.5}), trained.run, folder.with_name("plain-again"))
+    plain = asked(trained, **{"distill.alpha": 0.5})
+    _, again = distill.run(plain, trained.run, folder.with_name("plain-again"), workers=kept_workers)
     assert again["status"] == "finished"
 
 
-def inside(trained: Trained, folder: Path, until: int | None = None) -> dict[str, Any]:
-    settings = {"distill.relations": 1.0, "distill.relation_heads": 4, "distill.hidden": 1.0, "distill.width": 16}
-    config, whole = asked(trained, **settings), driver.fit
-    with pytest.MonkeyPatch.context() as patch:
-        if until:
-            patch.setattr(driver, "fit", lambda prepared, **rest: whole(prepared, until=until, **rest))
-        return distill.run(config, trained.run, folder)[1]
-
-
 @pytest.mark.slow
-def test_a_narrow_student_learns_inside_its_teacher_and_resumes(trained: Trained) -> None:
+def test_a_narrow_student_learns_inside_its_teacher_and_resumes(trained: Trained, kept_workers: Kept) -> None:
     """The map between the widths is in its checkpoints and not in its artefact."""
     import transformers
 
     folder, other = trained.run.parent / "narrow", trained.run.parent / "narrow-resumed"
-    assert inside(trained, folder)["status"] == "finished"
+    settings = {"distill.relations": 1.0, "distill.relation_heads": 4, "distill.hidden": 1.0, "distill.width": 16}
+    inside = partial(distill.run, asked(trained, **settings), trained.run, workers=kept_workers)
+    assert inside(folder)[1]["status"] == "finished"
     network = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "artifact")
     assert (network.config.hidden_size, network.config.num_attention_heads) == (16, 1)
     assert not any(beside.NAME in name for name in load_file(folder / "artifact" / "model.safetensors"))
     newest = checkpoint.path_of(Run(folder).checkpoints, max(checkpoint.updates(Run(folder).checkpoints)))
     assert load_file(newest / "model.safetensors")[f"{beside.NAME}.weight"].shape == (32, 16)
     assert f"{beside.NAME}.weight:exp_avg" in load_file(newest / "optim.safetensors")
-    assert inside(trained, other, until=5)["status"] == "paused"
-    distill.run(opening.stored(trained.run), trained.run, other, "resume")
+    assert inside(other, until=5)[1]["status"] == "paused"
+    distill.run(opening.stored(trained.run), trained.run, other, "resume", workers=kept_workers)
     one, two = ((run / "artifact" / "model.safetensors").read_bytes() for run in (folder, other))
     assert one == two
 
@@ -156,9 +150,11 @@ def stranger(trained: Trained) -> Path:
 
 
 @pytest.mark.slow
-def test_a_student_by_name_may_have_another_tokenizer(trained: Trained, stranger: Path, further: Path) -> None:
-    settings = {"distill.student": str(stranger), "distill.unlabelled": str(further)}
-    run, found = distill.run(asked(trained, **settings), trained.run, trained.run.parent / "by-name")
+def test_a_student_by_name_may_have_another_tokenizer(
+    trained: Trained, stranger: Path, further: Path, kept_workers: Kept
+) -> None:
+    config = asked(trained, **{"distill.student": str(stranger), "distill.unlabelled": str(further)})
+    run, found = distill.run(config, trained.run, trained.run.parent / "by-name", workers=kept_workers)
     assert found["status"] == "finished"
     version = artifact.read(trained.run / "artifact").version
     store, own = Store(quantize.store_of(run)), Store(quantize.store_of(trained.run))

@@ -1,4 +1,4 @@
-"""The demo as one job, on a head started as cluster.yaml starts it: every stage runs there, and is read back."""
+"""Jobs on a head started as cluster.yaml starts it. The demo as one job, every stage of it read back, is slow."""
 
 import json
 import os
@@ -222,12 +222,14 @@ def done(head: Head) -> Done:
     return Done(run, ended.stdout, json.loads(line))
 
 
+@pytest.mark.slow
 def test_the_job_succeeded_and_said_so(head: Head, done: Done) -> None:
     job = next(job for job in head.jobs() if " demo " in job["entrypoint"])
     assert (job["status"], job["driver_exit_code"]) == ("SUCCEEDED", 0)
     assert "Traceback" not in done.log
 
 
+@pytest.mark.slow
 def test_every_stage_ran_there_and_the_endpoint_answered(done: Done) -> None:
     assert [stage["name"] for stage in done.document["stages"]] == STAGES
     assert done.document["answer_matches"] is True
@@ -236,6 +238,7 @@ def test_every_stage_ran_there_and_the_endpoint_answered(done: Done) -> None:
     assert done.document["baseline_score"] > 0.5  # the embedded data, not an empty file
 
 
+@pytest.mark.slow
 def test_the_search_s_trial_is_written_down(done: Done) -> None:
     search = Run(done.run / "search")
     history = replay(read(search.trials))
@@ -245,6 +248,7 @@ def test_the_search_s_trial_is_written_down(done: Done) -> None:
     assert search.winner.finished
 
 
+@pytest.mark.slow
 def test_the_artefacts_verify_and_answer(done: Done) -> None:
     from rtrain.predict import Predictor
 
@@ -256,6 +260,7 @@ def test_the_artefacts_verify_and_answer(done: Done) -> None:
     assert 0 < answers[0][0]["score"] <= 1
 
 
+@pytest.mark.slow
 def test_no_secret_is_in_the_job_s_log_or_files(head: Head, done: Done) -> None:
     assert head.token not in done.log
     files = [path for path in (head.folder / "runs").rglob("*") if path.is_file()]

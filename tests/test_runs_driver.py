@@ -20,6 +20,7 @@ from rtrain.predict import Predictor
 from rtrain.proof import ledger
 from rtrain.run import Run
 from rtrain.runs import driver, preparing
+from rtrain.runs.kept import Kept
 from rtrain.training.loop import GENESIS
 from tests.conftest import labelled_rows
 from tests.trained import EPOCHS, TEST_ROWS, Trained, settings
@@ -188,18 +189,19 @@ def test_resume_with_other_settings_is_refused_by_name(trained: Trained) -> None
 
 
 def test_a_run_whose_folder_is_lost_resumes_from_its_storage_and_ends_bit_for_bit_like_the_straight_one(
-    trained: Trained,
+    trained: Trained, kept_workers: Kept
 ) -> None:
     folder = trained.run.parent
     stored = settings(folder, **{"cluster.storage": (folder / "mounted").as_uri()})
     half = preparing.prepare(stored, folder / "halves")
     stop = trained.summary["updates"] // 2 + 1
-    paused = driver.fit(half, until=stop)
+    paused = driver.fit(half, until=stop, workers=kept_workers)
     assert (paused["status"], paused["updates"]) == ("paused", stop)
     assert not (folder / "halves" / "artifact").exists()
     (folder / "mounted").rename(folder / "away")
     (folder / "mounted").touch()  # whatever is asked of a storage below it fails
-    further = driver.fit(preparing.prepare(config.load("intent"), folder / "halves", "resume"), until=stop + 1)
+    cut_off = preparing.prepare(config.load("intent"), folder / "halves", "resume")
+    further = driver.fit(cut_off, until=stop + 1, workers=kept_workers)
     assert (further["status"], further["updates"]) == ("paused", stop + 1)
     told = [event for event in events.read(folder / "halves") if event["kind"] in ("unreachable", "uncopied")]
     assert (told[0]["kind"], told[0]["update"], told[-1]["kind"]) == ("unreachable", stop, "uncopied")
@@ -208,7 +210,8 @@ def test_a_run_whose_folder_is_lost_resumes_from_its_storage_and_ends_bit_for_bi
     shutil.rmtree(folder / "halves")
     with pytest.raises(UserError, match=r"mounted/halves holds a run already; write --resume"):
         preparing.prepare(stored, folder / "halves")
-    resumed = driver.fit(preparing.prepare(stored, folder / "halves", "resume"))
+    resumed = driver.fit(preparing.prepare(stored, folder / "halves", "resume"), workers=kept_workers)
+    kept_workers.end()
     assert (resumed["status"], resumed["restarts"]) == ("finished", 1)
     assert resumed["order_digest"] == trained.summary["order_digest"]
     last = trained.summary["updates"]

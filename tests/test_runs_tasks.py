@@ -20,6 +20,7 @@ from rtrain.predict import Predictor
 from rtrain.report import summary
 from rtrain.run import Run
 from rtrain.runs import driver, preparing
+from rtrain.runs.kept import Kept
 from rtrain.tasks import base
 from tests import test_tasks_extractive_summary, test_tasks_several_labels, test_tasks_span_qa, test_tasks_token_tags
 from tests.conftest import labelled_rows
@@ -77,17 +78,17 @@ def settings(task: str, folder: Path) -> Config:
     "task",
     [pytest.param(task, marks=pytest.mark.slow if task in LONG else ()) for task in TASKS if task not in DISTILLED],
 )
-def test_from_rows_to_an_int8_answer(task: str, ray_session: Path) -> None:
-    chosen, run, _ = trained(task, ray_session / f"tasks-{task}")
+def test_from_rows_to_an_int8_answer(task: str, ray_session: Path, kept_workers: Kept) -> None:
+    chosen, run, _ = trained(task, ray_session / f"tasks-{task}", kept_workers)
     answers_in_int8(task, chosen, run)
 
 
 @pytest.mark.parametrize(
     "task", [pytest.param(task, marks=() if task in DISTILLED else pytest.mark.slow) for task in TASKS]
 )
-def test_from_rows_to_an_int8_student_s_answer(task: str, ray_session: Path) -> None:
-    chosen, run, store = trained(task, ray_session / f"tasks-{task}-distilled")
-    student, report = distill.run(chosen, run, run.parent / "student")
+def test_from_rows_to_an_int8_student_s_answer(task: str, ray_session: Path, kept_workers: Kept) -> None:
+    chosen, run, store = trained(task, ray_session / f"tasks-{task}-distilled", kept_workers)
+    student, report = distill.run(chosen, run, run.parent / "student", workers=kept_workers)
     assert report["status"] == "finished"
     teacher = Store(quantize.store_of(student)).teacher(_version(run))
     lines = store.manifest.tokens["train"] if base.get(task).by_token else store.rows("train")
@@ -95,12 +96,12 @@ def test_from_rows_to_an_int8_student_s_answer(task: str, ray_session: Path) -> 
     answers_in_int8(task, chosen, student)
 
 
-def trained(task: str, folder: Path) -> tuple[Config, Path, Store]:
+def trained(task: str, folder: Path, workers: Kept) -> tuple[Config, Path, Store]:
     """Train on two workers, and look at what the run keeps of its rows."""
     folder.mkdir()
     chosen, run = settings(task, folder), folder / "run"
     prepared = preparing.prepare(chosen, run)
-    found = driver.fit(prepared)
+    found = driver.fit(prepared, workers=workers)
     assert found["status"] == "finished"
     store = prepared.store
     assert found["metrics"]["test"]["rows"] == store.rows("test")
@@ -132,7 +133,7 @@ def _version(run: Path) -> str:
     return artifact.read(run / "artifact").version
 
 
-def test_a_run_on_all_rows_keeps_its_last_weights_and_its_pooling(ray_session: Path) -> None:
+def test_a_run_on_all_rows_keeps_its_last_weights_and_its_pooling(ray_session: Path, kept_workers: Kept) -> None:
     folder = ray_session / "tasks-refit"
     folder.mkdir()
     overrides = {"task": "classification", "data.label": "kind", "data.valid_share": 0}
@@ -142,7 +143,7 @@ def test_a_run_on_all_rows_keeps_its_last_weights_and_its_pooling(ray_session: P
     prepared = preparing.prepare(chosen, run)
     assert chosen.recipe.model.pooling == "auto"
     assert config.load(str(run / "config.yaml")).recipe.model.pooling == "mean"
-    found = driver.fit(prepared)
+    found = driver.fit(prepared, workers=kept_workers)
     assert (found["status"], prepared.store.rows("valid")) == ("finished", 0)
     assert {event["split"] for event in events.read(run) if event["kind"] == "evaluated"} == {"test"}
     assert found["best_update"] == found["updates"]
@@ -163,7 +164,7 @@ def test_a_run_on_all_rows_keeps_its_last_weights_and_its_pooling(ray_session: P
     again = preparing.prepare(chosen, run, "resume")
     assert again.config.recipe.model.pooling == "mean"
 
-    student, report = distill.run(chosen, run, folder / "student")
+    student, report = distill.run(chosen, run, folder / "student", workers=kept_workers)
     assert report["status"] == "finished"
     assert config.load(str(student / "config.yaml")).recipe.model.pooling == "mean"
     made = quantize.run(chosen.recipe, quantize.store_of(student), student, student / "artifact-int8")

@@ -13,7 +13,7 @@ from rtrain.data.formats import digests
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.gate import gate
 from rtrain.network import model, pooling, precision
-from rtrain.runs import driver, opening, preparing
+from rtrain.runs import driver, group, opening, preparing
 from rtrain.tasks import base
 from rtrain.training import inner
 
@@ -55,8 +55,12 @@ def run(
     folder: Path,
     reuse: opening.Reuse = "refuse",
     on_event: driver.OnEvent | None = None,
+    *,
+    until: int | None = None,
+    workers: group.Workers | None = None,
 ) -> tuple[Path, dict[str, Any]]:
     """Distil the artefact of `teacher_run` into a new run at `folder`; returns the run's folder and its summary.
+    `until` and `workers` are those of `driver.fit`.
 
     A student that has come to its end is gated against its teacher; the document is the summary's `gate`.
     """
@@ -68,7 +72,7 @@ def run(
         opening.choose(folder, config, reuse)
     say(events.doing("reading the rows", "rows"))
     prepared = prepare(config, teacher, folder, reuse, source=source, on_event=say)
-    summary = driver.fit(prepared, on_event=on_event)
+    summary = driver.fit(prepared, until=until, workers=workers, on_event=on_event)
     if prepared.run.finished:
         store, threads = prepared.store, config.deploy.serve.threads
         sides = gate.Sides(prepared.run.artifact, teacher.folder, store, store, threads)
