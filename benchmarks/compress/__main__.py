@@ -13,17 +13,15 @@ each part. ONNX Runtime takes part where `onnx` and `onnxruntime` are installed.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.compress import figures, parts
 from benchmarks.compress.making import SETS, Set, Work, job_of
-from benchmarks.search import commands
+from benchmarks.results import Found, Keep, Results
 
-Part = Callable[[Work, Sequence[Set], parts.Keep], dict[str, Any]]
-PARTS: dict[str, Part] = {
+PARTS: dict[str, Callable[[Work, Sequence[Set], Keep], Found]] = {
     "scores": parts.scores,
     "served": parts.served,
     "beside": parts.beside,
@@ -56,27 +54,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     chosen = parse()
-    out = chosen.out.absolute()
-    folder = out.parent / f"{out.stem}-work"
-    folder.mkdir(parents=True, exist_ok=True)
-    work = Work(chosen.data.absolute(), folder, chosen.rows, chosen.epochs, tuple(chosen.student))
-    results: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
-
-    def write(name: str, part: dict[str, Any]) -> None:
-        results[name] = {**part, "about": about}
-        out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-
+    results = Results(chosen.out, rows=chosen.rows, epochs=chosen.epochs, student=chosen.student)
+    work = Work(chosen.data.absolute(), results.folder, chosen.rows, chosen.epochs, tuple(chosen.student))
+    sets = [NAMES[one] for one in chosen.sets or NAMES]
     for name in chosen.only or PARTS:
-        given = {"rows": chosen.rows, "epochs": chosen.epochs, "student": chosen.student}
-        about = {**commands.machine(), **given}
-        keep = lambda known, name=name: write(name, {**known, "unfinished": True})  # noqa: E731
-        write(name, PARTS[name](work, [NAMES[one] for one in chosen.sets or NAMES], keep))
+        results.measure(name, partial(PARTS[name], work, sets))
     if chosen.json:
-        print(json.dumps(results))
+        print(results)
     else:
-        print(figures.table(results))
-        if "beside" in results:
-            print(f"\n{figures.engines(results['beside'])}")
+        print(figures.table(results.parts))
+        if "beside" in results.parts:
+            print(f"\n{figures.engines(results.parts['beside'])}")
 
 
 if __name__ == "__main__":

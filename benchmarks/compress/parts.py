@@ -11,6 +11,7 @@ import numpy as np
 from benchmarks.compress import latency, limit, making, rivals, starts
 from benchmarks.compress.making import BANKING, Set, Work
 from benchmarks.compress.rivals import Answer, Inputs
+from benchmarks.results import Keep
 from rtrain import artifact, score
 from rtrain.artifact import Artifact
 from rtrain.batch import Encoded, Floats, Tokens, Window, pack, padded
@@ -19,7 +20,6 @@ from rtrain.data.stores.store import Store
 from rtrain.predict import Predictor
 from rtrain.run import Run
 
-Keep = Callable[[dict[str, Any]], None]
 TOKENS = 32
 BATCHES = (1, 8)
 ROUNDS, CALLS = 15, 20

@@ -17,14 +17,14 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from benchmarks.search import commands, kills, others, parts
+from benchmarks.results import Found, Keep, Results
+from benchmarks.search import kills, others, parts
 from benchmarks.search.parts import Work
 
-Part = Callable[[Work, Callable[[dict[str, Any]], None]], dict[str, Any]]
-PARTS: dict[str, Part] = {
+PARTS: dict[str, Callable[[Work, Keep], Found]] = {
     "gain": parts.gain,
     "random": parts.against_random,
     "time": parts.time,
@@ -66,26 +66,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     chosen = parse()
-    out = chosen.out.absolute()
-    folder = out.parent / f"{out.stem}-work"
-    folder.mkdir(parents=True, exist_ok=True)
-    work = Work(chosen.data, folder, chosen.rows, chosen.epochs, chosen.searches, chosen.pool, chosen.kills)
-    results: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
-
-    def write(name: str, part: dict[str, Any]) -> None:
-        results[name] = {**part, "about": about}
-        out.write_text(json.dumps(results, indent=1, default=str) + "\n", encoding="utf-8")
-
+    given = {"rows": chosen.rows, "epochs": chosen.epochs, "searches": chosen.searches}
+    results = Results(chosen.out, **given)
+    work = Work(chosen.data, results.folder, chosen.rows, chosen.epochs, chosen.searches, chosen.pool, chosen.kills)
     for name in chosen.only or PARTS:
-        given = {"rows": chosen.rows, "epochs": chosen.epochs, "searches": chosen.searches}
-        about = {**commands.machine(), **given}
-        write(name, PARTS[name](work, lambda known, name=name: write(name, {**known, "unfinished": True})))  # type: ignore[misc]
-        print(f"{name}: {json.dumps(short(results[name]), default=str)}", file=sys.stderr, flush=True)
+        found = results.measure(name, partial(PARTS[name], work))
+        print(f"{name}: {json.dumps(short(found), default=str)}", file=sys.stderr, flush=True)
     if chosen.json:
-        print(json.dumps(results, default=str))
+        print(results)
 
 
-def short(part: dict[str, Any]) -> dict[str, Any]:
+def short(part: Found) -> Found:
     """The figures of a part, without what they were made from."""
     return {name: value for name, value in part.items() if isinstance(value, int | float | str) or value is None}
 

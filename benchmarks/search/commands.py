@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -152,12 +151,3 @@ def scores(made: Run, split: str) -> dict[str, float]:
     """The scores of a finished run's best weights, by name."""
     found: dict[str, float] = json.loads(made.summary.read_text(encoding="utf-8"))["metrics"][split]
     return found
-
-
-def machine() -> dict[str, Any]:
-    """The machine of a measurement, and its load."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-    measured = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    cores = len(os.sched_getaffinity(0))
-    return {"measured": measured, "processor": name, "cores": cores, "load_before": os.getloadavg()[0]}

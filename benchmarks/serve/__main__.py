@@ -13,16 +13,15 @@ soak      70 % load for minutes: memory and errors
 
 import argparse
 import csv
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.search import commands
+from benchmarks.results import Found, Keep, Results
 from benchmarks.serve import parts
 from benchmarks.serve.parts import Work
 
-PARTS: dict[str, Callable[[Work], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[Work], Found]] = {
     "beside": parts.beside,
     "tail": parts.tail,
     "overload": parts.overload,
@@ -85,20 +84,20 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def at_once(part: Callable[[Work], Found], work: Work) -> Callable[[Keep], Found]:
+    """A part of minutes, of which nothing is known before its end."""
+    return lambda keep: part(work)
+
+
 def main() -> None:
     chosen = parse()
-    out = chosen.out.absolute()
-    folder = out.parent / f"{out.stem}-work"
-    folder.mkdir(parents=True, exist_ok=True)
-    artifacts = (chosen.student.absolute(), chosen.parent.absolute())
     texts = texts_of(chosen.rows)
-    work = Work(*artifacts, texts, chosen.rounds, chosen.seconds, folder, tuple(chosen.set))
-    results: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
-    about = {**commands.machine(), "rounds": chosen.rounds, "seconds": chosen.seconds, "texts": len(texts)}
+    results = Results(chosen.out, rounds=chosen.rounds, seconds=chosen.seconds, texts=len(texts))
+    artifacts = (chosen.student.absolute(), chosen.parent.absolute())
+    work = Work(*artifacts, texts, chosen.rounds, chosen.seconds, results.folder, tuple(chosen.set))
     for name in chosen.only or PARTS:
-        results[name] = {**PARTS[name](work), "about": about}
-        out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(results) if chosen.json else table(results))
+        results.measure(name, at_once(PARTS[name], work))
+    print(results if chosen.json else table(results.parts))
 
 
 if __name__ == "__main__":
