@@ -171,6 +171,7 @@ def test_another_recipe_is_refused(used: Path) -> None:
 
 
 BESIDE: dict[str, dict[str, Any]] = {
+    "tune.cost": {"tune.objective": "front"},
     "data.fold": {"data.folds": 5},
     "data.valid_share": {"data.valid": None},
     "data.valid_part": {"data.valid": None},

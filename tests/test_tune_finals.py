@@ -406,6 +406,10 @@ def test_of_the_front_the_fastest_of_those_as_good_is_taken() -> None:
     front, score = (play(events, come_to, 3.6, aim=aim).verdict for aim in (Aim("front"), SCORE))
     assert (front.best, front.faster) == (2, True)
     assert (score.best, score.faster) == (1, False)
+    sizes = {0: 9.0, 1: 2.0, 2: 4.0}
+    priced = [{**one, "cost": sizes[one["trial"]]} if one["kind"] == "asked" else one for one in events]
+    small = play(priced, come_to, 3.6, aim=Aim("front", cost="bytes")).verdict
+    assert (small.best, small.faster, small.cost) == (1, False, "bytes")  # the smallest has the highest score too
 
 
 def test_settings_of_equal_worth_are_rarely_told_better() -> None:

@@ -1,6 +1,7 @@
 """Successive halving by freezing: rungs, what they cost, who goes on; and which trial is the better one."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
@@ -136,5 +137,17 @@ def test_figures_that_are_no_numbers_end_the_ranking_too() -> None:
 
 
 def test_the_sampler_is_told_what_is_searched_for() -> None:
-    one = at_first_rung((0.5, 3.0, None)).trials[0].reached[0]
-    assert (Aim().value(one), Aim("front").value(one)) == (0.5, (0.5, -3.0))
+    trial = at_first_rung((0.5, 3.0, None)).trials[0]
+    [one] = trial.reached
+    assert (Aim().value(trial, one), Aim("front").value(trial, one)) == (0.5, (0.5, -3.0))
+    priced = replace(trial, cost=17.5)
+    assert Aim("front", cost="bytes").value(priced, one) == (0.5, -17.5)
+
+
+def test_the_front_is_by_what_a_model_costs_where_that_is_asked_for() -> None:
+    """Trial 1 trains the longest, and is the smallest; trial 2 is as large as trial 0, and worse."""
+    history = at_first_rung((0.9, 1.0, None), (0.8, 9.0, None), (0.85, 1.0, None))
+    sizes = {0: 20.0, 1: 5.0, 2: 20.0}
+    priced = [replace(trial, cost=sizes[trial.number]) for trial in history.trials]
+    assert [trial.number for trial in Aim("front", cost="bytes").ranked(priced, 0)] == [0, 1, 2]
+    assert [trial.number for trial in Aim("front").ranked(history.trials, 0)] == [0, 2, 1]

@@ -13,7 +13,7 @@ from rtrain.config.deploy import SPACE
 from rtrain.errors import ConfigError
 from rtrain.runs import opening
 from tests.trained import Trained
-from tune import search, students
+from tune import costs, search, students
 from tune.asking import space
 
 FEW = {"distill.layers": 1, "distill.epochs": 2, "distill.lr": 5e-3}
@@ -23,6 +23,8 @@ SEARCH = {
     "tune.concurrent": 1,
     "tune.final_rows": 0,
     "tune.first_rung": 0.5,
+    "tune.objective": "front",
+    "tune.cost": "bytes",
 }
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
@@ -57,6 +59,8 @@ def test_its_trials_are_students_of_that_teacher_with_the_settings_asked_for(
             expected = trial.settings.get(f"distill.{name}", getattr(config.load("intent").recipe.distill, name))
             assert getattr(made.distill, name) == expected
     assert len({tuple(sorted(trial.settings.items())) for trial in found.history.own}) == 3
+    start = config.load(str(found.winner.config)).recipe.model.name
+    assert {trial.cost for trial in found.history.own} == {costs.megabytes(Path(start))}  # all have one layer
 
 
 def test_the_winner_is_the_student_that_distill_makes_by_its_settings(

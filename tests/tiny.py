@@ -39,7 +39,7 @@ CORPUS = (
 """Own sentences, enough for a vocabulary of word pieces."""
 
 
-def make_encoder(folder: Path, seed: int = 0) -> Path:
+def make_encoder(folder: Path, seed: int = 0, layers: int = 2) -> Path:
     """A bare encoder with random weights: config.json, tokenizer.json, model.safetensors. Usable as `model.name`."""
     import torch
     import transformers
@@ -48,7 +48,7 @@ def make_encoder(folder: Path, seed: int = 0) -> Path:
     make_tokenizer(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        transformers.BertModel(_config()).save_pretrained(folder)
+        transformers.BertModel(_config(layers=layers)).save_pretrained(folder)
     return folder
 
 
@@ -116,13 +116,13 @@ def make_store(recipe: Recipe, encoder: Path, root: Path, head: "Head | None" = 
     return commit.commit(job, source, writer, written)
 
 
-def _config(num_labels: int = 2) -> "transformers.BertConfig":
+def _config(num_labels: int = 2, layers: int = 2) -> "transformers.BertConfig":
     import transformers
 
     config = transformers.BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         intermediate_size=64,
         max_position_embeddings=128,

@@ -14,9 +14,10 @@ from rtrain import artifact, config as configuration
 from rtrain.config import Config
 from rtrain.data import records
 from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.network import model
 from rtrain.run import Run
 from rtrain.runs import driver, opening
-from tune import slots
+from tune import costs, slots
 from tune.asking import ask_tell, space
 from tune.ending import finals, gated, held_back, judged
 from tune.known import halving
@@ -69,9 +70,13 @@ class Found:
         return {"trials": trials, "best": self.history.chosen, "verdict": verdict, "gate": self.gate}
 
 
-def check(config: Config) -> None:
-    """Everything about a search that can be refused before anything starts, all at once. Raises `ConfigError`."""
+def check(config: Config, students: bool = False) -> None:
+    """Everything about a search, of `students` or of runs, that can be refused before anything starts, all at once.
+    Raises `ConfigError`."""
     data, problems = config.recipe.data, list[Problem]()
+    if config.deploy.tune.cost != "training" and not students:
+        reason = "all trials have the same model; students differ (rtrain distill --search)"
+        problems.append(Problem("tune.cost", config.deploy.tune.cost, reason, "leave it out"))
     if data.valid_share == 0 and not (data.valid or data.split):
         reason = "trials are compared on validation rows, and there are none"
         fix = "give a share, e.g. 0.1; train the winner's settings on all rows afterwards"
@@ -99,7 +104,7 @@ def run(
     the first one (`distill.started`). A resumed search does nothing twice. Raises `ConfigError` if a resumed search
     would be another one, and `UserError` if no trial came to a score.
     """
-    check(config)
+    check(config, students=teacher is not None)
     with held(config, folder, reuse, tokens_root, _refuse_another, teacher) as (settled, task):
         return _Search(settled, task, on_event).run()
 
@@ -126,6 +131,7 @@ class _Search:
         self._search = Run(task.search)
         self._record = Record(self._search, on_event)
         self._dimensions, self._aim, self._seed = space.dimensions(config), Aim.of(self._tune), config.recipe.train.seed
+        self._costs = None if self._tune.cost == "training" else costs.Costs(task.search, self._tune.cost)
         self._begun = time.monotonic()
 
     @property
@@ -265,7 +271,7 @@ class _Search:
         found = []
         for trial in self._history.own:
             point, first = space.coordinates(self._config, self._dimensions, trial.settings), at(trial, 0)
-            value = self._aim.value(first) if first is not None and trial.sound else None
+            value = self._aim.value(trial, first) if first is not None and trial.sound else None
             found.append(ask_tell.Told(point, value, pending=first is None and trial.sound))
         return found
 
@@ -286,6 +292,9 @@ class _Search:
 
     def _ask(self, settings: Mapping[str, Any], by: str, **more: Any) -> int:
         number = len(self._history.trials)
+        if self._costs is not None:
+            started = self._task.of(settings).recipe.model.name
+            more["cost"] = self._costs.of(model.resolve(started, self._task.tokens_root))
         self._record.write("asked", trial=number, settings=dict(settings), by=by, **more)
         return number
 

@@ -33,7 +33,7 @@ def begun(config: Config, teacher: distill.Teacher, root: Path) -> Config:
 def check(config: Config, teacher: distill.Teacher, root: Path) -> None:
     """Everything about a search whose configuration is `begun` that can be refused before anything starts. Raises
     `ConfigError`."""
-    search.check(config)
+    search.check(config, students=True)
     sizes = [one for one in space.dimensions(config) if one.name in SIZES]
     for values in itertools.product(*(one.choices or (one.low, one.high) for one in sizes)):
         point = {one.name: value for one, value in zip(sizes, values, strict=True)}

@@ -97,8 +97,12 @@ class Tune(Section):
     """Share of a run's rows after which trials are first compared: the better half goes on, to twice the rows, and so
     on. The others are frozen, and can be thawed."""
     objective: Literal["score", "time", "front"] = "score"
-    """What is searched for: the best validation score; the least seconds of training to `target`; or the front of both,
-    from which the best score within the spread is taken."""
+    """What is searched for: the best validation score; the least seconds of training to `target`; or the front of score
+    and `cost`, from which the cheapest of those within the spread of the best score is taken."""
+    cost: Literal["training", "latency", "bytes"] = "training"
+    """What the objective `front` sets against the score: seconds of training or, in a search of students
+    (`rtrain distill --search`), what a student costs to use: milliseconds for one text of 32 tokens, by PyTorch on one
+    thread, or megabytes of weights."""
     target: float | None = None
     """Validation score to be reached in the least time, for the objective `time`."""
     held_back: Annotated[float, Field(ge=0, lt=1)] = 0.5
@@ -204,6 +208,9 @@ def deploy_contradictions(deploy: Deploy) -> list[Problem]:
     tune, problems = deploy.tune, []
     if tune.objective == "time" and tune.target is None:
         problems.append(Problem("tune.target", None, "tune.objective=time needs a score to reach", "write e.g. 0.9"))
+    if tune.cost != "training" and tune.objective != "front":
+        reason = f"tune.objective={tune.objective} does not look at it"
+        problems.append(Problem("tune.cost", tune.cost, reason, "write tune.objective=front too"))
     if tune.money is not None and tune.price is None:
         problems.append(Problem("tune.price", None, "tune.money needs the price of a worker's hour", "write e.g. 0.04"))
     serve = deploy.serve

@@ -88,7 +88,9 @@ class Verdict:
     steered: bool = False
     """Whether the rows have steered the rungs too, since none were held back."""
     faster: bool = False
-    """Of the objective `front`: whether the winner was taken for its seconds, among those within the spread."""
+    """Of the objective `front`: whether the winner was taken for its cost, among those within the spread."""
+    cost: str = "training"
+    """`tune.cost`."""
 
     def to_document(self) -> dict[str, Any]:
         return asdict(self)
@@ -158,7 +160,7 @@ def next_runs(
         left -= full_rows * len(round_)
         seeds.append(seed + number)
         alive = asked
-    return seen.verdict(parts, steered)
+    return replace(seen.verdict(parts, steered), cost=aim.cost)
 
 
 def overrides(run: Run, *, seed: int = 0, parts: int = 1) -> dict[str, Any]:
@@ -200,8 +202,8 @@ class _Seen:
     means: Mapping[int, float]
     gaps: Callable[[int, int], tuple[Gap, bool]]
     """(first, other) -> their gap, and whether it is more than chance that the other one is better."""
-    seconds: Mapping[int, float]
-    """Seconds of training, mean over the seeds."""
+    costs: Mapping[int, float]
+    """By `tune.cost`; seconds of training are a mean over the seeds."""
     near: float
     """Scores that are apart by no more than this count as equal; 0 unless the objective is `front`."""
 
@@ -218,14 +220,17 @@ class _Seen:
         runs = {(one.of, one.seed): one for one in history.trials if one.of is not None}
         runs |= {(one.number, None): one for one in history.own}
         ends = {number: [runs[number, one].finished for one in seeds] for number in alive}
-        seconds = {number: float(np.mean([end.seconds for end in found if end])) for number, found in ends.items()}
+        costs = {
+            number: runs[number, None].price(float(np.mean([end.seconds for end in found if end])))
+            for number, found in ends.items()
+        }
         if objective == "time":
             return _by_time(
                 {
                     number: [math.inf if end is None or end.to_target is None else end.to_target for end in found]
                     for number, found in ends.items()
                 },
-                seconds,
+                costs,
                 alpha,
             )
         nested = parts > 1
@@ -238,7 +243,7 @@ class _Seen:
             # One seed does not tell what another would change, and few rows tell nothing.
             return found, found.low > 0 and found.seeds > 1 and found.rows >= LEAST
 
-        return _Seen(means, gaps, seconds, (spread(history) or 0.0) if objective == "front" else 0.0)
+        return _Seen(means, gaps, costs, (spread(history) or 0.0) if objective == "front" else 0.0)
 
     @property
     def leader(self) -> int:
@@ -259,13 +264,13 @@ class _Seen:
 
     @property
     def winner(self) -> int:
-        """The leader; of those that are as good, no worse than trial 0 and not clearly behind, the fastest."""
+        """The leader; of those that are as good, no worse than trial 0 and not clearly behind, the cheapest."""
         if not self.near:
             return self.leader
         least = max(self.means[self.leader] - self.near, self.means.get(0, -math.inf))
         behind = {one for one in self.means if one != self.leader and self.gaps(one, self.leader)[1]}
         near = [one for one, mean in self.means.items() if mean >= least and one not in behind]
-        return min(near, key=lambda one: (self.seconds[one], one))
+        return min(near, key=lambda one: (self.costs[one], one))
 
     def verdict(self, parts: int, steered: bool) -> Verdict:
         best = self.winner
@@ -289,7 +294,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _by_time(targets: Mapping[int, Sequence[float]], seconds: Mapping[int, float], alpha: float) -> _Seen:
+def _by_time(targets: Mapping[int, Sequence[float]], costs: Mapping[int, float], alpha: float) -> _Seen:
     """Of seconds to the target, endless where it was not reached. They are few, and an evaluation may be slow for
     reasons of the machine: so the range is told, and one trial is faster than another where all of its seeds are faster
     than all of the other's. Of S seeds each that happens once in (2 S over S) times where both are as fast (the exact
@@ -307,7 +312,7 @@ def _by_time(targets: Mapping[int, Sequence[float]], seconds: Mapping[int, float
         found = Gap(SECONDS, means[first], means[other], difference, *ends, 0, count, None, None)
         return found, rare and bool(after.max() < before.min())
 
-    return _Seen(means, gaps, seconds, 0.0)
+    return _Seen(means, gaps, costs, 0.0)
 
 
 # ------------------------------------------------------------------------------------------------------------- noise

@@ -7,49 +7,55 @@ from dataclasses import dataclass
 from rtrain.config import Tune
 from tune.known.history import Reached, Trial
 
+Priced = tuple[float, float]
+"""A trial's score, and what it costs."""
+
 
 @dataclass(frozen=True)
 class Aim:
-    """`objective` and `target` are those of the settings `tune`."""
+    """The settings of `tune` with these names."""
 
     objective: str = "score"
     target: float | None = None
+    cost: str = "training"
 
     @classmethod
     def of(cls, tune: Tune) -> "Aim":
-        return cls(tune.objective, tune.target)
+        return cls(tune.objective, tune.target, tune.cost)
 
-    def value(self, one: Reached) -> float | tuple[float, ...]:
+    def value(self, trial: Trial, one: Reached) -> float | tuple[float, ...]:
         """What the sampler is told of a trial at its first rung; larger is better, each of several for itself."""
-        return one.score if self.objective == "score" else (one.score, -one.seconds)
+        return one.score if self.objective == "score" else (one.score, -trial.price(one.seconds))
 
     def ranked(self, trials: Sequence[Trial], rung: int) -> list[Trial]:
         """The trials that have come to a rung, the best first; equal ones by their number.
 
         By score, and then by loss. For the least time to a target: those that have reached it by their seconds, before
-        all others by score, as all have been trained on as many rows. For the front of score and seconds: front by
+        all others by score, as all have been trained on as many rows. For the front of score and cost: front by
         front (Deb et al. 2002, NSGA-II), inside a front by score.
         """
         reached = {trial.number: one for trial in trials if (one := at(trial, rung))}
-        depth = _fronts(reached) if self.objective == "front" else {}
+        there = [trial for trial in trials if trial.number in reached]
+        priced = {one.number: (reached[one.number].score, one.price(reached[one.number].seconds)) for one in there}
+        depth = _fronts(priced) if self.objective == "front" else {}
 
         def key(trial: Trial) -> tuple[float, ...]:
             one = reached[trial.number]
             loss = math.inf if one.loss is None else one.loss
-            there = self.objective == "time" and self.target is not None and one.score >= self.target
-            return (depth.get(trial.number, 0), one.seconds if there else math.inf, -one.score, loss, trial.number)
+            done = self.objective == "time" and self.target is not None and one.score >= self.target
+            return (depth.get(trial.number, 0), one.seconds if done else math.inf, -one.score, loss, trial.number)
 
-        return sorted((trial for trial in trials if trial.number in reached), key=key)
+        return sorted(there, key=key)
 
 
 def at(trial: Trial, rung: int) -> Reached | None:
     return next((one for one in trial.reached if one.rung == rung), None)
 
 
-def _fronts(reached: dict[int, Reached]) -> dict[int, int]:
+def _fronts(priced: dict[int, Priced]) -> dict[int, int]:
     """By trial: the number of the front that it is on. Front 0 is dominated by none; front 1 by those of front 0
     alone, and so on."""
-    left, depth = dict(reached), dict[int, int]()
+    left, depth = dict(priced), dict[int, int]()
     while left:
         front = [n for n, one in left.items() if not any(_dominates(other, one) for other in left.values())]
         front = front or list(left)  # figures that are not numbers dominate one another in circles
@@ -58,6 +64,5 @@ def _fronts(reached: dict[int, Reached]) -> dict[int, int]:
     return depth
 
 
-def _dominates(one: Reached, other: Reached) -> bool:
-    no_worse = one.score >= other.score and one.seconds <= other.seconds
-    return no_worse and (one.score > other.score or one.seconds < other.seconds)
+def _dominates(one: Priced, other: Priced) -> bool:
+    return one[0] >= other[0] and one[1] <= other[1] and one != other

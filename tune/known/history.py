@@ -59,6 +59,8 @@ class Trial:
     """The trial whose settings this one repeats with another seed; None for a trial of its own."""
     seed: int | None = None
     """Its `train.seed`, where that is not the recipe's."""
+    cost: float | None = None
+    """What its model costs to use (`tune.cost`); None where its seconds of training count."""
     reached: tuple[Reached, ...] = ()
     """By rung, the first one first."""
     finished: Finished | None = None
@@ -81,6 +83,10 @@ class Trial:
     def sound(self) -> bool:
         """Whether it neither failed nor diverged."""
         return self.error is None and self.diverged is None
+
+    def price(self, seconds: float) -> float:
+        """What the front sets against its score, `seconds` being those of its training."""
+        return seconds if self.cost is None else self.cost
 
     @property
     def named(self) -> str:

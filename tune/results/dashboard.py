@@ -22,7 +22,7 @@ from tune.known.history import History, Trial
 NAME = "optuna.journal"
 DIRECTIONS = {"score": ("maximize",), "time": ("minimize",), "front": ("maximize", "minimize")}
 """Of the values of a finished trial, by `tune.objective`: its score, its seconds to the target, or its score and its
-seconds."""
+cost."""
 
 
 def export(folder: Path, config: Config, history: History) -> Path:
@@ -94,7 +94,7 @@ def _state(config: Config, trial: Trial) -> tuple[str, list[float] | None]:
         return ("PRUNED" if trial.reached else "RUNNING"), None
     end = trial.finished
     if config.deploy.tune.objective == "front":
-        return "COMPLETE", [end.score, end.seconds]
+        return "COMPLETE", [end.score, trial.price(end.seconds)]
     value = end.score if config.deploy.tune.objective == "score" else end.to_target
     return ("PRUNED", None) if value is None else ("COMPLETE", [value])
 

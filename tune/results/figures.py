@@ -166,10 +166,11 @@ def leader(history: History) -> Trial | None:
 
 
 def front(history: History) -> list[Trial]:
-    """Finished trials that no other finished trial beats in the seconds of training or in the held-back score, without
-    being worse in the other one; the fastest first."""
+    """Finished trials that no other finished trial beats in the cost or in the held-back score, without being worse in
+    the other one; the cheapest first."""
     found, most = [], -math.inf
-    ended = [(one.finished.seconds, -one.finished.held, one.number, one) for one in history.own if one.finished]
+    ends = [(one, one.finished) for one in history.own if one.finished]
+    ended = [(one.price(end.seconds), -end.held, one.number, one) for one, end in ends]
     for _, negative, _, trial in sorted(ended):
         if -negative > most:
             found.append(trial)

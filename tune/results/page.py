@@ -1,7 +1,7 @@
 """search.html of a search: the verdict, the trials, what was searched, the curves, the cost, and what to do next."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rtrain import config as configuration
@@ -27,6 +27,12 @@ WORDS = (
     ("frozen", "at a rung, with a checkpoint: it can go on from there"),
     ("finished", "trained to its end"),
 )
+COSTS: Mapping[str, tuple[str, str, Callable[[float], str]]] = {
+    "training": ("seconds of training", "time", lambda cost: f"after {duration(cost)}"),
+    "latency": ("milliseconds for a text", "latency", lambda cost: f"in {cost:.2f} ms"),
+    "bytes": ("megabytes of weights", "size", lambda cost: f"with {cost:.1f} MB"),
+}
+"""By `tune.cost`: the cost, in a word, and what a trial costs."""
 K = ("k", "passes of a worker between two exchanges of gradients (train.aggregation_frequency)")
 
 
@@ -202,21 +208,22 @@ def _cost(known: Known) -> Section:
 
 def _front(known: Known) -> Iterator[Block]:
     ended = [(trial, trial.finished) for trial in known.history.own if trial.finished]
-    if len(ended) < 2 or min(end.seconds for _, end in ended) <= 0:
+    if len(ended) < 2 or min(trial.price(end.seconds) for trial, end in ended) <= 0:
         return
+    cost, short, how = COSTS[known.config.deploy.tune.cost]
     best = figures.front(known.history)
     items = [
         Dot(
-            *(end.seconds, known.sign * end.held, int(trial not in best), str(trial.number)),
-            known.hint(trial, end.held, f"on held-back rows after {duration(end.seconds)}"),
+            *(trial.price(end.seconds), known.sign * end.held, int(trial not in best), str(trial.number)),
+            known.hint(trial, end.held, f"on held-back rows, {how(trial.price(end.seconds))}"),
         )
         for trial, end in ended
     ]
-    joined = [(one.finished.seconds, known.sign * one.finished.held) for one in best if one.finished]
+    joined = [(one.price(end.seconds), known.sign * end.held) for one in best if (end := one.finished)]
     label, names = f"held-back {known.score}", ["front", "others"] if len(best) < len(ended) else []
-    chart = charts.dots(items, names, "seconds of training", label, joined)
-    note = "Trials that were trained to their ends. On the front: no other trial is both as fast and as good."
-    yield Figure(f"The {known.score} for the time: {len(best)} of {len(ended)} trials are on the front", chart, note)
+    chart = charts.dots(items, names, cost, label, joined)
+    note = "Trials that were trained to their ends. On the front: no other trial is both as cheap and as good."
+    yield Figure(f"The {known.score} for the {short}: {len(best)} of {len(ended)} trials are on the front", chart, note)
 
 
 # ---------------------------------------------------------------------------------------------------------------- next

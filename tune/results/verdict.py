@@ -14,6 +14,8 @@ from tune.known.journal import read
 from tune.results import figures
 
 OWN = "the recipe's own settings"
+CHEAPEST = {"training": "fastest", "latency": "one of the least latency", "bytes": "smallest"}
+"""A trial that was taken for its cost, by `tune.cost`."""
 
 
 def of(search: Run) -> str:
@@ -49,7 +51,7 @@ def ended(one: Verdict, target: float | None = None) -> str:
     if one.kind == "default":
         other = f"of trial {one.against}, the next best"
         return f"the default is at the top (trial 0, {OWN}): {_figures(one, target, first=True)} {other}{where}"
-    faster = ", the fastest of those that are as good," if one.faster else ""
+    faster = f", the {CHEAPEST[one.cost]} of those that are as good," if one.faster else ""
     if one.kind == "better":
         return f"trial {one.best}{faster} is better than {OWN}: {_figures(one, target)}{where}"
     return (

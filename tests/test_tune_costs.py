@@ -1,0 +1,49 @@
+"""What students cost to use: measured once for each shape, and told to the search."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rtrain import config
+from rtrain.errors import ConfigError
+from tests.conftest import labelled_rows, write_rows
+from tests.tiny import make_encoder
+from tune import costs, search
+
+
+def test_a_model_of_fewer_layers_has_fewer_bytes_and_is_answered_sooner(tmp_path: Path) -> None:
+    small, large = (make_encoder(tmp_path / str(layers), layers=layers) for layers in (1, 24))
+    assert costs.megabytes(small) == round((small / "model.safetensors").stat().st_size / 1e6, 3)
+    assert costs.megabytes(small) < costs.megabytes(large)
+    assert 0 < costs.milliseconds(small) < costs.milliseconds(large)  # 24 times the work, at the least of its times
+
+
+def test_a_shape_is_measured_once_and_known_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+
+    def measured(model: Path) -> float:
+        asked.append(model)
+        return float(len(asked))
+
+    monkeypatch.setitem(costs.OF, "latency", measured)
+    one, same, other = (
+        make_encoder(tmp_path / name, layers=layers, seed=seed)
+        for name, layers, seed in (("one", 1, 0), ("same", 1, 7), ("other", 2, 0))
+    )
+    found = costs.Costs(tmp_path, "latency")
+    assert [found.of(one), found.of(same), found.of(other)] == [1.0, 1.0, 2.0]
+    assert asked == [one, other]
+    again = costs.Costs(tmp_path, "latency")
+    assert (again.of(same), len(asked)) == (1.0, 2)
+    assert sorted(json.loads((tmp_path / costs.NAME).read_text()).values()) == [1.0, 2.0]
+
+
+def test_costs_of_use_are_refused_where_all_trials_have_one_model_or_nobody_looks_at_them(tmp_path: Path) -> None:
+    data = {"data.path": str(write_rows(tmp_path / "rows.csv", labelled_rows(40)))}
+    asked = config.load("intent", {**data, "tune.objective": "front", "tune.cost": "bytes"})
+    with pytest.raises(ConfigError, match=r"tune\.cost=.*all trials have the same model"):
+        search.check(asked)
+    search.check(asked, students=True)
+    with pytest.raises(ConfigError, match=r"tune\.cost=.*tune\.objective=score does not look at it"):
+        config.load("intent", {**data, "tune.cost": "latency"})
