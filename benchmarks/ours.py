@@ -19,7 +19,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 """What switches off one technique, by technique: settings, and shortcuts that only a benchmark leaves out."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "gradient_compression": {"train.gradient_compression": "bf16"},
-    "sharded_optimizer": {"train.sharded_optimizer": True},
+    "sharded_optimizer": {"train.shard": 1},
 }
 """Settings other than the default, each measured alone."""
 PLAIN: dict[str, Any] = {name: value for settings in TECHNIQUES.values() for name, value in settings.items()}

@@ -44,14 +44,14 @@ def exchange_seconds(folder: Path, model_folder: Path) -> tuple[dict[str, float]
     from rtrain.config import Distill, Model
     from rtrain.data import ingest, order
     from rtrain.data.stores import store
-    from rtrain.exchange.gradients import Exchange
+    from rtrain.exchange.replicated import Replicated
     from rtrain.network import model
     from rtrain.tasks import base
     from rtrain.training import losses, step
 
     opened, task = store.open_store(folder), base.get("classification")
     network = model.build(model_folder, task, opened.manifest.labels, 0, Model(pooling="own"))
-    by = {name: Exchange(copy.deepcopy(network), by=name) for name in TRANSPORTS}
+    by = {name: Replicated(copy.deepcopy(network), by=name) for name in TRANSPORTS}
     exchange = by[TRANSPORTS[0]]
     loss = losses.for_run(task, Distill(), opened.manifest.head)
     rows_per_update = common.ROWS_PER_PASS * exchange.world
@@ -60,7 +60,7 @@ def exchange_seconds(folder: Path, model_folder: Path) -> tuple[dict[str, float]
     for each in by.values():
         each.module.train()
 
-    def one(exchange: Exchange, number: int, last: bool) -> float:
+    def one(exchange: Replicated, number: int, last: bool) -> float:
         (tokens,) = ingest.plan_update(opened, share, number).passes
         exchange.begin()
         exchange.barrier()

@@ -67,7 +67,7 @@ def worker(rank: int, rounds: int, out: Path) -> None:
 
     from rtrain.batch import single
     from rtrain.config import Distill
-    from rtrain.exchange.gradients import Exchange
+    from rtrain.exchange.replicated import Replicated
     from rtrain.network import model
     from rtrain.tasks import base
     from rtrain.training import losses, step
@@ -82,7 +82,7 @@ def worker(rank: int, rounds: int, out: Path) -> None:
     rows = single(ids, lengths, whole, targets, np.arange(ROWS, dtype=np.uint64) + rank * ROWS)
     for kind in KINDS:
         network: Any = model.build(model.resolve("minilm"), task, names, seed=0).train()
-        exchange = Exchange(network, by="stock", compressed=kind)
+        exchange = Replicated(network, by="stock", compressed=kind)
         sides[kind] = (exchange, torch.optim.SGD(network.parameters(), lr=0.0))
     loss: Any = losses.for_run(task, Distill())
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}

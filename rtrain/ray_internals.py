@@ -274,7 +274,7 @@ def unhidden_seconds(model: "torch.nn.parallel.DistributedDataParallel") -> floa
     return max(0.0, whole - hidden) / 1e9
 
 
-def multiply(tensors: "Sequence[torch.Tensor]", factor: float) -> None:
+def multiply(tensors: "Sequence[torch.Tensor]", factor: "float | torch.Tensor") -> None:
     """Multiply each tensor by `factor`, in place, in one call for all of them."""
     import torch
 

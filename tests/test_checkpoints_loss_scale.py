@@ -13,7 +13,8 @@ from rtrain.checkpoints import checkpoint, loss_scale
 from rtrain.checkpoints.checkpoint import State
 from rtrain.checkpoints.loss_scale import Scale
 from rtrain.config import Distill, Optim
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.exchange import Exchange
+from rtrain.exchange.replicated import Replicated
 from rtrain.training import loop, losses, optim, step
 from tests import test_training_loop
 from tests.test_training_loop import UPDATES, Ran, fingerprint, start, weights_digest
@@ -92,11 +93,11 @@ def scaled(
     passes, seen = cut(make_rows(13), [5, 1, 4, 3]), {}
 
     class Looks(step.Observer):
-        def gradient(self, module: torch.nn.Module) -> None:
-            seen.update(gradients(module))
+        def gradient(self, exchange: Exchange) -> None:
+            seen.update(gradients(exchange.module))
 
     done = step.run_update(
-        Exchange(network),
+        Replicated(network),
         optimizer,
         LOSS,
         passes,
@@ -145,7 +146,7 @@ def test_without_a_scale_small_gradients_would_vanish_in_fp16(encoder: Path) -> 
         optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
         loss = Tiny(TASK, Distill(), Head())
         done = step.run_update(
-            Exchange(network), optimizer, loss, [make_rows(13)], pad_id=0, precision="fp16", scale=scale
+            Replicated(network), optimizer, loss, [make_rows(13)], pad_id=0, precision="fp16", scale=scale
         )
         lengths.append(done.gradient_norm)
     exact = norm(scaled(network, None)[1]) * 1e-8
@@ -157,7 +158,7 @@ def test_without_a_scale_small_gradients_would_vanish_in_fp16(encoder: Path) -> 
 def test_an_infinite_gradient_trains_nothing(encoder: Path, name: Any) -> None:
     """With an optimizer that has begun, and one that has not; the gradient after it is right again."""
     network = make_network(encoder).float()
-    optimizer, exchange = optim.build(network, Optim(name=name, lr=1e-2)), Exchange(network)
+    optimizer, exchange = optim.build(network, Optim(name=name, lr=1e-2)), Replicated(network)
     rows = [make_rows(7)]
 
     def update(scale: float) -> step.Done:
@@ -198,7 +199,7 @@ def overflowing(monkeypatch: pytest.MonkeyPatch, *updates: int, most: float = 2.
     """In these updates (by the order of their first tries in a process) a scale above `most` is too large."""
     whole, seen = step.run_update, list[int]()
 
-    def run_update(exchange: Exchange, *rest: Any, scale: float, rows: int, **named: Any) -> step.Done:
+    def run_update(exchange: Replicated, *rest: Any, scale: float, rows: int, **named: Any) -> step.Done:
         if rows not in seen:
             seen.append(rows)
         if seen.index(rows) in updates and scale > most:

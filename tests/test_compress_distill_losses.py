@@ -16,7 +16,7 @@ from rtrain.config import Config, Distill, Model, with_overrides
 from rtrain.data import unlabelled
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.replicated import Replicated
 from rtrain.network import beside, model
 from rtrain.network.layout import layout_of
 from rtrain.tasks import base
@@ -320,7 +320,7 @@ def test_an_update_in_two_passes_moves_the_weights_as_one_does(tmp_path: Path) -
         student, _, loss = student_of(tmp_path, "bert", **BOTH)
         before = copy.deepcopy(student.state_dict())
         optimizer = optim.build(student, with_lr())
-        done = step.run_update(Exchange(student), optimizer, loss, passes, pad_id=0, precision="fp64", clip_norm=1.0)
+        done = step.run_update(Replicated(student), optimizer, loss, passes, pad_id=0, precision="fp64", clip_norm=1.0)
         ends.append((done.loss, {name: value - before[name] for name, value in student.state_dict().items()}))
     (one, first), (other, second) = ends
     assert one == pytest.approx(other, rel=1e-9)
@@ -338,8 +338,8 @@ def with_lr() -> Any:
 
 def test_a_worker_without_rows_touches_the_map_too(tmp_path: Path) -> None:
     """Else the exchange of the others would wait for its gradient."""
-    student, _, _ = student_of(tmp_path, "bert", **BOTH)
-    step.idle_pass(Exchange(student), 0, "fp64")
+    student, _, loss = student_of(tmp_path, "bert", **BOTH)
+    Replicated(student).run([], step.Passes(student, 0, "fp64", loss, torch.ones(loss.parts)))
     assert {name for name, one in student.named_parameters() if one.grad is None} <= {"bert.pooler.dense.weight"}
     assert all(one.grad.abs().sum() == 0 for one in student.parameters() if one.grad is not None)
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.spawn import spawn
 from rtrain.batch import Tokens
 from rtrain.config import Optim
 from rtrain.data.order import deal
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.replicated import Replicated
 from rtrain.network import beside
 from rtrain.training import optim, step
 from tests.test_compress_distill_losses import BOTH, rows_of, student_of
@@ -24,7 +24,7 @@ UPDATES = ((7, 3, 11, 3, 5), (4,), (2, 9, 6))
 def _trained(folder: Path, world: int, rank: int) -> None:
     """Train, and write what the weights have become."""
     student, _, loss = student_of(folder, "bert", **BOTH)
-    exchange = Exchange(student)
+    exchange = Replicated(student)
     optimizer = optim.build(student, Optim(lr=1e-2))
     for lengths in UPDATES:
         rows: Tokens = rows_of(lengths)

@@ -323,7 +323,7 @@ def test_the_peak_of_the_learning_rate_follows_the_rows_of_an_update(overrides: 
         {"train.evaluate_every": 5, "train.save_every": 2, "train.keep": 5, "train.log_every": 1},
         {"train.tokens_per_pass": 512},
         {"train.transport": "stock"},
-        {"train.transport": "shared_memory", "train.gradient_compression": "none", "train.sharded_optimizer": True},
+        {"train.transport": "shared_memory", "train.gradient_compression": "none", "train.shard": 1},
         {"serve.port": 1, "tune.trials": 9, "cluster.address": "auto"},
         {"quantize.calibration_rows": 3, "distill.layers": 2},
     ],

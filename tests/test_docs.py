@@ -322,7 +322,7 @@ def test_what_belongs_to_a_run_is_what_changes_its_identity() -> None:
         "optim.lr_rows": 16,
         "train.rows_per_update": 32,
         "train.gradient_compression": "bf16",
-        "train.sharded_optimizer": True,
+        "train.shard": 1,
         "train.keep": 5,
         "train.transport": "stock",
         "quantize.calibration_rows": 8,

@@ -12,8 +12,8 @@ from rtrain import events
 from rtrain.batch import Tokens, single
 from rtrain.data.order import deal
 from rtrain.exchange import noise
-from rtrain.exchange.gradients import Exchange
 from rtrain.exchange.noise import Measured
+from rtrain.exchange.replicated import Replicated
 from rtrain.training import step
 from tests.reports import make_run, page_of
 from tests.test_training_step import LOSS, by_hand, make_network, make_still_encoder, norm, pick
@@ -56,7 +56,7 @@ def direct(encoder: Path) -> float:
 
 def measured(network: torch.nn.Module, rows: Tokens, world: int, rank: int, **dealt: Any) -> list[Measured]:
     """What updates of random rows tell; the weights stay."""
-    exchange, optimizer = Exchange(network), torch.optim.SGD(network.parameters(), lr=0.0)
+    exchange, optimizer = Replicated(network), torch.optim.SGD(network.parameters(), lr=0.0)
     random, found = np.random.default_rng(1), list[Measured]()
     for _ in range(UPDATES):
         drawn = pick(rows, random.integers(0, len(rows), UPDATE).tolist())
@@ -99,7 +99,7 @@ def test_an_update_that_is_not_to_measure_tells_nothing_and_trains_the_same(tmp_
         network = make_network(make_still_encoder(tmp_path / str(measures)))
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
         passes = [pick(rows, one.tolist()) for one in deal(rows.lengths, 1, 0, PASS, at_random=True)]
-        done = step.run_update(Exchange(network), optimizer, LOSS, passes, pad_id=0, measures=measures)
+        done = step.run_update(Replicated(network), optimizer, LOSS, passes, pad_id=0, measures=measures)
         found.append((done.noise is not None, [one.detach().numpy().tobytes() for one in network.parameters()]))
     assert [told for told, _ in found] == [False, True]
     assert found[0][1] == found[1][1]
@@ -108,7 +108,7 @@ def test_an_update_that_is_not_to_measure_tells_nothing_and_trains_the_same(tmp_
 def test_a_single_pass_of_a_single_worker_has_nothing_to_compare(tmp_path: Path) -> None:
     network, rows = make_network(make_still_encoder(tmp_path)), make_alike(8)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    done = step.run_update(Exchange(network), optimizer, LOSS, [rows], pad_id=0, measures=True)
+    done = step.run_update(Replicated(network), optimizer, LOSS, [rows], pad_id=0, measures=True)
     assert done.noise is None
 
 

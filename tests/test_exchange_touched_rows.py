@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from rtrain.exchange import touched_rows
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.replicated import Replicated
 from rtrain.network import model
 from rtrain.tasks import base
 from tests.tiny import make_encoder
@@ -26,7 +26,7 @@ def test_a_classifier_s_table_has_rows_and_a_tied_one_has_not(encoder: Path) -> 
     assert found[0] == "bert.embeddings.word_embeddings.weight"
     tied = model.build(encoder, base.get("masked_lm"), (), 0)
     assert touched_rows.table_of(tied) is None
-    assert Exchange(tied).rows is None
+    assert Replicated(tied).rows is None
 
 
 def test_a_frozen_table_has_no_gradient(encoder: Path) -> None:
@@ -57,13 +57,13 @@ def test_look_ups_outside_of_an_update_are_those_of_any_embedding() -> None:
     touched.gathers = True
     embedding(ids).square().sum().backward()
     assert gradient_of(embedding) is None  # until the update is complete
-    touched.complete(Exchange(torch.nn.Linear(1, 1)))
+    touched.complete(Replicated(torch.nn.Linear(1, 1)))
     found = gradient_of(embedding)
     assert found is not None
     assert torch.equal(found, expected)
     touched.begin()
     embedding(torch.tensor([2])).sum().backward()
-    touched.complete(Exchange(torch.nn.Linear(1, 1)))
+    touched.complete(Replicated(torch.nn.Linear(1, 1)))
     assert found.any(dim=1).tolist() == [False, False, True] + [False] * 6
 
 
@@ -74,7 +74,7 @@ def test_a_copy_of_a_network_gathers_rows_of_its_own() -> None:
         )
     )
     other = copy.deepcopy(network)
-    exchange, second = Exchange(network), Exchange(other)
+    exchange, second = Replicated(network), Replicated(other)
     for one in (exchange, second):
         one.begin()
     with exchange.during(last=True):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from rtrain.exchange import compression, transport
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.replicated import Replicated
 
 WORLDS = (2, 3)
 NUMBERS = 3 * transport.CHUNK // 2 + 77
@@ -118,7 +118,7 @@ def _network(rank: int, world: int, by: str, compressed: str, folder: Path) -> d
     torch.manual_seed(5)
     said: list[tuple[str, dict[str, Any]]] = []
     network = Network()
-    exchange = Exchange(network, say=lambda kind, **fields: said.append((kind, fields)), by=by, compressed=compressed)
+    exchange = Replicated(network, say=lambda kind, **fields: said.append((kind, fields)), by=by, compressed=compressed)
     assert exchange.rows is not None
     kept = []
     torch.manual_seed(rank)
@@ -146,7 +146,7 @@ def _without_memory(rank: int, world: int) -> list[Any]:
     if rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     said: list[Any] = []
-    exchange = Exchange(torch.nn.Linear(300, 300), say=lambda kind, **fields: said.append(fields), by="shared_memory")
+    exchange = Replicated(torch.nn.Linear(300, 300), say=lambda kind, **fields: said.append(fields), by="shared_memory")
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     exchange.model(torch.ones(1, 300)).sum().backward()
     return said

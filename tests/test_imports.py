@@ -37,7 +37,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rtrain.tasks", "rtrain.cluster", "rtrain.checkpoints", "rtrain.remote"),
     ("rtrain.data", "rtrain.network"),
     ("rtrain.training", "rtrain.predict"),
-    ("rtrain.explain", "rtrain.score", "rtrain.reference"),
+    ("rtrain.explain", "rtrain.score", "rtrain.reference", "rtrain.strategies"),
     ("rtrain.answers", "rtrain.report", "serve"),
     ("rtrain.runs",),
     ("rtrain.comparison",),

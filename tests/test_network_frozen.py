@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from rtrain.batch import Head
 from rtrain.config import Distill, Model
 from rtrain.errors import UserError
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.replicated import Replicated
 from rtrain.network import frozen, model
 from rtrain.tasks import base
 from rtrain.training import losses, optim, step
@@ -101,7 +101,7 @@ def test_a_tied_output_embedding_stays_with_the_encoder(tmp_path: Path, kind: st
     before = {name: value.clone() for name, value in network.state_dict().items()}
     tokens = task.prepare(make_rows(20), head, 0, 0)
     optimizer = optim.build(network, recipe_of(tmp_path).optim)
-    done = step.run_update(Exchange(network), optimizer, losses.for_run(task, Distill(), head), [tokens], pad_id=0)
+    done = step.run_update(Replicated(network), optimizer, losses.for_run(task, Distill(), head), [tokens], pad_id=0)
     assert np.isfinite(done.loss)
     changed = {name for name, value in network.state_dict().items() if not torch.equal(value, before[name])}
     assert changed >= names

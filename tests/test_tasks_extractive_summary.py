@@ -14,7 +14,7 @@ from rtrain.batch import Encoded, Head, Ragged, Tokens, Window, pack
 from rtrain.config import Distill
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.replicated import Replicated
 from rtrain.metrics import bootstrap, by_output, summary_rows, text
 from rtrain.network import model
 from rtrain.predict import Predictor
@@ -220,7 +220,7 @@ def test_an_update_is_divided_by_its_sentences_whatever_the_passes(encoder: Path
     results = []
     for parts in ([[0, 1, 2]], [[2], [0], [1]], [[1, 2], [0]]):
         optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
-        done = step.run_update(Exchange(network), optimizer, loss, [tokens.pick(part) for part in parts], pad_id=0)
+        done = step.run_update(Replicated(network), optimizer, loss, [tokens.pick(part) for part in parts], pad_id=0)
         results.append((done.loss, {name: p.grad.clone() for name, p in network.named_parameters()}))
     for value, gradients in results[1:]:
         assert value == pytest.approx(results[0][0], rel=1e-12)
@@ -335,7 +335,7 @@ def test_documents_become_rows_and_rows_scores(made: tuple[Store, Path], tmp_pat
     assert 8 <= store.manifest.facts["max_words"] <= 16
     network: Any = model.build(folder / "encoder", TASK, store.manifest.labels, seed=0)
     kept: dict[str, Ragged] = {}
-    scores = evaluate.evaluate(Exchange(network), TASK, store, "test", pad_id=0, precision="fp32", keep=kept)
+    scores = evaluate.evaluate(Replicated(network), TASK, store, "test", pad_id=0, precision="fp32", keep=kept)
     assert scores["rows"] == store.rows("test")
     assert 0 < scores["lead_rouge1"] < 1
     path = Run(tmp_path).predictions("test")

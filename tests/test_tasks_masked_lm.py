@@ -17,7 +17,7 @@ from rtrain.config import Distill
 from rtrain.data import packing
 from rtrain.data.records import Record
 from rtrain.errors import UserError
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.replicated import Replicated
 from rtrain.metrics import by_output
 from rtrain.network import model
 from rtrain.predict import Predictor
@@ -95,7 +95,7 @@ def test_an_update_is_divided_by_its_masked_tokens(encoder: Path) -> None:
     found = []
     for parts in ([[0, 1, 2, 3, 4, 5]], [[5], [0, 2], [1, 3, 4]]):
         optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
-        done = step.run_update(Exchange(network), optimizer, loss, [tokens.pick(part) for part in parts], pad_id=0)
+        done = step.run_update(Replicated(network), optimizer, loss, [tokens.pick(part) for part in parts], pad_id=0)
         found.append((done.loss, {name: p.grad.clone() for name, p in network.named_parameters()}))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-12)
     assert all((found[1][1][name] - other).abs().max() < 1e-12 for name, other in found[0][1].items())
@@ -156,7 +156,7 @@ def test_the_head_on_guessed_tokens_gives_the_loss_and_gradient_of_all(tmp_path:
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
     # In two passes, one of them without anything to guess.
     passes = [tokens.pick(part) for part in ([0, 1, 2, 3, 4], [5])]
-    done = step.run_update(Exchange(network), optimizer, losses.for_run(TASK, Distill(), HEAD), passes, pad_id=0)
+    done = step.run_update(Replicated(network), optimizer, losses.for_run(TASK, Distill(), HEAD), passes, pad_id=0)
     hook.remove()
     assert widths == [(1, len(guessed), VOCABULARY), (1, 0, VOCABULARY)]
     assert done.loss == pytest.approx(expected.item(), rel=1e-12)
@@ -227,8 +227,8 @@ def test_from_documents_to_answers(encoder: Path, tmp_path: Path) -> None:
     assert store.manifest.tokens["train"] / store.rows("train") > 24
     network: Any = model.build(encoder, TASK, (), seed=0)
     kept: dict[str, Ragged] = {}
-    scores = evaluate.evaluate(Exchange(network), TASK, store, "valid", pad_id=0, precision="fp32", keep=kept)
-    again = evaluate.evaluate(Exchange(network), TASK, store, "valid", pad_id=0, precision="fp32")
+    scores = evaluate.evaluate(Replicated(network), TASK, store, "valid", pad_id=0, precision="fp32", keep=kept)
+    again = evaluate.evaluate(Replicated(network), TASK, store, "valid", pad_id=0, precision="fp32")
     assert scores == again  # the same tokens are guessed each time
     assert scores["perplexity"] > 1
     predictions.write(

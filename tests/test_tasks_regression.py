@@ -15,7 +15,7 @@ from rtrain import config, score
 from rtrain.batch import Head, Ragged, Tokens, single
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.replicated import Replicated
 from rtrain.metrics import by_output, scores
 from rtrain.network import model
 from rtrain.predict import Predictor
@@ -169,7 +169,7 @@ def test_the_store_keeps_scores_as_they_are(made: tuple[Store, Path]) -> None:
 def test_a_finished_run_s_rows_are_written_with_their_slices(made: tuple[Store, Path], tmp_path: Path) -> None:
     store, folder = made
     network: Any = model.build(folder / "encoder", TASK, store.manifest.labels, seed=0)
-    outcomes = evaluate.gathered(Exchange(network), TASK, store, "test", pad_id=0, precision="fp32")
+    outcomes = evaluate.gathered(Replicated(network), TASK, store, "test", pad_id=0, precision="fp32")
     tokenizer, head = load_tokenizer(folder / "encoder", 64), store.manifest.head
     path = tmp_path / "predictions-test.parquet"
     predictions.write(path, "test", store, TASK, head, outcomes, tokenizer)
@@ -226,7 +226,7 @@ def test_writing_and_scoring_the_rows_show_that_they_get_on(
 ) -> None:
     store, folder = made
     network: Any = model.build(folder / "encoder", TASK, store.manifest.labels, seed=0)
-    outcomes = evaluate.gathered(Exchange(network), TASK, store, "test", pad_id=0, precision="fp32")
+    outcomes = evaluate.gathered(Replicated(network), TASK, store, "test", pad_id=0, precision="fp32")
     tokenizer, head, signs = load_tokenizer(folder / "encoder", 64), store.manifest.head, [0]
 
     def alive() -> None:

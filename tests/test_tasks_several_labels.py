@@ -15,7 +15,7 @@ from rtrain.batch import IGNORED, Head, Ragged, Tokens
 from rtrain.config import Distill
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.replicated import Replicated
 from rtrain.metrics import by_output
 from rtrain.network import model
 from rtrain.predict import Predictor
@@ -161,7 +161,7 @@ def test_heads_are_divided_by_their_own_targets_whatever_the_passes(tmp_path: Pa
     found = []
     for parts in ([[0, 1, 2, 3, 4]], [[0, 2], [1], [3, 4]], [[3], [0, 1, 2], [4]]):
         optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
-        done = step.run_update(Exchange(network), optimizer, loss, [rows.pick(part) for part in parts], pad_id=0)
+        done = step.run_update(Replicated(network), optimizer, loss, [rows.pick(part) for part in parts], pad_id=0)
         found.append((done.loss, {name: p.grad.clone() for name, p in network.named_parameters()}))
     sums = HEADS.loss(step.forward(network, rows, 0, "fp64").detach(), rows, BOTH)
     expected = sums["intent"].item() / 5 + sums["mood"].item() / 2
@@ -176,7 +176,7 @@ def test_an_update_without_a_head_s_label_trains_the_others(tmp_path: Path) -> N
     rows = batch([[1, IGNORED], [0, IGNORED]])
     rows = Tokens(**{**vars(rows), "ids": np.array([7, 8], dtype=np.int32)})
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
-    done = step.run_update(Exchange(network), optimizer, losses.for_run(HEADS, Distill(), BOTH), [rows], pad_id=0)
+    done = step.run_update(Replicated(network), optimizer, losses.for_run(HEADS, Distill(), BOTH), [rows], pad_id=0)
     assert math.isfinite(done.loss)
     head = dict(network.named_parameters())["classifier.weight"].grad
     assert (head[:2].abs().max() > 0, head[2:].abs().max() == 0) == (True, True)
@@ -227,7 +227,7 @@ def test_from_a_file_to_an_answer(task: str, settings: dict[str, Any], labels: t
     assert (store.manifest.quarantined, sum(store.manifest.rows.values())) == (0, 200)
     found = base.get(task)
     network: Any = model.build(encoder, found, labels, seed=0)
-    scores = evaluate.evaluate(Exchange(network), found, store, "valid", pad_id=0, precision="fp32")
+    scores = evaluate.evaluate(Replicated(network), found, store, "valid", pad_id=0, precision="fp32")
     assert scores["rows"] == store.rows("valid")
     assert by_output.metric_for(found.output).headline in scores
     folder = make_task_artifact(tmp_path / "artifact", task, store.manifest.head)

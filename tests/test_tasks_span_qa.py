@@ -12,7 +12,7 @@ import torch
 
 from rtrain import config, score
 from rtrain.batch import Encoded, Head, Ragged, Tokens, Window, pack
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.replicated import Replicated
 from rtrain.metrics import by_output
 from rtrain.network import model
 from rtrain.predict import Predictor
@@ -188,7 +188,7 @@ def test_from_a_squad_file_to_answers(encoder: Path, tmp_path: Path) -> None:
     assert tokens.counts.tolist() == (2 * tokens.windows).tolist()
     network: Any = model.build(encoder, TASK, store.manifest.labels, seed=0)
     kept: dict[str, Ragged] = {}
-    scores = evaluate.evaluate(Exchange(network), TASK, store, "valid", pad_id=0, precision="fp32", keep=kept)
+    scores = evaluate.evaluate(Replicated(network), TASK, store, "valid", pad_id=0, precision="fp32", keep=kept)
     assert scores["rows"] == store.rows("valid")
     tokenizer = load_tokenizer(encoder, 48, 12)
     path = Run(tmp_path).predictions("valid")

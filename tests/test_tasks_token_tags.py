@@ -14,7 +14,7 @@ from rtrain.batch import IGNORED, Encoded, Head, Ragged, Tokens, pack
 from rtrain.config import Distill
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.replicated import Replicated
 from rtrain.metrics import by_output
 from rtrain.network import model
 from rtrain.predict import Predictor
@@ -169,7 +169,7 @@ def test_an_update_is_divided_by_its_words_whatever_the_passes(encoder: Path) ->
     results = []
     for parts in ([[0, 1, 2]], [[2], [0], [1]], [[1, 2], [0]]):
         optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
-        done = step.run_update(Exchange(network), optimizer, loss, [tokens.pick(part) for part in parts], pad_id=0)
+        done = step.run_update(Replicated(network), optimizer, loss, [tokens.pick(part) for part in parts], pad_id=0)
         results.append((done.loss, {name: p.grad.clone() for name, p in network.named_parameters()}))
     for value, gradients in results[1:]:
         assert value == pytest.approx(results[0][0], rel=1e-12)
@@ -230,7 +230,7 @@ def test_evaluation_sees_every_word_and_writes_tags(made: tuple[Store, Path], tm
     store, folder = made
     network: Any = model.build(folder / "encoder", TASK, store.manifest.labels, seed=0)
     kept: dict[str, Ragged] = {}
-    scores = evaluate.evaluate(Exchange(network), TASK, store, "test", pad_id=0, precision="fp32", keep=kept)
+    scores = evaluate.evaluate(Replicated(network), TASK, store, "test", pad_id=0, precision="fp32", keep=kept)
     assert scores["rows"] == store.rows("test")
     path = Run(tmp_path).predictions("test")
     predictions.write(path, "test", store, TASK, store.manifest.head, kept["test"], tokenizer_of(folder / "encoder"))

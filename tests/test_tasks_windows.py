@@ -13,7 +13,7 @@ from rtrain.artifact import Artifact
 from rtrain.config import Distill
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.replicated import Replicated
 from rtrain.network import model
 from rtrain.predict import Predictor
 from rtrain.tasks import base
@@ -88,7 +88,7 @@ def test_windows_that_overlap_by_half_are_refused(folder: Path) -> None:
 def test_training_evaluation_and_serving_give_one_answer(folder: Path, tmp_path: Path, pooling: str) -> None:
     store = store_of(folder, tmp_path, pooling=pooling)
     network: Any = model.build(folder / "encoder", TASK, store.manifest.labels, seed=0)
-    outcomes = evaluate.gathered(Exchange(network), TASK, store, "test", pad_id=0, precision="fp32")
+    outcomes = evaluate.gathered(Replicated(network), TASK, store, "test", pad_id=0, precision="fp32")
     evaluated = outcomes.matrix(3)
     tokens = store.read("test", np.arange(store.rows("test")))
     assert tokens.windows.max() > 2

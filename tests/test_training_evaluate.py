@@ -11,7 +11,7 @@ import torch
 from rtrain import config
 from rtrain.batch import Head, Ragged
 from rtrain.data.stores.store import Store
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.replicated import Replicated
 from rtrain.metrics.by_output import METRICS
 from rtrain.tasks import base
 from rtrain.training import evaluate, step
@@ -30,7 +30,7 @@ def make_scored_store(folder: Path, encoder: Path) -> Store:
     return make_store(config.load("intent", {"data.path": str(path)}).recipe, encoder, folder)
 
 
-def scores_of(exchange: Exchange, folder: Path) -> dict[str, float]:
+def scores_of(exchange: Replicated, folder: Path) -> dict[str, float]:
     """Scores of the store's validation rows, in passes of four."""
     store = Store(next((folder / ".tokens").iterdir()))
     with mock.patch.object(evaluate, "ROWS_PER_PASS", 4):
@@ -76,7 +76,7 @@ def test_scores_are_those_of_single_rows(store: Store, encoder: Path, monkeypatc
     assert 0 < expected["accuracy"] < 1
     for rows_per_pass in (1, 4, store.rows("valid"), 1000):
         monkeypatch.setattr(evaluate, "ROWS_PER_PASS", rows_per_pass)
-        found = evaluate.evaluate(Exchange(network), TASK, store, "valid", pad_id=0, precision="fp32")
+        found = evaluate.evaluate(Replicated(network), TASK, store, "valid", pad_id=0, precision="fp32")
         assert found == pytest.approx(expected, rel=1e-12)
         assert found["rows"] == store.rows("valid")
 
@@ -95,16 +95,16 @@ def test_dropout_is_off_during_evaluation_and_on_afterwards(store: Store, tmp_pa
     network = make_network(make_encoder(tmp_path / "encoder"))
     tokens = store.read("valid", np.arange(4))
     assert not torch.equal(step.forward(network, tokens, 0, "fp32"), step.forward(network, tokens, 0, "fp32"))
-    found = [evaluate.evaluate(Exchange(network), TASK, store, "valid", pad_id=0, precision="fp32") for _ in range(2)]
+    found = [evaluate.evaluate(Replicated(network), TASK, store, "valid", pad_id=0, precision="fp32") for _ in range(2)]
     assert found[0] == found[1] == pytest.approx(by_hand(network, store, "valid"))
     network.eval()
-    evaluate.evaluate(Exchange(network), TASK, store, "valid", pad_id=0, precision="fp32")
+    evaluate.evaluate(Replicated(network), TASK, store, "valid", pad_id=0, precision="fp32")
     assert network.training
 
 
 def test_evaluation_leaves_no_gradient(store: Store, encoder: Path) -> None:
     network = make_network(encoder)
-    evaluate.evaluate(Exchange(network), TASK, store, "valid", pad_id=0, precision="fp32")
+    evaluate.evaluate(Replicated(network), TASK, store, "valid", pad_id=0, precision="fp32")
     assert all(parameter.grad is None for parameter in network.parameters())
 
 

@@ -17,9 +17,10 @@ from rtrain.config import Distill, Model
 from rtrain.data.ingest import Share, Update, plan_update
 from rtrain.data.order import Order, chain, rows_digest
 from rtrain.data.stores.store import PLACES, Store
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.replicated import Replicated
 from rtrain.network import model
 from rtrain.run import Run
+from rtrain.strategies import choose
 from rtrain.tasks import base
 from rtrain.training import cadence, evaluate, loop, losses, optim, rungs, step
 from tests.conftest import labelled_rows, write_rows
@@ -130,10 +131,7 @@ def start(
     recorder, clock = Recorder(), loop.Clock()
     outcome = None
     try:
-        settings = recipe.train
-        exchange = Exchange(
-            network, say=recorder.event, by=settings.transport, compressed=settings.gradient_compression
-        )
+        exchange = choose.build(network, recipe.train, say=recorder.event)
         outcome = loop.train(job, exchange, updates, recorder, clock)
     except Killed:
         assert kill is not None
@@ -199,7 +197,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *accuracies: float) -> None:
     """Evaluations on the validation rows give these accuracies, one after another; on the test rows, 0.25."""
     left = iter(accuracies)
 
-    def evaluate(exchange: Exchange, task: base.Task, store: Store, split: str, **_: Any) -> dict[str, float]:
+    def evaluate(exchange: Replicated, task: base.Task, store: Store, split: str, **_: Any) -> dict[str, float]:
         return {"accuracy": 0.25 if split == "test" else next(left), "macro_f1": 0.0, "rows": store.rows(split)}
 
     monkeypatch.setattr(loop, "evaluate", evaluate)
@@ -328,7 +326,7 @@ def test_learning_rate_and_dropout_seed_are_functions_of_the_update(
 ) -> None:
     rates, seeds, whole = [], [], step.run_update
 
-    def recorded(exchange: Exchange, optimizer: torch.optim.Optimizer, *rest: Any, **named: Any) -> step.Done:
+    def recorded(exchange: Replicated, optimizer: torch.optim.Optimizer, *rest: Any, **named: Any) -> step.Done:
         rates.append([group["lr"] for group in optimizer.param_groups])
         seeds.append(torch.initial_seed())
         return whole(exchange, optimizer, *rest, **named)
@@ -413,5 +411,5 @@ def test_outcomes_are_those_of_the_best_weights(kill: int | None, ground: Path, 
     assert set(ran.outcome.outcomes) == known
     store = Store(next((ground / ".tokens").iterdir()))
     for split in known:
-        again = evaluate.gathered(Exchange(ran.network), TASK, store, split, pad_id=0, precision="fp32")
+        again = evaluate.gathered(Replicated(ran.network), TASK, store, split, pad_id=0, precision="fp32")
         assert np.array_equal(ran.outcome.outcomes[split].values, again.values)

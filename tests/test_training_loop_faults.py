@@ -10,7 +10,7 @@ import pytest
 from rtrain.checkpoints import checkpoint
 from rtrain.checkpoints.saver import Saver, Unwritten
 from rtrain.data.stores.store import Store
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.replicated import Replicated
 from rtrain.training import loop
 from tests import test_training_loop
 from tests.test_checkpoints_saver import full
@@ -80,7 +80,7 @@ def damaging(run: Path, *accuracies: float, after: int) -> Any:
     """An `evaluate` that gives these accuracies, and damages the checkpoint after update 2 when `after` are given."""
     given: list[float] = []
 
-    def evaluate(exchange: Exchange, task: Any, store: Store, split: str, **_: Any) -> dict[str, float]:
+    def evaluate(exchange: Replicated, task: Any, store: Store, split: str, **_: Any) -> dict[str, float]:
         if split == "test":
             return {"accuracy": 0.25}
         given.append(accuracies[len(given)])

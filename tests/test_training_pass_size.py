@@ -11,7 +11,7 @@ from rtrain import events
 from rtrain.batch import Tokens
 from rtrain.config import Distill
 from rtrain.data.stores.store import Store
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.replicated import Replicated
 from rtrain.network import model
 from rtrain.run import Run
 from rtrain.runs import worker
@@ -108,7 +108,7 @@ def test_a_gpu_s_own_figures_decide(
 
 
 def test_a_run_keeps_the_size_of_its_passes(ground: Path, tmp_path: Path) -> None:
-    exchange = Exchange(model.build(ground / "encoder", TASK, ("a", "b"), 0))
+    exchange = Replicated(model.build(ground / "encoder", TASK, ("a", "b"), 0))
     assert worker._smallest(exchange, Run(tmp_path), None) is None  # a CPU, or as the recipe says
     assert [worker._smallest(exchange, Run(tmp_path), fits) for fits in (4096, 1024)] == [4096, 4096]
     assert Run(tmp_path).decisions == {"tokens_per_pass": 4096}

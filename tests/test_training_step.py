@@ -12,7 +12,8 @@ import torch
 from rtrain.batch import Head, Tokens, single
 from rtrain.config import Distill, Model
 from rtrain.exchange import ranks
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.exchange import Exchange
+from rtrain.exchange.replicated import Replicated
 from rtrain.network import model
 from rtrain.tasks import base
 from rtrain.training import losses, step
@@ -84,12 +85,12 @@ def trained(
 ) -> tuple[step.Done, Gradients]:
     """What `run_update` reports, and the gradients it leaves; the weights stay."""
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
-    done = step.run_update(Exchange(network), optimizer, LOSS, passes, pad_id=0, clip_norm=clip_norm)
+    done = step.run_update(Replicated(network), optimizer, LOSS, passes, pad_id=0, clip_norm=clip_norm)
     return done, gradients(network)
 
 
 def by_hand(network: torch.nn.Module, tokens: Tokens) -> tuple[float, Gradients]:
-    """The mean loss and its gradient, row after row, without padding, passes or an `Exchange`."""
+    """The mean loss and its gradient, row after row, without padding, passes or an `Replicated`."""
     starts = np.concatenate([[0], np.cumsum(tokens.lengths)])
     network.zero_grad()
     rows = []
@@ -189,7 +190,7 @@ def test_a_gradient_that_is_no_number_stops_before_the_weights_change(network: t
     broken = Broken(TASK, Distill(), Head())
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     with pytest.raises(step.NonFinite, match=r"lower optim\.lr, set train\.precision=fp32, or set optim\.clip_norm"):
-        step.run_update(Exchange(network), optimizer, broken, [make_rows(3)], pad_id=0)
+        step.run_update(Replicated(network), optimizer, broken, [make_rows(3)], pad_id=0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
 
 
@@ -200,9 +201,9 @@ def test_rows_that_are_not_the_update_s_stop_before_the_weights_change(network: 
     expected = step.row_sum(rows.row_ids)
     for wrong in ([pick(rows, [0, 1, 2]), pick(rows, [4, 5, 6])], [*cut(rows, [4, 3]), pick(rows, [1])]):
         with pytest.raises(step.WrongRows, match=rf"rows are not the update's: their ids sum to .*, not to {expected}"):
-            step.run_update(Exchange(network), optimizer, LOSS, wrong, pad_id=0, rows=expected)
+            step.run_update(Replicated(network), optimizer, LOSS, wrong, pad_id=0, rows=expected)
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
-    step.run_update(Exchange(network), optimizer, LOSS, cut(rows, [4, 3]), pad_id=0, rows=expected)
+    step.run_update(Replicated(network), optimizer, LOSS, cut(rows, [4, 3]), pad_id=0, rows=expected)
 
 
 def test_row_sums_wrap_as_tensors_do() -> None:
@@ -216,12 +217,12 @@ def test_the_gradient_can_be_looked_at_before_it_is_clipped(network: torch.nn.Mo
     rows, seen = make_rows(5), []
 
     class Looks(step.Observer):
-        def gradient(self, module: torch.nn.Module) -> None:
-            seen.append(norm(gradients(module)))
+        def gradient(self, exchange: Exchange) -> None:
+            seen.append(norm(gradients(exchange.module)))
 
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
     done = step.run_update(
-        Exchange(network),
+        Replicated(network),
         optimizer,
         LOSS,
         [rows],
@@ -238,7 +239,7 @@ def test_the_optimizer_moves_the_weights_against_the_gradient(network: torch.nn.
     before = {name: p.detach().clone() for name, p in network.named_parameters()}
     _, expected = by_hand(network, rows)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
-    step.run_update(Exchange(network), optimizer, LOSS, cut(rows, [4, 3]), pad_id=0)
+    step.run_update(Replicated(network), optimizer, LOSS, cut(rows, [4, 3]), pad_id=0)
     moved = {name: (before[name] - p.detach()) / 0.5 for name, p in network.named_parameters()}
     assert distance(moved, expected) < 1e-12
 
@@ -285,7 +286,7 @@ def test_only_inputs_that_the_model_takes_are_passed() -> None:
 
 
 def test_one_worker_exchanges_nothing(network: torch.nn.Module) -> None:
-    exchange = Exchange(network)
+    exchange = Replicated(network)
     assert (exchange.world, exchange.rank, exchange.distributed) == (1, 0, False)
     assert exchange.model is network
     assert exchange.sum(torch.tensor([3.5])).item() == 3.5

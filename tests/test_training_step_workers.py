@@ -21,8 +21,8 @@ from rtrain.batch import Head, Tokens
 from rtrain.checkpoints.loss_scale import Scale
 from rtrain.config import Distill, Optim
 from rtrain.data.order import deal
-from rtrain.exchange import gradients as gradients_exchange
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange import replicated
+from rtrain.exchange.replicated import Replicated
 from rtrain.training import losses, optim, step
 from tests.test_training_step import (
     LOSS,
@@ -77,7 +77,7 @@ def _in_world(rank: int, world: int, folder: Path) -> None:
         results["noise"] = test_exchange_noise.on_a_worker(world, rank, folder / "encoder")
 
         results["scores"] = test_training_evaluate.scores_of(
-            Exchange(make_network(folder / "encoder")), folder / "store"
+            Replicated(make_network(folder / "encoder")), folder / "store"
         )
         results["loop"] = test_training_loop.straight_and_resumed(folder / "loop", world, rank)
         results["faults"] = test_training_loop_faults.faults_on_workers(folder / "loop", world, rank)
@@ -93,7 +93,7 @@ def _updates(world: int, rank: int, folder: Path, freeze: Literal["none", "encod
     kept = folder / freeze
     kept.mkdir(exist_ok=True)
     optimizer = optim.build(network, Optim(lr=1e-3))
-    exchange = Exchange(network)
+    exchange = Replicated(network)
     found = []
     for number, count in enumerate(UPDATES):
         share, rows = _share(number, count, world, rank), step.row_sum(make_rows(count, seed=number).row_ids)
@@ -116,22 +116,22 @@ def _exchanges(world: int, rank: int, folder: Path) -> list[int]:
     if world == 1:
         return [0] * len(UPDATES)
     network = make_network(folder / "encoder")
-    exchange = Exchange(network)
-    calls, started = 0, gradients_exchange._started
+    exchange = Replicated(network)
+    calls, started = 0, replicated._started
 
     def counted(*given: Any) -> Any:
         nonlocal calls
         calls += 1
         return started(*given)
 
-    gradients_exchange._started = counted  # type: ignore[assignment]
+    replicated._started = counted  # type: ignore[assignment]
     found = []
     for number, count in enumerate(UPDATES):
         before = calls
         optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
         step.run_update(exchange, optimizer, LOSS, _share(number, count, world, rank), pad_id=0)
         found.append(calls - before)
-    gradients_exchange._started = started
+    replicated._started = started
     return found
 
 
@@ -145,7 +145,7 @@ def _touched_rows(world: int, rank: int, folder: Path) -> dict[str, Any]:
             both = []
             for touched in (True, False):
                 network = make_network(folder / "encoder")
-                exchange = Exchange(network, touched_rows=touched)
+                exchange = Replicated(network, touched_rows=touched)
                 assert (exchange.rows is not None) == touched
                 optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
                 for _ in range(2):  # the second finds the first one's rows
@@ -168,7 +168,7 @@ class _Overflowing(losses.RunLoss):
 def _infinite(world: int, rank: int, folder: Path) -> dict[str, Any]:
     """Three updates in fp16; in the second one the gradient is infinite on the last worker alone."""
     network = make_network(folder / "encoder").float()
-    optimizer, exchange = optim.build(network, Optim(lr=1e-3)), Exchange(network)
+    optimizer, exchange = optim.build(network, Optim(lr=1e-3)), Replicated(network)
     scale, overflowing = Scale(2.0**10), _Overflowing(TASK, Distill(), Head())
     local = False
     found: dict[str, Any] = {"skipped": [], "scales": [], "weights": []}

@@ -200,14 +200,14 @@ def scaling(bench: Bench) -> None:
 
     from rtrain.checkpoints import loss_scale as scales
     from rtrain.config import Optim
-    from rtrain.exchange.gradients import Exchange
+    from rtrain.exchange.replicated import Replicated
     from rtrain.training import optim, step
 
     tokens = texts(bench, "banking77").pick(np.arange(16))
     made = network(bench, CARRIED).eval()
     exact = answers(made, tokens, "fp32")[1]
     norm = sum(float(one.norm()) ** 2 for one in exact.values()) ** 0.5 / len(tokens)
-    exchange, optimizer = Exchange(made), optim.build(made, Optim())
+    exchange, optimizer = Replicated(made), optim.build(made, Optim())
     before = {name: value.detach().clone() for name, value in made.named_parameters()}
     scale, skipped, unchanged = scales.Scale(2.0**40), 0, True
     while True:
@@ -286,12 +286,12 @@ class _Run:
 
     def __init__(self, start: Any):
         from rtrain.config import Optim
-        from rtrain.exchange.gradients import Exchange
+        from rtrain.exchange.replicated import Replicated
         from rtrain.training import optim
 
         self.start, self.made = start, copy.deepcopy(start)
         self.gradients: list[dict[str, torch.Tensor]] = []
-        self.exchange = Exchange(self.made)
+        self.exchange = Replicated(self.made)
         self.optimizer = optim.build(self.made, Optim(lr=1e-3))
 
     def update(self, run_update: Callable[..., Any], passes: "list[Tokens]") -> None:

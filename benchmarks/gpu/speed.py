@@ -63,13 +63,13 @@ class Ours:
     def __init__(self, made: Any, of: "Tokens", rows: int, tokens_per_pass: int, precision: str):
         from rtrain.config import Distill, Optim
         from rtrain.data.order import deal
-        from rtrain.exchange.gradients import Exchange
+        from rtrain.exchange.replicated import Replicated
         from rtrain.tasks import base
         from rtrain.training import losses, optim
 
         made.train()
         self.network, self._precision = made, precision
-        self.exchange, self.optimizer = Exchange(made), optim.build(made, Optim())
+        self.exchange, self.optimizer = Replicated(made), optim.build(made, Optim())
         self._loss = losses.for_run(base.get("classification"), Distill(), Head(LABELS))
         draw = np.random.default_rng(0)
         self.updates = []

@@ -64,7 +64,7 @@ def start(
     from rtrain import config
     from rtrain.data.ingest import Share, plan_update
     from rtrain.data.order import Order
-    from rtrain.exchange.gradients import Exchange
+    from rtrain.exchange.replicated import Replicated
     from rtrain.network import model
     from rtrain.tasks import base
     from rtrain.training import loop, losses
@@ -99,5 +99,5 @@ def start(
 
     clock = loop.Clock()
     reporter = Reporter(clock, enough)
-    outcome = loop.train(job, Exchange(network), wrap(stream), reporter, clock)
+    outcome = loop.train(job, Replicated(network), wrap(stream), reporter, clock)
     return Ran(job, outcome, reporter, network)

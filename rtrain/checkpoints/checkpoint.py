@@ -10,6 +10,7 @@ checkpoints/damaged/    what did not verify, as it was found, and in REASON.txt 
 import json
 import shutil
 import uuid
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from rtrain import manifest
 from rtrain.checkpoints.loss_scale import Scale
 from rtrain.errors import UserError
+from rtrain.exchange import whole
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +30,14 @@ FILES = ("model.safetensors", "optim.safetensors", "state.json")
 DAMAGED, REASON = "damaged", "REASON.txt"
 STATELESS = "stateless"
 """Key of the optimizer file's note: parameters that had no optimizer state, since they never had a gradient."""
+
+
+STEP = "step"
+"""The kind of optimizer state that is one number, whatever the parameter's shape."""
+
+
+class OtherWeights(UserError):
+    """A checkpoint of a model with other weights than the one that is to take it up."""
 
 
 class Incomplete(UserError):
@@ -73,29 +83,40 @@ class Snapshot:
         optimizer: "torch.optim.Optimizer",
         state: State,
         over: "Snapshot | None" = None,
+        gathered: "Gathered" = dict.items,
     ) -> "Snapshot":
-        """Copy to the processor's memory: to that of `over`, an earlier one that nobody reads any more."""
-        parameters = list(model.named_parameters())
-        moments = {
-            f"{name}:{kind}": value
-            for name, parameter in parameters
-            for kind, value in optimizer.state.get(parameter, {}).items()
-        }
-        stateless = tuple(name for name, parameter in parameters if parameter not in optimizer.state)
-        return cls(
-            _copied(model.state_dict(), over.model if over else {}),
-            _copied(moments, over.optimizer if over else {}),
-            stateless,
-            state,
-        )
+        """Copy to the processor's memory: to that of `over`, an earlier one that nobody reads any more.
+
+        `gathered` makes whole tensors of this worker's shares; where it gives none, on other workers than rank 0, the
+        snapshot is empty.
+        """
+        weights = _copied(gathered(model.state_dict()), over.model if over else {})
+        moments = _copied(gathered(moments_of(model, optimizer)), over.optimizer if over else {})
+        having = {key.rpartition(":")[0] for key in moments}
+        stateless = tuple(name for name, _ in model.named_parameters() if name not in having)
+        return cls(weights, moments, stateless, state)
 
 
-def _copied(tensors: "dict[str, torch.Tensor]", over: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+Gathered = Callable[[dict[str, "torch.Tensor"]], Iterable[tuple[str, "torch.Tensor"]]]
+
+
+def moments_of(model: "torch.nn.Module", optimizer: "torch.optim.Optimizer") -> "dict[str, torch.Tensor]":
+    """This worker's optimizer state; see `Snapshot.optimizer`."""
+    return {
+        f"{name}:{kind}": value
+        for name, parameter in model.named_parameters()
+        for kind, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _copied(
+    tensors: "Iterable[tuple[str, torch.Tensor]]", over: "dict[str, torch.Tensor]"
+) -> "dict[str, torch.Tensor]":
     """New memory costs several times the copy: the kernel clears each of its pages first."""
     import torch
 
     found = {}
-    for name, tensor in tensors.items():
+    for name, tensor in tensors:
         old = over.get(name)
         if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
             found[name] = old.copy_(tensor.detach())
@@ -147,10 +168,21 @@ def _save_tensors(path: Path, tensors: "dict[str, torch.Tensor]", notes: dict[st
 
 
 def load(path: Path, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer | None" = None) -> State:
-    """Put a checkpoint into `model` and `optimizer`. Raises `Incomplete` where it lacks some optimizer state."""
-    from safetensors.torch import load_file
+    """Put a checkpoint into `model` and `optimizer`, of which this worker may have a share.
 
-    model.load_state_dict(load_file(path / "model.safetensors"))
+    Raises `Incomplete` where it lacks some optimizer state, and `OtherWeights` where it is of another model.
+    """
+    import torch
+    from safetensors import safe_open
+
+    own = model.state_dict()
+    with safe_open(path / "model.safetensors", "pt") as file, torch.no_grad():
+        if other := set(own) ^ set(file.keys()):
+            raise OtherWeights(
+                f"{path} is of another model: {', '.join(sorted(other)[:3])} are in one of the two alone"
+            )
+        for name, value in own.items():  # one after another: no worker has to hold all of them
+            whole.fill(value, file.get_tensor(name))
     if optimizer is not None:
         _restore_optimizer(path / "optim.safetensors", model, optimizer)
     return read_state(path)
@@ -171,19 +203,23 @@ def _restore_optimizer(path: Path, model: "torch.nn.Module", optimizer: "torch.o
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - a file, not a dict
         stateless = json.loads((file.metadata() or {}).get(STATELESS, "[]"))
-    for name, parameter in model.named_parameters():
-        prefix = f"{name}:"
-        found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        if found:
-            optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in found.items()}
-        elif name not in stateless:
-            # It would train on, as another run: AdamW would start its moments and its bias correction again.
-            raise Incomplete(
-                f"{path} has no optimizer state for {name}: resuming would not continue this run. Remove that "
-                "checkpoint's folder to resume from an older one, or start another run with --new."
-            )
+        kinds: dict[str, list[str]] = {}
+        for key in file.keys():  # noqa: SIM118 - a file, not a dict
+            name, _, kind = key.rpartition(":")
+            kinds.setdefault(name, []).append(kind)
+        for name, parameter in model.named_parameters():
+            if found := {kind: file.get_tensor(f"{name}:{kind}") for kind in kinds.get(name, ())}:
+                optimizer.state[parameter] = {
+                    kind: whole.like(value, parameter) if kind != STEP else value.to(parameter.device)
+                    for kind, value in found.items()
+                }
+            elif name not in stateless:
+                # It would train on, as another run: AdamW would start its moments and its bias correction again.
+                raise Incomplete(
+                    f"{path} has no optimizer state for {name}: resuming would not continue this run. Remove that "
+                    "checkpoint's folder to resume from an older one, or start another run with --new."
+                )
 
 
 # ------------------------------------------------------------------------------------------------------- selection

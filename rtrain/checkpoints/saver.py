@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rtrain.checkpoints import checkpoint
 from rtrain.checkpoints.replica import Replica, Unreachable
 from rtrain.errors import UserError
+from rtrain.exchange import ranks
 from rtrain.exchange.alive import Watch
 
 if TYPE_CHECKING:
@@ -53,12 +54,20 @@ class Saver:
         self._error: Exception | None = None
         self._verified: dict[int, Stamps] = {}
 
-    def save(self, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer", state: checkpoint.State) -> None:
-        """Take a checkpoint; it is on the disk after `flush`."""
+    def save(
+        self,
+        model: "torch.nn.Module",
+        optimizer: "torch.optim.Optimizer",
+        state: checkpoint.State,
+        gathered: checkpoint.Gathered = dict.items,
+    ) -> None:
+        """Take a checkpoint; it is on the disk after `flush`. Called on every worker, where the tensors are `gathered`
+        from all of them; rank 0 writes."""
         self.flush()
-        self._taken = checkpoint.Snapshot.take(model, optimizer, state, over=self._taken)
-        self._thread = threading.Thread(target=self._write, args=(self._taken,), name="checkpoint")
-        self._thread.start()
+        self._taken = checkpoint.Snapshot.take(model, optimizer, state, over=self._taken, gathered=gathered)
+        if ranks.first():
+            self._thread = threading.Thread(target=self._write, args=(self._taken,), name="checkpoint")
+            self._thread.start()
 
     def select(self, run: str) -> int | None:
         """The newest checkpoint of `run` that verifies, here or in the replica; its best one comes back with it.

@@ -40,4 +40,5 @@ from rtrain.config.recipe import (
     Model as Model,
     Optim as Optim,
     Recipe as Recipe,
+    Train as Train,
 )

@@ -32,12 +32,15 @@ class Config:
 
 RETIRED = ("packed", "fast_dropout", "touched_rows")
 """Settings of `train` that earlier versions wrote into every run's config.yaml. They never changed its weights."""
+SHARDED = "sharded_optimizer"
+"""A setting of `train` in earlier versions, true or false; it was what `train.shard` is up to 1."""
 RETIRED_TUNE = frozenset(("trials", "points", "lr", "aggregation_frequency", "budget", "first_rung", "concurrent"))
 """The whole section `tune` of earlier versions, which stands in every config.yaml that they wrote. No run was trained
 by it."""
 REPLACED = {
     "tune.lr": "tune.space, e.g. {optim.lr: [1.0e-4, 3.0e-4]}",
     "tune.aggregation_frequency": "tune.space, e.g. {train.aggregation_frequency: [2, 4, 8]}",
+    "train.sharded_optimizer": "train.shard=1, or 0 for false",
     "tune.budget": "tune.full_runs; every trial is trained to rungs",
 }
 """Settings of earlier versions, and what takes their place."""
@@ -85,11 +88,19 @@ def load(name_or_file: str, overrides: Mapping[str, Any] | None = None) -> Confi
     if not isinstance(document, dict):
         raise UserError(f"{name_or_file} must hold a mapping of sections (name, task, data, model, ...)")
     if isinstance(document.get("train"), dict):
-        document["train"] = {name: value for name, value in document["train"].items() if name not in RETIRED}
+        document["train"] = _current(document["train"])
     if isinstance(document.get("tune"), dict) and document["tune"].keys() == RETIRED_TUNE:
         del document["tune"]
     config = parse(document, overrides or {})
     return dataclasses.replace(config, named=config.named | (dotted(document).keys() if own else {"name", "task"}))
+
+
+def _current(train: dict[str, Any]) -> dict[str, Any]:
+    """The section as this version calls its settings."""
+    found = {name: value for name, value in train.items() if name not in (*RETIRED, SHARDED)}
+    if SHARDED in train:
+        found.setdefault("shard", int(bool(train[SHARDED])))
+    return found
 
 
 def parse(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:

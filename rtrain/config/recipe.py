@@ -112,9 +112,10 @@ class Train(Section):
     gradient_compression: Literal["none", "bf16"] = "none"
     """`bf16` sends gradients in half the bytes. It changes the weights; the log says how far the gradient is off. For
     two workers over 100 Mbit/s an update of MiniLM took 3.5 s in place of 5.3."""
-    sharded_optimizer: bool = False
-    """Each worker keeps the optimizer's state for its share of the weights (ZeRO stage 1). It takes less memory and
-    gives the same weights, bit for bit; sending the updated weights to the other workers takes time."""
+    shard: Literal[0, 1] = 0
+    """What each worker keeps a share of, in place of the whole, as the stages of ZeRO are counted: 0 nothing, 1 the
+    optimizer's state. It takes less memory and gives the same weights, bit for bit; sending the updated weights to the
+    other workers takes time."""
     aggregation_frequency: Positive | None = None
     """Passes of micro_batch rows that a worker makes between two exchanges of gradients; sets rows_per_update.
     Default: 4."""
@@ -140,7 +141,7 @@ class Train(Section):
 
 SPEED = (
     *("workers", "device", "min_workers", "micro_batch", "tokens_per_pass"),
-    *("aggregation_frequency", "gradient_checkpointing", "transport", "sharded_optimizer"),
+    *("aggregation_frequency", "gradient_checkpointing", "transport", "shard"),
     *("evaluate_every", "save_every", "keep", "log_every"),
 )
 """Settings of `train` that change speed or what is kept, never the weights, once rows_per_update is resolved. The one

@@ -76,15 +76,19 @@ def _told(works: bool, fails: bool) -> tuple[bool, bool]:
 
 def decided(watch: Watch, decide: Callable[[], int]) -> int:
     """Let rank 0 decide, however long it takes, and return its decision on every rank. If it fails, all ranks fail."""
-    import torch.distributed as dist
-
-    first = not dist.is_initialized() or dist.get_rank() == 0
 
     @watch.busy()
     def work() -> int:
-        return decide() if first else 0
+        return decide() if first() else 0
 
     return from_rank_zero(together(watch, work))
+
+
+def first() -> bool:
+    """Whether this worker is rank 0, which writes and says what is written and said once."""
+    import torch.distributed as dist
+
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def from_rank_zero(value: int) -> int:

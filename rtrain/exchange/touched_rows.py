@@ -13,7 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-    from rtrain.exchange.gradients import Exchange
+    from rtrain.exchange.replicated import Replicated
 
 
 def table_of(module: Any) -> "tuple[str, torch.nn.Embedding] | None":
@@ -81,7 +81,7 @@ class TouchedRows:
         # The kernel by which a dense gradient is made: it adds in the same order.
         return rows, torch.ops.aten.embedding_dense_backward(gradients, places, len(rows), -1, False)
 
-    def complete(self, exchange: "Exchange") -> None:
+    def complete(self, exchange: "Replicated") -> None:
         """After its last pass: `weight.grad` is the mean over the workers, as DistributedDataParallel's."""
         import torch
 

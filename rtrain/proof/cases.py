@@ -19,10 +19,11 @@ from rtrain.data import ingest
 from rtrain.data.order import Order, chain
 from rtrain.data.stores.store import open_store
 from rtrain.exchange import ranks
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.exchange import Exchange
 from rtrain.network import model
 from rtrain.proof import planted
 from rtrain.run import Run
+from rtrain.strategies import choose as strategies
 from rtrain.tasks import base
 from rtrain.training import loop, losses, optim, step
 
@@ -123,7 +124,7 @@ class _Group:
         with clock.section("case"):
             train = self.job.recipe.train
             # Compression is left out: the user asked for what it loses, and the sums are not at fault.
-            exchange = Exchange(copy.deepcopy(self.start), by=train.transport)
+            exchange = strategies.build(copy.deepcopy(self.start), train)
             reference = _Reference(self.slice.scratch / REFERENCE, exchange.rank == 0, self.slice.updates)
             measured = self._train(case, exchange, reference)
             measured.workers_differ = _differing(exchange)
@@ -133,12 +134,12 @@ class _Group:
 
     def _train(self, case: Case, exchange: Exchange, reference: "_Reference") -> Measured:
         job, measured = self.job, Measured()
-        optimizer = optim.build(exchange.module, job.recipe.optim, beta2=job.recipe.beta2)
+        optimizer = optim.of_run(exchange, job.recipe)
         begin, link = 0, loop.GENESIS
         if case.resumed:
             state = checkpoint.load(reference.checkpoint, exchange.module, optimizer)
             begin, link = state.update, bytes.fromhex(state.ledger)
-        step.settle(exchange, job.pad_id, job.precision)
+        step.settle(exchange, job.loss, job.pad_id, job.precision)
         teacher = job.recipe.distill.teacher
         share = ingest.Share(
             job.store.folder, job.order, case.workers, exchange.rank, case.micro_batch, teacher=teacher
@@ -158,7 +159,7 @@ class _Group:
             if reference.is_made_here and update.number + 1 == job.order.updates // 2:
                 reference.keep(exchange.module, optimizer, update.number + 1, link)
         measured.rows, measured.order_digest = _sum(exchange, measured.rows), link.hex()
-        reference.weights(self.start, exchange.module, measured)
+        reference.weights(self.start, exchange, measured)
         return measured
 
 
@@ -170,8 +171,8 @@ class _Compared(step.Observer):
     update: int
     measured: Measured
 
-    def gradient(self, module: "torch.nn.Module") -> None:
-        self.reference.gradient(module, self.update, self.measured)
+    def gradient(self, exchange: Exchange) -> None:
+        self.reference.gradient(exchange, self.update, self.measured)
 
 
 class _Reference:
@@ -188,12 +189,13 @@ class _Reference:
     def keep(self, module: "torch.nn.Module", optimizer: Any, update: int, link: bytes) -> None:
         checkpoint.save(self._folder, module, optimizer, checkpoint.State(update, link.hex(), None, None))
 
-    def gradient(self, module: "torch.nn.Module", update: int, measured: Measured) -> None:
+    def gradient(self, exchange: Exchange, update: int, measured: Measured) -> None:
         """Called on every rank; rank 0's gradient is the others', which the end's comparison of weights shows."""
+        own = {name: value.grad for name, value in exchange.module.named_parameters() if value.grad is not None}
+        gradients = dict(exchange.whole(own))
         if not self._active:
             return
         path = self._folder / f"gradient-{update}.safetensors"
-        gradients = {name: value.grad for name, value in module.named_parameters() if value.grad is not None}
         if self.is_made_here:
             _write(path, {key: part for name, grad in gradients.items() for key, part in _compact(name, grad).items()})
             return
@@ -205,17 +207,18 @@ class _Reference:
             if not ratio <= measured.gradient_ratio:  # a NaN is the worst of all
                 measured.gradient_ratio, measured.worst_tensor, measured.worst_update = ratio, name, update
 
-    def weights(self, start: "torch.nn.Module", module: "torch.nn.Module", measured: Measured) -> None:
+    def weights(self, start: "torch.nn.Module", exchange: Exchange, measured: Measured) -> None:
+        found = dict(exchange.whole({name: value.detach() for name, value in exchange.module.named_parameters()}))
         if not self._active:
             return
         path = self._folder / "weights.safetensors"
         if self.is_made_here:
-            _write(path, {name: value.detach() for name, value in module.named_parameters()})
+            _write(path, found)
             return
         difference = moved = 0.0
         before, known = dict(start.named_parameters()), _read(path)
-        for name, value in module.named_parameters():
-            difference += float((value.detach() - known[name]).norm()) ** 2
+        for name, value in found.items():
+            difference += float((value - known[name]).norm()) ** 2
             moved += float((known[name] - before[name].detach()).norm()) ** 2
         measured.weights_ratio = (difference / moved) ** 0.5
 

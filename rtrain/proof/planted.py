@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rtrain.batch import Ints, Tokens
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.exchange import Exchange
+from rtrain.exchange.replicated import Replicated
 from rtrain.training import step
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def dropped_tail_row(
 
 
 def double_exchange(
-    exchange: Exchange, optimizer: Any, loss: step.Loss, passes: Sequence[Tokens], **settings: Any
+    exchange: Replicated, optimizer: Any, loss: step.Loss, passes: Sequence[Tokens], **settings: Any
 ) -> step.Done:
     """The gradient is summed over the workers once more after it was exchanged."""
 
@@ -49,21 +50,15 @@ def double_exchange(
 
 
 def k_ignored(
-    exchange: Exchange, optimizer: Any, loss: step.Loss, passes: Sequence[Tokens], **settings: Any
+    exchange: Replicated, optimizer: Any, loss: step.Loss, passes: Sequence[Tokens], **settings: Any
 ) -> step.Done:
     """Passes before the last are forgotten, as where each pass clears the gradient."""
 
-    def forget() -> None:
-        exchange.begin()
-        for parameter in exchange.module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.zero_()
-
-    return step.run_update(_Altered(exchange, after_others=forget), optimizer, loss, passes, **settings)
+    return step.run_update(_Altered(exchange, after_others=exchange.begin), optimizer, loss, passes, **settings)
 
 
 def stale_embedding_row(
-    exchange: Exchange, optimizer: Any, loss: step.Loss, passes: Sequence[Tokens], **settings: Any
+    exchange: Replicated, optimizer: Any, loss: step.Loss, passes: Sequence[Tokens], **settings: Any
 ) -> step.Done:
     """The row of the first token (`[CLS]`) stays as it was, as where it is left out of the rows that are exchanged."""
     table = exchange.module.get_input_embeddings().weight  # type: ignore[operator]
@@ -115,12 +110,12 @@ def possible(freeze: str) -> list[str]:
     return [name for name, bug in BUGS.items() if bug is not stale_embedding_row or freeze == "none"]
 
 
-class _Altered(Exchange):
+class _Altered(Replicated):
     """An exchange with something wrong after a pass; it shares the model and the buckets of the sound one."""
 
     def __init__(
         self,
-        sound: Exchange,
+        sound: Replicated,
         after_others: Callable[[], None] = lambda: None,
         after_last: Callable[[], None] = lambda: None,
     ):

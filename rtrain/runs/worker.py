@@ -21,13 +21,14 @@ from rtrain.data.stores.store import Store, open_store
 from rtrain.errors import ConfigError, UserError
 from rtrain.exchange import ranks
 from rtrain.exchange.alive import Watch
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.exchange import Exchange
 from rtrain.metrics import scores
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import beside, model, packed, pooling, precision as formats, sentence, trimming
 from rtrain.run import Run
 from rtrain.runs import notice, predictions, recovery, smaller
 from rtrain.runs.start import Start
+from rtrain.strategies import choose as strategies
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer, reading_of
 from rtrain.training import evaluate, inner, loop, losses, pass_size
@@ -99,13 +100,9 @@ class _Worker:
         within = self._inner(task, precision)
         loss = losses.for_run(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing, within)
         self._fits = self._fitting(store, task, loss, precision)
-        self.exchange = Exchange(
-            self.network,
-            self.watch,
-            self.reporter.event,
-            touched_rows=start.shortcuts.touched_rows,
-            by=recipe.train.transport,
-            compressed=recipe.train.gradient_compression,
+        touched_rows = start.shortcuts.touched_rows
+        self.exchange = strategies.build(
+            self.network, recipe.train, self.watch, self.reporter.event, touched_rows=touched_rows
         )
         order = Order(
             store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, recipe.train.seed

@@ -15,10 +15,10 @@ from rtrain.exchange import ranks
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import model
 from rtrain.tasks.base import Task
-from rtrain.training.step import forward
+from rtrain.training.step import forward, idle
 
 if TYPE_CHECKING:
-    from rtrain.exchange.gradients import Exchange
+    from rtrain.exchange.exchange import Exchange
 
 ROWS_PER_PASS = 64
 TOKENS_PER_PASS = 1 << 13
@@ -60,16 +60,21 @@ def gathered(exchange: "Exchange", task: Task, store: Store, split: str, *, pad_
     order = np.argsort(store.column(split, "length"), kind="stable")[exchange.rank :: exchange.world]
 
     def answer(tokens: Tokens) -> Floats:
-        exchange.alive()
+        exchange.watch.passes()
         wanted = task.wanted(tokens, store.manifest.head)
         found: Floats = forward(network, tokens, pad_id, precision, wanted).float().cpu().numpy()
         return found
 
-    def answers() -> Ragged:
-        with torch.inference_mode():
-            return outcomes_of(task, store, split, order, answer)
+    with exchange.answering(sum(1 for _ in passes(store, split, order))) as missing:
 
-    own = ranks.together(exchange.watch, answers)
+        def answers() -> Ragged:
+            with torch.no_grad():
+                found = outcomes_of(task, store, split, order, answer)
+                for _ in range(missing):
+                    forward(exchange.model, idle(pad_id), pad_id, precision)
+                return found
+
+        own = ranks.together(exchange.watch, answers)
     network.train()
     model.attend(network, training=True)
     positions = np.concatenate(exchange.gather(order))

@@ -14,12 +14,12 @@ from rtrain.data.ingest import Update
 from rtrain.data.order import Order, chain
 from rtrain.data.stores.store import Store
 from rtrain.exchange import noise, ranks
-from rtrain.exchange.gradients import Exchange
+from rtrain.exchange.exchange import Exchange
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import device
 from rtrain.run import Run
 from rtrain.tasks import base
-from rtrain.training import best, optim, rungs, sharded, step
+from rtrain.training import best, optim, rungs, step
 from rtrain.training.cadence import Cadence
 from rtrain.training.evaluate import evaluate, gathered
 from rtrain.training.totals import Clock as Clock, Totals
@@ -108,7 +108,7 @@ class _Loop(step.Observer):
 
     def __init__(self, job: Job, exchange: Exchange, reporter: Reporter, clock: Clock, saver: Saver):
         self._job, self._exchange, self._reporter, self._clock, self._saver = job, exchange, reporter, clock, saver
-        self._optimizer = sharded.build(exchange, job.recipe, reporter.event)
+        self._optimizer = optim.of_run(exchange, job.recipe)
         state = self._restored()
         self._state = replace(state, scale=state.scale or loss_scale.first(job.precision))
         self._totals = Totals()
@@ -128,11 +128,11 @@ class _Loop(step.Observer):
             save_every=job.recipe.train.save_every,
         )
         where = device.named(next(exchange.module.parameters()).device)
-        known = {"workers": exchange.world, "device": where, "precision": job.precision, "lr": job.recipe.peak_lr}
+        known = {"workers": exchange.workers, "device": where, "precision": job.precision, "lr": job.recipe.peak_lr}
         known["rows_per_update"] = job.recipe.rows_per_update
         self._reporter.event("started", update=self._state.update, of=job.order.updates, **known)
         exchange.module.train()
-        step.settle(exchange, job.pad_id, job.precision)
+        step.settle(exchange, job.loss, job.pad_id, job.precision)
         stream = updates(self._state.update, job.until)
         while self._state.update < job.until:
             done = self._trained(self._next(stream))
@@ -290,12 +290,16 @@ class _Loop(step.Observer):
         return NONE
 
     def _save(self) -> None:
-        def take() -> int:
-            self._saver.save(self._exchange.module, self._optimizer, self._state)
+        saver, exchange = self._saver, self._exchange
+
+        def flush() -> int:
+            saver.flush()
             return self._state.update
 
-        with self._clock.section("checkpoint"), sharded.whole(self._optimizer):
-            ranks.decided(self._exchange.watch, take)
+        with self._clock.section("checkpoint"):
+            ranks.decided(exchange.watch, flush)  # no worker waits inside an exchange for what is still being written
+            with exchange.watch.busy():
+                saver.save(exchange.module, self._optimizer, self._state, exchange.whole)
 
     # ---------------------------------------------------------------------------------------------------------- the end
 

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rtrain.config import BETAS, Optim, Recipe
+from rtrain.exchange import whole
+from rtrain.exchange.exchange import Exchange
 from rtrain.training import layerwise, radam
 
 if TYPE_CHECKING:
@@ -24,9 +26,9 @@ def build(
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) or RAdam, of all parameters that ask for a gradient.
 
     Decay is decoupled; one-dimensional parameters, biases and normalisations, have none. A group holds the parameters
-    of one factor of the learning rate and one decay. Checkpoints hold no groups: these are a function of the model and
-    the settings. `made` gives the class that is used in place of torch's or radam's. `beta2` is `Recipe.beta2` of the
-    recipe that `optim` belongs to.
+    of one factor of the learning rate and one decay that are cut alike. Checkpoints hold no groups: these are a
+    function of the model and the settings. `made` gives the class that is used in place of torch's or radam's. `beta2`
+    is `Recipe.beta2` of the recipe that `optim` belongs to.
     """
     import torch
 
@@ -36,11 +38,17 @@ def build(
             decay = optim.weight_decay if parameter.dim() > 1 else 0.0
             found.setdefault((factor, decay), []).append(parameter)
     groups: list[dict[str, Any]] = [
-        {"params": found[factor, decay], "weight_decay": decay, "lr": optim.lr * factor, FACTOR: factor}
+        {"params": alike, "weight_decay": decay, "lr": optim.lr * factor, FACTOR: factor}
         for factor, decay in sorted(found, reverse=True)
+        for alike in whole.by_kind(found[factor, decay])
     ]
     kind: Any = made(radam.optimizer_class() if optim.name == "radam" else torch.optim.AdamW)
     return kind(groups, lr=optim.lr, betas=(BETAS[0], beta2), fused=True)  # type: ignore[no-any-return]
+
+
+def of_run(exchange: Exchange, recipe: Recipe) -> "torch.optim.Optimizer":
+    """The optimizer of a run on one of its workers."""
+    return exchange.optimizer(lambda made: build(exchange.module, recipe.optim, made, beta2=recipe.beta2))
 
 
 def set_rate(optimizer: "torch.optim.Optimizer", rate: float) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from rtrain.exchange.gradients import Exchange
+    from rtrain.exchange.exchange import Exchange
 
 
 HALF = {"bf16": "bfloat16", "fp16": "float16"}
@@ -51,8 +51,8 @@ class Observer:
         """Whether something is to be done after this update. Every worker learns by `Done.notice` if any says so."""
         return False
 
-    def gradient(self, module: "torch.nn.Module") -> None:
-        """The module's gradient is complete, and not clipped yet."""
+    def gradient(self, exchange: "Exchange") -> None:
+        """The gradient is complete, and not clipped yet. Called on every worker."""
 
 
 class NonFinite(UserError):
@@ -185,55 +185,41 @@ def run_update(
     if rows is not None and found != rows:
         raise WrongRows(f"the workers' {count} rows are not the update's: their ids sum to {found}, not to {rows}")
     share = torch.tensor([1.0 / total if total else 0.0 for total in totals], dtype=torch.float64, device=device)
-    loss_sum = torch.zeros(loss.parts, dtype=torch.float64, device=device)
-    padded_tokens, first = 0, (0.0, 0.0)
-    exchange.begin(measures)
-    optimizer.zero_grad(set_to_none=not exchange.distributed)
-    for number, tokens in enumerate(passes):
-        exchange.alive()
-        with exchange.during(last=number == len(passes) - 1):
-            logits = forward(exchange.model, tokens, pad_id, precision, loss.wanted(tokens))
-            value = loss(logits, tokens)
-            (value * (exchange.world * (scale or 1.0) * share).to(value.dtype)).sum().backward()
-        if measures and not exchange.distributed and number == 0:
-            first = (exchange.own_square() / (scale or 1.0) ** 2, _part_of(loss.counts(tokens), totals))
-        loss_sum += value.detach().double()
-        padded_tokens += packed.computed(exchange.module, tokens.lengths)
-    if not passes:
-        exchange.alive()
-        with exchange.during(last=True):
-            idle_pass(exchange, pad_id, precision)
-    own_part = _part_of(targets, totals)
+    factor = exchange.world * (scale or 1.0)
+    work = Passes(exchange.module, pad_id, precision, loss, factor * share)
+    exchange.run(passes, work, measures)
     terms = torch.zeros(2, dtype=torch.float64, device=device)
-    if measures and exchange.distributed and own_part:
-        terms += torch.tensor([exchange.own_square() / (exchange.world * (scale or 1.0)) ** 2 / own_part, 1.0])
+    square = exchange.own_square() if measures else None
+    if square is not None and passes:
+        # Of a single replica it is that of the first pass.
+        part = _part_of(targets if exchange.world > 1 else loss.counts(passes[0]), totals)
+        terms += torch.tensor(_noise_terms(square / factor**2, part, exchange.world))
     if scale is not None:
         exchange.multiply(1.0 / scale)
-    observer.gradient(exchange.module)
-    norm = torch.nn.utils.get_total_norm(exchange.gradients())
+    observer.gradient(exchange)
+    norm = exchange.norm()
     finite = bool(torch.isfinite(norm))
     if not finite and scale is None:
         raise NonFinite("the gradient is not finite: lower optim.lr, set train.precision=fp32, or set optim.clip_norm")
     if finite:
-        if clip_norm is not None:
-            exchange.clip(clip_norm, norm)
+        if clip_norm is not None:  # as torch.nn.utils.clip_grads_with_norm_
+            exchange.multiply(torch.clamp(clip_norm / (norm + 1e-6), max=1.0))
         optimizer.step()
-    sums = exchange.sum(torch.cat([loss_sum, terms]))
-    of_workers, workers = sums[loss.parts :].tolist()
+    sums = exchange.sum(torch.cat([work.sums, terms]))
     measured = None
     if measures and finite:
-        whole = float(norm) ** 2
-        if exchange.distributed:
-            measured = noise.between(of_workers, int(workers), whole, count)
+        square_sum, number = sums[loss.parts :].tolist()
+        if exchange.world > 1:
+            measured = noise.between(square_sum, int(number), float(norm) ** 2, count)
         else:
-            measured = noise.within(*first, whole, count)
+            measured = noise.within(square_sum, number, float(norm) ** 2, count)
     return Done(
         loss=float((sums[: loss.parts] * share).sum()),
         gradient_norm=float(norm),
         rows=sum(len(tokens) for tokens in passes),
         passes=len(passes),
         real_tokens=sum(int(tokens.lengths.sum()) for tokens in passes),
-        padded_tokens=padded_tokens,
+        padded_tokens=sum(packed.computed(exchange.module, tokens.lengths) for tokens in passes),
         notice=notices > 0,
         skipped=not finite,
         noise=measured,
@@ -246,24 +232,53 @@ def _part_of(own: Sequence[int], totals: Sequence[int]) -> float:
     return sum(shares) / len(shares) if shares else 0.0
 
 
+def _noise_terms(square: float, part: float, world: int) -> list[float]:
+    """What a replica adds to the two sums by which noise is measured: for `noise.between`, or of one for `within`."""
+    if world == 1:
+        return [square, part]
+    return [square / part, 1.0] if part else [0.0, 0.0]
+
+
 def _wrapped(value: int) -> int:
     """`value` as a signed 64-bit number, as sums of tensors wrap."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def settle(exchange: "Exchange", pad_id: int, precision: str) -> None:
-    """Before the first update of every start: discard one exchange, where three workers or more take part.
+class Passes:
+    """What the passes of an update compute; see `exchange.Work`."""
 
-    DDP rebuilds its buckets after its first exchange, which changes the order of summation from then on: a restart
-    would differ from the run it continues. The sum of two terms has only one order.
-    """
-    if exchange.world > 2:
-        idle_pass(exchange, pad_id, precision)
+    def __init__(self, network: "torch.nn.Module", pad_id: int, precision: str, loss: Loss, factors: "torch.Tensor"):
+        """`factors` [parts]: what each part of the loss is multiplied by."""
+        import torch
+
+        self._network, self._pad_id, self._precision, self._loss = network, pad_id, precision, loss
+        self._factors, self.sums = factors, torch.zeros_like(factors)
+        """`sums` [parts]: of the losses until now."""
+        self.idle = idle(pad_id)
+
+    def answer(self, model: "torch.nn.Module", tokens: Tokens) -> "torch.Tensor":
+        wanted = None if tokens is self.idle else self._loss.wanted(tokens)
+        return forward(model, tokens, self._pad_id, self._precision, wanted)
+
+    def loss(self, logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
+        if tokens is self.idle:
+            nothing = sum((part.float().sum() for part in beside.parameters(self._network)), logits.float().sum())
+            return nothing * 0.0
+        value = self._loss(logits, tokens)
+        self.sums += value.detach().double()
+        return (value * self._factors.to(value.dtype)).sum()
 
 
-def idle_pass(exchange: "Exchange", pad_id: int, precision: str) -> None:
-    """A pass over one padding token with loss 0 x logits: takes part in the exchange and adds exact zeros."""
+def idle(pad_id: int) -> Tokens:
+    """One padding token, of no row."""
     nothing = np.zeros(1, dtype=np.int32)
-    tokens = single(nothing + pad_id, nothing + 1, nothing + 1, nothing, nothing.astype(np.uint64))
-    answered = forward(exchange.model, tokens, pad_id, precision).float().sum()
-    (sum((part.float().sum() for part in beside.parameters(exchange.module)), answered) * 0.0).backward()
+    return single(nothing + pad_id, nothing + 1, nothing + 1, nothing, nothing.astype(np.uint64))
+
+
+def settle(exchange: "Exchange", loss: Loss, pad_id: int, precision: str) -> None:
+    """Before the first update of every start; see `Exchange.settle`."""
+    import torch
+
+    device = next(exchange.module.parameters()).device
+    nothing = torch.zeros(loss.parts, dtype=torch.float64, device=device)
+    exchange.settle(Passes(exchange.module, pad_id, precision, loss, nothing))

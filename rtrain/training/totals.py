@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rtrain.training import step
 
 if TYPE_CHECKING:
-    from rtrain.exchange.gradients import Exchange
+    from rtrain.exchange.exchange import Exchange
 
 
 @dataclass

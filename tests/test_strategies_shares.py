@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rtrain.checkpoints import checkpoint
 from rtrain.config import Recipe, load
-from rtrain.exchange.gradients import Exchange
-from rtrain.training import optim, sharded
+from rtrain.strategies import choose, shares
+from rtrain.training import optim
 from tests import test_training_loop
 from tests.test_exchange_transport import Network, joined, run
 
@@ -22,7 +23,7 @@ WORLDS = (2, 3)
 RADAM = {"name": "radam", "layer_decay": 0.8}
 STOCK = {"transport": "stock"}
 MEMORY = {"transport": "shared_memory"}
-SHARDED = {"sharded_optimizer": True}
+SHARDED = {"shard": 1}
 BF16 = {"gradient_compression": "bf16"}
 KILLED_AT = 2
 # Name -> settings until the run is killed in its third update (None: it is not), and settings of the rest of it.
@@ -79,9 +80,13 @@ def _bytes(world: int, rank: int, by: str) -> dict[str, Any]:
     torch.manual_seed(5)  # as all workers of a run do
     network = Network()
     network.layers[3].requires_grad_(False)
-    exchange = Exchange(network, by=by)
     said: list[list[int]] = []
-    optimizer = sharded.build(exchange, recipe(**SHARDED), lambda kind, state_bytes: said.append(state_bytes))
+
+    def say(kind: str, **fields: Any) -> None:
+        said.extend([fields["state_bytes"]] if kind == "sharded" else [])
+
+    exchange = choose.build(network, recipe(**SHARDED, transport=by).train, say=say)
+    optimizer = optim.of_run(exchange, recipe(**SHARDED))
     other = Network()
     other.load_state_dict(network.state_dict())
     other.layers[3].requires_grad_(False)
@@ -96,14 +101,13 @@ def _bytes(world: int, rank: int, by: str) -> dict[str, Any]:
         plain.step()
         assert all(torch.equal(one, two) for one, two in zip(network.parameters(), other.parameters(), strict=True))
     own = _size(optimizer)
-    with sharded.whole(optimizer):
-        whole = _size(optimizer)
-        same = rank > 0 or all(
-            torch.equal(optimizer.state[one][name], value)
-            for one, two in zip(network.parameters(), other.parameters(), strict=True)
-            for name, value in plain.state.get(two, {}).items()
-        )
-    return {"said": said, "own": own, "whole": whole, "plain": _size(plain), "after": _size(optimizer), "same": same}
+    whole = dict(exchange.whole(checkpoint.moments_of(network, optimizer)))
+    expected = checkpoint.moments_of(other, plain)
+    same = (whole.keys() == expected.keys()) == (rank == 0) and all(
+        torch.equal(value, expected[key]) for key, value in whole.items()
+    )
+    size = sum(value.nbytes for value in whole.values())
+    return {"said": said, "own": own, "whole": size, "plain": _size(plain), "after": _size(optimizer), "same": same}
 
 
 def _size(optimizer: torch.optim.Optimizer) -> int:
@@ -171,7 +175,7 @@ def test_the_runs_are_what_their_names_say(world: int) -> None:
             asked = after.get("transport", "shared_memory" if world == 2 else "stock")
             assert used == (["shared_memory"] if asked == "shared_memory" else [])
             assert [0 < event["error"] < 2.0**-7 for event in found["compressed"]] == [True] * ("bf16" in name)
-            assert len(found["sharded"]) == ("sharded_optimizer" in after)
+            assert len(found["sharded"]) == ("shard" in after)
     assert checkpoints(folder, world, "bf16")[0] != checkpoints(folder, world, "plain")[0]
 
 
@@ -203,13 +207,13 @@ def test_a_worker_has_its_share_of_the_state_and_rank_0_all_of_it_while_it_saves
     ],
 )
 def test_the_largest_goes_to_whoever_has_least(sizes: list[int], world: int, expected: list[int]) -> None:
-    assert sharded.owners(sizes, world) == expected
+    assert shares.owners(sizes, world) == expected
 
 
 def test_one_worker_has_the_whole_optimizer() -> None:
     network = Network()
-    optimizer = sharded.build(Exchange(network), recipe(**SHARDED))
+    exchange = choose.build(network, recipe(**SHARDED).train)
+    optimizer = optim.of_run(exchange, recipe(**SHARDED))
     assert type(optimizer) is torch.optim.AdamW
     assert [group["betas"] for group in optimizer.param_groups] == [(0.9, 0.999**8)] * 2
-    with sharded.whole(optimizer):
-        assert not optimizer.state
+    assert dict(exchange.whole({"weight": torch.ones(1)})) == {"weight": 1.0}

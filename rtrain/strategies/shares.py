@@ -1,37 +1,36 @@
 """Optimizer state in shares: ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054).
 
 Each worker keeps the state of some parameters, updates these and gives them to the others. AdamW computes each element
-by itself: the weights are those of the whole optimizer, bit for bit. A checkpoint has all of the state, so that a run
-goes on with any number of workers, and with this setting on or off.
+by itself: the weights are those of the whole optimizer, bit for bit.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rtrain.config import Recipe
-from rtrain.training import optim
+from rtrain.exchange import whole
+from rtrain.exchange.replicated import Replicated
 
 if TYPE_CHECKING:
     import torch
-
-    from rtrain.exchange.gradients import Exchange
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the states that have the shape of their parameter; beside these there is `step`, one number."""
 STEP_BYTES = 4
 
 
-def build(
-    exchange: "Exchange", recipe: Recipe, say: Callable[..., None] = lambda kind, **fields: None
-) -> "torch.optim.Optimizer":
-    """The optimizer of a run; `say` is told how large each worker's share of its state is, where it has one."""
-    if not (recipe.train.sharded_optimizer and exchange.distributed):
-        return optim.build(exchange.module, recipe.optim, beta2=recipe.beta2)
-    optimizer: Any = optim.build(exchange.module, recipe.optim, sharded, beta2=recipe.beta2)
-    optimizer.shards = Shards([one for group in optimizer.param_groups for one in group["params"]], exchange)
-    say("sharded", state_bytes=optimizer.shards.state_bytes())
-    return optimizer  # type: ignore[no-any-return]
+class OptimizerShares(Replicated):
+    """A whole model on every worker, and a share of the optimizer's state. `say` is told how large each share is."""
+
+    def optimizer(self, made: Any) -> "torch.optim.Optimizer":
+        if not self.distributed:
+            return super().optimizer(made)
+        optimizer: Any = made(sharded)
+        optimizer.shards = Shards([one for group in optimizer.param_groups for one in group["params"]], self)
+        self._say("sharded", state_bytes=optimizer.shards.state_bytes())
+        return optimizer  # type: ignore[no-any-return]
+
+    def whole(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
+        return whole.from_holders(tensors, self.watch) if self.distributed else super().whole(tensors)
 
 
 def owners(sizes: Sequence[int], world: int) -> list[int]:
@@ -46,7 +45,7 @@ def owners(sizes: Sequence[int], world: int) -> list[int]:
 class Shards:
     """Which worker has which parameters."""
 
-    def __init__(self, parameters: "Sequence[torch.nn.Parameter]", exchange: "Exchange"):
+    def __init__(self, parameters: "Sequence[torch.nn.Parameter]", exchange: Replicated):
         self._exchange = exchange
         chosen = owners([parameter.numel() for parameter in parameters], exchange.world)
         self._owner = dict(zip(parameters, chosen, strict=True))
@@ -72,43 +71,6 @@ class Shards:
         """Drop the optimizer's state of parameters that others own."""
         for parameter in [one for one in state if not self.own(one)]:
             del state[parameter]
-
-    def gather(self, state: dict[Any, Any]) -> None:
-        """Give rank 0 the state of all parameters, in the processor's memory. Called on every rank."""
-        import torch
-        import torch.distributed as dist
-
-        self.forget(state)
-        exchange, device = self._exchange, next(iter(self._owner)).device
-        # A parameter that never had a gradient has no state.
-        kept = torch.tensor([one in state for one in self._owner], dtype=torch.int64, device=device)
-        for (parameter, owner), there in zip(self._owner.items(), exchange.sum(kept).tolist(), strict=True):
-            if not there or owner == 0:
-                continue
-            exchange.watch.alive()
-            if exchange.rank == owner:
-                for name in ("step", *MOMENTS):
-                    dist.send(state[parameter][name], dst=0)
-            elif exchange.rank == 0:
-                found = {"step": torch.zeros((), dtype=torch.float32, device=device)}
-                found |= {name: torch.empty_like(parameter, requires_grad=False) for name in MOMENTS}
-                for value in found.values():
-                    dist.recv(value, src=owner)
-                state[parameter] = {name: value.cpu() for name, value in found.items()}
-
-
-@contextlib.contextmanager
-def whole(optimizer: "torch.optim.Optimizer") -> Iterator[None]:
-    """Inside, rank 0's optimizer has all of the state, to save it. Entered on every rank at once."""
-    shards: Shards | None = getattr(optimizer, "shards", None)
-    if shards is None:
-        yield
-        return
-    shards.gather(optimizer.state)
-    try:
-        yield
-    finally:
-        shards.forget(optimizer.state)
 
 
 def sharded(kind: "type[torch.optim.Optimizer]") -> "type[torch.optim.Optimizer]":

@@ -1,0 +1,1 @@
+"""How a model lies on several workers: one class for each strategy, all of them an `exchange.Exchange`."""
