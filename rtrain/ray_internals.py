@@ -4,9 +4,9 @@ A new version of either may take any of them away: `tests/test_ray_internals.py`
 the same. Neither library is imported before a function is called.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -245,6 +245,41 @@ def with_version(deployment: "Deployment", version: str) -> "Deployment":
     """The deployment with a code version of ours. Ray Serve draws one at each `run`, and starts all replicas anew for
     it; where it is the same, a change of `user_config` is handed to the replicas there are."""
     return deployment.options(version=version, _internal=True)
+
+
+class ReplicaServer(NamedTuple):
+    """The HTTP server that a replica of Ray Serve is about to start, for a proxy that connects to it."""
+
+    application: Callable[..., Awaitable[None]]
+    """Ray's own way to the deployment, ASGI; it answers the proxy's questions, whose paths begin with `/-/`."""
+    track: Callable[[int], None]
+    """Told 1 for a request that begins, -1 for one that ends: Ray waits for them before it ends the replica."""
+    options: Any
+    """Ray's HTTPOptions: host, port, keep_alive_timeout_s."""
+    loop: Any
+    """The event loop on which it is to run."""
+
+
+def replace_replica_server(start: Callable[[ReplicaServer], Awaitable[tuple[Any, Any] | None]]) -> None:
+    """Have the replica that this process is start its HTTP server by `start`, which gives the server's task and the
+    uvicorn.Server; or None, for Ray's own. To be called in the deployment's constructor: the server starts after it."""
+    import ray.serve._private.replica
+    from ray.serve._private.common import RequestMetadata, RequestProtocol
+
+    replicas: Any = ray.serve._private.replica
+    usual = replicas.start_asgi_http_server
+    counted = RequestMetadata("", "", _request_protocol=RequestProtocol.HTTP, is_direct_ingress=True)
+
+    async def started(app: Any, options: Any, *, event_loop: Any, **others: Any) -> tuple[Any, Any]:
+        metrics = app.__self__._metrics_manager
+
+        def track(change: int) -> None:
+            (metrics.inc_num_ongoing_requests if change > 0 else metrics.dec_num_ongoing_requests)(counted)
+
+        found = await start(ReplicaServer(app, track, options, event_loop))
+        return found or await usual(app, options, event_loop=event_loop, **others)
+
+    replicas.start_asgi_http_server = started
 
 
 # --------------------------------------------------------------------------------------------------------------- torch

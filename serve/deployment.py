@@ -38,7 +38,7 @@ from serve.app import build_app
 from serve.change.rollout import Rollout
 from serve.change.versions import Versions
 from serve.door import access
-from serve.front import ingress
+from serve.front import direct, ingress
 from serve.front.address import Address, free_address
 from serve.watching import tracing
 from serve.watching.sums import sum_expositions
@@ -56,6 +56,9 @@ RAY_SERVE = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
     # Between two reports of a replica's load, by which the number of replicas is decided; Ray's own 10 s are slow.
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
+    # The application on the replica's own event loop: nothing of ours blocks it (engine, files and long texts have
+    # threads), and a second loop costs every request a hop to it and one back.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
 """Ray Serve's settings of its controller and of all that it starts."""
 CLOSE_TIMEOUT_S = 30.0
@@ -73,6 +76,7 @@ class Replica:
         self._settings = settings
         self._versions = Versions(self._make, self._beside)
         self._change: asyncio.Task[None] | None = None
+        direct.install(self._versions, most_requests(settings))
 
     def __serve_build_asgi_app__(self) -> Versions:
         return self._versions
@@ -235,8 +239,7 @@ def _configured(
     cpus, line = reserved(settings, supply.free(), supply.here(), supply.may("cpu"))
     if line:
         tell(line)
-    # Each request holds a text at least, so that this many reach our own queue, whose 503 says when to come back.
-    ongoing = max(64, settings.max_queue_rows + 2 * settings.max_batch_rows)
+    ongoing = most_requests(settings)
     configured = ray.serve.deployment(
         name=DEPLOYMENT,
         **_number(settings),
@@ -257,6 +260,12 @@ def _configured(
 
 def most_replicas(settings: Serve) -> int:
     return settings.max_replicas or settings.replicas
+
+
+def most_requests(settings: Serve) -> int:
+    """Requests of a replica at a time. Each holds a text at least, so that this many reach our own queue, whose 503
+    says when to come back."""
+    return max(64, settings.max_queue_rows + 2 * settings.max_batch_rows)
 
 
 def _number(settings: Serve) -> dict[str, Any]:

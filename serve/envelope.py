@@ -53,7 +53,7 @@ class Envelope:
         access_log: AccessLog,
     ):
         self._app, self._telemetry, self._spans, self._log = app, telemetry, spans, access_log
-        self._artifact, self._settings = predictor.artifact, settings
+        self._artifact, self._security = predictor.artifact, guard.security_headers(settings)
         revisions = {f"x-{part}-version": digest for part, digest in predictor.revisions.items()}
         names = {"x-model-name": quote(self._artifact.name), **revisions}
         self._headers = [(name.encode(), value.encode()) for name, value in names.items()]
@@ -73,7 +73,7 @@ class Envelope:
     async def _answer(self, scope: Scope, receive: Receive, send: Send, record: Record, span: Span) -> None:
         began, status = time.monotonic(), CLIENT_GONE
         headers = [*self._headers, (b"x-request-id", record.id.encode())]
-        send = guard.hardened(send, self._settings)
+        send = guard.hardened(send, self._security)
 
         async def send_enveloped(message: Message) -> None:
             nonlocal status
@@ -99,6 +99,8 @@ class Envelope:
         """Of the route's template, not the path: that may hold anything."""
         route = getattr(scope.get("route"), "path", "other")
         self._telemetry.answered(route, status, seconds, span.trace or record.id)
+        if span.trace is None and not self._log.kept:
+            return
         made: Mapping[str, str | int] = {"texts": record.texts, "tokens": record.tokens, "cut": record.cut}
         span.end(
             f"{scope['method']} {route}",

@@ -8,7 +8,14 @@ import ray.serve
 
 import rtrain.artifact
 from rtrain import config
-from serve.deployment import CONSTRUCTOR_ATTEMPTS, DEPLOYMENT, HEALTH_PERIOD_S, HEALTH_TIMEOUT_S, Replica
+from serve.deployment import (
+    CONSTRUCTOR_ATTEMPTS,
+    DEPLOYMENT,
+    HEALTH_PERIOD_S,
+    HEALTH_TIMEOUT_S,
+    Replica,
+    most_requests,
+)
 from serve.door import access
 
 
@@ -22,7 +29,7 @@ def application(arguments: Mapping[str, Any]) -> ray.serve.Application:
     given = {f"serve.{name}": value for name, value in arguments.items() if name != "artifact"}
     settings = config.load("intent", given).deploy.serve
     access.admit(rtrain.artifact.read(folder), folder, settings)
-    ongoing = max(64, settings.max_queue_rows + 2 * settings.max_batch_rows)
+    ongoing = most_requests(settings)
     configured = ray.serve.deployment(
         name=DEPLOYMENT,
         user_config={"artifact": str(folder)},

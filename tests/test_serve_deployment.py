@@ -361,6 +361,8 @@ def test_routes_answer_through_the_proxy(endpoint: Endpoint, artifact: Path) -> 
         answer = client.post("/predict", json={"inputs": list(CORPUS)})
         assert (answer.status_code, len(answer.json())) == (200, len(CORPUS))
         assert (answer.headers["x-model-name"], answer.headers["x-model-version"]) == ("tiny", version)
+        # On Ray Serve's own way through a replica there would be a second one.
+        assert len(answer.headers.get_list("x-request-id")) == 1
         infer = client.post(
             "/v2/models/tiny/infer",
             json={"inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": [CORPUS[0]]}]},

@@ -104,13 +104,15 @@ class Batcher:
         self._queue.put([Row(request, place, row, client, deadline) for place, row in enumerate(encoded)], now)
         if self._worker is None:
             self._worker = loop.create_task(self._work())
+        timer = loop.call_at(deadline, request.end)
         try:
-            await asyncio.wait([request.over], timeout=deadline - now)
+            await request.over
             if request.error is not None:
                 raise request.error
             if len(request.results) < request.rows:
                 raise Expired("the deadline passed before the answer was ready")
         finally:
+            timer.cancel()
             request.end()
             if len(request.results) < request.rows:
                 self.stats.dropped += self._queue.remove(request, client)

@@ -9,7 +9,6 @@ import asyncio
 import json
 from pathlib import Path
 
-from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,9 +29,13 @@ HEADERS = {
     "x-frame-options": "DENY",
 }
 """On every answer: it is nobody's to store, to embed or to take for another type."""
-NO_CONTENT = "default-src 'none'; frame-ancestors 'none'"
+CONTENT_POLICY = b"content-security-policy"
+NO_CONTENT = b"default-src 'none'; frame-ancestors 'none'"
 """The content security policy of answers that are no page."""
 ONLY_TLS = "max-age=31536000"
+
+Pairs = list[tuple[bytes, bytes]]
+"""Headers, as ASGI has them."""
 
 
 def door(settings: Serve) -> keys.Door | None:
@@ -42,18 +45,23 @@ def door(settings: Serve) -> keys.Door | None:
     return keys.Door(keys.Keys(Path(settings.keys)), keys.Rates(settings.replicas))
 
 
-def hardened(send: Send, settings: Serve) -> Send:
-    """`send` that puts the security headers on each answer that has none of its own."""
+def security_headers(settings: Serve) -> Pairs:
+    """What `hardened` adds to each answer."""
     added = HEADERS if settings.tls_cert is None else {**HEADERS, "strict-transport-security": ONLY_TLS}
+    return [(name.encode(), value.encode()) for name, value in added.items()]
+
+
+def hardened(send: Send, added: Pairs) -> Send:
+    """`send` that puts the security headers on each answer that has none of its own."""
 
     async def send_hardened(message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = MutableHeaders(raw=list(message.get("headers", ())))
-            for name, value in added.items():
-                headers.setdefault(name, value)
-            if not headers.get("content-type", "").startswith("text/html"):
-                headers.setdefault("content-security-policy", NO_CONTENT)
-            message = {**message, "headers": headers.raw}
+            headers = list(message.get("headers", ()))
+            own = dict(headers)
+            headers += [pair for pair in added if pair[0] not in own]
+            if CONTENT_POLICY not in own and not own.get(b"content-type", b"").startswith(b"text/html"):
+                headers.append((CONTENT_POLICY, NO_CONTENT))
+            message = {**message, "headers": headers}
         await send(message)
 
     return send_hardened

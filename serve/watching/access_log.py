@@ -26,6 +26,10 @@ class AccessLog:
         self._logger = logging.Logger("rtrain.access")
         self._logger.addHandler(handler)
 
+    @property
+    def kept(self) -> bool:
+        return self._logger is not None
+
     def write(self, **fields: Any) -> None:
         if self._logger is not None:
             made = time.time()

@@ -1,0 +1,155 @@
+"""The server of a replica, over real sockets: what it hands on, counts, refuses and gives up."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
+
+from rtrain import ray_internals
+from rtrain.ray_internals import ReplicaServer
+from serve.front import direct
+from serve.front.address import free_address
+
+MOST = 2
+
+
+class Application:
+    """Answers with the body that it was sent, once it is let go."""
+
+    def __init__(self) -> None:
+        self.open, self.begun, self.cancelled = asyncio.Event(), asyncio.Semaphore(0), 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = (await receive())["body"]
+        self.begun.release()
+        try:
+            await self.open.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        await PlainTextResponse(body)(scope, receive, send)
+
+
+async def proxy_s(scope: Scope, receive: Receive, send: Send) -> None:
+    await PlainTextResponse(f"asked {scope['path']}")(scope, receive, send)
+
+
+@asynccontextmanager
+async def serving(application: Application, counted: list[int]) -> AsyncIterator[int]:
+    """The application behind the server; gives its port."""
+    port = free_address("127.0.0.1", 0).port
+    options = SimpleNamespace(host="127.0.0.1", port=port, root_path="", keep_alive_timeout_s=5)
+    given = ReplicaServer(proxy_s, counted.append, options, asyncio.get_running_loop())
+    task, server = await direct._serving(given, direct.Direct(application, given, MOST))
+    try:
+        yield port
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def ask(port: int, path: str = "/predict", body: bytes = b"hello") -> tuple[int, str, str]:
+    """Status, headers and body of the answer, over a connection of its own."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST {path} HTTP/1.1\r\nhost: here\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    headers, _, text = (await reader.read()).decode().partition("\r\n\r\n")
+    writer.close()
+    return int(headers.split()[1]), headers.lower(), text
+
+
+def run(check: Callable[[Application, list[int], int], Awaitable[None]]) -> None:
+    async def main() -> None:
+        application, counted = Application(), list[int]()
+        async with serving(application, counted) as port:
+            await asyncio.wait_for(check(application, counted, port), 10)
+        assert sum(counted) == 0
+
+    asyncio.run(main())
+
+
+def test_a_request_is_answered_and_counted_as_long_as_it_takes() -> None:
+    async def check(application: Application, counted: list[int], port: int) -> None:
+        asked = asyncio.create_task(ask(port))
+        await application.begun.acquire()
+        assert counted == [1]
+        application.open.set()
+        status, _, text = await asked
+        assert (status, text) == (200, "hello")
+        assert counted == [1, -1]
+
+    run(check)
+
+
+def test_the_proxy_s_own_questions_go_to_ray_and_are_not_counted() -> None:
+    async def check(application: Application, counted: list[int], port: int) -> None:
+        assert (await ask(port, "/-/healthz"))[2] == "asked /-/healthz"
+        assert counted == []
+
+    run(check)
+
+
+def test_more_requests_than_the_replica_takes_are_told_to_come_back() -> None:
+    async def check(application: Application, counted: list[int], port: int) -> None:
+        asked = [asyncio.create_task(ask(port)) for _ in range(MOST)]
+        for _ in asked:
+            await application.begun.acquire()
+        status, headers, text = await ask(port)
+        assert (status, "retry-after: 1" in headers) == (503, True)
+        assert '"type":"overloaded"' in text
+        application.open.set()
+        assert [(await one)[0] for one in asked] == [200] * MOST
+        assert (await ask(port))[0] == 200
+
+    run(check)
+
+
+def test_a_request_whose_client_has_gone_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "LOOK_S", 0.01)
+
+    async def check(application: Application, counted: list[int], port: int) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\nhost: here\r\ncontent-length: 2\r\n\r\nhi")
+        await application.begun.acquire()
+        asked = asyncio.create_task(ask(port))  # stays: it is answered, though it waits for longer than the other
+        await application.begun.acquire()
+        writer.close()
+        while not application.cancelled:
+            await asyncio.sleep(0.01)
+        application.open.set()
+        assert (await asked)[0] == 200
+        assert application.cancelled == 1
+        assert counted.count(-1) == 2
+
+    run(check)
+
+
+def test_a_port_in_use_is_told_as_ray_expects_it() -> None:
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            port = other.getsockname()[1]
+            options = SimpleNamespace(host="127.0.0.1", port=port, root_path="", keep_alive_timeout_s=5)
+            given = ReplicaServer(proxy_s, list[int]().append, options, asyncio.get_running_loop())
+            with pytest.raises(RuntimeError, match=f"cannot listen on 127.0.0.1, port {port}") as refused:
+                await direct._serving(given, proxy_s)
+            assert isinstance(refused.value.__cause__, OSError)
+
+    asyncio.run(main())
+
+
+def test_on_another_event_loop_ray_s_own_server_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced: list[Any] = []
+    monkeypatch.setattr(ray_internals, "replace_replica_server", replaced.append)
+
+    async def main() -> None:
+        direct.install(proxy_s, MOST)
+        [start] = replaced
+        assert await start(ReplicaServer(proxy_s, list[int]().append, None, object())) is None
+
+    asyncio.run(main())
