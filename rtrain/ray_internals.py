@@ -98,6 +98,16 @@ def drain(address: str, instance: str | None, why: str, deadline: float, seconds
     return [node for node in sorted(here) if client.drain_node(node, reason, why, int(deadline * 1000), seconds)[0]]
 
 
+def joined(address: str, seconds: float) -> dict[str, float]:
+    """When each node that was ever there has joined the cluster whose head is at `host:port`, in seconds since 1970, by
+    the name that its launcher gave it. Raises what Ray raises where the head does not answer within `seconds`."""
+    import ray._raylet
+
+    client: Any = ray._raylet.GcsClient(address=address)  # type: ignore[attr-defined]
+    found = client.get_all_node_info(timeout=seconds).values()
+    return {info.instance_id: info.start_time_ms / 1000 for info in found}
+
+
 def use_token_of_this_machine() -> None:
     """Show clusters the token that lies on this machine, where there is one, as Ray does with the address `auto`."""
     import ray._private.authentication.authentication_token_setup as tokens

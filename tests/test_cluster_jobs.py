@@ -33,7 +33,9 @@ WITHIN_S = 900
     [
         (["train", "intent", "--out", "/shared/runs/a b"], "/shared/runs/a b", "rtrain-a-b"),
         (["tune", "intent", "--out=/shared/x"], "/shared/x", "rtrain-x"),
-        (["serve", "/shared/x/artifact"], None, "rtrain-serve"),
+        (["serve", "/shared/x/artifact"], None, "rtrain-serve-x"),
+        (["serve", "s3://bucket/models/x"], None, "rtrain-serve-x"),
+        (["evaluate"], None, "rtrain-evaluate"),
     ],
 )
 def test_a_job_is_called_after_its_run(words: list[str], run: str | None, name: str) -> None:
@@ -72,11 +74,22 @@ def test_asked_again_a_job_is_there_or_a_new_one_follows_the_last(mine: list[str
 
 
 @pytest.mark.parametrize(
-    ("status", "driver", "code"),
-    [("SUCCEEDED", 0, 0), ("FAILED", 2, 2), ("FAILED", 75, 75), ("FAILED", None, 1), ("STOPPED", None, 1)],
+    ("status", "driver", "error", "code"),
+    [
+        *(("SUCCEEDED", 0, None, 0), ("FAILED", 2, "JOB_ENTRYPOINT_COMMAND_ERROR", 2), ("STOPPED", None, None, 1)),
+        *(("FAILED", 1, "JOB_ENTRYPOINT_COMMAND_ERROR", 1), ("FAILED", 75, "JOB_ENTRYPOINT_COMMAND_ERROR", 75)),
+        ("FAILED", -9, "JOB_ENTRYPOINT_COMMAND_ERROR", 75),  # the entry point was killed, not the verb that it runs
+        ("FAILED", None, "JOB_SUPERVISOR_ACTOR_DIED", 75),  # with the head's processes
+        ("FAILED", None, "RUNTIME_ENV_SETUP_FAILURE", 1),  # it would only come again
+    ],
 )
-def test_the_exit_code_is_the_driver_s(status: str, driver: int | None, code: int) -> None:
-    assert naming.exit_code(status, driver) == code
+def test_the_exit_code_is_the_driver_s_or_says_again(
+    status: str, driver: int | None, error: str | None, code: int
+) -> None:
+    from ray.dashboard.modules.job.common import JobErrorType
+
+    assert naming.exit_code(status, driver, error) == code
+    assert set(naming.LOST) <= {one.value for one in JobErrorType}
 
 
 # --------------------------------------------------------------------------------------------------------- upload
@@ -105,6 +118,14 @@ def test_tracked_files_go_along_and_nothing_else(checkout: Path) -> None:
         assert sorted(path.name for path in folder.rglob("*")) == [".gitignore", "code.py"]
         assert (folder / "code.py").read_text() == "x = 1\n"
     assert not folder.exists()
+
+
+def test_this_project_s_own_checkout_goes_along_without_its_tests() -> None:
+    found = upload.of(ROOT)  # more than a job takes along, if it were whole
+    names = {name for name, _ in found.files}
+    assert {"rtrain/cli/app.py", "serve/app.py", "tune/search.py", "pyproject.toml"} <= names
+    assert not [name for name in names if name.startswith(("tests/", "docs/", "benchmarks/"))]
+    assert sum((ROOT / name).stat().st_size for name in names) == found.size
 
 
 def test_too_much_is_refused_with_the_largest_files(checkout: Path) -> None:
@@ -194,11 +215,6 @@ def test_a_run_is_fetched_from_its_storage(tmp_path: Path) -> None:
         stored.fetch("y", f"file://{tmp_path}/storage", tmp_path / "other", said.append)
 
 
-def test_what_was_ended_from_outside_is_to_be_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [entry.again(code) for code in (0, 1, 2, 75, 130, 143)] == [0, 1, 2, 75, 130, 75]
-    assert "ended from outside" in capsys.readouterr().out
-
-
 def test_the_launcher_s_file_and_the_run_s_folder_are_asked_for_first(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         launcher.down(tmp_path / "cluster.yaml", yes=True)
@@ -223,7 +239,7 @@ class Lines:
         if not self.statuses and self.error is not None:
             raise self.error
         status = self.statuses.pop(0) if len(self.statuses) > 1 or self.error else self.statuses[0]
-        times = {"start_time": 1000, "end_time": None, "driver_exit_code": None}
+        times = {"start_time": 1000, "end_time": None, "driver_exit_code": None, "error_type": None}
         return [SimpleNamespace(submission_id="rtrain-x", status=status, entrypoint="e", **times)]
 
     async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
@@ -250,6 +266,20 @@ def test_a_head_that_is_lost_says_try_again(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(TryAgain, match="submit the same command again") as lost:
         client.Jobs("http://head", api).watch("rtrain-x", lambda text: None)
     assert lost.value.exit_code == 75
+
+
+def test_a_line_of_a_job_is_awaited_or_its_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
+    assert client.Jobs("http://head", Lines(["RUNNING"], [])).await_line("rtrain-x", "two") == "two"
+    with pytest.raises(Ended, match="rtrain-x has ended as FAILED; its last lines:\none\ntwo\nthree") as ended:
+        client.Jobs("http://head", Lines(["RUNNING", "FAILED"], [])).await_line("rtrain-x", "four")
+    assert ended.value.exit_code == 1
+
+
+@pytest.mark.parametrize("artifact", ["runs/x", "x"])
+def test_an_artefact_that_the_nodes_do_not_see_is_refused(artifact: str) -> None:
+    with pytest.raises(ConfigError, match="the nodes' folder must be named whole"):
+        cluster.serve(artifact)
 
 
 def test_ctrl_c_leaves_the_job_running_and_says_how_to_come_back() -> None:

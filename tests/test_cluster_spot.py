@@ -11,27 +11,27 @@ import pytest
 
 from rtrain import ray_internals
 from rtrain.cluster import spot
+from rtrain.cluster.rehearsal.metadata import Machines, Told, serving
 from rtrain.cluster.spot import Aws, Azure, Gcp, Notice, Service
-from tests.metadata_servers import Machine, serving
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
-def machine() -> Machine:
-    return Machine()
+def machine() -> Told:
+    return Told()
 
 
 @pytest.fixture
-def service(machine: Machine) -> Iterator[Service]:
-    with serving(machine) as address:
-        yield Service(address)
+def service(machine: Told) -> Iterator[Service]:
+    with serving(Machines(lambda: machine)) as address:
+        yield Service(f"{address}/node-1")
 
 
 # ------------------------------------------------------------------------------------------------------ three clouds
 
 
-def test_aws_tells_the_end_by_version_2_alone(machine: Machine, service: Service) -> None:
+def test_aws_tells_the_end_by_version_2_alone(machine: Told, service: Service) -> None:
     look = Aws(service)
     assert look() is None
     machine.ends = 2_000_000_000.0
@@ -39,7 +39,7 @@ def test_aws_tells_the_end_by_version_2_alone(machine: Machine, service: Service
     assert machine.asked.count("PUT /latest/api/token") == 1
 
 
-def test_aws_s_token_is_renewed_where_it_has_run_out(machine: Machine, service: Service) -> None:
+def test_aws_s_token_is_renewed_where_it_has_run_out(machine: Told, service: Service) -> None:
     look = Aws(service)
     assert look() is None
     machine.tokens.clear()
@@ -48,12 +48,12 @@ def test_aws_s_token_is_renewed_where_it_has_run_out(machine: Machine, service: 
     assert machine.asked.count("PUT /latest/api/token") == 2
 
 
-def test_aws_s_recommendation_is_not_the_end(machine: Machine, service: Service) -> None:
+def test_aws_s_recommendation_is_not_the_end(machine: Told, service: Service) -> None:
     machine.rebalance = 1_900_000_000.0
     assert Aws(service)() == Notice("rebalance recommended", 1_900_000_000.0, is_final=False)
 
 
-def test_google_tells_that_it_has_begun(machine: Machine, service: Service) -> None:
+def test_google_tells_that_it_has_begun(machine: Told, service: Service) -> None:
     look = Gcp(service)
     assert look() is None
     machine.ends = 1.0
@@ -64,7 +64,7 @@ def test_google_tells_that_it_has_begun(machine: Machine, service: Service) -> N
     assert before + 29 <= notice.deadline <= time.time() + 31
 
 
-def test_azure_tells_of_this_machine_and_of_others(machine: Machine, service: Service) -> None:
+def test_azure_tells_of_this_machine_and_of_others(machine: Told, service: Service) -> None:
     look = Azure(service)
     assert look() is None
     machine.ends, machine.meant = 2_000_000_000.0, ("node-2",)
@@ -76,7 +76,7 @@ def test_azure_tells_of_this_machine_and_of_others(machine: Machine, service: Se
 # ----------------------------------------------------------------------------------------------------------- waiting
 
 
-def test_it_looks_on_where_the_service_fails_and_says_so_once(machine: Machine, service: Service) -> None:
+def test_it_looks_on_where_the_service_fails_and_says_so_once(machine: Told, service: Service) -> None:
     machine.failures, machine.ends = 3, 2_000_000_000.0
     said: list[str] = []
     notice = spot.wait(Aws(service), 0.0, said.append, lambda one: one.is_final)
@@ -85,7 +85,7 @@ def test_it_looks_on_where_the_service_fails_and_says_so_once(machine: Machine, 
     assert "HTTPError" in said[0]
 
 
-def test_a_recommendation_is_said_once_and_waited_through(machine: Machine, service: Service) -> None:
+def test_a_recommendation_is_said_once_and_waited_through(machine: Told, service: Service) -> None:
     machine.rebalance = 1_900_000_000.0
     looks = iter(range(5))
     said: list[str] = []
@@ -137,9 +137,10 @@ def test_nothing_heavy_is_imported_before_the_notice() -> None:
     assert done.stdout.strip() == "0"
 
 
-def test_a_second_watcher_leaves_the_first_alone(machine: Machine, tmp_path: Path) -> None:
-    with serving(machine) as address:
-        command = [sys.executable, "-m", "rtrain.cluster.spot", "aws", "--metadata", address, "--every", "0.1"]
+def test_a_second_watcher_leaves_the_first_alone(machine: Told, tmp_path: Path) -> None:
+    with serving(Machines(lambda: machine)) as address:
+        command = [sys.executable, "-m", "rtrain.cluster.spot", "aws", "--every", "0.1"]
+        command += ["--metadata", f"{address}/node-1"]
         command += ["--lock", str(tmp_path / "lock"), "--address", "127.0.0.1:1"]
         with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as first:
             try:
@@ -157,15 +158,16 @@ import json, os, subprocess, sys, time
 os.environ["RAY_AUTH_MODE"] = "disabled"
 import ray
 from ray.cluster_utils import Cluster
-from tests.metadata_servers import Machine, serving
+from rtrain.cluster.rehearsal.metadata import Machines, Told, serving
 from rtrain.cluster import supply
 os.environ["RAY_CLOUD_INSTANCE_ID"] = "head"
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
 os.environ["RAY_CLOUD_INSTANCE_ID"] = "i-spot"
 node = cluster.add_node(num_cpus=1)
 ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-machine, before = Machine(), [n["NodeID"] for n in ray.nodes() if n["Alive"]]
-with serving(machine) as address:
+machine, before = Told(), [n["NodeID"] for n in ray.nodes() if n["Alive"]]
+with serving(Machines(lambda: machine)) as address:
+    address = f"{address}/i-spot"
     command = [sys.executable, "-m", "rtrain.cluster.spot", "aws", "--metadata", address, "--every", "0.2",
                "--lock", sys.argv[1], "--address", cluster.address]
     watcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

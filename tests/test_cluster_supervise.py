@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -63,6 +64,29 @@ def test_a_driver_that_ends_by_itself_is_not_started_again(
     out, err = capfd.readouterr()
     assert out.count("intent") == 1
     assert err.count("nonesuch") == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "head", "job"),
+    [(0, False, 0), (1, True, 1), (1, False, 75), (2, False, 2), (75, True, 75), (130, False, 130), (143, True, 75)],
+)
+def test_a_job_that_is_to_be_submitted_anew_says_75(
+    code: int, head: bool, job: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1 and 2 are for the user to mend, but where the cluster is no longer there."""
+    assert supervise.again(code, lambda: head) == job
+    assert ("submitted again" in capsys.readouterr().err) == (job == 75 != code)
+
+
+def test_a_head_answers_while_something_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        assert supervise.head_answers()
+    assert not supervise.head_answers()
+    for unsaid in ("", "auto"):
+        monkeypatch.setenv("RAY_ADDRESS", unsaid)
+        assert supervise.head_answers()
 
 
 # In place of `rtrain`: a driver that writes a checkpoint and is killed, as often as its run's folder says.
@@ -157,11 +181,13 @@ def test_a_driver_that_is_killed_and_then_terminated_resumes_and_ends_its_run(tm
         finally:
             end(supervisor, family)
     text = log.read_text()
-    assert (code, [" ".join(one.cmdline()[:3]) for one in left if one.is_running()]) == (143, [])
+    assert (code, [" ".join(one.cmdline()[:3]) for one in left if one.is_running()]) == (75, [])
     assert "the driver was ended by SIGKILL; starting it again from update-" in text
     assert "***" not in text
     assert "Traceback" not in text
-    said, _, way_on = text.strip().splitlines()[-1].partition("; next: rtrain ")
+    *_, last, job = text.strip().splitlines()
+    assert job == "rtrain: ended from outside; the same job, submitted again, goes on from the newest checkpoint"
+    said, _, way_on = last.partition("; next: rtrain ")
     assert said == "rtrain: ended by SIGTERM"
     assert [event["kind"] for event in events.read(run)][-1] == "interrupted"
     assert not (run / "artifact").exists()

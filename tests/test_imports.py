@@ -47,7 +47,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tune.asking", "tune.ending"),
     ("tune.results",),
     ("rtrain.proof", "rtrain.inventory", "tune"),
-    ("rtrain.demo",),
+    ("rtrain.demo", "rtrain.cluster.rehearsal"),
     ("rtrain.cli",),
     ("rtrain.__main__",),
 )

@@ -33,8 +33,8 @@ recipes_app.command("show")(train.recipes_show)
 cluster_app = typer.Typer()
 app.add_typer(cluster_app, name="cluster")
 for _cluster_verb in (
-    *(cluster.lint, cluster.init, cluster.kubernetes),
-    *(cluster.submit, cluster.status, cluster.logs, cluster.stop, cluster.fetch, cluster.down),
+    *(cluster.lint, cluster.init, cluster.kubernetes, cluster.rehearse),
+    *(cluster.submit, cluster.serve, cluster.status, cluster.logs, cluster.stop, cluster.fetch, cluster.down),
 ):
     cluster_app.command()(_cluster_verb)
 keys_app = typer.Typer()

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rtrain.cli.options import Json
+from rtrain.cli.options import Json, Set
 from rtrain.cli.output import show
 from rtrain.errors import ConfigError, Ended, Problem, UserError
 from rtrain.run import shown
@@ -123,6 +123,36 @@ def kubernetes(
     print(manifests.text(settings, kind or ()), end="")
 
 
+def rehearse(
+    words: Annotated[list[str], typer.Argument(help="Behind --: train and its options, with data of this machine.")],
+    file: Annotated[Path, typer.Option("--file", help="The cluster's file.")] = Path("cluster.yaml"),
+    out: Annotated[str | None, typer.Option("--out", help="New folder for its runs and logs.")] = None,
+    folder: Annotated[Path, typer.Option("--folder", help="Root of the checkout to take along.")] = Path("."),
+    most_mb: Annotated[float, typer.Option("--most-mb", help="Most megabytes to take along.")] = 5.0,
+    as_json: Json = False,
+) -> None:
+    """Try a cluster's file on this machine: its nodes, its autoscaler and a real job, with a spot notice and the loss
+    of a node in the middle. The exit code is 0 if the run came to the same weights by the same rows, and nothing was
+    left behind."""
+    from rtrain.cluster.jobs import upload
+    from rtrain.cluster.lint import lint as linting
+    from rtrain.cluster.rehearsal import rehearse as rehearsing
+    from rtrain.report.live.progress import say
+    from rtrain.runs import opening
+
+    plan, absolute = rehearsing.check(words, linting.read_file(file))
+    files = upload.of(folder.absolute(), int(most_mb * 1e6))
+    place = opening.folder_for("rehearsal", out)
+    if place.is_dir() and any(place.iterdir()):
+        raise ConfigError([Problem("--out", shown(place), "is not empty", "name a new folder")])
+    certificate = rehearsing.Rehearsal(plan, words, absolute, place, say).run(files)
+    document = certificate.to_document()
+    (place / "certificate.json").write_text(json.dumps(document, indent=2), encoding="utf-8")
+    show(document, as_json, certificate.text(), f"kept: {shown(place / 'certificate.json')}")
+    if not certificate.passed:
+        raise typer.Exit(FOUND)
+
+
 def submit(
     context: typer.Context,
     words: Annotated[list[str], typer.Argument(help="Behind --: the verb and its options.")],
@@ -151,6 +181,41 @@ def submit(
     _watched(jobs, job, str(name))
 
 
+def serve(
+    artifact: Annotated[str, typer.Argument(help="Folder on the nodes, of an artefact or its run; or an address.")],
+    replicas: Annotated[int | None, typer.Option("--replicas", help="Copies of the model (default 1).", min=1)] = None,
+    max_replicas: Annotated[
+        int | None, typer.Option("--max-replicas", help="Most copies, as the load asks for them.", min=1)
+    ] = None,
+    assignments: Set = None,
+    folder: Annotated[Path, typer.Option("--folder", help="Root of the checkout to take along.")] = Path("."),
+    most_mb: Annotated[float, typer.Option("--most-mb", help="Most megabytes to take along.")] = 5.0,
+    address: Api = None,
+) -> None:
+    """Serve an artefact on a cluster, as a job of its own; returns once it answers. Its replicas are on nodes that the
+    autoscaler starts for them. `rtrain cluster stop` ends it, once what it has begun is answered."""
+    from rtrain.cluster.jobs import client, naming, upload
+    from rtrain.report.live.progress import say
+
+    if "://" not in artifact and not artifact.startswith("/"):
+        reason, fix = "the nodes' folder must be named whole", "write e.g. /shared/runs/intent"
+        raise ConfigError([Problem("artifact", artifact, reason, fix)])
+    given = {"serve.replicas": replicas, "serve.max_replicas": max_replicas}
+    settings = [*(f"{name}={value}" for name, value in given.items() if value is not None), *(assignments or ())]
+    words = ["serve", artifact, *(word for setting in settings for word in ("--set", setting))]
+    files = upload.of(folder.absolute(), int(most_mb * 1e6))
+    jobs, name = client.Jobs(address), naming.served_name(artifact)
+    job = jobs.submit(words, files, say)
+    try:
+        line = jobs.await_line(job, "serving ")
+    except KeyboardInterrupt:
+        raise Ended(f"{job} goes on without this terminal; rtrain cluster stop {name} ends it", DETACHED) from None
+    print(job)
+    say(
+        f"{line.partition(' (')[0]} of the head; next: ray attach -p 8000 cluster.yaml   or: rtrain cluster stop {name}"
+    )
+
+
 def _watched(jobs: Any, job: str, name: str) -> None:
     from rtrain.cluster.jobs import naming
 
@@ -162,7 +227,7 @@ def _watched(jobs: Any, job: str, name: str) -> None:
     except KeyboardInterrupt:
         way = f"rtrain cluster logs --follow {name}   or: rtrain cluster stop {name}"
         raise Ended(f"{job} goes on without this terminal; {way}", DETACHED) from None
-    if code := naming.exit_code(ended.status, ended.driver_exit_code):
+    if code := naming.exit_code(ended.status, ended.driver_exit_code, ended.error):
         raise Ended(f"{job} has ended as {ended.status}", code)
 
 

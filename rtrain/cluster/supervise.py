@@ -2,21 +2,25 @@
 
 Ray starts the entry point of a job once. The supervisor imports neither Ray nor torch, so that a segmentation fault or
 a lack of memory ends the child, the driver, and not the supervisor. A new child resumes from its run's newest
-checkpoint. If the whole head is lost, the job must be submitted again, with --resume.
+checkpoint. If the whole head is lost, the job must be submitted again: the exit code 75 says so to whatever submits it.
 """
 
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
+from rtrain import signals
 from rtrain.cluster.session import IN_JOB
+from rtrain.errors import TryAgain, UserError
 
 CHILD = "RTRAIN_CHILD"
 """Environment variable that tells a child that it has a supervisor."""
+ANSWER_S = 5.0
 MAX_DEATHS = 3
 """Deaths of the driver without a new checkpoint between them, after which it is not started again."""
 
@@ -33,7 +37,8 @@ def resumed(arguments: Sequence[str], run: Path) -> list[str]:
 
 
 def supervise(arguments: Sequence[str], run: Path) -> int:
-    """Run `rtrain ARGUMENTS` until it ends by itself; returns its exit code. `run` is the run folder that it writes.
+    """Run `rtrain ARGUMENTS` until it ends by itself; returns the exit code of the job. `run` is the run folder that it
+    writes.
 
     Returns 1 after more than `MAX_DEATHS` deaths without a new checkpoint.
     """
@@ -41,7 +46,7 @@ def supervise(arguments: Sequence[str], run: Path) -> int:
     while True:
         code = child(arguments)
         if code >= 0 or -code in (signal.SIGINT, signal.SIGTERM):
-            return code if code >= 0 else 128 - code
+            return again(code if code >= 0 else 128 - code, head_answers)
         reached = _reached(run)
         deaths = 1 if reached > newest else deaths + 1
         newest = max(newest, reached)
@@ -52,6 +57,32 @@ def supervise(arguments: Sequence[str], run: Path) -> int:
         where = reached[-1] if reached else "the start"
         sys.stderr.write(f"rtrain: the driver was ended by {name}; starting it again from {where}\n")
         arguments = resumed(arguments, run)
+
+
+def again(code: int, answers: Callable[[], bool]) -> int:
+    """The exit code of a job whose run has ended with `code`: 75, to be submitted anew, where it was ended from outside
+    by SIGTERM, or failed on a cluster whose head is gone (`answers` says whether it is there). Other codes stay."""
+    if code == signals.TERMINATED:
+        why = "ended from outside"
+    elif code == UserError.exit_code and not answers():
+        why = "the cluster's head is gone"
+    else:
+        return code
+    sys.stderr.write(f"rtrain: {why}; the same job, submitted again, goes on from the newest checkpoint\n")
+    return TryAgain.exit_code
+
+
+def head_answers() -> bool:
+    """Whether something listens where the head of this job's cluster is; also where the job's environment does not
+    name it."""
+    host, _, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
+    if not host or not port.isdigit():
+        return True
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _reached(run: Path) -> tuple[str, ...]:

@@ -11,12 +11,16 @@ from typing import Any, NamedTuple
 
 from rtrain import ray_internals
 from rtrain.cluster.jobs import naming, upload
-from rtrain.errors import TryAgain, UserError
+from rtrain.errors import Ended, TryAgain, UserError
 
 DEFAULT = "http://127.0.0.1:8265"
 AGENT_S = 60.0
 """Seconds in which the head's agent must be there: the API answers some seconds before it takes jobs."""
+STOP_S = 60
+"""Seconds that a job which is told to end has for it. By default Ray kills what it has started after 3: an endpoint
+would cut its requests off, and a run not say that it was interrupted."""
 LOOK_EVERY_S = 1.0
+LAST_LINES = 12
 PATIENCE_S = 30.0
 """Seconds without an answer of the head, after which a watched job counts as lost with it."""
 
@@ -29,6 +33,8 @@ class Job(NamedTuple):
     """Seconds since 1970."""
     ended: float | None
     driver_exit_code: int | None
+    error: str | None
+    """Why it has failed, in Ray's words; None for one that has not."""
 
 
 class Jobs:
@@ -58,6 +64,7 @@ class Jobs:
                 one.start_time / 1000 if one.start_time else None,
                 one.end_time / 1000 if one.end_time else None,
                 one.driver_exit_code,
+                one.error_type,
             )
             for one in found
             if one.submission_id
@@ -85,7 +92,10 @@ class Jobs:
                     self._client.submit_job(
                         entrypoint=entrypoint,
                         submission_id=decided.job,
-                        runtime_env={"working_dir": str(folder)},
+                        runtime_env={
+                            "working_dir": str(folder),
+                            "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_S)},
+                        },
                         metadata={"rtrain_run": str(run or "")},
                     )
                     return decided.job
@@ -107,6 +117,20 @@ class Jobs:
     def stop(self, job: str) -> bool:
         with self._asked():
             return bool(self._client.stop_job(job))
+
+    def await_line(self, job: str, sign: str) -> str:
+        """The line of a job's log that begins with `sign`, once it is there. Raises `Ended` where the job ends first,
+        with its exit code and its last lines."""
+        while True:
+            found, log = self.all()[job], self.logs(job)
+            line = next((line for line in log.splitlines() if line.startswith(sign)), None)
+            if line is not None:
+                return line
+            if found.status in naming.ENDED:
+                code = naming.exit_code(found.status, found.driver_exit_code, found.error) or UserError.exit_code
+                last = "\n".join(log.strip().splitlines()[-LAST_LINES:])
+                raise Ended(f"{job} has ended as {found.status}; its last lines:\n{last}", code)
+            time.sleep(LOOK_EVERY_S)
 
     def watch(self, job: str, show: Callable[[str], None]) -> Job:
         """Show a job's lines as they come, until it has ended. Raises `TryAgain` where the head is lost meanwhile."""

@@ -15,10 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from rtrain import signals
 from rtrain.cluster import supervise
 from rtrain.cluster.jobs import naming
-from rtrain.errors import TryAgain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +27,7 @@ LEFT_S = 10.0
 
 
 def main(words: Sequence[str]) -> int:
-    """The exit code of the verb; 75 where it was ended by SIGTERM, as a node or a pod that goes away does."""
+    """The exit code of the verb; 75 where its run is to be gone on with (`supervise.again`)."""
     found = naming.run_of(words)
     if found is None:
         return _alone(words)
@@ -40,16 +38,7 @@ def main(words: Sequence[str]) -> int:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         sys.stdout.write(f"--- {stamp} rtrain {shlex.join(arguments)}\n")
         sys.stdout.flush()
-        code = supervise.supervise(arguments, run) if supervised else _alone(arguments)
-        return again(code) if supervised else code
-
-
-def again(code: int) -> int:
-    """The exit code of a job whose run has ended with `code`: one that was ended from outside is to be tried again."""
-    if code == signals.TERMINATED:
-        sys.stdout.write("rtrain: ended from outside; the same job goes on from the newest checkpoint\n")
-        return TryAgain.exit_code
-    return code
+        return supervise.supervise(arguments, run) if supervised else _alone(arguments)
 
 
 def _alone(words: Sequence[str]) -> int:

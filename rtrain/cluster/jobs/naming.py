@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from rtrain.errors import ConfigError, Problem
+from rtrain.errors import ConfigError, Problem, TryAgain
 
 SUPERVISED = ("train", "tune", "distill")
 """Verbs that write a run folder, which they resume."""
@@ -54,9 +54,18 @@ def log_of(run: PurePosixPath) -> PurePosixPath:
 
 
 def identity(words: Sequence[str], run: PurePosixPath | None) -> str:
-    """What the job is called: the run's name, else the verb's; the same for the same request."""
-    plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", run.name if run else words[0] if words else "job").strip("-.")
+    """What the job is called: the run's name, of an endpoint that of what it serves too, else the verb's; the same for
+    the same request."""
+    served = words[1] if len(words) > 1 and words[0] == "serve" else None
+    name = run.name if run else served_name(served) if served else words[0] if words else "job"
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")
     return f"rtrain-{plain[:LONGEST] or 'job'}"
+
+
+def served_name(artifact: str) -> str:
+    """What the job that serves an artefact is called: after its run, where it lies in one."""
+    path = PurePosixPath(artifact.partition("://")[2] or artifact)
+    return f"serve-{path.parent.name if path.name.startswith('artifact') and path.parent.name else path.name}"
 
 
 class Attach(NamedTuple):
@@ -90,8 +99,18 @@ def decide(base: str, statuses: Mapping[str, str]) -> Attach | Start:
     return Start(f"{base}-try-{int(last[1]) + 1 if last else 2}")
 
 
-def exit_code(status: str, driver: int | None) -> int:
-    """The exit code of a command that has watched a job until it ended."""
+LOST = ("JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_START_TIMEOUT", "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE")
+"""Ray's words for the end of a job that its verb had no part in, such as that of the head's processes."""
+
+
+def exit_code(status: str, driver: int | None, error: str | None = None) -> int:
+    """The exit code of a command that has watched a job until it ended; 75 for one that is to be submitted anew.
+
+    `driver`: the exit code of the job's entry point, negative for a signal; None where it did not end by itself.
+    `error`: why, in Ray's words.
+    """
     if status == "SUCCEEDED":
         return 0
+    if status == "FAILED" and (error in LOST if driver is None else driver < 0):
+        return TryAgain.exit_code
     return driver if driver and driver > 0 else 1

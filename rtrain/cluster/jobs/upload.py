@@ -12,6 +12,10 @@ from rtrain.errors import UserError
 
 MOST_BYTES = 5_000_000
 LARGEST = 10
+NOT_NEEDED = ("benchmarks/", "docs/", "tests/")
+"""Folders of rtrain's own checkout that no job needs; they are more than half of it."""
+OWN = "rtrain/cluster/jobs/entry.py"
+"""By this file rtrain's own checkout is known."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,11 @@ class Upload:
 
 
 def of(folder: Path, most: int = MOST_BYTES) -> Upload:
-    """The files of the git work tree that `folder` is the root of. Raises `UserError` where it is none, and where they
-    are more than `most` bytes."""
+    """The files of the git work tree that `folder` is the root of; of rtrain's own, those that a job needs. Raises
+    `UserError` where it is none, and where they are more than `most` bytes."""
     tracked = _git(folder, "ls-files", "-z")
+    if OWN in tracked:
+        tracked = [name for name in tracked if not name.startswith(NOT_NEEDED)]
     files = [(name, (folder / name).lstat().st_size) for name in tracked if (folder / name).is_file()]
     found = Upload(
         folder,

@@ -1,7 +1,8 @@
-"""Metadata services of three clouds on loopback, as their machines see them."""
+"""Metadata services of three clouds on loopback, as the machines of a cluster see them: each under its own name."""
 
 import json
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,12 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 @dataclass
-class Machine:
-    """What the services know of a machine; a test changes it while they answer."""
+class Told:
+    """What the services say of a machine; it may change while they answer."""
 
     ends: float | None = None
     """When it is taken away, in seconds since 1970."""
     rebalance: float | None = None
+    """When a recommendation to leave was given (AWS)."""
     name: str = "node-1"
     meant: tuple[str, ...] = ("node-1",)
     """Azure: the machines that an event names."""
@@ -66,14 +68,19 @@ class Machine:
         return 404, ""
 
 
+Machines = defaultdict[str, Told]
+"""What the services say, by the name of the machine; of one that nobody has named they know nothing."""
+
+
 @contextmanager
-def serving(machine: Machine) -> Iterator[str]:
-    """The address at which the services of this machine answer."""
+def serving(machines: Machines) -> Iterator[str]:
+    """The address under which the services answer: `ADDRESS/NAME` is that of the machine of that name."""
 
     class Handler(BaseHTTPRequestHandler):
         def _reply(self) -> None:
             headers = {name.lower(): value for name, value in self.headers.items()}
-            status, text = machine.answer(self.command, self.path, headers)
+            _, name, path = self.path.split("/", 2)
+            status, text = machines[name].answer(self.command, f"/{path}", headers)
             body = text.encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))

@@ -1,0 +1,235 @@
+"""What a rehearsal takes from a cluster's file: its node types, its limits, how it starts Ray, its prices. Pure."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rtrain.cluster import supply
+from rtrain.cluster.instances import BY_NAME
+from rtrain.cluster.lint import clouds, document as documents, shell
+from rtrain.cluster.lint.document import Document, Unreadable
+from rtrain.errors import ConfigError, Problem
+
+PROVIDER, FOLDER = "rtrain.cluster.rehearsal.provider.Rehearsed", "rehearsal_folder"
+"""The autoscaler's cloud, and its setting with the folder of the book."""
+IDLE_S = 20.0
+"""Seconds without work after which a rehearsed node is ended, where the file's own time is longer."""
+FILE = "--file"
+REPLACED = (
+    *("--address", "--autoscaling-config", "--block", "--disable-usage-stats", "--head"),
+    *("--labels", "--object-store-memory", "--resources"),
+)
+"""Options of the file's `ray start` that the rehearsal gives itself, besides those of ports, folders and numbers."""
+COMMANDS = ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
+"""The lists of commands that Ray's autoscaler looks up in a file, also where it runs none of them."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A node type."""
+
+    name: str
+    resources: Mapping[str, float]
+    labels: Mapping[str, str]
+    least: int
+    most: int
+    is_spot: bool
+    instance: str | None
+    dollars: float | None
+    """An hour of it on demand; None where its price is not known."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    head: Kind
+    kinds: tuple[Kind, ...]
+    """The workers' types."""
+    most: int
+    """Workers of all types at a time."""
+    idle_s: float
+    """Seconds without work after which the file has a worker ended."""
+    watcher: str | None
+    """The cloud whose notices are listened for on each worker; None where the file starts no watcher."""
+    head_options: tuple[str, ...]
+    """Of the file's `ray start`, as far as they mean something here."""
+    worker_options: tuple[str, ...]
+    hook: str | None
+    """What the file exports as RAY_START_HOOK."""
+
+    @property
+    def least(self) -> int:
+        """Workers that are up without any work."""
+        return sum(kind.least for kind in self.kinds)
+
+    @property
+    def rehearsed_idle_s(self) -> float:
+        return min(self.idle_s, IDLE_S)
+
+    @property
+    def by_name(self) -> dict[str, Kind]:
+        return {kind.name: kind for kind in (self.head, *self.kinds)}
+
+    def autoscaler_file(self, folder: str) -> dict[str, Any]:
+        """What Ray's autoscaler is given in place of the file: the same cluster from a cloud on this machine, whose
+        book is in `folder`."""
+        described = {
+            kind.name: {
+                "resources": {name: int(amount) for name, amount in kind.resources.items()},
+                "labels": dict(kind.labels),
+                "min_workers": kind.least,
+                "max_workers": kind.most,
+                "node_config": {},
+            }
+            for kind in (self.head, *self.kinds)
+        }
+        return {
+            "cluster_name": "rehearsal",
+            "max_workers": self.most,
+            "idle_timeout_minutes": self.rehearsed_idle_s / 60,
+            "provider": {
+                "type": "external",
+                "module": PROVIDER,
+                "disable_node_updaters": True,
+                "disable_launch_config_check": True,
+                FOLDER: folder,
+            },
+            "auth": {},
+            "head_node_type": self.head.name,
+            "available_node_types": described,
+            "file_mounts": {},
+            "cluster_synced_files": [],
+            **{f"{name}_commands": [] for name in COMMANDS},
+        }
+
+    def needed(self, workers: int, data_cpus: int, device: str) -> int | None:
+        """The fewest worker nodes that have room for a run beside its data tasks: of one type, where there are several.
+        None where none has."""
+        head = dict(self.head.resources)
+        for number in range(self.most + 1):
+            for kind in (*self.kinds, self.head):
+                nodes = [head, *[dict(kind.resources)] * number]
+                if number <= kind.most and supply.fits(nodes, device, data_cpus) >= workers:
+                    return number
+        return None
+
+
+def of(text: str) -> Plan:
+    """The plan of a file. Raises `ConfigError` with everything for which it cannot be rehearsed."""
+    found = _read(text)
+    kinds, head = found.get("available_node_types"), found.get("head_node_type")
+    if not isinstance(kinds, dict) or not kinds:
+        reason = "it names no available_node_types, so that there is nothing to scale"
+        raise ConfigError([Problem(FILE, None, reason, "write them, as rtrain cluster init --cloud aws does")])
+    if head not in kinds:
+        reason = f"head_node_type is {head}, which is none of {', '.join(map(str, kinds))}"
+        raise ConfigError([Problem(FILE, None, reason, "name the head's type")])
+    prices, most = found.get("metadata", "prices", default={}), int(found.get("max_workers", default=2))
+    known = {node.name: node for node in clouds.nodes(found)}
+    made, problems = [], []
+    for name, kind in kinds.items():
+        node = known.get(name)
+        instance = node.instance if node else None
+        listed = BY_NAME.get(instance or "")
+        resources = (kind or {}).get("resources")
+        if resources is None and listed is not None:
+            resources = {"CPU": listed.cpus, **({"GPU": listed.gpus} if listed.gpus else {})}
+        if resources is None:
+            reason = f"the node type {name} says no resources, and {instance or 'its instance'} is in no table"
+            problems.append(Problem(FILE, None, reason, f"write resources: {{CPU: ...}} in {name}"))
+            continue
+        least = 0 if name == head else int(kind.get("min_workers", 0))
+        made.append(
+            Kind(
+                name=name,
+                resources={key: float(amount) for key, amount in resources.items()},
+                labels={key: str(value) for key, value in (kind.get("labels") or {}).items()},
+                least=least,
+                most=0 if name == head else min(most, int(kind.get("max_workers", most))),
+                is_spot=node is not None and node.is_spot,
+                instance=instance,
+                dollars=float(prices[instance]) if instance in prices else listed.dollars if listed else None,
+            )
+        )
+    if problems:
+        raise ConfigError(problems)
+    starts = {"--head" in options: (command, options) for command, options in shell.starts(found)}
+    watched = [
+        match[1]
+        for command in shell.commands(found)
+        if (match := re.search(r"-m rtrain\.cluster\.spot (aws|gcp|azure)\b", command.text))
+    ]
+    return Plan(
+        head=next(kind for kind in made if kind.name == head),
+        kinds=tuple(kind for kind in made if kind.name != head),
+        most=most,
+        idle_s=60.0 * float(found.get("idle_timeout_minutes", default=5)),
+        watcher=watched[0] if watched else None,
+        head_options=_kept(starts[True][1]) if True in starts else (),
+        worker_options=_kept(starts[False][1]) if False in starts else (),
+        hook=shell.exported(starts[True][0].text, "RAY_START_HOOK") if True in starts else None,
+    )
+
+
+def _read(text: str) -> Document:
+    try:
+        found = documents.read(text)
+    except Unreadable as error:
+        raise ConfigError([Problem(FILE, None, f"line {error.line}: no YAML: {error.reason}", "mend it")]) from None
+    if len(found) != 1 or not isinstance(found[0].value, dict) or "apiVersion" in found[0].value:
+        reason = "it is no file of Ray's launcher"
+        raise ConfigError([Problem(FILE, None, reason, "write one with rtrain cluster init --cloud aws")])
+    return found[0]
+
+
+def _kept(options: Mapping[str, str]) -> tuple[str, ...]:
+    dropped = re.compile(r"--(?:[a-z-]+-port|port|temp-dir|plasma-directory|num-[cg]pus|memory|min-.*|max-.*)")
+    return tuple(
+        f"{name}={value}" if value else name
+        for name, value in options.items()
+        if name not in REPLACED and not dropped.fullmatch(name)
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ the run's words
+
+LOCAL = ("--data", "--valid", "--test", "--model")
+"""Options whose value may be a file or folder of the machine from which a job is asked for."""
+DROPPED = ("--out", "--address")
+FLAGS = ("--resume", "--new", "--json")
+
+
+def words_of(words: Sequence[str], out: str, storage: str, absolute: Mapping[str, str]) -> list[str]:
+    """A command's words, for the run folder `out` and with what a rehearsal adds: each update is logged, nothing is
+    explained at the end, and a copy goes to `storage` where it would have gone to a storage of the user's.
+
+    `absolute`: the paths of files and folders of this machine, by what the words call them.
+    """
+    kept, skip, stored = list[str](), False, False
+    for place, word in enumerate(words):
+        name, given, value = word.partition("=")
+        following = words[place + 1] if place + 1 < len(words) else ""
+        setting = following if word == "--set" else value if name == "--set" and given else ""
+        if skip:
+            skip = False
+        elif word in FLAGS or (name in DROPPED and given):
+            continue
+        elif word in DROPPED:
+            skip = True
+        elif setting.partition("=")[0].strip() == "cluster.storage":
+            skip, stored = word == "--set", True
+        elif name in LOCAL and given:
+            kept.append(f"{name}={absolute.get(value, value)}")
+        elif place and words[place - 1] in LOCAL:
+            kept.append(absolute.get(word, word))
+        else:
+            kept.append(word)
+    added = ["train.log_every=1", "report.attributions=0", *([f"cluster.storage={storage}"] if stored else [])]
+    return [*kept, "--out", out, *(word for setting in added for word in ("--set", setting))]
+
+
+def local_values(words: Sequence[str]) -> list[str]:
+    """What the words name in `LOCAL` that could be a path: no address, and no name of a model."""
+    found = [words[place + 1] for place, word in enumerate(words[:-1]) if word in LOCAL]
+    found += [word.partition("=")[2] for word in words if word.partition("=")[0] in LOCAL and "=" in word]
+    return [value for value in found if "://" not in value]

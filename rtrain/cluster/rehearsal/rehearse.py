@@ -1,0 +1,212 @@
+"""`rtrain cluster rehearse`: a cluster's file tried on this machine before anything is paid for.
+
+The cluster of the file is brought up as real Ray nodes, which Ray's own autoscaler starts and ends. The command runs as
+a job there, twice: undisturbed, and with a spot notice and the loss of a node in its middle. Both must come to the same
+weights, by the same rows, and nothing may be left when the cluster is taken down.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rtrain import config as configuration, ray_internals
+from rtrain.checkpoints import checkpoint
+from rtrain.cluster import supply
+from rtrain.cluster.jobs import naming, upload
+from rtrain.cluster.rehearsal import certificate as certificates, plan as plans, ports
+from rtrain.cluster.rehearsal.certificate import Certificate, Rows, Weights
+from rtrain.cluster.rehearsal.faults import Kind, Saboteur
+from rtrain.cluster.rehearsal.plan import Plan
+from rtrain.cluster.rehearsal.up import Up, up
+from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.proof import ledger
+from rtrain.run import Run
+
+Say = Callable[[str], None]
+LOOK_EVERY_S = 0.3
+PORTS_EVERY_S = 5.0
+QUIET_S = 600.0
+"""Seconds without a line in a run's log after which a rehearsal is broken off."""
+ENDED_WITHIN_S = 120.0
+"""Seconds beyond the idle time in which nodes without work must have ended."""
+UNDISTURBED, DISTURBED = "undisturbed", "rehearsed"
+
+
+def check(words: Sequence[str], text: str) -> tuple[Plan, dict[str, str]]:
+    """The plan of a cluster's file, and the absolute paths of what the words name on this machine. Raises
+    `ConfigError` with everything that can be refused before anything is started."""
+    problems = []
+    if not words or words[0] != "train":
+        reason = "is not rehearsed: a training is, whose rows and weights can be compared"
+        problems.append(Problem("verb", words[0] if words else None, reason, "write -- train RECIPE --data FILE"))
+    absolute = {}
+    for value in plans.local_values(words):
+        path = Path(value).expanduser()
+        if path.exists():
+            absolute[value] = str(path.absolute())
+        elif value.startswith(("/", "~", ".")):
+            reason = "is not on this machine"
+            problems.append(Problem("path", value, reason, "rehearse with a file that is: some hundred rows do"))
+    try:
+        plan = plans.of(text)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    return plan, absolute
+
+
+class Rehearsal:
+    """One rehearsal: what is asked of the cluster, and what is seen of it meanwhile."""
+
+    def __init__(self, plan: Plan, words: Sequence[str], absolute: Mapping[str, str], out: Path, say: Say):
+        self.plan, self.out = plan, out
+        self._words, self._absolute, self._say = words, absolute, say
+        self._begin = time.time()
+        self._listeners: set[ports.Listener] = set()
+        self._looked = 0.0
+        self._first_job = 0.0
+        self._scale_down: float | None = None
+        self._joined: dict[str, float] = {}
+        self._saboteur: Saboteur | None = None
+
+    @property
+    def wanted(self) -> tuple[Kind, ...]:
+        """A notice is given where the file listens for it."""
+        return ("notice", "kill") if self.plan.watcher else ("kill",)
+
+    def run(self, files: upload.Upload) -> Certificate:
+        """Raises `UserError` where the undisturbed run fails by itself: then there is nothing to rehearse."""
+        errors = list[str]()
+        with up(self.plan, self.out / "machines", self._say) as made:
+            self._first_job = time.time()
+            self._job(made, UNDISTURBED, files)
+            updates = Run(self.out / UNDISTURBED).events("trained")[-1]["updates"]
+            self._saboteur = Saboteur(made, self.wanted, updates)
+            try:
+                self._job(made, DISTURBED, files)
+                self._await_idle(made)
+            except _Broken as error:
+                errors.append(str(error))
+            self._joined = ray_internals.joined(made.address, seconds=10.0)
+            self._say("taking the cluster down")
+        return self._judge(made, self._saboteur, files, errors)
+
+    # ------------------------------------------------------------------------------------------------------ the jobs
+
+    def _job(self, made: Up, name: str, files: upload.Upload) -> None:
+        run = Run(self.out / name)
+        words = plans.words_of(self._words, str(run.folder), f"file://{self.out}/storage", self._absolute)
+        job = made.jobs.submit(words, files, lambda text: self._say(f"{name} run: {text}"))
+        quiet, seen, shown = time.monotonic(), 0, 0.0
+        while True:
+            status = made.jobs.all()[job].status
+            log = run.events() if run.log.is_file() else []
+            self._look(made)
+            if self._saboteur is not None and (fault := self._saboteur.look(log)) is not None:
+                update = log[-1]["update"]
+                self._say(f"{fault.kind} at update {update}: {fault.node} ({fault.type})")
+            if status in naming.ENDED:
+                break
+            if len(log) > seen:
+                quiet, seen = time.monotonic(), len(log)
+                if log[-1]["kind"] != "progress":
+                    self._say(f"{name} run: {log[-1]['kind']}")
+            elif time.monotonic() - quiet > QUIET_S:
+                made.jobs.stop(job)
+                raise _Broken(f"the {name} run has logged nothing for {QUIET_S:.0f} s; see {self.out / 'machines'}")
+            elif time.monotonic() - shown > 30 and not log:
+                shown = time.monotonic()
+                self._say(f"{name} run: {status.lower()}, {len(made.book.up()) - 1} worker nodes")
+            time.sleep(LOOK_EVERY_S)
+        if status != "SUCCEEDED":
+            lines = made.jobs.logs(job).strip().splitlines()[-12:]
+            text = "\n".join([f"the {name} run has ended as {status}; its last lines:", *lines])
+            raise _Broken(text) if self._saboteur is not None else UserError(text)
+
+    def _look(self, made: Up) -> None:
+        """Which sockets are open, now and then: most of them are there for some seconds only."""
+        if time.monotonic() - self._looked < PORTS_EVERY_S:
+            return
+        self._looked = time.monotonic()
+        machines = [(name, one.pid) for name, one in made.book.up().items() if one.pid is not None]
+        self._listeners |= ports.listening(machines, made.metrics_port)
+
+    def _await_idle(self, made: Up) -> None:
+        """Wait until the nodes that have no work are ended."""
+        begin = time.monotonic()
+        give_up = begin + self.plan.rehearsed_idle_s + ENDED_WITHIN_S
+        self._say(f"waiting for idle nodes to end, after {self.plan.rehearsed_idle_s:.0f} s")
+        while len(made.book.up()) - 1 > self.plan.least:
+            if time.monotonic() > give_up:
+                return
+            time.sleep(LOOK_EVERY_S)
+        self._scale_down = round(time.monotonic() - begin, 1)
+
+    # --------------------------------------------------------------------------------------------------- the judgement
+
+    def _judge(self, made: Up, saboteur: Saboteur, files: upload.Upload, errors: Sequence[str]) -> Certificate:
+        control, run = Run(self.out / UNDISTURBED), Run(self.out / DISTURBED)
+        nodes = certificates.nodes_of(made.machines, self._joined, self.plan, saboteur.met, self._begin)
+        workers_nodes = [node for node in nodes if node.type != self.plan.head.name]
+        came = [node.joined for node in workers_nodes if node.joined is not None]
+        first = min(came) - (self._first_job - self._begin) if came and not self.plan.least else None
+        starts = run.events("started") if run.log.is_file() else []
+        sizes = {event["workers"] for event in [*starts, *control.events("started")]}
+        settings = configuration.load(str(control.config))
+        device = control.events("started")[-1]["device"]
+        train = settings.recipe.train
+        spare = supply.data_cpus(settings.deploy.cluster.data_cpus, train.workers)
+        return Certificate(
+            plan=self.plan,
+            nodes=nodes,
+            most_at_a_time=certificates.most_at_a_time(workers_nodes),
+            needed=self.plan.needed(train.workers, spare, device),
+            scale_up_s=None if first is None else round(first, 1),
+            scale_down_s=self._scale_down,
+            upload={"files": len(files.files), "bytes": files.size, "largest": files.files[: upload.LARGEST]},
+            ports=sorted(self._listeners),
+            faults=saboteur.met,
+            wanted_faults=len(self.wanted),
+            restarts=max(0, len(starts) - 1),
+            rows=rows(control, run) if run.finished else None,
+            weights=weights(control, run, len(sizes) == 1) if run.finished else None,
+            updates=max((event["update"] for event in run.events("progress")), default=0) if starts else 0,
+            workers=[event["workers"] for event in starts],
+            device=device,
+            left_behind=made.left,
+            seconds=round(time.time() - self._begin, 1),
+            errors=errors,
+        )
+
+
+class _Broken(UserError):
+    """The rehearsal cannot go on; what it has seen is judged."""
+
+
+def rows(control: Run, run: Run) -> Rows:
+    found, undisturbed = ledger.check(run), ledger.check(control)
+    agrees = found.passed and undisturbed.passed
+    same = (found.order_digest, found.updates) == (undisturbed.order_digest, undisturbed.updates)
+    return Rows(agrees, found.missing, found.repeated, same)
+
+
+def weights(control: Run, run: Run, same_workers: bool) -> Weights:
+    """The newest checkpoints of two runs that have ended, compared."""
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    def last(one: Run) -> Mapping[str, Any]:
+        update = max(checkpoint.updates(one.checkpoints))
+        return load_file(checkpoint.path_of(one.checkpoints, update) / "model.safetensors")
+
+    ours, theirs = last(run), last(control)
+    identical = ours.keys() == theirs.keys() and all(
+        ours[name].tobytes() == tensor.tobytes() for name, tensor in theirs.items()
+    )
+    off = norm = 0.0
+    for name, tensor in theirs.items():
+        whole, other = tensor.astype(np.float64), ours[name].astype(np.float64) if name in ours else 0.0
+        off, norm = off + float(np.square(whole - other).sum()), norm + float(np.square(whole).sum())
+    return Weights(identical, (off / norm) ** 0.5 if norm else 0.0, same_workers)

@@ -1,0 +1,153 @@
+"""The cluster of a file on this machine: brought up, and taken down with nothing left behind."""
+
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import yaml
+
+from rtrain.cluster.jobs.client import Jobs
+from rtrain.cluster.rehearsal import metadata
+from rtrain.cluster.rehearsal.book import Book, Machine
+from rtrain.cluster.rehearsal.cloud import Cloud
+from rtrain.cluster.rehearsal.nodes import Nodes
+from rtrain.cluster.rehearsal.plan import Plan
+from rtrain.errors import UserError
+
+UP_WITHIN_S = 120.0
+GONE_WITHIN_S = 15.0
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass
+class Up:
+    """A cluster that is up."""
+
+    plan: Plan
+    book: Book
+    cloud: Cloud
+    told: metadata.Machines
+    """What the metadata services say to each machine."""
+    address: str
+    """HOST:PORT of the head's control service."""
+    jobs: Jobs
+    head: str
+    """Name of the head's machine."""
+    metrics_port: int
+    """Of the dashboard."""
+    machines: Mapping[str, Machine] = field(default_factory=dict)
+    """Every machine that there was, once all of them have ended."""
+    left: list[str] = field(default_factory=list)
+    """What was left behind, once it has been taken down."""
+
+
+@contextmanager
+def up(plan: Plan, logs: Path, say: Callable[[str], None]) -> Iterator[Up]:
+    """The cluster of `plan`, for as long as the block runs. `logs` is a folder for what its machines print."""
+    if sys.platform != "linux":
+        raise UserError(
+            "a cluster is rehearsed on Linux alone: elsewhere a machine's processes cannot be kept together"
+        )
+    before = _shared_memory()
+    # Ray's sockets lie under it, and the path of a socket has about 100 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="rt-", dir="/tmp"))
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    # Ray reads them when it is imported, and shows them in every call of this process to the cluster.
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+    import ray.util
+
+    autoscaler = folder / "autoscaler.yaml"
+    book, machines = Book(folder / "book"), metadata.Machines(metadata.Told)
+    autoscaler.write_text(yaml.safe_dump(plan.autoscaler_file(str(book.folder))))
+    port, dashboard, *monitors = _free_ports(4)
+    address = f"{ray.util.get_node_ip_address()}:{port}"
+    made: Up | None = None
+    try:
+        with metadata.serving(machines) as services:
+            nodes = Nodes(plan, folder, token, autoscaler, address, dashboard, services, (monitors[0], monitors[1]))
+            with Cloud(book, nodes, logs) as cloud:
+                head = book.ask(plan.head.name, plan.head.resources, plan.head.labels, _head_tags(plan))
+                jobs = _await(cloud, book, head, f"http://127.0.0.1:{dashboard}", say)
+                made = Up(plan, book, cloud, machines, address, jobs, head, monitors[1])
+                yield made
+        made.machines = book.all()
+        made.left += [f"{name} had to be killed" for name in cloud.killed_late]
+    finally:
+        _keep_autoscaler_log(folder, logs)
+        left = _processes(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        left += [f"shared memory {name}" for name in sorted(_shared_memory() - before)]
+        if folder.exists():
+            left.append(str(folder))
+        if made is not None:
+            made.left += left
+
+
+def _head_tags(plan: Plan) -> dict[str, str]:
+    from ray.autoscaler.tags import NODE_KIND_HEAD, TAG_RAY_NODE_KIND, TAG_RAY_USER_NODE_TYPE
+
+    return {TAG_RAY_NODE_KIND: NODE_KIND_HEAD, TAG_RAY_USER_NODE_TYPE: plan.head.name}
+
+
+def _await(cloud: Cloud, book: Book, head: str, api: str, say: Callable[[str], None]) -> Jobs:
+    """The job API, once it answers."""
+    say("starting the head")
+    give_up = time.monotonic() + UP_WITHIN_S
+    while True:
+        with suppress(UserError):
+            jobs = Jobs(api)
+            jobs.all()
+            return jobs
+        if head not in book.up() or time.monotonic() > give_up:
+            lines = cloud.log_of(head).strip().splitlines()[-8:]
+            raise UserError("\n".join(["the head does not come up; its last lines:", *lines]))
+        time.sleep(0.2)
+
+
+def _free_ports(count: int) -> list[int]:
+    held = [socket.socket() for _ in range(count)]
+    try:
+        for one in held:
+            one.bind(("", 0))
+        return [one.getsockname()[1] for one in held]
+    finally:
+        for one in held:
+            one.close()
+
+
+def _processes(folder: Path) -> list[str]:
+    """What still runs of the cluster: programs whose command line, folder or environment names its own folder."""
+    give_up = time.monotonic() + GONE_WITHIN_S
+    while True:
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                traces = [" ".join(process.cmdline()), process.cwd(), *process.environ().values()]
+                if process.pid != os.getpid() and any(str(folder) in trace for trace in traces):
+                    found.append(f"process {process.pid} ({traces[0][:80]})")
+        if not found or time.monotonic() > give_up:
+            return found
+        time.sleep(0.5)
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+
+
+def _keep_autoscaler_log(folder: Path, logs: Path) -> None:
+    """It says why nodes were started and ended; the rest of Ray's own files goes."""
+    for path in folder.glob("*/session_2*/logs/*"):
+        if path.name.startswith(("monitor.", "autoscaler")) and path.is_file():
+            logs.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, logs / path.name)

@@ -1,0 +1,157 @@
+"""A script: jobs on rehearsed clusters, whose machines end as machines do. Prints JSON.
+
+    python -m tests.machines train FOLDER     until the head's machine is cut off in the middle of a run
+    python -m tests.machines again FOLDER     on a new cluster: the same job, with nothing but the run's storage
+    python -m tests.machines serve FOLDER     an endpoint of two replicas on nodes of one CPU, which is then stopped
+
+Processes of their own: Ray keeps the token of the first cluster that a process has spoken to.
+"""
+
+import json
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from rtrain import env
+from rtrain.cluster.jobs import naming, upload
+from rtrain.cluster.rehearsal import plan as plans
+from rtrain.cluster.rehearsal.up import Up, up
+from rtrain.run import Run
+from tests.conftest import labelled_rows, write_rows
+from tests.test_job import free_ports
+from tests.tiny import make_artifact, make_encoder
+
+ROOT = Path(__file__).resolve().parents[1]
+WITHIN_S = 500.0
+SAVE_EVERY = 10
+
+
+def say(text: str) -> None:
+    sys.stderr.write(f"{time.strftime('%X')} {text}\n")
+
+
+def until(what: str, met: Callable[[], Any]) -> Any:
+    give_up = time.monotonic() + WITHIN_S
+    while not (found := met()):
+        if time.monotonic() > give_up:
+            raise SystemExit(f"waited in vain for {what}")
+        time.sleep(0.1)
+    return found
+
+
+def plan(cpus: int) -> plans.Plan:
+    """That of cluster.yaml, with nodes of so many CPUs."""
+    document = yaml.safe_load((ROOT / "cluster.yaml").read_text(encoding="utf-8"))
+    document["available_node_types"]["worker"]["resources"] = {"CPU": cpus}
+    return plans.of(yaml.safe_dump(document))
+
+
+def words(folder: Path) -> list[str]:
+    settings = ["train.precision=fp32", "train.epochs=100", f"train.save_every={SAVE_EVERY}", "train.log_every=1"]
+    settings += ["train.evaluate_every=1000", "report.attributions=0", f"cluster.storage=file://{folder}/storage"]
+    made = ["train", "intent", "--data", str(folder / "rows.csv"), "--model", str(folder / "encoder")]
+    made += ["--workers", "2", "--out", str(folder / "runs" / "lost")]
+    return [*made, *(word for setting in settings for word in ("--set", setting))]
+
+
+def stored(folder: Path) -> int:
+    """Update of the newest checkpoint that is whole in the storage: its manifest comes last."""
+    found = (folder / "storage" / "lost" / "checkpoints").glob("update-*/MANIFEST.json")
+    return max((int(path.parent.name.partition("-")[2]) for path in found), default=0)
+
+
+def train(folder: Path) -> dict[str, Any]:
+    write_rows(folder / "rows.csv", labelled_rows(403))
+    make_encoder(folder / "encoder")
+    run = Run(folder / "runs" / "lost")
+    with up(plan(8), folder / "first", say) as made:
+        made.jobs.submit(words(folder), upload.of(ROOT), say)
+        until("three checkpoints", lambda: stored(folder) >= 3 * SAVE_EVERY)
+        made.cloud.cut(made.head)
+        until("the head's end", lambda: made.head not in made.book.up())
+        kept = stored(folder)
+        reached = run.events("progress")[-1]["update"]
+    return {"stored": kept, "reached": reached, "left": made.left}
+
+
+def again(folder: Path) -> dict[str, Any]:
+    shutil.rmtree(folder / "runs")  # it was on the head's own disk
+    run = Run(folder / "runs" / "lost")
+    with up(plan(8), folder / "second", say) as made:
+        begin = time.time()
+        job = made.jobs.submit(words(folder), upload.of(ROOT), say)
+        until("the run", lambda: run.log.is_file())
+        started = until("a start", lambda: [one for one in run.events("started") if one["time"] > begin])[0]
+        until("an update", lambda: [one for one in run.events("progress") if one["time"] > started["time"]])
+        seconds = round(time.time() - begin, 1)
+        made.jobs.stop(job)
+        until("its end", lambda: made.jobs.all()[job].status in naming.ENDED)
+    return {"resumed_from": started["update"], "seconds": seconds, "left": made.left}
+
+
+def serve(folder: Path) -> dict[str, Any]:
+    make_artifact(folder / "artifact", ("lost", "found"))
+    [port] = free_ports(1)
+    with up(plan(1), folder / "machines", say) as made:
+        command = ["serve", str(folder / "artifact"), "--port", str(port), "--set", "serve.replicas=2"]
+        begin = time.monotonic()
+        job = made.jobs.submit(command, upload.of(ROOT), say)
+        line = made.jobs.await_line(job, "serving ")
+        seconds, nodes = round(time.monotonic() - begin, 1), len(made.book.up()) - 1
+        statuses = asked_until_stopped(made, job, f"http://127.0.0.1:{port}/predict")
+        begin = time.monotonic()
+        until("nodes to end", lambda: len(made.book.up()) == 1)
+        idle = round(time.monotonic() - begin, 1)
+        log = made.jobs.logs(job)
+    return {
+        "line": line,
+        "seconds": seconds,
+        "nodes": nodes,
+        "statuses": statuses,
+        "traceback": "Traceback" in log,
+        "idle_s": idle,
+        "left": made.left,
+    }
+
+
+def asked_until_stopped(made: Up, job: str, url: str) -> dict[str, int]:
+    """Requests one after another by four clients, of which the job is stopped in the middle: how each has ended."""
+    counts: dict[str, int] = {}
+    stopped, lock = threading.Event(), threading.Lock()
+
+    def client() -> None:
+        with httpx.Client(trust_env=False, timeout=30) as http:
+            while True:
+                try:
+                    found = str(http.post(url, json={"inputs": "where is my parcel"}).status_code)
+                except httpx.ConnectError:
+                    found = "refused"
+                except httpx.TransportError as error:
+                    found = type(error).__name__
+                with lock:
+                    counts[found] = counts.get(found, 0) + 1
+                if found == "refused" or (stopped.is_set() and found != "200"):
+                    return
+
+    clients = [threading.Thread(target=client) for _ in range(4)]
+    for one in clients:
+        one.start()
+    until("100 answers", lambda: counts.get("200", 0) >= 100)
+    stopped.set()
+    made.jobs.stop(job)
+    for one in clients:
+        one.join()
+    until("the job's end", lambda: made.jobs.all()[job].status in naming.ENDED)
+    return counts
+
+
+if __name__ == "__main__":
+    env.prepare()
+    sys.stdout.write(json.dumps({"train": train, "again": again, "serve": serve}[sys.argv[1]](Path(sys.argv[2]))))
