@@ -229,6 +229,7 @@ def test_a_run_whose_folder_is_lost_resumes_from_its_storage_and_ends_bit_for_bi
     assert kinds(events.read(copy))[-1] == "finished"
 
 
+@pytest.mark.slow
 def test_a_resized_run_trains_on_the_same_rows_and_its_ledger_shows_it(trained: Trained) -> None:
     """Two workers, then one, which takes over in the middle of an epoch."""
     folder, last = trained.run.parent, trained.summary["updates"]

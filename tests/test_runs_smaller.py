@@ -150,6 +150,7 @@ def student(trained: Trained) -> Path:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_student_has_fewer_pieces_and_its_teacher_all(trained: Trained, student: Path) -> None:
     event = Run(student).first("vocabulary")
     assert event is not None
@@ -164,6 +165,7 @@ def test_a_student_has_fewer_pieces_and_its_teacher_all(trained: Trained, studen
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_the_teacher_answers_a_student_s_rows_as_its_own(trained: Trained, student: Path) -> None:
     whole, store = (Store(quantize.store_of(run)) for run in (trained.run, student))
     assert store.folder != whole.folder

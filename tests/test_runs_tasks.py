@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 TASKS = ("regression", "multi_label", "multi_head", "token_tags", "span_qa", "extractive_summary")
 DISTILLED = ("token_tags",)
 """The others' students are slow tests."""
-LONG = ("regression", "multi_label", "multi_head")
+LONG = ("regression", "multi_label", "multi_head", "extractive_summary")
 """Their int8 answers are slow tests: each takes half a minute, for an answer for each row, as a class is."""
 ASKED: dict[str, Any] = {"span_qa": {"question": "when was it due?", "context": test_tasks_span_qa.CONTEXT}}
 
@@ -133,6 +133,7 @@ def _version(run: Path) -> str:
     return artifact.read(run / "artifact").version
 
 
+@pytest.mark.slow
 def test_a_run_on_all_rows_keeps_its_last_weights_and_its_pooling(ray_session: Path, kept_workers: Kept) -> None:
     folder = ray_session / "tasks-refit"
     folder.mkdir()

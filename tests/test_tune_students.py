@@ -63,6 +63,7 @@ def test_its_trials_are_students_of_that_teacher_with_the_settings_asked_for(
     assert {trial.cost for trial in found.history.own} == {costs.megabytes(Path(start))}  # all have one layer
 
 
+@pytest.mark.slow
 def test_the_winner_is_the_student_that_distill_makes_by_its_settings(
     found: search.Found, trained: Trained, ray_session: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,6 +201,7 @@ def test_a_study_that_has_not_ended_has_no_page_and_names_what_goes_on(tmp_path:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_study_trains_its_runs_and_tells_their_scores_and_what_their_exchanges_cost(ray_session: Path) -> None:
     folder = ray_session / "study"
     chosen = settings(
