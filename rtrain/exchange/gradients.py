@@ -9,6 +9,7 @@ from rtrain.exchange import compression, transport
 from rtrain.exchange.alive import Watch
 from rtrain.exchange.own import Own, squared
 from rtrain.exchange.spent import Spent
+from rtrain.exchange.timeline import WAITS, Timeline
 from rtrain.exchange.touched_rows import TouchedRows, table_of
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class Exchange:
         import torch.distributed as dist
 
         self.module = module
-        self.watch, self._say, self._spent, self.own = watch or Watch(), say, Spent(), Own()
+        self.timeline = Timeline()
+        self.watch, self._say, self._spent, self.own = watch or Watch(), say, Spent(self.timeline), Own()
         self.distributed = dist.is_initialized() and dist.get_world_size() > 1
         self.world = dist.get_world_size() if self.distributed else 1
         self.rank = dist.get_rank() if self.distributed else 0
@@ -90,7 +92,7 @@ class Exchange:
             if self.rows is not None:
                 self.rows.gathers = False
         if self.rows is not None and last:
-            with self._spent.waiting():
+            with self._spent.waiting() if self.distributed else self.timeline.during("backward"):
                 self.rows.complete(self)
         self._spent.exchanges += last
         compared = self._transport if last and self.distributed else None
@@ -141,19 +143,22 @@ class Exchange:
         if self.distributed:
             import torch.distributed as dist
 
-            dist.all_reduce(tensor)
+            with self.timeline.during(WAITS):
+                dist.all_reduce(tensor)
         return tensor
 
     def mean(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """`tensor`, a part of the gradient, replaced by its mean over the workers."""
         if self.distributed:
-            self._transport.mean(tensor.view(-1))
+            with self.timeline.during(WAITS):
+                self._transport.mean(tensor.view(-1))
         return tensor
 
     def spread(self, owned: "Sequence[Sequence[torch.Tensor]]") -> None:
         """Broadcast `owned[rank]` from each rank to all others. Shapes are the same everywhere, tensors contiguous."""
         if self.distributed:
-            self._transport.spread(owned)
+            with self.timeline.during(WAITS):
+                self._transport.spread(owned)
 
     def gather(self, values: "npt.NDArray[Any]") -> "list[npt.NDArray[Any]]":
         """Every worker's vector by rank, on every worker. The vectors may differ in length."""
@@ -183,5 +188,7 @@ def _started(state: "tuple[transport.Transport, Spent, Own]", bucket: Any) -> An
     a cycle."""
     by, spent, own = state
     own.add(bucket.buffer())
+    start = spent.now()
     with spent.waiting():
-        return by.start(bucket.buffer(), bucket.is_last())
+        future = by.start(bucket.buffer(), bucket.is_last())
+    return spent.sending(future, start)

@@ -14,6 +14,7 @@ from rtrain.exchange.noise import Measured
 from rtrain.network import beside, packed
 from rtrain.network.device import moved
 from rtrain.network.inputs import LAYOUT, accepted
+from rtrain.training import stages
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -187,37 +188,45 @@ def run_update(
     share = torch.tensor([1.0 / total if total else 0.0 for total in totals], dtype=torch.float64, device=device)
     loss_sum = torch.zeros(loss.parts, dtype=torch.float64, device=device)
     padded_tokens, first = 0, (0.0, 0.0)
+    during = exchange.timeline.during
     exchange.begin(measures)
-    optimizer.zero_grad(set_to_none=not exchange.distributed)
+    with during(stages.OPTIMIZER):
+        optimizer.zero_grad(set_to_none=not exchange.distributed)
     for number, tokens in enumerate(passes):
         exchange.alive()
         with exchange.during(last=number == len(passes) - 1):
-            logits = forward(exchange.model, tokens, pad_id, precision, loss.wanted(tokens))
-            value = loss(logits, tokens)
-            (value * (exchange.world * (scale or 1.0) * share).to(value.dtype)).sum().backward()
+            with during(stages.FORWARD):
+                logits = forward(exchange.model, tokens, pad_id, precision, loss.wanted(tokens))
+                value = loss(logits, tokens)
+                scaled = (value * (exchange.world * (scale or 1.0) * share).to(value.dtype)).sum()
+            with during(stages.BACKWARD):
+                scaled.backward()
         if measures and not exchange.distributed and number == 0:
             first = (exchange.own_square() / (scale or 1.0) ** 2, _part_of(loss.counts(tokens), totals))
         loss_sum += value.detach().double()
         padded_tokens += packed.computed(exchange.module, tokens.lengths)
     if not passes:
         exchange.alive()
-        with exchange.during(last=True):
+        with exchange.during(last=True), during(stages.BACKWARD):
             idle_pass(exchange, pad_id, precision)
     own_part = _part_of(targets, totals)
     terms = torch.zeros(2, dtype=torch.float64, device=device)
     if measures and exchange.distributed and own_part:
         terms += torch.tensor([exchange.own_square() / (exchange.world * (scale or 1.0)) ** 2 / own_part, 1.0])
-    if scale is not None:
-        exchange.multiply(1.0 / scale)
-    observer.gradient(exchange.module)
-    norm = torch.nn.utils.get_total_norm(exchange.gradients())
-    finite = bool(torch.isfinite(norm))
-    if not finite and scale is None:
-        raise NonFinite("the gradient is not finite: lower optim.lr, set train.precision=fp32, or set optim.clip_norm")
-    if finite:
-        if clip_norm is not None:
-            exchange.clip(clip_norm, norm)
-        optimizer.step()
+    with during(stages.OPTIMIZER):
+        if scale is not None:
+            exchange.multiply(1.0 / scale)
+        observer.gradient(exchange.module)
+        norm = torch.nn.utils.get_total_norm(exchange.gradients())
+        finite = bool(torch.isfinite(norm))
+        if not finite and scale is None:
+            raise NonFinite(
+                "the gradient is not finite: lower optim.lr, set train.precision=fp32, or set optim.clip_norm"
+            )
+        if finite:
+            if clip_norm is not None:
+                exchange.clip(clip_norm, norm)
+            optimizer.step()
     sums = exchange.sum(torch.cat([loss_sum, terms]))
     of_workers, workers = sums[loss.parts :].tolist()
     measured = None
