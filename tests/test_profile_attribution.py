@@ -167,3 +167,12 @@ def test_a_delay_in_an_exchange_is_the_exchanges(
     assert {one.kind for one in window.spans} >= {"forward", "backward", "optimizer", "exchange", "sending"}
     found = {name: value / (clock.delays * DELAY) for name, value in stages.parts(window).of.items()}
     assert found == pytest.approx({name: float(name == "exchange") for name in PARTS}, abs=WITHIN)
+
+
+def test_what_the_worker_itself_carries_is_not_under_way_beside_it(tmp_path: Path, two_workers: None) -> None:
+    """A part that waits in shared memory for the last one is sent by nobody meanwhile: nothing of it is hidden."""
+    exchange = Exchange(make_network(make_still_encoder(tmp_path)), touched_rows=False)
+    exchange._transport.beside = False
+    optimizer = torch.optim.SGD(exchange.module.parameters(), lr=1e-3)
+    step.run_update(exchange, optimizer, LOSS, [make_rows(4)], pad_id=0)
+    assert {one.kind for one in exchange.timeline.take()} == {"forward", "backward", "optimizer", "exchange"}

@@ -191,4 +191,4 @@ def _started(state: "tuple[transport.Transport, Spent, Own]", bucket: Any) -> An
     start = spent.now()
     with spent.waiting():
         future = by.start(bucket.buffer(), bucket.is_last())
-    return spent.sending(future, start)
+    return spent.sending(future, start) if by.beside else future
