@@ -39,7 +39,11 @@ def test_a_recipe_is_profiled_as_it_trains(ray_session: Path) -> None:
         assert min(parts[part] for part in ("forward", "backward", "exchange", "optimizer", "get_batch")) > 0
     assert one["checkpoint"]["seconds"] > 0
     assert {"driver", "raylet"} <= set(one["processes"])
-    assert sum(event["kind"] == "evaluated" for event in events) == 0
+    by_kind = {event["kind"]: event for event in events}
+    assert "evaluated" not in by_kind
+    (machine,) = by_kind["machines"]["machines"]
+    assert (machine["workers"], machine["gpus"]) == (2, 0)
+    assert [tuple(mean)[: len(PARTS)] for mean in by_kind["trained"]["stages"]] == [PARTS] * 2
     assert sorted(path.name for path in folder.iterdir()) == ["profile.html", "profile.json", "trace.json"]
     assert profile.read(folder) == json.loads(json.dumps(found))
     spans = json.loads((folder / "trace.json").read_text())["traceEvents"]
