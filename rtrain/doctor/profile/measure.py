@@ -26,7 +26,7 @@ def row(found: Row, folder: Path, length: Length, epochs: int, on_event: Callabl
     """Train as the recipe says for so many updates, and read where their time went.
 
     The run's folder is made at `folder` and removed in the end; the token store beside it is the one that training
-    uses. `epochs`: of a whole run of the recipe. What training raises is raised here, and the folder then stays.
+    uses. `epochs`: of a whole run of the recipe. Where the training fails, the folder stays, with its log.
     """
     prepared, processes = preparing.prepare(found.config, folder, tokens_root=folder.parent.parent), Processes()
 
@@ -34,7 +34,11 @@ def row(found: Row, folder: Path, length: Length, epochs: int, on_event: Callabl
         processes(event)
         on_event(event)
 
-    driver.fit(prepared, until=length.until, profile=True, reports=False, on_event=told)
+    try:
+        driver.fit(prepared, until=length.until, profile=True, reports=False, on_event=told)
+    except (KeyboardInterrupt, SystemExit):
+        shutil.rmtree(folder)
+        raise
     run, order = Run(folder), prepared.order
     workers = sorted((worker_file.read(path) for path in folder.glob(run.profile("*").name)), key=lambda one: one.rank)
     known = summary.summarise(run)
