@@ -118,6 +118,10 @@ class Run:
         """Traceback of a worker, by rank, that hung in the newest start; empty where it did not. `*` for a pattern."""
         return self.folder / f"stalled-{rank}.txt"
 
+    def profile(self, rank: int | str) -> Path:
+        """Where the time of each update went on a worker, by rank, in a start that was profiled. `*` for a pattern."""
+        return self.folder / f"profile-{rank}.json"
+
     def tracebacks(self) -> list[Path]:
         """Those that hung workers left."""
         return [path for path in sorted(self.folder.glob(self.stalled("*").name)) if path.stat().st_size]

@@ -20,11 +20,16 @@ from rtrain.run import Run
 from rtrain.runs import opening, predictions as answered
 from rtrain.tasks import base
 from rtrain.tasks.encode import reading_of
+from rtrain.training import stages
 from tests import test_runs_tasks
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.tiny import CORPUS, make_encoder, make_store, make_task_artifact
 
 UPDATES_PER_EPOCH = 10
+PARTS = {"get_batch": 0.002, "forward": 0.03, "backward": 0.05, "exchange": 0.01, "optimizer": 0.005, "idle": 0.003}
+STAGES = [{**dict.fromkeys(stages.PARTS, 0.0), **PARTS, "hidden": 0.004, "cores_busy": 0.75}] * 2
+"""The mean update of each of two workers, 100 ms."""
+MACHINE = {"host": "here", "workers": 2, "cores": 2, "gpus": 0, "gpu": None, "instance": "m7i.large"}
 SECONDS = {"setup": 2.0, "first_batch": 1.0, "train": 20.0, "evaluate": 3.0, "checkpoint": 0.5, "input_wait": 0.25}
 
 
@@ -67,6 +72,7 @@ def train(run: Path, rows_per_update: int) -> None:
     """Events of 20 updates, of which the first start reached 12 and crashed; it went on from update 10."""
     for first, last in ((0, 12), (10, 20)):
         known = {"workers": 2, "precision": "fp32", "rows_per_update": rows_per_update}
+        events.append(run, "machines", machines=[MACHINE], price=None)
         events.append(run, "started", update=first, of=20, **known)
         for update in range(first + 1, last + 1):
             loss, rows = 2.0 / update, (update - first) * rows_per_update
@@ -81,7 +87,7 @@ def train(run: Path, rows_per_update: int) -> None:
             events.append(run, "crashed", **crash)
     events.append(run, "evaluated", split="test", update=20, scores={"accuracy": 0.5, "macro_f1": 0.4, "rows": 40})
     sums = {"rows_seen": 480, "real_tokens": 4000, "padded_tokens": 5000, "passes_per_update": 4.0, "seconds": SECONDS}
-    events.append(run, "trained", updates=20, best_update=20, order_digest="cd", **sums, finished=True)
+    events.append(run, "trained", updates=20, best_update=20, order_digest="cd", **sums, finished=True, stages=STAGES)
     events.append(run, "finished", update=20)
 
 

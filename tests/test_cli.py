@@ -94,7 +94,20 @@ def test_verbs_are_these() -> None:
     groups = {group.name for group in cli.app.registered_groups}
     assert commands | groups == {
         *("demo", "recipes", "train", "evaluate", "tune", "distill", "quantize", "predict", "explain", "serve"),
-        *("gate", "inspect", "verify", "drill", "report", "compare", "runs", "clean", "export", "import", "cluster"),
+        *(
+            "gate",
+            "inspect",
+            "verify",
+            "drill",
+            "profile",
+            "report",
+            "compare",
+            "runs",
+            "clean",
+            "export",
+            "import",
+            "cluster",
+        ),
         "serve keys",
     }
 

@@ -53,6 +53,7 @@ SMALLER = {
     "python -m benchmarks.large_store": "test_a_store_made_of_numbers_is_resumed_from_the_shards_of_one_update",
     "rtrain distill": "test_its_trials_are_students_of_that_teacher_with_the_settings_asked_for",
     "rtrain drill": "test_a_drilled_run_ends_like_one_that_was_never_touched",
+    "rtrain profile": "test_a_recipe_is_profiled_as_it_trains",
     "rtrain train": "test_it_searches_and_serves_beside_files_with_the_names_of_its_modules",
     "rtrain tune": "test_it_searches_and_serves_beside_files_with_the_names_of_its_modules",
     "rtrain verify": "test_every_layout_trains_the_same",

@@ -46,7 +46,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tune.known",),
     ("tune.asking", "tune.ending"),
     ("tune.results",),
-    ("rtrain.proof", "rtrain.inventory", "tune"),
+    ("rtrain.proof", "rtrain.inventory", "rtrain.doctor", "tune"),
     ("rtrain.demo", "rtrain.cluster.rehearsal"),
     ("rtrain.cli",),
     ("rtrain.__main__",),

@@ -18,7 +18,7 @@ from rtrain.data.ingest import Share, Update, plan_update
 from rtrain.data.order import Order, chain, rows_digest
 from rtrain.data.stores.store import PLACES, Store
 from rtrain.exchange.replicated import Replicated
-from rtrain.network import model
+from rtrain.network import dropout, model
 from rtrain.run import Run
 from rtrain.strategies import choose
 from rtrain.tasks import base
@@ -336,14 +336,14 @@ def test_learning_rate_and_dropout_seed_are_functions_of_the_update(
     start(ground, tmp_path, save_every=1)
     recipe = recipe_of(ground)
     assert rates == [[optim.learning_rate(recipe, update, UPDATES)] * 2 for update in range(UPDATES)]
-    assert seeds == [loop._seed(3, update, 0) for update in range(UPDATES)]
+    assert seeds == [dropout.seed_of(3, update, 0) for update in range(UPDATES)]
 
 
 def test_dropout_differs_by_update_and_rank_and_fits_torch() -> None:
-    seeds = {loop._seed(seed, update, rank) for seed in range(3) for update in range(20) for rank in range(4)}
+    seeds = {dropout.seed_of(seed, update, rank) for seed in range(3) for update in range(20) for rank in range(4)}
     assert len(seeds) == 3 * 20 * 4
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert loop._seed(0, 1, 2) == 5458876493991123480  # a resume under a later version draws the same masks
+    assert dropout.seed_of(0, 1, 2) == 5458876493991123480  # a resume under a later version draws the same masks
 
 
 def test_a_gradient_that_is_no_number_names_the_update(

@@ -29,7 +29,7 @@ class Compared:
     comparison costs one more exchange."""
 
     def __init__(self, transport: "Transport", world: int):
-        self.name = transport.name
+        self.name, self.beside = transport.name, transport.beside
         self._inner, self._world = transport, world
         self._done = False
         self._squares: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rtrain.batch import Tokens
 from rtrain.exchange.alive import Watch
+from rtrain.exchange.timeline import Timeline
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -41,6 +42,8 @@ class Exchange(Protocol):
     model: "torch.nn.Module"
     """What passes call."""
     watch: Watch
+    timeline: Timeline
+    """What this worker does when."""
     workers: int
     world: int
     """The number of replicas."""

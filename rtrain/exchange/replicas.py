@@ -10,6 +10,7 @@ from rtrain.exchange import ranks, whole
 from rtrain.exchange.alive import Watch
 from rtrain.exchange.exchange import Work
 from rtrain.exchange.own import squared
+from rtrain.exchange.timeline import BACKWARD, FORWARD, OPTIMIZER, WAITS, Timeline
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -38,6 +39,7 @@ class Replicas:
         import torch.distributed as dist
 
         self.module, self.model, self.watch, self._say, self._group = module, module, watch or Watch(), say, group
+        self.timeline = Timeline()
         joined = dist.is_initialized()
         self.workers = dist.get_world_size() if joined else 1
         self.world = dist.get_world_size(group) if joined else 1
@@ -59,12 +61,16 @@ class Replicas:
     # ------------------------------------------------------------------------------------------------------ an update
 
     def run(self, passes: Sequence[Tokens], work: Work, measures: bool = False) -> None:
-        self.begin(measures)
+        with self.timeline.during(OPTIMIZER):
+            self.begin(measures)
         every = self.filled(passes, work)
         for number, tokens in enumerate(every):
             self.watch.passes()
             with self.during(last=number == len(every) - 1):
-                work.loss(work.answer(self.model, tokens), tokens).backward()
+                with self.timeline.during(FORWARD):
+                    loss = work.loss(work.answer(self.model, tokens), tokens)
+                with self.timeline.during(BACKWARD):
+                    loss.backward()
                 if measures and not self.distributed and number == 0:
                     self._first = squared(self.collected())
 
@@ -114,7 +120,8 @@ class Replicas:
         if self.distributed:
             import torch.distributed as dist
 
-            dist.all_reduce(tensor, group=self._group)
+            with self.timeline.during(WAITS):
+                dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def gather(self, values: "npt.NDArray[Any]") -> "list[npt.NDArray[Any]]":

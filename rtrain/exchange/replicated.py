@@ -11,6 +11,7 @@ from rtrain.exchange.exchange import Work
 from rtrain.exchange.own import Own
 from rtrain.exchange.replicas import Replicas, Say, unsaid
 from rtrain.exchange.spent import Spent
+from rtrain.exchange.timeline import WAITS
 from rtrain.exchange.touched_rows import TouchedRows, table_of
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Replicated(Replicas):
         embedding's gradient, exchange the rows that the update touched. `by`, `compressed`: as `train.transport` and
         `train.gradient_compression`."""
         super().__init__(module, watch, say)
-        self._spent, self.own = Spent(), Own()
+        self._spent, self.own = Spent(self.timeline), Own()
         table = table_of(module) if touched_rows else None
         self.rows = TouchedRows(table[1]) if table else None
         if self.distributed:
@@ -92,7 +93,7 @@ class Replicated(Replicas):
             if self.rows is not None:
                 self.rows.gathers = False
         if self.rows is not None and last:
-            with self._spent.waiting():
+            with self._spent.waiting() if self.distributed else self.timeline.during("backward"):
                 self.rows.complete(self)
         self._spent.exchanges += last
         compared = self._transport if last and self.distributed else None
@@ -130,13 +131,15 @@ class Replicated(Replicas):
     def mean(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """`tensor`, a part of the gradient, replaced by its mean over the workers."""
         if self.distributed:
-            self._transport.mean(tensor.view(-1))
+            with self.timeline.during(WAITS):
+                self._transport.mean(tensor.view(-1))
         return tensor
 
     def spread(self, owned: "Sequence[Sequence[torch.Tensor]]") -> None:
         """Broadcast `owned[rank]` from each rank to all others. Shapes are the same everywhere, tensors contiguous."""
         if self.distributed:
-            self._transport.spread(owned)
+            with self.timeline.during(WAITS):
+                self._transport.spread(owned)
 
 
 def _started(state: "tuple[transport.Transport, Spent, Own]", bucket: Any) -> Any:
@@ -144,5 +147,7 @@ def _started(state: "tuple[transport.Transport, Spent, Own]", bucket: Any) -> An
     a cycle."""
     by, spent, own = state
     own.add(bucket.buffer())
+    start = spent.now()
     with spent.waiting():
-        return by.start(bucket.buffer(), bucket.is_last())
+        future = by.start(bucket.buffer(), bucket.is_last())
+    return spent.sending(future, start) if by.beside else future

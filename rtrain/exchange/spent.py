@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rtrain import ray_internals
+from rtrain.exchange.timeline import SENDS, WAITS, Timeline
 
 if TYPE_CHECKING:
     import torch
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 class Spent:
     """Kept by one worker. What it waits for slower workers within an exchange counts: it could not compute then."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
         self.exchanges = 0
         self._waited = 0.0
 
@@ -23,9 +25,24 @@ class Spent:
         """Around a part of an exchange for which the pass stands still."""
         start = time.perf_counter()
         try:
-            yield
+            with self._timeline.during(WAITS):
+                yield
         finally:
             self._waited += time.perf_counter() - start
+
+    def now(self) -> int:
+        """By the timeline's clock."""
+        return self._timeline.now()
+
+    def sending(self, future: "torch.futures.Future[torch.Tensor]", start: int) -> Any:
+        """`future`, whose end is that of a part of an exchange; it began at `start`, by the timeline's clock."""
+        timeline = self._timeline
+
+        def arrived(done: Any) -> Any:
+            timeline.add(SENDS, start, timeline.now())
+            return done.value()
+
+        return future.then(arrived)
 
     def each(self, model: "torch.nn.Module") -> float:
         """Mean seconds of an exchange by `model`, without what is hidden behind the backward pass."""

@@ -33,6 +33,8 @@ TOKEN = 16
 
 class Transport(Protocol):
     name: str
+    beside: bool
+    """Whether what was started goes on while the worker computes; else the worker does it all, where it is called."""
 
     def start(self, flat: "torch.Tensor", last: bool) -> "Future":
         """Begin to replace `flat`, a vector, by its mean over the workers. Every worker starts the same ones in the
@@ -51,7 +53,7 @@ class Transport(Protocol):
 class Stock:
     """Sums by the process group. `sent` is the type in which numbers are sent; None keeps their own."""
 
-    name = "stock"
+    name, beside = "stock", True
 
     def __init__(self, world: int, sent: "torch.dtype | None" = None):
         self._world, self._sent = world, sent
@@ -115,6 +117,7 @@ class Shared:
     sent: "torch.dtype | None" = None
     """The type in which numbers lie in the segment; None keeps their own. They are added in the vector's own type."""
     name: str = field(default="shared_memory", init=False)
+    beside: bool = field(default=False, init=False)
     _held: list[_Held] = field(default_factory=list, init=False)
 
     @property

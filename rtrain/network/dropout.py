@@ -4,6 +4,7 @@ torch draws one Bernoulli number at a time. Here 16 random bits decide on each e
 gives bits for millions (SFC64, Doty-Humphrey's small fast chaotic generator, as NumPy has it).
 """
 
+import hashlib
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
     import torch
 
 LEVELS = 1 << 16
+
+
+def seed_of(*parts: int) -> int:
+    """A seed for torch's generator. As a function of seed, update and rank it lets a resumed run draw the same masks
+    without stored state."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def mask(shape: tuple[int, ...], rate: float, dtype: "torch.dtype") -> "torch.Tensor":

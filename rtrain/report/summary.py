@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rtrain.exchange import noise
+from rtrain.report import cost
 from rtrain.run import Run
 
 STATUSES = ("finished", "paused", "stopped", "failed", "interrupted")
@@ -38,19 +39,24 @@ def rows_cut_short(log: list[dict[str, Any]]) -> int:
     return total
 
 
-def spent(log: list[dict[str, Any]]) -> float:
-    """Seconds from the begin of each start to its end, or to the last that its log has: what lies between an end and a
-    resume, minutes or days, is no part of the training."""
-    starts: list[list[float]] = []
+def commands(log: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The events of each command that trained the run, to its end or to the last that the log has of it: what lies
+    between an end and a resume, minutes or days, is no part of the training."""
+    found: list[list[dict[str, Any]]] = []
     before = None
     for event in log:
         if event["kind"] in AFTERWARDS:
             continue
-        if not starts or (event["kind"] in ROWS_READ and before != "created"):
-            starts.append([])
-        starts[-1].append(event["time"])
+        if not found or (event["kind"] in ROWS_READ and before != "created"):
+            found.append([])
+        found[-1].append(event)
         before = event["kind"]
-    return float(sum(times[-1] - times[0] for times in starts))
+    return found
+
+
+def spent(log: list[dict[str, Any]]) -> float:
+    """Seconds of all commands."""
+    return float(sum(events[-1]["time"] - events[0]["time"] for events in commands(log)))
 
 
 def summarise(run: Run) -> dict[str, Any]:
@@ -92,6 +98,8 @@ def summarise(run: Run) -> dict[str, Any]:
         "real_tokens": real,
         "padded_tokens": padded,
         "seconds": {"total": total, **seconds},
+        "cost": cost.cost(commands(log), real),
+        "stages": next((event["stages"] for event in reversed(ends) if event.get("stages")), None),
         "rows_per_second": round(rows / train, 2),
         "real_tokens_per_second": round(real / train, 1),
         "metrics": {

@@ -32,6 +32,7 @@ class _Plan:
 
     until: int | None
     rung: bool
+    profile: bool
     shortcuts: Shortcuts
     workers: group.Workers
 
@@ -41,6 +42,7 @@ def fit(
     *,
     until: int | None = None,
     rung: bool = False,
+    profile: bool = False,
     workers: group.Workers | None = None,
     reports: bool = True,
     shortcuts: Shortcuts = ALL,
@@ -48,11 +50,12 @@ def fit(
 ) -> dict[str, Any]:
     """Train from the newest checkpoint to update `until` (default: the last) and return the run's summary.
 
-    With `rung`, the answers to the validation rows at `until` are kept (`training.rungs`). `workers` are new processes
-    for each start, unless others are given. A run that is finished already is left as it is; one that finishes gets
-    its report, if `reports`. Raises `TryAgain` where the run was asked to end (`notice.Asked`) before that.
+    With `rung`, the answers to the validation rows at `until` are kept (`training.rungs`); with `profile`, where the
+    time of each update went (`training.watched`). `workers` are new processes for each start, unless others are given.
+    A run that is finished already is left as it is; one that finishes gets its report, if `reports`. Raises `TryAgain`
+    where the run was asked to end (`notice.Asked`) before that.
     """
-    plan = _Plan(until, rung, shortcuts, workers or group.Fresh())
+    plan = _Plan(until, rung, profile, shortcuts, workers or group.Fresh())
     run = prepared.run
     if run.finished:
         _copy_out(prepared)
@@ -136,6 +139,7 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
             teacher=prepared.teacher,
             until=plan.until,
             rung=plan.rung,
+            profile=plan.profile,
             owners=owners,
             halvings=halvings(run.events()),
             shortcuts=plan.shortcuts,

@@ -39,3 +39,5 @@ class Start:
     halvings: int = 0
     """How often passes were made half as large, since a start ran out of memory."""
     shortcuts: Shortcuts = ALL
+    profile: bool = False
+    """Keep where the time of each update goes, on each worker (`training.watched`)."""

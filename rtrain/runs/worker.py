@@ -25,8 +25,9 @@ from rtrain.exchange.exchange import Exchange
 from rtrain.metrics import scores
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import beside, model, packed, pooling, precision as formats, sentence, trimming
+from rtrain.report import cost
 from rtrain.run import Run
-from rtrain.runs import notice, predictions, recovery, smaller
+from rtrain.runs import machines, notice, predictions, recovery, smaller
 from rtrain.runs.start import Start
 from rtrain.strategies import choose as strategies
 from rtrain.tasks import base
@@ -104,6 +105,11 @@ class _Worker:
         self.exchange = strategies.build(
             self.network, recipe.train, self.watch, self.reporter.event, touched_rows=touched_rows
         )
+        self.reporter.event(
+            cost.KIND,
+            machines=machines.told(self.exchange, self.network.device),
+            price=start.config.deploy.tune.price,
+        )
         order = Order(
             store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, recipe.train.seed
         )
@@ -120,6 +126,7 @@ class _Worker:
             rung=start.rung,
             replica=replica.of(start.config.deploy.cluster, start.run, start.owners),
             measures=_measures(self.watch, self._run),
+            profile=self._run.profile(self._rank) if start.profile else None,
         )
 
     def _network(self, store: Store, task: base.Task) -> "transformers.PreTrainedModel":

@@ -1,8 +1,8 @@
 """A run's loop: updates, cadence, evaluation, checkpoints. Talks to a small Reporter, not to Ray."""
 
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rtrain.batch import Head, Ragged
@@ -16,13 +16,14 @@ from rtrain.data.stores.store import Store
 from rtrain.exchange import noise, ranks
 from rtrain.exchange.exchange import Exchange
 from rtrain.metrics.by_output import metric_for
-from rtrain.network import device
+from rtrain.network import device, dropout
 from rtrain.run import Run
 from rtrain.tasks import base
-from rtrain.training import best, optim, rungs, step
+from rtrain.training import best, optim, rungs, stages, step
 from rtrain.training.cadence import Cadence
 from rtrain.training.evaluate import evaluate, gathered
 from rtrain.training.totals import Clock as Clock, Totals
+from rtrain.training.watched import Watched
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +67,8 @@ class Job:
     replica: Replica | None = None
     measures: bool = True
     """Measure the noise of gradients (`exchange.noise`)."""
+    profile: Path | None = None
+    """File that gets this worker's spans of each update (`training.watched`)."""
     chosen: Head | None = None
     """The store's head with what was chosen on the validation rows, once that is known."""
 
@@ -134,6 +137,7 @@ class _Loop(step.Observer):
         exchange.module.train()
         step.settle(exchange, job.loss, job.pad_id, job.precision)
         stream = updates(self._state.update, job.until)
+        self._watched = Watched(exchange, job.profile)
         while self._state.update < job.until:
             done = self._trained(self._next(stream))
             finished = self._state.update
@@ -141,12 +145,14 @@ class _Loop(step.Observer):
                 self._progress(done)
             due = cadence.due(finished) | ({"save"} if done.notice else set())
             kept: dict[str, Ragged] = {}
-            if "evaluate" in due and job.validates:
-                self._evaluate(kept)
-            if job.rung and finished == job.until and job.validates:
-                self._rung(kept)
+            with exchange.timeline.during(stages.EVALUATE):
+                if "evaluate" in due and job.validates:
+                    self._evaluate(kept)
+                if job.rung and finished == job.until and job.validates:
+                    self._rung(kept)
             if "save" in due:
                 self._save()
+            self._watched.end(finished - 1, done)
             if done.notice:
                 break
         return self._end()
@@ -154,7 +160,8 @@ class _Loop(step.Observer):
     # ---------------------------------------------------------------------------------------------------- one update
 
     def _next(self, stream: Iterator[Update]) -> Update:
-        with self._clock.section("input_wait" if "first_batch" in self._clock.seconds else "first_batch"):
+        section = "input_wait" if "first_batch" in self._clock.seconds else "first_batch"
+        with self._clock.section(section), self._exchange.timeline.during(stages.GET_BATCH):
             return next(stream)
 
     def _trained(self, update: Update) -> step.Done:
@@ -296,7 +303,8 @@ class _Loop(step.Observer):
             saver.flush()
             return self._state.update
 
-        with self._clock.section("checkpoint"):
+        during = exchange.timeline.during(stages.CHECKPOINT)
+        with self._clock.section("checkpoint"), during:
             ranks.decided(exchange.watch, flush)  # no worker waits inside an exchange for what is still being written
             with exchange.watch.busy():
                 saver.save(exchange.module, self._optimizer, self._state, exchange.whole)
@@ -346,6 +354,7 @@ class _Loop(step.Observer):
             seconds={name: round(value, 3) for name, value in self._clock.seconds.items()},
             finished=finished,
             exchange=exchange.cost(),
+            stages=self._watched.told(),
             **({} if state.scale is None else {"loss_scale": state.scale.value}),
         )
 
@@ -368,11 +377,11 @@ def one_update(
 
     epoch = update.number // job.order.updates_per_epoch
     seed, head = job.recipe.train.seed, job.store.manifest.head
-    passes = [job.task.prepare(tokens, head, seed, epoch) for tokens in update.passes]
-    expected = step.row_sum(job.store.column("train", "row_id")[job.order.positions(update.number)])
+    with exchange.timeline.during(stages.GET_BATCH):
+        passes = [job.task.prepare(tokens, head, seed, epoch) for tokens in update.passes]
+        expected = step.row_sum(job.store.column("train", "row_id")[job.order.positions(update.number)])
     optim.set_rate(optimizer, optim.learning_rate(job.recipe, update.number, job.order.updates))
-    # Dropout is a function of (seed, update, rank): a resumed run draws the same masks without stored state.
-    torch.manual_seed(_seed(seed, update.number, exchange.rank))
+    torch.manual_seed(dropout.seed_of(seed, update.number, exchange.rank))
     try:
         return (run_update or step.run_update)(
             exchange,
@@ -393,7 +402,3 @@ def one_update(
 
 def _named(job: Job, number: int) -> str:
     return f"update {number} ({job.store.places('train', job.order.positions(number))})"
-
-
-def _seed(*parts: int) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1

@@ -14,6 +14,7 @@ from rtrain.exchange.noise import Measured
 from rtrain.network import beside, packed
 from rtrain.network.device import moved
 from rtrain.network.inputs import LAYOUT, accepted
+from rtrain.training import stages
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -194,17 +195,20 @@ def run_update(
         # Of a single replica it is that of the first pass.
         part = _part_of(targets if exchange.world > 1 else loss.counts(passes[0]), totals)
         terms += torch.tensor(_noise_terms(square / factor**2, part, exchange.world))
-    if scale is not None:
-        exchange.multiply(1.0 / scale)
-    observer.gradient(exchange)
-    norm = exchange.norm()
-    finite = bool(torch.isfinite(norm))
-    if not finite and scale is None:
-        raise NonFinite("the gradient is not finite: lower optim.lr, set train.precision=fp32, or set optim.clip_norm")
-    if finite:
-        if clip_norm is not None:  # as torch.nn.utils.clip_grads_with_norm_
-            exchange.multiply(torch.clamp(clip_norm / (norm + 1e-6), max=1.0))
-        optimizer.step()
+    with exchange.timeline.during(stages.OPTIMIZER):
+        if scale is not None:
+            exchange.multiply(1.0 / scale)
+        observer.gradient(exchange)
+        norm = exchange.norm()
+        finite = bool(torch.isfinite(norm))
+        if not finite and scale is None:
+            raise NonFinite(
+                "the gradient is not finite: lower optim.lr, set train.precision=fp32, or set optim.clip_norm"
+            )
+        if finite:
+            if clip_norm is not None:  # as torch.nn.utils.clip_grads_with_norm_
+                exchange.multiply(torch.clamp(clip_norm / (norm + 1e-6), max=1.0))
+            optimizer.step()
     sums = exchange.sum(torch.cat([work.sums, terms]))
     measured = None
     if measures and finite:

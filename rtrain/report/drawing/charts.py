@@ -40,6 +40,8 @@ from rtrain.report.stats import Box
 Floats = npt.NDArray[np.float64]
 ROW = 17.0
 """Height of a bar or a box with its name."""
+KEYS = 4
+"""Names of series on a line of a long legend."""
 CELLS = 4000
 """Most cells of a heat map; the faintest are left out."""
 
@@ -278,6 +280,33 @@ def stack(parts_of: Sequence[tuple[str, float]], unit: str) -> Markup:
         parts.append(text(WIDTH - 80, top + 9, f"{number(round(value, 1))} {unit}", anchor="end"))
         parts.append(text(WIDTH - 10, top + 9, f"{share:.1f} %", anchor="end"))
     return svg(*parts, label=f"shares of {number(total)} {unit}", height=50 + ROW * len(parts_of))
+
+
+@dataclass(frozen=True)
+class Stacked:
+    name: str
+    values: Sequence[float]
+    """By series; none is below 0."""
+
+
+def stacked(items: Sequence[Stacked], names: Sequence[str], x_label: str) -> Markup:
+    """One horizontal bar per item, cut into its values, with a key of the series above; all on one scale."""
+    starts = range(0, len(names), KEYS)
+    keys = [legend(names[one : one + KEYS], down=ROW * line, first=one) for line, one in enumerate(starts)]
+    top = TOP + ROW * max(0, len(keys) - 1)
+    left, height = _names_width([item.name for item in items]), ROW * len(items)
+    x = Scale.over([0.0, *(sum(item.values) for item in items)], left, WIDTH - 46)
+    parts = [*keys, bottom_axis(x, top + height, top, x_label)]
+    for place, item in enumerate(items):
+        up, whole, done = top + place * ROW, sum(item.values), 0.0
+        parts.append(text(left - 6, up + 12, short(item.name), anchor="end", full=item.name))
+        for series, value in enumerate(item.values):
+            hint = f"{item.name}, {names[series]}: {number(round(value, 3))}, {100 * value / (whole or 1.0):.1f} %"
+            wide = x(done + value) - x(done)
+            parts.append(rect(x(done), up + 3, wide, ROW - 6, f"s{series % SERIES}", hint))
+            done += value
+        parts.append(text(x(whole) + 4, up + 12, number(float(f"{whole:.4g}"))))
+    return svg(*parts, label=f"{x_label} of {len(items)} bars: {', '.join(names)}", height=top + height + BOTTOM)
 
 
 def reliability(confidence: Floats, accuracy: Floats, rows: Sequence[int]) -> Markup:

@@ -221,14 +221,15 @@ def _label(x: Scale, label: str, y: float) -> Markup:
     return text(x.stop, y + 30, label, anchor="end", css="label")
 
 
-def legend(names: Sequence[str], right: float = WIDTH - RIGHT) -> Markup:
-    """Names of the series, right-aligned above the plot; one series needs none."""
-    if len(names) < 2:
+def legend(names: Sequence[str], right: float = WIDTH - RIGHT, *, down: float = 0.0, first: int = 0) -> Markup:
+    """Names of the series, right-aligned above the plot; one series needs none. A long one takes several, each further
+    `down`, whose colours begin with that of series `first`."""
+    if len(names) + first < 2:
         return Markup("")
     parts, x = [], right
     for place, name in reversed(list(enumerate(names))):
         x -= LETTER * len(name)
-        parts.append(text(x, 11, name))
-        parts.append(rect(x - 12, 3.5, 9, 9, f"s{place % SERIES}"))
+        parts.append(text(x, 11 + down, name))
+        parts.append(rect(x - 12, 3.5 + down, 9, 9, f"s{(place + first) % SERIES}"))
         x -= 24
     return Markup("").join(parts)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.text import Text
 
+from rtrain.report import cost
 from rtrain.report.live import said
 from rtrain.report.live.waited import Waited
 from rtrain.run import Run
@@ -254,6 +255,8 @@ def summary_text(summary: dict[str, Any], run: Run) -> str:
         high = "more" if scale["high"] is None else f"{scale['high']:,.0f}"
         rows = f"{scale['rows']:,.0f} rows ({scale['low']:,.0f} to {high})"
         lines.insert(1, f"noise scale of the gradient: {rows}; an update has {summary['rows_per_update']:,}")
+    if found := summary.get("cost"):
+        lines.insert(-1, f"cost: {cost.sentence(found)}")
     if run.report.is_file():
         lines.append(f"report: {run.report}")
     return "\n".join(lines)

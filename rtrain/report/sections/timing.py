@@ -1,12 +1,16 @@
 """Where the time went."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from rtrain.report import cost
 from rtrain.report.collect import Collected, Event
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
+from rtrain.report.drawing.charts import Stacked
 from rtrain.report.drawing.svg import duration, rate
 from rtrain.report.summary import SECONDS, STATUSES
+from rtrain.training.stages import PARTS
 
 MEANING = {
     "setup": "workers: imports, model, store",
@@ -18,6 +22,10 @@ MEANING = {
     "input_wait": "waiting for rows while training",
 }
 LOST, REST = "cut short", "rest"
+LEAST = 5e-6
+"""Seconds of a part of an update that is drawn."""
+MOST_WORKERS = 16
+HOURS = (("worker-hours", "worker_hours"), ("core-hours", "core_hours"), ("GPU-hours", "gpu_hours"))
 
 
 def lost(log: Sequence[Event]) -> float:
@@ -43,6 +51,40 @@ def measured_updates(log: Sequence[Event]) -> int:
         elif event["kind"] == "trained":
             total += event["updates"] - first
     return max(1, total)
+
+
+def _stages(found: Sequence[Mapping[str, float]] | None) -> list[Block]:
+    """An update of each worker, by what it did; of a start that an earlier version made there is nothing."""
+    if not found:
+        return []
+    parts = [part for part in PARTS if any(worker[part] > LEAST for worker in found)]
+    shown = found[:MOST_WORKERS]
+    bars = [Stacked(f"worker {rank}", [1000 * worker[part] for part in parts]) for rank, worker in enumerate(shown)]
+    hidden = 1000 * sum(worker["hidden"] for worker in found) / len(found)
+    note = (
+        "The mean update of the newest start that came to an end. Exchange: the worker stands still for gradients, "
+        f"also for slower workers; {hidden:,.1f} ms more went while it computed. rtrain profile has them one by one."
+    )
+    chart = charts.stacked(bars, [part.replace("_", " ") for part in parts], "milliseconds of an update")
+    return [Figure("What a worker does in an update", chart, note)]
+
+
+def _cost(found: Mapping[str, Any] | None) -> list[Block]:
+    if found is None:
+        return []
+    rows = [(name, cost.figure(found[key])) for name, key in HOURS if found[key]]
+    money = "unknown" if found["money"] is None else cost.figure(found["money"])
+    rows.append(("money", money))
+    if found["tokens_per_money"]:
+        rows.append(("tokens for 1 of it", f"{found['tokens_per_money']:,}"))
+    if found["utilisation"] is not None:
+        rows.append(("cores busy while training", f"{100 * found['utilisation']:.0f} %"))
+    note = "From the first line of each command's log to its last, with all cores of the machines that its workers had."
+    if found["money"] is None:
+        note += " No price is known for these machines: tune.price is that of a worker's hour."
+    else:
+        note += f" Money: at {found['price']}."
+    return [Table("What it cost", ("what", "how much"), rows, note)]
 
 
 def section(run: Collected) -> Section:
@@ -82,6 +124,8 @@ def section(run: Collected) -> Section:
             rows,
             "Sums over the starts that came to an end; per update of these.",
         ),
+        *_stages(run.summary["stages"]),
+        *_cost(run.summary["cost"]),
     ]
     intro = (
         f"{rate(run.summary['rows_per_second'])} rows and {run.summary['real_tokens_per_second']:,.0f} real tokens per "

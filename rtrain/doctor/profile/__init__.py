@@ -1,0 +1,1 @@
+"""Where the time of a recipe's updates goes, on each worker, by the real path of training."""

@@ -1,0 +1,60 @@
+"""One row of a profile, measured on the Ray that the process is connected to."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rtrain.doctor.profile import figures, worker_file
+from rtrain.doctor.profile.processes import Processes
+from rtrain.doctor.profile.rows import Length, Row
+from rtrain.doctor.profile.worker_file import Worker
+from rtrain.report import summary
+from rtrain.run import Run
+from rtrain.runs import driver, preparing
+
+
+@dataclass(frozen=True)
+class Measured:
+    figures: dict[str, Any]
+    """The row of the profile's document."""
+    workers: tuple[Worker, ...]
+
+
+def row(found: Row, folder: Path, length: Length, epochs: int, on_event: Callable[[dict[str, Any]], None]) -> Measured:
+    """Train as the recipe says for so many updates, and read where their time went.
+
+    The run's folder is made at `folder` and removed in the end; the token store beside it is the one that training
+    uses. `epochs`: of a whole run of the recipe. Where the training fails, the folder stays, with its log.
+    """
+    prepared, processes = preparing.prepare(found.config, folder, tokens_root=folder.parent.parent), Processes()
+
+    def told(event: dict[str, Any]) -> None:
+        processes(event)
+        on_event(event)
+
+    try:
+        driver.fit(prepared, until=length.until, profile=True, reports=False, on_event=told)
+    except (KeyboardInterrupt, SystemExit):
+        shutil.rmtree(folder)
+        raise
+    run, order = Run(folder), prepared.order
+    workers = sorted((worker_file.read(path) for path in folder.glob(run.profile("*").name)), key=lambda one: one.rank)
+    known = summary.summarise(run)
+    recipe = prepared.config.recipe
+    facts = figures.Facts(
+        name=found.name,
+        settings=found.settings,
+        precision=known["precision"],
+        transport=known["exchange"]["transport"],
+        device=known["device"],
+        rows_per_update=recipe.rows_per_update,
+        order_digest=known["order_digest"],
+        save_every=recipe.train.save_every or order.updates_per_epoch,
+        run_updates=epochs * order.updates_per_epoch,
+        processes=processes.told(),
+    )
+    measured = Measured(figures.of_row(facts, workers, length), tuple(workers))
+    shutil.rmtree(folder)
+    return measured

@@ -1,0 +1,57 @@
+"""The machines that the workers of a start are on, for the run's log: what it costs is computed from it."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rtrain import env
+
+if TYPE_CHECKING:
+    import torch
+
+    from rtrain.exchange.exchange import Exchange
+
+DMI = Path("/sys/class/dmi/id")
+"""What a machine's firmware says of it. AWS writes the instance type there; other clouds tell it over the network."""
+
+
+def told(exchange: "Exchange", device: "torch.device") -> list[dict[str, Any]]:
+    """The machines, each with its workers. Called on every rank."""
+    own = json.dumps(here(device)).encode()
+    gathered = exchange.gather(np.frombuffer(own, dtype=np.uint8).copy())
+    return merged([json.loads(one.tobytes()) for one in gathered])
+
+
+def merged(workers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each worker says of its machine, once for each machine; `workers` and `gpus` are those of all of them."""
+    counts = Counter(one["host"] for one in workers)
+    by_host = {one["host"]: one for one in workers}
+    return [
+        {**one, "workers": counts[host], "gpus": counts[host] * one["gpus"], "cores": one["cores"]}
+        for host, one in by_host.items()
+    ]
+
+
+def here(device: "torch.device") -> dict[str, Any]:
+    """This worker's machine; `gpus`: those of this worker."""
+    gpu = None
+    if device.type == "cuda":
+        import torch
+
+        gpu = torch.cuda.get_device_name(device)
+    known = {"host": os.uname().nodename, "cores": env.cores(), "gpus": int(gpu is not None), "gpu": gpu}
+    return {**known, "instance": instance()}
+
+
+def instance(dmi: Path = DMI) -> str | None:
+    """The type of this machine, as a cloud names it; None where its firmware does not say so."""
+    try:
+        vendor, name = ((dmi / file).read_text(encoding="utf-8").strip() for file in ("sys_vendor", "product_name"))
+    except OSError:
+        return None
+    return name if vendor == "Amazon EC2" else None

@@ -1,0 +1,62 @@
+"""A profile by the real path, on Ray: two workers, and the verb that sets two profiles beside each other."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain.cli import app as cli
+from rtrain.doctor.profile import profile, rows
+from rtrain.training.stages import PARTS
+from tests import trained
+from tests.profiles import document, row
+
+LENGTH = rows.Length(updates=3, warm_up=1)
+
+
+@pytest.mark.ray
+def test_a_recipe_is_profiled_as_it_trains(ray_session: Path) -> None:
+    config = trained.settings(ray_session / "profiled", **{"train.workers": 2})
+    folder, events = ray_session / "profiled" / "out", list[dict[str, Any]]()
+    found = profile.run(
+        config,
+        rows.rows(config, [], LENGTH),
+        LENGTH,
+        folder,
+        lambda row, place: contextlib.nullcontext(),
+        events.append,
+    )
+    (one,) = found["rows"]
+    assert (one["workers"], one["transport"], one["rows_per_update"]) == (2, "shared_memory", 24)
+    for worker in one["of_workers"]:
+        assert [each["update"] for each in worker["each"]] == [1, 2, 3]
+        for each in worker["each"]:
+            assert sum(each["parts"].values()) == pytest.approx(each["seconds"])
+        parts = worker["parts"]
+        assert tuple(parts) == PARTS
+        assert min(parts[part] for part in ("forward", "backward", "exchange", "optimizer", "get_batch")) > 0
+    assert one["checkpoint"]["seconds"] > 0
+    assert {"driver", "raylet"} <= set(one["processes"])
+    by_kind = {event["kind"]: event for event in events}
+    assert "evaluated" not in by_kind
+    (machine,) = by_kind["machines"]["machines"]
+    assert (machine["workers"], machine["gpus"]) == (2, 0)
+    assert [tuple(mean)[: len(PARTS)] for mean in by_kind["trained"]["stages"]] == [PARTS] * 2
+    assert sorted(path.name for path in folder.iterdir()) == ["profile.html", "profile.json", "trace.json"]
+    assert profile.read(folder) == json.loads(json.dumps(found))
+    spans = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert sum(span.get("cat") == "update" for span in spans) == 2 * LENGTH.until
+
+
+def test_the_verb_sets_two_profiles_beside_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, slower in (("a", 1), ("b", 2)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(document(row(slower=slower), name=name)))
+    cli.main(["profile", "--beside", "a.json", "--beside", "b.json", "--json"])
+    found = json.loads(capfd.readouterr().out)
+    assert found["rows"] == [{"rows": ["workers=1", "workers=1"], "ratio": pytest.approx(2.0)}]
+    assert Path(found["page"]).read_text().startswith("<!")

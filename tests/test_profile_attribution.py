@@ -1,0 +1,178 @@
+"""A delay in one stage of training is attributed to that stage, within 10 %: by the loop as every run has it.
+
+The delay is one of the worker's clock alone, of minutes: what a busy machine adds to a stage is nothing beside it.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rtrain.checkpoints.saver import Saver
+from rtrain.data.ingest import plan_update
+from rtrain.doctor.profile import worker_file
+from rtrain.exchange import replicas
+from rtrain.exchange.replicated import Replicated
+from rtrain.exchange.timeline import Timeline
+from rtrain.training import loop, stages, step
+from rtrain.training.evaluate import evaluate
+from rtrain.training.stages import PARTS
+from rtrain.training.watched import Watched
+from tests import test_training_loop
+from tests.test_training_loop import UPDATES, make_ground, start
+from tests.test_training_step import LOSS, make_network, make_rows, make_still_encoder, pick
+
+DELAY = 120_000_000_000
+"""Nanoseconds of a delay on the clock; a training of six updates takes some seconds."""
+WITHIN = 0.1
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ground")
+    make_ground(folder)
+    return folder
+
+
+class Ahead:
+    """The monotonic clock, which a delay sets ahead."""
+
+    def __init__(self) -> None:
+        self.by = self.delays = 0
+
+    def __call__(self) -> int:
+        return time.perf_counter_ns() + self.by
+
+    def delayed(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def late(*given: Any, **named: Any) -> Any:
+            self.by, self.delays = self.by + DELAY, self.delays + 1
+            return work(*given, **named)
+
+        return late
+
+
+def delay(stage: str, clock: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time that the stage does its work, its clock goes ahead."""
+    if stage == stages.GET_BATCH:
+        monkeypatch.setattr(test_training_loop, "plan_update", clock.delayed(plan_update))
+    elif stage == stages.FORWARD:
+        monkeypatch.setattr(step, "forward", clock.delayed(step.forward))
+    elif stage == stages.BACKWARD:
+        monkeypatch.setattr(torch.Tensor, "backward", clock.delayed(torch.Tensor.backward))
+    elif stage == stages.OPTIMIZER:
+        monkeypatch.setattr(torch.optim.AdamW, "step", clock.delayed(torch.optim.AdamW.step))
+    elif stage == stages.EVALUATE:
+        monkeypatch.setattr(loop, "evaluate", clock.delayed(evaluate))
+    else:
+        monkeypatch.setattr(Saver, "save", clock.delayed(Saver.save))
+
+
+@pytest.mark.parametrize("stage", stages.STAGES)
+def test_a_delay_in_a_stage_is_that_stages_and_no_others(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    clock, kept = Ahead(), tmp_path / "profile.json"
+    monkeypatch.setattr(replicas, "Timeline", partial(Timeline, clock))
+    monkeypatch.setattr(loop, "Watched", lambda exchange, path: Watched(exchange, kept))
+    delay(stage, clock, monkeypatch)
+    ran = start(ground, tmp_path / "run", save_every=2)
+    injected = clock.delays * DELAY
+    assert clock.delays >= UPDATES // 2
+    worker = worker_file.read(kept)
+    assert [one.window.number for one in worker.updates] == list(range(UPDATES))
+    found = dict.fromkeys(PARTS, 0)
+    for update in worker.updates:
+        own = stages.parts(update.window).of
+        assert sum(own.values()) == update.window.wall
+        found = {name: found[name] + own[name] for name in PARTS}
+    outside = (stage == stages.EVALUATE) * DELAY  # the test rows are scored after the last update
+    expected = {name: injected - outside if name == stage else 0 for name in PARTS}
+    assert {name: found[name] / injected for name in PARTS} == pytest.approx(
+        {name: value / injected for name, value in expected.items()}, abs=WITHIN
+    )
+    (told,) = ran.recorder.of("trained")
+    (mean,) = told["stages"]
+    share = {name: mean[name] / sum(mean[part] for part in PARTS) for name in PARTS}
+    assert share == pytest.approx({name: float(name == stage) for name in PARTS}, abs=WITHIN)
+
+
+def test_updates_follow_each_other_without_a_gap(ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the updates of a start add up to its time, whatever is done between two steps."""
+    monkeypatch.setattr(loop, "Watched", lambda exchange, path: Watched(exchange, tmp_path / "profile.json"))
+    start(ground, tmp_path / "run")
+    windows = [one.window for one in worker_file.read(tmp_path / "profile.json").updates]
+    assert [one.stop for one in windows[:-1]] == [one.start for one in windows[1:]]
+    assert all(window.start <= one.start <= one.stop <= window.stop for window in windows for one in window.spans)
+
+
+# --------------------------------------------------------------------------------------------------------- an exchange
+
+
+@pytest.fixture
+def two_workers() -> Iterator[None]:
+    """This process is the first of two workers, by torch's process group for tests: the other one is as fast."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def starts_late(exchange: Replicated, clock: Ahead) -> None:
+    """The worker stands still to start sending."""
+    exchange._transport.start = clock.delayed(exchange._transport.start)  # type: ignore[method-assign]
+
+
+def arrives_late(exchange: Replicated, clock: Ahead) -> None:
+    """What is sent is long under way, when nothing is left to compute."""
+    start = exchange._transport.start
+
+    def late(flat: torch.Tensor, last: bool) -> Any:
+        return start(flat, last).then(clock.delayed(lambda done: done.value()))
+
+    exchange._transport.start = late  # type: ignore[method-assign]
+
+
+def counts_late(exchange: Replicated, clock: Ahead) -> None:
+    """The workers add their counts, and another one is late."""
+    dist.all_reduce = clock.delayed(dist.all_reduce)
+
+
+@pytest.mark.parametrize("inject", [starts_late, arrives_late, counts_late])
+def test_a_delay_in_an_exchange_is_the_exchanges(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    two_workers: None,
+    inject: Callable[[Replicated, Ahead], None],
+) -> None:
+    clock = Ahead()
+    network = make_network(make_still_encoder(tmp_path))
+    exchange = Replicated(network, touched_rows=False)
+    exchange.timeline.now = clock
+    monkeypatch.setattr(dist, "all_reduce", dist.all_reduce)  # put back after the test
+    inject(exchange, clock)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
+    rows = make_rows(8)
+    exchange.timeline.take()
+    begun = clock()
+    step.run_update(exchange, optimizer, LOSS, [pick(rows, [0, 1, 2]), pick(rows, [3, 4])], pad_id=0)
+    window = stages.Window(0, begun, clock(), tuple(exchange.timeline.take()))
+    assert clock.delays > 0
+    assert {one.kind for one in window.spans} >= {"forward", "backward", "optimizer", "exchange", "sending"}
+    found = {name: value / (clock.delays * DELAY) for name, value in stages.parts(window).of.items()}
+    assert found == pytest.approx({name: float(name == "exchange") for name in PARTS}, abs=WITHIN)
+
+
+def test_what_the_worker_itself_carries_is_not_under_way_beside_it(tmp_path: Path, two_workers: None) -> None:
+    """A part that waits in shared memory for the last one is sent by nobody meanwhile: nothing of it is hidden."""
+    exchange = Replicated(make_network(make_still_encoder(tmp_path)), touched_rows=False)
+    exchange._transport.beside = False
+    optimizer = torch.optim.SGD(exchange.module.parameters(), lr=1e-3)
+    step.run_update(exchange, optimizer, LOSS, [make_rows(4)], pad_id=0)
+    assert {one.kind for one in exchange.timeline.take()} == {"forward", "backward", "optimizer", "exchange"}

@@ -1,0 +1,114 @@
+"""What a profile measures: the rows that a sweep asks for, and what is refused before anything starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain import config
+from rtrain.cli import app as cli
+from rtrain.config import Config
+from rtrain.doctor.profile import profile
+from rtrain.doctor.profile.rows import AS_IT_STANDS, Length, Row, rows
+from rtrain.errors import ConfigError, UserError
+
+LENGTH = Length(updates=10, warm_up=2)
+
+
+def intent(**overrides: Any) -> Config:
+    return config.load("intent", {"data.path": "rows.csv", "train.workers": 3, "train.micro_batch": 8, **overrides})
+
+
+def test_without_a_sweep_there_is_the_recipe_as_it_stands() -> None:
+    (found,) = rows(intent(), [], LENGTH)
+    assert (found.name, found.settings, found.config.recipe.train.workers) == (AS_IT_STANDS, {}, 3)
+
+
+def test_sweeps_are_combined_and_have_short_names() -> None:
+    found = rows(intent(), ["workers=1,2", "precision=fp32,bf16", "optim.clip_norm=null"], LENGTH)
+    assert [row.name for row in found] == [
+        f"workers={workers} precision={precision} optim.clip_norm=None"
+        for workers in (1, 2)
+        for precision in ("fp32", "bf16")
+    ]
+    assert found[3].settings == {"train.workers": 2, "train.precision": "bf16", "optim.clip_norm": None}
+    assert found[3].config.recipe.optim.clip_norm is None
+
+
+def test_loader_and_transport_are_settings_too() -> None:
+    assert [row.config.deploy.cluster.data_cpus for row in rows(intent(), ["loader=1,2,4"], LENGTH)] == [1, 2, 4]
+    found = rows(intent(), ["transport=stock,shared_memory"], LENGTH)
+    assert [row.config.recipe.train.transport for row in found] == ["stock", "shared_memory"]
+
+
+def test_all_rows_have_the_updates_of_the_recipe_as_it_stands() -> None:
+    given = intent(**{"train.aggregation_frequency": 2})
+    found = rows(given, ["workers=1,2"], LENGTH)
+    assert [row.config.recipe.rows_per_update for row in found] == [3 * 8 * 2] * 2
+    frequencies = rows(given, ["train.aggregation_frequency=1,4"], LENGTH)
+    assert [row.config.recipe.rows_per_update for row in frequencies] == [24, 96]
+    assert [row.config.recipe.rows_per_update for row in rows(given, ["train.rows_per_update=9,7"], LENGTH)] == [9, 7]
+
+
+def test_nothing_is_evaluated_and_no_training_ends_while_a_row_is_measured() -> None:
+    for found in rows(intent(**{"train.epochs": 1, "train.evaluate_every": 2}), ["workers=1,2"], LENGTH):
+        train = found.config.recipe.train
+        assert train.epochs > LENGTH.until  # an epoch has an update at least
+        assert train.evaluate_every is not None
+        assert train.evaluate_every > LENGTH.until
+
+
+@pytest.mark.parametrize(
+    ("sweeps", "said"),
+    [
+        (["workers"], "--sweep=workers: names no values; write e.g. --sweep workers=1,2"),
+        (["workers="], "names no values"),
+        (["workers=1,[2"], "its values are no list"),
+        (["workers=1,1"], "names a value twice"),
+        (["workers=1", "train.workers=2"], "train.workers is swept twice"),
+        (["train.wrokers=1"], "train.wrokers"),
+        (["workers=0,1"], "train.workers"),
+        (["workers=1,2,3,4,5,6", "train.micro_batch=1,2,3,4,5,6"], "36 rows, and a profile has 32 at most"),
+    ],
+)
+def test_a_sweep_that_cannot_be_is_refused(sweeps: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        rows(intent(), sweeps, LENGTH)
+    assert said in str(error.value)
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        rows(intent(), ["workers", "precision=", "transport=stock,stock"], LENGTH)
+    assert len(error.value.problems) == 3
+
+
+def test_a_folder_that_is_in_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").touch()
+    with pytest.raises(UserError, match="is not empty; name a new folder"):
+        profile.check([Row(AS_IT_STANDS, {}, intent())], tmp_path / "used")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["profile"], "takes a recipe, or two profiles by --beside"),
+        (["profile", "intent", "--data", "missing.csv", "--sweep", "workers"], "names no values"),
+        (["profile", "intent", "--data", "missing.csv"], "missing.csv"),
+        (["profile", "--beside", "a.json"], "sets two profiles beside each other"),
+        (["profile", "intent", "--beside", "a.json", "--beside", "b.json"], "and trains nothing"),
+    ],
+)
+def test_the_verb_refuses_before_ray_starts(
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(words)
+    assert stop.value.code == 2
+    assert said in capfd.readouterr().err

@@ -1,0 +1,127 @@
+"""What a run cost: hours and money that can be added up by hand, and nothing that is not known."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain.cluster.instances import BY_NAME
+from rtrain.report import cost
+from rtrain.report.summary import commands
+from rtrain.runs import machines
+
+HOUR = 3600.0
+
+
+def machine(name: str | None = None, *, workers: int = 2, cores: int = 4, gpus: int = 0) -> dict[str, Any]:
+    return {"host": "h", "workers": workers, "cores": cores, "gpus": gpus, "gpu": None, "instance": name}
+
+
+def log(*events: tuple[float, str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Events at hours since the first."""
+    return [{"time": at * HOUR, "kind": kind, **fields} for at, kind, fields in events]
+
+
+def trained(at: float, busy: float = 0.5) -> tuple[float, str, dict[str, Any]]:
+    return at, "trained", {"stages": [{"cores_busy": busy}, {"cores_busy": busy}]}
+
+
+def told(at: float, *found: dict[str, Any], price: float | None = None) -> tuple[float, str, dict[str, Any]]:
+    return at, cost.KIND, {"machines": list(found), "price": price}
+
+
+def test_a_command_is_paid_for_from_its_first_line_to_its_last() -> None:
+    events = log((0, "created", {}), (0, "tokenised", {}), told(0.5, machine()), trained(2), (2, "finished", {}))
+    found = cost.cost(commands(events), 1000)
+    assert found is not None
+    assert (found["worker_hours"], found["core_hours"], found["gpu_hours"]) == (4.0, 8.0, 0.0)
+    assert found["utilisation"] == 0.25  # two workers, half a core each, of four
+
+
+def test_the_time_between_two_commands_costs_nothing() -> None:
+    first = [(0, "created", {}), (0, "tokenised", {}), told(0.0, machine()), trained(1.0)]
+    second = [(9.0, "tokens_reused", {}), told(9.0, machine()), trained(10.0)]
+    found = cost.cost(commands(log(*first, *second)), 0)
+    assert found is not None
+    assert found["core_hours"] == 8.0
+
+
+def test_workers_that_are_started_again_have_the_machines_of_their_start() -> None:
+    events = log(
+        (0, "tokenised", {}),
+        told(0.5, machine(workers=2, cores=4)),
+        (1, "crashed", {}),
+        told(1.0, machine(workers=1, cores=4)),
+        trained(3.0),
+    )
+    found = cost.cost(commands(events), 0)
+    assert found is not None
+    assert (found["worker_hours"], found["core_hours"]) == (2 * 1 + 1 * 2, 4 * 3)
+
+
+def test_money_is_the_price_of_a_workers_hour_where_that_is_set() -> None:
+    events = log((0, "tokenised", {}), told(0, machine("m7i.large"), price=0.3), trained(2.0))
+    found = cost.cost(commands(events), 1200)
+    assert found is not None
+    assert (found["money"], found["price"], found["tokens_per_money"]) == (pytest.approx(1.2), "tune.price", 1000)
+
+
+def test_else_it_is_that_of_the_machines_as_listed() -> None:
+    events = log((0, "tokenised", {}), told(0, machine("m7i.large"), machine("c7i.2xlarge")), trained(2.0))
+    found = cost.cost(commands(events), 10)
+    assert found is not None
+    assert found["money"] == pytest.approx(2 * (BY_NAME["m7i.large"].dollars + BY_NAME["c7i.2xlarge"].dollars))
+    assert found["price"] == "list prices on demand"
+
+
+@pytest.mark.parametrize("name", [None, "a machine of our own"])
+def test_a_price_that_is_not_known_is_not_made_up(name: str | None) -> None:
+    events = log((0, "tokenised", {}), told(0, machine("m7i.large"), machine(name)), trained(2.0))
+    found = cost.cost(commands(events), 10)
+    assert found is not None
+    assert (found["money"], found["price"], found["tokens_per_money"]) == (None, "unknown", None)
+    assert "its price is unknown (--set tune.price=..." in cost.sentence(found)
+    assert "16 core-hours" in cost.sentence(found)
+
+
+def test_a_log_that_tells_no_machines_has_no_cost() -> None:
+    assert cost.cost(commands(log((0, "tokenised", {}), (0, "started", {}), trained(2.0))), 10) is None
+    assert cost.cost([], 0) is None
+
+
+def test_of_workers_with_gpus_the_cores_say_nothing() -> None:
+    events = log((0, "tokenised", {}), told(0, machine(gpus=2)), trained(0.5))
+    found = cost.cost(commands(events), 0)
+    assert found is not None
+    assert (found["gpu_hours"], found["utilisation"]) == (1.0, None)
+    assert "1 GPU-hours" in cost.sentence(found)
+
+
+def test_a_start_that_has_just_begun_has_no_utilisation_yet() -> None:
+    found = cost.cost(commands(log((0, "tokenised", {}), told(0, machine()))), 0)
+    assert found is not None
+    assert (found["core_hours"], found["utilisation"]) == (0.0, None)
+
+
+# ------------------------------------------------------------------------------------------------------------ machines
+
+
+def test_machines_are_told_once_with_all_of_their_workers() -> None:
+    workers = [
+        {"host": host, "cores": 8, "gpus": gpus, "gpu": None, "instance": None}
+        for host, gpus in (("a", 1), ("a", 1), ("b", 0))
+    ]
+    found = machines.merged(workers)
+    assert [(one["host"], one["workers"], one["gpus"], one["cores"]) for one in found] == [
+        ("a", 2, 2, 8),
+        ("b", 1, 0, 8),
+    ]
+
+
+def test_the_type_of_a_machine_is_read_where_its_firmware_tells_it(tmp_path: Path) -> None:
+    assert machines.instance(tmp_path) is None
+    (tmp_path / "product_name").write_text("m7i.large\n")
+    (tmp_path / "sys_vendor").write_text("Amazon EC2\n")
+    assert machines.instance(tmp_path) == "m7i.large"
+    (tmp_path / "sys_vendor").write_text("A maker of laptops\n")
+    assert machines.instance(tmp_path) is None
