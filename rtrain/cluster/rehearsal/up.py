@@ -87,7 +87,7 @@ def up(plan: Plan, logs: Path, say: Callable[[str], None]) -> Iterator[Up]:
         _keep_autoscaler_log(folder, logs)
         left = _processes(folder)
         shutil.rmtree(folder, ignore_errors=True)
-        left += [f"shared memory {name}" for name in sorted(_shared_memory() - before)]
+        left += [f"shared memory {name}" for name in _unused(_shared_memory() - before)]
         if folder.exists():
             left.append(str(folder))
         if made is not None:
@@ -143,6 +143,16 @@ def _processes(folder: Path) -> list[str]:
 
 def _shared_memory() -> set[str]:
     return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+
+
+def _unused(names: set[str]) -> list[str]:
+    """Those of the files of shared memory that nobody has mapped. What a living process has mapped is that process's,
+    which is none of the cluster's: all of these have ended."""
+    mapped = ""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            mapped += maps.read_text()
+    return sorted(name for name in names if (SHARED_MEMORY / name).exists() and str(SHARED_MEMORY / name) not in mapped)
 
 
 def _keep_autoscaler_log(folder: Path, logs: Path) -> None:
