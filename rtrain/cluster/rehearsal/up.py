@@ -23,7 +23,7 @@ from rtrain.cluster.rehearsal.nodes import Nodes
 from rtrain.cluster.rehearsal.plan import Plan
 from rtrain.errors import UserError
 
-UP_WITHIN_S = 120.0
+UP_WITHIN_S = 300.0
 GONE_WITHIN_S = 15.0
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -70,7 +70,7 @@ def up(plan: Plan, logs: Path, say: Callable[[str], None]) -> Iterator[Up]:
     autoscaler = folder / "autoscaler.yaml"
     book, machines = Book(folder / "book"), metadata.Machines(metadata.Told)
     autoscaler.write_text(yaml.safe_dump(plan.autoscaler_file(str(book.folder))))
-    port, dashboard, *monitors = _free_ports(4)
+    port, dashboard, *monitors = free_ports(4)
     address = f"{ray.util.get_node_ip_address()}:{port}"
     made: Up | None = None
     try:
@@ -115,7 +115,7 @@ def _await(cloud: Cloud, book: Book, head: str, api: str, say: Callable[[str], N
         time.sleep(0.2)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     held = [socket.socket() for _ in range(count)]
     try:
         for one in held:
