@@ -22,10 +22,9 @@ import yaml
 from rtrain import env
 from rtrain.cluster.jobs import naming, upload
 from rtrain.cluster.rehearsal import plan as plans
-from rtrain.cluster.rehearsal.up import Up, up
+from rtrain.cluster.rehearsal.up import Up, free_ports, up
 from rtrain.run import Run
 from tests.conftest import labelled_rows, write_rows
-from tests.test_job import free_ports
 from tests.tiny import make_artifact, make_encoder
 
 ROOT = Path(__file__).resolve().parents[1]

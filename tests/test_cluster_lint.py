@@ -104,7 +104,12 @@ BROKEN = (
     Broken("version", "s3fs==2026.9.0", "s3fs==2025.1.0", "s3fs==2025.1.0"),
     Broken("mount", "/rtrain/serve: serve", "/rtrain/serve: sevre", "sevre"),
     Broken("dashboard", "--dashboard-host=127.0.0.1", "--dashboard-host=0.0.0.0", "--dashboard-host=0.0.0.0"),
-    Broken("client-port", "\n    RAY_START_HOOK=rtrain.cluster.session.on_node_start;", ";", "ray start --head"),
+    Broken(
+        "client-port",
+        "\n    RAY_START_HOOK=rtrain.cluster.session.on_node_start RAY_JOB_STOP_WAIT_TIME_S=60;",
+        ";",
+        "ray start --head",
+    ),
     Broken("option", "--dashboard-agent-grpc-port=6383", "--dashboard-grpc=6383", "--dashboard-grpc=6383"),
     Broken("port", "--object-manager-port=6381", "--object-manager-port=6380", "--object-manager-port=6380"),
     Broken("autoscaler", " --autoscaling-config=~/ray_bootstrap_config.yaml", "", "ray start --head"),

@@ -2,10 +2,12 @@
 slow tests run it whole."""
 
 import json
+import mmap
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,6 +27,7 @@ from rtrain.cluster.rehearsal import (
     ports,
     provider,
     rehearse,
+    up,
 )
 from rtrain.cluster.rehearsal.book import Book, Machine
 from rtrain.cluster.rehearsal.certificate import Certificate, Rows, Weights, most_at_a_time, nodes_of
@@ -310,6 +313,16 @@ def test_open_sockets_are_found_by_machine() -> None:
         found = ports.listening([("m", os.getpid()), ("gone", 2**22)])
         server.kill()
     assert [(one.machine, one.scope, one.allowed) for one in found if one.port == port] == [("m", "loopback", False)]
+
+
+def test_shared_memory_is_left_behind_where_nobody_has_mapped_it() -> None:
+    with (
+        tempfile.NamedTemporaryFile(dir=up.SHARED_MEMORY) as held,
+        tempfile.NamedTemporaryFile(dir=up.SHARED_MEMORY) as left,
+    ):
+        held.truncate(10)
+        with mmap.mmap(held.fileno(), 10):
+            assert up._unused({Path(held.name).name, Path(left.name).name, "gone"}) == [Path(left.name).name]
 
 
 # ------------------------------------------------------------------------------------------------------------- faults

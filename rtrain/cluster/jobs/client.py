@@ -1,6 +1,7 @@
 """Jobs on a cluster, by Ray's job API: asked for, watched, read, stopped."""
 
 import asyncio
+import logging
 import os
 import shlex
 import time
@@ -50,6 +51,7 @@ class Jobs:
         if client is None:
             from ray.job_submission import JobSubmissionClient
 
+            logging.getLogger("ray").setLevel(logging.ERROR)  # it would tell each step of an upload
             with self._asked():
                 self._client = JobSubmissionClient(self.address)
 

@@ -23,7 +23,7 @@ from rtrain.cluster.rehearsal.nodes import Nodes
 from rtrain.cluster.rehearsal.plan import Plan
 from rtrain.errors import UserError
 
-UP_WITHIN_S = 120.0
+UP_WITHIN_S = 300.0
 GONE_WITHIN_S = 15.0
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -70,7 +70,7 @@ def up(plan: Plan, logs: Path, say: Callable[[str], None]) -> Iterator[Up]:
     autoscaler = folder / "autoscaler.yaml"
     book, machines = Book(folder / "book"), metadata.Machines(metadata.Told)
     autoscaler.write_text(yaml.safe_dump(plan.autoscaler_file(str(book.folder))))
-    port, dashboard, *monitors = _free_ports(4)
+    port, dashboard, *monitors = free_ports(4)
     address = f"{ray.util.get_node_ip_address()}:{port}"
     made: Up | None = None
     try:
@@ -87,7 +87,7 @@ def up(plan: Plan, logs: Path, say: Callable[[str], None]) -> Iterator[Up]:
         _keep_autoscaler_log(folder, logs)
         left = _processes(folder)
         shutil.rmtree(folder, ignore_errors=True)
-        left += [f"shared memory {name}" for name in sorted(_shared_memory() - before)]
+        left += [f"shared memory {name}" for name in _unused(_shared_memory() - before)]
         if folder.exists():
             left.append(str(folder))
         if made is not None:
@@ -115,7 +115,7 @@ def _await(cloud: Cloud, book: Book, head: str, api: str, say: Callable[[str], N
         time.sleep(0.2)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     held = [socket.socket() for _ in range(count)]
     try:
         for one in held:
@@ -143,6 +143,16 @@ def _processes(folder: Path) -> list[str]:
 
 def _shared_memory() -> set[str]:
     return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+
+
+def _unused(names: set[str]) -> list[str]:
+    """Those of the files of shared memory that nobody has mapped. What a living process has mapped is that process's,
+    which is none of the cluster's: all of these have ended."""
+    mapped = ""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            mapped += maps.read_text()
+    return sorted(name for name in names if (SHARED_MEMORY / name).exists() and str(SHARED_MEMORY / name) not in mapped)
 
 
 def _keep_autoscaler_log(folder: Path, logs: Path) -> None:
