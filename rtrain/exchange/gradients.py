@@ -9,7 +9,7 @@ from rtrain.exchange import compression, transport
 from rtrain.exchange.alive import Watch
 from rtrain.exchange.own import Own, squared
 from rtrain.exchange.spent import Spent
-from rtrain.exchange.timeline import WAITS, Timeline
+from rtrain.exchange.timeline import BACKWARD, WAITS, Timeline
 from rtrain.exchange.touched_rows import TouchedRows, table_of
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Exchange:
             if self.rows is not None:
                 self.rows.gathers = False
         if self.rows is not None and last:
-            with self._spent.waiting() if self.distributed else self.timeline.during("backward"):
+            with self._spent.waiting() if self.distributed else self.timeline.during(BACKWARD):
                 self.rows.complete(self)
         self._spent.exchanges += last
         compared = self._transport if last and self.distributed else None

@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+BACKWARD = "backward"
+"""Spans of a worker's own part in the gradient."""
 WAITS = "exchange"
 """Spans in which the worker stands still for an exchange."""
 SENDS = "sending"

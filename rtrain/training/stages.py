@@ -8,12 +8,12 @@ nanosecond. The part of an exchange that is hidden behind computation is told be
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rtrain.exchange.timeline import SENDS, WAITS, Span
+from rtrain.exchange.timeline import BACKWARD as BACKWARD, SENDS, WAITS, Span
 
 Interval = tuple[int, int]
 """[start, stop) in nanoseconds."""
 
-GET_BATCH, FORWARD, BACKWARD, OPTIMIZER = "get_batch", "forward", "backward", "optimizer"
+GET_BATCH, FORWARD, OPTIMIZER = "get_batch", "forward", "optimizer"
 EVALUATE, CHECKPOINT = "evaluate", "checkpoint"
 STAGES = (GET_BATCH, FORWARD, BACKWARD, OPTIMIZER, EVALUATE, CHECKPOINT)
 """What a worker does itself; a timeline's spans of these kinds never overlap."""
