@@ -11,7 +11,7 @@ from rtrain.exchange.exchange import Work
 from rtrain.exchange.own import Own
 from rtrain.exchange.replicas import Replicas, Say, unsaid
 from rtrain.exchange.spent import Spent
-from rtrain.exchange.timeline import WAITS
+from rtrain.exchange.timeline import BACKWARD, WAITS
 from rtrain.exchange.touched_rows import TouchedRows, table_of
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Replicated(Replicas):
             if self.rows is not None:
                 self.rows.gathers = False
         if self.rows is not None and last:
-            with self._spent.waiting() if self.distributed else self.timeline.during("backward"):
+            with self._spent.waiting() if self.distributed else self.timeline.during(BACKWARD):
                 self.rows.complete(self)
         self._spent.exchanges += last
         compared = self._transport if last and self.distributed else None
