@@ -9,9 +9,7 @@ import asyncio
 import functools
 import importlib
 import json
-import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Any
 
@@ -24,23 +22,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import rtrain
 from rtrain.config import Serve
-from rtrain.predict import InputError, Predictor
-from rtrain.tasks.base import Input
+from rtrain.predict import Predictor
 from serve import about, abstention, pages, protocol, schema
-from serve.batching.batcher import Batcher, EngineError, Expired
-from serve.batching.encoding import Encoder, characters_of
-from serve.batching.scheduler import Limits, Overloaded
-from serve.change.scaling import Meter
+from serve.answering import Lasting, Service
 from serve.door import guard
 from serve.door.access import is_loopback
-from serve.envelope import Envelope, Record, client_of
-from serve.explanations import Explanations, Row
+from serve.envelope import Envelope, client_of
 from serve.schema import RequestError
-from serve.watching import tracing
-from serve.watching.access_log import AccessLog
-from serve.watching.telemetry import OPEN_METRICS, Telemetry
-
-logger = logging.getLogger(__name__)
+from serve.watching.telemetry import OPEN_METRICS
 
 PREDICT = "/predict"
 MOST_SHOWN = 100
@@ -48,148 +37,16 @@ MOST_SHOWN = 100
 Exposition = Callable[[], Awaitable[str]]
 
 
-class Service:
-    """What the routes share: the model, its tokenizer, its batcher, its metrics."""
-
-    def __init__(self, predictor: Predictor, settings: Serve):
-        self.predictor, self.settings = predictor, settings
-        self.spans = tracing.spans(settings, predictor.artifact)
-        self.access_log = AccessLog(settings.access_log)
-        self.telemetry = Telemetry(predictor, settings.exemplars)
-        self.encoder = Encoder(predictor)
-        limits = Limits(
-            batch_rows=settings.max_batch_rows,
-            batch_tokens=settings.max_batch_tokens,
-            batch_s=settings.max_batch_s,
-            queue_rows=settings.max_queue_rows,
-            queue_tokens=settings.max_queue_tokens,
-        )
-        run = functools.partial(predictor.run, most_tokens=settings.max_batch_tokens)
-        self.batcher = Batcher(run, limits, self.telemetry.on_call)
-        self.telemetry.watch(self.batcher)
-        self._meter = Meter(time.monotonic())
-        self.explanations = Explanations(predictor, self.telemetry.explained.observe)
-
-    def close(self) -> None:
-        self.batcher.close()
-        self.explanations.close()
-        self.spans.close()
-        self.access_log.close()
-
-    @property
-    def ready(self) -> bool:
-        """False while an engine call has run for longer than `serve.deadline_s`: nobody awaits it any more. The golden
-        answers were checked when the artefact was loaded."""
-        return self.batcher.stalled_s() <= self.settings.deadline_s
-
-    def exposition(self) -> str:
-        return self.telemetry.exposition()
-
-    def load(self) -> dict[str, float]:
-        """What `scaling.policy` decides by, of the time since the last call."""
-        stats = self.batcher.stats
-        return self._meter.report(time.monotonic(), self.batcher.waiting_tokens, stats.seconds, stats.tokens)
-
-    async def answers(
-        self,
-        texts: list[Input],
-        deadline: float,
-        place: Callable[[int], str],
-        parameters: Mapping[str, Any],
-        record: Record,
-        client: str = "",
-    ) -> tuple[list[Any], int]:
-        """Answers to `texts`, and how many of them were cut; `place` names the field of a text in the request, and
-        `client` whose it is. What is counted of it is put into its `record`."""
-        if len(texts) > self.settings.max_inputs:
-            raise RequestError(413, f"{len(texts)} texts; send at most {self.settings.max_inputs}", "inputs")
-        characters, most = [characters_of(text) for text in texts], self.settings.max_text_characters
-        if (longest := max(characters)) > most:
-            where = place(characters.index(longest))
-            raise RequestError(413, f"a text of {longest} characters; send at most {most}", where)
-        try:
-            with self.spans.part("tokens"):
-                encoded = await self.encoder.encode(texts)
-            with self.spans.part("engine"):
-                outputs = await self.batcher.submit(encoded, deadline, client)
-        except InputError as error:
-            raise RequestError(422, str(error), place(error.position)) from None
-        except Overloaded as error:
-            raise RequestError(503, str(error), retry_after=error.retry_after) from None
-        except Expired as error:
-            raise RequestError(504, str(error)) from None
-        except EngineError:
-            logger.exception("the engine failed")
-            raise RequestError(500, "the model failed on this request") from None
-        record.texts, record.tokens = len(texts), sum(len(row.ids) for row in encoded)
-        record.cut = sum(row.truncated for row in encoded)
-        self.telemetry.rows.inc(len(texts))
-        self.telemetry.drift.observe(outputs, encoded)
-        with self.spans.part("answers"):
-            answers = self.predictor.decode(outputs, texts, encoded, parameters)
-            if parameters.get("abstain"):
-                task, head = self.predictor.task, self.predictor.head
-                answers = abstention.abstain(answers, task, head, parameters["top_k"])
-        if parameters.get("explain"):
-            rows = [Row(*row) for row in zip(texts, encoded, outputs, strict=True)]
-            with self.spans.part("explanations"):
-                found = await self.explanations.submit(rows, parameters["label"], deadline)
-            answers = [{"answer": answer, "explanation": why} for answer, why in zip(answers, found, strict=True)]
-        return answers, record.cut
-
-    async def infer(
-        self, asked: protocol.InferRequest, binary: bytes, deadline: float, record: Record, client: str = ""
-    ) -> tuple[dict[str, Any], int]:
-        """The reply of the Open Inference Protocol, over HTTP or gRPC, and how many texts were cut."""
-        task, artifact = self.predictor.task, self.predictor.artifact
-        texts = asked.texts(task.fields, binary, self.settings.max_inputs)
-        answers, cut = await self.answers(
-            texts, deadline, lambda place: f"inputs.0.data.{place}", {"top_k": 1}, record, client
-        )
-        tensors = protocol.tensors(answers, task.output)
-        if asked.outputs:
-            wanted = {output.name for output in asked.outputs}
-            tensors = [tensor for tensor in tensors if tensor["name"] in wanted]
-        reply = {"model_name": artifact.name, "model_version": artifact.version, "outputs": tensors}
-        return (reply if asked.id is None else {**reply, "id": asked.id}), cut
-
-    def metadata(self) -> dict[str, Any]:
-        """The model's in the Open Inference Protocol."""
-        task, artifact = self.predictor.task, self.predictor.artifact
-        return {
-            "name": artifact.name,
-            "versions": [artifact.version],
-            "platform": f"rtrain_{artifact.engine}",
-            "inputs": protocol.input_tensors(task.fields, task.needs_pair),
-            "outputs": [
-                {"name": name, "datatype": datatype, "shape": [-1]}
-                for name, datatype in protocol.output_tensors(task.output).items()
-            ],
-        }
-
-    def index(self, ready: bool) -> list[dict[str, str]]:
-        """The models at this address, of the Open Inference Protocol; `ready`: only those that can answer."""
-        artifact = self.predictor.artifact
-        named = {"name": artifact.name, "version": artifact.version}
-        if self.ready:
-            return [{**named, "state": "READY", "reason": ""}]
-        return [] if ready else [{**named, "state": "UNAVAILABLE", "reason": "an engine call does not return"}]
-
-    def named(self, name: str, version: str = "") -> None:
-        """Raise a `RequestError` where another model is asked for, or another version of this one."""
-        artifact = self.predictor.artifact
-        if name != artifact.name:
-            raise RequestError(404, f"no model of that name; this one is {artifact.name}", "name")
-        if version not in ("", artifact.version):
-            raise RequestError(404, f"no version of that name; this one is {artifact.version}", "version")
-
-
-def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | None = None) -> FastAPI:
+def build_app(
+    predictor: Predictor, settings: Serve, exposition: Exposition | None = None, lasting: Lasting | None = None
+) -> FastAPI:
     """The application of a loaded model (`Predictor.load`: one that does not give its golden answers gets no app).
 
     `exposition` replaces this process's metrics on `/metrics`: where there are several replicas, by their sum.
+    `lasting`: that of the process, where this is not the only version that it answers with.
     """
-    service = Service(predictor, settings)
+    lasting = lasting or Lasting(settings)
+    service = Service(predictor, settings, lasting)
     artifact = predictor.artifact
 
     @asynccontextmanager
@@ -197,7 +54,7 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
         async with AsyncExitStack() as stack:
             if settings.grpc_port is not None:  # its libraries are an extra
                 grpc = importlib.import_module("serve.grpc")
-                opened = grpc.serving(lambda: nullcontext(service), settings, settings.grpc_port)
+                opened = grpc.serving(lambda version: nullcontext(service), settings, settings.grpc_port, lasting.door)
                 app.state.grpc_port = await stack.enter_async_context(opened)
             yield
         service.close()
@@ -214,12 +71,12 @@ def build_app(predictor: Predictor, settings: Serve, exposition: Exposition | No
     )
     app.state.service = service
     app.add_middleware(_Shortcut, routes=app.router.routes)
-    app.add_middleware(guard.Guard, settings=settings, door=guard.door(settings))
+    app.add_middleware(guard.Guard, settings=settings, door=lasting.door)
     app.add_middleware(
         Envelope,
         predictor=predictor,
         settings=settings,
-        telemetry=service.telemetry,
+        answered=service.answered,
         spans=service.spans,
         access_log=service.access_log,
     )

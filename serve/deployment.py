@@ -4,24 +4,20 @@ A replica is engine, batcher and application in one process: a second deployment
 costs more than the model does.
 """
 
-import asyncio
-import importlib
+import json
 import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.serve
-from fastapi import FastAPI
 from ray.actor import ActorHandle
 from ray.serve.config import (
     AutoscalingConfig,
-    AutoscalingPolicy,
     BackpressureConfig,
     HTTPOptions,
     ProxyLocation,
@@ -33,15 +29,13 @@ from rtrain import ray_internals
 from rtrain.cluster import supply
 from rtrain.config import Serve
 from rtrain.errors import UserError
-from rtrain.predict import Predictor
-from serve.app import build_app
+from serve.change import judge, scaling
 from serve.change.rollout import Rollout
-from serve.change.versions import Versions
 from serve.door import access
-from serve.front import direct, ingress
+from serve.front import ingress
 from serve.front.address import Address, free_address
+from serve.replica import Replica, most_replicas, most_requests
 from serve.watching import tracing
-from serve.watching.sums import sum_expositions
 
 logger = logging.getLogger(__name__)
 
@@ -62,87 +56,9 @@ RAY_SERVE = {
 }
 """Ray Serve's settings of its controller and of all that it starts."""
 CLOSE_TIMEOUT_S = 30.0
-LOOK_BACK_S, UP_S, DOWN_S = 12.0, 3.0, 60.0
-"""Seconds over which a replica's load is averaged, and for which more or fewer replicas must have been wanted."""
+
 
 Nodes = Sequence[supply.Node]
-
-
-@ray.serve.ingress()
-class Replica:
-    """Answers with the artefact that Ray hands it as `user_config`; a bad one never takes traffic."""
-
-    def __init__(self, settings: Serve):
-        self._settings = settings
-        self._versions = Versions(self._make, self._beside)
-        self._change: asyncio.Task[None] | None = None
-        direct.install(self._versions, most_requests(settings))
-
-    def __serve_build_asgi_app__(self) -> Versions:
-        return self._versions
-
-    def _beside(self, versions: Versions) -> AbstractAsyncContextManager[Any]:
-        if self._settings.grpc_port is None:
-            return nullcontext()
-        grpc = importlib.import_module("serve.grpc")  # its libraries are an extra
-        opened: AbstractAsyncContextManager[Any] = grpc.serving(
-            versions.answering, self._settings, self._settings.grpc_port
-        )
-        return opened
-
-    async def _make(self, artifact: Path) -> FastAPI:
-        predictor = await asyncio.to_thread(Predictor.load, artifact, self._settings.threads)
-        several = most_replicas(self._settings) > 1
-        return build_app(predictor, self._settings, self._sum_of_replicas if several else None)
-
-    async def reconfigure(self, wish: dict[str, str]) -> None:
-        """At the start, load what is to be served. Later only note the wish: Ray routes nothing to a replica while this
-        runs, and ends one in which it raises."""
-        if self._versions.current is None:
-            await self._versions.become(wish["artifact"])
-        else:
-            self._change = asyncio.create_task(self._become(wish["artifact"]))
-
-    async def _become(self, artifact: str) -> None:
-        try:
-            await self._versions.become(artifact)
-        except Exception:  # whatever it is, what answers goes on
-            logger.exception("the artefact %s cannot be served", artifact)
-
-    async def load(self, artifact: str) -> str:
-        """Load and prove a candidate; why that fails, or nothing."""
-        try:
-            await self._versions.load(artifact)
-        except UserError as error:
-            return str(error)
-        except Exception as error:  # of an engine, say: no candidate may end what answers
-            logger.exception("the artefact %s cannot be loaded", artifact)
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-    async def drop(self) -> None:
-        self._versions.drop()
-
-    async def serves(self) -> str:
-        return self._versions.current.folder if self._versions.current else ""
-
-    def check_health(self) -> None:
-        current = self._versions.current
-        if current is not None and not current.service.ready:
-            raise RuntimeError("an engine call has not returned within the deadline")
-
-    def exposition(self) -> str:
-        current = self._versions.current
-        return current.service.exposition() if current else ""
-
-    def record_autoscaling_stats(self) -> dict[str, float]:
-        current = self._versions.current
-        return current.service.load() if current else {}
-
-    async def _sum_of_replicas(self) -> str:
-        context = ray.serve.get_replica_context()
-        handle = ray.serve.get_deployment_handle(context.deployment, context.app_name)
-        return sum_expositions(await handle.broadcast("exposition").results_async())
 
 
 class Endpoint:
@@ -165,12 +81,16 @@ class Endpoint:
         return self._address.port
 
     def change(self, question: Mapping[str, Any]) -> str:
-        """Do what another command asks for: `{"update": FOLDER}` or `{"rollback": true}`; says what was done."""
+        """Do what another command asks for, and say what was done: `{"update": FOLDER}`, with `"trial"`, a `judge.Aim`,
+        where it has to prove itself first; `{"rollback": true}`; `{"status": true}`, which is answered as JSON."""
+        if question.get("status"):
+            return json.dumps({"address": self.url, **self.rollout.status()})
         if question.get("rollback"):
             return self.rollout.back()
         if isinstance(folder := question.get("update"), str):
-            return self.rollout.update(Path(folder).resolve())
-        raise UserError("this endpoint knows the questions update and rollback")
+            given = question.get("trial")
+            return self.rollout.update(Path(folder).resolve(), judge.Aim(*given) if given else None)
+        raise UserError("this endpoint knows the questions update, rollback and status")
 
     def close(self) -> None:
         """Let requests in progress end, stop Ray Serve, wait until nothing of it is left. Again is harmless."""
@@ -178,6 +98,7 @@ class Endpoint:
         if self._closed or not ray.is_initialized():
             return
         self._closed = True
+        self.rollout.close()
         if self._front is not None:
             self._front.drain(self._settings.deadline_s + 1)
         controller: Any = _controller()
@@ -258,30 +179,11 @@ def _configured(
     return configured(Replica)
 
 
-def most_replicas(settings: Serve) -> int:
-    return settings.max_replicas or settings.replicas
-
-
-def most_requests(settings: Serve) -> int:
-    """Requests of a replica at a time. Each holds a text at least, so that this many reach our own queue, whose 503
-    says when to come back."""
-    return max(64, settings.max_queue_rows + 2 * settings.max_batch_rows)
-
-
 def _number(settings: Serve) -> dict[str, Any]:
     """How many replicas, as Ray Serve is told: a number, or bounds and who decides."""
     if most_replicas(settings) == settings.replicas:
         return {"num_replicas": settings.replicas}
-    scaled = AutoscalingConfig(
-        min_replicas=settings.replicas,
-        initial_replicas=settings.replicas,
-        max_replicas=most_replicas(settings),
-        look_back_period_s=LOOK_BACK_S,
-        upscale_delay_s=UP_S,
-        downscale_delay_s=DOWN_S,
-        policy=AutoscalingPolicy(policy_function="serve.change.scaling:policy"),
-    )
-    return {"autoscaling_config": scaled}
+    return {"autoscaling_config": AutoscalingConfig(**scaling.bounds(settings.replicas, most_replicas(settings)))}
 
 
 def _environment(front: ingress.Ingress | None) -> dict[str, Any]:
@@ -299,7 +201,7 @@ def _deploy(
     try:
         ray.serve.start(
             proxy_location=ProxyLocation.HeadOnly,
-            http_options=HTTPOptions(host=front.host if front else settings.host, port=port),
+            http_options=_options(settings, port, front),
             controller_options=_environment(front),
             logging_config=quiet,
         )
@@ -312,6 +214,13 @@ def _deploy(
         status = ray.serve.status().applications.get(rollout.name)
         message = status.deployments[DEPLOYMENT].message if status and status.deployments else str(error)
         raise UserError(f"the model cannot be served: {cause(message)}") from None
+
+
+def _options(settings: Serve, port: int, front: ingress.Ingress | None) -> HTTPOptions:
+    """HAProxy takes the address and the certificate; else Ray's own proxy does."""
+    if front is not None:
+        return HTTPOptions(host=front.host, port=port)
+    return HTTPOptions(host=settings.host, port=port, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key)
 
 
 def reserved(settings: Serve, free: Nodes, up: Nodes, may: Nodes) -> tuple[int, str]:

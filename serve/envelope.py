@@ -7,7 +7,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -19,7 +19,6 @@ from rtrain.predict import Predictor
 from serve.door import guard
 from serve.schema import RequestError
 from serve.watching.access_log import AccessLog
-from serve.watching.telemetry import Telemetry
 from serve.watching.tracing import Span, Spans
 
 logger = logging.getLogger(__name__)
@@ -48,11 +47,12 @@ class Envelope:
         app: ASGIApp,
         predictor: Predictor,
         settings: Serve,
-        telemetry: Telemetry,
+        answered: Callable[[str, int, float, str], None],
         spans: Spans,
         access_log: AccessLog,
     ):
-        self._app, self._telemetry, self._spans, self._log = app, telemetry, spans, access_log
+        """`answered` is told the route, the status, the seconds and the name of each request's trace, or its own."""
+        self._app, self._answered, self._spans, self._log = app, answered, spans, access_log
         self._artifact, self._security = predictor.artifact, guard.security_headers(settings)
         revisions = {f"x-{part}-version": digest for part, digest in predictor.revisions.items()}
         names = {"x-model-name": quote(self._artifact.name), **revisions}
@@ -98,7 +98,7 @@ class Envelope:
     def _count(self, scope: Scope, record: Record, span: Span, status: int, seconds: float) -> None:
         """Of the route's template, not the path: that may hold anything."""
         route = getattr(scope.get("route"), "path", "other")
-        self._telemetry.answered(route, status, seconds, span.trace or record.id)
+        self._answered(route, status, seconds, span.trace or record.id)
         if span.trace is None and not self._log.kept:
             return
         made: Mapping[str, str | int] = {"texts": record.texts, "tokens": record.tokens, "cut": record.cut}

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
@@ -23,15 +24,19 @@ from serve.envelope import Record
 from serve.schema import RequestError
 
 if TYPE_CHECKING:
-    from serve.app import Service
+    from serve.answering import Service
+    from serve.door import keys
 
 logger = logging.getLogger(__name__)
 
 CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
     413: grpc.StatusCode.RESOURCE_EXHAUSTED,
     422: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     500: grpc.StatusCode.INTERNAL,
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -43,13 +48,17 @@ OVERHEAD_BYTES = 100_000
 """Of a message beside its texts: names, shapes and lengths. `serve.max_body_bytes` bounds the texts."""
 
 
-Answering = Callable[[], AbstractContextManager["Service"]]
-"""The service that answers now, for one request: it stays open until the context is left."""
+Answering = Callable[[str | None], AbstractContextManager["Service"]]
+"""The service for one request, which stays open until the context is left; of the version that the request names, with
+an empty name of any, with None of what is no question to the model."""
 
 
 @asynccontextmanager
-async def serving(answering: Answering, settings: Serve, port: int) -> AsyncIterator[int]:
-    """Listen while the context is open; gives the port. At its end requests in progress are answered first.
+async def serving(
+    answering: Answering, settings: Serve, port: int, door: "keys.Door | None" = None
+) -> AsyncIterator[int]:
+    """Listen while the context is open; gives the port. At its end requests in progress are answered first. `door` asks
+    for keys, in the metadata `authorization`; with a certificate clients encrypt.
 
     Raises RuntimeError where the port is in use.
     """
@@ -59,8 +68,13 @@ async def serving(answering: Answering, settings: Serve, port: int) -> AsyncIter
         # As many as reach the HTTP application; more are answered RESOURCE_EXHAUSTED.
         maximum_concurrent_rpcs=settings.max_queue_rows + 2 * settings.max_batch_rows,
     )
-    interface.add_GRPCInferenceServiceServicer_to_server(Servicer(answering), server)
-    bound = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    interface.add_GRPCInferenceServiceServicer_to_server(Servicer(answering, door), server)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        pair = (Path(settings.tls_key).read_bytes(), Path(settings.tls_cert).read_bytes())
+        bound = server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+    else:
+        bound = server.add_insecure_port(address)
     await server.start()
     try:
         yield bound
@@ -69,39 +83,56 @@ async def serving(answering: Answering, settings: Serve, port: int) -> AsyncIter
 
 
 class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  # it has no types
-    def __init__(self, answering: Answering):
-        self._answering = answering
+    """Whether it lives and is ready it tells without a key, as over HTTP."""
+
+    def __init__(self, answering: Answering, door: "keys.Door | None"):
+        self._answering, self._door = answering, door
+
+    async def _admitted(self, context: Any) -> str:
+        """The name of the key of a call; empty where none is asked for."""
+        if self._door is None:
+            return ""
+        given = [value for name, value in context.invocation_metadata() if name == "authorization"]
+        try:
+            return self._door.admit("predict", [value.encode("latin-1", "replace") for value in given]).name
+        except RequestError as error:
+            await _abort(context, error)
 
     async def ServerLive(self, request: Any, context: Any) -> Any:
         return messages.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: Any, context: Any) -> Any:
-        with self._answering() as service:
+        with self._answering(None) as service:
             return messages.ServerReadyResponse(ready=service.ready)
 
     async def ModelReady(self, request: Any, context: Any) -> Any:
-        with self._answering() as service:
+        await self._admitted(context)
+        with self._answering(getattr(request, "version", "") or None) as service:
             await _named(service, request, context)
             return messages.ModelReadyResponse(ready=service.ready)
 
     async def ServerMetadata(self, request: Any, context: Any) -> Any:
+        await self._admitted(context)
         return messages.ServerMetadataResponse(name="rtrain", version=rtrain.__version__)
 
     async def ModelMetadata(self, request: Any, context: Any) -> Any:
-        with self._answering() as service:
+        await self._admitted(context)
+        with self._answering(getattr(request, "version", "") or None) as service:
             await _named(service, request, context)
             return messages.ModelMetadataResponse(**service.metadata())
 
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:
-        with self._answering() as service:
+        await self._admitted(context)
+        with self._answering(None) as service:
             return messages.RepositoryIndexResponse(models=service.index(request.ready))
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:
         """The best label of each text. Tensors are answered in their raw form, which every client reads."""
-        with self._answering() as service:
+        client = await self._admitted(context)
+        with self._answering(request.model_version) as service:
             began, status = time.monotonic(), 499  # where the client leaves
             try:
-                reply = await _infer(service, request, context.time_remaining())
+                reply = await _infer(service, request, context.time_remaining(), client)
                 status = 200
                 return reply
             except RequestError as error:
@@ -112,14 +143,14 @@ class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  #
                 logger.exception("unexpected error in a request over gRPC")
                 await _abort(context, RequestError(500, "internal error; the server's log has the cause"))
             finally:
-                service.telemetry.answered(ROUTE, status, time.monotonic() - began, request.id)
+                service.answered(ROUTE, status, time.monotonic() - began, request.id)
 
 
-async def _infer(service: "Service", request: Any, remaining_s: float | None) -> Any:
+async def _infer(service: "Service", request: Any, remaining_s: float | None, client: str) -> Any:
     deadline_s = service.settings.deadline_s
     deadline = asyncio.get_running_loop().time() + min(deadline_s, remaining_s or deadline_s)
     service.named(request.model_name, request.model_version)
-    reply, cut = await service.infer(*_asked(request), deadline, Record(request.id))
+    reply, cut = await service.infer(*_asked(request), deadline, Record(request.id), client)
     outputs = reply.pop("outputs")
     return messages.ModelInferResponse(
         **reply,

@@ -13,10 +13,9 @@ from serve.deployment import (
     DEPLOYMENT,
     HEALTH_PERIOD_S,
     HEALTH_TIMEOUT_S,
-    Replica,
-    most_requests,
 )
 from serve.door import access
+from serve.replica import Replica, most_requests
 
 
 def application(arguments: Mapping[str, Any]) -> ray.serve.Application:

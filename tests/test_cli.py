@@ -94,21 +94,8 @@ def test_verbs_are_these() -> None:
     groups = {group.name for group in cli.app.registered_groups}
     assert commands | groups == {
         *("demo", "recipes", "train", "evaluate", "tune", "distill", "quantize", "predict", "explain", "serve"),
-        *(
-            "gate",
-            "inspect",
-            "verify",
-            "drill",
-            "profile",
-            "report",
-            "compare",
-            "runs",
-            "clean",
-            "export",
-            "import",
-            "cluster",
-        ),
-        "serve keys",
+        *("gate", "inspect", "verify", "drill", "profile", "report", "compare", "runs", "clean", "export", "import"),
+        *("cluster", "serve keys", "serve status"),
     }
 
 

@@ -17,7 +17,8 @@ from serve.app import build_app
 from tests.serving import TEXT, call
 from tests.tiny import make_task_artifact
 
-WORDS = {"sum", "by", "le", "rate", "max", "increase", "histogram_quantile", "status", "feature", "route", "h"}
+WORDS = {"sum", "by", "le", "rate", "max", "increase", "histogram_quantile", "h"}
+WORDS |= {"status", "feature", "route", "version", "result"}
 """Of the query language, and labels."""
 
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,7 +13,8 @@ from tritonclient.grpc import service_pb2 as messages, service_pb2_grpc as inter
 
 from rtrain.config import Serve
 from rtrain.predict import Predictor
-from serve.app import Service
+from serve.answering import Service
+from serve.door import guard, keys
 from serve.grpc import ROUTE, serving
 from tests import serving as shared
 from tests.serving import TEXT, Gate
@@ -30,7 +32,7 @@ def question(*texts: str) -> Any:
 async def asking(service: Service) -> AsyncIterator[Any]:
     """A client of the service, both in this loop."""
     async with (
-        serving(lambda: nullcontext(service), service.settings, 0) as port,
+        serving(lambda version: nullcontext(service), service.settings, 0, guard.door(service.settings)) as port,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
         yield interface.GRPCInferenceServiceStub(channel)
@@ -140,7 +142,9 @@ def test_what_was_accepted_is_answered_before_the_end(predictor: Predictor, gate
     service = Service(predictor, Serve())
 
     async def main() -> None:
-        async with serving(lambda: nullcontext(service), service.settings, 0) as port:
+        async with serving(
+            lambda version: nullcontext(service), service.settings, 0, guard.door(service.settings)
+        ) as port:
             channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
             accepted = asyncio.ensure_future(interface.GRPCInferenceServiceStub(channel).ModelInfer(question(TEXT)))
             await gate.entered()
@@ -171,3 +175,32 @@ def test_an_unexpected_error_is_logged_and_answered_without_internals(
         (logging.ERROR, "serve.grpc")
     ]
     assert "/secret/path" in caplog.text
+
+
+def test_grpc_asks_for_the_keys_that_http_asks_for(predictor: Predictor, tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    plain = keys.add(path, "shop", rate="3/hour")
+    metrics = keys.add(path, "watch", ("metrics",))
+
+    async def main() -> None:
+        async with asking(Service(predictor, Serve(keys=str(path)))) as stub:
+            assert (await stub.ServerLive(messages.ServerLiveRequest())).live
+            assert (await stub.ServerReady(messages.ServerReadyRequest())).ready
+            wrong = (None, "Bearer rtrain_00000000_" + "x" * 43, f"Bearer {metrics}")
+            codes = (*(grpc.StatusCode.UNAUTHENTICATED,) * 2, grpc.StatusCode.PERMISSION_DENIED)
+            for value, code in zip(wrong, codes, strict=True):
+                given = () if value is None else (("authorization", value),)
+                for call, message in (
+                    (stub.ModelInfer, question(TEXT)),
+                    (stub.RepositoryIndex, messages.RepositoryIndexRequest()),
+                    (stub.ModelMetadata, messages.ModelMetadataRequest(name="tiny")),
+                ):
+                    assert (await refused(call(message, metadata=given))).code() == code
+            right = (("authorization", f"Bearer {plain}"),)
+            for _ in range(3):
+                assert len((await stub.ModelInfer(question(TEXT), metadata=right)).outputs) == 2
+            error = await refused(stub.ModelInfer(question(TEXT), metadata=right))
+            assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert int(dict(error.trailing_metadata() or ())["retry-after"]) > 0
+
+    asyncio.run(main())

@@ -11,18 +11,23 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 import rtrain.artifact
+import rtrain.predict
 from rtrain import manifest
 from rtrain.artifact import ArtifactError
 from rtrain.config import Serve
 from rtrain.errors import UserError
-from serve.deployment import start
-from tests.test_serve_deployment import openvino_artifact
+from rtrain.predict import Predictor
+from serve.change import judge, overview
+from serve.deployment import Endpoint, start
+from tests.test_serve_deployment import openvino_artifact, processes
 
 ROOT = Path(__file__).resolve().parents[1]
 CLIENTS = 4
@@ -38,13 +43,13 @@ class Seen:
 
 
 @contextmanager
-def load(port: int) -> Iterator[Seen]:
-    """Clients that ask without a pause, over kept connections, for the block."""
+def load(port: int, pause_s: float = 0.0) -> Iterator[Seen]:
+    """Clients that ask, with a pause between two questions, over kept connections, for the block."""
     seen, over, lock = Seen(), threading.Event(), threading.Lock()
 
     def run() -> None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-        while not over.is_set():
+        while not over.wait(pause_s):
             began = time.monotonic()
             try:
                 connection.request("POST", "/predict", b'{"inputs": "hello"}', {"content-type": "application/json"})
@@ -116,6 +121,69 @@ def test_an_update_and_the_way_back_lose_no_request(tmp_path: Path) -> None:
     assert seen.errors == []
     assert set(seen.versions) == {old, new}
     assert min(seen.versions.values()) > 100
+
+
+def ended(endpoint: Endpoint, stage: str) -> dict[str, Any]:
+    """What the endpoint says of itself, once its trial has ended so."""
+    give_up = time.monotonic() + 240
+    while time.monotonic() < give_up:
+        found: dict[str, Any] = json.loads(endpoint.change({"status": True}))
+        if found["trial"]["stage"] in ("promoted", "dropped") and not endpoint.rollout.on_trial:
+            assert found["trial"]["stage"] == stage, found["trial"]
+            return found
+    raise AssertionError(found)
+
+
+def replicas() -> list[psutil.Process]:
+    return [one for one in processes("ServeReplica:tiny") if one.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.slow
+@pytest.mark.serve
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.parametrize("copies", [1, 3])
+def test_a_trial_promotes_a_candidate_that_agrees_and_drops_one_that_does_not(tmp_path: Path, copies: int) -> None:
+    def made(seed: int) -> Path:
+        return openvino_artifact(tmp_path / f"seed {seed}", seed)
+
+    def answer(folder: Path) -> str:
+        """To the one text that the load asks."""
+        label: str = Predictor.load(folder, threads=1)(["hello"])[0][0]["label"]
+        return label
+
+    first = made(0)
+    like = Path(shutil.copytree(first, tmp_path / "like"))
+    rtrain.artifact.write(
+        like, replace(rtrain.artifact.read(first), facts={"note": "the same weights"}), rtrain.predict.golden_logits
+    )
+    unlike = next(folder for seed in range(1, 9) if answer(folder := made(seed)) != answer(first))
+    old, new, other = (rtrain.artifact.read(folder).version for folder in (first, like, unlike))
+    assert len({old, new, other}) == 3
+    aim = judge.Aim(share=0.5, rows=100, agreement=0.9, slower=3.0, seconds=180.0)
+    settings = Serve(ungated=True, port=0, replicas=copies)
+    with start(first, settings) as endpoint, load(endpoint.port, pause_s=0.02) as seen:
+        said = endpoint.change({"update": str(unlike), "trial": [*aim]})
+        assert said.startswith(f"{other} is on trial: it answers 50 % of the texts beside {old}")
+        with pytest.raises(UserError, match=f"{other} is on trial"):
+            endpoint.change({"update": str(like)})
+        found = ended(endpoint, "dropped")
+        assert "the same answer to 0 of 1" in found["trial"]["reason"]
+        assert set(seen.versions) == {old}
+        endpoint.change({"update": str(like), "trial": [*aim]})
+        if copies > 1:  # one that comes in mid-change follows
+            time.sleep(2)
+            replicas()[0].kill()
+        found = ended(endpoint, "promoted")
+        assert [one["version"] for one in found["replicas"]] == [new] * copies
+        assert found["trial"]["seen"]["rows"] >= 100
+        assert endpoint.change({"rollback": True}) == f"{old} answers in place of {new}"
+        endpoint.change({"update": str(like), "trial": [*aim._replace(share=0.0)]})
+        assert endpoint.change({"rollback": True}) == f"{new}: dropped by hand; {old} goes on"
+        text = "\n".join(overview.text(json.loads(endpoint.change({"status": True}))).splitlines())
+        assert f"version    {old} ({copies} of {copies})" in text
+    sys.stderr.write(f"{copies}: {seen.versions}, slowest {seen.slowest_s:.2f} s, {Counter(seen.errors)}\n{text}\n")
+    assert set(seen.versions) == {old, new}
+    assert seen.errors == []
 
 
 @pytest.mark.slow

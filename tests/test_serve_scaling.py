@@ -196,7 +196,7 @@ def test_without_reports_the_number_stays() -> None:
 def test_replicas_follow_the_load_on_ray_serve_and_no_request_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deployment, "DOWN_S", 5.0)
+    monkeypatch.setattr(scaling, "DOWN_S", 5.0)
     # The tiny model's engine is done sooner than its tokens are made, and never busy for long.
     monkeypatch.setattr(scaling, "HIGH", 0.2)
     monkeypatch.setattr(scaling, "LOW", 0.1)

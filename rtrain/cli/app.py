@@ -16,12 +16,12 @@ from rtrain.report.live.waited import Waited
 
 
 class Verbs(TyperGroup):
-    """The verbs. One of them has two words: `serve keys` stands beside `serve ARTIFACT`, whose artefact may have any
-    name but this one. A folder that is called keys is served as ./keys."""
+    """The verbs. Two of them have two words: `serve keys` and `serve status` stand beside `serve ARTIFACT`, whose
+    artefact may have any name but these. A folder that is called keys is served as ./keys."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[:2] == ["serve", "keys"]:
-            args = ["serve keys", *args[2:]]
+        if args[:1] == ["serve"] and args[1:2] in (["keys"], ["status"]):
+            args = [" ".join(args[:2]), *args[2:]]
         return super().resolve_command(ctx, args)
 
 
@@ -55,6 +55,7 @@ for _verb in (
 ):
     app.command()(_verb)
 app.command(name="import")(runs.import_)
+app.command(name="serve status")(serve.status)
 
 FAILED, USAGE = 1, 2
 

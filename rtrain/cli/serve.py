@@ -97,6 +97,13 @@ def serve(
     rollback: Annotated[
         bool, typer.Option("--rollback", help="Have the endpoint on that port answer with what it served before.")
     ] = False,
+    shadow: Annotated[
+        float | None,
+        typer.Option("--shadow", help="With --update: share of live texts by which it has to prove itself first."),
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the file for `serve deploy` that serves it so, and end.")
+    ] = False,
     assignments: Set = None,
     address: Address = None,
 ) -> None:
@@ -104,7 +111,8 @@ def serve(
     from rtrain import artifact as artifacts
     from rtrain.cluster.session import session, until_interrupted
     from rtrain.report.live.progress import say
-    from serve.change import control
+    from serve import declared
+    from serve.change import control, judge
     from serve.door import access
 
     if update and rollback:
@@ -114,10 +122,13 @@ def serve(
             raise UserError("name an artefact to serve; --rollback alone takes none")
         say(control.ask(_port(port, assignments), {"rollback": True}))
         return
+    if shadow is not None and not update:
+        raise UserError("--shadow says how a candidate proves itself; write it with --update")
     if update:
-        say(control.ask(_port(port, assignments), {"update": str(answering(artifact))}))
+        asked = configured("intent", assignments, port=port, shadow=shadow).deploy.serve
+        trial = [*judge.Aim.of(asked)] if asked.shadow else None
+        say(control.ask(asked.port, {"update": str(answering(artifact)), "trial": trial}))
         return
-    from serve import deployment
 
     short = {"host": host, "port": port, "keys": keys, "insecure": insecure or None, "ungated": ungated or None}
     config = configured("intent", assignments, **short, address=address)
@@ -125,6 +136,11 @@ def serve(
     access.check(settings, say)
     folder = answering(artifact)
     access.admit(artifacts.read(folder), folder, settings, say)
+    if print_config:
+        print(declared.text(folder, settings), end="")
+        return
+    from serve import deployment
+
     ray = session(config, folder.parent, lambda event: say(event["text"]))
     with (
         ray,
@@ -134,6 +150,17 @@ def serve(
         say(f"serving {folder} at {endpoint.url} (Ctrl-C ends it)")
         say(f"next: {access.curl(endpoint.url, settings)}")
         until_interrupted()
+
+
+def status(
+    port: Annotated[int | None, typer.Option("--port", help="Port of the endpoint (default 8000).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Tell what the endpoint of this user's on a port does: versions, trial, replicas, queue, rates, drift."""
+    from serve.change import control, overview
+
+    document = json.loads(control.ask(_port(port, None), {"status": True}))
+    print(json.dumps(document, ensure_ascii=False) if as_json else overview.text(document))
 
 
 def _port(port: int | None, assignments: list[str] | None) -> int:

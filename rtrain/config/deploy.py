@@ -1,5 +1,6 @@
 """The sections `cluster`, `tune`, `serve` and `report`: where and how a recipe runs. They change no run's weights."""
 
+import math
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -137,7 +138,7 @@ class Serve(Section):
     replicas then listen on the network too."""
     grpc_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port on which the Open Inference Protocol is spoken over gRPC as well, e.g. 9000; the replicas of a machine share
-    it. It asks nobody for a key. Default: HTTP alone."""
+    it. It asks for the same keys, in the metadata `authorization`, and has the same certificate. Default: no gRPC."""
     replicas: Positive = 1
     """Copies of the model that answer side by side."""
     max_replicas: Positive | None = None
@@ -172,6 +173,18 @@ class Serve(Section):
     """Most bytes of a request's address and headers; more is answered 431."""
     deadline_s: Annotated[float, Field(gt=0)] = 10.0
     """Seconds after which a request without an answer is answered 504."""
+    shadow: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the live texts that a candidate answers too, unseen by clients and while the engine has nothing else to
+    do, before it answers requests itself (`rtrain serve --update`). 0: it takes the other version's place at once."""
+    shadow_rows: Positive = 500
+    """Texts by which a candidate is judged."""
+    shadow_agreement: Annotated[float, Field(ge=0, le=1)] = 0.9
+    """Least share of texts to which a candidate gives the same answer; below it, it is dropped. What was seen has to
+    make it certain: for a share of 0.9 the answers to 466 of 500 texts have to be the same."""
+    shadow_slower: Annotated[float, Field(gt=0)] = 1.25
+    """A candidate is dropped that takes more than this many times as long for most texts (paired sign test)."""
+    shadow_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds in which these texts have to come; without them a candidate is dropped."""
     access_log: str | None = None
     """File to which a line of JSON is added for each request: its number, client, route, status, milliseconds, texts
     and tokens, and never a text. `-` writes to stderr. Default: no log."""
@@ -221,6 +234,15 @@ def deploy_contradictions(deploy: Deploy) -> list[Problem]:
         given, lacking = ("tls_cert", "tls_key") if serve.tls_key is None else ("tls_key", "tls_cert")
         fix = f"write serve.{lacking} too"
         problems.append(Problem(f"serve.{given}", getattr(serve, given), "TLS needs a certificate and its key", fix))
+    # With no other answer at all, the chance of so many is 1 % at this share; fewer texts can never do.
+    least = math.ceil(math.log(0.01) / math.log(serve.shadow_agreement)) if 0 < serve.shadow_agreement < 1 else 1
+    if serve.shadow_agreement == 1 or serve.shadow_rows < least:
+        reason = f"so few texts cannot show that {serve.shadow_agreement:g} of the answers are the same"
+        if serve.shadow_agreement == 1:
+            problem = Problem("serve.shadow_agreement", 1.0, "no number of texts can show it", "write e.g. 0.95")
+        else:
+            problem = Problem("serve.shadow_rows", serve.shadow_rows, reason, f"write {least} or more")
+        problems.append(problem)
     if serve.grpc_port == serve.port:
         reason = "serve.port is that of HTTP"
         problems.append(Problem("serve.grpc_port", serve.grpc_port, reason, "write another port"))

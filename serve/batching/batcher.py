@@ -10,10 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rtrain.batch import Encoded, Floats, Outputs
 from serve.batching.cost import Cost
 from serve.batching.scheduler import Limits, Row, Scheduler, padded
+
+Value = TypeVar("Value")
 
 
 class Expired(Exception):
@@ -88,6 +91,23 @@ class Batcher:
     @property
     def waiting_tokens(self) -> int:
         return self._queue.tokens
+
+    @property
+    def busy(self) -> bool:
+        return self._worker is not None or self._call_began is not None
+
+    async def aside(self, call: Callable[[], Value]) -> Value:
+        """What `call` gives, on the engine's thread. Rows that come meanwhile wait for it, so that it has to be short,
+        and is for an engine that is not `busy`."""
+
+        def timed() -> Value:
+            self._call_began = time.monotonic()
+            try:
+                return call()
+            finally:
+                self._call_began = None
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, timed)
 
     async def submit(self, encoded: Sequence[Encoded], deadline: float, client: str = "") -> list[Floats]:
         """The output for each row of `encoded` (at least one), in its order; `deadline` is on the loop's clock. The

@@ -4,10 +4,17 @@ Every replica loads the candidate beside what it answers with, and proves its go
 done so is Ray told, by a change of the deployment's `user_config`, which Ray hands to the replicas there are, and to
 each that it starts later: a replica that dies in mid-change comes back with what was decided. One refusal, and all of
 them drop the candidate and go on.
+
+With a trial the candidate proves itself on live requests first (`judge`). The plan is repeated with every look at the
+replicas, so that one that was started meanwhile follows it too; nothing of it is decided before the end.
 """
 
+import logging
+import statistics
 import threading
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +24,71 @@ from ray.serve.schema import LoggingConfig
 
 import rtrain.artifact
 from rtrain import ray_internals
+from rtrain.artifact import Artifact
 from rtrain.config import Serve
 from rtrain.errors import UserError
 from rtrain.run import shown
+from serve.change import judge
 from serve.door import access
+
+logger = logging.getLogger(__name__)
 
 LOAD_S = 120.0
 """Seconds in which every replica has loaded a candidate, or said why it cannot."""
 SWITCH_S = 30.0
 """Seconds in which every replica answers with what was decided, once it is loaded."""
 POLL_S = 0.02
+WATCH_S = 1.0
+"""Seconds between two looks at a trial."""
+RATE_S = 1.0
+"""Seconds over which rates are measured for `status`."""
+
+
+@dataclass
+class Standing:
+    """How a trial stands, over all replicas."""
+
+    version: str
+    aim: judge.Aim
+    state: judge.State
+    seen: judge.Tally = field(default_factory=judge.Tally)
+    ratio: float | None = None
+    """Of the candidate's seconds to the other version's, the median of the replicas' medians."""
+
+    def look(self, reports: Sequence[Mapping[str, Any]], now: float) -> None:
+        """What the replicas have reported, and what follows from it."""
+        refusals = [report["refusal"] for report in reports if report["refusal"]]
+        if refusals:
+            self.state = judge.dropped(self.state, refusals[0])
+            return
+        self.seen = judge.total(judge.Tally(*report["seen"]) for report in reports)
+        ratios = [report["ratio"] for report in reports if report["ratio"] is not None]
+        self.ratio = statistics.median(ratios) if ratios else None
+        self.state = judge.follow(self.state, self.seen, self.aim, now)
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "version": self.version,
+            "stage": self.state.stage,
+            "weight": self.state.weight,
+            "reason": self.state.reason,
+            "seen": self.seen._asdict(),
+            "ratio": self.ratio,
+            "aim": self.aim._asdict(),
+        }
+
+
+def rates(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Requests and texts a second, and the share of the time in which engines worked, of the replicas in both."""
+    earlier = {one["process"]: one for one in before if one["version"]}
+    found = {"requests": 0.0, "texts": 0.0, "busy": 0.0}
+    both = [(earlier[one["process"]], one) for one in after if one["version"] and one["process"] in earlier]
+    for old, new in both:
+        seconds = new["seconds"] - old["seconds"]
+        found["requests"] += (sum(new["requests"].values()) - sum(old["requests"].values())) / seconds
+        found["texts"] += (new["texts"] - old["texts"]) / seconds
+        found["busy"] += (new["engine_seconds"] - old["engine_seconds"]) / seconds / len(both)
+    return found
 
 
 class Rollout:
@@ -38,30 +100,89 @@ class Rollout:
         self.name, self._settings, self._logging = name, settings, logging_config
         self._served: list[Path] = []
         self._one_at_a_time = threading.Lock()
+        self._trial: Standing | None = None
+        """The one in progress, or the last one."""
+        self._thread: threading.Thread | None = None
+        self._end_trial = threading.Event()
 
     def begin(self, artifact: Path) -> None:
         """Serve the first artefact; returns when its replicas are up. Raises what Ray raises where one fails."""
         self._decide(artifact)
         self._served.append(artifact)
 
-    def update(self, artifact: Path) -> str:
-        """Answer with the artefact from now on; says so. Raises `UserError`, and nothing changes, where it may not be
-        served, is another model, or is refused by a replica."""
+    def update(self, artifact: Path, aim: judge.Aim | None = None) -> str:
+        """Answer with the artefact from now on, or, with an aim, as soon as it has proven itself; says so. Raises
+        `UserError`, and nothing changes, where it may not be served, is another model, or is refused by a replica."""
         with self._one_at_a_time:
-            said = self._change(artifact)
-            self._served.append(artifact)
-        return said
+            self._refuse_during_trial()
+            made, old = self._admitted(artifact)
+            if aim is None:
+                self._load(artifact, old)
+                said = self._switch(artifact, made, old)
+                self._served.append(artifact)
+                return said
+            self._trial = Standing(made.version, aim, judge.State(time.monotonic()))
+            self._end_trial.clear()
+            self._thread = threading.Thread(
+                target=self._watch, args=(artifact, made, old, self._trial), name="trial", daemon=True
+            )
+            self._thread.start()
+        return (
+            f"{made.version} is on trial: it answers {100 * aim.share:g} % of the texts beside {old.version}, then "
+            "takes its place or is dropped; `rtrain serve status` tells how it stands"
+        )
 
     def back(self) -> str:
-        """Answer with what was served before; it is loaded and proven again. Raises `UserError` as `update` does."""
+        """End the trial, if there is one. Else answer with what was served before; it is loaded and proven again.
+        Raises `UserError` as `update` does."""
         with self._one_at_a_time:
+            if self.on_trial:
+                self.close()
+                assert self._trial is not None
+                return f"{self._trial.version}: {self._trial.state.reason}"
             if len(self._served) < 2:
                 raise UserError("nothing was served before: there is nothing to go back to")
-            said = self._change(self._served[-2])
+            made, old = self._admitted(self._served[-2])
+            self._load(self._served[-2], old)
+            said = self._switch(self._served[-2], made, old)
             self._served.pop()
         return said
 
-    def _change(self, artifact: Path) -> str:
+    def status(self) -> dict[str, Any]:
+        """What is served and tried, and what each replica tells of itself; `rates` are those of one second."""
+        before = self._told("status")
+        time.sleep(RATE_S)
+        found = self._told("status")
+        return {
+            "name": self.name,
+            "artifact": str(self._served[-1]),
+            "trial": self._trial.document() if self._trial else None,
+            "replicas": [{"version": None} if one is None else one for one in found],
+            "rates": rates([one for one in before if one], [one for one in found if one]),
+        }
+
+    def close(self) -> None:
+        """End the trial, if there is one; what answers goes on."""
+        self._end_trial.set()
+        if self._thread is not None:
+            self._thread.join(SWITCH_S)
+
+    def _told(self, method: str, *given: Any, timeout_s: float = SWITCH_S) -> list[dict[str, Any] | None]:
+        """What each replica answers; None in place of one that has ended."""
+        handle: Any = ray.serve.get_app_handle(self.name)
+        found = handle.broadcast(method, *given).results(timeout_s=timeout_s, return_exceptions=True)
+        return [None if isinstance(one, BaseException) else one for one in found]
+
+    @property
+    def on_trial(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _refuse_during_trial(self) -> None:
+        if self.on_trial and self._trial is not None:
+            raise UserError(f"{self._trial.version} is on trial; wait for its end, or end it by --rollback")
+
+    def _admitted(self, artifact: Path) -> tuple[Artifact, Artifact]:
+        """The artefact, and the one that answers. Raises `UserError` where it may not take the other's place."""
         if artifact == self._served[-1]:
             raise UserError(f"{shown(artifact)} is what answers already; an update is another folder")
         made, old = rtrain.artifact.read(artifact), rtrain.artifact.read(self._served[-1])
@@ -71,18 +192,61 @@ class Rollout:
                 f"{shown(artifact)} is called {made.name}, and clients of this endpoint ask for {old.name}; "
                 "serve it at another port"
             )
+        return made, old
+
+    def _load(self, artifact: Path, old: Artifact) -> None:
         handle: Any = ray.serve.get_app_handle(self.name)
         refusals = self._loaded(handle, artifact)
         if refusals:
             handle.broadcast("drop").results(timeout_s=SWITCH_S)
             raise UserError(f"{shown(artifact)} is not served, {old.version} goes on: {refusals[0]}")
+
+    def _switch(self, artifact: Path, made: Artifact, old: Artifact) -> str:
+        handle: Any = ray.serve.get_app_handle(self.name)
         self._decide(artifact)
         give_up = time.monotonic() + SWITCH_S
-        while set(handle.broadcast("serves").results(timeout_s=SWITCH_S)) != {str(artifact)}:
+        while not self._all_serve(handle, artifact):
             if time.monotonic() > give_up:
                 raise UserError(f"not every replica answers with {made.version} after {SWITCH_S:.0f} s; see Ray's logs")
             time.sleep(POLL_S)
         return f"{made.version} answers in place of {old.version}"
+
+    def _all_serve(self, handle: Any, artifact: Path) -> bool:
+        try:
+            return set(handle.broadcast("serves").results(timeout_s=SWITCH_S)) == {str(artifact)}
+        except (ray.exceptions.RayError, TimeoutError):  # one has ended; what comes in its place serves what is decided
+            return False
+
+    def _watch(self, artifact: Path, made: Artifact, old: Artifact, trial: Standing) -> None:
+        """Carry the trial out, to its end."""
+        began = False
+        while not trial.state.over:
+            plan = {
+                "candidate": str(artifact),
+                "share": trial.aim.share,
+                "slower": trial.aim.slower,
+                "weight": trial.state.weight,
+            }
+            try:
+                told = self._told("follow", plan, timeout_s=LOAD_S)
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                trial.state = judge.dropped(trial.state, f"its replicas did not answer ({type(error).__name__})")
+                break
+            now = time.monotonic()
+            if not began:  # it counts from when all have loaded it
+                began, trial.state = True, judge.State(now)
+            trial.look([report for report in told if report], now)  # what one that has ended saw is lost
+            if not trial.state.over and self._end_trial.wait(WATCH_S):
+                trial.state = judge.dropped(trial.state, f"dropped by hand; {old.version} goes on")
+        try:
+            if trial.state.stage == "promoted":
+                self._switch(artifact, made, old)
+                self._served.append(artifact)
+            else:
+                self._told("drop")
+        except Exception as error:  # whatever Ray raises: the trial's end says so
+            logger.exception("the end of the trial of %s", made.version)
+            trial.state = replace(trial.state, stage="dropped", reason=f"{type(error).__name__}: {error}")
 
     def _loaded(self, handle: Any, artifact: Path) -> list[str]:
         """Why replicas refuse the artefact; empty where all have loaded and proven it."""

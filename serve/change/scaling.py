@@ -14,6 +14,8 @@ HIGH, LOW = 0.8, 0.5
 number that one rule has chosen is right by the other, so that the same load never goes back and forth."""
 DRAIN_S = 10.0
 """Seconds in which what waits should be worked off."""
+LOOK_BACK_S, UP_S, DOWN_S = 12.0, 3.0, 60.0
+"""Seconds over which a replica's load is averaged, and for which more or fewer replicas must have been wanted."""
 QUEUED, SPEED, BUSY = "queued_tokens", "tokens_per_second", "busy"
 
 
@@ -56,6 +58,19 @@ class Meter:
             SPEED: self._speed,
             BUSY: min(1.0, worked / passed) if passed > 0 else 0.0,
         }
+
+
+def bounds(least: int, most: int) -> dict[str, Any]:
+    """Ray Serve's autoscaling_config, decided by `policy`."""
+    return {
+        "min_replicas": least,
+        "initial_replicas": least,
+        "max_replicas": most,
+        "look_back_period_s": LOOK_BACK_S,
+        "upscale_delay_s": UP_S,
+        "downscale_delay_s": DOWN_S,
+        "policy": {"policy_function": "serve.change.scaling:policy"},
+    }
 
 
 def policy(context: Context) -> tuple[int, dict[str, Any]]:

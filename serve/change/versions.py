@@ -5,19 +5,23 @@ and none is cut. What the old version had accepted it still answers.
 """
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
-from serve.app import Service
+from serve.answering import Service
+from serve.change.trial import Trial
 
 Make = Callable[[Path], Awaitable[FastAPI]]
 """Loads an artefact, proves that it gives its golden answers, and builds its application."""
+ASKING = ("/predict", "/infer")
+"""How the paths end by which a model is asked."""
 Beside = Callable[["Versions"], AbstractAsyncContextManager[Any]]
 
 
@@ -33,6 +37,23 @@ class Version:
         found: Service = self.app.state.service
         return found
 
+    @property
+    def name(self) -> str:
+        return self.service.predictor.artifact.version
+
+
+class Plan(NamedTuple):
+    """What is tried beside the version that answers."""
+
+    candidate: str
+    """Its folder."""
+    share: float
+    """Of the live texts, answered by both."""
+    slower: float
+    """As `judge.Aim` has it."""
+    weight: float
+    """Share of the requests that the candidate answers itself."""
+
 
 class Versions:
     """An ASGI application: each request goes to the version that answers when it comes."""
@@ -43,6 +64,9 @@ class Versions:
         self._one_at_a_time = asyncio.Lock()
         self.current: Version | None = None
         self.candidate: Version | None = None
+        self.trial: Trial | None = None
+        self.weight = 0.0
+        """Share of the requests that the candidate answers."""
 
     async def load(self, folder: str) -> str:
         """Make the artefact the candidate, and give its version's name. Raises what loading it raises; whatever
@@ -54,44 +78,88 @@ class Versions:
             return self.candidate.service.predictor.artifact.version
 
     def drop(self) -> None:
-        """Forget the candidate."""
-        if self.candidate is not None:
-            self.candidate.service.close()
-            self.candidate = None
+        """Forget the candidate; what it has accepted it still answers."""
+        self._end_trial()
+        dropped, self.candidate = self.candidate, None
+        if dropped is not None and dropped.requests == 0:
+            dropped.service.close()
+
+    async def follow(self, plan: Plan | None) -> None:
+        """Try what is planned, or nothing. Raises what loading the candidate raises. Again is harmless: so a replica
+        that was started meanwhile catches up."""
+        if plan is None:
+            self.drop()
+            return
+        await self.load(plan.candidate)
+        if self.trial is None and self.current is not None and self.candidate is not None:
+            self.trial = Trial(self.current.service, self.candidate.service, plan.share, plan.slower)
+        self.weight = plan.weight
 
     async def become(self, folder: str) -> None:
         """Answer with that artefact: at once where it is the candidate, else as soon as it is loaded."""
         if self.current is not None and self.current.folder == folder:
             return
         await self.load(folder)
+        self._end_trial()
         old, self.current, self.candidate = self.current, self.candidate, None
         if old is not None and old.requests == 0:
             old.service.close()
+
+    def status(self) -> dict[str, Any]:
+        """What a person wants to know of this replica."""
+        current, candidate = self.current, self.candidate
+        if current is None:
+            return {"version": None}
+        trial = self.trial
+        tried = {"seen": trial.tally()._asdict(), "ratio": trial.ratio} if trial else {}
+        return {
+            "version": current.name,
+            "folder": current.folder,
+            **current.service.status(),
+            "candidate": {"version": candidate.name, "weight": self.weight, **tried} if candidate else None,
+        }
+
+    def _end_trial(self) -> None:
+        self.weight = 0.0
+        if self.trial is not None:
+            self.trial.close()
+            self.trial = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
             return
-        with self._taken() as version:
+        with self._taken(self._named(scope)) as version:
             await version.app(scope, receive, send)
 
     @contextmanager
-    def answering(self) -> Iterator[Service]:
-        """The service that answers now, for one request over another protocol."""
-        with self._taken() as version:
-            yield version.service
+    def answering(self, version: str | None) -> Iterator[Service]:
+        """The service for one request over another protocol: that of the version that it names, where it is here;
+        with an empty name by weight; with None, of what is no question to the model, the one that answers."""
+        with self._taken(version) as taken:
+            yield taken.service
+
+    def _named(self, scope: Scope) -> str | None:
+        """The version that a request names; empty where it leaves that open, None where it asks the model nothing."""
+        path = scope["path"]
+        if "/versions/" in path:
+            return str(path.partition("/versions/")[2].partition("/")[0])
+        return "" if path.endswith(ASKING) and scope["type"] == "http" else None
 
     @contextmanager
-    def _taken(self) -> Iterator[Version]:
+    def _taken(self, name: str | None) -> Iterator[Version]:
         version = self.current
         if version is None:  # the server listens a moment before the first artefact is loaded
             raise RuntimeError("no artefact is loaded yet")
+        other = self.candidate
+        if self.weight and other is not None and (name == other.name or (name == "" and random.random() < self.weight)):
+            version = other
         version.requests += 1
         try:
             yield version
         finally:
             version.requests -= 1
-            if version.requests == 0 and version is not self.current:
+            if version.requests == 0 and version not in (self.current, self.candidate):
                 version.service.close()
 
     async def _live(self, receive: Receive, send: Send) -> None:

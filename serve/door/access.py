@@ -62,21 +62,11 @@ def absolute(settings: Serve) -> Serve:
 
 
 def check_grpc(settings: Serve) -> None:
-    """Refuse gRPC where its library is missing, and where others could reach it: it asks nobody for a key."""
-    if settings.grpc_port is None:
-        return
-    problems, none = [], "or leave the setting out"
-    if importlib.util.find_spec("tritonclient") is None:
+    """Refuse gRPC where its library is missing."""
+    if settings.grpc_port is not None and importlib.util.find_spec("tritonclient") is None:
         reason = "gRPC needs tritonclient, which is not installed"
-        problems.append(Problem("serve.grpc_port", settings.grpc_port, reason, f"pip install 'rtrain[grpc]', {none}"))
-    if settings.keys is not None:
-        reason = "gRPC asks nobody for a key, and HTTP is to ask for one (serve.keys)"
-        problems.append(Problem("serve.grpc_port", settings.grpc_port, reason, f"serve HTTP alone, {none}"))
-    elif not is_loopback(settings.host) and not settings.insecure:
-        reason = "gRPC asks nobody for a key, and others can reach this address"
-        problems.append(Problem("serve.grpc_port", settings.grpc_port, reason, f"listen on 127.0.0.1, {none}"))
-    if problems:
-        raise ConfigError(problems)
+        fix = "pip install 'rtrain[grpc]', or leave the setting out"
+        raise ConfigError([Problem("serve.grpc_port", settings.grpc_port, reason, fix)])
 
 
 def admit(made: Artifact, folder: Path, settings: Serve, say: Callable[[str], None] = lambda line: None) -> None:

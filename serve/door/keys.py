@@ -255,7 +255,7 @@ class Rates:
     """
 
     def __init__(self, processes: int = 1):
-        self._processes = processes
+        self.processes = processes
         self._storage = MemoryStorage()
         self._limiter = SlidingWindowCounterRateLimiter(self._storage)
 
@@ -264,7 +264,7 @@ class Rates:
         if key.rate is None:
             return 0
         whole = parsed(key.rate)
-        part = type(whole)(math.ceil(whole.amount / self._processes), whole.multiples)
+        part = type(whole)(math.ceil(whole.amount / self.processes), whole.multiples)
         if self._limiter.hit(part, key.id):
             return 0
         return max(1, math.ceil(self._limiter.get_window_stats(part, key.id).reset_time - time.time()))
@@ -275,6 +275,10 @@ class Door:
 
     def __init__(self, keys: Keys, rates: Rates):
         self._keys, self._rates = keys, rates
+
+    def shared_by(self, processes: int) -> None:
+        """So many processes let requests in."""
+        self._rates.processes = max(1, processes)
 
     def admit(self, scope: Scope, authorization: Sequence[bytes]) -> Key:
         """The key by which a request gets in. Raises `RequestError`: 401 without a right key, 403 where it lacks the

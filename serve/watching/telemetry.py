@@ -1,8 +1,11 @@
 """What an endpoint counts of itself, for Prometheus. A replica's exposition is added to those of the others."""
 
 import functools
+import time
 import uuid
+from collections import Counter as Counted
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
@@ -44,8 +47,15 @@ class Watch:
         if len(self._encoded) >= WATCHED_ROWS:
             self._catch_up(self._drift)
 
+    def status(self) -> dict[str, Any] | None:
+        """As on /metrics; None where nothing is watched."""
+        if self._drift is None:
+            return None
+        self._catch_up(self._drift)
+        found = {"distance": self._drift.distances(), "evidence": self._drift.evidence, "alarms": self._drift.alarms}
+        return {**found, "rows": self._drift.rows}
+
     def collect(self) -> Iterator[Metric]:
-        """As prometheus_client asks for metrics that are computed when they are read."""
         if self._drift is None:
             return
         self._catch_up(self._drift)
@@ -70,27 +80,39 @@ class Watch:
 
 
 class Telemetry:
-    """The metrics of one replica, in a registry of their own."""
+    """The metrics of one replica, in a registry of their own, whatever versions of a model it holds."""
 
-    def __init__(self, predictor: Predictor, exemplars: bool = False):
+    def __init__(self, exemplars: bool = False):
         """`exemplars`: a request's trace, or its number, beside the bucket that it fell into."""
-        self._exemplars = exemplars
+        self._exemplars, self._began = exemplars, time.monotonic()
         self.registry = CollectorRegistry()
         counter = functools.partial(Counter, registry=self.registry)
         histogram = functools.partial(Histogram, registry=self.registry)
         self.requests = counter("rtrain_requests", "Requests by route and status.", ["route", "status"])
+        self.versions = counter("rtrain_version_requests", "Requests by version of the model.", ["version", "status"])
         self.seconds = histogram("rtrain_request_seconds", "Time to answer.", ["route"], buckets=SECONDS_BUCKETS)
         self.rows = counter("rtrain_rows", "Texts answered.")
         self.engine_seconds = counter("rtrain_engine_seconds", "Time in engine calls.")
         self.engine_tokens = counter("rtrain_engine_tokens", "Tokens in engine calls, padding included.")
         self.batch_rows = histogram("rtrain_batch_rows", "Texts of an engine call.", buckets=BATCH_BUCKETS)
         self.explained = histogram("rtrain_explain_seconds", "Time to explain a text.", buckets=SECONDS_BUCKETS)
-        self.drift = Watch(predictor)
-        self.registry.register(self.drift)
+        self.shadow = counter("rtrain_shadow_texts", "Texts answered by a candidate too, unseen.", ["result"])
+        for result in ("same", "other", "failed"):
+            self.shadow.labels(result)  # there from the start, as 0
+        gauge = functools.partial(Gauge, registry=self.registry)
+        self._watched: list[tuple[Batcher, Watch]] = []
+        gauge("rtrain_queue_rows", "Texts that wait for the engine.").set_function(
+            lambda: sum(batcher.waiting for batcher, _ in self._watched)
+        )
+        gauge("rtrain_queue_tokens", "Tokens that wait for the engine.").set_function(
+            lambda: sum(batcher.waiting_tokens for batcher, _ in self._watched)
+        )
+        self.registry.register(self)
 
-    def answered(self, route: str, status: int, seconds: float, name: str) -> None:
+    def answered(self, version: str, route: str, status: int, seconds: float, name: str) -> None:
         """A request has ended; `name` is that of its trace, or its own."""
         self.requests.labels(route, str(status)).inc()
+        self.versions.labels(version, str(status)).inc()
         told = {"trace_id": name[:MOST_EXEMPLAR]} if self._exemplars else None
         self.seconds.labels(route).observe(seconds, told)
 
@@ -100,11 +122,32 @@ class Telemetry:
         self.engine_tokens.inc(tokens)
         self.engine_seconds.inc(seconds)
 
-    def watch(self, batcher: Batcher) -> None:
-        """Add what is asked of the batcher whenever somebody reads the metrics."""
-        gauge = functools.partial(Gauge, registry=self.registry)
-        gauge("rtrain_queue_rows", "Texts that wait for the engine.").set_function(lambda: batcher.waiting)
-        gauge("rtrain_queue_tokens", "Tokens that wait for the engine.").set_function(lambda: batcher.waiting_tokens)
+    def watch(self, batcher: Batcher, drift: Watch) -> None:
+        """Add what is asked of a version whenever somebody reads the metrics. Drift is that of the oldest version."""
+        self._watched.append((batcher, drift))
+
+    def forget(self, batcher: Batcher) -> None:
+        """A version has ended."""
+        self._watched = [pair for pair in self._watched if pair[0] is not batcher]
+
+    def collect(self) -> Iterator[Metric]:
+        """As prometheus_client asks for metrics that are computed when they are read."""
+        for _, drift in self._watched[:1]:
+            yield from drift.collect()
+
+    def totals(self) -> dict[str, Any]:
+        """Since the replica's start: seconds, requests by status, texts, seconds of the engine."""
+        requests: Counted[str] = Counted()
+        for family in self.requests.collect():
+            for sample in family.samples:
+                if sample.name.endswith("_total"):
+                    requests[sample.labels["status"]] += int(sample.value)
+        return {
+            "seconds": time.monotonic() - self._began,
+            "requests": dict(requests),
+            "texts": int(_value(self.rows)),
+            "engine_seconds": _value(self.engine_seconds),
+        }
 
     def exposition(self) -> str:
         return prometheus_client.generate_latest(self.registry).decode()
@@ -113,3 +156,7 @@ class Telemetry:
         """The form that has exemplars."""
         found: bytes = exposition.generate_latest(self.registry)  # type: ignore[no-untyped-call]
         return found.decode()
+
+
+def _value(counter: Counter) -> float:
+    return next(sample.value for family in counter.collect() for sample in family.samples)

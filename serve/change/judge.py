@@ -1,0 +1,155 @@
+"""Whether a candidate takes the place of the version that answers: what is seen of both, and what follows from it.
+Pure: `trial` sees, `rollout` carries out.
+
+A candidate first answers live texts that the other version has answered, unseen by clients (`shadow`). Then it answers
+requests itself, a few at first (`weighted`). What it must show for each step is told below; it is dropped for the first
+thing that it lacks, and promoted if nothing is left to show.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from rtrain.config import Serve
+from serve.watching.drift import most_likely
+
+WEIGHTS = (0.05, 0.25)
+"""Shares of the requests that a candidate answers before it answers all of them."""
+WEIGHTED_REQUESTS = 50
+"""Requests that it has answered at the end of a step, or of as many steps times this number."""
+WEIGHTED_S = 60.0
+"""Seconds after which a step ends all the same: where few requests come, few can be lost."""
+DOUBT = 0.01
+"""Chance of a wrong word where a candidate is just as good as it has to be."""
+Stage = Literal["shadow", "weighted", "promoted", "dropped"]
+
+
+class Aim(NamedTuple):
+    """What is asked of a candidate."""
+
+    share: float
+    """Of the live texts, to be answered by both versions."""
+    rows: int
+    """Texts by which it is judged, over all replicas."""
+    agreement: float
+    """Least share of the same answers."""
+    slower: float
+    """Times as long as the other version that it may take for a text."""
+    seconds: float
+    """In which the texts have to come."""
+
+    @classmethod
+    def of(cls, settings: Serve) -> "Aim":
+        return cls(
+            settings.shadow,
+            settings.shadow_rows,
+            settings.shadow_agreement,
+            settings.shadow_slower,
+            settings.shadow_s,
+        )
+
+
+class Tally(NamedTuple):
+    """What one replica, or all of them, have seen since the candidate was loaded."""
+
+    rows: int = 0
+    """Texts answered by both."""
+    agreed: int = 0
+    """Of these, with the same answer."""
+    slower: int = 0
+    """Of these, for which the candidate took more than `Aim.slower` times as long, one engine call after another."""
+    failed: int = 0
+    """Texts on which the candidate failed, unseen by clients."""
+    requests: int = 0
+    """That the candidate has answered itself."""
+    errors: int = 0
+    """Of these, with the status 500."""
+    old_requests: int = 0
+    old_errors: int = 0
+    """The same of the other version, meanwhile."""
+
+    def plus(self, other: "Tally") -> "Tally":
+        return Tally(*(one + another for one, another in zip(self, other, strict=True)))
+
+
+def total(tallies: Iterable[Tally]) -> Tally:
+    found = Tally()
+    for tally in tallies:
+        found = found.plus(tally)
+    return found
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a candidate stands."""
+
+    began: float
+    stage: Stage = "shadow"
+    step: int = 0
+    """Of `WEIGHTS`."""
+    step_began: float = 0.0
+    reason: str = ""
+    """Why it was dropped or promoted."""
+
+    @property
+    def weight(self) -> float:
+        """Share of the requests that the candidate answers."""
+        return WEIGHTS[self.step] if self.stage == "weighted" else 0.0
+
+    @property
+    def over(self) -> bool:
+        return self.stage in ("promoted", "dropped")
+
+
+def follow(state: State, seen: Tally, aim: Aim, now: float) -> State:
+    """Where the candidate stands by what has been seen of it until now."""
+    if state.over:
+        return state
+    if lacks := _lacks(seen):
+        return replace(state, stage="dropped", reason=lacks)
+    if state.stage == "shadow":
+        return _shadowed(state, seen, aim, now)
+    enough = seen.requests >= WEIGHTED_REQUESTS * (state.step + 1)
+    if not enough and now - state.step_began < WEIGHTED_S:
+        return state
+    if state.step + 1 < len(WEIGHTS):
+        return replace(state, step=state.step + 1, step_began=now)
+    return replace(state, stage="promoted", reason=f"{state.reason}; {seen.requests} requests answered")
+
+
+def dropped(state: State, reason: str) -> State:
+    return state if state.over else replace(state, stage="dropped", reason=reason)
+
+
+def _lacks(seen: Tally) -> str:
+    """What rules a candidate out at once."""
+    if seen.failed:
+        return f"it failed on {seen.failed} of {seen.rows + seen.failed} texts"
+    if seen.errors * max(1, seen.old_requests) > seen.old_errors * max(1, seen.requests):
+        other = f"the other version on {seen.old_errors} of {seen.old_requests}"
+        return f"it failed on {seen.errors} of {seen.requests} requests, {other}"
+    return ""
+
+
+def _shadowed(state: State, seen: Tally, aim: Aim, now: float) -> State:
+    if seen.rows < aim.rows:
+        if now - state.began < aim.seconds:
+            return state
+        few = f"{seen.rows} of {aim.rows} texts came while the engines had nothing else to do, in {aim.seconds:g} s"
+        return replace(state, stage="dropped", reason=few)
+    same = f"the same answer to {seen.agreed} of {seen.rows} texts"
+    if most_likely(seen.rows - seen.agreed, seen.rows, DOUBT) > 1 - aim.agreement:
+        reason = f"{same}: too few to be sure of {100 * aim.agreement:g} %"
+        return replace(state, stage="dropped", reason=reason)
+    if chance(seen.slower, seen.rows) < DOUBT:
+        reason = f"more than {aim.slower:g} times as long as the other version for {seen.slower} of {seen.rows} texts"
+        return replace(state, stage="dropped", reason=reason)
+    return replace(state, stage="weighted", step=0, step_began=now, reason=same)
+
+
+def chance(count: int, rows: int) -> float:
+    """The chance that `count` or more of `rows` fair coins show heads: the paired sign test (Arbuthnot 1710; Conover
+    1999) of whether a text takes the candidate so much longer more often than not."""
+    ways = sum(math.comb(rows, heads) for heads in range(count, rows + 1))
+    return float(ways / 2**rows)

@@ -1,0 +1,117 @@
+"""A candidate beside the version that answers, in one replica: both answer a share of the live texts, one engine call
+after the other, whenever the engine has nothing else to do. No client waits for it, and no text is kept or told."""
+
+import asyncio
+import logging
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rtrain.tasks.base import Input
+from serve.change import agreement
+from serve.change.judge import Tally
+
+if TYPE_CHECKING:
+    from serve.answering import Service
+
+logger = logging.getLogger(__name__)
+
+MOST_WAITING = 64
+"""Texts that wait for an idle engine; beyond them the oldest goes."""
+IDLE_S = 0.005
+"""Seconds between two looks at a busy engine."""
+KEPT = 500
+"""Ratios of seconds, of which the median is told."""
+
+
+class Trial:
+    """Belongs to one event loop."""
+
+    def __init__(
+        self,
+        current: "Service",
+        candidate: "Service",
+        share: float,
+        slower: float,
+        draw: Callable[[], float] = random.random,
+    ):
+        self._current, self._candidate = current, candidate
+        self._share, self._slower, self._draw = share, slower, draw
+        self._texts: deque[Input] = deque(maxlen=MOST_WAITING)
+        self._offered = asyncio.Event()
+        self._seen = Tally()
+        self._before = (current.requests, current.errors)
+        self._ratios: deque[float] = deque(maxlen=KEPT)
+        current.mirror = self.offer
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def offer(self, texts: Sequence[Input]) -> None:
+        """Texts that the other version has answered."""
+        taken = [text for text in texts if self._draw() < self._share]
+        if taken:
+            self._texts.extend(taken)
+            self._offered.set()
+
+    def tally(self) -> Tally:
+        requests, errors = self._before
+        return self._seen._replace(
+            requests=self._candidate.requests,
+            errors=self._candidate.errors,
+            old_requests=self._current.requests - requests,
+            old_errors=self._current.errors - errors,
+        )
+
+    @property
+    def ratio(self) -> float | None:
+        """Median of the candidate's seconds over the other version's, text by text."""
+        return statistics.median(self._ratios) if self._ratios else None
+
+    def close(self) -> None:
+        self._current.mirror = None
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            await self._offered.wait()
+            while self._texts:
+                await self._try(self._texts.popleft())
+            self._offered.clear()
+
+    async def _try(self, text: Input) -> None:
+        batcher = self._current.batcher
+        # Each goes first in turn: what the first one of two leaves in the caches helps the second.
+        sides = [self._current, self._candidate]
+        found: dict[bool, tuple[float, Any]] = {}
+        for side in sides if (self._seen.rows % 2) else reversed(sides):
+            while batcher.busy:
+                await asyncio.sleep(IDLE_S)
+            try:
+                found[side is self._candidate] = await batcher.aside(lambda side=side: _answer(side, text))  # type: ignore[misc]
+            except Exception:
+                if side is self._candidate:
+                    logger.exception("the candidate failed on a text")
+                    self._seen = self._seen._replace(failed=self._seen.failed + 1)
+                    self._current.telemetry.shadow.labels("failed").inc()
+                return
+        (old_s, old), (new_s, new) = found[False], found[True]
+        predictor = self._current.predictor
+        agreed = agreement.same(predictor.task, predictor.head.facts, old, new)
+        self._current.telemetry.shadow.labels("same" if agreed else "other").inc()
+        self._ratios.append(new_s / old_s)
+        self._seen = self._seen._replace(
+            rows=self._seen.rows + 1,
+            agreed=self._seen.agreed + agreed,
+            slower=self._seen.slower + (new_s > self._slower * old_s),
+        )
+
+
+def _answer(service: "Service", text: Input) -> tuple[float, Any]:
+    """Seconds of the tokens and the engine, and the answer; on the engine's thread."""
+    predictor, began = service.predictor, time.perf_counter()
+    encoded = predictor.encode([text])
+    outputs = predictor.run(encoded)
+    seconds = time.perf_counter() - began
+    return seconds, predictor.decode(outputs, [text], encoded, {})[0]

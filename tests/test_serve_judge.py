@@ -1,0 +1,109 @@
+"""What becomes of a candidate, as a table of what was seen of it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from rtrain import config
+from rtrain.config import Serve
+from rtrain.errors import ConfigError
+from serve.change import judge
+from serve.change.judge import DOUBT, WEIGHTED_REQUESTS, WEIGHTED_S, WEIGHTS, Aim, State, Tally, chance, follow, total
+
+AIM = Aim(share=0.2, rows=500, agreement=0.9, slower=1.25, seconds=600.0)
+GOOD = Tally(rows=500, agreed=490, slower=200)
+
+
+def test_the_settings_are_the_aim() -> None:
+    found = Aim.of(Serve(shadow=0.2))
+    assert found == Aim(0.2, 500, 0.9, 1.25, 600.0)
+
+
+def test_a_good_candidate_gets_more_and_more_requests_and_then_all() -> None:
+    state, now, weights = State(began=0.0), 10.0, []
+    state = follow(state, GOOD._replace(rows=499), AIM, now)
+    assert (state.stage, state.weight) == ("shadow", 0.0)
+    state = follow(state, GOOD, AIM, now)
+    for step in range(len(WEIGHTS)):
+        weights.append(state.weight)
+        few = GOOD._replace(requests=WEIGHTED_REQUESTS * (step + 1) - 1)
+        assert follow(state, few, AIM, now + 1) == state
+        state = follow(state, few._replace(requests=few.requests + 1), AIM, now + 1)
+    assert weights == list(WEIGHTS)
+    assert (state.stage, state.weight) == ("promoted", 0.0)
+    assert state.reason == "the same answer to 490 of 500 texts; 100 requests answered"
+    assert follow(state, GOOD._replace(failed=1), AIM, now) == state
+
+
+def test_where_few_requests_come_a_step_ends_by_the_clock() -> None:
+    state = follow(State(began=0.0), GOOD, AIM, 10.0)
+    assert follow(state, GOOD, AIM, 10.0 + WEIGHTED_S - 1) == state
+    assert follow(state, GOOD, AIM, 10.0 + WEIGHTED_S).step == 1
+
+
+@pytest.mark.parametrize(
+    ("seen", "reason"),
+    [
+        (Tally(rows=3, agreed=3, failed=1), "it failed on 1 of 4 texts"),
+        (GOOD._replace(agreed=465), "the same answer to 465 of 500 texts: too few to be sure of 90 %"),
+        (GOOD._replace(slower=300), "more than 1.25 times as long as the other version for 300 of 500 texts"),
+        (Tally(rows=20, agreed=20), "20 of 500 texts came while the engines had nothing else to do, in 600 s"),
+        (
+            GOOD._replace(requests=10, errors=1, old_requests=90),
+            "it failed on 1 of 10 requests, the other version on 0",
+        ),
+    ],
+)
+def test_a_candidate_is_dropped_for_what_it_lacks(seen: Tally, reason: str) -> None:
+    found = follow(State(began=0.0), seen, AIM, 601.0)
+    assert (found.stage, found.weight) == ("dropped", 0.0)
+    assert found.reason.startswith(reason)
+
+
+def test_just_enough_is_enough() -> None:
+    assert follow(State(began=0.0), GOOD._replace(agreed=466), AIM, 1.0).stage == "weighted"
+    # As many errors as the other version has are no reason: it is the requests that are at fault.
+    same = GOOD._replace(requests=100, errors=1, old_requests=100, old_errors=1)
+    assert follow(State(began=0.0), same, AIM, 1.0).stage == "weighted"
+
+
+def test_a_replica_that_has_gone_takes_what_it_saw_with_it() -> None:
+    both = total([GOOD, Tally(rows=100, agreed=90, old_requests=5)])
+    assert both == Tally(rows=600, agreed=580, slower=200, old_requests=5)
+    assert total([]) == Tally()
+
+
+def test_a_dropped_one_keeps_its_reason() -> None:
+    state = judge.dropped(State(began=0.0), "by hand")
+    assert (state.stage, state.reason) == ("dropped", "by hand")
+    assert judge.dropped(state, "again") == state
+    assert judge.dropped(replace(state, stage="promoted"), "late").stage == "promoted"
+
+
+def test_the_sign_test_is_that_of_coins() -> None:
+    assert chance(0, 7) == 1.0
+    assert chance(7, 7) == 1 / 128
+    assert chance(6, 7) == 8 / 128
+    assert chance(250, 500) == pytest.approx(0.518, abs=1e-3)
+
+
+def test_one_that_is_exactly_as_slow_as_it_may_be_is_rarely_dropped_and_a_slower_one_always() -> None:
+    draw = random.Random(0)
+
+    def dropped(likely: float) -> float:
+        counts = [sum(draw.random() < likely for _ in range(500)) for _ in range(300)]
+        return sum(follow(State(0.0), GOOD._replace(slower=n), AIM, 1.0).stage == "dropped" for n in counts) / 300
+
+    assert dropped(0.5) <= 3 * DOUBT
+    assert dropped(0.65) > 0.99
+
+
+def test_texts_that_could_never_show_the_share_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"serve\.shadow_rows=100: .* 0\.98 .*write 228 or more"):
+        config.load("intent", {"serve.shadow_agreement": 0.98, "serve.shadow_rows": 100})
+    with pytest.raises(ConfigError, match=r"serve\.shadow_agreement=1\.0: no number of texts"):
+        config.load("intent", {"serve.shadow_agreement": 1.0})
+    aim = Aim(0.2, 228, 0.98, 1.25, 600.0)
+    assert follow(State(0.0), Tally(rows=228, agreed=228), aim, 1.0).stage == "weighted"
+    assert follow(State(0.0), Tally(rows=227, agreed=227), aim._replace(rows=227), 1.0).stage == "dropped"

@@ -1,0 +1,189 @@
+"""A candidate on trial in one replica, with real (tiny) models: unseen at first, then by weight; counters that last."""
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+import rtrain.artifact
+from rtrain.config import Serve
+from rtrain.predict import Predictor
+from serve.answering import Lasting
+from serve.app import build_app
+from serve.change import agreement
+from serve.change.versions import Plan, Versions
+from tests.serving import HEADS, predictor_of
+from tests.tiny import CORPUS, make_artifact
+
+Check = Callable[[Versions, httpx.AsyncClient], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    root = tmp_path_factory.mktemp("trial")
+    first, second = (make_artifact(root / str(seed), seed=seed) for seed in (0, 1))
+    return str(first), str(second)
+
+
+def run(check: Check) -> None:
+    settings = Serve()
+
+    async def main() -> None:
+        lasting = Lasting(settings)
+
+        async def make(folder: Path) -> FastAPI:
+            return build_app(await asyncio.to_thread(Predictor.load, folder, 1), settings, None, lasting)
+
+        versions = Versions(make)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(versions), base_url="http://here") as client:
+            await check(versions, client)
+        versions.drop()
+        if versions.current is not None:
+            versions.current.service.close()
+
+    asyncio.run(main())
+
+
+async def ask(client: httpx.AsyncClient, path: str = "/predict") -> str:
+    """The version that has answered."""
+    content = {"inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": [CORPUS[0]]}]}
+    answer = await client.post(path, json={"inputs": CORPUS[0]} if path == "/predict" else content)
+    assert answer.status_code == 200
+    return answer.headers["x-model-version"]
+
+
+def versions_of(folders: tuple[str, str]) -> tuple[str, str]:
+    old, new = (rtrain.artifact.read(Path(folder)).version for folder in folders)
+    return old, new
+
+
+def test_a_candidate_answers_texts_unseen_and_then_requests_by_weight(folders: tuple[str, str]) -> None:
+    first, second = folders
+    old, new = versions_of(folders)
+
+    async def check(versions: Versions, client: httpx.AsyncClient) -> None:
+        await versions.become(first)
+        await versions.follow(Plan(second, 1.0, 1000.0, 0.0))
+        assert versions.trial is not None
+        assert {await ask(client) for _ in range(20)} == {old}
+        while versions.trial.tally().rows < 20:
+            await asyncio.sleep(0.01)
+        seen = versions.trial.tally()
+        # Both have random weights: they agree on this text always or never.
+        same = (await answer_of(versions)) == (await answer_of(versions, candidate=True))
+        assert (seen.agreed, seen.slower, seen.failed) == (20 * same, 0, 0)
+        assert (seen.requests, seen.old_requests) == (0, 20)
+        assert versions.trial.ratio is not None
+        await versions.follow(Plan(second, 0.0, 1000.0, 0.5))
+        counts = Counter([await ask(client) for _ in range(60)])
+        assert set(counts) == {old, new}
+        assert min(counts.values()) > 10
+        assert versions.trial.tally().requests == counts[new]
+        # What names a version gets it, and what is no question to the model goes to the one that answers.
+        for name in (old, new):
+            assert {await ask(client, f"/v2/models/tiny/versions/{name}/infer") for _ in range(5)} == {name}
+        assert {(await client.get("/info")).headers["x-model-version"] for _ in range(10)} == {old}
+        await versions.become(second)
+        assert versions.status()["candidate"] is None
+        assert {await ask(client) for _ in range(5)} == {new}
+
+    run(check)
+
+
+async def answer_of(versions: Versions, candidate: bool = False) -> str:
+    version = versions.candidate if candidate else versions.current
+    assert version is not None
+    label: str = version.service.predictor([CORPUS[0]])[0][0]["label"]
+    return label
+
+
+def test_a_candidate_that_fails_unseen_is_counted_and_hurts_nobody(
+    folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = folders
+    old, _ = versions_of(folders)
+
+    async def check(versions: Versions, client: httpx.AsyncClient) -> None:
+        await versions.become(first)
+        await versions.load(second)
+        assert versions.candidate is not None
+
+        def fails(*given: Any) -> Any:
+            raise RuntimeError("no answer")
+
+        monkeypatch.setattr(versions.candidate.service.predictor, "run", fails)
+        await versions.follow(Plan(second, 1.0, 1.25, 0.0))
+        assert versions.trial is not None
+        assert await ask(client) == old
+        while not versions.trial.tally().failed:
+            await asyncio.sleep(0.01)
+        assert await ask(client) == old
+
+    run(check)
+
+
+def test_a_dropped_candidate_answers_what_it_has_accepted(folders: tuple[str, str]) -> None:
+    first, second = folders
+    old, new = versions_of(folders)
+
+    async def check(versions: Versions, client: httpx.AsyncClient) -> None:
+        await versions.become(first)
+        await versions.follow(Plan(second, 0.0, 1.25, 1.0))
+        sent = asyncio.Event()
+
+        async def body() -> Any:
+            yield b'{"inputs": '
+            sent.set()
+            await asyncio.sleep(0.1)
+            yield b'"hello"}'
+
+        slow = asyncio.create_task(client.post("/predict", content=body()))
+        await sent.wait()
+        await versions.follow(Plan(second, 0.0, 1.25, 1.0))  # again is harmless
+        versions.drop()
+        assert await ask(client) == old
+        answer = await slow
+        assert (answer.status_code, answer.headers["x-model-version"]) == (200, new)
+
+    run(check)
+
+
+def test_counters_last_over_versions_and_name_each(folders: tuple[str, str]) -> None:
+    first, second = folders
+    old, new = versions_of(folders)
+
+    async def check(versions: Versions, client: httpx.AsyncClient) -> None:
+        await versions.become(first)
+        for _ in range(3):
+            await ask(client)
+        await versions.become(second)
+        for _ in range(2):
+            await ask(client)
+        text = (await client.get("/metrics")).text
+        assert 'rtrain_requests_total{route="/predict",status="200"} 5.0' in text
+        found = dict(re.findall(r'rtrain_version_requests_total\{status="200",version="(\w+)"\} (\S+)', text))
+        assert found == {old: "3.0", new: "2.0"}
+        assert text.count("# TYPE rtrain_queue_rows gauge") == 1
+
+    run(check)
+
+
+@pytest.mark.parametrize("task", sorted(HEADS))
+def test_an_answer_agrees_with_itself_and_not_with_another(task: str, tmp_path: Path) -> None:
+    predictor = predictor_of(tmp_path, task)
+    texts = predictor.task.asks([*CORPUS], predictor.head)
+    answers = predictor(texts)
+    facts = predictor.head.facts
+    for answer in answers:
+        assert agreement.same(predictor.task, facts, answer, answer)
+    assert not all(agreement.same(predictor.task, facts, answers[0], answer) for answer in answers) or task in CLOSE
+
+
+CLOSE = {"multi_head", "regression", "span_qa", "classification", "multi_label"}
+"""Tasks whose untrained models may answer all of these texts alike."""
