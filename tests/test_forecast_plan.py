@@ -17,6 +17,7 @@ from rtrain.doctor.forecast.memory import Need
 from rtrain.errors import ConfigError, UserError
 from rtrain.run import Run
 from tests.conftest import labelled_rows, write_rows
+from tests.test_forecast_choose_k import LOG
 from tests.tiny import make_encoder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -264,6 +265,24 @@ def test_a_price_file_is_written_once_and_read(run: Cli, encoder: Path, tmp_path
     file.write_text(file.read_text().replace("c7i.2xlarge: {on_demand: 0.357", "c7i.2xlarge: {on_demand: 357"))
     _, out, _ = run("plan", "intent", "--model", encoder, "--rows", 9000, "--prices", "prices.yaml", "--json")
     assert json.loads(out)["cost"]["dollars"] > 10
+
+
+def test_a_pilot_chooses_the_aggregation_frequency(run: Cli, encoder: Path, tmp_path: Path) -> None:
+    pilot = Run(tmp_path / "pilot")
+    pilot.folder.mkdir()
+    settings = {"model__name": str(encoder), "train__workers": 2, "train__aggregation_frequency": 4}
+    pilot.config.write_text(configuration.to_yaml(configured(**settings)))
+    for event in LOG:
+        events.append(pilot.folder, event["kind"], **{key: value for key, value in event.items() if key != "kind"})
+    code, out, err = run("plan", "--choose-k", "--like", pilot.folder, "--json")
+    assert code == 0, err
+    made = json.loads(out)
+    assert [one["k"] for one in made["options"]] == [1, 2, 4, 8]
+    best = min(made["options"], key=lambda one: one["relative"])
+    assert (best["relative"], made["aggregation_frequency"]) == (1.0, best["k"])
+    assert made["lr"] == pytest.approx(3e-4 * best["lr_factor"])
+    _, text, _ = run("plan", "--choose-k", "--like", pilot.folder)
+    assert text.splitlines()[-1].startswith(f"write --set train.aggregation_frequency={best['k']} --set optim.lr=")
 
 
 @pytest.mark.parametrize(
