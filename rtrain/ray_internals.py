@@ -4,6 +4,7 @@ A new version of either may take any of them away: `tests/test_ray_internals.py`
 the same. Neither library is imported before a function is called.
 """
 
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -331,4 +332,44 @@ def softmax_backward(gradient: "torch.Tensor", answer: "torch.Tensor") -> "torch
     import torch
 
     found: torch.Tensor = torch._softmax_backward_data(gradient, answer, -1, answer.dtype)
+    return found
+
+
+def fake_tensors() -> "contextlib.AbstractContextManager[Any]":
+    """A context in which a tensor that is made has a shape, a type and a device, and no numbers: it takes no memory,
+    and what is computed of it takes no time."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def peak_bytes(network: "torch.nn.Module", run: Callable[[], None]) -> dict[str, int]:
+    """Bytes of all tensors of `network`, and of those that `run` makes, at the moment when they were most: of the
+    `Parameter`s, `Buffer`s, `Gradient`s, `Activation`s, of what is `Temp`orary in the backward pass, and the `Total`.
+    """
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    class Tracker(MemTracker):
+        """It keeps no peak of each module, which takes most of the time, and bears weights that are not trained."""
+
+        def _track_module_params_and_buffers(
+            self, module: "torch.nn.Module", install_grad_hooks: bool = True
+        ) -> tuple[int, int]:
+            trained = all(one.requires_grad for one in module.parameters())
+            return super()._track_module_params_and_buffers(module, install_grad_hooks and trained)
+
+        def _update_peak_stats(self, peak_state: Any) -> None:
+            for device, now in self._curr_mem_snap.items():
+                if self._peak_mem.get(device, 0) < now["Total"]:
+                    self._peak_mem[device], self._peak_mem_snap[device] = now["Total"], dict(now)
+
+    tracker = Tracker()
+    tracker.track_external(network)
+    with tracker:
+        run()
+    found: dict[str, int] = {}
+    for of_device in tracker.get_tracker_snapshot("peak").values():
+        for kind, size in of_device.items():
+            name = str(getattr(kind, "value", kind))
+            found[name] = found.get(name, 0) + size
     return found

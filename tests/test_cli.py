@@ -95,7 +95,7 @@ def test_verbs_are_these() -> None:
     assert commands | groups == {
         *("demo", "recipes", "train", "evaluate", "tune", "distill", "quantize", "predict", "explain", "serve"),
         *("gate", "inspect", "verify", "drill", "profile", "report", "compare", "runs", "clean", "export", "import"),
-        *("cluster", "serve keys", "serve status"),
+        *("plan", "cluster", "serve keys", "serve status"),
     }
 
 

@@ -38,7 +38,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rtrain.data", "rtrain.network"),
     ("rtrain.training", "rtrain.predict"),
     ("rtrain.explain", "rtrain.score", "rtrain.reference", "rtrain.strategies"),
-    ("rtrain.answers", "rtrain.report", "serve"),
+    ("rtrain.answers", "rtrain.report", "rtrain.doctor.forecast", "serve"),
     ("rtrain.runs",),
     ("rtrain.comparison",),
     ("rtrain.gate",),

@@ -49,6 +49,24 @@ def test_the_softmax_s_gradient_is_autograd_s(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_fake_tensors_have_shapes_and_their_memory_is_counted_by_what_it_is_for() -> None:
+    """A product of [64, 100] with the weights [50, 100]: forward it keeps its input and makes the answer."""
+    with ray_internals.fake_tensors():
+        layer = torch.nn.Linear(100, 50, bias=False)
+        given = torch.ones(64, 100)
+
+        def run() -> None:
+            (layer(given) ** 2).sum().backward()
+
+        peak = ray_internals.peak_bytes(layer, run)
+        assert layer.weight.shape == (50, 100)
+        assert layer.weight.grad is not None
+    assert peak["Parameter"] == 4 * 50 * 100
+    assert {"Buffer", "Gradient", "Activation", "Temp", "Total"} <= peak.keys()
+    assert 4 * 64 * 50 <= peak["Activation"] + peak["Temp"] <= 4 * (4 * 64 * 50 + 50 * 100) + 1024
+    assert peak["Total"] == sum(size for kind, size in peak.items() if kind != "Total")
+
+
 def test_what_is_left_out_is_not_in_the_buckets() -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel

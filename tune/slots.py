@@ -59,7 +59,7 @@ def number(config: Config, device: str) -> int:
     spare = supply.data_cpus(config.deploy.cluster.data_cpus, train.workers)
     cpus, room = supply.most("cpu"), supply.most(device)
     each = train.workers + spare if device == "cpu" else train.workers
-    fits = max(1, min(room // each, cpus // max(1, spare)))
+    fits = supply.slots(train.workers, spare, device, cpus, room)
     if asked is None or asked <= fits:
         return asked or fits
     needs = f"{asked} trials of {train.workers} workers need {asked * each} logical {supply.NEEDS[device]}s"

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from rtrain import __version__, env, signals
-from rtrain.cli import cluster, compare, compress, doctor, gate, keys, lacking, proof, runs, serve, train
+from rtrain.cli import cluster, compare, compress, doctor, gate, keys, lacking, plan, proof, runs, serve, train
 from rtrain.cluster import session as sessions
 from rtrain.errors import UserError
 from rtrain.report.live.waited import Waited
@@ -45,7 +45,7 @@ keys_app.command()(keys.revoke)
 for _verb in (
     *(train.train, train.tune),
     *(proof.verify, proof.drill),
-    doctor.profile,
+    *(doctor.profile, plan.plan),
     *(train.report, compare.compare),
     *(compress.distill, compress.quantize, compress.evaluate),
     *(gate.gate, gate.inspect),

@@ -69,6 +69,21 @@ def startable(document: Mapping[str, Any]) -> tuple[list[Node], list[tuple[Node,
     return heads, types, limit
 
 
+def reachable(document: Mapping[str, Any], device: str) -> list[Node]:
+    """The nodes that there can be by an autoscaler's file: the head, and as many others as it may start at a time,
+    those with room for most workers first."""
+    heads, types, limit = startable(document)
+    started = sorted((node for node, number in types for _ in range(number)), key=lambda node: -count([node], device))
+    return [*heads, *started[:limit]]
+
+
+def slots(workers: int, spare: int, device: str, cpus: int, room: int) -> int:
+    """How many trials of so many workers, each with `spare` CPUs for its data tasks, have room at a time; at least one.
+    `room`: CPUs or GPUs of the nodes that there can be, `cpus` their CPUs."""
+    each = workers + spare if device == "cpu" else workers
+    return max(1, min(room // each, cpus // max(1, spare)))
+
+
 def data_cpus(asked: int | None, workers: int) -> int:
     """Logical CPUs for the data tasks of so many workers; `asked` is the setting `cluster.data_cpus`, None to
     choose."""
@@ -107,9 +122,7 @@ def may(device: str) -> list[Node]:
     up, document = here(), autoscaler()
     if document is None:
         return up
-    heads, types, limit = startable(document)
-    started = sorted((node for node, number in types for _ in range(number)), key=lambda node: -count([node], device))
-    all_of_them = [*heads, *started[:limit]]
+    all_of_them = reachable(document, device)
     return max(up, all_of_them, key=lambda nodes: count(nodes, device))
 
 

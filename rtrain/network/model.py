@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Collection
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -107,6 +108,29 @@ def build(
     names = {"id2label": dict(enumerate(labels)), "label2id": {label: number for number, label in enumerate(labels)}}
     auto = getattr(transformers, task.auto_model)
     model, read = pooling.load(auto, folder, new_head=True, **(names if labels else {}), **settings)
+    return _as_trained(model, task, chosen, read["missing_keys"], mean, pack, fast_dropout)
+
+
+def shaped(folder: Path, task: base.Task, outputs: int, chosen: Model | None = None) -> "transformers.PreTrainedModel":
+    """A network as `build` makes it, by the folder's configuration alone: of its weights only the shapes count, under
+    torch's fake tensors say. `outputs`: numbers that the head answers with, where it is not as wide as a vocabulary."""
+    import transformers
+
+    chosen = chosen or Model()
+    settings = {} if chosen.attention_dropout is None else _dropout(folder, chosen.attention_dropout)
+    known = transformers.AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False, num_labels=outputs, **settings
+    )
+    model = getattr(transformers, task.auto_model).from_config(known)
+    head = [name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")]
+    mean = _pooling(chosen, task, folder) == "mean"
+    return _as_trained(model, task, chosen, head, mean, pack=True, fast_dropout=False)
+
+
+def _as_trained(
+    model: Any, task: base.Task, chosen: Model, drawn: Collection[str], mean: bool, pack: bool, fast_dropout: bool
+) -> "transformers.PreTrainedModel":
+    """`drawn`: names of the weights that were not read."""
     if pack and packed.supports(model):
         head = "tokens" if task.by_token else "mean" if mean else "first"
         packed.enable(model, head, fast_dropout=fast_dropout)
@@ -114,8 +138,8 @@ def build(
     if mean:
         pooling.pool_by_mean(model)
     if chosen.freeze == "encoder":
-        frozen.freeze_encoder(model, read["missing_keys"])
-    return model
+        frozen.freeze_encoder(model, drawn)
+    return model  # type: ignore[no-any-return]
 
 
 def attend(network: Any, *, training: bool) -> None:

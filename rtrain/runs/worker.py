@@ -18,6 +18,7 @@ from rtrain.config import Model, Recipe
 from rtrain.data import ingest
 from rtrain.data.order import Order
 from rtrain.data.stores.store import Store, open_store
+from rtrain.doctor.forecast import guess
 from rtrain.errors import ConfigError, UserError
 from rtrain.exchange import ranks
 from rtrain.exchange.alive import Watch
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     import torch
     import transformers
 
-TOKENS_PER_PASS = 2048
-"""Tokens of a pass on a CPU. Measured (MiniLM, bf16, one thread), in thousand tokens a second: passes of 500 tokens
-1.55, 1,000 1.72, 2,000 1.83, 3,000 1.9, 6,000 1.73."""
 PASS = "tokens_per_pass"
 """The name under which a run keeps the decision."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
@@ -175,14 +173,16 @@ class _Worker:
         def made(tokens: int) -> Tokens:
             return pass_size.longest_rows(store, task, tokens, recipe.distill.teacher)
 
-        return pass_size.measured(self.network, loss, made, model.pad_id(self._source), precision)
+        longest = int(store.column("train", "length").max())
+        tried = guess.tried(self.network, self._source, task, recipe, longest, precision)
+        return pass_size.measured(self.network, loss, made, model.pad_id(self._source), precision, tried)
 
     def updates(self) -> loop.Updates:
         """This worker's part of the run's updates, in passes that its device holds."""
         start, train = self._start, self.job.recipe.train
         # Where padding costs nothing, the rows of a worker are regrouped: tokens alone say how many fit into a pass.
         most_rows = None if packed.enabled(self.network) else train.micro_batch
-        asked = train.tokens_per_pass or _smallest(self.exchange, self._run, self._fits) or TOKENS_PER_PASS
+        asked = train.tokens_per_pass or _smallest(self.exchange, self._run, self._fits) or pass_size.ON_CPU
         most_tokens = recovery.tokens_per_pass(asked, start.halvings)
         if self._rank == 0 and most_tokens < asked:
             self._run.append("smaller_passes", tokens=most_tokens)

@@ -1,0 +1,188 @@
+"""The verb that says what a run will take, before anything is spent: `rtrain plan`."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rtrain.cli.options import (
+    DataOption,
+    Json,
+    ModelOption,
+    Set,
+    TestOption,
+    ValidOption,
+    Workers,
+    configured,
+)
+from rtrain.cli.output import show
+from rtrain.errors import ConfigError, Problem
+from rtrain.run import Run, shown
+
+if TYPE_CHECKING:
+    from rtrain.config import Config
+    from rtrain.doctor.forecast import facts, layouts, memory, plan as planning
+
+CLUSTER = Path("cluster.yaml")
+TOKENS = 128
+
+
+def plan(
+    recipe: Annotated[str | None, typer.Argument(help="A recipe's name or a YAML file.")] = None,
+    cluster: Annotated[Path, typer.Option("--cluster", help="The cluster's file, as `ray up` takes it.")] = CLUSTER,
+    data: DataOption = None,
+    valid: ValidOption = None,
+    test: TestOption = None,
+    model: ModelOption = None,
+    workers: Workers = None,
+    rows: Annotated[int | None, typer.Option("--rows", help="Training rows, in place of --data.", min=1)] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", help="Tokens of a row, with --rows.", min=1)] = None,
+    like: Annotated[Path | None, typer.Option("--like", help="A finished run: its pace, or its noise scale.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure exchanges between two processes here, for those within a node.")
+    ] = False,
+    prices: Annotated[Path | None, typer.Option("--prices", help="File of prices.")] = None,
+    write_prices: Annotated[Path | None, typer.Option("--write-prices", help="Write such a file, to edit it.")] = None,
+    search: Annotated[bool, typer.Option("--search", help="Of `rtrain tune`, not of one run.")] = False,
+    choose_k: Annotated[
+        bool, typer.Option("--choose-k", help="The aggregation frequency that trains soonest, by the run --like.")
+    ] = False,
+    assignments: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Say whether a run fits on a cluster that does not run yet, how, and what memory, hours and money it takes.
+    Nothing is started. A layout that would wait for ever is refused, with the nearest that would not."""
+    from rtrain.doctor.forecast import layouts, plan as planning, prices as pricing
+
+    if write_prices is not None:
+        if write_prices.exists():
+            fix = "name another file"
+            raise ConfigError([Problem("--write-prices", str(write_prices), "is there already", fix)])
+        write_prices.write_text(pricing.text(pricing.table(prices)), encoding="utf-8")
+        show({"file": str(write_prices)}, as_json, f"{shown(write_prices)}: edit it, and name it by --prices")
+        return
+    if choose_k:
+        _chosen_k(like, as_json)
+        return
+    if recipe is None:
+        raise ConfigError([Problem("recipe", None, "missing", "write a recipe's name or a YAML file")])
+    config = configured(recipe, assignments, data=data, valid=valid, test=test, model=model, workers=workers)
+    document = planning.read_cluster(cluster)
+    nodes = layouts.of_document(document)
+    layout = layouts.laid_out(config, nodes, searches=search)  # no torch until here: a refusal comes at once
+    table = pricing.table(prices, document.get("metadata"))
+    made = _planned(config, nodes, layout, table, (rows, tokens), (like, measure), search)
+    show(made, as_json, *planning.text(made))
+
+
+def _planned(
+    config: "Config",
+    nodes: "layouts.Cluster",
+    layout: "layouts.Layout",
+    table: Any,
+    given: tuple[int | None, int | None],
+    pace_of: tuple[Path | None, bool],
+    search: bool,
+) -> dict[str, Any]:
+    from rtrain.doctor.forecast import facts, pace as paces, plan as planning
+    from rtrain.network import model as models
+
+    recipe, root = config.recipe, Path("runs")
+    folder = models.resolve(recipe.model.name, root)
+    shape = facts.of_model(folder)
+    rows, tokens = given
+    if rows is not None:
+        counted = facts.given(rows, min(tokens or TOKENS, recipe.data.window_tokens))
+    else:
+        counted = facts.of_rows(recipe, folder)
+    chosen = planning.choose(config, nodes, layout, _needs(config, layout, folder, counted), table)
+    kinds = [*(kind for kind in nodes.kinds if chosen.nodes.get(kind.name)), *nodes.heads]
+    kind = max(kinds, key=lambda one: one.node.get("GPU" if layout.device == "gpu" else "CPU", 0.0))
+    gpu = kind.instance.gpu if kind.instance and layout.device == "gpu" else None
+    like, measure = pace_of
+    pace = paces.of_run(Run(like.absolute()), root).pace if like else paces.assumed(gpu)
+    if measure:
+        from rtrain.doctor.forecast import calibrate
+
+        link = calibrate.fitted(calibrate.exchanges(2), 2, "this machine's")
+        pace = dataclasses.replace(pace, exchange=link, why=f"{pace.why}; exchanges as measured here")
+    found = planning.hours(config, layout, chosen, shape, counted, pace, kind)
+    total = planning.searched(config, found, layout.trials) if search else found.hours
+    watched = "rtrain.cluster.spot" in json.dumps(nodes.document.get("worker_start_ray_commands", []))
+    cost = planning.money(nodes, chosen.nodes, table, total, planning.repeated_s(config, found, watched))
+    notes = [layout.why, planning.replicas(config, nodes)]
+    notes += [] if watched else ["nobody listens for spot notices: an interruption repeats what is not saved yet"]
+    if chosen.way.why != "as the recipe says":
+        notes.append(f"write --set {' --set '.join(chosen.way.settings.split())}")
+    return planning.document(layout, chosen, found, total, cost, pace, [note for note in notes if note])
+
+
+def _needs(
+    config: "Config", layout: "layouts.Layout", folder: Path, rows: "facts.Rows"
+) -> "dict[planning.Way, memory.Need]":
+    """What each way to hold the model takes, by a trace of one pass, or of two where layers may be computed again."""
+    from rtrain.doctor.forecast import memory, plan as planning, trace
+    from rtrain.network import precision as formats
+    from rtrain.tasks import base
+
+    recipe = config.recipe
+    lengths = planning.lengths(config, layout.device, min(max(rows.windows), recipe.data.window_tokens))
+    per_update = recipe.rows_per_update / layout.workers * rows.tokens_of_row
+    more = layout.workers > 1 or per_update > sum(lengths)
+    wanted = recipe.train.precision
+    precision = "bf16" if wanted == "auto" else formats.resolve(wanted, formats.Native("cpu", frozenset()))
+    transport = "shared_memory" if layout.workers == 2 and layout.device == "cpu" else "stock"
+    traced: dict[bool, trace.Traced] = {}
+    found: dict[planning.Way, memory.Need] = {}
+    for way in planning.ways(config, layout.workers):
+        if way.recomputed not in traced:
+            traced[way.recomputed] = trace.of_pass(
+                folder,
+                base.get(recipe.task),
+                recipe.model,
+                lengths,
+                precision=precision,
+                recomputed=way.recomputed,
+                more_passes=more,
+            )
+        found[way] = memory.needed(
+            traced[way.recomputed],
+            layout.workers,
+            way.strategy,
+            transport=transport,
+            saves=layout.device == "cpu",
+        )
+    return found
+
+
+def _chosen_k(like: Path | None, as_json: bool) -> None:
+    from rtrain import config as configuration
+    from rtrain.doctor.forecast import choose_k, facts, pace as paces
+    from rtrain.network import model as models
+
+    if like is None:
+        reason, fix = "needs a pilot: a short run of the recipe, with k of 2 or more or two workers", "write --like RUN"
+        raise ConfigError([Problem("--like", None, reason, fix)])
+    run = Run(like.absolute())
+    recipe = configuration.load(str(run.config)).recipe
+    k = recipe.train.aggregation_frequency or recipe.rows_per_update / recipe.train.workers / recipe.train.micro_batch
+    pilot = choose_k.of_run(run.events(), k)
+    weights = facts.of_model(models.resolve(recipe.model.name, run.folder.parent)).weights
+    found = choose_k.options(pilot, choose_k.work(pilot, weights, paces.CPU.memory_per_s))
+    best = choose_k.chosen(found)
+    document = {
+        "noise_scale": dataclasses.asdict(pilot.scale),
+        "options": [dataclasses.asdict(one) for one in found],
+        "aggregation_frequency": best.k,
+        "lr": recipe.optim.lr * best.lr_factor,
+    }
+    high = "unknown" if pilot.scale.high is None else f"{pilot.scale.high:,.0f}"
+    lines = [f"noise scale {pilot.scale.rows:,.0f} rows ({pilot.scale.low:,.0f} to {high})"]
+    lines += [
+        f"k {one.k}: {one.rows_per_update:,} rows in {one.update_s:.3g} s; {one.relative:.2f} x the shortest time"
+        for one in found
+    ]
+    chosen = f"train.aggregation_frequency={best.k} --set optim.lr={document['lr']:.3g}"
+    show(document, as_json, *lines, f"write --set {chosen}")

@@ -1,0 +1,133 @@
+"""What is known of a run before it starts: its rows, their tokens, its model's size. No torch.
+
+Rows are read and counted as the run will read them; of a sample the tokens are counted by the run's own tokenizer.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from rtrain.batch import Ints
+from rtrain.config import Recipe
+from rtrain.data import packing, records
+from rtrain.data.splits import Splits
+from rtrain.data.stores import shards
+from rtrain.doctor.forecast import scaling
+from rtrain.errors import ConfigError, Problem
+from rtrain.tasks import base
+from rtrain.tasks.encode import reading_of
+
+MOST_ROWS: Final = 200_000
+"""Rows that are counted; of more, their number is asked for."""
+SAMPLE: Final = 512
+"""Rows whose tokens are counted."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a run."""
+
+    train: int
+    valid: int
+    test: int
+    windows: tuple[int, ...]
+    """Tokens of each window of a sample of rows."""
+    windows_of_row: float
+    """Mean over the sample."""
+
+    @property
+    def tokens_of_row(self) -> float:
+        return float(np.mean(self.windows)) * self.windows_of_row
+
+
+def given(rows: int, tokens: int) -> Rows:
+    """So many rows for training, of one length; a tenth as many for validation and test each."""
+    return Rows(rows, rows // 8, rows // 8, (tokens,), 1.0)
+
+
+def of_rows(recipe: Recipe, model: Path) -> Rows:
+    """The rows of `data.path` and its like. Raises `ConfigError` where there are too many to be counted here."""
+    source = records.inspect(recipe.data)
+    splits, counts = Splits.of(recipe.data, source), dict.fromkeys(("train", "valid", "test"), 0)
+    task, tokenizer = base.get(recipe.task), shards.tokenizer_of(recipe, model)
+    kept: list[records.Record] = []
+    generator = np.random.default_rng(0)
+    for piece in source.pieces:
+        read: Iterator[Any] = records.read(piece, recipe.data)
+        if task.packs:
+            read = packing.packed(read, tokenizer, recipe.data.window_tokens, partial(splits.split, role=piece.role))
+        for number, record in enumerate(islice(read, MOST_ROWS + 1)):
+            if number == MOST_ROWS:
+                reason, fix = f"more than {MOST_ROWS:,} rows", "write how many there are to train on: --rows N"
+                raise ConfigError([Problem("data.path", piece.uri, reason, fix)])
+            if record.reason is not None:
+                continue
+            split = splits.split(record, piece.role)
+            counts[split] += 1
+            if split == "train":  # each is in the sample with the same probability
+                place = len(kept) if len(kept) < SAMPLE else int(generator.integers(counts["train"]))
+                if place < SAMPLE:
+                    kept[place : place + 1] = [record]
+    windows, each = _windows(recipe, task, tokenizer, kept)
+    return Rows(counts["train"], counts["valid"], counts["test"], windows, each)
+
+
+def _windows(
+    recipe: Recipe, task: base.Task, tokenizer: Any, kept: list[records.Record]
+) -> tuple[tuple[int, ...], float]:
+    if not kept or task.packs:
+        return (recipe.data.window_tokens,), 1.0
+    pairs = None if kept[0].pair is None else [record.pair or "" for record in kept]
+    reading = reading_of(task, recipe.data)
+    encoded = task.encode(tokenizer, [record.text for record in kept], pairs, reading.max_windows)
+    found = tuple(window.tokens for row in encoded for window in row.windows)
+    return found, len(found) / len(encoded)
+
+
+# ------------------------------------------------------------------------------------------------------------ the model
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An encoder's sizes, as its config.json has them by whatever names."""
+
+    hidden: int
+    layers: int
+    inner: int
+    vocabulary: int
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights in fp32, about: its word embedding and its layers' matrices."""
+        layer = 4 * self.hidden * self.hidden + 2 * self.hidden * self.inner
+        return 4 * (self.vocabulary * self.hidden + self.layers * layer)
+
+    def flops(self, windows: Ints, *, answers_words: bool = False) -> float:
+        """Of a forward and backward pass over windows of so many tokens. `answers_words`: the head of a masked language
+        model, which answers 15 % of them."""
+        head = 0.15 * self.hidden * self.vocabulary if answers_words else 0.0
+        return scaling.flops(self.hidden, self.layers, self.inner, windows.tolist(), head)
+
+
+NAMES: Final = {
+    "hidden": ("hidden_size", "dim", "d_model"),
+    "layers": ("num_hidden_layers", "n_layers"),
+    "inner": ("intermediate_size", "hidden_dim"),
+    "vocabulary": ("vocab_size",),
+}
+
+
+def of_model(folder: Path) -> Shape:
+    """The sizes in a model's config.json. Raises `ConfigError` where it has other names for them."""
+    known = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found = {key: next((known[name] for name in names if name in known), None) for key, names in NAMES.items()}
+    if lacking := [NAMES[key][0] for key, value in found.items() if value is None]:
+        reason = f"its config.json has no {', '.join(lacking)}"
+        raise ConfigError([Problem("model.name", str(folder), reason, "name a model of another architecture")])
+    return Shape(**{key: int(value) for key, value in found.items() if value is not None})

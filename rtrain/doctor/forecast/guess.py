@@ -1,0 +1,38 @@
+"""Where a GPU's memory begins to be measured for the size of passes: at what a trace foretells, not at a fixed size."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from rtrain.config import Recipe
+from rtrain.doctor.forecast import trace
+from rtrain.tasks.base import Task
+from rtrain.training import pass_size
+
+if TYPE_CHECKING:
+    import torch
+
+FORETOLD: Final = (512, 2048)
+"""Fewest tokens of the two passes that are traced: what a pass takes is a line in its tokens."""
+
+
+def tried(
+    network: "torch.nn.Module", folder: Path, task: Task, recipe: Recipe, longest: int, precision: str
+) -> tuple[int, int]:
+    """Fewest tokens of the two passes to measure on the network's GPU. `longest`: tokens of the longest row.
+
+    The trace computes attention as a CPU does, which keeps its squares; a GPU's kernels keep less, so that the passes
+    are rather too small than too large.
+    """
+    room = pass_size.room(network)
+    small, large = (_peak(folder, task, recipe, longest, tokens, precision) for tokens in FORETOLD)
+    return pass_size.guessed(small, large, room)
+
+
+def _peak(folder: Path, task: Task, recipe: Recipe, longest: int, tokens: int, precision: str) -> pass_size.Peak:
+    """What is there in a pass: weights and gradients included, as when it is measured."""
+    window = min(longest, recipe.data.window_tokens)
+    lengths = [window] * -(-tokens // window)
+    found = trace.of_pass(
+        folder, task, recipe.model, lengths, precision=precision, recomputed=recipe.train.gradient_checkpointing
+    )
+    return pass_size.Peak(found.tokens, found.weights + found.gradients + found.activations)

@@ -1,0 +1,95 @@
+"""The memory that a worker needs, by what it is for and by how weights, gradients and moments are held. Pure.
+
+Shares over the workers are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): its stage 1 shares the
+optimizer's moments, stage 2 the gradients too, stage 3 the weights too.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Final
+
+from rtrain.doctor.forecast.trace import Traced
+from rtrain.strategies import shares
+
+STRATEGIES: Final[Mapping[str, str]] = {
+    "ddp": "each worker has all weights, gradients and moments",
+    "zero1": "each worker has the moments of its share of the weights",
+    "zero2": "each worker has the moments and gradients of its share of the weights",
+    "zero3": "each worker has the moments, gradients and weights of its share, and gathers those of layer after layer",
+}
+PROCESS: Final = 440_000_000
+"""Bytes of a worker's process without any model: Python, torch, Transformers and Ray with their own memory, as measured
+on Linux with CPUs (torch 2.13, Ray 2.60). With CUDA it is two to three times as much, none of it on the GPU."""
+KEPT: Final = 1.29
+"""What a process holds for the activations, over what is alive of them at a time. By rtrain's settings (`env.SETTINGS`)
+the C library keeps freed blocks of up to 64 MB, since the next pass wants them again, and they leave holes. Measured
+with three models of 6 and 12 layers: 1.28 to 1.31; with MALLOC_MMAP_THRESHOLD_=65536, by which blocks are given back,
+1.01. A GPU's allocator is asked by itself (`training.pass_size`)."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one worker at the moment when they are most."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    gathered: float = 0.0
+    """Weights of others that are here for a while, and gradients before they are shared out."""
+    segment: float = 0.0
+    """Of the memory that workers of one host share for the exchange, this worker's part."""
+    checkpoint: float = 0.0
+    """A copy of weights and moments while a thread writes it; on the first worker alone."""
+    process: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return float(sum(getattr(self, one.name) for one in fields(self)))
+
+
+def optimizer_bytes(trained: tuple[int, ...], workers: int, strategy: str) -> float:
+    """Bytes of moments on the worker that has most of them."""
+    moments = len(shares.MOMENTS)
+    if strategy == "ddp":
+        return moments * sum(trained)
+    if strategy == "zero1":
+        loads = [0] * workers
+        for owner, size in zip(shares.owners(trained, workers), trained, strict=True):
+            loads[owner] += moments * size
+        return max(loads)
+    return moments * sum(trained) / workers
+
+
+def needed(
+    traced: Traced,
+    workers: int,
+    strategy: str = "ddp",
+    *,
+    transport: str = "stock",
+    saves: bool = False,
+    process: float = PROCESS,
+) -> Need:
+    """The memory of a worker in an update. `transport`: by which gradients go, `shared_memory` or `stock`; `saves`:
+    this worker writes checkpoints. Raises `KeyError` for a strategy that is none of `STRATEGIES`."""
+    STRATEGIES[strategy]
+    alone = traced.of_trained
+    moments = optimizer_bytes(traced.trained, workers, strategy)
+    activations = traced.activations * KEPT
+    weights, gradients, gathered = float(traced.weights), float(traced.gradients), 0.0
+    layer = max(traced.layers, default=0)
+    if strategy in ("ddp", "zero1"):
+        # When the optimizer steps, all gradients are there, and no activation.
+        activations = max(activations, alone - gradients)
+    elif strategy == "zero2":
+        gathered, weights, gradients = weights + layer, weights / workers, 0.0
+        activations = max(activations, alone / workers - gathered)
+    else:
+        # What is in no layer stays gathered; beside it the layer at work, the next one, and the gradients of the last.
+        gathered = weights - sum(traced.layers) + 3 * layer
+        weights, gradients = weights / workers, 0.0
+        activations = max(activations, alone / workers - gathered)
+    # Each worker has a part in the segment, and there is one more, of the means.
+    segment = (alone - traced.table) * (workers + 1) / workers if transport == "shared_memory" and workers > 1 else 0.0
+    copied = traced.weights + len(shares.MOMENTS) * alone if saves else 0.0
+    return Need(weights, gradients, moments, activations, gathered, segment, copied, process)

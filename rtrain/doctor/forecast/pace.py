@@ -1,0 +1,129 @@
+"""How fast a worker computes: as a finished run has shown, or by a table of assumptions. Pure, but for a run's log."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from rtrain import config as configuration
+from rtrain.config import Recipe
+from rtrain.doctor.forecast.facts import Rows, Shape, of_model
+from rtrain.doctor.forecast.links import PRESETS, Fabric, Link
+from rtrain.doctor.forecast.scaling import STEP, Compute, Work
+from rtrain.errors import UserError
+from rtrain.run import Run
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Of one worker."""
+
+    flops_per_s: float
+    """Of the products of a forward and backward pass, as they come to in training."""
+    memory_per_s: float
+    """Bytes that the optimizer moves in a second."""
+    exchange: Link | None
+    """By what workers of one node exchange; None for that of the node's GPUs."""
+    why: str
+    """Where these numbers are from."""
+    spread: float = 0.02
+
+    def compute(self, work: Work) -> Compute:
+        return Compute(STEP * work.weights / self.memory_per_s, work.flops / self.flops_per_s, self.spread)
+
+
+HOST: Final = Link("host", 0.5e-3, 0.2e-3, 0.2e-3, 1.0e9)
+"""Gloo's sockets within a machine."""
+PEAK: Final[Mapping[str, tuple[float, float, float]]] = {
+    "T4": (65e12, 320e9, 16),
+    "A10G": (70e12, 600e9, 24),
+    "L4": (121e12, 300e9, 24),
+    "A100": (312e12, 1555e9, 40),
+    "H100": (989e12, 3350e9, 80),
+}
+"""By GPU: operations a second in half precision, bytes of memory a second, gigabytes of memory; by data sheets."""
+REACHED: Final = 0.3
+"""Share of a GPU's peak that training reaches: an assumption; 0.2 for small encoders, 0.4 for large ones."""
+CPU: Final = Pace(60e9, 10e9, HOST, "an assumption for a processor's core that computes bf16")
+
+
+def assumed(gpu: str | None) -> Pace:
+    """Of a kind of node that nobody has measured."""
+    if gpu is None or gpu not in PEAK:
+        return CPU
+    flops, memory, _ = PEAK[gpu]
+    return Pace(REACHED * flops, 0.8 * memory, None, f"an assumption: {REACHED:.0%} of the peak of an {gpu}")
+
+
+def wires(pace: Pace, gpu: str | None, gpus: int, efa: int, per_node: int) -> Fabric:
+    """By what workers exchange, within a node and between nodes."""
+    inside = pace.exchange or PRESETS["nvlink" if gpu in ("A100", "H100") and gpus > 1 else "pcie"]
+    between = PRESETS["efa" if efa > 1 else "25gbit" if gpu else "10gbit"]
+    return Fabric(inside, between, max(1, per_node))
+
+
+def work(recipe: Recipe, shape: Shape, rows: Rows) -> Work:
+    """What a pass of `micro_batch` rows computes, and what an update exchanges and steps."""
+    answers = recipe.task == "masked_lm"
+    windows = np.asarray(rows.windows)
+    per_row = shape.flops(windows, answers_words=answers) / len(windows) * rows.windows_of_row
+    size = shape.weights
+    # Of the word embedding the rows that an update touched are exchanged, which are few.
+    gradient = size if answers else size - 4 * shape.vocabulary * shape.hidden
+    sent = gradient / 2 if recipe.train.gradient_compression == "bf16" else gradient
+    return Work(per_row * recipe.train.micro_batch, sent, size)
+
+
+def passes(recipe: Recipe, workers: int) -> float:
+    """Passes of `micro_batch` rows on each of so many workers, of an update."""
+    return recipe.rows_per_update / workers / recipe.train.micro_batch
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a finished run has shown."""
+
+    pace: Pace
+    update_s: float
+    workers: int
+
+
+def of_run(run: Run, models: Path | None = None) -> Seen:
+    """The pace of a run that has ended. Raises `UserError` where its log does not tell."""
+    from rtrain.network import model
+
+    started, ended = run.first("started"), _last(run, "trained")
+    if started is None or ended is None or ended["updates"] <= started["update"] or not ended["rows_seen"]:
+        raise UserError(f"--like: {run} has not come to its end: nothing tells how long an update takes")
+    recipe = configuration.load(str(run.config)).recipe
+    shape = of_model(model.resolve(recipe.model.name, models))
+    length = max(1, round(ended["real_tokens"] / ended["rows_seen"]))
+    done = work(recipe, shape, Rows(1, 0, 0, (length,), 1.0))
+    updates = ended["updates"] - started["update"]
+    update_s = ended["seconds"]["train"] / updates
+    exchanged = ended.get("exchange") or {}
+    waited = float(exchanged.get("seconds", 0.0))
+    step = STEP * done.weights / CPU.memory_per_s if started["device"] == "cpu" else 0.0
+    rows = ended["rows_seen"] / updates / started["workers"]
+    computing = max(update_s - waited - step, 0.1 * update_s)
+    rate = done.flops * rows / recipe.train.micro_batch / computing
+    link = None
+    if started["workers"] > 1 and waited:
+        link = Link(
+            "as the run's", 0.0, 0.0, 0.0, _bandwidth(exchanged.get("bytes", done.gradient), started["workers"], waited)
+        )
+    why = f"as {run.name} went on {started['workers']} workers ({started['device']}, {started['precision']})"
+    memory = CPU.memory_per_s if started["device"] == "cpu" else assumed("A100").memory_per_s
+    return Seen(Pace(rate, memory, link or HOST, why), update_s, started["workers"])
+
+
+def _bandwidth(size: float, workers: int, seconds: float) -> float:
+    """By which a ring of so many workers takes as long."""
+    return 2 * (workers - 1) / workers * size / seconds
+
+
+def _last(run: Run, kind: str) -> dict[str, Any] | None:
+    found = run.events(kind)
+    return found[-1] if found else None

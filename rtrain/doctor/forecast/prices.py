@@ -1,0 +1,134 @@
+"""What an hour of a node costs, and how often a spot node is taken away: a table that the user edits.
+
+Without a file, prices on demand are those of `cluster.instances` and of the cluster's file (`metadata: {prices: ...}`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from rtrain.cluster.instances import INSTANCES
+from rtrain.errors import ConfigError, Problem
+
+SPOT: Final = 0.4
+"""Spot price as a share of that on demand, where no file says it: an assumption. It changes by the hour."""
+INTERRUPTIONS: Final = 0.01
+"""How often a spot node is taken away in an hour, where no file says it: an assumption, once in four days. Clouds
+publish less than 5 % to more than 20 % in a month by type, and GPUs are taken more often."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """Of an hour of a node."""
+
+    on_demand: float
+    spot: float
+    interruptions: float
+    """Expected in an hour of a spot node."""
+
+
+def table(file: Path | None = None, metadata: Mapping[str, Any] | None = None) -> dict[str, Price]:
+    """Prices by name of the instance type: those that are known, then the cluster file's `metadata`, then the file's.
+    Raises `ConfigError` with every entry that is none."""
+    found = {one.name: of(one.dollars) for one in INSTANCES}
+    own = (metadata or {}).get("prices") or {}
+    found |= {str(name): of(float(dollars)) for name, dollars in own.items()}
+    return found if file is None else found | read(file)
+
+
+def of(on_demand: float, spot: float | None = None, interruptions: float | None = None) -> Price:
+    return Price(
+        on_demand,
+        SPOT * on_demand if spot is None else spot,
+        INTERRUPTIONS if interruptions is None else interruptions,
+    )
+
+
+NAMES: Final = ("on_demand", "spot", "interruptions")
+
+
+def read(file: Path) -> dict[str, Price]:
+    """The prices of a YAML file: for each instance type `on_demand`, and perhaps `spot` and `interruptions`."""
+    if not file.is_file():
+        fix = "write one with rtrain plan --write-prices FILE"
+        raise ConfigError([Problem("--prices", str(file), "no such file", fix)])
+    try:
+        document = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError([Problem("--prices", str(file), f"no YAML ({error})", "write it again")]) from None
+    found: dict[str, Price] = {}
+    problems: list[Problem] = []
+    for name, entry in (document if isinstance(document, dict) else {None: document}).items():
+        entry = entry if isinstance(entry, dict) else {}
+        sound = "on_demand" in entry and entry.keys() <= set(NAMES) and all(map(_is_price, entry.values()))
+        if sound:
+            found[str(name)] = of(**entry)
+        else:
+            reason = f"{name} has no numbers from 0 on by the names {', '.join(NAMES)}, the first of which it needs"
+            problems.append(Problem("--prices", str(file), reason, f"write {name}: {{on_demand: 1.00, spot: 0.40}}"))
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _is_price(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+
+
+HEAD: Final = """\
+# Prices for `rtrain plan --prices`: by instance type, in dollars an hour.
+#   on_demand      as listed; AWS in us-west-2, Google in us-central1, Azure in westus2
+#   spot           an assumption: {spot:g} of it. Look it up, it changes by the hour and the zone
+#   interruptions  how often a spot node is taken away in an hour: an assumption
+"""
+
+
+def text(prices: Mapping[str, Price]) -> str:
+    """The table as a file that `read` takes."""
+    lines = [
+        f"{name}: {{on_demand: {price.on_demand:g}, spot: {round(price.spot, 4):g}, "
+        f"interruptions: {price.interruptions:g}}}"
+        for name, price in prices.items()
+    ]
+    return HEAD.format(spot=SPOT) + "\n".join(lines) + "\n"
+
+
+# --------------------------------------------------------------------------------------------------------------- money
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a run on some nodes."""
+
+    hours: float
+    dollars: float
+    """On demand."""
+    spot_dollars: float
+    """With the workers' nodes as spot nodes, and the head on demand."""
+    interruptions: float
+    """Expected where the workers' nodes are spot nodes."""
+    repeated_hours: float
+    """What these add to the hours: updates that are trained again, and nodes that are waited for."""
+
+
+def cost(
+    hours: float,
+    nodes: Mapping[str, tuple[int, Price]],
+    head: Price | None,
+    *,
+    repeats_s: float,
+    restart_s: float,
+) -> Cost:
+    """`nodes`: by type how many workers' nodes there are, and their price. An interruption repeats `repeats_s` of
+    training and takes `restart_s` until it goes on; meanwhile all nodes are paid for."""
+    rate = sum(number * price.interruptions for number, price in nodes.values())
+    each_h = (repeats_s + restart_s) / 3600
+    # Hours that are repeated are interrupted too: a geometric series, where it converges.
+    added = hours * rate * each_h / (1 - rate * each_h) if rate * each_h < 1 else float("inf")
+    of_head = head.on_demand if head else 0.0
+    on_demand = of_head + sum(number * price.on_demand for number, price in nodes.values())
+    spot = of_head + sum(number * price.spot for number, price in nodes.values())
+    return Cost(hours, hours * on_demand, (hours + added) * spot, rate * (hours + added), added)

@@ -1,0 +1,180 @@
+"""How long an update takes on any number of workers, and what share of their time computes. Pure.
+
+An update is k passes on each worker, the exchange of the gradients, and the optimizer's step. The exchange begins in
+the last backward pass, as soon as the gradients of the upper layers are there: what is hidden behind it costs nothing,
+but the last bucket, of the lowest layers, never is. Then the workers wait for the slowest of them.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+
+from rtrain.doctor.forecast.links import Fabric
+
+BACKWARD: Final = 2 / 3
+"""The backward pass's share of a pass: it has two matrix products for each one of the forward pass."""
+BUCKET: Final = 25 * (1 << 20)
+"""Bytes of DistributedDataParallel's buckets."""
+
+STEP: Final = 7
+"""Bytes that AdamW's step moves for each of the weights' own: it reads weight, gradient and two moments, and writes all
+but the gradient."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """One worker's own work, of one model, one precision and one kind of processor."""
+
+    step_s: float
+    """Seconds of an update whatever its rows: the optimizer, and what surrounds it."""
+    pass_s: float
+    """Seconds of a pass of `micro_batch` rows, of the rows' mean length."""
+    spread: float = 0.0
+    """Standard deviation of a pass's logarithm, from pass to pass and worker to worker."""
+
+    def seconds(self, passes: float) -> float:
+        """Of an update of so many passes, without any exchange."""
+        return self.step_s + passes * self.pass_s
+
+
+def between(first: tuple[int, float], second: tuple[int, float], spread: float = 0.0) -> Compute:
+    """The work by which two updates, of (passes, seconds), took as long as they did."""
+    (few, short), (many, long) = sorted([first, second])
+    pass_s = max(0.0, (long - short) / (many - few))
+    return Compute(max(0.0, short - few * pass_s), pass_s, spread)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is the same of a model wherever it is trained."""
+
+    flops: float
+    """Of a forward and backward pass of `micro_batch` rows."""
+    gradient: float
+    """Bytes that are exchanged in an update."""
+    weights: float
+    """Bytes of the weights that the optimizer steps."""
+
+
+def carried(compute: Compute, was: Work, new: Work) -> Compute:
+    """The work of another model or of rows of another length on the same processor: passes follow the products, the
+    step follows the weights."""
+    return Compute(compute.step_s * new.weights / was.weights, compute.pass_s * new.flops / was.flops, compute.spread)
+
+
+def flops(hidden: int, layers: int, inner: int, lengths: Sequence[int], head: float = 0.0) -> float:
+    """Of a forward and backward pass of an encoder over windows of these lengths: two for each weight of its matrices
+    and token, four for each two tokens of a window and number of a layer; three times that with the backward pass.
+    `head`: weights of the head's matrices that each token meets."""
+    linear = layers * (4 * hidden * hidden + 2 * hidden * inner) + head
+    tokens, squares = sum(lengths), sum(length * length for length in lengths)
+    return 3.0 * (2 * linear * tokens + 4 * layers * hidden * squares)
+
+
+@dataclass(frozen=True)
+class Update:
+    """Seconds of an update."""
+
+    workers: int
+    passes: float
+    compute_s: float
+    """The work of one worker that waits for nobody."""
+    exchange_s: float
+    exposed_s: float
+    """Seconds of the exchange for which nothing is computed."""
+    waiting_s: float
+    """Seconds for which a worker waits for the slowest one, on average."""
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_s + self.exposed_s + self.waiting_s
+
+    @property
+    def efficiency(self) -> float:
+        """The share of the workers' time in which they compute."""
+        return self.compute_s / self.seconds
+
+
+def update(
+    compute: Compute, work: Work, fabric: Fabric, workers: int, passes: float = 1.0, *, hides: bool = True
+) -> Update:
+    """An update of `passes` on each of `workers`. `hides`: the exchange goes on beside the last backward pass; on the
+    CPUs that also compute, as with Gloo, it does not."""
+    exchange = fabric.seconds(work.gradient, workers)
+    last = fabric.seconds(min(work.gradient, BUCKET), workers)
+    hidden = BACKWARD * compute.pass_s * min(1.0, passes) if hides else 0.0
+    exposed = min(exchange, max(last, exchange - hidden))
+    factor = slowest(workers, max(1, round(passes)), compute.spread)
+    return Update(workers, passes, compute.seconds(passes), exchange, exposed, compute.pass_s * passes * (factor - 1.0))
+
+
+def curve(
+    compute: Compute, work: Work, fabric: Fabric, workers: Iterable[int], passes: float = 1.0, *, hides: bool = True
+) -> list[Update]:
+    """An update by number of workers, each of which does as much as ever: more workers, more rows."""
+    return [update(compute, work, fabric, number, passes, hides=hides) for number in workers]
+
+
+# ------------------------------------------------------------------------------------------------------- the slowest
+
+
+MOST_NUMBERS: Final = 1 << 22
+"""Numbers that are drawn at most: fewer rounds for more workers."""
+ROUNDS: Final = 2000
+
+
+@lru_cache(maxsize=256)
+def slowest(workers: int, passes: int, spread: float, seed: int = 0) -> float:
+    """Mean over updates of the slowest worker's seconds, divided by the mean of a worker's.
+
+    A worker's update is the sum of `passes`, each of which is drawn by itself: its logarithm is normal, with the
+    standard deviation `spread`. What makes one worker slower for good is none of it.
+    """
+    if workers < 2 or spread <= 0:
+        return 1.0
+    generator = np.random.Generator(np.random.SFC64(seed))
+    passes = min(passes, 64)  # more hardly spread
+    rounds = max(20, min(ROUNDS, MOST_NUMBERS // (workers * passes)))
+    mean = math.exp(spread * spread / 2)
+    found = 0.0
+    for _ in range(rounds):
+        sums = np.exp(spread * generator.standard_normal((workers, passes), dtype=np.float32)).sum(axis=1)
+        found += float(sums.max())
+    return max(1.0, found / rounds / (passes * mean))
+
+
+# ------------------------------------------------------------------------------------------------- a published table
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """A training told by its minutes alone: an epoch of 1 and of 2 workers gives the work and what exchanges cost."""
+
+    compute: float
+    """Minutes of one worker."""
+    exchanges: float
+    """Exchanges of one worker's epoch; n workers make 1/n as many, each of as many bytes."""
+    bytes_min: float
+    """Minutes in which the gradients of one exchange pass through the wires once."""
+    step_min: float
+    """Minutes of a step of the ring."""
+
+    def minutes(self, workers: int) -> float:
+        steps = 2 * (workers - 1)
+        each = steps * (self.step_min + self.bytes_min / workers)
+        return self.compute / workers + self.exchanges / workers * each
+
+
+def of_epochs(one: float, two: float, exchanges: float, step_s: float) -> Epochs:
+    """The model that gives these minutes on one worker and on two, where a ring's step takes `step_s`, which is known
+    beforehand. Raises `ValueError` where two workers lose less than that."""
+    step_min = step_s / 60
+    each = (two - one / 2) / (exchanges / 2)  # of an exchange of two: 2 steps, of half the bytes each
+    bytes_min = each - 2 * step_min
+    if bytes_min < 0:
+        raise ValueError(f"two workers lose {each * 60:.6f} s an exchange, less than the steps alone take")
+    return Epochs(one, exchanges, bytes_min, step_min)

@@ -1,0 +1,112 @@
+"""What a pass keeps in memory, told by computing it with tensors that have shapes and no numbers.
+
+The network is the run's own, with its packed forward pass, dropout, precision and recomputed layers; only its weights
+are not read. What torch counts is every tensor that is alive at a time, as no formula over layers and widths does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rtrain import ray_internals
+from rtrain.batch import Tokens, single
+from rtrain.config import Model
+from rtrain.exchange.touched_rows import TouchedRows, table_of
+from rtrain.network import model
+from rtrain.tasks.base import Task
+from rtrain.tasks.masked_lm import SHARE
+from rtrain.training import step
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Bytes on a worker that is alone, by what they are for, at the moment of a pass when they are most."""
+
+    tokens: int
+    weights: int
+    gradients: int
+    activations: int
+    """All else that is alive then: of the forward pass what the backward pass needs, and what that makes meanwhile."""
+    trained: tuple[int, ...]
+    """Bytes of each weight that is trained, in the model's order."""
+    layers: tuple[int, ...]
+    """Bytes of the weights of each of the encoder's layers; none where it tells none."""
+    table: int
+    """Bytes of the word embedding where its gradient is exchanged by touched rows, else 0."""
+
+    @property
+    def of_trained(self) -> int:
+        return sum(self.trained)
+
+
+def of_pass(
+    folder: Path,
+    task: Task,
+    chosen: Model,
+    lengths: Sequence[int],
+    *,
+    outputs: int = 2,
+    precision: str = "fp32",
+    recomputed: bool = False,
+    more_passes: bool = True,
+) -> Traced:
+    """The memory of a forward and backward pass over windows of these lengths.
+
+    `folder`: the model's; of it config.json alone is read. `outputs`: numbers that the head answers with, per window or
+    token. `recomputed`: `train.gradient_checkpointing`. `more_passes`: the gradients of an earlier pass are there
+    already, as they are in exchanges between workers; else they come to be in this one.
+    """
+    import torch
+
+    with ray_internals.fake_tensors():
+        network: Any = model.shaped(folder, task, outputs, chosen).train()
+        if recomputed:
+            model.keep_inputs_alone(network)
+        found = table_of(network)
+        rows = TouchedRows(found[1]) if found else None
+        if rows is not None:
+            rows.gathers = True
+        trained = [one for one in network.parameters() if one.requires_grad]
+        for one in trained:
+            if more_passes and (rows is None or one is not rows.weight):
+                one.grad = torch.zeros_like(one)
+        tokens = _tokens(lengths)
+        wanted = np.arange(0, len(tokens.ids), round(1 / SHARE)) if task.packs else None
+
+        def run() -> None:
+            logits = step.forward(network, tokens, 0, precision, wanted)
+            (-torch.log_softmax(logits.float().flatten(0, -2), -1)[:, 0].sum()).backward()
+
+        peak = ray_internals.peak_bytes(network, run)
+        table = 0 if rows is None else rows.weight.nbytes
+        weights = peak["Parameter"] + peak["Buffer"]
+        return Traced(
+            tokens=len(tokens.ids),
+            weights=weights,
+            gradients=peak["Gradient"] + table,
+            activations=peak["Total"] - weights - peak["Gradient"],
+            trained=tuple(one.nbytes for one in trained),
+            layers=_layers(network),
+            table=table,
+        )
+
+
+def _tokens(lengths: Sequence[int]) -> Tokens:
+    """Windows of one and the same token."""
+    sizes = np.asarray(lengths, dtype=np.int32)
+    ids = np.ones(int(sizes.sum()), dtype=np.int32)
+    return single(ids, sizes, sizes, np.zeros(len(sizes)), np.arange(len(sizes), dtype=np.uint64))
+
+
+def _layers(network: "torch.nn.Module") -> tuple[int, ...]:
+    """The network's longest list of modules: encoders keep their layers in one."""
+    import torch
+
+    lists = [one for one in network.modules() if isinstance(one, torch.nn.ModuleList)]
+    return tuple(sum(weight.nbytes for weight in one.parameters()) for one in max(lists, key=len, default=()))

@@ -1,0 +1,91 @@
+"""Which aggregation frequency trains soonest, by the noise scale and the clock of a pilot."""
+
+from typing import Any
+
+import pytest
+
+from rtrain.doctor.forecast import choose_k
+from rtrain.doctor.forecast.choose_k import Option, Pilot, chosen, miss, of_run, options
+from rtrain.doctor.forecast.scaling import Compute
+from rtrain.errors import UserError
+from rtrain.exchange.noise import Scale
+
+
+def pilot(scale: float, exchange_s: float = 0.0, **more: Any) -> Pilot:
+    return Pilot(Scale(scale, scale / 2, more.get("high", 2 * scale), 20), 64, 4, 1.0, exchange_s)
+
+
+def by_k(found: list[Option]) -> dict[int, Option]:
+    return {one.k: one for one in found}
+
+
+def test_time_is_updates_by_their_seconds() -> None:
+    """B_noise 100, 16 rows a pass, passes of 0.2 s and 0.1 s beside: (1 + 100/16) 0.3, (1 + 100/32) 0.5, ..."""
+    found = by_k(options(pilot(100.0), Compute(0.1, 0.2)))
+    times = {k: (1 + 100 / (16 * k)) * (0.1 + 0.2 * k) for k in (1, 2, 4, 8)}
+    assert {k: one.rows_per_update for k, one in found.items()} == {1: 16, 2: 32, 4: 64, 8: 128}
+    for k, one in found.items():
+        assert one.relative == pytest.approx(times[k] / min(times.values()))
+    assert chosen(list(found.values())).k == min(times, key=lambda k: times[k])
+
+
+def test_noise_asks_for_large_updates_where_the_step_is_dear() -> None:
+    compute = Compute(0.5, 0.1)
+    chosen_by = [chosen(options(pilot(scale), compute)).k for scale in (1.0, 100.0, 10_000.0)]
+    assert chosen_by == sorted(chosen_by)
+    assert (chosen_by[0], chosen_by[-1]) == (1, 8)
+
+
+def test_a_slow_exchange_asks_for_fewer_of_them() -> None:
+    quick, slow = (chosen(options(pilot(200.0, seconds), Compute(0.0, 0.1))).k for seconds in (0.0, 1.0))
+    assert quick < slow
+
+
+def test_of_equal_times_the_smaller_updates_are_taken() -> None:
+    """Nothing but noise: all frequencies take as long to a hundredth."""
+    assert chosen(options(pilot(1e9), Compute(0.0, 0.1))).k == 1
+
+
+def test_the_rate_follows_the_root_of_the_rows() -> None:
+    factors = [one.lr_factor for one in options(pilot(100.0), Compute(0.1, 0.2))]
+    assert factors == pytest.approx([0.5, 0.5**0.5, 1.0, 2**0.5])
+
+
+def test_an_open_interval_has_no_upper_time() -> None:
+    assert {one.high for one in options(pilot(100.0, high=None), Compute(0.1, 0.2))} == {None}
+
+
+def test_the_pilot_s_clock_is_parted() -> None:
+    """1 s of 4 passes: 0.2 s exchange, a step of 7 x 180 MB at 18 GB/s, and the passes have the rest."""
+    found = choose_k.work(pilot(100.0, exchange_s=0.2), 180e6, 18e9)
+    assert found.step_s == pytest.approx(0.07)
+    assert found.pass_s == pytest.approx((1.0 - 0.2 - 0.07) / 4)
+
+
+LOG: list[dict[str, Any]] = [
+    {"kind": "started", "update": 0, "rows_per_update": 64},
+    *(
+        {"kind": "noise", "update": 5 + 8 * n, "trace": 900.0 + 50 * (n % 3), "square": 9.0, "rows": 64}
+        for n in range(9)
+    ),
+    {"kind": "trained", "updates": 80, "seconds": {"train": 40.0}, "exchange": {"seconds": 0.1, "bytes": 1}},
+]
+
+
+def test_a_pilot_is_read_from_its_log() -> None:
+    found = of_run(LOG, 4)
+    assert found.scale.rows == pytest.approx(950 / 9)
+    assert (found.update_s, found.exchange_s, found.rows_per_update, found.passes) == (0.5, 0.1, 64, 4)
+
+
+def test_a_log_that_tells_too_little_is_refused() -> None:
+    with pytest.raises(UserError, match="too few measurements"):
+        of_run([LOG[0], *LOG[1:3], LOG[-1]], 4)
+    with pytest.raises(UserError, match="has not come to its end"):
+        of_run(LOG[:-1], 4)
+
+
+def test_a_choice_is_compared_with_the_best_that_was_measured() -> None:
+    times = {1: [12.0, 10.0, 11.0], 2: [10.0, 10.5, 9.0], 4: [10.0, 11.0, 12.0]}
+    assert miss(times, 2) == 0.0
+    assert miss(times, 4) == pytest.approx(0.1)

@@ -1,0 +1,268 @@
+"""Memory before it is spent: traced without numbers, shared out by arithmetic, compared with processes that train."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain.config import Model
+from rtrain.doctor.forecast import memory, trace
+from rtrain.doctor.forecast.memory import needed, optimizer_bytes
+from rtrain.doctor.forecast.trace import Traced
+from rtrain.tasks import base
+from rtrain.training import pass_size
+from rtrain.training.pass_size import LEAST, Peak
+from tests.tiny import make_encoder, make_tokenizer
+
+MB = 1_000_000
+TRACED = Traced(
+    tokens=100,
+    weights=420 * MB,
+    gradients=400 * MB,
+    activations=100 * MB,
+    trained=(120 * MB, 100 * MB, 100 * MB, 80 * MB),
+    layers=(100 * MB, 100 * MB),
+    table=120 * MB,
+)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+# ------------------------------------------------------------------------------------------------------- the arithmetic
+
+
+def test_a_worker_that_shares_nothing_has_all_of_it() -> None:
+    need = needed(TRACED, 4, process=0)
+    assert (need.weights, need.gradients, need.optimizer) == (420 * MB, 400 * MB, 800 * MB)
+    assert need.activations == pytest.approx(100 * MB * memory.KEPT)
+    assert need.total == pytest.approx(1620 * MB + 100 * MB * memory.KEPT)
+
+
+def test_the_optimizer_steps_with_all_gradients_and_no_activation() -> None:
+    """One pass without gradients from before: when activations are most, there are few gradients."""
+    early = Traced(100, 420 * MB, 120 * MB, 100 * MB, TRACED.trained, TRACED.layers, 120 * MB)
+    assert needed(early, 1, process=0).total == pytest.approx((420 + 400 + 800) * MB)
+
+
+def test_moments_are_those_of_the_worker_with_most() -> None:
+    """The largest parameter comes first: 120 | 100, then 100 goes to the second, 80 to the first."""
+    assert optimizer_bytes(TRACED.trained, 2, "zero1") == 2 * 200 * MB
+    assert optimizer_bytes(TRACED.trained, 3, "zero1") == 2 * (80 + 100) * MB
+    assert optimizer_bytes(TRACED.trained, 2, "zero2") == 400 * MB
+
+
+def test_each_stage_takes_less_than_the_one_before() -> None:
+    totals = [needed(TRACED, 4, strategy, process=0).total for strategy in memory.STRATEGIES]
+    assert totals == sorted(totals, reverse=True)
+    # Of four workers: a quarter of weights and moments, what is in no layer, three layers, and the activations.
+    assert totals[-1] == pytest.approx((105 + 200 + (420 - 200) + 300) * MB + 100 * MB * memory.KEPT)
+
+
+def test_an_unknown_strategy_is_none() -> None:
+    with pytest.raises(KeyError):
+        needed(TRACED, 4, "zero4")
+
+
+def test_what_workers_share_and_what_is_saved_is_told_apart() -> None:
+    need = needed(TRACED, 2, transport="shared_memory", saves=True)
+    assert need.segment == (400 - 120) * MB * 3 / 2
+    assert need.checkpoint == (420 + 800) * MB
+    assert need.process == memory.PROCESS
+    assert needed(TRACED, 1, transport="shared_memory").segment == 0
+
+
+# ------------------------------------------------------------------------------------------------------------ the trace
+
+
+def traced(encoder: Path, lengths: list[int], **settings: Any) -> Traced:
+    return trace.of_pass(encoder, base.get("classification"), Model(), lengths, **settings)
+
+
+def test_weights_and_gradients_are_those_of_the_network(encoder: Path) -> None:
+    from rtrain.network import model
+
+    network: Any = model.build(encoder, base.get("classification"), ("a", "b"), 0)
+    size = sum(one.nbytes for one in network.parameters())
+    found = traced(encoder, [20, 30])
+    assert found.tokens == 50
+    assert found.of_trained == found.gradients == size
+    assert found.weights == size + sum(one.nbytes for one in network.buffers())
+    assert found.table == network.get_input_embeddings().weight.nbytes
+    layers = network.base_model.encoder.layer
+    assert found.layers == tuple(sum(one.nbytes for one in layer.parameters()) for layer in layers)
+
+
+def test_activations_are_a_line_in_the_rows(encoder: Path) -> None:
+    few, some, many = (traced(encoder, [32] * count).activations for count in (64, 128, 192))
+    assert many - some == pytest.approx(some - few, rel=0.05)
+
+
+def test_activations_are_what_autograd_keeps_and_little_else(encoder: Path) -> None:
+    """Against a pass with numbers: the storages that the forward pass keeps for the backward pass."""
+    import torch
+
+    from rtrain.network import model
+    from rtrain.training import step
+
+    network: Any = model.build(encoder, base.get("classification"), ("a", "b"), 0, fast_dropout=False).train()
+    own = {one.untyped_storage().data_ptr() for one in network.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        step.forward(network, trace._tokens([64] * 32), 0, "fp32")
+    found = traced(encoder, [64] * 32).activations
+    assert sum(kept.values()) < found < 1.35 * sum(kept.values())
+
+
+def test_half_precision_and_recomputed_layers_keep_less(encoder: Path) -> None:
+    whole = traced(encoder, [64] * 64).activations
+    assert traced(encoder, [64] * 64, precision="bf16").activations < 0.75 * whole
+    assert traced(encoder, [64] * 64, recomputed=True).activations < 0.75 * whole
+
+
+def test_gradients_of_an_only_pass_come_to_be_in_it(encoder: Path) -> None:
+    before, alone = (traced(encoder, [64] * 64, more_passes=more) for more in (True, False))
+    assert alone.gradients < before.gradients
+    assert alone.of_trained == before.of_trained
+
+
+def test_frozen_weights_have_no_gradient(encoder: Path) -> None:
+    found = trace.of_pass(encoder, base.get("classification"), Model(freeze="encoder"), [32] * 8)
+    assert found.of_trained < 0.2 * found.weights
+    assert found.table == 0
+
+
+def test_a_trace_takes_no_memory_of_its_own(encoder: Path) -> None:
+    """Two thousand times the tokens: gigabytes, had they numbers."""
+    found = traced(encoder, [64] * 60_000)
+    assert found.activations > 10_000 * MB
+
+
+# ------------------------------------------------------------------------------------ the first guess of a GPU's passes
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "usable", "tried"),
+    [
+        (Peak(512, 1000), Peak(2048, 4000), 16_000, (1024, 4096)),  # 8,192 would fit
+        (Peak(512, 1000), Peak(2048, 4000), 100, (LEAST, 2 * LEAST)),
+        (Peak(512, 1000), Peak(2048, 4000), 1e9, (8192, 32_768)),
+    ],
+)
+def test_what_is_measured_first_is_well_within_what_is_foretold(
+    small: Peak, large: Peak, usable: float, tried: tuple[int, int]
+) -> None:
+    assert pass_size.guessed(small, large, usable) == tried
+
+
+def test_a_gpu_s_room_says_where_measuring_begins(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rtrain import config
+    from rtrain.doctor.forecast import guess
+
+    recipe = config.load("intent").recipe
+    task, found = base.get("classification"), []
+    for room in (200 * MB, 400 * MB):
+        monkeypatch.setattr(pass_size, "room", lambda network, room=room: room)
+        found.append(guess.tried(None, encoder, task, recipe, 64, "bf16"))  # type: ignore[arg-type]
+    assert LEAST <= found[0][0] < found[0][1] < found[1][1]
+
+
+# --------------------------------------------------------------------------------------------------- against processes
+
+MODELS: dict[str, tuple[str, dict[str, int]]] = {
+    "minilm6": ("Bert", {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536}),
+    "minilm12": ("Bert", {"hidden_size": 384, "num_hidden_layers": 12, "intermediate_size": 1536}),
+    "bert": ("Bert", {}),
+    "distilbert": ("DistilBert", {}),
+    "roberta": (
+        "Roberta",
+        {
+            **{"vocab_size": 50265, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8},
+            **{"intermediate_size": 2048, "max_position_embeddings": 514},
+        },
+    ),
+}
+SHAPES: list[tuple[str, dict[str, Any]]] = [
+    ("minilm6", {"task": "classification", "lengths": [512] * 4}),
+    ("minilm6", {"task": "classification", "lengths": [512] * 4, "precision": "bf16", "passes": 2}),
+    ("minilm12", {"task": "token_tags", "lengths": [64] * 32, "outputs": 5}),
+    ("bert", {"task": "classification", "lengths": [128] * 4, "workers": 2}),
+    ("bert", {"task": "classification", "lengths": [128] * 4, "workers": 2, "strategy": "zero1"}),
+    ("distilbert", {"task": "masked_lm", "lengths": [256] * 8, "precision": "bf16", "passes": 2}),
+    ("roberta", {"task": "span_qa", "lengths": [384] * 6, "model": {"attention_dropout": 0.0}}),
+    ("minilm6", {"task": "classification", "lengths": [512] * 16, "recomputed": True}),
+]
+
+
+def foretold(folder: Path, settings: dict[str, Any]) -> memory.Need:
+    workers, passes = settings.get("workers", 1), settings.get("passes", 1)
+    found = trace.of_pass(
+        folder,
+        base.get(settings["task"]),
+        Model(**settings.get("model", {})),
+        settings["lengths"],
+        outputs=settings.get("outputs", 2),
+        precision=settings.get("precision", "fp32"),
+        recomputed=settings.get("recomputed", False),
+        more_passes=workers > 1 or passes > 1,
+    )
+    return needed(found, workers, settings.get("strategy", "ddp"), process=0)
+
+
+def measured(folder: Path, settings: dict[str, Any]) -> float:
+    given = {"workers": 1, "strategy": "ddp", **settings}
+    command = [sys.executable, "-m", "tests.forecasting", str(folder), json.dumps(given)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return float(json.loads(done.stdout)["peak"])
+
+
+def make_model(folder: Path, name: str) -> Path:
+    """A model with random weights."""
+    import transformers
+
+    kind, sizes = MODELS[name]
+    make_tokenizer(folder)
+    configuration = getattr(transformers, f"{kind}Config")(**sizes)
+    getattr(transformers, f"{kind}Model")(configuration).save_pretrained(folder)
+    return folder
+
+
+def test_a_process_takes_what_is_foretold(tmp_path: Path) -> None:
+    """A small model, in one process: what its peak is over that of the same process with a tiny one."""
+    import transformers
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    make_tokenizer(folder)
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 512,
+    }
+    transformers.BertModel(transformers.BertConfig(**sizes)).save_pretrained(folder)
+    settings = {"task": "classification", "lengths": [256] * 24, "model": {"attention_dropout": 0.0}}
+    assert foretold(folder, settings).total == pytest.approx(measured(folder, settings), rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "settings"), SHAPES)
+def test_six_shapes_take_what_is_foretold(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+    """Weights, gradients, moments and activations, against the peak of fresh processes' resident memory."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    make_model(folder, name)
+    assert foretold(folder, settings).total == pytest.approx(measured(folder, settings), rel=0.1)

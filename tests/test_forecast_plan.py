@@ -1,0 +1,299 @@
+"""What a run will take: prices, hours, the way in which it fits, and the verb."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from rtrain import config as configuration, events
+from rtrain.cli import app as cli
+from rtrain.config import Config
+from rtrain.doctor.forecast import facts, layouts, memory, pace, plan, prices
+from rtrain.doctor.forecast.memory import Need
+from rtrain.errors import ConfigError, UserError
+from rtrain.run import Run
+from tests.conftest import labelled_rows, write_rows
+from tests.test_forecast_choose_k import LOG
+from tests.tiny import make_encoder
+
+ROOT = Path(__file__).resolve().parents[1]
+GB = 1e9
+SHAPE = facts.Shape(hidden=384, layers=6, inner=1536, vocabulary=30522)
+ROWS = facts.given(10_000, 32)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.fixture
+def cluster() -> layouts.Cluster:
+    return layouts.of_document(yaml.safe_load((ROOT / "cluster.yaml").read_text()))
+
+
+def configured(**settings: Any) -> Config:
+    return configuration.load("intent", {name.replace("__", "."): value for name, value in settings.items()})
+
+
+# ---------------------------------------------------------------------------------------------------------------- money
+
+
+def test_prices_are_those_of_the_table_of_the_cluster_and_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "prices.yaml"
+    file.write_text("c7i.2xlarge: {on_demand: 0.5, spot: 0.1, interruptions: 0.2}\nown: {on_demand: 3}\n")
+    found = prices.table(file, {"prices": {"own": 2.0, "other": 1.0}})
+    assert found["c7i.2xlarge"] == prices.Price(0.5, 0.1, 0.2)
+    assert found["own"] == prices.of(3.0)
+    assert found["other"].on_demand == 1.0
+    assert found["m7i.large"].on_demand == 0.101
+    assert prices.table()["c7i.2xlarge"].on_demand == 0.357
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    (tmp_path / "prices.yaml").write_text(prices.text(prices.table()))
+    again = prices.read(tmp_path / "prices.yaml")
+    assert again.keys() == prices.table().keys()
+    assert again["p5.48xlarge"].on_demand == 55.04
+
+
+@pytest.mark.parametrize("text", ["a: 1", "a: {spot: 1}", "a: {on_demand: -1}", "a: {on_demand: 1, sport: 2}", "- 1"])
+def test_an_entry_that_is_no_price_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "prices.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="on_demand"):
+        prices.read(file)
+    with pytest.raises(ConfigError, match="no such file"):
+        prices.read(tmp_path / "none.yaml")
+
+
+def test_interruptions_repeat_and_are_paid_for() -> None:
+    """4 nodes, 10 hours, one interruption in 100 hours of a node: 0.4 of them, each of which costs half an hour."""
+    nodes = {"worker": (4, prices.Price(1.0, 0.4, 0.01))}
+    found = prices.cost(10.0, nodes, prices.of(0.1), repeats_s=1500, restart_s=300)
+    assert found.dollars == pytest.approx(10 * 4.1)
+    assert found.repeated_hours == pytest.approx(10 * 0.04 * 0.5 / (1 - 0.02))
+    assert found.interruptions == pytest.approx(0.04 * (10 + found.repeated_hours))
+    assert found.spot_dollars == pytest.approx((10 + found.repeated_hours) * (4 * 0.4 + 0.1))
+
+
+def test_nodes_that_are_taken_away_faster_than_they_train_never_end() -> None:
+    nodes = {"worker": (100, prices.Price(1.0, 0.4, 1.0))}
+    assert prices.cost(1.0, nodes, None, repeats_s=60, restart_s=300).repeated_hours == float("inf")
+
+
+# ----------------------------------------------------------------------------------------------------------- the way in
+
+
+def needs(config: Config, workers: int, *totals: float) -> dict[plan.Way, Need]:
+    ways = plan.ways(config, workers)
+    assert len(ways) == len(totals)
+    return {way: Need(total * GB, 0, 0, 0) for way, total in zip(ways, totals, strict=True)}
+
+
+def test_the_recipe_s_own_way_is_taken_where_it_fits(cluster: layouts.Cluster) -> None:
+    config = configured(train__workers=4)
+    layout = layouts.laid_out(config, cluster)
+    found = plan.choose(config, cluster, layout, needs(config, 4, 2, 1.5, 1.2, 1), prices.table())
+    assert (found.way.strategy, found.way.recomputed, found.way.why) == ("ddp", False, "as the recipe says")
+    assert found.nodes == {"worker": 1}
+    assert found.per_node == 4
+
+
+def test_more_nodes_hold_what_one_does_not(cluster: layouts.Cluster) -> None:
+    """A node of 16 GB holds two workers of 5 GB, of which it takes two thirds."""
+    config = configured(train__workers=4)
+    layout = layouts.laid_out(config, cluster)
+    found = plan.choose(config, cluster, layout, needs(config, 4, 5, 4, 3, 2), prices.table())
+    assert found.nodes == {"worker": 2}
+    assert (found.way.strategy, found.per_node) == ("ddp", 2)
+
+
+def test_what_fits_no_node_is_shared_out_then_computed_again(cluster: layouts.Cluster) -> None:
+    config = configured(train__workers=4)
+    layout = layouts.laid_out(config, cluster)
+    shared = plan.choose(config, cluster, layout, needs(config, 4, 12, 9, 8, 7), prices.table())
+    assert (shared.way.strategy, shared.way.recomputed) == ("zero1", False)
+    assert "changes no weight" in shared.way.why
+    again = plan.choose(config, cluster, layout, needs(config, 4, 14, 13, 12, 9), prices.table())
+    assert (again.way.strategy, again.way.recomputed) == ("zero1", True)
+    assert again.way.settings == "train.shard=1 train.gradient_checkpointing=true"
+    with pytest.raises(ConfigError, match=r"needs 11\.0 GB even with"):
+        plan.choose(config, cluster, layout, needs(config, 4, 14, 13, 12, 11), prices.table())
+
+
+def test_one_worker_shares_nothing() -> None:
+    assert [way.strategy for way in plan.ways(configured(train__workers=1), 1)] == ["ddp", "ddp"]
+    own = plan.ways(configured(train__shard=1), 2)
+    assert [(way.strategy, way.recomputed) for way in own] == [("zero1", False), ("ddp", True), ("zero1", True)]
+
+
+# ---------------------------------------------------------------------------------------------------------------- hours
+
+
+def planned(config: Config, cluster: layouts.Cluster, given: pace.Pace = pace.CPU) -> plan.Hours:
+    layout = layouts.laid_out(config, cluster)
+    chosen = plan.choose(config, cluster, layout, {plan.ways(config, 1)[0]: Need(1e9, 0, 0, 0)}, prices.table())
+    return plan.hours(config, layout, chosen, SHAPE, ROWS, given, cluster.kinds[0])
+
+
+def test_hours_are_rows_by_the_pace(cluster: layouts.Cluster) -> None:
+    """One worker, whose products come to 1e9 operations a second and whose step takes nothing."""
+    config = configured(train__workers=1, train__epochs=2)
+    found = planned(config, cluster, pace.Pace(1e9, 1e30, pace.HOST, "", 0.0))
+    assert found.updates == 2 * -(-10_000 // 32)
+    flops = SHAPE.flops(np.full(32, 32))
+    assert found.train_s == pytest.approx(found.updates * flops / 1e9)
+    assert found.evaluate_s == pytest.approx(flops / 32 / 1e9 / 3 * (2 * 1250 + 1250))
+
+
+def test_an_interruption_repeats_what_is_not_saved(cluster: layouts.Cluster) -> None:
+    config = configured(train__workers=1, train__epochs=2)
+    found = planned(config, cluster)
+    assert plan.repeated_s(config, found, watched=True) == found.update.seconds
+    assert plan.repeated_s(config, found, watched=False) == pytest.approx(found.updates / 4 * found.update.seconds)
+    often = configured(train__workers=1, train__epochs=2, train__save_every=10)
+    assert plan.repeated_s(often, found, watched=False) == pytest.approx(5 * found.update.seconds)
+
+
+def test_a_finished_run_tells_its_pace(tmp_path: Path, encoder: Path) -> None:
+    """50 updates of 8 rows in 20 s, on one worker: the pace by which the same run is foretold to take as long."""
+    run = Run(tmp_path / "run")
+    run.folder.mkdir()
+    config = configured(model__name=str(encoder), train__workers=1, train__rows_per_update=8)
+    run.config.write_text(configuration.to_yaml(config))
+    started = {"update": 0, "of": 50, "workers": 1, "device": "cpu", "precision": "fp32", "rows_per_update": 8}
+    events.append(run.folder, "started", **started)
+    with pytest.raises(UserError, match="has not come to its end"):
+        pace.of_run(run)
+    events.append(
+        run.folder, "trained", updates=50, rows_seen=400, real_tokens=400 * 20, seconds={"train": 20.0}, exchange=None
+    )
+    seen = pace.of_run(run)
+    assert (seen.update_s, seen.workers) == (0.4, 1)
+    shape = facts.of_model(encoder)
+    work = pace.work(config.recipe, shape, facts.given(1, 20))
+    assert seen.pace.compute(work).seconds(pace.passes(config.recipe, 1)) == pytest.approx(0.4, rel=0.01)
+
+
+# ---------------------------------------------------------------------------------------------------- what is known
+
+
+def test_rows_are_counted_by_split_and_their_tokens_in_a_sample(tmp_path: Path, encoder: Path) -> None:
+    rows = labelled_rows(600)
+    recipe = configured(data__path=str(write_rows(tmp_path / "rows.csv", rows))).recipe
+    found = facts.of_rows(recipe, encoder)
+    assert found.train + found.valid + found.test == 600
+    assert found.train == pytest.approx(480, abs=40)
+    assert found.valid == pytest.approx(60, abs=25)
+    assert len(found.windows) == found.train  # all of them are in the sample
+    assert found.windows_of_row == 1.0
+    assert 3 < found.tokens_of_row < 64
+
+
+def test_a_model_s_sizes_have_several_names(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"dim": 8, "n_layers": 2, "hidden_dim": 32, "vocab_size": 100}))
+    found = facts.of_model(tmp_path)
+    assert found == facts.Shape(8, 2, 32, 100)
+    assert found.weights == 4 * (800 + 2 * (4 * 64 + 2 * 256))
+    (tmp_path / "config.json").write_text(json.dumps({"dim": 8, "vocab_size": 100}))
+    with pytest.raises(ConfigError, match="num_hidden_layers, intermediate_size"):
+        facts.of_model(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------------- the verb
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cluster.yaml").write_text((ROOT / "cluster.yaml").read_text())
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = 0
+        try:
+            cli.main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, *capfd.readouterr()
+
+    return call
+
+
+def test_a_plan_says_nodes_memory_hours_and_money(run: Cli, encoder: Path) -> None:
+    given = ("plan", "intent", "--model", encoder, "--rows", 10_000, "--tokens", 20, "--workers", 4)
+    code, out, err = run(*given, "--json")
+    assert code == 0, err
+    made = json.loads(out)
+    assert (made["fits"], made["device"], made["nodes"], made["strategy"]) == (True, "cpu", {"worker": 1}, "ddp")
+    parts = {name: size for name, size in made["memory_mb"].items() if name != "total"}
+    assert made["memory_mb"]["total"] == pytest.approx(sum(parts.values()), abs=0.5)
+    assert parts["process"] == memory.PROCESS / 1e6
+    assert made["updates"] == 5 * -(-10_000 // 128)
+    assert [one["workers"] for one in made["scaling"]] == [1, 8, 64, 512, 4096]
+    assert 0 < made["cost"]["spot_dollars"] < made["cost"]["dollars"] < 1
+    _, text, _ = run(*given)
+    assert [line.split()[0] for line in text.splitlines()] == [
+        "fits",
+        "strategy",
+        "memory",
+        "an",
+        "hours",
+        "scaling",
+        "money",
+    ]
+
+
+def test_a_layout_that_would_wait_for_ever_is_refused(run: Cli) -> None:
+    code, out, err = run("plan", "intent", "--workers", 64)
+    assert (code, out) == (2, "")
+    assert "train.workers=64" in err
+    assert "write --workers" in err
+
+
+def test_a_price_file_is_written_once_and_read(run: Cli, encoder: Path, tmp_path: Path) -> None:
+    assert run("plan", "--write-prices", "prices.yaml")[0] == 0
+    assert run("plan", "--write-prices", "prices.yaml")[0] == 2
+    file = tmp_path / "prices.yaml"
+    file.write_text(file.read_text().replace("c7i.2xlarge: {on_demand: 0.357", "c7i.2xlarge: {on_demand: 357"))
+    _, out, _ = run("plan", "intent", "--model", encoder, "--rows", 9000, "--prices", "prices.yaml", "--json")
+    assert json.loads(out)["cost"]["dollars"] > 10
+
+
+def test_a_pilot_chooses_the_aggregation_frequency(run: Cli, encoder: Path, tmp_path: Path) -> None:
+    pilot = Run(tmp_path / "pilot")
+    pilot.folder.mkdir()
+    settings = {"model__name": str(encoder), "train__workers": 2, "train__aggregation_frequency": 4}
+    pilot.config.write_text(configuration.to_yaml(configured(**settings)))
+    for event in LOG:
+        events.append(pilot.folder, event["kind"], **{key: value for key, value in event.items() if key != "kind"})
+    code, out, err = run("plan", "--choose-k", "--like", pilot.folder, "--json")
+    assert code == 0, err
+    made = json.loads(out)
+    assert [one["k"] for one in made["options"]] == [1, 2, 4, 8]
+    best = min(made["options"], key=lambda one: one["relative"])
+    assert (best["relative"], made["aggregation_frequency"]) == (1.0, best["k"])
+    assert made["lr"] == pytest.approx(3e-4 * best["lr_factor"])
+    _, text, _ = run("plan", "--choose-k", "--like", pilot.folder)
+    assert text.splitlines()[-1].startswith(f"write --set train.aggregation_frequency={best['k']} --set optim.lr=")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("plan",), "recipe: missing"),
+        (("plan", "intent", "--cluster", "none.yaml"), "no such file"),
+        (("plan", "--choose-k"), "needs a pilot"),
+    ],
+)
+def test_what_is_lacking_is_named(run: Cli, words: tuple[str, ...], said: str) -> None:
+    code, _, err = run(*words)
+    assert code == 2
+    assert said in err
