@@ -25,7 +25,7 @@ from serve.watching.sums import sum_expositions
 logger = logging.getLogger(__name__)
 
 COUNT_S = 5.0
-"""Seconds between two counts of the replicas, where keys have rates and the number of replicas changes."""
+"""Seconds between two counts of the replicas, which share out the rates of keys."""
 
 
 def most_replicas(settings: Serve) -> int:
@@ -71,7 +71,7 @@ class Replica:
         runs, and ends one in which it raises."""
         if self._versions.current is None:
             await self._versions.become(wish["artifact"])
-            if self._lasting.door is not None and most_replicas(self._settings) > self._settings.replicas:
+            if self._lasting.door is not None:
                 self._counting = asyncio.create_task(self._count_replicas())
         else:
             self._change = asyncio.create_task(self._become(wish["artifact"]))
@@ -125,7 +125,7 @@ class Replica:
         return current.service.load() if current else {}
 
     async def _count_replicas(self) -> None:
-        """Each sees its own part of a key's requests, and the number of parts changes."""
+        """Each sees its own part of a key's requests. How many there are is up to whoever deploys them, and changes."""
         door = self._lasting.door
         context = ray.serve.get_replica_context()
         handle = ray.serve.get_deployment_handle(context.deployment, context.app_name)

@@ -9,8 +9,10 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+import rtrain.artifact
 from rtrain.config import Serve
 from serve import declared
+from serve.door import keys
 from tests.test_cli import Cli, run
 from tests.tiny import make_artifact
 
@@ -56,62 +58,83 @@ def test_the_command_prints_it_without_starting_anything(artifact: Path, run: Cl
     assert yaml.safe_load(out) == declared.document(artifact, Serve(replicas=2))
 
 
-SCRIPT = """
-import json, os, sys, time, urllib.request, yaml
+START = """
+import json, os, sys, time, urllib.error, urllib.request, yaml
 os.environ["RAY_AUTH_MODE"] = "disabled"
 from pathlib import Path
 from rtrain import env
 env.prepare()
 import ray, ray.serve
 from ray.serve.schema import ServeDeploySchema
+import rtrain.artifact
 from rtrain.config import Serve
 from serve import declared
 from serve.front.address import free_address
-first, second = map(Path, sys.argv[1:])
 port = free_address("127.0.0.1", 0).port
-document = declared.document(first, Serve(port=port, ungated=True))
-ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-ray.serve.start(proxy_location="HeadOnly", http_options=document["http_options"])
-client = ray.serve.context._get_global_client()
-def version():
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/predict", data=b'{"inputs": "hello"}',
-                                     headers={"content-type": "application/json"})
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
-        return answer.headers["x-model-version"]
+def start(document):
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.serve.start(proxy_location="HeadOnly", http_options=document["http_options"])
+    deploy(document)
+    wait(lambda: all(one.status == "RUNNING" for one in ray.serve.status().applications.values()))
+def deploy(document):
+    client = ray.serve.context._get_global_client()
+    client.deploy_apps(ServeDeploySchema.model_validate(document), _blocking=True)
+def ask(**headers):
+    headers = {"content-type": "application/json", **headers}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/predict", data=b'{"inputs": "hello"}', headers=headers)
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
+            return answer.status, answer.headers["x-model-version"]
+    except urllib.error.HTTPError as error:
+        return error.code, None
 def wait(condition):
     give_up = time.monotonic() + 60
     while not condition() and time.monotonic() < give_up:
         time.sleep(0.1)
-def running():
-    return all(one.status == "RUNNING" for one in ray.serve.status().applications.values())
-client.deploy_apps(ServeDeploySchema.model_validate(document), _blocking=True)
-wait(running)
-found = [version()]
-process = lambda: {one["process"] for one in ray.serve.get_app_handle("tiny").broadcast("status").results()}
-before = process()
-document["applications"][0]["deployments"][0]["user_config"]["artifact"] = str(second)
-client.deploy_apps(ServeDeploySchema.model_validate(document), _blocking=True)
-wait(lambda: version() != found[0])
-print(json.dumps([*found, version(), process() == before]))
-ray.serve.shutdown()
-ray.shutdown()
+def processes():
+    return {one["process"] for one in ray.serve.get_app_handle("tiny").broadcast("status").results()}
+def end(*found):
+    print(json.dumps(found))
+    ray.serve.shutdown()
+    ray.shutdown()
 """
+ANOTHER = """
+first, second = map(Path, sys.argv[1:])
+document = declared.document(first, Serve(port=port, ungated=True))
+start(document)
+old, before = ask(), processes()
+document["applications"][0]["deployments"][0]["user_config"]["artifact"] = str(second)
+deploy(document)
+wait(lambda: ask() != old)
+end(old[1], ask()[1], processes() == before)
+"""
+RATE = """
+artifact, keys, key = sys.argv[1:]
+start(declared.document(Path(artifact), Serve(port=port, ungated=True, keys=keys, replicas=2)))
+wait(lambda: len(processes()) == 2)
+time.sleep(7)
+end(sum(ask(authorization=f"Bearer {key}")[0] == 200 for _ in range(40)), ask()[0])
+"""
+
+
+def told(script: str, *arguments: object) -> list[object]:
+    words = [sys.executable, "-c", START + script, *map(str, arguments)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[object] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.serve
 def test_what_it_declares_is_served_and_another_model_takes_its_place_in_the_same_process(tmp_path: Path) -> None:
-    import rtrain.artifact
-
     folders = [make_artifact(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *map(str, folders)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
-    assert found == [*(rtrain.artifact.read(folder).version for folder in folders), True]
+    versions = [rtrain.artifact.read(folder).version for folder in folders]
+    assert told(ANOTHER, *folders) == [*versions, True]
+
+
+@pytest.mark.slow
+@pytest.mark.serve
+def test_replicas_share_out_a_key_s_rate_whoever_has_said_how_many_there_are(tmp_path: Path) -> None:
+    key = keys.add(tmp_path / "keys.json", "shop", rate="10/hour")
+    assert told(RATE, make_artifact(tmp_path / "artifact"), tmp_path / "keys.json", key) == [10, 401]

@@ -350,6 +350,23 @@ def test_processes_share_a_rate_out(path: Path) -> None:
     assert [rates.wait_s(key) == 0 for _ in range(5)] == [True, True, True, False, False]
 
 
+def test_a_rate_follows_the_number_of_processes(path: Path) -> None:
+    shop = add(path, "shop", rate="12/hour")
+    door = Door(Keys(path), Rates())
+
+    def admitted() -> int:
+        for count in range(20):
+            try:
+                door.admit("predict", bearer(shop))
+            except RequestError:
+                return count
+        raise AssertionError("no limit")
+
+    for processes, share in ((3, 4), (2, 6), (0, 12)):  # none has answered: there is this one
+        door.shared_by(processes)
+        assert admitted() == share
+
+
 def test_a_key_whose_rate_is_changed_has_the_new_one_at_once(path: Path) -> None:
     add(path, "shop", rate="1/hour")
     [key] = read(path)

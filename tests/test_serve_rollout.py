@@ -38,31 +38,40 @@ REPLICAS = 2
 class Seen:
     versions: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
-    """Whatever was no 200, raw: no client asks twice."""
+    """Whatever was no 200, raw."""
+    again: list[str] = field(default_factory=list)
+    """What was no 200 the second time either, of clients that ask once more."""
     slowest_s: float = 0.0
 
 
 @contextmanager
-def load(port: int, pause_s: float = 0.0) -> Iterator[Seen]:
-    """Clients that ask, with a pause between two questions, over kept connections, for the block."""
+def load(port: int, pause_s: float = 0.0, again: bool = False) -> Iterator[Seen]:
+    """Clients that ask, with a pause between two questions, over kept connections, for the block. `again`: they ask
+    once more after what was no 200."""
     seen, over, lock = Seen(), threading.Event(), threading.Lock()
+
+    def ask(connection: http.client.HTTPConnection) -> tuple[str, str]:
+        """What went wrong, and the version that has answered."""
+        try:
+            connection.request("POST", "/predict", b'{"inputs": "hello"}', {"content-type": "application/json"})
+            answer = connection.getresponse()
+            body = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            return repr(error), ""
+        return "" if answer.status == 200 else f"{answer.status} {body!r}", answer.headers["x-model-version"]
 
     def run() -> None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         while not over.wait(pause_s):
             began = time.monotonic()
-            try:
-                connection.request("POST", "/predict", b'{"inputs": "hello"}', {"content-type": "application/json"})
-                answer = connection.getresponse()
-                body, version = answer.read(), answer.headers["x-model-version"]
-                problem = "" if answer.status == 200 else f"{answer.status} {body!r}"
-            except (OSError, http.client.HTTPException) as error:
-                problem, version = repr(error), ""
-                connection.close()
+            problem, version = ask(connection)
+            second = ask(connection)[0] if problem and again else ""
             with lock:
                 seen.slowest_s = max(seen.slowest_s, time.monotonic() - began)
                 if problem:
                     seen.errors.append(problem)
+                    seen.again += [second] if second else []
                 else:
                     seen.versions[version] += 1
         connection.close()

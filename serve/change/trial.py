@@ -2,6 +2,7 @@
 after the other, whenever the engine has nothing else to do. No client waits for it, and no text is kept or told."""
 
 import asyncio
+import functools
 import logging
 import random
 import statistics
@@ -89,7 +90,7 @@ class Trial:
             while batcher.busy:
                 await asyncio.sleep(IDLE_S)
             try:
-                found[side is self._candidate] = await batcher.aside(lambda side=side: _answer(side, text))  # type: ignore[misc]
+                found[side is self._candidate] = await batcher.aside(functools.partial(_answer, side, text))
             except Exception:
                 if side is self._candidate:
                     logger.exception("the candidate failed on a text")
