@@ -12,12 +12,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import yaml
+from safetensors.numpy import save_file
 
+from rtrain.checkpoints import checkpoint
 from rtrain.cluster import supply
 from rtrain.cluster.rehearsal import (
     faults as sabotage,
@@ -34,7 +38,8 @@ from rtrain.cluster.rehearsal.certificate import Certificate, Rows, Weights, mos
 from rtrain.cluster.rehearsal.cloud import Cloud, Start
 from rtrain.cluster.rehearsal.faults import Fault, due, follow
 from rtrain.cluster.rehearsal.ports import Listener
-from rtrain.errors import ConfigError
+from rtrain.errors import ConfigError, UserError
+from rtrain.run import Run
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder
 
@@ -461,6 +466,45 @@ def test_what_is_not_rehearsed_is_said() -> None:
     said = "\n".join(made(plan=gpu).not_rehearsed())
     assert "GPUs were counted and not there" in said
     assert "the file starts no watcher" in said
+
+
+# ----------------------------------------------------------------------------------------------------------- its runs
+
+
+def test_a_head_that_is_late_is_asked_again_and_one_that_is_gone_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearse, "LOOK_EVERY_S", 0.0)
+    answers: list[Any] = [UserError("late"), UserError("late"), {"job": SimpleNamespace(status="RUNNING")}]
+
+    def all_jobs() -> dict[str, Any]:
+        answer = answers.pop(0)
+        if isinstance(answer, UserError):
+            raise answer
+        return dict(answer)
+
+    made: Any = SimpleNamespace(jobs=SimpleNamespace(all=all_jobs), head="head-1", book=SimpleNamespace())
+    made.book.up = lambda: {"head-1": None}
+    assert rehearse._status(made, "job") == "RUNNING"
+    made.book.up = dict
+    answers.append(UserError("gone"))
+    with pytest.raises(UserError, match="gone"):
+        rehearse._status(made, "job")
+
+
+def test_the_last_weights_of_two_runs_are_compared(tmp_path: Path) -> None:
+    def run(name: str, off: float, updates: tuple[int, ...] = (3,)) -> Run:
+        for update in updates:
+            folder = checkpoint.path_of(Run(tmp_path / name).checkpoints, update)
+            folder.mkdir(parents=True)
+            tensors = {"a": np.full((3, 4), 2.0 + off, np.float32), "b": np.ones(2, np.float32)}
+            save_file(tensors, folder / "model.safetensors")
+            (folder / "MANIFEST.json").write_text("{}")
+        return Run(tmp_path / name)
+
+    control = run("control", 0.0, (2, 3))
+    assert rehearse.weights(control, run("same", 0.0), True) == Weights(True, 0.0, True)
+    other = rehearse.weights(control, run("other", 0.5), False)
+    assert (other.identical, other.same_workers) == (False, False)
+    assert other.difference == pytest.approx((12 * 0.25 / (12 * 4 + 2)) ** 0.5)
 
 
 # ---------------------------------------------------------------------------------------------------------- the whole

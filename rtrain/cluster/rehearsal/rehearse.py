@@ -26,6 +26,7 @@ from rtrain.run import Run
 Say = Callable[[str], None]
 LOOK_EVERY_S = 0.3
 PORTS_EVERY_S = 5.0
+ANSWER_S = 60.0
 QUIET_S = 600.0
 """Seconds without a line in a run's log after which a rehearsal is broken off."""
 ENDED_WITHIN_S = 120.0
@@ -101,7 +102,7 @@ class Rehearsal:
         job = made.jobs.submit(words, files, lambda text: self._say(f"{name} run: {text}"))
         quiet, seen, shown = time.monotonic(), 0, 0.0
         while True:
-            status = made.jobs.all()[job].status
+            status = _status(made, job)
             log = run.events() if run.log.is_file() else []
             self._look(made)
             if self._saboteur is not None and (fault := self._saboteur.look(log)) is not None:
@@ -183,6 +184,18 @@ class Rehearsal:
 
 class _Broken(UserError):
     """The rehearsal cannot go on; what it has seen is judged."""
+
+
+def _status(made: Up, job: str) -> str:
+    """That of a job. A head on a busy machine may be late with its answer."""
+    give_up = time.monotonic() + ANSWER_S
+    while True:
+        try:
+            return made.jobs.all()[job].status
+        except UserError:
+            if time.monotonic() > give_up or made.head not in made.book.up():
+                raise
+        time.sleep(LOOK_EVERY_S)
 
 
 def rows(control: Run, run: Run) -> Rows:
