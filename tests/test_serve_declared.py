@@ -75,10 +75,10 @@ def start(document):
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     ray.serve.start(proxy_location="HeadOnly", http_options=document["http_options"])
     deploy(document)
-    wait(lambda: all(one.status == "RUNNING" for one in ray.serve.status().applications.values()))
+    wait(lambda: [one.status for one in ray.serve.status().applications.values()] == ["RUNNING"])
 def deploy(document):
     client = ray.serve.context._get_global_client()
-    client.deploy_apps(ServeDeploySchema.model_validate(document), _blocking=True)
+    client.deploy_apps(ServeDeploySchema.model_validate(document), _blocking=False)
 def ask(**headers):
     headers = {"content-type": "application/json", **headers}
     request = urllib.request.Request(f"http://127.0.0.1:{port}/predict", data=b'{"inputs": "hello"}', headers=headers)
@@ -88,8 +88,9 @@ def ask(**headers):
     except urllib.error.HTTPError as error:
         return error.code, None
 def wait(condition):
-    give_up = time.monotonic() + 60
-    while not condition() and time.monotonic() < give_up:
+    give_up = time.monotonic() + 200
+    while not condition():
+        assert time.monotonic() < give_up, ray.serve.status()
         time.sleep(0.1)
 def processes():
     return {one["process"] for one in ray.serve.get_app_handle("tiny").broadcast("status").results()}

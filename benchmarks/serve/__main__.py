@@ -4,6 +4,7 @@ STUDENT is an int8 artefact, PARENT the float artefact that it comes from. Serve
 
 beside    one connection and sixteen: rtrain serve, stock Ray Serve, uvicorn, a Transformers pipeline, the engine alone
 tail      p99 over p50 at 70 % load, in an open loop
+shadow    p99 while a candidate answers a fifth of the texts too, over p99 without
 overload  4 and 20 times the load: answers, rejections, memory
 kills     ten replicas killed at 70 % load
 soak      70 % load for minutes: memory and errors
@@ -24,6 +25,7 @@ from benchmarks.serve.parts import Work
 PARTS: dict[str, Callable[[Work], Found]] = {
     "beside": parts.beside,
     "tail": parts.tail,
+    "shadow": parts.shadow,
     "overload": parts.overload,
     "kills": parts.kills,
     "soak": parts.soak,
@@ -35,6 +37,7 @@ AIMS = {
     "vs_stock_serve": (2.5, 4.0),
     "vs_uvicorn": (0.9, 1.3),
     "tail": (4.0, 2.5),
+    "shadow_p99": (1.10, 1.05),
 }
 """Floor and goal of a figure."""
 TEXTS = (

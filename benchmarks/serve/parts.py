@@ -1,13 +1,15 @@
 """The parts of the benchmark: each returns its figures and what they were made from."""
 
+import json
 import math
 import os
+import shutil
 import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import psutil
 from benchmarks.serve import load
 from benchmarks.serve.load import Open, Void
 from benchmarks.serve.sides import Running, cores, raw, running, sides_of
+from rtrain import artifact as artifacts, predict
 
 MANY = 16
 """Connections of the closed loop that looks for the most requests a second."""
@@ -108,6 +111,45 @@ def tail(work: Work) -> dict[str, Any]:
         "errors": sum(loop.requests - len(loop.ms.get(200, [])) for loop in loops),
         "rounds": rounds,
     }
+
+
+def shadow(work: Work, share: float = 0.2) -> dict[str, Any]:
+    """p99 at 70 % of the load, with a candidate that answers a share of the texts too over p99 without, in rounds of
+    both."""
+    server, client = cores()
+    candidate = twin(work.student, work.folder / "candidate")
+    rounds = []
+    with running(sides_of(work.student, work.parent, work.settings)["rtrain"], server, work.log("shadow")) as one:
+        most = capacity(one, work, client)
+        for turn in range(work.rounds):
+            alone = open_loop(one, work, 0.7 * most, turn, client)
+            endless = ("--set", "serve.shadow_rows=1000000", "--set", "serve.shadow_s=100000")
+            one.command("--update", str(candidate), "--shadow", str(share), *endless)
+            both = open_loop(one, work, 0.7 * most, turn, client)
+            seen = json.loads(one.command("status", "--json"))["trial"]["seen"]
+            one.command("--rollback")
+            rounds.append(
+                {
+                    "p99_ms": alone.percentile(0.99),
+                    "p99_ms_shadowed": both.percentile(0.99),
+                    "asked": both.requests,
+                    "shadowed": seen["rows"],
+                }
+            )
+    return {
+        "shadow_p99": statistics.median(row["p99_ms_shadowed"] / row["p99_ms"] for row in rounds),
+        "rate": 0.7 * most,
+        "rounds": rounds,
+    }
+
+
+def twin(student: Path, folder: Path) -> Path:
+    """The same model under another version's name."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(student, folder)
+    made = artifacts.read(folder)
+    artifacts.write(folder, replace(made, facts={**made.facts, "note": "a twin"}), predict.golden_logits)
+    return folder
 
 
 def overload(work: Work, times: Sequence[int] = (4, 20)) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,15 @@ class Running:
 
     def tree(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]
+
+    def command(self, *words: str) -> str:
+        """What `rtrain serve` says of this endpoint, on stdout and stderr."""
+        port = str(urllib.parse.urlsplit(self.url).port)
+        line = [sys.executable, "-m", "rtrain", "serve", *words, "--port", port]
+        done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        return done.stdout or done.stderr
 
     def memory_mb(self) -> float:
         """Of all its processes; pages that they share are counted once (PSS)."""
