@@ -193,7 +193,7 @@ def serve(
     address: Api = None,
 ) -> None:
     """Serve an artefact on a cluster, as a job of its own; returns once it answers. Its replicas are on nodes that the
-    autoscaler starts for them. `rtrain cluster stop` ends it, once what it has begun is answered."""
+    autoscaler starts for them. `rtrain cluster stop` ends it, and gives it a minute for that."""
     from rtrain.cluster.jobs import client, naming, upload
     from rtrain.report.live.progress import say
 

@@ -13,8 +13,9 @@ from rtrain.errors import ConfigError, Problem
 
 PROVIDER, FOLDER = "rtrain.cluster.rehearsal.provider.Rehearsed", "rehearsal_folder"
 """The autoscaler's cloud, and its setting with the folder of the book."""
-IDLE_S = 20.0
-"""Seconds without work after which a rehearsed node is ended, where the file's own time is longer."""
+IDLE_S = 60.0
+"""Seconds without work after which a rehearsed node is ended, where the file's own time is longer. Much shorter, and
+nodes that an elastic run has asked for are ended again before it has grown onto them."""
 FILE = "--file"
 REPLACED = (
     *("--address", "--autoscaling-config", "--block", "--disable-usage-stats", "--head"),
