@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -134,19 +135,17 @@ def _needs(
     wanted = recipe.train.precision
     precision = "bf16" if wanted == "auto" else formats.resolve(wanted, formats.Native("cpu", frozenset()))
     transport = "shared_memory" if layout.workers == 2 and layout.device == "cpu" else "stock"
+    of_pass = partial(trace.of_pass, folder, base.get(recipe.task), recipe.model, lengths, precision=precision)
     traced: dict[bool, trace.Traced] = {}
     found: dict[planning.Way, memory.Need] = {}
     for way in planning.ways(config, layout.workers):
         if way.recomputed not in traced:
-            traced[way.recomputed] = trace.of_pass(
-                folder,
-                base.get(recipe.task),
-                recipe.model,
-                lengths,
-                precision=precision,
-                recomputed=way.recomputed,
-                more_passes=more,
-            )
+            try:
+                traced[way.recomputed] = of_pass(recomputed=way.recomputed, more_passes=more)
+            except ConfigError:  # a network that cannot compute its layers again
+                if way.recomputed == recipe.train.gradient_checkpointing:
+                    raise
+                continue
         found[way] = memory.needed(
             traced[way.recomputed],
             layout.workers,
