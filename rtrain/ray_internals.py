@@ -343,6 +343,18 @@ def fake_tensors() -> "contextlib.AbstractContextManager[Any]":
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def asks_for_numbers() -> tuple[type[Exception], ...]:
+    """What computations raise that depend on the numbers of fake tensors, or that these do not know."""
+    from torch._subclasses import fake_tensor
+
+    return (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedFakeTensorException,
+        fake_tensor.UnsupportedOperatorException,
+    )
+
+
 def peak_bytes(network: "torch.nn.Module", run: Callable[[], None]) -> dict[str, int]:
     """Bytes of all tensors of `network`, and of those that `run` makes, at the moment when they were most: of the
     `Parameter`s, `Buffer`s, `Gradient`s, `Activation`s, of what is `Temp`orary in the backward pass, and the `Total`.

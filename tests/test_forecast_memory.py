@@ -179,6 +179,28 @@ def test_a_gpu_s_room_says_where_measuring_begins(encoder: Path, monkeypatch: py
     assert LEAST <= found[0][0] < found[0][1] < found[1][1]
 
 
+def test_what_cannot_be_traced_is_said_and_measured_at_fixed_sizes(
+    encoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward pass that looks at a number."""
+    import torch
+
+    from rtrain import config
+    from rtrain.doctor.forecast import guess
+    from rtrain.training import step
+
+    def looks(*given: Any, **named: Any) -> torch.Tensor:
+        return torch.ones(3) if torch.rand(()).item() > 0.5 else torch.zeros(3)
+
+    monkeypatch.setattr(step, "forward", looks)
+    with pytest.raises(trace.Untraceable, match="BertForSequenceClassification"):
+        traced(encoder, [8])
+    monkeypatch.setattr(pass_size, "room", lambda network: 1e9)
+    network: Any = None
+    recipe, task = config.load("intent").recipe, base.get("classification")
+    assert guess.tried(network, encoder, task, recipe, 64, "bf16") == pass_size.TRIED
+
+
 # --------------------------------------------------------------------------------------------------- against processes
 
 MODELS: dict[str, tuple[str, dict[str, int]]] = {

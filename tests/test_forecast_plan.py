@@ -126,6 +126,14 @@ def test_what_fits_no_node_is_shared_out_then_computed_again(cluster: layouts.Cl
         plan.choose(config, cluster, layout, needs(config, 4, 14, 13, 12, 11), prices.table())
 
 
+def test_a_run_that_starts_with_fewer_is_planned_with_those_that_have_room(cluster: layouts.Cluster) -> None:
+    config = configured(train__workers=64, train__min_workers=8)
+    layout = layouts.laid_out(config, cluster)
+    assert (layout.workers, layout.room, layout.least) == (64, 29, 8)  # 4 nodes of 8, less 3 for the data
+    found = plan.choose(config, cluster, layout, needs(config, 64, 1, 1, 1, 1), prices.table())
+    assert found.nodes == {"worker": 4}
+
+
 def test_one_worker_shares_nothing() -> None:
     assert [way.strategy for way in plan.ways(configured(train__workers=1), 1)] == ["ddp", "ddp"]
     own = plan.ways(configured(train__shard=1), 2)

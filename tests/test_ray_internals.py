@@ -59,6 +59,10 @@ def test_fake_tensors_have_shapes_and_their_memory_is_counted_by_what_it_is_for(
             (layer(given) ** 2).sum().backward()
 
         peak = ray_internals.peak_bytes(layer, run)
+        with pytest.raises(ray_internals.asks_for_numbers()):
+            given.sum().item()
+        with pytest.raises(ray_internals.asks_for_numbers()):
+            given.nonzero()
         assert layer.weight.shape == (50, 100)
         assert layer.weight.grad is not None
     assert peak["Parameter"] == 4 * 50 * 100

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -113,6 +114,10 @@ def _planned(
     watched = "rtrain.cluster.spot" in json.dumps(nodes.document.get("worker_start_ray_commands", []))
     cost = planning.money(nodes, chosen.nodes, table, total, planning.repeated_s(config, found, watched))
     notes = [layout.why, planning.replicas(config, nodes)]
+    if layout.room < layout.workers:
+        notes.append(
+            f"there is room for {layout.room} of {layout.workers} workers; it starts with {layout.least} or more"
+        )
     notes += [] if watched else ["nobody listens for spot notices: an interruption repeats what is not saved yet"]
     if chosen.way.why != "as the recipe says":
         notes.append(f"write --set {' --set '.join(chosen.way.settings.split())}")
@@ -129,27 +134,25 @@ def _needs(
 
     recipe = config.recipe
     lengths = planning.lengths(config, layout.device, min(max(rows.windows), recipe.data.window_tokens))
-    per_update = recipe.rows_per_update / layout.workers * rows.tokens_of_row
-    more = layout.workers > 1 or per_update > sum(lengths)
+    per_update = recipe.rows_per_update / layout.room * rows.tokens_of_row
+    more = layout.room > 1 or per_update > sum(lengths)
     wanted = recipe.train.precision
     precision = "bf16" if wanted == "auto" else formats.resolve(wanted, formats.Native("cpu", frozenset()))
-    transport = "shared_memory" if layout.workers == 2 and layout.device == "cpu" else "stock"
+    transport = "shared_memory" if layout.room == 2 and layout.device == "cpu" else "stock"
+    of_pass = partial(trace.of_pass, folder, base.get(recipe.task), recipe.model, lengths, precision=precision)
     traced: dict[bool, trace.Traced] = {}
     found: dict[planning.Way, memory.Need] = {}
-    for way in planning.ways(config, layout.workers):
+    for way in planning.ways(config, layout.room):
         if way.recomputed not in traced:
-            traced[way.recomputed] = trace.of_pass(
-                folder,
-                base.get(recipe.task),
-                recipe.model,
-                lengths,
-                precision=precision,
-                recomputed=way.recomputed,
-                more_passes=more,
-            )
+            try:
+                traced[way.recomputed] = of_pass(recomputed=way.recomputed, more_passes=more)
+            except ConfigError:  # a network that cannot compute its layers again
+                if way.recomputed == recipe.train.gradient_checkpointing:
+                    raise
+                continue
         found[way] = memory.needed(
             traced[way.recomputed],
-            layout.workers,
+            layout.room,
             way.strategy,
             transport=transport,
             saves=layout.device == "cpu",

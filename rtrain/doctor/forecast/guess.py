@@ -21,10 +21,13 @@ def tried(
     """Fewest tokens of the two passes to measure on the network's GPU. `longest`: tokens of the longest row.
 
     The trace computes attention as a CPU does, which keeps its squares; a GPU's kernels keep less, so that the passes
-    are rather too small than too large.
+    are rather too small than too large. What cannot be traced is measured at fixed sizes.
     """
     room = pass_size.room(network)
-    small, large = (_peak(folder, task, recipe, longest, tokens, precision) for tokens in FORETOLD)
+    try:
+        small, large = (_peak(folder, task, recipe, longest, tokens, precision) for tokens in FORETOLD)
+    except trace.Untraceable:
+        return pass_size.TRIED
     return pass_size.guessed(small, large, room)
 
 

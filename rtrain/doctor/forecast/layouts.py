@@ -74,6 +74,9 @@ class Layout:
 
     device: str
     workers: int
+    """Workers that it asks for."""
+    room: int
+    """Workers that it can have, where the nodes that there can be have no room for all of them."""
     least: int
     """Fewest workers that it starts with."""
     spare: int
@@ -109,7 +112,9 @@ def laid_out(config: Config, cluster: Cluster, *, searches: bool = False) -> Lay
             )
             raise ConfigError([Problem("tune.concurrent", wanted, reason, f"write {fits}, or fewer train.workers")])
         trials = wanted or fits
-    return Layout(chosen.device, chosen.workers, least, spare, trials, chosen.why)
+    most = supply.fits(supply.reachable(cluster.document, chosen.device), chosen.device, spare)
+    room = max(least, min(chosen.workers, most))
+    return Layout(chosen.device, chosen.workers, room, least, spare, trials, chosen.why)
 
 
 def _most(cluster: Cluster, kind: str) -> int:

@@ -20,11 +20,11 @@ STRATEGIES: Final[Mapping[str, str]] = {
 PROCESS: Final = 440_000_000
 """Bytes of a worker's process without any model: Python, torch, Transformers and Ray with their own memory, as measured
 on Linux with CPUs (torch 2.13, Ray 2.60). With CUDA it is two to three times as much, none of it on the GPU."""
-KEPT: Final = 1.29
+KEPT: Final = 1.4
 """What a process holds for the activations, over what is alive of them at a time. By rtrain's settings (`env.SETTINGS`)
-the C library keeps freed blocks of up to 64 MB, since the next pass wants them again, and they leave holes. Measured
-with three models of 6 and 12 layers: 1.28 to 1.31; with MALLOC_MMAP_THRESHOLD_=65536, by which blocks are given back,
-1.01. A GPU's allocator is asked by itself (`training.pass_size`)."""
+the C library keeps freed blocks of up to 64 MB, since the next pass wants them again, and they leave holes: 1.28 to
+1.59 in six trainings of four models, of which this is the middle. With MALLOC_MMAP_THRESHOLD_=65536, by which blocks
+are given back, one of them had 1.01. A GPU's allocator is asked by itself (`training.pass_size`)."""
 
 
 @dataclass(frozen=True)

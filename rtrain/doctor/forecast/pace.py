@@ -46,7 +46,8 @@ PEAK: Final[Mapping[str, tuple[float, float, float]]] = {
 """By GPU: operations a second in half precision, bytes of memory a second, gigabytes of memory; by data sheets."""
 REACHED: Final = 0.3
 """Share of a GPU's peak that training reaches: an assumption; 0.2 for small encoders, 0.4 for large ones."""
-CPU: Final = Pace(60e9, 10e9, HOST, "an assumption for a processor's core that computes bf16")
+CPU: Final = Pace(100e9, 20e9, HOST, "an assumption for a processor's core that computes bf16")
+"""About half of what a core of an AMD EPYC (Zen 5) came to with MiniLM, 229e9: clouds count two threads of a core."""
 
 
 def assumed(gpu: str | None) -> Pace:

@@ -97,7 +97,7 @@ def choose(
         known = table.get(kind.instance.name) if kind.instance else None
         return 1.0 if known is None else known.spot if kind.is_spot else known.on_demand
 
-    places, spare = layout.workers * layout.trials, layout.spare * layout.trials
+    places, spare = layout.room * layout.trials, layout.spare * layout.trials
     for way, need in needs.items():
         room = holds(need, layout.device)
         nodes = layouts.fewest(cluster, places, layout.device, spare, price, room)
@@ -140,7 +140,7 @@ def hours(
     config: Config, layout: Layout, chosen: Chosen, shape: Shape, rows: Rows, pace: paces.Pace, kind: Kind
 ) -> Hours:
     """Rows by the scaling model; `kind`: the type of the workers' nodes."""
-    recipe, workers = config.recipe, layout.workers
+    recipe, workers = config.recipe, layout.room
     gpu, instance = layout.device == "gpu", kind.instance
     work, compute = paces.work(recipe, shape, rows), pace.compute(paces.work(recipe, shape, rows))
     if chosen.way.recomputed:
@@ -220,7 +220,7 @@ def document(
     return {
         "fits": True,
         "device": layout.device,
-        "workers": layout.workers,
+        "workers": layout.room,
         "trials": layout.trials,
         "data_cpus": layout.spare,
         "nodes": dict(chosen.nodes),

@@ -14,6 +14,7 @@ import numpy as np
 from rtrain import ray_internals
 from rtrain.batch import Tokens, single
 from rtrain.config import Model
+from rtrain.errors import UserError
 from rtrain.exchange.touched_rows import TouchedRows, table_of
 from rtrain.network import model
 from rtrain.tasks.base import Task
@@ -22,6 +23,10 @@ from rtrain.training import step
 
 if TYPE_CHECKING:
     import torch
+
+
+class Untraceable(UserError):
+    """The memory of this network cannot be told without its numbers."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ def of_pass(
 
     `folder`: the model's; of it config.json alone is read. `outputs`: numbers that the head answers with, per window or
     token. `recomputed`: `train.gradient_checkpointing`. `more_passes`: the gradients of an earlier pass are there
-    already, as they are in exchanges between workers; else they come to be in this one.
+    already, as they are in exchanges between workers; else they come to be in this one. Raises `Untraceable`.
     """
     import torch
 
@@ -83,7 +88,11 @@ def of_pass(
             logits = step.forward(network, tokens, 0, precision, wanted)
             (-torch.log_softmax(logits.float().flatten(0, -2), -1)[:, 0].sum()).backward()
 
-        peak = ray_internals.peak_bytes(network, run)
+        try:
+            peak = ray_internals.peak_bytes(network, run)
+        except ray_internals.asks_for_numbers() as error:
+            kind = type(network).__name__
+            raise Untraceable(f"model.name: {kind} computes what depends on its numbers ({error})") from None
         table = 0 if rows is None else rows.weight.nbytes
         weights = peak["Parameter"] + peak["Buffer"]
         return Traced(
