@@ -327,6 +327,14 @@ def multiply(tensors: "Sequence[torch.Tensor]", factor: "float | torch.Tensor") 
     torch._foreach_mul_(list(tensors), factor)
 
 
+def hush_redistribution() -> None:
+    """Leave out what torch says, on every rank, where a tensor that is cut two ways is gathered one way after the
+    other: it is rare, and for a checkpoint."""
+    import logging
+
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
 def softmax_backward(gradient: "torch.Tensor", answer: "torch.Tensor") -> "torch.Tensor":
     """Gradient of a softmax's input over the last axis, from that of its `answer`, in one pass over both."""
     import torch

@@ -399,6 +399,15 @@ def test_a_run_of_an_earlier_version_is_read_without_the_settings_that_are_gone(
     )
 
 
+@pytest.mark.parametrize(("before", "now"), [("true", 1), ("false", 0)])
+def test_a_run_of_an_earlier_version_keeps_its_shares_of_the_optimizer(tmp_path: Path, before: str, now: int) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"name: intent\ntask: classification\ntrain: {{sharded_optimizer: {before}}}\n")
+    assert config.load(str(path)).recipe.train.shard == now
+    with pytest.raises(ConfigError, match=r"train\.sharded_optimizer.*of an earlier version.*write train\.shard=1"):
+        config.load("intent", {"train.sharded_optimizer": True})
+
+
 def test_a_run_of_an_earlier_version_is_read_and_a_recipe_with_its_search_is_told_what_to_write(tmp_path: Path) -> None:
     """Every config.yaml has all settings, those of a search too."""
     old = {"trials": 4, "points": [], "lr": [1e-4], "aggregation_frequency": [2], "budget": 0.5, "first_rung": 0.2}

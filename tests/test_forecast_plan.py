@@ -98,7 +98,7 @@ def needs(config: Config, workers: int, *totals: float) -> dict[plan.Way, Need]:
 def test_the_recipe_s_own_way_is_taken_where_it_fits(cluster: layouts.Cluster) -> None:
     config = configured(train__workers=4)
     layout = layouts.laid_out(config, cluster)
-    found = plan.choose(config, cluster, layout, needs(config, 4, 2, 1.5, 1.2, 1), prices.table())
+    found = plan.choose(config, cluster, layout, needs(config, 4, 2, 1.5, 1.2, 1, 1), prices.table())
     assert (found.way.strategy, found.way.recomputed, found.way.why) == ("ddp", False, "as the recipe says")
     assert found.nodes == {"worker": 1}
     assert found.per_node == 4
@@ -108,7 +108,7 @@ def test_more_nodes_hold_what_one_does_not(cluster: layouts.Cluster) -> None:
     """A node of 16 GB holds two workers of 5 GB, of which it takes two thirds."""
     config = configured(train__workers=4)
     layout = layouts.laid_out(config, cluster)
-    found = plan.choose(config, cluster, layout, needs(config, 4, 5, 4, 3, 2), prices.table())
+    found = plan.choose(config, cluster, layout, needs(config, 4, 5, 4, 3, 2, 1), prices.table())
     assert found.nodes == {"worker": 2}
     assert (found.way.strategy, found.per_node) == ("ddp", 2)
 
@@ -116,28 +116,32 @@ def test_more_nodes_hold_what_one_does_not(cluster: layouts.Cluster) -> None:
 def test_what_fits_no_node_is_shared_out_then_computed_again(cluster: layouts.Cluster) -> None:
     config = configured(train__workers=4)
     layout = layouts.laid_out(config, cluster)
-    shared = plan.choose(config, cluster, layout, needs(config, 4, 12, 9, 8, 7), prices.table())
+    shared = plan.choose(config, cluster, layout, needs(config, 4, 12, 9, 8, 7, 6), prices.table())
     assert (shared.way.strategy, shared.way.recomputed) == ("zero1", False)
     assert "changes no weight" in shared.way.why
-    again = plan.choose(config, cluster, layout, needs(config, 4, 14, 13, 12, 9), prices.table())
+    again = plan.choose(config, cluster, layout, needs(config, 4, 14, 13, 12, 9, 8), prices.table())
     assert (again.way.strategy, again.way.recomputed) == ("zero1", True)
     assert again.way.settings == "train.shard=1 train.gradient_checkpointing=true"
+    gathered = plan.choose(config, cluster, layout, needs(config, 4, 14, 13, 12, 11, 9), prices.table())
+    assert gathered.way.settings == "train.shard=3 train.gradient_checkpointing=true"
     with pytest.raises(ConfigError, match=r"needs 11\.0 GB even with"):
-        plan.choose(config, cluster, layout, needs(config, 4, 14, 13, 12, 11), prices.table())
+        plan.choose(config, cluster, layout, needs(config, 4, 14, 13, 12, 12, 11), prices.table())
 
 
 def test_a_run_that_starts_with_fewer_is_planned_with_those_that_have_room(cluster: layouts.Cluster) -> None:
     config = configured(train__workers=64, train__min_workers=8)
     layout = layouts.laid_out(config, cluster)
     assert (layout.workers, layout.room, layout.least) == (64, 29, 8)  # 4 nodes of 8, less 3 for the data
-    found = plan.choose(config, cluster, layout, needs(config, 64, 1, 1, 1, 1), prices.table())
+    found = plan.choose(config, cluster, layout, needs(config, 64, 1, 1, 1, 1, 1), prices.table())
     assert found.nodes == {"worker": 4}
 
 
 def test_one_worker_shares_nothing() -> None:
     assert [way.strategy for way in plan.ways(configured(train__workers=1), 1)] == ["ddp", "ddp"]
     own = plan.ways(configured(train__shard=1), 2)
-    assert [(way.strategy, way.recomputed) for way in own] == [("zero1", False), ("ddp", True), ("zero1", True)]
+    less = [("ddp", True), ("zero1", True), ("zero3", True)]
+    assert [(way.strategy, way.recomputed) for way in own] == [("zero1", False), *less]
+    assert plan.ways(configured(train__shard=3), 2)[0].strategy == "zero3"
 
 
 # ---------------------------------------------------------------------------------------------------------------- hours

@@ -11,12 +11,16 @@ from rtrain.data.order import Order, chain, rows_digest
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.proof import planted, verify
-from rtrain.proof.cases import Case, Measured
+from rtrain.proof.cases import SINGLE, Case, Measured
 from rtrain.training.loop import GENESIS
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder
 
 BUGS = ["mean of means", "dropped tail row", "double exchange", "k ignored", "stale embedding row"]
+SHARED_BUGS = ["gradient twice", "replica left out"]
+LAID_OUT = [f"2 x 3, {name}" for name in ("shard 2", "shard 3", "tensor 2", "sequence")]
+LAID_OUT += ["2 x 3, shard 3, resumed from shard 2", "2 x 3, tensor 2, resumed from shard 3"]
+LAID_OUT += ["2 x 3, sequence, resumed from tensor 2", "2 x 3, resumed from sequence"]
 
 
 pytestmark = pytest.mark.timeout(900)
@@ -52,10 +56,10 @@ def of(report: verify.Report, name: str) -> Measured:
 def test_every_layout_trains_the_same(report: verify.Report) -> None:
     assert report.problems == []
     document = report.to_document()
-    assert (document["passed"], len(document["cases"])) == (True, 5 + 5)
+    assert (document["passed"], len(document["cases"])) == (True, 5 + 8 + 7)
     assert max(document["weights_ratio"], document["gradient_ratio"]) <= 1e-8
     # Sums in another order part by rounding: a figure of zero would mean that nothing was compared.
-    for name in ("1 x 3", "2 x 8", "2 x 3", "2 x 3, resized from 1"):
+    for name in ("1 x 3", "2 x 8", "2 x 3", "2 x 3, resized from 1", *LAID_OUT):
         measured = of(report, name)
         assert 0 < measured.weights_ratio <= 1e-8
         assert 0 < measured.gradient_ratio <= 1e-8
@@ -68,31 +72,34 @@ def test_layouts_differ_in_passes_and_nothing_else(report: verify.Report, settin
     assert (report.rows, report.rows_per_update, report.updates) == (125, 31, 5)
     passes = {case.name: measured.most_passes for case, measured in report.cases if not case.bug}
     # Of rank 0, which has 15 of the 31 rows of an update where there are two workers.
-    assert passes == {"1 x 8": 4, "1 x 3": 11, "2 x 8": 2, "2 x 3": 5, "2 x 3, resized from 1": 5}
+    several = ("2 x 3", "2 x 3, resized from 1", *LAID_OUT)
+    expected = {"1 x 8": 4, "1 x 3": 11, "2 x 8": 2, **dict.fromkeys(several, 5)}
+    # Two workers of one replica have all of an update's rows.
+    assert passes == expected | {name: 11 for name in several if "3, tensor 2" in name or "3, sequence" in name}
     store = Store(next((ray_session / "verify" / ".tokens").iterdir()))
     order, link = Order(store.manifest.digest, 125, 31, 1, settings.recipe.train.seed), GENESIS
     for number in range(order.updates):
         link = chain(link, rows_digest(number, store.column("train", "row_id")[order.positions(number)]))
     assert {measured.order_digest for _, measured in report.cases} == {link.hex()}
     rows = {case.name: measured.rows for case, measured in report.cases if not case.bug}
-    assert rows == {**dict.fromkeys(passes, 125), "2 x 3, resized from 1": 63}
+    assert rows == {name: 63 if "from" in name else 125 for name in passes}
 
 
 @pytest.mark.ray
-def test_five_planted_bugs_are_seen(report: verify.Report) -> None:
+def test_every_planted_bug_is_seen(report: verify.Report) -> None:
     seen = [
         case.bug
         for case, measured in report.cases
         if case.bug and max(measured.weights_ratio, measured.gradient_ratio) > 1e-2
     ]
-    assert seen == BUGS == list(planted.BUGS)
+    assert seen == BUGS + SHARED_BUGS == list(planted.BUGS)
     assert report.unseen == []
-    assert "5 of 5 planted bugs seen" in report.text()
+    assert "7 of 7 planted bugs seen" in report.text()
     assert of(report, "2 x 3, dropped tail row").rows < 125
     assert of(report, "2 x 3, stale embedding row").workers_differ == 1
     # Why there are two figures: AdamW hardly heeds that a gradient is twice as large as it should be.
-    double = of(report, "2 x 3, double exchange")
-    assert double.weights_ratio < double.gradient_ratio
+    for name in ("double exchange", "shard 3, gradient twice"):
+        assert of(report, f"2 x 3, {name}").weights_ratio < of(report, f"2 x 3, {name}").gradient_ratio
 
 
 @pytest.mark.ray
@@ -114,25 +121,45 @@ def test_default_plan(settings: Config) -> None:
     todo = verify.plan(with_train(settings, micro_batch=8, rows_per_update=256), 10_000, 20.0)
     assert (todo.rows, todo.rows_per_update, todo.updates) == (129, 32, 5)
     names = [[case.name for case in group] for group in todo.groups]
-    assert names == [["1 x 8", "1 x 3"], ["2 x 8", "2 x 3", "2 x 3, resized from 1"]]
+    assert names == [["1 x 8", "1 x 3"], ["2 x 8", "2 x 3", "2 x 3, resized from 1", *LAID_OUT]]
 
 
 def test_a_frozen_embedding_has_no_gradient_to_be_stale(settings: Config) -> None:
     frozen = config.with_overrides(settings, {"model.freeze": "encoder"})
     todo = verify.plan(frozen, 10_000, 20.0, bugs=True)
-    assert [case.bug for group in todo.groups for case in group if case.bug] == BUGS[:-1]
+    assert [case.bug for group in todo.groups for case in group if case.bug] == BUGS[:-1] + SHARED_BUGS
 
 
 def test_full_plan_is_three_by_three_on_1003_rows(settings: Config) -> None:
     todo = verify.plan(with_train(settings, rows_per_update=64), 10_000, 20.0, full=True)
-    assert (todo.rows, todo.rows_per_update, todo.updates, todo.workers) == (1003, 64, 16, 3)
-    assert {(case.workers, case.micro_batch) for group in todo.groups for case in group} == {
+    assert (todo.rows, todo.rows_per_update, todo.updates, todo.workers) == (1003, 64, 16, 4)
+    *threes, grids = todo.groups
+    assert {(case.workers, case.micro_batch) for group in threes for case in group} == {
         (workers, size) for workers in (1, 2, 3) for size in (8, 4, 2)
     }
-    assert [case.name for group in todo.groups for case in group if case.resumed] == [
+    assert [case.name for case in grids] == [
+        "4 x 4",
+        "4 x 4, shard 2, tensor 2",
+        "4 x 4, shard 3, sequence",
+        "4 x 4, shard 3, sequence, resumed from shard 2, tensor 2",
+        "4 x 4, resumed from shard 3, sequence",
+    ]
+    assert [case.name for group in todo.groups for case in group if case.resumed == SINGLE] == [
         "2 x 4, resized from 1",
         "3 x 4, resized from 1",
     ]
+
+
+def test_layouts_that_workers_or_the_model_do_not_allow_are_left_out(settings: Config, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "modernbert"}')
+    todo = verify.plan(settings, 10_000, 20.0)
+    even = verify.possible(todo, settings.recipe, Path(settings.recipe.model.name))
+    assert even == todo
+    other = verify.possible(todo, settings.recipe, tmp_path)
+    assert {case.layout for group in other.groups for case in group} == {"", "shard 2", "shard 3"}
+    odd = verify.plan(with_train(settings, workers=3), 10_000, 20.0)
+    found = verify.possible(odd, settings.recipe, Path(settings.recipe.model.name))
+    assert {case.layout for group in found.groups for case in group} == {"", "shard 2", "shard 3"}
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5, 16])
@@ -168,7 +195,7 @@ def test_problems_name_the_case_and_what_is_wrong_with_it() -> None:
     assert judged(replace(GOOD, order_digest="bb")) == ["2 x 3: other rows, or in another order"]
     assert judged(replace(GOOD, workers_differ=1)) == ["2 x 3: 1 workers do not hold rank 0's weights"]
     assert judged(replace(GOOD, rows=128)) == ["2 x 3: 128 rows instead of 129"]
-    assert judged(replace(GOOD, rows=65), Case(2, 3, resumed=True)) == []
+    assert judged(replace(GOOD, rows=65), Case(2, 3, resumed=SINGLE)) == []
 
 
 def test_a_figure_that_is_no_number_is_a_problem() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import logging
 import re
 import socket
 from pathlib import Path
@@ -148,6 +149,15 @@ def test_what_ray_knows_of_its_cluster(ray_session: Path) -> None:
 def _monitors(process: psutil.Process, session: str) -> bool:
     words = " ".join(process.info["cmdline"] or [])
     return "log_monitor.py" in words and session in words
+
+
+def test_the_logger_that_is_hushed_is_torch_s() -> None:
+    import torch.distributed.tensor._redistribute as redistributes
+
+    before = redistributes.logger.level
+    ray_internals.hush_redistribution()
+    assert redistributes.logger.level == logging.ERROR
+    redistributes.logger.setLevel(before)
 
 
 @pytest.mark.ray

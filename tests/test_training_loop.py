@@ -118,8 +118,10 @@ def start(
         rung=rung,
         replica=replica,
     )
-    share = Share(store.folder, order, world, rank, recipe.train.micro_batch)
-    folders = []
+    recorder, clock, folders = Recorder(), loop.Clock(), []
+    exchange = choose.build(network, recipe.train, say=recorder.event)
+    assert (exchange.world, exchange.rank) == (world // recipe.train.tensor, rank // recipe.train.tensor)
+    share = Share(store.folder, order, exchange.world, exchange.rank, recipe.train.micro_batch)
 
     def updates(first: int, stop: int) -> Iterator[Update]:
         for number in range(first, stop):
@@ -128,10 +130,8 @@ def start(
                 raise Killed
             yield plan_update(store, share, number)
 
-    recorder, clock = Recorder(), loop.Clock()
     outcome = None
     try:
-        exchange = choose.build(network, recipe.train, say=recorder.event)
         outcome = loop.train(job, exchange, updates, recorder, clock)
     except Killed:
         assert kill is not None

@@ -11,7 +11,7 @@ from rtrain import events
 from rtrain.batch import Tokens
 from rtrain.config import Distill
 from rtrain.data.stores.store import Store
-from rtrain.exchange.replicated import Replicated
+from rtrain.exchange.alive import Watch
 from rtrain.network import model
 from rtrain.run import Run
 from rtrain.runs import worker
@@ -107,9 +107,9 @@ def test_a_gpu_s_own_figures_decide(
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
-def test_a_run_keeps_the_size_of_its_passes(ground: Path, tmp_path: Path) -> None:
-    exchange = Replicated(model.build(ground / "encoder", TASK, ("a", "b"), 0))
-    assert worker._smallest(exchange, Run(tmp_path), None) is None  # a CPU, or as the recipe says
-    assert [worker._smallest(exchange, Run(tmp_path), fits) for fits in (4096, 1024)] == [4096, 4096]
+def test_a_run_keeps_the_size_of_its_passes(tmp_path: Path) -> None:
+    watch = Watch()
+    assert worker._smallest(watch, Run(tmp_path), None) is None  # a CPU, or as the recipe says
+    assert [worker._smallest(watch, Run(tmp_path), fits) for fits in (4096, 1024)] == [4096, 4096]
     assert Run(tmp_path).decisions == {"tokens_per_pass": 4096}
     assert [(event["kind"], event["tokens"]) for event in events.read(tmp_path)] == [("pass_size", 4096)]

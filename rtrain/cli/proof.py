@@ -34,10 +34,10 @@ def verify(
     assignments: Set = None,
     address: Address = None,
     full: Annotated[bool, typer.Option("--full", help="The large matrix, on up to 1,003 rows.")] = False,
-    planted: Annotated[bool, typer.Option("--planted", help="Plant five bugs: each must be seen.")] = False,
+    planted: Annotated[bool, typer.Option("--planted", help="Plant bugs: each must be seen.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show that workers, micro-batch and resumes change nothing but speed; or, by --ledger, which rows a run saw."""
+    """Show that workers, layouts and resumes change nothing but speed; or, by --ledger, which rows a run saw."""
     if (recipe is None) == (ledger is None):
         fix = "write rtrain verify RECIPE --data FILE, or rtrain verify --ledger RUN"
         raise ConfigError([Problem("verify", recipe, "takes a recipe or --ledger, one of them", fix)])

@@ -112,10 +112,15 @@ class Train(Section):
     gradient_compression: Literal["none", "bf16"] = "none"
     """`bf16` sends gradients in half the bytes. It changes the weights; the log says how far the gradient is off. For
     two workers over 100 Mbit/s an update of MiniLM took 3.5 s in place of 5.3."""
-    shard: Literal[0, 1] = 0
-    """What each worker keeps a share of, in place of the whole, as the stages of ZeRO are counted: 0 nothing, 1 the
-    optimizer's state. It takes less memory and gives the same weights, bit for bit; sending the updated weights to the
-    other workers takes time."""
+    shard: Literal[0, 1, 2, 3] = 0
+    """What each worker keeps a share of, in place of the whole: 0 nothing; 1 the optimizer's state; 2 gradients too; 3
+    weights too, which are gathered layer by layer (the stages of ZeRO). Each takes less memory than the one before, and
+    more exchanges from 2 on. 1 gives the same weights as 0, bit for bit; the others add in another order."""
+    tensor: Positive = 1
+    """Workers that share one replica of the model: each has as many attention heads, and of the inner feed-forward
+    layers as much, as the others (tensor parallelism). It must divide both, and the workers."""
+    sequence: bool = False
+    """With tensor > 1: normalisations and dropout of a token are computed by one worker of the replica alone."""
     aggregation_frequency: Positive | None = None
     """Passes of micro_batch rows that a worker makes between two exchanges of gradients; sets rows_per_update.
     Default: 4."""
@@ -141,7 +146,7 @@ class Train(Section):
 
 SPEED = (
     *("workers", "device", "min_workers", "micro_batch", "tokens_per_pass"),
-    *("aggregation_frequency", "gradient_checkpointing", "transport", "shard"),
+    *("aggregation_frequency", "gradient_checkpointing", "transport", "shard", "tensor", "sequence"),
     *("evaluate_every", "save_every", "keep", "log_every"),
 )
 """Settings of `train` that change speed or what is kept, never the weights, once rows_per_update is resolved. The one

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rtrain.exchange import whole
+
 if TYPE_CHECKING:
     import torch
 
@@ -37,4 +39,4 @@ def _square(tensor: "torch.Tensor") -> "torch.Tensor":
     import torch
 
     norm: torch.Tensor = torch.linalg.vector_norm(tensor)
-    return norm.double() ** 2
+    return whole.full(norm).double() ** 2

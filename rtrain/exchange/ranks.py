@@ -84,6 +84,17 @@ def decided(watch: Watch, decide: Callable[[], int]) -> int:
     return from_rank_zero(together(watch, work))
 
 
+def most(value: int) -> int:
+    """The largest of all ranks' values, on every rank."""
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor([value], dtype=torch.int64)
+    if dist.is_initialized():
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return int(tensor.item())
+
+
 def first() -> bool:
     """Whether this worker is rank 0, which writes and says what is written and said once."""
     import torch.distributed as dist

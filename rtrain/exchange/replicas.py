@@ -44,7 +44,7 @@ class Replicas:
         self.workers = dist.get_world_size() if joined else 1
         self.world = dist.get_world_size(group) if joined else 1
         self.rank = dist.get_rank(group) if joined else 0
-        self._measures, self._first = False, 0.0
+        self._first = 0.0
 
     @property
     def distributed(self) -> bool:
@@ -76,7 +76,6 @@ class Replicas:
 
     def begin(self, measures: bool = False) -> None:
         """Forget the last update. Called before the first pass of one."""
-        self._measures = measures
         self.module.zero_grad(set_to_none=True)
 
     def filled(self, passes: Sequence[Tokens], work: Work) -> Sequence[Tokens]:

@@ -71,7 +71,6 @@ class Replicated(Replicas):
             work.loss(work.answer(self.model, work.idle), work.idle).backward()
 
     def begin(self, measures: bool = False) -> None:
-        self._measures = measures
         self.own.begin(measures)
         if self.rows is not None:
             self.rows.begin()

@@ -1,6 +1,5 @@
 """Tensors that are spread over workers, and what they are as one: torch's DTensor says how each is cut."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -89,8 +88,3 @@ def from_holders(own: "Mapping[str, torch.Tensor]", watch: Watch) -> "Iterator[t
             value = torch.empty(shape, dtype=dtype)
             dist.recv(value, src=holder)
             yield name, value
-
-
-def size(tensor: "torch.Tensor") -> int:
-    """Elements of the whole tensor."""
-    return math.prod(tensor.shape)

@@ -1,9 +1,10 @@
 """Weights that training needs and no answer does, e.g. the map between two models' hidden states.
 
 They are a part of the network, so that its gradients are exchanged, its optimizer updates them and its checkpoints hold
-them; they are taken out before it is saved as an artefact.
+them; they are left out where it is saved as an artefact.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,9 +18,9 @@ def attach(network: "torch.nn.Module", part: "torch.nn.Module") -> None:
     network.add_module(NAME, part)
 
 
-def detach(network: "torch.nn.Module") -> None:
-    if hasattr(network, NAME):
-        delattr(network, NAME)
+def without(weights: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    """A network's weights by name, without these."""
+    return {name: value for name, value in weights.items() if not name.startswith(f"{NAME}.")}
 
 
 def parameters(network: "torch.nn.Module") -> "list[torch.nn.Parameter]":

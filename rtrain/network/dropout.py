@@ -23,16 +23,16 @@ def seed_of(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def mask(shape: tuple[int, ...], rate: float, dtype: "torch.dtype") -> "torch.Tensor":
+def mask(shape: tuple[int, ...], rate: float, dtype: "torch.dtype", salt: int = 0) -> "torch.Tensor":
     """Zeros with probability `rate`, to the next 1/65536, and 1 / (1 - rate) else.
 
     A function of torch's CPU generator, of which it takes one number: a resumed run, or a pass that is computed again,
-    draws the same mask.
+    draws the same mask. Another `salt` gives another one.
     """
     import torch
 
     count = int(np.prod(shape))
-    seed = int(torch.randint(1 << 62, (1,)))
+    seed = int(torch.randint(1 << 62, (1,))) ^ salt << 62
     bits = np.random.SFC64(seed).random_raw(-(-count // 4)).view(np.uint16)[:count]
     # Zero or one times the bit pattern of 1 / (1 - rate): no number is converted.
     pattern = _scaled(rate, dtype)
@@ -62,14 +62,15 @@ def replace(network: "torch.nn.Module") -> None:
 
     for layer in network.modules():
         if type(layer) is torch.nn.Dropout:
-            layer.forward = partial(_drop, layer)  # type: ignore[method-assign]
+            layer.forward = partial(drop, layer)  # type: ignore[method-assign]
 
 
-def _drop(layer: "torch.nn.Dropout", values: "torch.Tensor") -> "torch.Tensor":
+def drop(layer: "torch.nn.Dropout", values: "torch.Tensor", salt: int = 0) -> "torch.Tensor":
+    """What the layer answers, with another mask for another `salt`."""
     import torch
 
     if not layer.training or not layer.p:
         return values
     if values.device.type != "cpu":
         return torch.nn.functional.dropout(values, layer.p)
-    return values * mask(tuple(values.shape), layer.p, values.dtype)
+    return values * mask(tuple(values.shape), layer.p, values.dtype, salt)

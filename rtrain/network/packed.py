@@ -27,6 +27,8 @@ STOCK_DROPOUT = "rtrain_packed_stock_dropout"
 """The name of the implementation whose masks of dropout are drawn by torch."""
 MARK = "rtrain_packs"
 """Attribute of a network that computes no padding; copies of the network have it too."""
+HEADS = "rtrain_heads"
+"""Attribute of a network that has a share of the attention heads: how many."""
 FIRST_POSITION: Mapping[str, Callable[[Any], int]] = {
     "bert": lambda config: 0,
     "distilbert": lambda config: 0,
@@ -51,7 +53,7 @@ def enable(network: "transformers.PreTrainedModel", head: str, *, fast_dropout: 
 
     name, draw = (NAME, masks.mask) if fast_dropout else (STOCK_DROPOUT, masks.stock)
     AttentionInterface.register(name, partial(attention.packed, draw=draw))
-    AttentionMaskInterface.register(name, _mask)
+    AttentionMaskInterface.register(name, mask)
     network.set_attn_implementation(name)
     setattr(network, MARK, True)
     if fast_dropout:
@@ -74,7 +76,8 @@ def computed(network: Any, lengths: Int32s) -> int:
 def inputs_of(network: Any, tokens: Tokens, device: "torch.device") -> tuple[dict[str, Any], Ints]:
     """What an enabled network is called with: tensors [1, tokens] and the layout; and where in the pack each of the
     pass's tokens is."""
-    layout, config = layout_of(tokens, network.config.num_attention_heads, device), network.config
+    config = network.config
+    layout = layout_of(tokens, getattr(network, HEADS, config.num_attention_heads), device)
     inside = np.arange(len(tokens.ids)) - np.repeat(np.cumsum(tokens.lengths) - tokens.lengths, tokens.lengths)
     columns = {
         "input_ids": tokens.ids.astype(np.int64),
@@ -87,7 +90,7 @@ def inputs_of(network: Any, tokens: Tokens, device: "torch.device") -> tuple[dic
     return {**inputs, LAYOUT: layout}, places
 
 
-def _mask(**named: Any) -> Any:
+def mask(**named: Any) -> Any:
     """The mask of padded inputs, in the form that Transformers asks for; a pack has none."""
     from transformers.masking_utils import eager_mask
 

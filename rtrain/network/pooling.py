@@ -54,10 +54,19 @@ def _mean(module: "torch.nn.Module", inputs: Any, named: Mapping[str, Any], outp
     return output
 
 
-def save(network: "transformers.PreTrainedModel", folder: Path, *, mean: bool) -> None:
-    """Write config.json and model.safetensors; `mean`: the head reads the mean, and its matrices are guarded."""
+def save(
+    network: "transformers.PreTrainedModel",
+    folder: Path,
+    *,
+    mean: bool,
+    weights: "Mapping[str, torch.Tensor] | None" = None,
+) -> None:
+    """Write config.json and model.safetensors; `mean`: the head reads the mean, and its matrices are guarded.
+
+    `weights`: whole ones by name, where the network's own are shares of them or more than is to be saved.
+    """
     encoder = f"{network.base_model_prefix}."
-    weights = network.state_dict()
+    weights = dict(network.state_dict() if weights is None else weights)
     if mean:
         head = {name: weight for name, weight in weights.items() if weight.ndim == 2 and not name.startswith(encoder)}
         weights |= {name: weight.reshape(*GUARD, *weight.shape) for name, weight in head.items()}

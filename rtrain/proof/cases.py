@@ -18,7 +18,7 @@ from rtrain.config import Recipe
 from rtrain.data import ingest
 from rtrain.data.order import Order, chain
 from rtrain.data.stores.store import open_store
-from rtrain.exchange import ranks
+from rtrain.exchange import ranks, whole
 from rtrain.exchange.exchange import Exchange
 from rtrain.network import model
 from rtrain.proof import planted
@@ -31,6 +31,23 @@ if TYPE_CHECKING:
     import torch
 
 REFERENCE = "reference"
+SINGLE = "1 worker"
+"""The reference, as a layout to start from."""
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "shard 2": {"shard": 2},
+    "shard 3": {"shard": 3},
+    "tensor 2": {"tensor": 2},
+    "sequence": {"tensor": 2, "sequence": True},
+}
+"""Settings of `train` by the name of a layout."""
+GRIDS: dict[str, dict[str, Any]] = {
+    "shard 2, tensor 2": {"shard": 2, "tensor": 2},
+    "shard 3, sequence": {"shard": 3, "tensor": 2, "sequence": True},
+}
+"""Layouts of four workers: two replicas of two workers each."""
+PLAIN = {"shard": 0, "tensor": 1, "sequence": False, "gradient_compression": "none"}
+"""Those of a case without a layout. Compression is left out: the user asked for what it loses, and the sums are not at
+fault."""
 FLOOR = 1e-6
 """A tensor's gradient below this share of the whole gradient's norm is compared with that share instead of itself."""
 
@@ -41,15 +58,23 @@ class Case:
 
     workers: int
     micro_batch: int
-    resumed: bool = False
-    """Whether the case starts from the reference's checkpoint in mid-slice."""
+    layout: str = ""
+    """The name of one of `LAYOUTS` or `GRIDS`, or none: the whole model on every worker."""
+    resumed: str = ""
+    """From whose checkpoint in mid-slice the case starts, if from any: `SINGLE`, or a layout."""
     bug: str | None = None
     """The name of one of `planted.BUGS`, or none."""
 
     @property
     def name(self) -> str:
-        parts = [f"{self.workers} x {self.micro_batch}", "resized from 1" if self.resumed else "", self.bug or ""]
+        resumed = "resized from 1" if self.resumed == SINGLE else self.resumed and f"resumed from {self.resumed}"
+        parts = [f"{self.workers} x {self.micro_batch}", self.layout, resumed, self.bug or ""]
         return ", ".join(part for part in parts if part)
+
+    @property
+    def keeps(self) -> str:
+        """The name under which the case leaves a checkpoint in mid-slice, if it does."""
+        return "" if self.resumed or self.bug else self.layout
 
 
 @dataclass
@@ -123,9 +148,9 @@ class _Group:
         clock = loop.Clock()
         with clock.section("case"):
             train = self.job.recipe.train
-            # Compression is left out: the user asked for what it loses, and the sums are not at fault.
+            train = train.model_copy(update={**PLAIN, **{**LAYOUTS, **GRIDS}.get(case.layout, {})})
             exchange = strategies.build(copy.deepcopy(self.start), train)
-            reference = _Reference(self.slice.scratch / REFERENCE, exchange.rank == 0, self.slice.updates)
+            reference = _Reference(self.slice.scratch / REFERENCE, ranks.first(), self.slice.updates)
             measured = self._train(case, exchange, reference)
             measured.workers_differ = _differing(exchange)
         measured.seconds = round(clock.seconds["case"], 2)
@@ -137,12 +162,12 @@ class _Group:
         optimizer = optim.of_run(exchange, job.recipe)
         begin, link = 0, loop.GENESIS
         if case.resumed:
-            state = checkpoint.load(reference.checkpoint, exchange.module, optimizer)
+            state = checkpoint.load(reference.checkpoint(case.resumed), exchange.module, optimizer)
             begin, link = state.update, bytes.fromhex(state.ledger)
         step.settle(exchange, job.loss, job.pad_id, job.precision)
         teacher = job.recipe.distill.teacher
         share = ingest.Share(
-            job.store.folder, job.order, case.workers, exchange.rank, case.micro_batch, teacher=teacher
+            job.store.folder, job.order, exchange.world, exchange.rank, case.micro_batch, teacher=teacher
         )
         for update in ingest.stream(share, begin, job.order.updates):
             done = loop.one_update(
@@ -156,8 +181,8 @@ class _Group:
             link = chain(link, update.digest)
             measured.rows += done.rows
             measured.most_passes = max(measured.most_passes, done.passes)
-            if reference.is_made_here and update.number + 1 == job.order.updates // 2:
-                reference.keep(exchange.module, optimizer, update.number + 1, link)
+            if update.number + 1 == job.order.updates // 2 and (case.keeps or not reference.made):
+                reference.keep(case.keeps or SINGLE, exchange, optimizer, update.number + 1, link)
         measured.rows, measured.order_digest = _sum(exchange, measured.rows), link.hex()
         reference.weights(self.start, exchange, measured)
         return measured
@@ -179,15 +204,21 @@ class _Reference:
     """Gradients and weights of the first case, on disk; every later case is compared with them as it goes."""
 
     def __init__(self, folder: Path, active: bool, updates: int):
-        self._folder, self._active = folder, active
-        self._made = (folder / "weights.safetensors").is_file()
-        self.is_made_here = active and not self._made
-        self.checkpoint = checkpoint.path_of(folder, updates // 2)
+        self._folder, self._active, self._middle = folder, active, updates // 2
+        self.made = (folder / "weights.safetensors").is_file()
+        self.is_made_here = active and not self.made
         if active:
             folder.mkdir(exist_ok=True)
 
-    def keep(self, module: "torch.nn.Module", optimizer: Any, update: int, link: bytes) -> None:
-        checkpoint.save(self._folder, module, optimizer, checkpoint.State(update, link.hex(), None, None))
+    def checkpoint(self, name: str) -> Path:
+        return checkpoint.path_of(self._folder / name, self._middle)
+
+    def keep(self, name: str, exchange: Exchange, optimizer: Any, update: int, link: bytes) -> None:
+        """Called on every rank. Whoever reads it has made an exchange with rank 0 since."""
+        state = checkpoint.State(update, link.hex(), None, None)
+        taken = checkpoint.Snapshot.take(exchange.module, optimizer, state, gathered=exchange.whole)
+        if self._active:
+            checkpoint.write(self._folder / name, taken)
 
     def gradient(self, exchange: Exchange, update: int, measured: Measured) -> None:
         """Called on every rank; rank 0's gradient is the others', which the end's comparison of weights shows."""
@@ -201,9 +232,9 @@ class _Reference:
             return
         known = _read(path)
         norms = {name: float(value.norm()) for name, value in known.items() if not name.endswith(ROWS)}
-        whole = sum(norm**2 for norm in norms.values()) ** 0.5
+        total = sum(norm**2 for norm in norms.values()) ** 0.5
         for name, grad in gradients.items():
-            ratio = _difference(grad, known, name) / max(norms.get(name, 0.0), FLOOR * whole)
+            ratio = _difference(grad, known, name) / max(norms.get(name, 0.0), FLOOR * total)
             if not ratio <= measured.gradient_ratio:  # a NaN is the worst of all
                 measured.gradient_ratio, measured.worst_tensor, measured.worst_update = ratio, name, update
 
@@ -269,9 +300,15 @@ def _sum(exchange: Exchange, value: int) -> int:
 
 
 def _differing(exchange: Exchange) -> int:
-    """Workers whose weights are not those of rank 0, by digest."""
+    """Workers whose weights are not those of rank 0, by digest; shares of them are put together before."""
+    import torch
+    import torch.distributed as dist
+
     total = hashlib.sha256()
     for _, value in exchange.module.named_parameters():
-        total.update(value.detach().cpu().numpy().data)
+        total.update(whole.full(value.detach()).cpu().numpy().data)
     own = int.from_bytes(total.digest()[:8], "little") >> 1
-    return _sum(exchange, int(ranks.from_rank_zero(own) != own))
+    differs = torch.tensor([int(ranks.from_rank_zero(own) != own)])
+    if dist.is_initialized():
+        dist.all_reduce(differs)
+    return int(differs.item())

@@ -1,4 +1,4 @@
-"""Five bugs of the field, planted on purpose: a check that cannot fail proves nothing.
+"""Bugs of the field, planted on purpose: a check that cannot fail proves nothing.
 
 Each stands in for `step.run_update` and trains with one mistake. `rtrain verify --planted` shows that all are seen.
 """
@@ -96,18 +96,61 @@ class _Means:
         return sums * sums.new_tensor(factors)
 
 
+def counted_twice(exchange: Exchange, *rest: Any, **settings: Any) -> step.Done:
+    """Every gradient is counted twice, as by two hooks on the same weights."""
+    return step.run_update(_Mistaken(exchange, lambda: exchange.multiply(2.0)), *rest, **settings)
+
+
+def replica_left_out(
+    exchange: Exchange, optimizer: Any, loss: step.Loss, passes: Sequence[Tokens], **settings: Any
+) -> step.Done:
+    """What a replica's rows give is lost, as where a group of workers is made of others than its replicas."""
+    return step.run_update(exchange, optimizer, _Lost(loss) if exchange.rank else loss, passes, **settings)
+
+
+class _Mistaken:
+    """An exchange of whatever strategy, with something wrong after the passes of an update."""
+
+    def __init__(self, sound: Exchange, after: Callable[[], None]):
+        self._sound, self._after = sound, after
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sound, name)
+
+    def run(self, *arguments: Any) -> None:
+        self._sound.run(*arguments)
+        self._after()
+
+
+class _Lost:
+    def __init__(self, loss: step.Loss):
+        self._loss, self.parts = loss, loss.parts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loss, name)
+
+    def __call__(self, logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
+        return self._loss(logits, tokens) * 0.0
+
+
+SHARED: dict[str, RunUpdate] = {"gradient twice": counted_twice, "replica left out": replica_left_out}
+"""Bugs of workers that have shares of the weights."""
+LAYOUT = "shard 3"
+"""The layout in which they are planted."""
 BUGS: dict[str, RunUpdate] = {
     "mean of means": mean_of_means,
     "dropped tail row": dropped_tail_row,
     "double exchange": double_exchange,
     "k ignored": k_ignored,
     "stale embedding row": stale_embedding_row,
+    **SHARED,
 }
 
 
 def possible(freeze: str) -> list[str]:
-    """Bugs that a recipe can have, given its `model.freeze`: a frozen embedding has no gradient to be stale."""
-    return [name for name, bug in BUGS.items() if bug is not stale_embedding_row or freeze == "none"]
+    """Bugs of whole models that a recipe can have, given its `model.freeze`: a frozen embedding has no gradient to be
+    stale."""
+    return [name for name in BUGS if name not in SHARED and (BUGS[name] is not stale_embedding_row or freeze == "none")]
 
 
 class _Altered(Replicated):

@@ -7,22 +7,24 @@ not do: AdamW ignores the scale of a gradient, so that a gradient exchanged twic
 
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rtrain import config as configuration, events
 from rtrain.cluster import preflight
-from rtrain.config import Config
+from rtrain.config import Config, Recipe
 from rtrain.data import tokens
 from rtrain.errors import ConfigError, UserError
 from rtrain.network import model
 from rtrain.proof import planted
-from rtrain.proof.cases import REFERENCE, Case, Measured, Slice, run_group
+from rtrain.proof.cases import GRIDS, LAYOUTS, PLAIN, REFERENCE, SINGLE, Case, Measured, Slice, run_group
 from rtrain.run import Run
 from rtrain.runs import driver, failures, group as worker_group, nodes, preparing
+from rtrain.strategies import allowed
 
 TOLERANCE = 1e-8
 """Correct code stays below it by orders of magnitude, in float64; see `PLANTED`."""
@@ -62,7 +64,9 @@ def plan(config: Config, train_rows: int, mean_tokens: float, *, full: bool = Fa
     groups = _full() if full else _default(train.workers, train.micro_batch)
     if bugs:
         named = planted.possible(config.recipe.model.freeze)
-        groups = (*groups[:-1], (*groups[-1], *(Case(groups[-1][0].workers, 3, bug=bug) for bug in named)))
+        workers = groups[-1][0].workers
+        planted_in = [("", bug) for bug in named] + [(planted.LAYOUT, bug) for bug in planted.SHARED]
+        groups = (*groups[:-1], (*groups[-1], *(Case(workers, 3, where, bug=bug) for where, bug in planted_in)))
     most = max(group[0].workers for group in groups)
     budget = int((FULL_TOKENS if full else TOKENS) / max(1.0, mean_tokens))
     rows_per_update = min(config.recipe.rows_per_update, FULL_ROWS_PER_UPDATE if full else ROWS_PER_UPDATE)
@@ -76,14 +80,35 @@ def plan(config: Config, train_rows: int, mean_tokens: float, *, full: bool = Fa
 def _default(workers: int, micro_batch: int) -> tuple[tuple[Case, ...], ...]:
     workers = max(2, workers)
     other = 3 if micro_batch != 3 else 2
-    several = (Case(workers, micro_batch), Case(workers, other), Case(workers, other, resumed=True))
-    return ((Case(1, micro_batch), Case(1, other)), several)
+    several = (Case(workers, micro_batch), Case(workers, other), Case(workers, other, resumed=SINGLE))
+    return ((Case(1, micro_batch), Case(1, other)), (*several, *_laid_out(workers, other)))
+
+
+def _laid_out(workers: int, size: int, layouts: Iterable[str] = LAYOUTS) -> tuple[Case, ...]:
+    """Each layout, and each resumed by the next one; the last by workers that have the whole model."""
+    cases = tuple(Case(workers, size, name) for name in layouts)
+    return (*cases, *(Case(workers, size, into, resumed=name) for name, into in pairwise([*layouts, ""])))
+
+
+def possible(todo: Plan, recipe: Recipe, weights: Path) -> Plan:
+    """The plan without the layouts that the number of workers, or the model in the folder `weights`, does not allow."""
+
+    def fits(case: Case) -> bool:
+        known = {**LAYOUTS, **GRIDS}
+        layouts = [name for name in (case.layout, case.resumed) if name in known]
+        chosen = [{**PLAIN, **known[name], "workers": case.workers, "min_workers": None} for name in layouts]
+        trains = [recipe.train.model_copy(update=settings) for settings in chosen]
+        return not any(allowed.problems(recipe.model_copy(update={"train": one}), weights) for one in trains)
+
+    return replace(todo, groups=tuple(tuple(case for case in group if fits(case)) for group in todo.groups))
 
 
 def _full() -> tuple[tuple[Case, ...], ...]:
     sizes = (8, 4, 2)
     groups = [tuple(Case(workers, size) for size in sizes) for workers in (1, 2, 3)]
-    return (groups[0], *((*group, Case(group[0].workers, 4, resumed=True)) for group in groups[1:]))
+    resized = [(*group, Case(group[0].workers, 4, resumed=SINGLE)) for group in groups[1:]]
+    grids = (Case(4, 4), *_laid_out(4, 4, GRIDS))
+    return (groups[0], *((*group, *_laid_out(group[0].workers, 4)) for group in resized), grids)
 
 
 # ----------------------------------------------------------------------------------------------------------- judgement
@@ -207,6 +232,7 @@ def run(
     store, _ = tokens.ensure(config.recipe, source, weights, folder.parent)
     rows = store.rows("train")
     todo = plan(config, rows, store.manifest.tokens["train"] / max(1, rows), full=full, bugs=bugs)
+    todo = possible(todo, config.recipe, weights)
     config = configuration.with_overrides(
         config,
         {
@@ -217,8 +243,9 @@ def run(
     )
     if problems := [*preflight.rows(config.recipe, rows), *preparing.capacity(config)]:
         raise ConfigError(problems)
-    # The reference's gradients in float64, its weights and a checkpoint of three times its weights.
-    preflight.disk(folder, (todo.updates + 4) * 2 * sum(path.stat().st_size for path in weights.glob("*.safetensors")))
+    # In float64 the reference's gradients, its weights and checkpoints of three times its weights.
+    copies = todo.updates + 4 + 3 * sum(bool(case.keeps) for group in todo.groups for case in group)
+    preflight.disk(folder, copies * 2 * sum(path.stat().st_size for path in weights.glob("*.safetensors")))
     folder.mkdir(parents=True)
     trained = Slice(config.recipe, folder, store.folder, weights, todo.rows, todo.updates)
     with events.Follow([(folder, {})], on_event):
@@ -248,7 +275,7 @@ def _run_group(group: Sequence[Case], trained: Slice) -> None:
 def _measured(folder: Path) -> list[tuple[Case, Measured]]:
     return [
         (
-            Case(**{name: event[name] for name in ("workers", "micro_batch", "resumed", "bug")}),
+            Case(**{name: event[name] for name in ("workers", "micro_batch", "layout", "resumed", "bug")}),
             Measured(**event["measured"]),
         )
         for event in Run(folder).events("case")

@@ -20,6 +20,7 @@ from rtrain.report import label_counts, versions
 from rtrain.report.live import trackers
 from rtrain.run import Run
 from rtrain.runs import nodes, opening, smaller
+from rtrain.strategies import allowed
 from rtrain.tasks import base
 from rtrain.training import losses
 
@@ -78,6 +79,7 @@ def check(
     try:
         folder = model.resolve(config.recipe.model.name, root)
         problems += model.check_architecture(folder, config.recipe.data.window_tokens)
+        problems += allowed.problems(config.recipe, folder)
     except ConfigError as error:
         problems += error.problems
     problems += trackers.missing(config)

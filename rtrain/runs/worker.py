@@ -4,12 +4,10 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from rtrain import artifact, engines, env, predict, reference
 from rtrain.batch import Head, Ragged, Tokens
@@ -22,7 +20,6 @@ from rtrain.doctor.forecast import guess
 from rtrain.errors import ConfigError, UserError
 from rtrain.exchange import ranks
 from rtrain.exchange.alive import Watch
-from rtrain.exchange.exchange import Exchange
 from rtrain.metrics import scores
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import beside, model, packed, pooling, precision as formats, sentence, trimming
@@ -182,7 +179,7 @@ class _Worker:
         start, train = self._start, self.job.recipe.train
         # Where padding costs nothing, the rows of a worker are regrouped: tokens alone say how many fit into a pass.
         most_rows = None if packed.enabled(self.network) else train.micro_batch
-        asked = train.tokens_per_pass or _smallest(self.exchange, self._run, self._fits) or pass_size.ON_CPU
+        asked = train.tokens_per_pass or _smallest(self.watch, self._run, self._fits) or pass_size.ON_CPU
         most_tokens = recovery.tokens_per_pass(asked, start.halvings)
         if self._rank == 0 and most_tokens < asked:
             self._run.append("smaller_passes", tokens=most_tokens)
@@ -190,7 +187,7 @@ class _Worker:
         share = ingest.Share(
             self.job.store.folder,
             self.job.order,
-            *(self._world, self._rank, most_rows, most_tokens, teacher),
+            *(self.exchange.world, self.exchange.rank, most_rows, most_tokens, teacher),
             measures=self.job.measures,
         )
         return lambda first, last: self._told(ingest.stream(share, first, last))
@@ -211,13 +208,16 @@ class _Worker:
                 self.exchange, job.task, job.store, "valid", pad_id=job.pad_id, precision=job.precision
             )
 
+        with self.watch.busy():
+            weights = dict(self.exchange.whole(self.network.state_dict()))
+
         @self.watch.busy()
         def write() -> None:
             if self._rank == 0:
                 chosen, scored = _calibrated(job, outcome, answers)
                 _keep_answers(chosen, self._source, answers, self.watch.alive)
                 self.watch.alive()
-                export(self.network, self._source, chosen, scored, answers.get("valid"))
+                export(self.network, self._source, chosen, scored, answers.get("valid"), weights=weights)
 
         ranks.together(self.watch, write)  # no rank leaves, and so ends the run, before the artefact is written
 
@@ -256,18 +256,18 @@ def _decided_size(watch: Watch, run: Run) -> int | None:
     return ranks.decided(watch, lambda: int(run.decisions.get(PASS, 0))) or None
 
 
-def _smallest(exchange: Exchange, run: Run, fits: int | None) -> int | None:
+def _smallest(watch: Watch, run: Run, fits: int | None) -> int | None:
     """Tokens of a pass that fits on every worker's GPU. Rank 0 decides, once."""
     if fits is None:
         return None
-    smallest = int(np.concatenate(exchange.gather(np.array([fits]))).min())
+    smallest = -ranks.most(-fits)
 
     def keep() -> int:
         if PASS not in run.decisions:
             run.append("pass_size", tokens=smallest)
         return int(run.decide(PASS, smallest))
 
-    return ranks.decided(exchange.watch, keep)
+    return ranks.decided(watch, keep)
 
 
 def _calibrated(job: loop.Job, outcome: loop.Outcome, answers: dict[str, Ragged]) -> tuple[loop.Job, loop.Outcome]:
@@ -303,15 +303,16 @@ def export(
     job: loop.Job,
     outcome: loop.Outcome,
     validated: Ragged | None = None,
+    *,
+    weights: "Mapping[str, torch.Tensor]",
 ) -> Path:
-    """Write the run's artefact from the model as it stands, through a hidden draft: it appears whole or not at all.
+    """Write the run's artefact from whole `weights`, through a hidden draft: it appears whole or not at all.
 
     `validated`: the outcomes of the validation rows, of which the artefact keeps histograms.
     """
     draft = job.run.folder / f".artifact.{uuid.uuid4().hex[:8]}"
-    beside.detach(network)
     mean = job.recipe.model.pooling == "mean"
-    pooling.save(network, draft, mean=mean)
+    pooling.save(network, draft, mean=mean, weights=beside.without(weights))
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, draft / name)

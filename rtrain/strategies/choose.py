@@ -7,13 +7,12 @@ from rtrain.exchange.alive import Watch
 from rtrain.exchange.exchange import Exchange
 from rtrain.exchange.replicas import Say, unsaid
 from rtrain.exchange.replicated import Replicated
+from rtrain.strategies.cut import Cut
+from rtrain.strategies.fully import Fully
 from rtrain.strategies.shares import OptimizerShares
 
 if TYPE_CHECKING:
     import torch
-
-WHOLE = (Replicated, OptimizerShares)
-"""By `train.shard`, where every worker has the whole model."""
 
 
 def build(
@@ -25,5 +24,14 @@ def build(
     touched_rows: bool = True,
 ) -> Exchange:
     """The exchange of a network, which is on its device. Called on every worker."""
+    import torch.distributed as dist
+
+    workers = dist.get_world_size() if dist.is_initialized() else 1
+    if train.shard > 1 and workers > train.tensor:
+        weights = train.shard == 3
+        return Fully(network, watch, say, tensor=train.tensor, sequence=train.sequence, weights=weights)
+    if train.tensor > 1:
+        return Cut(network, watch, say, tensor=train.tensor, sequence=train.sequence)
+    kind = OptimizerShares if train.shard else Replicated
     by, compressed = train.transport, train.gradient_compression
-    return WHOLE[train.shard](network, watch, say, touched_rows=touched_rows, by=by, compressed=compressed)
+    return kind(network, watch, say, touched_rows=touched_rows, by=by, compressed=compressed)

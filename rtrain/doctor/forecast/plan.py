@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rtrain.config import Config
-from rtrain.doctor.forecast import layouts, pace as paces, prices as pricing, scaling
+from rtrain.doctor.forecast import layouts, memory, pace as paces, prices as pricing, scaling
 from rtrain.doctor.forecast.facts import Rows, Shape
 from rtrain.doctor.forecast.layouts import Cluster, Kind, Layout
 from rtrain.doctor.forecast.memory import Need
@@ -29,6 +29,8 @@ FORWARD: Final = 1 / 3
 """An evaluation's share of a training pass: it has no backward pass."""
 CURVE: Final = (1, 8, 64, 512, 4096)
 """Workers that a plan tells the efficiency of."""
+STAGES: Final = tuple(memory.STRATEGIES)
+"""By `train.shard`."""
 RECOMPUTED: Final = 4 / 3
 """Of a pass whose layers are computed again: one more forward pass."""
 
@@ -44,14 +46,14 @@ class Way:
     @property
     def settings(self) -> str:
         """What of the recipe asks for it."""
-        shard = f"train.shard={1 if self.strategy == 'zero1' else 0}"
-        return f"{shard} train.gradient_checkpointing={'true' if self.recomputed else 'false'}"
+        recomputed = "true" if self.recomputed else "false"
+        return f"train.shard={STAGES.index(self.strategy)} train.gradient_checkpointing={recomputed}"
 
 
 def ways(config: Config, workers: int) -> list[Way]:
     """The recipe's own way, then those that take less memory, the fastest first."""
     train = config.recipe.train
-    own = ("zero1" if train.shard and workers > 1 else "ddp", train.gradient_checkpointing)
+    own = (STAGES[train.shard if workers > 1 else 0], train.gradient_checkpointing)
     found = [Way(*own, "as the recipe says")]
     shared = "the recipe's own way does not fit; sharing the optimizer's moments changes no weight"
     again = (
@@ -59,6 +61,8 @@ def ways(config: Config, workers: int) -> list[Way]:
     )
     others = [("zero1", own[1], shared)] if workers > 1 else []
     others += [("ddp", True, again), *([("zero1", True, again)] if workers > 1 else [])]
+    gathered = "nothing else fits; sharing the weights too changes none, and each layer is gathered when its turn comes"
+    others += [("zero3", True, gathered)] if workers > 1 else []
     return found + [Way(*one) for one in others if one[:2] != own]
 
 

@@ -1,0 +1,89 @@
+"""Where an encoder layer can be cut across workers, by architecture (Shoeybi et al. 2019, arXiv:1909.08053).
+
+Two products after each other need one sum: the first is cut by its outputs, the second by its inputs, and what lies
+between, attention heads or the feed-forward layer's inner vector, is a worker's own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rtrain.network import attention, dropout, packed
+
+if TYPE_CHECKING:
+    import torch
+    import transformers
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Names of parts within an encoder layer."""
+
+    by_outputs: tuple[str, ...]
+    """Linear layers."""
+    by_inputs: tuple[str, ...]
+    """Linear layers."""
+    whole: tuple[str, ...]
+    """What reads all tokens, where the tokens are cut too between these products (Korthikanti et al. 2022,
+    arXiv:2205.05198)."""
+    norms: tuple[str, ...]
+    """Normalisations, which then read a worker's own tokens."""
+
+
+_BERT = Cut(
+    (*(f"attention.self.{name}" for name in ("query", "key", "value")), "intermediate.dense"),
+    ("attention.output.dense", "output.dense"),
+    ("attention.self", "intermediate"),
+    ("attention.output.LayerNorm", "output.LayerNorm"),
+)
+CUTS: Mapping[str, Cut] = {
+    **dict.fromkeys(("bert", "electra", "roberta", "xlm-roberta", "camembert"), _BERT),
+    "distilbert": Cut(
+        ("attention.q_lin", "attention.k_lin", "attention.v_lin", "ffn.lin1"),
+        ("attention.out_lin", "ffn.lin2"),
+        ("attention", "ffn"),
+        ("sa_layer_norm", "output_layer_norm"),
+    ),
+}
+"""By model type."""
+
+
+def drop_apart(layers: "torch.nn.Module", place: int) -> None:
+    """Let dropout between layers' products take a worker's own tokens, with masks of its own."""
+    import torch
+
+    for layer in layers.modules():
+        if type(layer) is torch.nn.Dropout:
+            layer.forward = partial(_drop_own, layer, place)  # type: ignore[method-assign]
+
+
+def _drop_own(layer: "torch.nn.Dropout", place: int, values: "torch.Tensor") -> "torch.Tensor":
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(values, DTensor):
+        return dropout.drop(layer, values)
+    own = dropout.drop(layer, values.to_local(), place)
+    found: torch.Tensor = DTensor.from_local(
+        own, values.device_mesh, values.placements, run_check=False, shape=values.shape, stride=values.stride()
+    )
+    return found
+
+
+def keep_heads(network: "transformers.PreTrainedModel", parts: int, place: int) -> None:
+    """Tell a network that its attention heads are cut into `parts`, of which it has number `place`.
+
+    A worker's heads must not drop what the same heads of the others drop: its masks of attention's dropout are its own,
+    while all other masks stay the same on all workers of a replica.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    if not packed.enabled(network):
+        return
+    name, draw = f"{packed.NAME}_{place}_of_{parts}", partial(dropout.mask, salt=place)
+    AttentionInterface.register(name, partial(attention.packed, draw=draw))
+    AttentionMaskInterface.register(name, packed.mask)
+    network.set_attn_implementation(name)
+    config: Any = network.config
+    setattr(network, packed.HEADS, config.num_attention_heads // parts)

@@ -1,0 +1,117 @@
+"""A replica on several workers: its layers are cut across them by torch's tensor parallelism."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rtrain.exchange import ranks, whole
+from rtrain.exchange.alive import Watch
+from rtrain.exchange.replicas import Replicas, Say, unsaid
+from rtrain.exchange.touched_rows import table_of
+from rtrain.network import cuts
+from rtrain.strategies import mesh
+from rtrain.strategies.shares import MOMENTS, STEP_BYTES
+from rtrain.training import layerwise
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Cut(Replicas):
+    """A share of the layers on each of `tensor` workers, which together are a replica.
+
+    All workers of a replica compute the same rows. Weights that are not cut, such as normalisations, get the same
+    gradient on all of them, so that gradients are exchanged between replicas alone.
+    """
+
+    def __init__(
+        self,
+        module: "torch.nn.Module",
+        watch: Watch | None = None,
+        say: Say = unsaid,
+        *,
+        tensor: int = 1,
+        sequence: bool = False,
+    ):
+        """`say` is told how much of the optimizer's state each worker has. `sequence`: between layers' products, each
+        worker of a replica has some of the tokens."""
+        self._grid = mesh.grid(tensor, next(module.parameters()).device.type)
+        super().__init__(module, watch, say, self._grid.get_group(mesh.REPLICAS))
+        if tensor > 1:
+            cut_layers(module, self._grid[mesh.TENSOR], sequence)
+
+    def optimizer(self, made: Any) -> "torch.optim.Optimizer":
+        import torch
+        import torch.distributed as dist
+
+        shares = [whole.local(one) for one in self.module.parameters() if one.requires_grad]
+        sizes = torch.zeros(self.workers, dtype=torch.int64)
+        sizes[dist.get_rank()] = sum(len(MOMENTS) * one.nbytes + STEP_BYTES for one in shares)
+        dist.all_reduce(sizes)
+        self._say("sharded", state_bytes=sizes.tolist())
+        return super().optimizer(made)
+
+    @contextlib.contextmanager
+    def during(self, last: bool) -> Iterator[None]:
+        yield
+        if last and self.distributed:
+            for gradient in self.collected():
+                self.sum(whole.local(gradient)).div_(self.world)
+
+    def whole(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
+        for name, tensor in tensors.items():
+            self.watch.alive()
+            found = whole.full(tensor)
+            if ranks.first():
+                yield name, found
+
+    def most(self, passes: int) -> int:
+        """The most passes that any replica makes."""
+        import torch
+        import torch.distributed as dist
+
+        found = torch.tensor([passes], dtype=torch.int64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        return int(found.item())
+
+
+def cut_layers(module: Any, group: "DeviceMesh", sequence: bool) -> None:
+    """Cut the encoder's layers, and its table of words where nothing else is tied to it, across the workers of
+    `group`; and the tokens between the layers' products."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    cut, table, layers = cuts.CUTS[module.config.model_type], table_of(module), layerwise.layers(module.base_model)
+    assert layers is not None  # `cuts` knows the architectures
+    trained = {name: one.requires_grad for name, one in module.named_parameters()}
+    plan: dict[str, Any] = {name: ColwiseParallel() for name in cut.by_outputs}
+    plan |= {name: RowwiseParallel() for name in cut.by_inputs}
+    if sequence:
+        every, own = (Replicate(),), (Shard(1),)
+        # As DTensors, which know how many tokens there are: the workers may have unequally many.
+        plan |= {name: RowwiseParallel(output_layouts=own[0], use_local_output=False) for name in cut.by_inputs}
+        plan |= {name: SequenceParallel() for name in cut.norms}
+        plan |= {
+            name: PrepareModuleInput(input_layouts=own, desired_input_layouts=every, use_local_output=True)
+            for name in cut.whole
+        }
+        first = PrepareModuleOutput(output_layouts=every, desired_output_layouts=own, use_local_output=False)
+        encoder = module.base_model
+        parallelize_module(getattr(encoder, "embeddings_project", encoder.embeddings), group, first)
+        parallelize_module(layers[-1], group, PrepareModuleOutput(output_layouts=own, desired_output_layouts=every))
+        cuts.drop_apart(layers, group.get_local_rank())
+    for layer in layers:
+        parallelize_module(layer, group, plan)
+    if table is not None:
+        parallelize_module(table[1], group, RowwiseParallel(input_layouts=Replicate()))
+    for name, one in module.named_parameters():
+        one.requires_grad_(trained[name])  # torch's sequence parallelism forgets it
+    cuts.keep_heads(module, group.size(), group.get_local_rank())

@@ -1,0 +1,67 @@
+"""Gradients and optimizer state in shares, or the weights too: ZeRO stages 2 and 3 (Rajbhandari et al. 2020,
+arXiv:1910.02054), by torch's `fully_shard` (Zhao et al. 2023, arXiv:2304.11277).
+
+Before a layer computes, the replicas gather its weights; after its backward pass each keeps its share of the gradient's
+sum alone. So every pass of every replica is an exchange: all make equally many of them.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rtrain import ray_internals
+from rtrain.batch import Tokens
+from rtrain.exchange.alive import Watch
+from rtrain.exchange.exchange import Work
+from rtrain.exchange.replicas import Say, unsaid
+from rtrain.strategies import mesh
+from rtrain.strategies.cut import Cut
+from rtrain.training import layerwise
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Fully(Cut):
+    """A share of every tensor on every replica."""
+
+    def __init__(
+        self,
+        module: "torch.nn.Module",
+        watch: Watch | None = None,
+        say: Say = unsaid,
+        *,
+        tensor: int = 1,
+        sequence: bool = False,
+        weights: bool = True,
+    ):
+        """`weights`: between two passes over a layer, keep a share of its weights alone (stage 3); else they are whole
+        from an update's first pass to its last (stage 2)."""
+        from torch.distributed.fsdp import fully_shard
+
+        super().__init__(module, watch, say, tensor=tensor, sequence=sequence)
+        ray_internals.hush_redistribution()
+        # Nothing writes into what a pass answers.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+        self._parts: Any = [*(layerwise.layers(getattr(module, "base_model", module)) or ()), module]
+        self._weights = weights
+        for part in self._parts:
+            fully_shard(part, mesh=self._grid[mesh.REPLICAS], reshard_after_forward=None if weights else False)
+            part.set_force_sum_reduction_for_comms(True)  # Gloo takes no means
+
+    def filled(self, passes: Sequence[Tokens], work: Work) -> Sequence[Tokens]:
+        return [*passes, *[work.idle] * (max(1, self.most(len(passes))) - len(passes))]
+
+    @contextlib.contextmanager
+    def during(self, last: bool) -> Iterator[None]:
+        self._parts[-1].set_reshard_after_backward(last or self._weights)
+        yield
+
+    @contextlib.contextmanager
+    def answering(self, passes: int) -> Iterator[int]:
+        try:
+            yield self.most(passes) - passes
+        finally:
+            for part in self._parts:
+                part.reshard()

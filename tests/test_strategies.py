@@ -1,0 +1,301 @@
+"""Every strategy on real processes: the gradient and the weights of one worker, one checkpoint for all of them."""
+
+import atexit
+import json
+import os
+import shutil
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+
+from rtrain.batch import Head, Tokens
+from rtrain.checkpoints import checkpoint
+from rtrain.config import Distill, Recipe, load
+from rtrain.exchange.exchange import Exchange
+from rtrain.exchange.replicas import Replicas
+from rtrain.network import model
+from rtrain.strategies import choose
+from rtrain.training import losses, optim, step
+from tests import test_tasks_masked_lm, test_training_loop
+from tests.test_exchange_transport import joined, run
+from tests.test_training_step import LOSS, TASK, distance, make_network, make_rows, make_still_encoder, norm, pick
+from tests.tiny import make_masked
+
+UPDATES = (13, 2, 1, 12)
+"""Rows of the updates, in passes of three; the third leaves one replica idle."""
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "shard 0": {},
+    "shard 1": {"shard": 1},
+    "shard 2": {"shard": 2},
+    "shard 3": {"shard": 3},
+    "tensor 2": {"tensor": 2},
+    "tensor 2, sequence": {"tensor": 2, "sequence": True},
+}
+SHARDED = ("shard 2", "shard 3")
+SHARES = [name for name in LAYOUTS if name not in ("shard 0", "shard 1")]
+KILLED_AT = 2
+# Name -> layout until the run is killed in its third update (None: it is not), and layout of the rest of it.
+RUNS: dict[str, tuple[str | None, str]] = {
+    "0": (None, "shard 0"),
+    "3": (None, "shard 3"),
+    "3, killed": ("shard 3", "shard 3"),
+    "2, killed, then 3": ("shard 2", "shard 3"),
+    "3, killed, then 0": ("shard 3", "shard 0"),
+    "0, killed, then 2": ("shard 0", "shard 2"),
+    "tensor": (None, "tensor 2"),
+    "tensor, killed": ("tensor 2", "tensor 2"),
+    "3, killed, then tensor": ("shard 3", "tensor 2"),
+}
+
+
+STILL = "still"
+"""The ground of runs without dropout, whose masks depend on the layout."""
+DROPPING = ("3", "3, killed", "tensor", "tensor, killed")
+
+
+FAMILIES = ("bert", "distilbert", "roberta")
+"""Of masked language models, whose word embedding is tied to their head; the layers of the last are computed again in
+the backward pass."""
+
+
+class _Kept(step.Observer):
+    """The gradients of an update, whole."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, torch.Tensor] = {}
+
+    def gradient(self, exchange: Exchange) -> None:
+        own = {name: one.grad for name, one in exchange.module.named_parameters() if one.grad is not None}
+        self.found = {name: value.clone() for name, value in exchange.whole(own)}
+
+
+def recipe(**train: Any) -> Recipe:
+    return load("intent", {f"train.{name}": value for name, value in train.items()} | {"optim.lr": 1e-3}).recipe
+
+
+def share_of(number: int, world: int, rank: int) -> list[Tokens]:
+    """Passes of three rows, two of three of them the first replica's."""
+    rows = make_rows(UPDATES[number], seed=number)
+    every = [pick(rows, range(first, min(first + 3, len(rows)))) for first in range(0, len(rows), 3)]
+    return every if world == 1 else [one for place, one in enumerate(every) if (place % 3 == 2) == (rank == 1)]
+
+
+def trained(exchange: Exchange, kept: Path, **train: Any) -> list[dict[str, Any]]:
+    """Four updates by AdamW; rank 0 keeps gradients and weights."""
+    optimizer, found, gradients = optim.of_run(exchange, recipe(**train)), [], []
+    for number, count in enumerate(UPDATES):
+        share, rows = share_of(number, exchange.world, exchange.rank), step.row_sum(make_rows(count, number).row_ids)
+        seen = _Kept()
+        done = step.run_update(
+            exchange, optimizer, LOSS, share, pad_id=0, clip_norm=1.0, rows=rows, observer=seen, measures=True
+        )
+        found.append({"loss": done.loss, "norm": done.gradient_norm, "rows": done.rows, "passes": done.passes})
+        gradients.append(seen.found)
+    weights = dict(exchange.whole({name: one.detach() for name, one in exchange.module.named_parameters()}))
+    moments = dict(exchange.whole(checkpoint.moments_of(exchange.module, optimizer)))
+    if weights:
+        kept.mkdir()
+        for name, value in (("gradients", gradients), ("weights", weights), ("moments", moments)):
+            torch.save(value, kept / f"{name}.pt")
+    return found
+
+
+def guessed(folder: Path, family: str, layout: str | None) -> dict[str, torch.Tensor]:
+    """The gradient of an update of two passes, on rank 0, by a layout or by one worker that is alone."""
+    network: Any = model.build(folder / family, test_tasks_masked_lm.TASK, (), seed=0).double().train()
+    if family == FAMILIES[-1]:
+        model.keep_inputs_alone(network)
+    exchange = Replicas(network) if layout is None else choose.build(network, recipe(**LAYOUTS[layout]).train)
+    head = test_tasks_masked_lm.HEAD
+    rows = test_tasks_masked_lm.TASK.prepare(test_tasks_masked_lm.rows(6, length=31), head, 0, 0)
+    passes = [rows.pick([0, 4, 5]), rows.pick([1, 2, 3])][exchange.rank :: exchange.world]
+    loss, seen = losses.for_run(test_tasks_masked_lm.TASK, Distill(), head), _Kept()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.0, foreach=False)
+    step.run_update(exchange, optimizer, loss, passes, pad_id=0, observer=seen)
+    return seen.found
+
+
+def _worker(rank: int, folder: Path) -> None:
+    joined(rank, 2, folder)
+    found: dict[str, Any] = {"updates": {}, "runs": {}, "said": {}}
+    for name, train in LAYOUTS.items():
+        said: dict[str, Any] = {}
+        network = make_network(folder / "encoder")
+        exchange = choose.build(
+            network, recipe(**train).train, say=lambda kind, said=said, **fields: said.update(fields)
+        )
+        found["updates"][name] = trained(exchange, folder / name, **train)
+        found["said"][name] = said
+        del exchange, network
+    for name in SHARES:
+        network = make_network(folder / "encoder", "encoder")
+        trained(choose.build(network, recipe(**LAYOUTS[name]).train), folder / f"{name}, frozen", **LAYOUTS[name])
+    for family in FAMILIES:
+        for name in SHARES:
+            torch.save(guessed(folder, family, name), folder / f"{family}-{name}-{rank}.pt")
+    for name in RUNS:
+        found["runs"][name] = _run(folder, name, rank)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    (folder / f"died-{rank}").write_text(_left_alone(rank, folder))
+
+
+class _Dying(losses.RunLoss):
+    """Of a worker that dies between a forward pass and its backward pass."""
+
+    def __call__(self, logits: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        os._exit(0)
+
+
+def _left_alone(rank: int, folder: Path) -> str:
+    """What a worker in the middle of a pass is told when the other one dies."""
+    network = make_network(folder / "encoder")
+    exchange, optimizer = choose.build(network, recipe(shard=3).train), torch.optim.SGD(network.parameters(), lr=0.0)
+    try:
+        loss = LOSS if rank == 0 else _Dying(TASK, Distill(), Head())
+        step.run_update(exchange, optimizer, loss, share_of(0, 2, rank), pad_id=0)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _run(folder: Path, name: str, rank: int) -> dict[str, Any]:
+    before, after = RUNS[name]
+    ground = folder / ("ground" if name in DROPPING else STILL)
+    chosen: dict[str, Any] = {"save_every": 1, "keep": 9, "world": 2, "rank": rank, "workers": 2, "transport": "stock"}
+    if before is not None:
+        test_training_loop.start(ground, folder / name, kill=KILLED_AT, **chosen, **LAYOUTS[before])
+    ran = test_training_loop.start(ground, folder / name, **chosen, **LAYOUTS[after])
+    assert ran.outcome is not None
+    return {
+        "from": ran.recorder.of("started")[0]["update"],
+        "scores": ran.outcome.scores,
+        "ledger": ran.outcome.ledger,
+        "losses": [fields["loss"] for fields in ran.recorder.of("evaluated") if "loss" in fields],
+    }
+
+
+Results = tuple[list[dict[str, Any]], Path]
+
+
+@lru_cache(maxsize=1)
+def _ran_once() -> Results | Exception:
+    folder = Path(mkdtemp(prefix="rtrain-strategies-"))
+    atexit.register(shutil.rmtree, folder)
+    try:
+        make_still_encoder(folder / "encoder")
+        test_training_loop.make_ground(folder / "ground")
+        shutil.copytree(folder / "ground", folder / STILL)
+        make_still_encoder(folder / STILL / "encoder")
+        for family in FAMILIES:
+            make_masked(folder / family, family)
+        trained(Replicas(make_network(folder / "encoder")), folder / "alone")
+        trained(Replicas(make_network(folder / "encoder", "encoder")), folder / "alone, frozen")
+        run(_worker, (folder,), 2)
+    except Exception as error:
+        return error
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], folder
+
+
+def on_workers() -> Results:
+    found = _ran_once()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def kept(folder: Path, name: str, what: str) -> Any:
+    return torch.load(folder / name / f"{what}.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *(f"{name}, frozen" for name in SHARES)])
+def test_the_gradient_of_every_update_is_that_of_one_worker(name: str) -> None:
+    """Also of a head alone, whose encoder is frozen."""
+    _, folder = on_workers()
+    like = "alone, frozen" if "frozen" in name else "alone"
+    for one, alone in zip(kept(folder, name, "gradients"), kept(folder, like, "gradients"), strict=True):
+        assert one.keys() == alone.keys()
+        assert distance(one, alone) < 1e-10
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_architectures_and_tied_heads_have_the_gradient_of_one_worker(family: str) -> None:
+    _, folder = on_workers()
+    alone = guessed(folder, family, None)
+    for name in SHARES:
+        found = torch.load(folder / f"{family}-{name}-0.pt", weights_only=True)
+        assert found.keys() == alone.keys()
+        assert distance(found, alone) < 1e-10
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_and_moments_end_as_those_of_one_worker(name: str) -> None:
+    _, folder = on_workers()
+    start = {one: value.detach() for one, value in make_network(folder / "encoder").named_parameters()}
+    weights, alone = (kept(folder, one, "weights") for one in (name, "alone"))
+    assert weights.keys() == alone.keys()
+    moved = norm({one: value - start[one] for one, value in alone.items()})
+    assert norm({one: value - alone[one] for one, value in weights.items()}) < 1e-8 * moved
+    moments, others = (kept(folder, one, "moments") for one in (name, "alone"))
+    assert {one: value.shape for one, value in moments.items()} == {one: value.shape for one, value in others.items()}
+    assert distance(moments, others) < 1e-8
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_worker_knows_loss_and_norm_and_its_own_rows(name: str) -> None:
+    results, _folder = on_workers()
+    first, second = (found["updates"][name] for found in results)
+    alone = results[0]["updates"]["shard 0"]
+    for number, (one, other, plain) in enumerate(zip(first, second, alone, strict=True)):
+        assert one["loss"] == other["loss"] == pytest.approx(plain["loss"], rel=1e-9)
+        assert one["norm"] == other["norm"] == pytest.approx(plain["norm"], rel=1e-9)
+        replicas = [one] if "tensor" in name else [one, other]
+        assert sum(each["rows"] for each in replicas) == UPDATES[number]
+    assert [one["passes"] for one in second] == ([5, 1, 1, 4] if "tensor" in name else [1, 0, 0, 1])
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_each_worker_has_half_of_the_optimizer_s_state(name: str) -> None:
+    results, folder = on_workers()
+    sizes = results[0]["said"][name]["state_bytes"]
+    whole = sum(value.nbytes for key, value in kept(folder, "alone", "moments").items() if not key.endswith(":step"))
+    assert 0 < sum(sizes) - whole < 0.01 * whole
+    assert max(sizes) < 0.52 * sum(sizes)
+
+
+def test_a_worker_whose_neighbour_dies_within_a_pass_ends_with_an_error() -> None:
+    _, folder = on_workers()
+    assert (folder / "died-0").read_text()
+    assert not (folder / "died-1").exists()
+
+
+def weights_of(folder: Path, name: str, update: int) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(checkpoint.path_of(folder / name / "checkpoints", update) / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["3", "tensor"])
+def test_a_run_in_shares_resumes_bit_for_bit_with_dropout(name: str) -> None:
+    results, folder = on_workers()
+    for update in range(1, test_training_loop.UPDATES + 1):
+        files = [test_training_loop.fingerprint(folder / one, update) for one in (name, f"{name}, killed")]
+        assert files[0] == files[1]
+    assert [found["runs"][f"{name}, killed"]["from"] for found in results] == [KILLED_AT] * 2
+    assert results[0]["runs"][f"{name}, killed"]["scores"] == results[1]["runs"][name]["scores"]
+
+
+@pytest.mark.parametrize("name", [one for one in RUNS if ", then " in one])
+def test_a_run_goes_on_in_another_layout(name: str) -> None:
+    results, folder = on_workers()
+    assert [found["runs"][name]["from"] for found in results] == [KILLED_AT] * 2
+    plain, last = results[0]["runs"]["0"], test_training_loop.UPDATES
+    assert {found["runs"][name]["ledger"] for found in results} == {plain["ledger"]}
+    assert results[0]["runs"][name]["losses"] == pytest.approx(plain["losses"], rel=1e-3)
+    weights, others, start = (weights_of(folder, *place) for place in ((name, last), ("0", last), ("0", 1)))
+    moved = norm({one: others[one] - start[one] for one in others})
+    # In fp32 and past Adam's amplification of rounding where the true gradient is zero.
+    assert norm({one: weights[one] - others[one] for one in others}) < 1e-2 * moved
