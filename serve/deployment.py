@@ -48,6 +48,8 @@ READY_TIMEOUT_S = 60.0
 RAY_SERVE = {
     # Ray ends a proxy that is not up after 5 s, which a busy machine needs for its imports.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
+    # A proxy that has died is replaced after three misses, of which Ray's own 10 s would make half a minute.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     # Between two reports of a replica's load, by which the number of replicas is decided; Ray's own 10 s are slow.
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
     # The application on the replica's own event loop: nothing of ours blocks it (engine, files and long texts have

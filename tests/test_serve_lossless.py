@@ -1,0 +1,99 @@
+"""10,000 requests over changes and the end, and what dies under load: how many are lost, raw and to clients that ask
+once more. By hand: the figures are on stderr."""
+
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import ray.serve
+
+from rtrain.config import Serve
+from serve import deployment
+from serve.deployment import start
+from tests.test_serve_deployment import openvino_artifact, processes
+from tests.test_serve_rollout import Seen, load, replicas
+
+pytestmark = [pytest.mark.slow, pytest.mark.serve, pytest.mark.usefixtures("ray_session")]
+
+REQUESTS = 10_000
+BETWEEN = ("ConnectionRefusedError", "RemoteDisconnected", "ConnectionResetError", "BrokenPipeError")
+"""How a client learns that the endpoint has ended between two of its questions."""
+KILLS = 10
+
+
+def tell(what: str, seen: Seen, **others: object) -> None:
+    errors, again = (Counter(one[:60] for one in found) for found in (seen.errors, seen.again))
+    told = {"requests": seen.versions.total() + len(seen.errors), "slowest_s": round(seen.slowest_s, 2), **others}
+    sys.stderr.write(f"\n{what}: {told}, raw {dict(errors)}, after one more try {dict(again)}\n")
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_ten_thousand_requests_over_updates_rollbacks_and_the_end_lose_none(tmp_path: Path, copies: int) -> None:
+    first, second = (openvino_artifact(tmp_path / str(seed), seed) for seed in (0, 1))
+    changes = 0
+    with start(first, Serve(ungated=True, port=0, replicas=copies)) as endpoint, load(endpoint.port) as seen:
+        while seen.versions.total() < REQUESTS:
+            endpoint.change({"rollback": True} if changes % 2 else {"update": str(second)})
+            changes += 1
+            time.sleep(1)
+        assert seen.errors == []
+        endpoint.close()
+    tell(f"{copies} replicas", seen, changes=changes, versions=dict(seen.versions))
+    assert [error for error in seen.errors if not error.startswith(BETWEEN)] == []
+    assert changes >= 2
+
+
+def wait_for(count: int) -> float:
+    """Seconds until so many replicas are up."""
+
+    def up() -> bool:
+        states = ray.serve.status().applications["tiny"].deployments[deployment.DEPLOYMENT].replica_states
+        running = sum(number for state, number in states.items() if str(state).endswith("RUNNING"))
+        return running == count == len(replicas())
+
+    began = time.monotonic()
+    assert deployment._until(up, 120), f"not {count} replicas"
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("copies", [2, 1])
+def test_replicas_that_are_killed_under_load(tmp_path: Path, copies: int) -> None:
+    outages: list[float] = []
+    with (
+        start(openvino_artifact(tmp_path), Serve(ungated=True, port=0, replicas=copies)) as endpoint,
+        load(endpoint.port, pause_s=0.02, again=True) as seen,
+    ):
+        for _ in range(KILLS):
+            time.sleep(2)
+            wait_for(copies)
+            replicas()[0].kill()
+            time.sleep(1)
+            outages.append(1 + wait_for(copies))
+        assert json.loads(endpoint.change({"status": True}))["trial"] is None
+    tell(f"{KILLS} kills, {copies} replicas", seen, back_s=[round(one, 1) for one in outages])
+    assert seen.versions.total() > 500
+    if copies > 1:
+        assert seen.again == []
+
+
+@pytest.mark.parametrize("what", ["haproxy.cfg", "ray::HAProxyManager", "ray::ServeController"])
+def test_the_proxy_and_the_controller_are_killed_under_load(tmp_path: Path, what: str) -> None:
+    with (
+        start(openvino_artifact(tmp_path), Serve(ungated=True, port=0, replicas=2)) as endpoint,
+        load(endpoint.port, pause_s=0.02, again=True) as seen,
+    ):
+        time.sleep(2)
+        victims = [one for one in processes(what) if one.status() != psutil.STATUS_ZOMBIE]
+        assert victims
+        for one in victims:
+            one.kill()
+        time.sleep(25)
+        late = len(seen.errors)
+        time.sleep(5)
+        assert len(seen.errors) == late, "it does not come back"
+    tell(f"{what} killed", seen)
