@@ -5,6 +5,7 @@ tokens that are unknown pieces, how sure the model is of its answer, and the lab
 histogram of each, as JSON, and the score below which its answers are no answers (`abstain_below`).
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -117,7 +118,9 @@ def abstain_below(task: Task, head: Head, outcomes: Ragged, targets: Ragged) -> 
     right = np.array([one == other for one, other in zip(described.prediction, described.target, strict=True)])
     if not right.any():
         return {}
-    return {ABSTAIN: round(float(np.quantile(described.score[right], 1 - KEPT_ANSWERS, method="lower")), 4)}
+    least = float(np.quantile(described.score[right], 1 - KEPT_ANSWERS, method="lower"))
+    # Never up: a model that is sure of every row would abstain from all below 1.
+    return {ABSTAIN: math.floor(least * 1e4) / 1e4}
 
 
 def unknown_id(tokenizer: "tokenizers.Tokenizer") -> int | None:

@@ -1,6 +1,8 @@
 """Scores of an artefact through the path that answers requests, on a token store's split or on a file."""
 
+import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,18 +12,23 @@ import numpy as np
 import numpy.typing as npt
 
 from rtrain.artifact import Artifact
-from rtrain.batch import Encoded, Floats, Int32s, Ints, Ragged, Tokens, batches, pack
+from rtrain.batch import Encoded, Floats, Head, Int32s, Ints, Ragged, Tokens, batches, pack
 from rtrain.config import Data, parse
 from rtrain.data import records
 from rtrain.data.formats import files
 from rtrain.data.records import Record
 from rtrain.data.stores.store import Store
-from rtrain.errors import ConfigError, Problem
+from rtrain.errors import ConfigError, Problem, quoted
 from rtrain.metrics.by_output import metric_for
 from rtrain.metrics.scores import measure
 from rtrain.predict import BATCH_ROWS, MOST_TOKENS, Predictor
 from rtrain.tasks.base import Input, Task
 from rtrain.training.evaluate import SEED
+
+ABSENT = -100.0
+"""Logit of a label that a side lacks."""
+EXAMPLES = 3
+"""Most labels that are named of those that an artefact lacks."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,8 @@ class Measured:
     """The scores of an artefact on the rows of a file, and what they are made of."""
 
     report: dict[str, Any]
-    """As `rtrain.metrics.scores` has it of a run's splits; `bad_rows`, which could not be read; `rows_per_second`."""
+    """As `rtrain.metrics.scores` has it of a run's splits; `bad_rows`, which could not be read; `unknown_labels`: how
+    many `rows` have a label that the artefact lacks, and `examples` of such labels; `rows_per_second`."""
     rows: list[Record]
     """All rows of the file. A row that could not be used has its reason, and no answer."""
     answers: list[Any]
@@ -88,7 +96,8 @@ def run(folder: Path, data: Data) -> dict[str, Any]:
 
 
 def measured(folder: Path, data: Data) -> Measured:
-    """Answer the rows of a file, and score the answers. A strange label is wrong."""
+    """Answer the rows of a file, and score the answers. A label that the artefact lacks is one that it never gives:
+    the row is wrong, whatever is answered."""
     source = records.inspect(data)
     predictor = Predictor.load(folder)
     task = predictor.task
@@ -103,12 +112,18 @@ def measured(folder: Path, data: Data) -> Measured:
     answered = answer(predictor, lengths, tokens.pick)
     seconds = time.perf_counter() - start
     columns = {name: [row.slices[place] for row in good] for place, name in enumerate(data.slices)}
-    found = measure(task, predictor.head, "file", answered.outcomes, targets, lengths, columns)
+    outcomes = asked.outcomes(task, answered.outcomes)
+    found = measure(task, asked.head, "file", outcomes, targets, lengths, columns)
     answers = task.decode(answered.outputs, asked.inputs, asked.encoded, predictor.head, {})
     found["scores"] |= task.judge(answers, [row.label for row in good])
-    report = {**found, "bad_rows": len(rows) - len(good), "rows_per_second": round(len(good) / seconds, 1)}
+    report = {
+        **found,
+        "bad_rows": len(rows) - len(good),
+        "unknown_labels": {"rows": int(asked.unknown.sum()), "examples": _examples(good, asked)},
+        "rows_per_second": round(len(good) / seconds, 1),
+    }
     is_right = metric_for(task.output).right
-    right = None if is_right is None else is_right(answered.outcomes, targets, predictor.head) & ~asked.unknown
+    right = None if is_right is None else is_right(outcomes, targets, asked.head) & ~asked.unknown
     return Measured(report, rows, answers, right)
 
 
@@ -123,10 +138,23 @@ class Asked(NamedTuple):
     inputs: list[Input]
     encoded: list[Encoded]
     tokens: Tokens
-    """With their targets."""
+    """With their targets, as far as the artefact has them."""
     targets: Ragged
+    """By `head`."""
     unknown: npt.NDArray[np.bool_]
     """Rows with a label that the artefact lacks."""
+    head: Head
+    """The artefact's. Where an answer is several labels, or tags, those that the rows alone have stand behind its own:
+    what is missing of a row's answer must count."""
+    strange: tuple[str, ...]
+    """Those labels."""
+
+    def outcomes(self, task: Task, outcomes: Ragged) -> Ragged:
+        """Outcomes by `head`."""
+        if task.output != "labels":
+            return outcomes
+        own = outcomes.matrix(len(self.head.labels) - len(self.strange))
+        return Ragged.even(np.pad(own, ((0, 0), (0, len(self.strange))), constant_values=ABSENT))
 
 
 def ask(predictor: Predictor, rows: Sequence[Record]) -> Asked:
@@ -137,14 +165,22 @@ def ask(predictor: Predictor, rows: Sequence[Record]) -> Asked:
     ]
     encoded = predictor.encode(inputs)
     marks = [task.marks(row.text, row.pair, row.label, one) for row, one in zip(rows, encoded, strict=True)]
-    targets, unknown = task.targets([row.label for row in rows], Ragged.of(marks, np.int32), predictor.head)
-    return Asked(
-        inputs,
-        encoded,
-        replace(pack(encoded), targets=targets.values, counts=targets.counts),
-        targets,
-        unknown,
-    )
+    labels, at = [row.label for row in rows], Ragged.of(marks, np.int32)
+    targets, unknown = task.targets(labels, at, predictor.head)
+    tokens = replace(pack(encoded), targets=targets.values, counts=targets.counts)
+    head, strange = predictor.head, tuple[str, ...]()
+    if task.output in ("labels", "tags") and unknown.any():
+        every = task.head(Counter(labels), predictor.tokenizer).labels
+        strange = tuple(name for name in every if name not in head.labels)
+        head = replace(head, labels=(*head.labels, *strange))
+        targets = task.targets(labels, at, head).values
+    return Asked(inputs, encoded, tokens, targets, unknown, head, strange)
+
+
+def _examples(rows: Sequence[Record], asked: Asked) -> list[str]:
+    """Labels that the artefact lacks; whole labels of rows where an answer has one label, or one for each head."""
+    found = asked.strange or dict.fromkeys(rows[row].label for row in np.flatnonzero(asked.unknown).tolist())
+    return [quoted(label) for label in itertools.islice(found, EXAMPLES)]
 
 
 def _with_flaw(record: Record, task: Task) -> Record:

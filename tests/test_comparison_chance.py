@@ -8,7 +8,9 @@ from scipy.stats import binomtest
 
 from rtrain.comparison import chance
 from rtrain.comparison.chance import Difference
+from rtrain.comparison.measure import slices
 from rtrain.metrics.additive import Additive, means
+from rtrain.metrics.scores import MOST_SLICES
 
 
 def shares(right: list[int]) -> Additive:
@@ -60,6 +62,27 @@ def test_few_rows_tell_nothing_however_far_they_are_apart() -> None:
     (found,) = chance.differences(shares([0] * 6), shares([1] * 6))
     assert found.p < chance.ALPHA
     assert found.verdict == 0
+
+
+@pytest.mark.parametrize("count", [2, 30, 51, 70])
+def test_a_slice_that_has_lost_all_its_rows_is_worse_however_many_slices_there_are(count: int) -> None:
+    languages = [f"{row % count:02}" for row in range(40 * count)]
+    right = [1] * len(languages)
+    lost = [int(language != "00") for language in languages]
+    found = slices(shares(right), shares(lost), "accuracy", {"language": languages})
+    assert len(found) == min(count, MOST_SLICES + 1)
+    assert [(one.value, one.verdict) for one in found if one.verdict] == [("00", -1)]
+    assert found[0].difference.p < chance.ALPHA
+    assert slices(shares(right), shares(right), "accuracy", {"language": languages})[0].verdict == 0
+
+
+def test_rows_too_many_for_all_resamples_still_tell_several_sides_apart() -> None:
+    rows = 520_000
+    first, better = means({"f1": np.arange(rows) % 2}), means({"f1": np.ones(rows)})
+    (found,) = chance.differences(first, better)
+    assert chance.holm([found.p] * 60)[0] < chance.ALPHA
+    (same,) = chance.differences(first, first)
+    assert same.p == 1.0
 
 
 def test_an_error_is_shown_once_and_a_score_without_end_is_left_out() -> None:

@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from rtrain import artifact
+from rtrain.batch import Head
 from rtrain.cli import app as cli
 from rtrain.comparison import answers, compare, page, sides, text, verdict
 from rtrain.comparison.chance import Difference
@@ -19,6 +20,7 @@ from rtrain.errors import ConfigError, UserError
 from rtrain.run import Run
 from tests.reports import Page, answers_of, make_answered, make_run, write_predictions
 from tests.searches import make_search
+from tests.tiny import make_task_artifact
 
 LABELS = ("login", "parcel", "refund")
 
@@ -374,6 +376,25 @@ def test_answers_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table.set_column(place, "prediction", nothing), path)
     with pytest.raises(UserError, match=r"B \(b/run\) answers with what is no finite number"):
         of(a.folder, b.folder)
+
+
+def test_a_summary_whose_store_is_gone_is_compared_by_its_loss(tmp_path: Path) -> None:
+    a, b = (Run(make_answered(tmp_path / name, "extractive_summary")) for name in "ab")
+    assert b.store is not None
+    shutil.rmtree(b.store)
+    for pair in ((a, b), (b, a)):
+        measured = of(*(run.folder for run in pair)).measured
+        assert measured is not None
+        assert [one.headline.name for one in measured.against] == ["neg_loss"]
+
+
+def test_a_run_that_refuses_rows_is_set_beside_one_that_cannot(base: Path, tmp_path: Path) -> None:
+    a, b = twin(base, tmp_path / "a", 0.8), twin(base, tmp_path / "b", 0.7)
+    make_task_artifact(b / "artifact", "classification", Head(LABELS, {"outside": "none", "threshold": 0.5}))
+    for pair in ((a, b), (b, a)):
+        measured = of(*pair).measured
+        assert measured is not None
+        assert [one.headline.name for one in measured.against] == ["accuracy_with_refusals"]
 
 
 def test_errors_and_correlations_are_not_told_in_points() -> None:

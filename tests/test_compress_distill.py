@@ -1,11 +1,14 @@
 """The student's start: evenly spaced layers of the teacher, everything else as it is, in a folder of its own name."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file
 
@@ -171,3 +174,32 @@ def test_a_draft_that_a_crash_left_is_not_used(teacher: Path, tmp_path: Path) ->
     (tmp_path / f".{name}.12345678" / "model.safetensors").write_bytes(b"half")
     start = starting.start(teacher, Distill(layers=1), tmp_path)
     assert load_file(start / "model.safetensors")
+
+
+def test_two_distillations_at_once_make_one_start(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one ends while this one writes its weights."""
+    write = safetensors.torch.save_file
+
+    def overtaken(*arguments: Any) -> None:
+        monkeypatch.setattr(safetensors.torch, "save_file", write)
+        starting.start(teacher, Distill(layers=1), tmp_path)
+        write(*arguments)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", overtaken)
+    start = starting.start(teacher, Distill(layers=1), tmp_path)
+    assert load_file(start / "model.safetensors")
+    assert list(tmp_path.iterdir()) == [start]
+
+
+def test_a_start_that_cannot_be_written_leaves_nothing(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        starting.start(teacher, Distill(layers=1), tmp_path)
+    assert list(tmp_path.iterdir()) == []

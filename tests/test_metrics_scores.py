@@ -13,7 +13,7 @@ from rtrain import artifact, score
 from rtrain.batch import IGNORED, Head, Ragged
 from rtrain.cli import app as cli
 from rtrain.errors import ConfigError
-from rtrain.metrics import scores, summary_rows
+from rtrain.metrics import by_output, scores, summary_rows
 from rtrain.predict import Predictor
 from rtrain.tasks import base
 from tests.tiny import make_artifact, make_task_artifact
@@ -163,6 +163,21 @@ def test_tables_of_the_other_kinds_by_hand() -> None:
     assert (entity["class"], entity["precision"], entity["recall"]) == ("x", 0.5, 1.0)
 
 
+def test_a_head_of_which_no_row_has_a_label_counts_for_nothing() -> None:
+    task, head = HEADS["heads"]
+    (first, second), _ = OUTCOMES["heads"]
+    # Both rows are right by m, and none says what n is.
+    found, true = Ragged.of([first, second], np.float64), Ragged.of([[0, IGNORED], [1, IGNORED]], np.float32)
+    right = by_output.metric_for("heads").scores(found, true, head)["m_accuracy"]
+    document = scores.measure(task, head, "file", found, true, np.array([3, 9]), {})
+    assert document["scores"]["mean_accuracy"] == right
+    assert document["scores"]["n_accuracy"] == 0
+    low, high = document["intervals"]["scores"]["mean_accuracy"]
+    assert low <= right <= high
+    assert document["tables"]["heads"]["n"]["rows"] == 0
+    assert right > 0
+
+
 def of_questions(rows: list[list[float]], lengths: list[int], threshold: float, no_answer: bool = True) -> Any:
     """Rows of F1, exact match, margin; an answer of that many tokens begins at token 5 of the second window."""
     head = Head(("start", "end"), {"no_answer": no_answer, "threshold": threshold} if no_answer else {})
@@ -240,6 +255,34 @@ def test_a_file_is_read_as_the_artefact_s_own_rows_were(tmp_path: Path, capsys: 
     shown = capsys.readouterr().out
     assert "neg_rmse" in shown
     assert "school" not in shown
+
+
+def test_labels_that_the_artefact_lacks_are_wrong_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The artefact gives no label at all; every row has one that it does not know."""
+    head = Head(("a", "b"), {"threshold": 0.999999})
+    folder = make_task_artifact(tmp_path / "artifact", "multi_label", head, data={"text": "text", "label": "labels"})
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"parcel {row}", "labels": ["zzz"]}) + "\n" for row in range(30)))
+    found = score.measured(folder, score.settings(artifact.read(folder), {"data.path": str(path)}))
+    assert found.report["unknown_labels"] == {"rows": 30, "examples": ["'zzz'"]}
+    assert (found.report["scores"]["subset_accuracy"], found.report["scores"]["micro_f1"]) == (0, 0)
+    assert {one["class"]: one["support"] for one in found.report["tables"]["per_class"]} == {"a": 0, "b": 0, "zzz": 30}
+    assert found.right is not None
+    assert not found.right.any()
+    cli.main(["evaluate", str(folder), "--data", str(path)])
+    assert "labels that the artefact lacks, in 30 rows: 'zzz'" in capsys.readouterr().out
+
+
+def test_entities_of_a_type_that_the_artefact_lacks_are_missed(tmp_path: Path) -> None:
+    head = Head(("O", "B-PER", "I-PER"))
+    folder = make_task_artifact(tmp_path / "artifact", "token_tags", head, data={"text": "words", "label": "tags"})
+    path = tmp_path / "rows.jsonl"
+    rows = [{"words": ["where", "is", "my", "parcel"], "tags": ["B-LOC", "I-LOC", "O", "O"]}] * 3
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = score.measured(folder, score.settings(artifact.read(folder), {"data.path": str(path)})).report
+    assert report["unknown_labels"] == {"rows": 3, "examples": ["'B-LOC'", "'I-LOC'"]}
+    assert {one["class"]: one["support"] for one in report["tables"]["per_class"]}["LOC"] == 3
+    assert report["scores"]["recall"] == 0
 
 
 def test_an_artefact_without_columns_takes_the_usual_ones(tmp_path: Path) -> None:

@@ -53,6 +53,18 @@ def test_every_row_is_in_one_slice(rows: list[tuple[str, int]], least: int) -> N
     assert sum(item.rows < least for item in found) <= 1  # only the slice of small ones, or a single small value
 
 
+def test_all_but_the_most_frequent_values_are_one() -> None:
+    values = [*"aaaa", *"bbb", *"cc", *"dd", *"e"]
+    found = slices.groups(values, least=1, most=2)
+    assert [(one.value, one.rows.tolist(), one.merged) for one in found] == [
+        ("a", [0, 1, 2, 3], ()),
+        ("b", [4, 5, 6], ()),
+        ("(the 3 rarest values)", [7, 8, 9, 10, 11], ("c", "d", "e")),
+    ]
+    # Of equals, those that come first by name: values of equally many rows are not all merged.
+    assert [one.value for one in slices.groups([*"abcd"] * 5, least=1, most=2)] == ["a", "b", "(the 2 rarest values)"]
+
+
 def test_quantiles_by_hand() -> None:
     assert slices.quantiles([1, 2, 3, 4], parts=2) == ["1 to 2", "1 to 2", "3 to 4", "3 to 4"]
     assert slices.quantiles([5, 5, 5, 9], parts=4) == ["5", "5", "5", "9"]

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import transformers
 
+from rtrain.batch import Floats, Head, Ragged
 from rtrain.compress import fallback, openvino_graph, quantize
-from rtrain.compress.fallback import Apart
+from rtrain.compress.fallback import Apart, Decided
 from rtrain.gate.graph import Graph
+from rtrain.score import Answered
+from rtrain.tasks import base
 from tests import quantizing
 from tests.outliers import plant
 from tests.quantizing import Made
@@ -86,12 +89,60 @@ def test_where_nothing_suffices_all_goes_back() -> None:
     assert (set(found.reverted), found.after.flips) == ({"a", "b", "c"}, 0.5)
 
 
-def test_flips_are_of_the_best_label_or_of_a_number() -> None:
-    left = [np.array([0.1, 0.9]), np.array([0.6, 0.4]), np.array([[0.0, 1.0], [1.0, 0.0]])]
-    right = [np.array([0.4, 0.6]), np.array([0.4, 0.6]), np.array([[0.0, 1.0], [0.0, 1.0]])]
-    assert fallback.flips(left, right) == 2 / 4
-    assert fallback.flips([np.array([1.0]), np.array([2.0])], [np.array([1.04]), np.array([2.06])]) == 0.5
-    assert fallback.apart([], []) == Apart(0.0, 0.0)
+SEVERAL = Head(("m=a", "m=b", "n=c", "n=d"), {"heads": [["m", 2], ["n", 2]]})
+
+
+@pytest.mark.parametrize(
+    ("task", "head", "left", "right", "share"),
+    [
+        ("classification", Head(("a", "b")), [[1, 2], [3, 1], [0, 1]], [[2, 1], [1, 0], [0, 3]], 1 / 3),
+        # The best label stays, and the second one is given by one side alone.
+        ("multi_label", Head(("a", "b", "c")), [[5, 2, -3], [5, -2, 3]], [[5, -2, -3], [5, -2, 3]], 1 / 2),
+        ("multi_label", Head(("a", "b")), [[-5, -2], [-3, -4]], [[-2, -5], [-4, -3]], 0),  # none is given
+        ("multi_head", SEVERAL, [[9, -9, 1, -1], [9, -9, 1, -1]], [[9, -9, -1, 1], [8, -8, 2, -2]], 1 / 2),
+        ("regression", Head(("score",), {"mean": 3.0, "std": 2.0}), [[1.0], [2.0]], [[1.04], [2.06]], 1 / 2),
+    ],
+)
+def test_an_answer_is_another_where_the_task_decides_otherwise(
+    task: str, head: Head, left: list[list[float]], right: list[list[float]], share: float
+) -> None:
+    assert fallback.flips(*(of_rows(task, head, side).answers for side in (left, right))) == share
+
+
+def of_rows(name: str, head: Head, logits: list[list[float]]) -> Decided:
+    """Of a task that answers a row once."""
+    task, outputs = base.get(name), np.array(logits, dtype=np.float64)
+    known = [task.stand_in("", head)] * len(outputs)
+    targets = task.targets(known, Ragged.of([], np.int32), head).values
+    return fallback.decided(task, head, Answered(list(outputs), Ragged.even(outputs)), targets)
+
+
+def test_an_answer_in_words_is_another_where_its_place_is() -> None:
+    """Most tokens are surer of a begin than of an end, or the reverse: which of the two is no answer."""
+    task, head = base.get("span_qa"), Head(("start", "end"))
+
+    def of(*best: tuple[int, int]) -> Decided:
+        rows = [[0.5, 0, 3.0, 1, 0.4, first, last] for first, last in best]
+        outputs: list[Floats] = [np.zeros((8, 2), dtype=np.float32)] * len(best)
+        targets = Ragged.of([[0, 0]] * len(best), np.float32)
+        return fallback.decided(task, head, Answered(outputs, Ragged.of(rows, np.float64)), targets)
+
+    assert fallback.flips(of((3, 4), (5, 6)).answers, of((3, 4), (5, 7)).answers) == 1 / 2
+
+
+def test_tags_are_answers_of_their_words() -> None:
+    task, head = base.get("token_tags"), Head(("O", "B-x"))
+
+    def of(*tags: list[int]) -> Decided:
+        rows = [np.array([(tag, 0.9, 0.1) for tag in row]).ravel() for row in tags]
+        targets = Ragged.of([[0] * len(row) for row in tags], np.float32)
+        return fallback.decided(task, head, Answered([], Ragged.of(rows, np.float64)), targets)
+
+    assert fallback.flips(of([0, 1, 0], [0]).answers, of([0, 0, 0], [0]).answers) == 1 / 4
+
+
+def test_no_rows_are_not_apart() -> None:
+    assert fallback.apart(Decided([], []), Decided([], [])) == Apart(0.0, 0.0)
 
 
 def test_a_planted_outlier_is_named_and_alone_goes_back(made: Made, tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import pytest
 from rtrain import artifact, config
 from rtrain.compress import quantize
 from rtrain.config import Recipe
+from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from tests import reports
-from tests.tiny import CORPUS, make_store, make_task_artifact
+from tests.tiny import CORPUS, make_artifact, make_store, make_task_artifact
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_NEEDED = ("torch", "transformers", "ray", "datasets", "pandas", "pyarrow", "nncf", "scipy", "rtrain.config")
@@ -76,3 +77,20 @@ def test_a_model_is_exported_in_a_process_that_has_answered(run: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split() == ["True"]
+
+
+@pytest.mark.parametrize("named", ["mine", "run", "run/artifact"])
+def test_a_folder_of_anything_else_is_not_replaced(named: str, tmp_path: Path) -> None:
+    """It is refused before the run's rows are looked for, of which there are none."""
+    make_artifact(tmp_path / "run" / "artifact")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    held = sorted(path.name for path in (tmp_path / named).iterdir())
+    with pytest.raises(UserError, match="it holds something else than an int8 artefact, which would be lost; name"):
+        quantize.run(config.load("intent").recipe, tmp_path / "store", tmp_path / "run", tmp_path / named)
+    assert sorted(path.name for path in (tmp_path / named).iterdir()) == held
+
+
+def test_an_older_int8_artefact_and_an_empty_folder_may_be_replaced(run: Path, tmp_path: Path) -> None:
+    for folder in (run / "artifact-int8", tmp_path, tmp_path / "new"):
+        quantize.refuse_out(folder)

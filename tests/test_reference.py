@@ -109,6 +109,15 @@ def test_an_answer_is_abstained_from_where_few_right_ones_would_be_lost() -> Non
     assert reference.abstain_below(TASK, HEAD, outcomes, Ragged.even(np.full(150, -1))) == {}
 
 
+def test_a_model_that_is_sure_of_every_row_abstains_from_few() -> None:
+    logits = np.random.default_rng(0).uniform(9.9, 10.5, 1000)
+    outcomes, targets = Ragged.even(np.stack([logits, np.zeros(1000)], axis=1)), Ragged.even(np.zeros(1000))
+    score = TASK.describe(outcomes, targets, HEAD).score
+    assert score.min() > 0.9999
+    found = reference.abstain_below(TASK, HEAD, outcomes, targets)[reference.ABSTAIN]
+    assert (score >= found).mean() >= reference.KEPT_ANSWERS
+
+
 def test_the_unknown_piece_is_found_by_its_usual_names() -> None:
     import tokenizers
     from tokenizers.models import BPE, Unigram, WordPiece

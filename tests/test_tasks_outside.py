@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from rtrain import config
-from rtrain.batch import OUTSIDE, Head, Ragged
+from rtrain.batch import OUTSIDE, Head, Ragged, single
 from rtrain.config import Serve
 from rtrain.data import tokens
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
-from rtrain.metrics import by_output, tables
+from rtrain.gate import rows
+from rtrain.metrics import by_output, scores, tables
 from rtrain.predict import Predictor
+from rtrain.score import Answered
 from rtrain.tasks import base
 from serve.app import build_app
 from tests.conftest import labelled_rows, write_rows
@@ -33,8 +35,8 @@ TARGETS = Ragged.even(np.array([0, 1, 0, OUTSIDE, OUTSIDE, OUTSIDE]))
 
 def store_of(folder: Path, labels: dict[str, str], **overrides: Any) -> Store:
     """A store of rows of which those that `labels` names have another label."""
-    rows = [(text, labels.get(label, label)) for text, label in labelled_rows(150)]
-    recipe = config.load("intent", {"data.path": str(write_rows(folder / "rows.csv", rows)), **overrides}).recipe
+    found = [(text, labels.get(label, label)) for text, label in labelled_rows(150)]
+    recipe = config.load("intent", {"data.path": str(write_rows(folder / "rows.csv", found)), **overrides}).recipe
     return make_store(recipe, make_tokenizer(folder / "encoder"), folder)
 
 
@@ -90,6 +92,38 @@ def test_scores_are_of_the_rows_inside_and_of_telling_the_others() -> None:
     # Pairs (inside, outside) in which the inside one is surer: 3 + 3 + 2 of 9.
     assert found["outside_auc"] == pytest.approx(8 / 9)
     assert found["rows"] == 6
+
+
+def test_a_slice_of_outside_rows_alone_has_scores_too() -> None:
+    every = {"source": ["chat"] * 3 + ["feed"] * 3}
+    found = scores.measure(TASK, CHOSEN, "test", OUTCOMES, TARGETS, np.arange(6), every)
+    assert {one["value"]: one["rows"] for one in found["slices"]["source"]} == {"(2 values with fewer than 20 rows)": 6}
+    last = np.array([3, 4, 5])
+    alone = scores.measure(TASK, CHOSEN, "test", OUTCOMES.take(last), TARGETS.take(last), np.arange(3), {})
+    # Of the three the first is sure enough to be kept.
+    assert alone["scores"]["outside_recall"] == alone["scores"]["accuracy_with_refusals"] == pytest.approx(2 / 3)
+    assert alone["scores"]["ece"] == 0
+    assert sum(one["rows"] for one in alone["tables"]["calibration"]["bins"]) == 0
+
+
+def test_the_gate_looks_at_the_rows_that_are_refused_too(tmp_path: Path) -> None:
+    """Of 300 rows inside the candidate loses 30; of 100 outside it refuses 30 more than its base: as many are right."""
+    sure, other, unsure = (4.0, 0.0), (0.0, 4.0), (0.1, 0.0)
+    answers = ([sure] * 400, [other] * 30 + [sure] * 270 + [unsure] * 30 + [sure] * 70)
+    targets = Ragged.even(np.array([0] * 300 + [OUTSIDE] * 100))
+    predictor = Predictor.load(make_task_artifact(tmp_path, "classification", CHOSEN), threads=1)
+    one = np.ones(400, dtype=np.int32)
+    ids = single(one, one, one, targets.values, np.arange(400, dtype=np.uint64))
+    base_side, candidate = (
+        rows.Side(predictor, ids, Answered([], Ragged.even(np.array(side))), targets, CHOSEN, np.zeros(400, bool))
+        for side in answers
+    )
+    found = rows.judge(rows.Both(base_side, candidate, {}, "rows"))
+    assert found.headline is not None
+    assert found.flipped is not None
+    assert (found.flipped.lost, found.flipped.won) == (30, 30)
+    assert (found.headline.name, found.headline.rows) == ("accuracy_with_refusals", 400)
+    assert found.headline.first == found.headline.other == pytest.approx(300 / 400)
 
 
 def test_tables_have_it_as_a_class() -> None:

@@ -67,6 +67,23 @@ def test_grades_are_told_from_other_numbers(scores: list[float], step: float | N
     assert found == (None if step is None else pytest.approx(step))
 
 
+@pytest.mark.parametrize("steps", [3, 5, 6, 20])
+@pytest.mark.parametrize("width", [np.float32, np.float64])
+def test_a_scale_of_fractions_is_one_however_they_are_rounded(steps: int, width: type[np.floating[Any]]) -> None:
+    """Parquet keeps a fifth as 0.2 or as 0.20000000298."""
+    grades = [float(width(place / steps)) for place in range(steps + 1)]
+    head = TASK.head({str(grade): 1 for grade in grades})
+    assert head.facts["step"] == pytest.approx(1 / steps)
+    true = TASK.targets([str(grade) for grade in grades], None, head).values
+    assert by_output.number(true, true, head)["qwk"] == 1
+
+
+def test_an_artefact_whose_step_is_the_smallest_gap_has_a_scale() -> None:
+    grades = [float(np.float32(place / 5)) for place in range(6)]
+    facts = {"lowest": grades[0], "highest": grades[-1], "step": float(np.diff(grades).min())}
+    assert scores_of(grades, grades, Head(("score",), facts))["qwk"] == 1
+
+
 def test_one_score_for_all_rows_is_refused() -> None:
     with pytest.raises(UserError, match=r"data\.label: the training rows have one score only \(3\.0\)"):
         TASK.head({"3": 5, "3.0": 1})

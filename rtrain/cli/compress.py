@@ -124,4 +124,6 @@ def evaluate(
     settings = score.settings(artifacts.read(folder), overrides)
     report = score.run(folder, settings) if out is None else scored.run(folder, settings, out.absolute(), overwrite)
     rate = f"{report['bad_rows']} bad rows, {report['rows_per_second']} rows/s"
-    show(report, as_json, f"{scores.text(report)}\n\n{rate}", then("serve", folder))
+    unknown = report["unknown_labels"]
+    named = f"; labels that the artefact lacks, in {unknown['rows']} rows: {', '.join(unknown['examples'])}, ..."
+    show(report, as_json, f"{scores.text(report)}\n\n{rate}{named if unknown['rows'] else ''}", then("serve", folder))

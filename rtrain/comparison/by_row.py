@@ -17,7 +17,7 @@ from rtrain.batch import Head, Ragged
 from rtrain.data.stores.store import Store
 from rtrain.metrics import by_output, classification, entities, spans, summary_rows, text
 from rtrain.metrics.additive import Additive, Bools, Floats, Ints, joined, means, ratio
-from rtrain.metrics.by_output import MACRO
+from rtrain.metrics.by_output import ACCURACY_WITH_REFUSALS, MACRO
 
 Column = npt.NDArray[Any]
 
@@ -110,7 +110,7 @@ def _named(additive: Additive, names: tuple[str, ...]) -> Additive:
 def _classes(sheet: Sheet) -> Judged:
     right = _right(sheet) & (sheet.target != "")
     if "outside" in sheet.facts:
-        return _exact(means({"accuracy_with_refusals": right}), "accuracy_with_refusals", right)
+        return _exact(means({ACCURACY_WITH_REFUSALS: right}), ACCURACY_WITH_REFUSALS, right)
     true, given, count = _codes(sheet.target, sheet.prediction)
     return _exact(_named(classification.additive(true, given, count), ("accuracy", *MACRO)), "accuracy", right)
 
@@ -151,13 +151,8 @@ def _heads(sheet: Sheet) -> Judged:
         present[:, place] = [bool(one) for one in target]
         good[:, place] = [bool(one) and one == other for one, other in zip(target, given, strict=True)]
         parts.append(_share(f"{name}_accuracy", good[:, place], present[:, place]))
-    every = joined(*parts)
-
-    def score(sums: Floats) -> dict[str, Floats]:
-        found = every.score(sums)
-        return {"mean_accuracy": np.mean(list(found.values()), axis=0), **found}
-
-    scores, right = Additive(every.rows, score), np.asarray((good == present).all(axis=1))
+    scores = by_output.with_mean(joined(*parts), "mean_accuracy", [f"{name}_accuracy" for name in names], present)
+    right = np.asarray((good == present).all(axis=1))
     return Judged(scores, "mean_accuracy", right.astype(np.float64), right, scores)
 
 

@@ -46,18 +46,36 @@ class Difference:
 
 
 def differences(first: Additive, other: Additive, replicates: int = REPLICATES) -> list[Difference]:
-    """Each score that both have, in the order of the first; a score that is not finite is left out."""
+    """Each score that both have, in the order of the first; a score that is not finite is left out. Of many rows there
+    are fewer resamples, at most `MOST_DRAWS` rows in all."""
     rows = len(first)
+    fewer = max(100, min(replicates, MOST_DRAWS // max(1, rows)))
     with np.errstate(invalid="ignore"):  # of two endless perplexities
-        found = bootstrap.compare(other, first, replicates=max(100, min(replicates, MOST_DRAWS // max(1, rows))))
+        found = bootstrap.compare(other, first, replicates=fewer)
     before, after = first.scores(), other.scores()
     # Beside the negative of an error the error itself says nothing more.
     twice = {name.removeprefix("neg_") for name in found if name.startswith("neg_")}
     kept = {name: one for name, one in found.items() if all(map(math.isfinite, one)) and name not in twice}
     return [
-        Difference(name, before[name], after[name], kept[name].difference, kept[name].low, kept[name].high, one.p, rows)
+        Difference(
+            name,
+            before[name],
+            after[name],
+            one.difference,
+            one.low,
+            one.high,
+            # Rows too many for all resamples are enough for the normal distribution, which has no least p.
+            min(one.p, _normal(one)) if fewer < replicates and one.p <= 2 / (fewer + 1) else one.p,
+            rows,
+        )
         for name, one in kept.items()
     ]
+
+
+def _normal(one: bootstrap.Comparison) -> float:
+    """p of a difference by its interval, whose ends are 1.96 standard errors apart from the middle."""
+    error = (one.high - one.low) / (2 * Z95)
+    return math.erfc(abs(one.difference) / error / math.sqrt(2)) if error else 0.0
 
 
 def unpaired(name: str, first: float, other: float, rows: int) -> Difference:

@@ -14,9 +14,13 @@ from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.metrics.additive import Additive, Bools, Ints
 from rtrain.metrics.scores import LENGTH, MOST_SLICES
-from rtrain.metrics.slices import LEAST, by_column, quantiles
+from rtrain.metrics.slices import LEAST, Group, groups, quantiles
 
 SLICE_REPLICATES = 1000
+"""The fewest resamples of a slice."""
+REPLICATES_A_SLICE = 80
+"""Resamples of each slice for every slice that there is: the least p, of 2 in so many, is below 0.05 after Holm's
+correction too."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,12 @@ def _judged(sides: Sequence[Side], paired: Paired) -> tuple[list[Judged], list[I
                 raise UserError(f"{side} {reason}; compare runs that have learned something")
         # On the scale of the first: scores by two scales say nothing of each other.
         sheets = [sheet._replace(facts=sheets[0].facts) for sheet in sheets]
+    if any(sheet.store is None for sheet in sheets):
+        # By what all of them have: a summary whose store is gone is judged by its loss, and so are the others.
+        sheets = [sheet._replace(store=None) for sheet in sheets]
+    if any("outside" in sheet.facts for sheet in sheets):
+        # A side that knows of no outside is right of no such row.
+        sheets = [sheet._replace(facts={"outside": "", **sheet.facts}) for sheet in sheets]
     return [by_row.judge(output, sheet) for sheet in sheets], at
 
 
@@ -164,22 +174,20 @@ def _flipped(first: Bools | None, other: Bools | None) -> Flipped | None:
 def slices(
     first: Additive, other: Additive, headline: str, columns: Mapping[str, Sequence[str]], least: int = LEAST
 ) -> list[Slice]:
-    """The difference on the rows of each value, where it is the worst first. Rare values are one slice. A column in
-    which all rows have one value says nothing, nor do fewer than `LEAST` rows."""
-    found: list[tuple[str, str, Difference]] = []
-
+    """The difference on the rows of each value, where it is the worst first. Rare values are one slice, and so are all
+    but the `MOST_SLICES` most frequent. A column in which all rows have one value says nothing, nor do fewer than
+    `LEAST` rows."""
+    parts: list[tuple[str, Group]] = []
     for column, values in columns.items():
-        inside: dict[int, Difference] = {}
-
-        def difference(rows: Ints, kept: dict[int, Difference] = inside) -> Mapping[str, float]:
-            a, b = (Additive(side.rows[rows], side.score) for side in (first, other))
-            one = next(one for one in chance.differences(a, b, SLICE_REPLICATES) if one.name == headline)
-            kept[len(kept)] = one
-            return {"difference": one.difference, "number": len(kept) - 1}
-
-        every = by_column(values, difference, "difference", least=1 if column == LENGTH else least)
-        if 1 < len(every) <= MOST_SLICES:
-            found += [(column, one.value, inside[int(one.scores["number"])]) for one in every if one.rows >= LEAST]
-    corrected = chance.holm([one.p for _, _, one in found])
-    made = [Slice(column, value, replace(one, p=p)) for (column, value, one), p in zip(found, corrected, strict=True)]
+        every = groups(values, 1 if column == LENGTH else least, MOST_SLICES)
+        parts += [(column, one) for one in every if len(one.rows) >= LEAST] if len(every) > 1 else []
+    replicates, found = max(SLICE_REPLICATES, REPLICATES_A_SLICE * len(parts)), list[Difference]()
+    for _, part in parts:
+        a, b = (Additive(side.rows[part.rows], side.score) for side in (first, other))
+        found.append(next(one for one in chance.differences(a, b, replicates) if one.name == headline))
+    corrected = chance.holm([one.p for one in found])
+    made = [
+        Slice(column, part.value, replace(one, p=p))
+        for (column, part), one, p in zip(parts, found, corrected, strict=True)
+    ]
     return sorted(made, key=lambda one: one.difference.difference)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rtrain import artifact, engines, predict, score
-from rtrain.batch import Floats, Ints, padded
+from rtrain.batch import Ints, padded
 from rtrain.compress import export_check, fallback
 from rtrain.compress.export_check import SPLIT
 from rtrain.compress.graphs import Export, Quantized, Sample
@@ -90,8 +90,11 @@ def _fall_back(job: Job, graph: Quantized, float_one: predict.Predictor, most_fl
     """Revert what must go back to float; what that is, and what it costs."""
     started = time.perf_counter()
 
-    def answers(predictor: predict.Predictor) -> list[Floats]:
-        return score.on_split(predictor, job.store, SPLIT, job.rows).outputs
+    targets = job.store.targets(SPLIT, job.rows)
+
+    def answers(predictor: predict.Predictor) -> fallback.Decided:
+        found = score.on_split(predictor, job.store, SPLIT, job.rows)
+        return fallback.decided(predictor.task, predictor.head, found, targets)
 
     expected = answers(float_one)
 

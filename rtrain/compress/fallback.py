@@ -6,10 +6,13 @@ Quantization is not done again: the graph is calibrated once, and quantizers are
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 
-from rtrain.batch import Floats
+from rtrain.batch import Floats, Head, Ragged
+from rtrain.score import Answered
+from rtrain.tasks.base import Task
 
 NUMBER_FLIPS = 0.05
 """Standard deviations of the targets by which an answer that is a single number must differ to count as another one."""
@@ -80,18 +83,39 @@ def _shortest(most: int, suffices: Callable[[int], bool]) -> int:
     return high
 
 
-def apart(answers: Sequence[Floats], expected: Sequence[Floats]) -> Apart:
-    """Two lists of rows' outputs, beside each other."""
-    squares = [np.square(one - other).ravel() for one, other in zip(answers, expected, strict=True)]
+@dataclass(frozen=True)
+class Decided:
+    """What a graph answers to rows."""
+
+    outputs: Sequence[Floats]
+    answers: Sequence[Any]
+    """What is made of the outputs in the end, each comparable with another graph's; numbers are in standard deviations
+    of the targets."""
+
+
+def decided(task: Task, head: Head, answered: Answered, targets: Ragged) -> Decided:
+    """An answer is a row's class, its labels, those of its heads, its words or its sentences, by the head's thresholds;
+    of tags it is each word's, of masked tokens each one's."""
+    outputs, kind = answered.outputs, task.output
+    if kind == "number":
+        return Decided(outputs, [float(one.item()) for one in outputs])
+    if kind == "tokens":
+        return Decided(outputs, [int(guess) for one in outputs for guess in one.argmax(-1)])
+    found = task.describe(answered.outcomes, targets, head).prediction
+    return Decided(outputs, [tag for row in found for tag in row] if kind == "tags" else found)
+
+
+def apart(found: Decided, expected: Decided) -> Apart:
+    """Two graphs' answers to the same rows, beside each other."""
+    squares = [np.square(one - other).ravel() for one, other in zip(found.outputs, expected.outputs, strict=True)]
     distance = float(np.sqrt(np.concatenate(squares).mean())) if squares else 0.0
-    return Apart(flips(answers, expected), distance)
+    return Apart(flips(found.answers, expected.answers), distance)
 
 
-def flips(left: Sequence[Floats], right: Sequence[Floats]) -> float:
-    """The share of answers that differ: in their best label or, where they are single numbers, by more than
-    `NUMBER_FLIPS` standard deviations of the targets."""
-    found = [
-        np.abs(one - other).ravel() > NUMBER_FLIPS if one.shape[-1] == 1 else one.argmax(-1) != other.argmax(-1)
+def flips(left: Sequence[Any], right: Sequence[Any]) -> float:
+    """The share of answers that are others; numbers are where they differ by more than `NUMBER_FLIPS`."""
+    others = [
+        abs(one - other) > NUMBER_FLIPS if isinstance(one, float) else one != other
         for one, other in zip(left, right, strict=True)
     ]
-    return float(np.concatenate([np.atleast_1d(row) for row in found]).mean()) if found else 0.0
+    return float(np.mean(others)) if others else 0.0

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rtrain import artifact, engines, events, predict, reference, score
-from rtrain.batch import Head
+from rtrain.batch import Head, Ints
 from rtrain.compress import calibrate, fallback, host, vocabulary
 from rtrain.config import Recipe
 from rtrain.config.recipe import Quantize
@@ -46,6 +46,7 @@ def run(
     sizes and the gate's document. A refused artefact is there too, and is not served. `threads`: those that serve it.
     """
     parent_folder = parent_run / "artifact"
+    refuse_out(out)
     parent = artifact.read(parent_folder)
     if not engines.get(parent.engine).gradients:
         raise UserError(f"{parent_folder} is quantized already; name the run of its float parent")
@@ -88,6 +89,20 @@ def run(
     return {**report, "seconds": round(time.perf_counter() - started, 2), "artifact": str(out)}
 
 
+def refuse_out(out: Path) -> None:
+    """Raise `UserError` where `out` holds anything but an int8 artefact: what is there is replaced as a whole."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    try:
+        if not engines.get(artifact.read(out, verify=False).engine).gradients:
+            return
+    except (UserError, ValueError):  # no artefact, or none that can be read
+        pass
+    raise UserError(
+        f"--out {out}: it holds something else than an int8 artefact, which would be lost; name a new folder"
+    )
+
+
 def refuse(engine: str, trims: bool) -> None:
     """Raise before anything is computed: `UserError` where the engine is not installed, `ConfigError` where it is asked
     for what it cannot do."""
@@ -104,7 +119,12 @@ def _told(settings: Quantize, found: dict[str, Any]) -> dict[str, Any]:
     if settings.kind == "weights":
         return {"kind": settings.kind}
     reverted = found.get("fallback", {}).get("reverted")
-    return {"calibration_rows": settings.calibration_rows, **({"reverted": reverted} if reverted else {})}
+    flips = {} if settings.flips is None else {"flips": settings.flips}
+    return {
+        "calibration_rows": settings.calibration_rows,
+        **flips,
+        **({"reverted": reverted} if reverted else {}),
+    }
 
 
 def report_text(report: dict[str, Any]) -> str:
@@ -193,15 +213,21 @@ def _measure(
     float_answers = score.on_split(predict.Predictor(parent_folder, parent), store, "test", every)
     batched = score.on_split(int8, store, "test", every)
     alone = score.on_split(int8, store, "test", alone_rows, batch_rows=1)
-    together = [batched.outputs[row] for row in alone_rows]
+    together = score.Answered(batched.outputs[: len(alone_rows)], batched.outcomes.take(alone_rows))
+
+    moved = [float(np.abs(one - other).max()) for one, other in zip(alone.outputs, together.outputs, strict=True)]
+
+    def flips(found: score.Answered, other: score.Answered, rows: Ints) -> float:
+        targets = store.targets("test", rows)
+        one, two = (fallback.decided(int8.task, int8.head, side, targets).answers for side in (found, other))
+        return fallback.flips(one, two)
+
     report = {
         "test": score.scores(int8, batched, store),
         "parent": score.scores(int8, float_answers, store),
-        "flips_against_parent": fallback.flips(batched.outputs, float_answers.outputs),
-        "flips_alone_against_batch": fallback.flips(alone.outputs, together),
-        "largest_logit_difference_alone_against_batch": max(
-            (float(np.abs(one - other).max()) for one, other in zip(alone.outputs, together, strict=True)), default=0.0
-        ),
+        "flips_against_parent": flips(batched, float_answers, every),
+        "flips_alone_against_batch": flips(alone, together, alone_rows),
+        "largest_logit_difference_alone_against_batch": max(moved, default=0.0),
         "size_mb": round(artifact.size_mb(draft, made.engine), 2),
         "parent_size_mb": round(artifact.size_mb(parent_folder, parent.engine), 2),
     }

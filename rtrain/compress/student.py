@@ -50,16 +50,24 @@ def start(teacher: Path, chosen: Distill, root: Path) -> Path:
         return final
     draft = root / f".{final.name}.{uuid.uuid4().hex[:8]}"
     draft.mkdir(parents=True)
-    weights = keep_layers(load_file(teacher / "model.safetensors"), chosen_layers(depth, layers))
-    if chosen.width is not None:
-        block = _named(document, WIDTHS)[1] // _named(document, HEADS)[1]
-        weights = narrowed(weights, _shapes(made.task, after), block)
-    save_file(weights, draft / "model.safetensors", {"format": "pt"})
-    (draft / "config.json").write_text(json.dumps(after, indent=1))
-    for name in TOKENIZER_FILES:
-        if (teacher / name).is_file():
-            shutil.copyfile(teacher / name, draft / name)
-    draft.rename(final)
+    try:
+        weights = keep_layers(load_file(teacher / "model.safetensors"), chosen_layers(depth, layers))
+        if chosen.width is not None:
+            block = _named(document, WIDTHS)[1] // _named(document, HEADS)[1]
+            weights = narrowed(weights, _shapes(made.task, after), block)
+        save_file(weights, draft / "model.safetensors", {"format": "pt"})
+        (draft / "config.json").write_text(json.dumps(after, indent=1))
+        for name in TOKENIZER_FILES:
+            if (teacher / name).is_file():
+                shutil.copyfile(teacher / name, draft / name)
+        try:
+            draft.rename(final)
+        except OSError:
+            if not (final / "config.json").is_file():
+                raise
+            # Another distillation has made the same start meanwhile.
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
     return final
 
 

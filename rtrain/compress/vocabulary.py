@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rtrain import artifact, engines, predict
-from rtrain.batch import Encoded, Floats, Head, Ints
+from rtrain.batch import Encoded, Floats, Head, Ints, Ragged
 from rtrain.data.stores.shards import KEPT_CHARACTERS
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
@@ -37,7 +37,7 @@ class Proof:
     changed: tuple[int, ...]
     """Positions of the texts that it reads as other pieces."""
     flips: int
-    """How many of these have another best label; of single numbers, any other answer counts."""
+    """How many of these have another answer: other labels, or another number by however little."""
     largest: float
     """The largest difference of an output of these."""
 
@@ -132,10 +132,20 @@ def prove(before: Predictor, after: Predictor, texts: Sequence[Input], ids: Ints
         changed.append(position)
         if old.shape == new.shape:
             largest = max(largest, float(np.abs(old - new).max()))
-            flips += int((old.argmax(-1) != new.argmax(-1)).any() if old.shape[-1] > 1 else (old != new).any())
+            flips += int(_decided(before, old) != _decided(after, new))
         else:
             flips += 1  # an answer for each token, of which there are others
     return Proof(outputs, tuple(changed), flips, largest)
+
+
+def _decided(predictor: Predictor, output: Floats) -> Any:
+    """What is answered in the end."""
+    task, head = predictor.task, predictor.head
+    if task.by_token:
+        return output.argmax(-1).tolist()
+    # What is read of the description does not depend on the label, which the text has not got.
+    known = task.targets([task.stand_in("", head)], Ragged.of([], np.int32), head).values
+    return task.describe(Ragged.even(output[None].astype(np.float64)), known, head).prediction[0]
 
 
 def is_read_alike(before: Encoded, after: Encoded, ids: Ints) -> bool:

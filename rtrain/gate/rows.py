@@ -24,7 +24,7 @@ from rtrain.data import records
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.metrics.additive import Additive
-from rtrain.metrics.by_output import metric_for
+from rtrain.metrics.by_output import ACCURACY_WITH_REFUSALS, metric_for
 from rtrain.metrics.scores import LENGTH
 from rtrain.metrics.slices import quantiles
 from rtrain.predict import Predictor
@@ -34,8 +34,6 @@ from rtrain.training.evaluate import SEED
 
 MOST_ROWS = 10_000
 """Rows of a store that are answered; of more, so many are drawn, always the same ones."""
-ABSENT = -100.0
-"""Logit of a label that a side lacks."""
 Answers = tuple[score.Answered, score.Answered]
 """The base's and the candidate's."""
 
@@ -110,7 +108,8 @@ def of_file(base: Predictor, candidate: Predictor, data: Data) -> Both:
     def side(predictor: Predictor) -> Side:
         asked = score.ask(predictor, good)
         answered = score.answer(predictor, asked.tokens.lengths_of_rows, asked.tokens.pick)
-        return Side(predictor, asked.tokens, answered, asked.targets, predictor.head, asked.unknown)
+        answered = replace(answered, outcomes=asked.outcomes(base.task, answered.outcomes))
+        return Side(predictor, asked.tokens, answered, asked.targets, asked.head, asked.unknown)
 
     first, other = side(base), side(candidate)
     return Both(first, other, columns, str(data.path), _otherwise(first.tokens, other.tokens))
@@ -223,7 +222,7 @@ def _by_name(
     if list(own.labels) == names:
         return Head(own.labels, own.facts), answered
     table = answered.outcomes.matrix(len(own.labels))
-    wide = np.full((len(table), len(names)), ABSENT)
+    wide = np.full((len(table), len(names)), score.ABSENT)
     wide[:, [names.index(name) for name in own.labels]] = table
     return Head(tuple(names), own.facts), replace(answered, outcomes=Ragged.even(wide))
 
@@ -263,10 +262,12 @@ def judge(both: Both) -> Judged:
     rights = None
     if metric.right is not None:
         rights = [metric.right(side.answered.outcomes, side.targets, side.head) & ~side.unknown for side in sides]
-    scores = chance.differences(first, other)
-    headline = next((one for one in scores if one.name == metric.headline), None)
-    if headline is None:
-        return Judged(None, tuple(scores), None, 0, (), f"{metric.headline} is no finite number")
+    scores = {one.name: one for one in chance.differences(first, other)}
+    # Where both sides refuse rows, the score of the rows that McNemar's test counts: those outside of all classes too.
+    name = ACCURACY_WITH_REFUSALS if ACCURACY_WITH_REFUSALS in scores else metric.headline
+    if name not in scores:
+        return Judged(None, tuple(scores.values()), None, 0, (), f"{name} is no finite number")
+    headline = scores[name]
     flipped = None
     if rights is not None:
         lost, won = int((rights[0] & ~rights[1]).sum()), int((~rights[0] & rights[1]).sum())
@@ -276,13 +277,13 @@ def judge(both: Both) -> Judged:
     columns = {name: [value or "" for value in values] for name, values in both.columns.items()}
     if LENGTH not in columns:
         columns[LENGTH] = quantiles(both.lengths)
-    only = [_alone(side, metric.headline) for side in (first, other)]
+    only = [_alone(side, name) for side in (first, other)]
     return Judged(
         headline,
-        tuple(scores),
+        tuple(scores.values()),
         flipped,
         0 if rights is None else int(rights[0].sum()),
-        tuple(slices(only[0], only[1], metric.headline, columns)),
+        tuple(slices(only[0], only[1], name, columns)),
     )
 
 

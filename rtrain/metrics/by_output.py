@@ -5,7 +5,7 @@ over rows (an area under a curve, a correlation) need no special care. The arith
 package; here it is chosen for a kind of output, and named.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +47,8 @@ def metric_for(output: str) -> Metric:
 # ------------------------------------------------------------------------------------------------------------- classes
 
 MACRO = ("macro_precision", "macro_recall", "macro_f1")
+ACCURACY_WITH_REFUSALS = "accuracy_with_refusals"
+"""Of all rows, those outside of the classes too, where a row may be refused."""
 
 
 def classes(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
@@ -81,7 +83,7 @@ def _outside(sums: Floats) -> dict[str, Floats]:
         "outside_recall": ratio(both, outside),
         "outside_f1": ratio(2 * both, refused + outside),
         "inside_kept": ratio(kept, inside),
-        "accuracy_with_refusals": ratio(right, rows),
+        ACCURACY_WITH_REFUSALS: ratio(right, rows),
     }
 
 
@@ -125,24 +127,20 @@ def more_of_labels(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
 
 
 def heads(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
-    """Accuracy and macro F1 of each head, over the rows that have its label, and the mean of the accuracies."""
+    """Accuracy and macro F1 of each head, over the rows that have its label, and the mean of the accuracies of those
+    heads of which some row has one."""
     return {**additive_heads(outcomes, targets, head).scores(), "rows": len(outcomes)}
 
 
 def additive_heads(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
-    parts, names = [], []
+    parts, names, presence = [], [], []
     for name, own, logits, true in tables.of_heads(outcomes, targets, head):
         part = classification.additive(np.maximum(true, -1), logits.argmax(axis=1), len(own))
         present = part.rows.multiply((true != IGNORED).astype(np.float64)[:, None]).tocsr()
         parts.append(_named(Additive(present, part.score), ("accuracy", "macro_f1"), f"{name}_"))
         names.append(f"{name}_accuracy")
-    every = joined(*parts)
-
-    def score(sums: Floats) -> dict[str, Floats]:
-        found = every.score(sums)
-        return {"mean_accuracy": np.mean([found[name] for name in names], axis=0), **found}
-
-    return Additive(every.rows, score)
+        presence.append(true != IGNORED)
+    return with_mean(joined(*parts), "mean_accuracy", names, np.stack(presence, axis=1))
 
 
 # -------------------------------------------------------------------------------------------------------------- number
@@ -293,6 +291,20 @@ def additive_tokens(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
 
 def _whole(values: Any) -> Ints:
     return np.asarray(values, dtype=np.int64)
+
+
+def with_mean(every: Additive, mean: str, names: Sequence[str], present: npt.ArrayLike) -> Additive:
+    """`every`, and before its scores the mean of those in `names` that have rows; `present` says, [rows, names], which
+    rows count for which."""
+    counts = Additive(np.asarray(present, dtype=np.float64), lambda sums: {})
+    both, wide = joined(every, counts), len(names)
+
+    def score(sums: Floats) -> dict[str, Floats]:
+        found, there = every.score(sums[..., :-wide]), sums[..., -wide:] > 0
+        values = np.stack([found[name] for name in names], axis=-1)
+        return {mean: ratio((values * there).sum(axis=-1), there.sum(axis=-1)), **found}
+
+    return Additive(both.rows, score)
 
 
 def _named(additive: Additive, names: tuple[str, ...], prefix: str = "") -> Additive:

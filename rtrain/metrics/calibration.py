@@ -57,4 +57,4 @@ def _binned(confidence: Floats, right: Bools, bins: int) -> Floats:
     place = np.clip(np.ceil(np.asarray(confidence) * bins).astype(np.int64) - 1, 0, bins - 1)
     found = np.zeros((len(place), 3, bins))
     found[np.arange(len(place)), :, place] = np.stack([np.ones(len(place)), confidence, right], axis=1)
-    return found.reshape(len(place), -1)
+    return found.reshape(len(place), 3 * bins)

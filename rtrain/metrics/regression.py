@@ -52,7 +52,7 @@ def ratings(values: Floats, low: float, high: float, step: float = 1.0) -> Ints:
     Predictions beyond the range are given its end, as a rater must.
     """
     steps = round((high - low) / step)
-    if step <= 0 or steps < 1 or abs(low + steps * step - high) > 1e-9:
+    if step <= 0 or steps < 1 or abs(low + steps * step - high) > 1e-6 * step:
         raise UserError(
             f"ratings from {low:g} to {high:g} in steps of {step:g}: no whole number of steps; correct them"
         )

@@ -18,7 +18,6 @@ is bounded: by the number of classes and columns, never by the number of rows. N
 """
 
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -152,18 +151,13 @@ def _slices(
     alive: Callable[[], None],
     least: int = slices.LEAST,
 ) -> list[dict[str, Any]]:
-    counts = sorted(Counter(values).values(), reverse=True)
-    if len(counts) > MOST_SLICES:
-        # One more row than the first value that is one too many: that value and all rarer ones merge.
-        least = max(least, counts[MOST_SLICES] + 1)
-
     def scores(rows: npt.NDArray[np.int64]) -> dict[str, float]:
         alive()
         return _finite(metric.all(outcomes.take(rows), targets.take(rows), head))
 
     names = np.array(values, dtype=object)
     found = []
-    for one in slices.by_column(values, scores, metric.headline, least=least):
+    for one in slices.by_column(values, scores, metric.headline, least=least, most=MOST_SLICES):
         document = {"value": one.value, "rows": one.rows, "scores": one.scores}
         if additive is not None:
             inside = np.flatnonzero(np.isin(names, list(one.merged) or [one.value]))

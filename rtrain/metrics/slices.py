@@ -22,33 +22,55 @@ class Slice(NamedTuple):
     merged: tuple[str, ...] = ()
 
 
+class Group(NamedTuple):
+    """Where the rows of a slice are."""
+
+    value: str
+    rows: Ints
+    merged: tuple[str, ...] = ()
+
+
+def groups(values: Sequence[Hashable], least: int = LEAST, most: int | None = None) -> list[Group]:
+    """The rows of each value, in the order of their first rows; None is a value of its own, `(none)`.
+
+    Values that fewer than `least` rows have are too few to be judged one by one: they are merged into one group,
+    however small that is. So are all but the `most` most frequent values.
+    """
+    names = ["(none)" if value is None else str(value) for value in values]
+    counts = Counter(names)
+    often = sorted(counts, key=lambda name: (-counts[name], name))[:most]
+    small = sorted(counts.keys() - {name for name in often if counts[name] >= least})
+    rare = all(counts[name] < least for name in small)
+    title = f"({len(small)} values with fewer than {least} rows)" if rare else f"(the {len(small)} rarest values)"
+    # A single small value is no merger: it stays under its own name, with its count beside it.
+    inside = {name: title for name in small} if len(small) > 1 else {}
+    where: dict[str, list[int]] = {}
+    for position, name in enumerate(names):
+        where.setdefault(inside.get(name, name), []).append(position)
+    return [
+        Group(name, np.array(positions, dtype=np.int64), tuple(small) if inside and name == title else ())
+        for name, positions in where.items()
+    ]
+
+
 def by_column(
     values: Sequence[Hashable],
     scores: Callable[[Ints], Mapping[str, float]],
     headline: str,
     larger_is_better: bool = True,
     least: int = LEAST,
+    most: int | None = None,
 ) -> list[Slice]:
-    """One slice per value, the worst `headline` first; of equals the larger slice, then the name in order.
+    """One slice per group of `groups`, the worst `headline` first; of equals the larger slice, then the name in order.
 
-    `scores` gets the positions of a slice's rows (`Additive.of` does). Values that fewer than `least` rows have are
-    too few to be judged one by one: they are merged into one slice, however small that is. None is a value of its
-    own, `(none)`.
+    `scores` gets the positions of a slice's rows (`Additive.of` does).
     """
-    names = ["(none)" if value is None else str(value) for value in values]
-    counts = Counter(names)
-    small = sorted(name for name, count in counts.items() if count < least)
-    # A single small value is no merger: it stays under its own name, with its count beside it.
-    merged = f"({len(small)} values with fewer than {least} rows)" if len(small) > 1 else None
-    where: dict[str, list[int]] = {}
-    for position, name in enumerate(names):
-        where.setdefault(merged if merged and counts[name] < least else name, []).append(position)
     found = []
-    for name, positions in where.items():
-        slice_scores = scores(np.array(positions, dtype=np.int64))
+    for name, rows, merged in groups(values, least, most):
+        slice_scores = scores(rows)
         if headline not in slice_scores:
             raise UserError(f"no score {headline!r}; there are {', '.join(slice_scores)}")
-        found.append(Slice(name, len(positions), slice_scores, tuple(small) if name == merged else ()))
+        found.append(Slice(name, len(rows), slice_scores, merged))
     sign = 1 if larger_is_better else -1
     return sorted(found, key=lambda item: (sign * item.scores[headline], -item.rows, item.value))
 

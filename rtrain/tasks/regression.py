@@ -24,6 +24,8 @@ EXAMPLES = (
 )
 MOST_STEPS = 100
 """Training scores with more steps than this are no scale of grades."""
+ROUNDING = 1e-5
+"""Part of a step by which a grade may lie beside its place: float32 has 7 digits, of which the scale takes 2."""
 
 
 class Regression(PooledTask):
@@ -122,13 +124,13 @@ def _unit(outputs: Outputs, head: Head) -> Any:
 
 def _step(values: Any) -> float | None:
     """The distance of neighbouring grades where all scores lie on one scale."""
-    gaps = np.diff(values)
-    step = float(gaps.min())
-    if values[-1] - values[0] > (MOST_STEPS + 1) * step:  # not as a quotient, which may exceed what a float holds
+    width, gap = float(values[-1] - values[0]), float(np.diff(values).min())
+    if width > (MOST_STEPS + 1) * gap:  # not as a quotient, which may exceed what a float holds
         return None
-    steps = (values - values[0]) / step
-    on_scale = np.abs(steps - np.rint(steps)).max() < 1e-6 and steps[-1] <= MOST_STEPS
-    return step if on_scale else None
+    # The mean gap: the rounding of the smallest one adds up over the scale, a fifth being 0.2 or 0.20000000298.
+    count = round(width / gap)
+    steps = (values - values[0]) / (width / count)
+    return width / count if np.abs(steps - np.rint(steps)).max() < ROUNDING and count <= MOST_STEPS else None
 
 
 TASK = Regression()
