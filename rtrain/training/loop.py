@@ -297,17 +297,18 @@ class _Loop(step.Observer):
         return NONE
 
     def _save(self) -> None:
-        saver, exchange = self._saver, self._exchange
+        exchange = self._exchange
+        with self._clock.section("checkpoint"), exchange.timeline.during(stages.CHECKPOINT):
+            self._flushed()  # no worker waits inside an exchange for what is still being written
+            with exchange.watch.busy():
+                self._saver.save(exchange.module, self._optimizer, self._state, exchange.whole)
 
+    def _flushed(self, copied: bool = False) -> None:
         def flush() -> int:
-            saver.flush()
+            self._saver.flush(copied=copied)
             return self._state.update
 
-        during = exchange.timeline.during(stages.CHECKPOINT)
-        with self._clock.section("checkpoint"), during:
-            ranks.decided(exchange.watch, flush)  # no worker waits inside an exchange for what is still being written
-            with exchange.watch.busy():
-                saver.save(exchange.module, self._optimizer, self._state, exchange.whole)
+        ranks.decided(self._exchange.watch, flush)
 
     # ---------------------------------------------------------------------------------------------------------- the end
 
@@ -315,13 +316,8 @@ class _Loop(step.Observer):
         """Restore the best weights, score them on the test rows (a finished run only), and report the run's sums."""
         job, state = self._job, self._state
         finished = state.update == job.order.updates
-
-        def flush() -> int:
-            self._saver.flush(copied=finished)
-            return state.update
-
         with self._clock.section("checkpoint"):
-            ranks.decided(self._exchange.watch, flush)
+            self._flushed(copied=finished)
             update = self._best(state)
         if update not in (NONE, state.update):
             self._loaded(update)
