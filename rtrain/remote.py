@@ -252,8 +252,12 @@ class _Fetching:
         self._final = final
 
     def __enter__(self) -> Path:
-        drafts.sweep(self._final)
-        self._draft = drafts.Draft(self._final)
+        try:
+            drafts.sweep(self._final)
+            self._draft = drafts.Draft(self._final)
+        except OSError as error:
+            fix = "set XDG_CACHE_HOME to a folder that can"
+            raise UserError(f"{self._final.parent} cannot be written ({error.strerror}); {fix}") from None
         return self._draft.folder
 
     def __exit__(self, *error: object) -> None:

@@ -287,3 +287,11 @@ def test_what_was_fetched_is_served_and_its_verdict_stays_as_it_was_made(
     folder = remote.fetch(address)
     assert artifact.read(folder).gate is None
     assert len(web.asked) == 1
+
+
+def test_a_cache_that_cannot_be_made_is_told_with_its_setting(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        UserError, match=r"file/artifacts cannot be written .*; set XDG_CACHE_HOME to a folder that can"
+    ):
+        remote.fetch(made.as_uri(), tmp_path / "file" / "artifacts")

@@ -129,6 +129,16 @@ def test_a_configuration_is_frozen() -> None:
         ("data.text='yes'", "data.text", "yes"),
         ("data.text=", "data.text", None),
         (" data.text =x", "data.text", "x"),
+        ("data.text=Comment #2", "data.text", "Comment #2"),
+        ("data.text='Comment #2'  # a comment", "data.text", "Comment #2"),
+        ("data.text=Body: text", "data.text", "Body: text"),
+        ("data.text=[draft", "data.text", "[draft"),
+        ("data.label=2024", "data.label", "2024"),
+        ("data.label=2024-01-31", "data.label", "2024-01-31"),
+        ("data.label=Yes", "data.label", "Yes"),
+        ("data.label=[a, b]", "data.label", ["a", "b"]),
+        ("data.separator=|", "data.separator", "|"),
+        ("quantize.engine=1", "quantize.engine", "1"),
     ],
 )
 def test_an_assignment_is_a_name_and_a_yaml_value(text: str, name: str, value: object) -> None:
@@ -145,6 +155,27 @@ def test_what_is_no_assignment_is_refused(text: str, reason: str) -> None:
     assert [(problem.field, problem.value, problem.reason) for problem in caught.value.problems] == [
         ("--set", text, reason)
     ]
+
+
+@pytest.mark.parametrize("value", ["a", " Text", "null", "", "'a", "a=b", "Comment #2", "Straße: 1", ["a", "b: c"]])
+def test_an_assignment_that_is_printed_is_read_as_what_was_meant(value: str | list[str]) -> None:
+    assert config.parse_assignment(config.assignment("data.label", value)) == ("data.label", value)
+
+
+def test_a_section_that_stands_twice_is_refused_and_not_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("name: t\ntask: classification\ndata:\n  path: x.csv\ntrain: {seed: 3}\ndata:\n  text: body\n")
+    with pytest.raises(ConfigError) as caught:
+        config.load(str(file))
+    assert str(caught.value).startswith("data: written twice, in the lines 3 and 6")
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_a_recipe_that_is_not_utf_8_is_refused(tmp_path: Path, encoding: str) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_bytes("name: Grüße\ntask: classification\n".encode(encoding))
+    with pytest.raises(ConfigError, match="the file is not UTF-8; convert it"):
+        config.load(str(file))
 
 
 def test_a_number_that_yaml_takes_for_text_is_still_a_number() -> None:

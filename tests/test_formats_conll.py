@@ -84,9 +84,9 @@ def test_to_bio_keeps_the_entities_and_is_strict_bio(tags: list[str]) -> None:
         ("lonely", "has 1 column instead of 2; separate columns by one tab, or by blanks"),
         ("New York\tx\tO", "has 3 columns instead of 2; separate columns by one tab, or by blanks"),
         ("\tO", "has an empty token; write one or remove the line"),
-        ("Anna\tPER", "has the tag 'PER', not O, B-TYPE or I-TYPE; name the tags' column, or convert to BIO"),
-        ("Anna\tS-PER", "has the tag 'S-PER', not O, B-TYPE or I-TYPE; name the tags' column, or convert to BIO"),
-        ("Anna\tB-", "has the tag 'B-', not O, B-TYPE or I-TYPE; name the tags' column, or convert to BIO"),
+        ("Anna\tPER", "has the tag 'PER', not O, B-TYPE or I-TYPE; write BIO tags in the last column"),
+        ("Anna\tS-PER", "has the tag 'S-PER', not O, B-TYPE or I-TYPE; write BIO tags in the last column"),
+        ("Anna\tB-", "has the tag 'B-', not O, B-TYPE or I-TYPE; write BIO tags in the last column"),
         ("An\rna\tO", "holds a carriage return; end lines by a newline"),
     ],
 )
@@ -121,3 +121,11 @@ def test_no_bytes_crash_it(content: bytes) -> None:
     for row in read(content):
         assert (row.reason is None) == bool(row.tokens)
         assert len(row.tokens) == len(row.tags)
+
+
+def test_a_first_column_that_counts_the_words_is_refused() -> None:
+    rows = b"1\tAnna\tB-PER\tO\n2\tis\tO\tO\n3\there\tO\tO\n\n"
+    [sentence] = conll.read(io.BytesIO(rows))
+    assert sentence.reason is not None
+    assert sentence.reason.startswith("its first column counts the words; write the words in the first column")
+    assert next(conll.read(io.BytesIO(b"1\tO\n2\tO\n3\tO\n"))).reason is None  # a text of numbers

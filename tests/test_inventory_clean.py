@@ -149,6 +149,39 @@ def test_a_run_that_is_being_trained_is_left_alone(tmp_path: Path) -> None:
     assert one.config.is_file()
 
 
+def test_a_whole_run_goes_without_what_is_not_rtrain_s(tmp_path: Path) -> None:
+    searched = stock.search(tmp_path / "s")
+    trial = searched.trial(0)
+    for name in ("best.yaml", "search.html", "optuna.journal", "mlflow.json", ".ending", "error-20260101-000000.txt"):
+        (searched.folder / name).write_text("rtrain's")
+    (trial.folder / "rungs").mkdir()
+    trial.rung(5).write_bytes(b"answers")
+    (searched.folder / "notes.txt").write_text("mine")
+    (trial.folder / "mine").mkdir()
+    (trial.folder / "mine" / "rows.csv").write_text("mine")
+    [removed] = removals = planned(searched.folder, "none")
+    assert removed.stays == ("notes.txt: it is not rtrain's", "trial-000/mine: it is not rtrain's")
+    assert removed.size == sizes.size(searched.folder) - 2 * len("mine")
+    for _ in range(2):  # asked for again, it goes no further
+        removal.carry_out(removals)
+        assert stock.names(searched.folder) == {"notes.txt", "trial-000/mine/rows.csv"}
+    assert not walk.look(tmp_path).runs
+
+
+@pytest.mark.parametrize("place", ["link", "a/copy"])
+def test_a_run_behind_a_link_or_in_another_run_is_no_reason_to_clean_all_runs(
+    tmp_path: Path, run: Cli, place: str
+) -> None:
+    stock.make(tmp_path / "runs" / "a")
+    stock.make(tmp_path / "runs" / "a" / "copy")
+    stock.make(tmp_path / "elsewhere")
+    (tmp_path / "runs" / "link").symlink_to(tmp_path / "elsewhere")
+    before = stock.names(tmp_path)
+    code, _, err = run("clean", f"runs/{place}", "--keep", "none", "--yes")
+    assert (code, "is a link, or lies in another run" in err) == (1, True)
+    assert stock.names(tmp_path) == before
+
+
 # ------------------------------------------------------------------------------------------------- what others need
 
 
@@ -215,6 +248,28 @@ def test_while_a_run_cannot_be_read_what_it_may_use_stays(tmp_path: Path) -> Non
     [told] = [removed for removed in plan.of_root(walk.look(tmp_path), "artifact") if removed.run is None]
     assert (told.parts, told.stays) == ((), ("torn cannot be read, and may use it",))
     assert gone(plan.of_root(walk.look(tmp_path), "none"), tmp_path) == {"torn", ".tokens/cccc"}
+
+
+def test_a_run_behind_a_link_keeps_what_it_uses(tmp_path: Path) -> None:
+    """Runs are put on a larger disk and linked from the folder of runs, beside which their stores lie."""
+    teacher = stock.make(tmp_path / "runs" / "teacher", version="v1", store="bbbb")
+    live = stock.make(tmp_path / "disk" / "live", ended=None, distill__teacher="v1", store="aaaa")
+    (tmp_path / "runs" / "live").symlink_to(live.folder)
+    for digest in ("aaaa", "cccc"):
+        stock.age(stock.store(tmp_path / "runs", digest))
+    with opening.hold(live):
+        assert gone(plan.of_root(walk.look(tmp_path / "runs"), "none"), tmp_path / "runs") == {".tokens/cccc"}
+    assert "live is taught by its artefact" in planned(teacher.folder, "none")[0].stays[0]
+    assert [known.name for known in walk.look(tmp_path / "runs").runs] == ["teacher"]
+    live.config.write_text("[")
+    assert gone(plan.of_root(walk.look(tmp_path / "runs"), "artifact"), tmp_path / "runs") == {"teacher/checkpoints"}
+
+
+def test_a_link_to_a_run_beside_it_is_no_second_user(tmp_path: Path) -> None:
+    stock.age(stock.store(tmp_path, "aaaa"))
+    stock.make(tmp_path / "a")
+    (tmp_path / "alias").symlink_to(tmp_path / "a")
+    assert gone(plan.of_root(walk.look(tmp_path), "none"), tmp_path) == {"a", ".tokens/aaaa"}
 
 
 def test_stores_and_copies_that_no_run_uses_go_and_others_only_when_asked(tmp_path: Path) -> None:

@@ -198,3 +198,51 @@ def test_labels_lose_the_blanks_around_them(tmp_path: Path) -> None:
     data = Data(path=str(path))
     [piece] = records.inspect(data).pieces
     assert [record.label for record in records.read(piece, data)] == ["parcel", "parcel"]
+
+
+def test_csv_rows_that_a_stray_quote_has_joined_are_bad_and_not_one_row(tmp_path: Path) -> None:
+    found = read_bytes(tmp_path / "a.csv", b'text,label\n"hello, world,a\nok,b\n"bye,c\nfine,d\n"one" more,e\n')
+    reason = "text follows the quote that closes in line 4 what line 2 opens; double quotes of text"
+    assert [(record.line, record.text, record.reason) for record in found] == [
+        *((line, "", reason) for line in (2, 3, 4)),
+        (5, "fine", None),
+        (6, "one more", None),  # of one line: nothing is lost
+    ]
+
+
+def test_tsv_is_told_what_helps_where_quotes_mean_nothing(tmp_path: Path) -> None:
+    found = read_bytes(tmp_path / "a.tsv", b'text\tlabel\n"a\tb"\tx\n"a\rb"\tx\n"c"\tx\n')
+    assert [record.reason for record in found] == [
+        "3 columns instead of 2; replace the tabs of a text by blanks, or write csv",
+        "a carriage return outside quotes; replace it by a blank, or end lines by a newline",
+        None,
+    ]
+    assert found[2].text == '"c"'
+
+
+def test_jsonl_columns_need_not_be_in_the_first_row(tmp_path: Path) -> None:
+    content = b'{"text": "a", "label": "x"}\n{"text": "b", "label": "x", "lang": "en"}\n'
+    assert [record.slices for record in read_bytes(tmp_path / "a.jsonl", content, slices=("lang",))] == [("",), ("en",)]
+
+
+def test_class_names_of_datasets_are_read_from_parquet_and_in_lists(tmp_path: Path) -> None:
+    classes = {"names": ["joy", "anger"], "_type": "ClassLabel"}
+    features = {"label": classes, "both": {"feature": classes, "_type": "Sequence"}, "old": [classes]}
+    table = pa.table({"text": ["a", "b"], "label": [0, 1], "both": [[0, 1], [1]], "old": [[0], [2]]})
+    table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table, path)
+    assert [record.label for record in read(Data(path=str(path)))] == ["joy", "anger"]
+    assert [record.label for record in read(Data(path=str(path), label="both"))] == ['["joy", "anger"]', '["anger"]']
+    found = read(Data(path=str(path), label="old"))
+    assert (found[0].label, found[1].reason) == (
+        '["joy"]',
+        "column 'old' is class 2, and the file names 2; write the data set again",
+    )
+
+
+def test_a_parquet_file_without_rows_and_pages_is_read_beside_others(tmp_path: Path) -> None:
+    schema = pa.schema({"text": pa.string(), "label": pa.string()})
+    pyarrow.parquet.write_table(schema.empty_table(), tmp_path / "0.parquet", use_dictionary=False)
+    pyarrow.parquet.write_table(pa.table({"text": ["a"], "label": ["b"]}), tmp_path / "1.parquet")
+    assert [record.text for record in read(Data(path=str(tmp_path)))] == ["a"]

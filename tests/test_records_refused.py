@@ -1,10 +1,11 @@
 """Sources that are refused before a start, with all that is wrong and what to do."""
 
+import shlex
 from pathlib import Path
 
 import pytest
 
-from rtrain.config import Data
+from rtrain.config import Data, load, parse_assignment
 from rtrain.data import records
 from rtrain.errors import ConfigError, Problem
 from tests.test_records import problems, read_bytes
@@ -115,3 +116,15 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     path.write_text("text,label,label\none,parcel,refund\n")
     with pytest.raises(ConfigError, match="two columns are called label; give each column a name of its own"):
         records.inspect(Data(path=str(path)))
+
+
+def test_a_setting_that_is_advised_is_read_as_the_column_that_was_meant(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("Body: text,2024,Comment #2\na,b,c\n")
+    data = Data(path=str(path), text="body: text", label="2023", slices=("Body: text", "comment #2"))
+    for problem in problems(data):
+        [_, setting] = shlex.split(problem.fix.rpartition("did you mean ")[2].removesuffix("?"))
+        found = load("intent", {"data.path": str(path), **dict([parse_assignment(setting)])}).recipe.data
+        data = data.model_copy(update={problem.field.removeprefix("data."): getattr(found, problem.field[5:])})
+    assert (data.text, data.label, data.slices) == ("Body: text", "2024", ("Body: text", "Comment #2"))
+    records.inspect(data)

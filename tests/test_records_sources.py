@@ -1,6 +1,12 @@
 """Sources of more than one file: folders, globs, a test file, and what `datasets` saves or loads."""
 
+import bz2
+import gzip
+import lzma
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +46,72 @@ def test_a_glob_is_the_files_that_match(tmp_path: Path) -> None:
     assert [Path(piece.uri).name for piece in source.pieces] == ["b.csv"]
     (folder / "README.md").unlink()
     assert [record.text for record in read(Data(path=str(folder / "*")))] == ["one", "two", "four"]
+
+
+def test_hidden_copies_are_no_rows_unless_they_are_named(tmp_path: Path) -> None:
+    """An editor's copy of the rows, and what a Mac puts beside a file."""
+    folder = write_parts(tmp_path / "parts")
+    (folder / ".ipynb_checkpoints").mkdir()
+    (folder / ".ipynb_checkpoints" / "b-checkpoint.csv").write_text("text,label\nfour,wrong\n")
+    (folder / "._b.csv").write_bytes(b"\x00\x05\x16\x07Mac OS X")
+    assert [record.text for record in read(Data(path=str(folder)))] == ["one", "two", "four", "five"]
+    assert [record.text for record in read(Data(path=str(folder / "*.csv")))] == ["four"]
+    assert [record.text for record in read(Data(path=str(folder / "*" / "*.csv")))] == ["five"]
+    for named in (".ipynb_checkpoints", ".ipynb_checkpoints/*.csv", ".ipynb*/*.csv"):
+        assert [record.label for record in read(Data(path=str(folder / named)))] == ["wrong"]
+
+
+def test_files_of_a_folder_count_whatever_their_case_and_compression(tmp_path: Path) -> None:
+    rows = b"text,label\n%s,x\n"
+    packed: dict[str, Callable[[bytes], bytes]] = {
+        "b.csv.bz2": bz2.compress,
+        "c.CSV.GZ": gzip.compress,
+        "d.csv.xz": lzma.compress,
+    }
+    (tmp_path / "a.CSV").write_bytes(rows % b"a")
+    for name, compress in packed.items():
+        (tmp_path / name).write_bytes(compress(rows % name[:1].encode()))
+    assert [record.text for record in read(Data(path=str(tmp_path)))] == ["a", "b", "c", "d"]
+
+
+def test_a_zip_of_several_files_is_refused_and_one_of_a_single_file_read(tmp_path: Path) -> None:
+    for name, members in {"one.csv.zip": ["a.csv"], "two.zip": ["a.csv", "b.csv"]}.items():
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            for member in members:
+                archive.writestr(member, f"text,label\n{member},x\n")
+    assert [record.text for record in read(Data(path=str(tmp_path / "one.csv.zip")))] == ["a.csv"]
+    [problem] = problems(Data(path=str(tmp_path / "two.zip"), format="csv"))
+    assert (problem.reason, problem.fix) == (
+        "it holds 2 files (a.csv, b.csv)",
+        "unpack it, and name the folder or one file",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "settings", "reason"),
+    [
+        ("rows.csv", None, {}, "a link that leads to no file"),
+        ("rows.zip", b"PK no archive at all", {"format": "csv"}, "not readable as csv (File is not a zip file)"),
+        ("rows.csv", b"text,label\na,b\n", {"format": "datasets"}, "no folder of `datasets` (state.json)"),
+    ],
+)
+def test_what_cannot_be_read_is_told_and_no_traceback(
+    tmp_path: Path, name: str, content: bytes | None, settings: dict[str, Any], reason: str
+) -> None:
+    if content is None:
+        (tmp_path / name).symlink_to("nowhere")
+    else:
+        (tmp_path / name).write_bytes(content)
+    asked = tmp_path / name if name.endswith(".zip") else tmp_path
+    [problem] = problems(Data(path=str(asked), **settings))
+    assert problem.reason == reason
+
+
+def test_a_state_of_another_program_makes_no_datasets_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label\none,x\n")
+    (tmp_path / "state.json").write_text("{}")
+    [problem] = problems(Data(path=str(tmp_path)))  # it is a file of rows like others
+    assert (Path(problem.value).name, problem.reason) == ("state.json", "no header line")
 
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:

@@ -59,6 +59,10 @@ def test_each_label_is_a_yes_or_a_no() -> None:
     assert found.unknown.tolist() == [False, False, False, True]
 
 
+def test_blanks_beside_a_label_in_a_list_make_no_second_class() -> None:
+    assert LABELS.head({'["Delivery ", "Other"]': 1, '["Delivery"]': 1}).labels == ("Delivery", "Other")
+
+
 def test_the_loss_of_labels_is_a_sum_over_rows_and_labels() -> None:
     rows = batch([[1, 0, 1], [0, 0, 0]])
     logits = torch.tensor([[2.0, -1.0, 0.0], [0.5, 0.0, -3.0]], dtype=torch.float64)

@@ -30,6 +30,11 @@ _NOT_TEXT = {
     "answers": pa.list_(pa.struct([("text", pa.string()), ("start", pa.int64())])),
 }
 """Columns of CoNLL and SQuAD files that are no texts."""
+EXACT = 2**53
+"""The greatest integer up to which a float holds each one."""
+DEEPEST = 8
+_LARGE = pa.dictionary(pa.int64(), pa.int64())
+"""Stands for integers of JSON beyond `EXACT`, such as ids: beside floats they are texts, else integers like others."""
 
 
 @dataclass(frozen=True)
@@ -83,16 +88,18 @@ def of_file(piece: Piece) -> dict[str, pa.DataType]:
     )
 
 
-def kind_of(value: Any) -> pa.DataType:
-    """The type of a value of JSON."""
+def kind_of(value: Any, depth: int = 0) -> pa.DataType:
+    """The type of a value of JSON; lists in more than `DEEPEST` lists are texts."""
     if isinstance(value, bool):
         return pa.bool_()
     if isinstance(value, int):
-        return pa.int64() if -(2**63) <= value < 2**63 else pa.string()
+        if abs(value) > EXACT:
+            return _LARGE if -(2**63) <= value < 2**63 else pa.string()
+        return pa.int64()
     if isinstance(value, float):
         return pa.float64()
-    if isinstance(value, list):
-        return pa.list_(functools.reduce(common, map(kind_of, value), pa.null()))
+    if isinstance(value, list) and depth < DEEPEST:
+        return pa.list_(functools.reduce(common, (kind_of(inner, depth + 1) for inner in value), pa.null()))
     return pa.null() if value is None else pa.string()
 
 
@@ -104,12 +111,15 @@ def common(one: pa.DataType, other: pa.DataType) -> pa.DataType:
         return other
     if pa.types.is_list(one) and pa.types.is_list(other):
         return pa.list_(common(one.value_type, other.value_type))
-    numbers = {pa.int64(), pa.float64()}
-    return pa.float64() if {one, other} == numbers else pa.string()
+    if {one, other} == {pa.int64(), _LARGE}:
+        return _LARGE
+    return pa.float64() if {one, other} == {pa.int64(), pa.float64()} else pa.string()
 
 
 def settled(kind: pa.DataType) -> pa.DataType:
-    """What holds nothing holds texts."""
+    """What holds nothing holds texts, and large numbers are numbers."""
+    if kind == _LARGE:
+        return pa.int64()
     if pa.types.is_list(kind):
         return pa.list_(settled(kind.value_type))
     return pa.string() if pa.types.is_null(kind) else kind

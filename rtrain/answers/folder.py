@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from rtrain.answers.columns import Layout
 from rtrain.answers.source import Portion
 from rtrain.answers.writing import Format
 from rtrain.config import Data
+from rtrain.data.formats import addresses
 from rtrain.data.records import Source
 from rtrain.errors import ConfigError, Problem, UserError
 
@@ -162,11 +164,12 @@ class Folder:
 def replaced(out: Path, overwrite: bool) -> Iterator[IO[bytes]]:
     """A file that takes the place of `out` once it is whole. Raises `ConfigError` where `out` is there already."""
     refuse_existing(out, overwrite)
-    draft = out.with_name(f".{out.name}.draft")
+    draft = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.draft")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with draft.open("wb") as file:
             yield file
+        refuse_existing(out, overwrite)  # another process may have written it meanwhile
         draft.replace(out)
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}); name another place with --out") from None
@@ -185,9 +188,10 @@ def refuse_existing(out: Path, overwrite: bool) -> None:
 
 def refuse_among_rows(source: Source, data: Data, out: Path) -> None:
     """Raise `ConfigError` where the answers would be read as rows by the next call."""
-    own = [piece.uri for piece in source.pieces if piece.uri.removeprefix("file://") == str(out)]
-    folder = Path(fsspec.core.strip_protocol(str(data.path)))
-    if own or (folder.is_dir() and out.is_relative_to(folder.absolute())):
+    place, named = out.resolve(), Path(fsspec.core.strip_protocol(str(data.path))).resolve()
+    own = any(Path(piece.uri.removeprefix("file://")).resolve() == place for piece in source.pieces)
+    matched = addresses.is_glob(str(data.path)) and place.match(str(named))
+    if own or matched or (named.is_dir() and place.is_relative_to(named)):
         reason, fix = "it is among the rows that --data names", "write the answers to another folder"
         raise ConfigError([Problem("--out", str(out), reason, fix)])
 

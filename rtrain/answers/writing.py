@@ -51,7 +51,11 @@ def encode(format: Format, layout: Layout, chunk: Chunk, added: Added) -> bytes:
 
 def _csv(rows: Iterable[Sequence[str]]) -> bytes:
     buffer = io.StringIO(newline="")
-    csv.writer(buffer, lineterminator="\n").writerows(rows)
+    plain = csv.writer(buffer, lineterminator="\n")
+    # Python's writer quotes the line ends that it writes itself, and no carriage return without a newline.
+    quoted = csv.writer(buffer, lineterminator="\n", quoting=csv.QUOTE_ALL)
+    for row in rows:
+        (quoted if any("\r" in cell for cell in row) else plain).writerow(row)
     return buffer.getvalue().encode("utf-8", "replace")
 
 
@@ -70,7 +74,7 @@ def _jsonl(layout: Layout, chunk: Chunk, added: Added) -> bytes:
     rows: Iterable[Mapping[str, Any]]
     if isinstance(chunk.columns, pa.Table):
         names = chunk.columns.column_names
-        values = zip(*(_without_nan(_texts(chunk.columns, name)) for name in names), strict=True)
+        values = zip(*(map(_without_nan, _texts(chunk.columns, name)) for name in names), strict=True)
         rows = (dict(zip(names, row, strict=True)) for row in values)
     else:
         rows = chunk.columns
@@ -96,9 +100,13 @@ def _texts(table: pa.Table, name: str) -> list[Any]:
         return column.cast(pa.string()).to_pylist()  # type: ignore[no-any-return]
 
 
-def _without_nan(values: list[Any]) -> list[Any]:
-    """JSON has no NaN, by which Arrow files often say that there is no value."""
-    return [None if isinstance(value, float) and math.isnan(value) else value for value in values]
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN, by which Arrow files often say that there is no value, at any depth."""
+    if isinstance(value, float):
+        return None if math.isnan(value) else value
+    if isinstance(value, list):
+        return [_without_nan(inner) for inner in value]
+    return {name: _without_nan(inner) for name, inner in value.items()} if isinstance(value, dict) else value
 
 
 def _table(layout: Layout, chunk: Chunk, added: Added) -> pa.Table:

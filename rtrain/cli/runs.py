@@ -83,6 +83,8 @@ def clean(
         raise ConfigError([Problem("--stores", None, "token stores are shared by runs", fix)])
     found = walk.around(folder) if single else walk.look(folder)
     known = found.of(folder) if single else None
+    if single and known is None:
+        raise UserError(f"{folder} is a link, or lies in another run: nothing is removed there; name the run itself")
     if not single and not (found.runs or found.shared or found.drafts):
         raise UserError(f"{folder} holds no run, and none lies below it; name a run, or the folder that holds them")
     planned = plan.of_run(known, keep.value, found) if known else plan.of_root(found, keep.value, stores)

@@ -18,6 +18,7 @@ from rtrain.config.loading import (
     DEPLOY_FIELDS as DEPLOY_FIELDS,
     RECIPE_FIELDS as RECIPE_FIELDS,
     Config as Config,
+    assignment as assignment,
     dotted as dotted,
     dotted_names as dotted_names,
     flat as flat,

@@ -7,10 +7,12 @@ every problem is reported at once.
 import dataclasses
 import difflib
 import json
+import types
+import typing
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic
 import yaml
@@ -78,11 +80,11 @@ def load(name_or_file: str, overrides: Mapping[str, Any] | None = None) -> Confi
         if not path.is_file():
             fix = meant(path) or "write a recipe's name or an existing file"
             raise ConfigError([Problem("recipe", name_or_file, "no such file", fix)])
-        text, own = path.read_text(encoding="utf-8"), True
+        text, own = _read(path), True
     else:
         text, own = _shipped(name_or_file), False
     try:
-        document = yaml.safe_load(text)
+        document = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise UserError(f"{name_or_file} is not YAML: {error}") from None
     if not isinstance(document, dict):
@@ -93,6 +95,28 @@ def load(name_or_file: str, overrides: Mapping[str, Any] | None = None) -> Confi
         del document["tune"]
     config = parse(document, overrides or {})
     return dataclasses.replace(config, named=config.named | (dotted(document).keys() if own else {"name", "task"}))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        fix = "convert it, e.g. iconv -f latin1 -t utf-8, or from utf-16"
+        raise ConfigError([Problem("recipe", str(path), "the file is not UTF-8", fix)]) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML forbids a key that stands twice in one mapping; PyYAML would drop the first in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and (first := lines.setdefault(key.value, line)) != line:
+                reason = f"written twice, in the lines {first} and {line}"
+                raise ConfigError([Problem(key.value, None, reason, "write it once, with all that belongs to it")])
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
 
 
 def _current(train: dict[str, Any]) -> dict[str, Any]:
@@ -153,14 +177,51 @@ def to_yaml(config: Config) -> str:
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """`a.b=value` as (name, value); the value is YAML, so numbers, lists and null are what they look like."""
-    name, separator, value = text.partition("=")
+    """`a.b=value` as (name, value); the value is YAML, so numbers, lists and null are what they look like.
+
+    A setting that is a text, such as a column's name, is the text as it is written, unless that is null or in quotes:
+    YAML would make something else of a number, a date, yes and no, `a: b`, and a text with a #, a comment to it.
+    """
+    name, separator, value = (part.strip() for part in text.partition("="))
     if not separator or not name:
         raise ConfigError([Problem("--set", text, "not an assignment", "write --set section.name=value")])
+    kinds = _kinds(_annotation(name))
     try:
-        return name.strip(), yaml.safe_load(value)
+        found = yaml.safe_load(value)
     except yaml.YAMLError:
+        if str in kinds:
+            return name, value
         raise ConfigError([Problem("--set", text, "the value is not YAML", "put it into quotes")]) from None
+    if str not in kinds or found is None or (isinstance(found, list) and tuple in kinds):
+        return name, found
+    return name, found if isinstance(found, str) and value[0] in "'\"" else value
+
+
+def assignment(name: str, value: str | list[str]) -> str:
+    """What `parse_assignment` reads as this value of a setting."""
+    plain = f"{name}={value}"
+    return plain if parse_assignment(plain) == (name, value) else f"{name}={json.dumps(value, ensure_ascii=False)}"
+
+
+def _annotation(name: str) -> Any:
+    """The type of the setting with a dotted name; None for an unknown one."""
+    section, _, leaf = name.rpartition(".")
+    for model in (Recipe, Deploy):
+        holder = model.model_fields[section].annotation if section in model.model_fields else model
+        fields = getattr(holder, "model_fields", {})
+        if (not section or holder is not model) and leaf in fields:
+            return fields[leaf].annotation
+    return None
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types that a setting takes, without what they hold."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return _kinds(inner[0])
+    if origin in (typing.Union, types.UnionType):
+        return set().union(*map(_kinds, inner))
+    return {origin or annotation}
 
 
 # ----------------------------------------------------------------------------------------------------------- checks

@@ -7,19 +7,22 @@ import codecs
 import difflib
 import hashlib
 import json
+import lzma
 import math
 import shlex
+import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import pyarrow
 
-from rtrain.config import Data
+from rtrain.config import Data, assignment
 from rtrain.data.formats import digests, files, parts, readers
 from rtrain.data.formats.addresses import opened, path_of
 from rtrain.data.formats.files import ROLES, Piece
@@ -46,7 +49,14 @@ class Record(NamedTuple):
 
 UNNAMED = "(unnamed)"
 """Stands for a column without a name, as that of a table's index, where columns are listed."""
-DAMAGED = (OSError, EOFError, zlib.error, pyarrow.ArrowException)
+HEAD_ROWS = 100
+"""Rows of JSON lines whose keys are the file's columns, since a row need not have all of them."""
+SEPARATED = {
+    "csv": "quote a text that holds the separator",
+    "tsv": "replace the tabs of a text by blanks, or write csv",
+}
+"""What to do about a text that holds the sign between two columns."""
+DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, pyarrow.ArrowException)
 """What readers raise on damaged or cut-off files: snappy an OSError, gzip an EOFError, and so on."""
 
 
@@ -135,10 +145,9 @@ def columns_of(piece: Piece) -> tuple[str, ...]:
 
 def _columns(field: str, piece: Piece) -> tuple[str, ...]:
     """Names of the file's columns. Raises `ConfigError` if there are none, or two of one name."""
-    if piece.format in readers.COLUMNS:
-        return readers.COLUMNS[piece.format]
     try:
-        found = _header(field, piece)
+        files.refuse_several(field, piece.uri)
+        found = list(readers.COLUMNS.get(piece.format) or _header(field, piece))
     except DAMAGED as error:
         fix = "write the file again, or set data.format to what it is"
         raise ConfigError(
@@ -171,11 +180,13 @@ def _header(field: str, piece: Piece) -> list[str]:
                 raise ConfigError([Problem(field, piece.uri, f"line {line}: {reason}", fix)])
             return header
         if piece.format == "jsonl":
-            line, document = next(readers.json_rows(file), (1, None))
+            following = readers.json_rows(file)
+            line, document = next(following, (1, None))
             if not isinstance(document, dict):
                 fix = 'write one JSON object a line, e.g. {"text": "...", "label": "..."}'
                 raise ConfigError([Problem(field, piece.uri, f"line {line} is not a JSON object", fix)])
-            return list(document)
+            rows = [document, *(row for _, row in islice(following, HEAD_ROWS - 1) if isinstance(row, dict))]
+            return list(dict.fromkeys(name for row in rows for name in row))
         return list(readers.arrow_schema(file, piece.format).names)
 
 
@@ -184,7 +195,7 @@ def _missing(data: Data, columns: tuple[str, ...], name: str) -> list[Problem]:
     for field, column in _columns_named(data):
         if column not in columns:
             meant = _meant(column, columns)
-            setting = shlex.quote(f"data.{field}={meant or 'COLUMN'}")
+            setting = shlex.quote(_setting(data, field, column, meant) if meant else f"data.{field}=COLUMN")
             fix = f"did you mean --set {setting}?" if meant else f"write --set {setting}"
             if len(columns) == 1 and (sign := next((one for one in ";\t|" if one in columns[0]), None)):
                 shown = "a tab" if sign == "\t" else repr(sign)
@@ -192,6 +203,13 @@ def _missing(data: Data, columns: tuple[str, ...], name: str) -> list[Problem]:
             there = ", ".join(one if one.strip() else UNNAMED for one in columns)
             problems.append(Problem(f"data.{field}", column, "no such column", f"{name} has {there}; {fix}"))
     return problems
+
+
+def _setting(data: Data, field: str, column: str, meant: str) -> str:
+    """The setting with another column in the place of one."""
+    given = getattr(data, field)
+    columns = [meant if one == column else one for one in given] if isinstance(given, tuple) else meant
+    return assignment(f"data.{field}", columns)
 
 
 def _meant(name: str, columns: tuple[str, ...]) -> str | None:
@@ -255,7 +273,7 @@ def raw(
             elif not values and every_line and len(header) == 1:
                 yield line, {header[0]: ""}
             elif values:
-                yield line, f"{len(values)} columns instead of {len(header)}; quote a text that holds the separator"
+                yield line, f"{len(values)} columns instead of {len(header)}; {SEPARATED[piece.format]}"
     elif piece.format == "jsonl":
         for line, document in readers.json_rows(file, part.before):
             yield line, document if isinstance(document, dict) else "not a JSON object; write one object a line"

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from rtrain import engines
 from rtrain.errors import UserError
 from rtrain.inventory import sizes
+from rtrain.report.live import trackers
 from rtrain.run import Run
 
 SCHEMA_VERSION = 1
@@ -34,7 +35,7 @@ def carried(run: Run, int8: bool = False) -> tuple[list[str], list[str]]:
     Checkpoints, Ray's own files and leftovers are in neither: they are never carried. With `int8` nor is the float
     artefact.
     """
-    never = (run.lock, run.notice, run.placement_group, *([run.artifact] if int8 else []))
+    never = (run.lock, run.notice, run.placement_group, run.folder / trackers.RUN_ID, *([run.artifact] if int8 else []))
     go: list[str] = []
     stay: list[str] = []
     for top in sorted(run.folder.iterdir()):

@@ -44,7 +44,7 @@ class Removal:
 
     @property
     def whole(self) -> bool:
-        """Whether the run's folder itself goes."""
+        """Whether all that is rtrain's goes, and with it the folder, unless something else lies in it."""
         return self.run is not None and self.keep == "none" and bool(self.parts)
 
 
@@ -61,7 +61,8 @@ def of_root(inventory: Inventory, keep: Keep, stores: bool = False) -> list[Remo
     going = _leaving(inventory) if keep == "none" else set()
     found = [removal for known in inventory.runs for removal in _of(known, keep, inventory, going)]
     gone = {removal.run.run.folder for removal in found if removal.run and removal.whole}
-    unread = [known.name for known in inventory.runs if known.status == "damaged" and known.run.folder not in gone]
+    told = (*inventory.runs, *inventory.linked)
+    unread = [known.name for known in told if known.status == "damaged" and known.run.folder not in gone]
     found += [_of_shared(one, gone, stores, keep, unread) for one in inventory.shared]
     left = tuple(Part(path, sizes.size(path), sizes.LEFT) for path in inventory.drafts)
     return [*found, *([Removal("drafts of killed processes", None, keep, left)] if left else [])]
@@ -90,8 +91,10 @@ def _of(known: Known, keep: Keep, inventory: Inventory, going: set[Path]) -> lis
         users = needed_by(known, inventory, going)
         if users:
             return [Removal(known.name, known, keep, stays=("; ".join(users),))]
-        lost = _lost_with(known)
-        return [Removal(known.name, known, keep, (Part(known.run.folder, known.size, "the whole run"),), lost)]
+        foreign = [path for one in (known, *known.trials) for path in sizes.foreign(one.run)]
+        part = Part(known.run.folder, known.size - sum(sizes.size(path) for path in foreign), "the whole run")
+        stays = tuple(f"{path.relative_to(known.run.folder)}: it is not rtrain's" for path in foreign)
+        return [Removal(known.name, known, keep, (part,), _lost_with(known), stays)]
     if known.status == "damaged":
         return [Removal(known.name, known, keep, stays=(f"{known.flaw}; --keep none removes it",))]
     own = _parts(known, keep, ended=known.ended)
@@ -132,7 +135,7 @@ def needed_by(known: Known, inventory: Inventory, going: Iterable[Path] = ()) ->
     found, leaving = [], set(going)
     folders = {one.run.folder: one for one in (known, *known.trials)}
     versions = {version for one in folders.values() for version in one.versions}
-    for other in inventory.every():
+    for other in (*inventory.every(), *inventory.linked):
         if other.run.folder in leaving or other.run.folder in folders:
             continue
         if other.weights and any(other.weights.is_relative_to(one.place) for one in folders.values()):

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rtrain.errors import UserError
+from rtrain.inventory import sizes
 from rtrain.inventory.plan import Part, Removal
 from rtrain.run import Run
 from rtrain.runs import opening
@@ -43,11 +44,18 @@ def _of_run(removal: Removal, run: Run) -> None:
 
 
 def _whole(run: Run) -> None:
-    """The settings go last and the log before them: while something is left, it is a run that `rtrain runs` lists."""
-    last = {run.log: 1, run.lock: 2, run.config: 3}
+    """The settings go last and the log before them: while something is left, it is a run that `rtrain runs` lists. What
+    is not rtrain's stays, and with it the folder."""
+    last, foreign = {run.log: 1, run.lock: 2, run.config: 3}, sizes.foreign(run)
     for path in sorted(run.folder.iterdir(), key=lambda path: (last.get(path, 0), path.name)):
-        discard(path)
-    run.folder.rmdir()
+        if path in foreign:
+            continue
+        if sizes.part_of(run, path) == sizes.TRIALS and path.name.startswith("trial-") and not path.is_symlink():
+            _whole(Run(path))
+        else:
+            discard(path)
+    if not any(run.folder.iterdir()):
+        run.folder.rmdir()
 
 
 def _each(parts: Iterable[Part]) -> None:

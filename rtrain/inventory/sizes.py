@@ -12,10 +12,12 @@ CHECKPOINTS, ARTIFACTS, RAY, LEFT, TRIALS, RECORD, OTHER = (
     *("checkpoints", "artefacts", "Ray's own files", "leftovers", "trials", "record", "other files"),
 )
 """Parts of a run's folder. `leftovers` are drafts of processes that were killed; `record` is what tells of the run:
-its settings, log, scores, predictions and report; `other files` are not rtrain's."""
+its settings, log, scores, predictions and report; `trials` has what a search asked of a trial too; `other files` are
+not rtrain's."""
 RECORDS = re.compile(
     r"config\.yaml|events\.jsonl|decisions\.json|summary\.json|report\.html|baselines\.json|trials\.jsonl|demo\.json"
-    r"|(scores|attributions)-\w+\.json|predictions-\w+\.parquet|lock|notice|placement_group|[\w.-]+\.txt"
+    r"|best\.yaml|search\.html|optuna\.journal|study\.(json|html)|mlflow\.json|lock|notice|placement_group|\.ending"
+    r"|(scores|attributions)-\w+\.json|predictions-\w+\.parquet|stalled-\d+\.txt|[\w.-]+-\d{8}-\d{6}\.txt"
 )
 DRAFT = re.compile(
     r"\.(?P<name>.+)\.(?:[0-9a-f]{8}|old)|\..+\.draft|\.(?:predictions|attributions)-\w+\.\w+|decisions\.draft"
@@ -54,10 +56,15 @@ def part_of(run: Run, path: Path) -> str:
     if is_draft(path):
         return LEFT
     if path.is_dir():
-        if (path / ARTIFACT).is_file():
+        if path in (run.artifact, run.int8) or (path / ARTIFACT).is_file():
             return ARTIFACTS
-        return TRIALS if re.fullmatch(r"trial-\d+", path.name) else OTHER
+        return TRIALS if re.fullmatch(r"trial-\d+|rungs", path.name) else OTHER
     return RECORD if RECORDS.fullmatch(path.name) else OTHER
+
+
+def foreign(run: Run) -> list[Path]:
+    """What lies directly in the run's folder and is not rtrain's."""
+    return [path for path in _inside(run.folder) if part_of(run, path) == OTHER]
 
 
 def is_draft(path: Path) -> bool:

@@ -36,6 +36,8 @@ class Inventory:
     root: Path
     runs: tuple[Known, ...]
     """Runs, searches and students; trials are in their searches."""
+    linked: tuple[Known, ...] = ()
+    """Those behind links, and their trials: they use what lies here, and are not looked after here."""
     shared: tuple[Shared, ...] = ()
     foreign: tuple[Foreign, ...] = ()
     drafts: tuple[Path, ...] = ()
@@ -59,6 +61,7 @@ class Inventory:
 @dataclass
 class _Found:
     runs: list[Known] = field(default_factory=list)
+    linked: list[Known] = field(default_factory=list)
     places: list[Path] = field(default_factory=list)
     """Hidden folders that hold what runs share."""
     foreign: list[Foreign] = field(default_factory=list)
@@ -76,10 +79,12 @@ def look(root: Path) -> Inventory:
         return Inventory(root.parent, (_read(Run(root), root.name),))
     found = _Found()
     _walk(root, root, found, DEPTH)
-    known = [one for run in found.runs for one in (run, *run.trials)]
+    here = {run.place for run in found.runs}
+    linked = [one for run in found.linked if run.place not in here for one in (run, *run.trials)]
+    known = [one for run in found.runs for one in (run, *run.trials)] + linked
     kept = [one for place in found.places for one in shared.inside(root, place, known)]
     found.drafts += [path for place in found.places for path in shared.dead_drafts(place)]
-    return Inventory(root, tuple(found.runs), tuple(kept), tuple(found.foreign), tuple(found.drafts))
+    return Inventory(root, tuple(found.runs), tuple(linked), tuple(kept), tuple(found.foreign), tuple(found.drafts))
 
 
 def around(folder: Path) -> Inventory:
@@ -94,6 +99,8 @@ def _walk(root: Path, folder: Path, found: _Found, depth: int) -> None:
         name = path.relative_to(root).as_posix()
         if path.is_symlink() or not path.is_dir():
             loose.append(path)
+            if path.is_symlink() and path.is_dir() and holds_run(path):
+                found.linked.append(_read(Run(path), name))
         elif path.name in shared.KINDS:
             found.places.append(path)
         elif path.name.startswith(".") and (path / drafts.LOCK).exists():
@@ -102,7 +109,7 @@ def _walk(root: Path, folder: Path, found: _Found, depth: int) -> None:
             found.runs.append(_read(Run(path), name))
         else:
             before = len(found.runs), len(found.places)
-            inner = _Found(found.runs, found.places, [], found.drafts)
+            inner = _Found(found.runs, found.linked, found.places, [], found.drafts)
             if depth > 1:
                 _walk(root, path, inner, depth - 1)
             if (len(found.runs), len(found.places)) == before:

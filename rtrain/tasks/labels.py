@@ -38,11 +38,11 @@ def text_of(value: Any, label: str, example: str) -> str:
 
 
 def listed(label: str, example: str) -> list[str]:
-    """The texts of a JSON list."""
+    """The texts of a JSON list, without blanks beside them, as labels that stand alone are read."""
     values = parsed(label, example)
     assert isinstance(values, list)  # the label begins with a bracket
-    found = [text_of(value, label, example) for value in values]
-    if not all(text.strip() for text in found):
+    found = [text_of(value, label, example).strip() for value in values]
+    if not all(found):
         raise BadLabel(f"the label {quoted(label)} holds an empty text; leave it out, as in {example}")
     return found
 

@@ -7,6 +7,8 @@ from typing import Any
 import fsspec
 import fsspec.utils
 
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zip")
+
 
 def path_of(uri: str) -> str:
     """The address without its query, which is a signature in presigned addresses and no part of the name."""
@@ -18,8 +20,9 @@ def _is_web(uri: str) -> bool:
 
 
 def suffix(uri: str) -> str:
-    """The suffix that names the format of the rows; the suffix of a compression (.gz) is taken off first."""
-    return Path(path_of(uri).removesuffix(".gz")).suffix
+    """The suffix that names the format of the rows, in lower case; that of a compression (.gz) is taken off first."""
+    path = Path(path_of(uri).lower())
+    return (path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix
 
 
 def is_glob(uri: str) -> bool:

@@ -45,7 +45,7 @@ def read(file: IO[bytes], token: int = 1, tag: int = -1) -> Iterator[Sentence]:
     for number, content in _lines(file):
         if not content.strip(" \t") or content.startswith("-DOCSTART-"):
             if start:
-                yield _sentence(start, tokens, tags, reason)
+                yield _sentence(start, tokens, tags, reason or _counted(tokens, columns))
             start, tokens, tags, reason = 0, [], [], ""
             continue
         start = start or number
@@ -59,7 +59,14 @@ def read(file: IO[bytes], token: int = 1, tag: int = -1) -> Iterator[Sentence]:
         except _Bad as bad:
             reason = reason or f"line {number} {bad}"
     if start:
-        yield _sentence(start, tokens, tags, reason)
+        yield _sentence(start, tokens, tags, reason or _counted(tokens, columns))
+
+
+def _counted(tokens: Sequence[str], columns: int) -> str:
+    """Why the first column can hold no words, or nothing: some files count the words in it."""
+    if columns < 3 or len(tokens) < 3 or tokens != [str(number) for number in range(1, len(tokens) + 1)]:
+        return ""
+    return "its first column counts the words; write the words in the first column and BIO tags in the last"
 
 
 def to_bio(tags: Sequence[str]) -> tuple[str, ...]:
@@ -106,7 +113,7 @@ def _token(value: str) -> str:
 
 def _tag(value: str) -> str:
     if _TAG.fullmatch(value) is None:
-        raise _Bad(f"has the tag {value[:40]!a}, not O, B-TYPE or I-TYPE; name the tags' column, or convert to BIO")
+        raise _Bad(f"has the tag {value[:40]!a}, not O, B-TYPE or I-TYPE; write BIO tags in the last column")
     return value
 
 

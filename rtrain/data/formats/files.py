@@ -5,6 +5,8 @@ An address is a file, a folder, a glob, a folder of `datasets`, or the name of a
 
 import difflib
 import json
+import re
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +14,7 @@ from typing import Any, NamedTuple
 import fsspec
 
 from rtrain import hub
-from rtrain.data.formats.addresses import is_glob, suffix
+from rtrain.data.formats.addresses import is_glob, path_of, suffix
 from rtrain.errors import ConfigError, Problem
 
 SUFFIXES = {
@@ -30,6 +32,8 @@ ROLES = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 """The split (`train`, `valid` or `test`) by each name that a column or a data set may give it, in lower case."""
+_SPLITS, _STATE = ("dataset_dict.json", "splits"), ("state.json", "_data_files")
+"""Files of a `datasets` folder, each with its key under which its splits or its files are listed."""
 
 
 class Piece(NamedTuple):
@@ -50,15 +54,18 @@ def find(field: str, uri: str, format: str | None, role: str, root: Path | None)
     `root` if there is one. Raises `ConfigError` if nothing is found, a format is unknown or a file is empty.
     """
     filesystem, path = fsspec.core.url_to_fs(uri)
-    if filesystem.isdir(path) and (_is_datasets(filesystem, path) or format == "datasets"):
+    if filesystem.isdir(path) and (format == "datasets" or _is_datasets(filesystem, path)):
         return _datasets_pieces(field, filesystem, path, role)
     # Plain files come before globs: a file may be called `rows [final].csv`, and a `?` in a URL begins its query.
     if filesystem.isfile(path):
         files = [path]
     elif filesystem.isdir(path):
-        files = [name for name in filesystem.find(path) if suffix(name) in SUFFIXES]
+        files = [name for name in filesystem.find(path) if suffix(name) in SUFFIXES and not _is_hidden(name, path)]
     elif is_glob(uri):
-        files = [name for name in filesystem.glob(path) if filesystem.isfile(name)]
+        above = re.split(r"[*?\[]", path)[0].rpartition("/")[0]
+        asked = _is_hidden(path, above)
+        found = (name for name in filesystem.glob(path) if asked or not _is_hidden(name, above))
+        files = [name for name in found if filesystem.isfile(name)]
     elif is_hub_name(uri, format):
         return _hub_pieces(field, uri, role, root, _nearby(filesystem, path))
     else:
@@ -67,13 +74,18 @@ def find(field: str, uri: str, format: str | None, role: str, root: Path | None)
         raise ConfigError([Problem(field, uri, "no data file in it", f"expected {', '.join(sorted(SUFFIXES))}")])
     pieces = []
     for name in sorted(files):
-        found = format or SUFFIXES.get(suffix(name))
-        if found is None:
+        known = format or SUFFIXES.get(suffix(name))
+        if known is None:
             fix = "set data.format to csv, tsv, jsonl, parquet, conll or squad"
             raise ConfigError([Problem(field, name, "its name does not tell its format", fix)])
-        if filesystem.size(name) == 0:
+        try:
+            size = filesystem.size(name)
+        except FileNotFoundError:
+            fix = "mend the link, or remove it"
+            raise ConfigError([Problem(field, name, "a link that leads to no file", fix)]) from None
+        if size == 0:
             raise ConfigError([Problem(field, name, "the file is empty", "write a header line and rows, or remove it")])
-        pieces.append(Piece(filesystem.unstrip_protocol(name), found, role))
+        pieces.append(Piece(filesystem.unstrip_protocol(name), known, role))
     return pieces
 
 
@@ -92,20 +104,49 @@ def _nearby(filesystem: Any, path: str) -> str:
     return f"{parent} holds {listed}" if names else "write the path of an existing file, or a hub name (owner/name)"
 
 
+def _is_hidden(name: str, above: str) -> bool:
+    """Whether a path has a hidden name below `above`: what editors and systems keep beside the rows, such as copies of
+    them in .ipynb_checkpoints."""
+    return any(part.startswith((".", "__MACOSX")) for part in name.removeprefix(above).split("/"))
+
+
+def refuse_several(field: str, uri: str) -> None:
+    """Raise `ConfigError` for a zip file with several files, of which only the first would be read."""
+    if not path_of(uri).lower().endswith(".zip"):
+        return
+    with fsspec.open(uri, "rb") as file, zipfile.ZipFile(file) as archive:
+        names = [entry.filename for entry in archive.infolist()]
+    if names[1:]:
+        listed = f"{', '.join(names[:8])}{' and more' if names[8:] else ''}"
+        fix = "unpack it, and name the folder or one file"
+        raise ConfigError([Problem(field, uri, f"it holds {len(names)} files ({listed})", fix)])
+
+
 def _is_datasets(filesystem: Any, path: str) -> bool:
-    return any(filesystem.isfile(f"{path}/{name}") for name in ("dataset_dict.json", "state.json"))
+    return any(_listed(filesystem, path, *place) is not None for place in (_SPLITS, _STATE))
+
+
+def _listed(filesystem: Any, folder: str, name: str, key: str) -> list[Any] | None:
+    """What a file of `save_to_disk` lists; None where it is missing, or is another program's file of that name."""
+    try:
+        found = json.loads(filesystem.cat_file(f"{folder}/{name}"))[key]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, list) else None
 
 
 def _datasets_pieces(field: str, filesystem: Any, path: str, role: str) -> list[Piece]:
     """The arrow files of a folder that `save_to_disk` wrote. `_roles` chooses among several splits."""
     folders = {path: role}
-    if filesystem.isfile(f"{path}/dataset_dict.json"):
-        names = json.loads(filesystem.cat_file(f"{path}/dataset_dict.json"))["splits"]
+    if (names := _listed(filesystem, path, *_SPLITS)) is not None:
         folders = {f"{path}/{name}": found for name, found in _roles(field, path, names, role).items()}
     pieces = []
     for folder, found in folders.items():
-        state = json.loads(filesystem.cat_file(f"{folder}/state.json"))
-        files = [f"{folder}/{entry['filename']}" for entry in state["_data_files"]]
+        entries = _listed(filesystem, folder, *_STATE)
+        if entries is None:
+            fix = "name a folder that save_to_disk wrote, or leave out data.format"
+            raise ConfigError([Problem(field, folder, "no folder of `datasets` (state.json)", fix)])
+        files = [f"{folder}/{entry['filename']}" for entry in entries]
         pieces += [Piece(filesystem.unstrip_protocol(file), "datasets", found) for file in files]
     return pieces
 

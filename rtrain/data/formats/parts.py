@@ -198,11 +198,12 @@ def _row_groups(uri: str) -> list[tuple[int, int]]:
 
 def row_groups(metadata: Any) -> tuple[list[int], list[int]]:
     """The first byte of each row group of a parquet file, and the number of rows before each."""
-    firsts, rows = [], [0]
+    firsts: list[int] = []
+    rows = [0]
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         columns = [group.column(place) for place in range(group.num_columns)]
         pages = [page for one in columns for page in (one.dictionary_page_offset, one.data_page_offset) if page]
-        firsts.append(min(pages))
+        firsts.append(min(pages, default=firsts[-1] if firsts else 0))  # a group without rows may have no pages
         rows.append(rows[-1] + group.num_rows)
     return firsts, rows[:-1]

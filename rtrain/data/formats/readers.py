@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
 from rtrain.data.formats.parts import WHOLE, Part, row_groups
@@ -17,29 +17,47 @@ def csv_rows(file: IO[bytes], format: str, before: int = 0) -> Iterator[tuple[in
     # Tab-separated files have no quoting by convention: a quote is a character of the text.
     options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if format == "tsv" else {}
     ended = False
+    taken: list[str] = []
 
     def lines() -> Iterator[str]:
         nonlocal ended
-        yield from _text(file, before)
+        for text in _text(file, before):
+            taken.append(text)
+            yield text
         ended = True
 
     reader = csv.reader(lines(), **options)
     while True:
         line = before + reader.line_num + 1
+        taken.clear()
         try:
             values = next(reader)
         except StopIteration:
             return
         except csv.Error:
-            yield line, "a carriage return outside quotes; quote the text, or end lines by a newline"
+            quote = "replace it by a blank" if format == "tsv" else "quote the text"
+            yield line, f"a carriage return outside quotes; {quote}, or end lines by a newline"
             continue
+        # Where a quote that is text has taken following rows with it, each of their lines is told as bad: a single bad
+        # row could hide half the file.
+        last = before + reader.line_num
         if ended:
-            # The file ended inside the row. Each of its lines is told as bad: a single bad row could hide half the
-            # file.
             reason = f"the quote that opens in line {line} is never closed; close it, or double one that is text"
-            yield from ((number, reason) for number in range(line, before + reader.line_num + 1))
+            yield from ((number, reason) for number in range(line, last + 1))
+        elif line < last and _is_torn(taken):
+            reason = f"text follows the quote that closes in line {last} what line {line} opens; double quotes of text"
+            yield from ((number, reason) for number in range(line, last + 1))
         else:
             yield line, values
+
+
+def _is_torn(lines: list[str]) -> bool:
+    """Whether text stands behind a closing quote in a row of several lines: the quotes are then hardly a pair."""
+    try:
+        next(csv.reader(lines, strict=True))
+    except csv.Error:
+        return True
+    return False
 
 
 def json_rows(file: IO[bytes], before: int = 0) -> Iterator[tuple[int, Any]]:
@@ -127,14 +145,14 @@ def arrow_rows(file: IO[bytes], format: str, columns: list[str], part: Part = WH
         firsts, _ = row_groups(opened.metadata)
         groups = [number for number, first in enumerate(firsts) if part.start <= first < part.stop]
         batches: Iterable[Any] = opened.iter_batches(4096, groups, columns=columns)
-        names: Callable[[str], Any] = lambda column: None  # noqa: E731
+        names = _class_names(opened.schema_arrow)
     else:
         stream = pyarrow.ipc.open_stream(file)
         batches, names = stream, _class_names(stream.schema)
     for batch in batches:
         lists = {column: _values(column, batch.column(column)) for column in columns}
         for column in columns:
-            if (known := names(column)) is not None:
+            if (known := names.get(column)) is not None:
                 lists[column] = [_named(column, value, known) for value in lists[column]]
         yield from _joined(lists)
 
@@ -167,7 +185,11 @@ def _value(column: str, scalar: Any) -> Any:
 
 
 def _named(column: str, value: Any, known: list[str]) -> Any:
-    """The name of the class that `value` numbers; None for a negative number, which means no class."""
+    """The name of the class that `value` numbers, or those of a list; None for a negative number, which means no
+    class."""
+    if isinstance(value, list):
+        named = [_named(column, inner, known) for inner in value]
+        return next((inner for inner in named if isinstance(inner, _Bad)), named)
     if not isinstance(value, int):
         return value
     if value >= len(known):
@@ -175,13 +197,22 @@ def _named(column: str, value: Any, known: list[str]) -> Any:
     return known[value] if value >= 0 else None
 
 
-def _class_names(schema: Any) -> Callable[[str], list[str] | None]:
-    """The names of a column's classes, by column. A `datasets` file has integer codes, and their names in its schema's
-    metadata."""
+def _class_names(schema: Any) -> dict[str, list[str]]:
+    """The names of a column's classes, by column. What `datasets` writes, to Arrow or Parquet, has integer codes, and
+    their names in its schema's metadata."""
     metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     features = metadata.get("info", {}).get("features", {})
-    classes = {column: feature["names"] for column, feature in features.items() if "names" in feature}
-    return classes.get
+    return {column: names for column, feature in features.items() if (names := _names_of(feature)) is not None}
+
+
+def _names_of(feature: Any) -> list[str] | None:
+    """The names of a feature's classes, also where it is a list of classes."""
+    if isinstance(feature, list):
+        return _names_of(feature[0]) if feature else None
+    if not isinstance(feature, dict):
+        return None
+    names = feature.get("names")
+    return names if isinstance(names, list) else _names_of(feature.get("feature"))
 
 
 def conll_rows(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | str]]:

@@ -1,0 +1,118 @@
+"""Rows and answers as csv, JSON lines and Parquet, and the file that takes its place: no model answers here."""
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from rtrain.answers import columns, source, writing
+from rtrain.answers.folder import refuse_among_rows, replaced
+from rtrain.answers.writing import Format
+from rtrain.config import Data
+from rtrain.data import records
+from rtrain.errors import ConfigError
+from tests.answering import write_jsonl
+
+
+def written(path: Path, format: Format) -> bytes:
+    """The rows of a file with no other column than the reason."""
+    data = Data(path=str(path), label=None)
+    found = records.inspect(data)
+    survey = source.survey(found, data)
+    layout = columns.layout(survey.kinds, [])
+    [chunk] = [source.Reader(found, data).read(portion) for portion in survey.portions]
+    portion = path.parent / "portion"
+    portion.write_bytes(writing.encode(format, layout, chunk, [[None] * len(chunk.records)]))
+    file = io.BytesIO()
+    writing.join(format, layout, [portion], file)
+    return file.getvalue()
+
+
+def table(content: bytes) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = pyarrow.parquet.read_table(pa.BufferReader(content)).to_pydict()
+    return found
+
+
+def test_a_text_with_a_carriage_return_is_a_cell_of_csv(tmp_path: Path) -> None:
+    rows = [{"text": "one\rtwo", "n": 1}, {"text": 'a "b"', "n": 2}]
+    content = written(write_jsonl(tmp_path / "a.jsonl", rows), "csv").decode()
+    assert list(csv.reader(io.StringIO(content, newline=""))) == [
+        ["text", "n", "reason"],
+        ["one\rtwo", "1", ""],
+        ['a "b"', "2", ""],
+    ]
+
+
+def test_ids_that_no_float_holds_stay_exact_beside_floats(tmp_path: Path) -> None:
+    large = 1234567890123456789
+    rows: list[dict[str, Any]] = [{"text": "a", "id": large, "ids": [large], "n": large, "small": 1}]
+    rows += [{"text": "b", "id": 0.5, "ids": [0.5, 1], "n": 2, "small": 0.5}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    found = table(written(path, "parquet"))
+    assert found["id"] == [str(large), "0.5"]
+    assert found["ids"] == [[str(large)], ["0.5", "1"]]
+    assert (found["n"], found["small"]) == ([large, 2], [1.0, 0.5])
+    assert [json.loads(line)["id"] for line in written(path, "jsonl").splitlines()] == [large, 0.5]
+
+
+def test_json_lines_hold_no_nan_at_any_depth(tmp_path: Path) -> None:
+    nan = float("nan")
+    given = pa.table({"text": ["a"], "v": [nan], "list": [[0.5, nan]], "struct": [{"x": nan, "y": [nan, 1.0]}]})
+    pyarrow.parquet.write_table(given, tmp_path / "a.parquet")
+    assert json.loads(written(tmp_path / "a.parquet", "jsonl"), parse_constant=pytest.fail) == {
+        **{"text": "a", "v": None, "list": [0.5, None], "struct": {"x": None, "y": [None, 1.0]}, "reason": None}
+    }
+
+
+@pytest.mark.parametrize("format", ["csv", "jsonl", "parquet"])
+def test_lists_in_lists_without_end_are_texts(tmp_path: Path, format: Format) -> None:
+    deep = "[" * 700 + "]" * 700
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "a", "deep": {deep}}}\n')
+    assert written(tmp_path / "a.jsonl", format)
+
+
+# ------------------------------------------------------------------------------------------------------------ the file
+
+
+def test_of_two_that_write_one_file_the_second_is_refused_and_the_first_s_answers_stay(tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+
+    def write(content: bytes, meanwhile: Callable[[], None] = lambda: None) -> None:
+        with replaced(out, False) as file:
+            file.write(content)
+            meanwhile()
+
+    with pytest.raises(ConfigError, match="there is such a file already"):
+        write(b"B1\nB2\n", lambda: write(b"A1\nA2\n"))
+    assert (out.read_bytes(), [path.name for path in tmp_path.iterdir()]) == (b"A1\nA2\n", [out.name])
+
+
+@pytest.mark.parametrize(
+    ("rows", "out"),
+    [
+        ("rows", "rows/answers.csv"),
+        ("rows/a.csv", "rows/a.csv"),
+        ("rows/*.csv", "rows/answers.csv"),
+        ("link/*.csv", "rows/answers.csv"),
+        ("link", "rows/answers.csv"),
+        ("rows", "link/answers.csv"),
+        ("link/a.csv", "rows/a.csv"),
+    ],
+)
+def test_answers_are_not_written_where_they_would_be_read_as_rows(tmp_path: Path, rows: str, out: str) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.csv").write_text("text\nx\n")
+    (tmp_path / "link").symlink_to("rows")
+    data = Data(path=str(tmp_path / rows), label=None)
+    found = records.inspect(data)
+    with pytest.raises(ConfigError, match="it is among the rows that --data names"):
+        refuse_among_rows(found, data, tmp_path / out)
+    refuse_among_rows(found, data, tmp_path / "answers.csv")
+    if "*" in rows:
+        refuse_among_rows(found, data, tmp_path / "rows" / "answers.jsonl")
