@@ -10,9 +10,13 @@ import transformers
 from rtrain import artifact
 from rtrain.artifact import ArtifactError
 from rtrain.cli import app as cli
+from rtrain.config import with_overrides
 from rtrain.gate import inspection
 from rtrain.gate.graph import part_of
-from tests import gating
+from rtrain.run import Run
+from rtrain.runs import opening
+from tests import gating, reports
+from tests.conftest import labelled_rows
 from tests.gating import Gated
 from tests.test_serve_deployment import openvino_artifact
 from tests.tiny import make_artifact
@@ -135,8 +139,25 @@ def test_lineage_leads_to_data_and_run_and_to_the_commands(gated: Gated) -> None
     ]
     student = replace(made, lineage={**made.lineage, "teacher": "0123456789ab"})
     assert inspection.reproduce(gated.float_one, student) == [
-        f"rtrain distill TEACHER --out {run}  # TEACHER: the run of artefact 0123456789ab"
+        f"rtrain distill TEACHER --out {run}-again  # TEACHER: the run of artefact 0123456789ab"
     ]
+
+
+def test_the_commands_have_the_settings_that_made_it(tmp_path: Path) -> None:
+    distilled = {"distill.teacher": "0123456789ab", "distill.layers": 1, "distill.hidden": 0.5, "quantize.flips": 0.01}
+    run = Run(tmp_path / "run")
+    opening.freeze(run, with_overrides(reports.settings(tmp_path, labelled_rows(60)), distilled))
+    made = artifact.read(make_artifact(run.artifact))
+    student = {"teacher": "0123456789ab", "calibration_rows": 64, "flips": 0.01, "vocabulary": {"pieces": 100}}
+    found = inspection.reproduce(run.int8, replace(made, engine="onnxruntime", lineage=student))
+    assert found == [
+        f"rtrain distill TEACHER --set distill.layers=1 --set distill.hidden=0.5 --out {run}-again"
+        "  # TEACHER: the run of artefact 0123456789ab",
+        f"rtrain quantize {run} --set quantize.calibration_rows=64 --set quantize.engine=onnxruntime"
+        f" --set compress.vocabulary=trim --out {run.int8}",
+    ]
+    weights = inspection.reproduce(run.int8, replace(made, engine="openvino", lineage={"kind": "weights"}))
+    assert weights[-1] == f"rtrain quantize {run} --set quantize.kind=weights --out {run.int8}"
 
 
 @pytest.mark.ray

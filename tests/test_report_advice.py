@@ -51,6 +51,24 @@ def test_what_the_gate_has_refused_is_not_led_to_the_endpoint(facts: dict[str, A
     assert [step for step in found if "rtrain serve" in (step.command or "")] == []
 
 
+def test_a_student_is_distilled_again_not_trained_or_searched_like_its_teacher() -> None:
+    facts = replace(
+        FINE,
+        teacher=True,
+        student=True,
+        score=0.7,
+        interval=(0.6, 0.8),
+        baseline=("TF-IDF", 0.9),
+        cut=500,
+        validation=((1, 0.1), (2, 0.5)),
+    )
+    assert [step.command for step in advice.steps(facts)] == [
+        "rtrain distill TEACHER --search --out '/runs/a b-search'",
+        "rtrain distill TEACHER --set data.max_tokens=128 --out NEW_FOLDER",
+        "rtrain distill TEACHER --set distill.epochs=6 --out NEW_FOLDER",
+    ]
+
+
 @pytest.mark.parametrize("status", ["running", "paused", "stopped", "interrupted", "failed"])
 def test_a_run_that_has_not_ended_goes_on(status: str) -> None:
     (step,) = advice.steps(replace(FINE, status=status, artifact=False))

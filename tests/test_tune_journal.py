@@ -113,6 +113,27 @@ def test_a_trial_that_failed_and_then_finished_has_finished() -> None:
     assert (ended.trials[0].status, ended.trials[0].sound) == ("finished", True)
 
 
+def test_a_trial_has_cost_what_it_took_until_it_failed_or_diverged() -> None:
+    events: list[dict[str, Any]] = [
+        *({"kind": "asked", "trial": number} for number in range(4)),
+        {"kind": "failed", "trial": 0, "error": "CUDA is gone", "seconds": 40.0},
+        {"kind": "diverged", "trial": 1, "why": "loss", "seconds": 30.0},
+        {"kind": "reached", **RUNG, "trial": 2},
+        {"kind": "diverged", "trial": 2, "why": "loss", "seconds": 20.0},
+        {"kind": "failed", "trial": 3, "error": "by an earlier version"},
+    ]
+    assert [trial.seconds for trial in replay(events).trials] == [40.0, 30.0, 20.0, 0.0]
+
+
+def test_a_search_that_was_stopped_may_be_reopened() -> None:
+    stopped = {"kind": "stopped", "why": "30 minutes are over", "budget": {"minutes": 30.0}}
+    found = replay([{"kind": "asked", "trial": 0}, stopped])
+    assert (found.stopped, found.budget) == ("30 minutes are over", {"minutes": 30.0})
+    again = found.after({"kind": "reopened", "budget": {"minutes": 600.0}})
+    assert (again.stopped, again.budget) == (None, None)
+    assert replay([{"kind": "stopped", "why": "tune.trials=4"}]).budget is None
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [

@@ -11,7 +11,7 @@ from rtrain.runs import driver
 from tune.known.history import History
 from tune.known.journal import Journal
 from tune.slots import Slots
-from tune.trial import Order, Outcome
+from tune.trial import Order, Outcome, spent
 
 LOSSES = 3
 """How often an order may be lost with its slot before the trial counts as failed."""
@@ -65,7 +65,8 @@ class Record:
             self._search.append("lost", trial=order.trial, rung=order.rung)
             self._lost[order.trial] += 1
             if self._lost[order.trial] > LOSSES:
-                self.write("failed", trial=order.trial, error=f"the process that ran it died {LOSSES + 1} times")
+                error = f"the process that ran it died {LOSSES + 1} times"
+                self.write("failed", trial=order.trial, error=error, seconds=spent(self._search.trial(order.trial)))
         else:
             for outcome in outcomes:
                 self._heard(order, outcome)

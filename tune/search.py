@@ -150,6 +150,7 @@ class _Search:
     def _decide(self) -> None:
         if not self._history.trials:
             self._ask({}, "recipe")
+        self._reopen()
         # The rows are read before the slots start: they would all read them.
         prepared = self._task.prepared(0, {})
         count = slots.number(self._config, prepared.device.device)
@@ -224,17 +225,27 @@ class _Search:
 
     def _stop(self) -> bool:
         """Whether no further trial is asked for; why is written down."""
-        own, why = len(self._history.own), None
+        own, why, by = len(self._history.own), None, dict[str, Any]()
         if own >= self._planned:
             asked = self._planned == self._tune.trials
             why = f"tune.trials={self._planned}" if asked else f"the budget pays for {self._planned} trials"
         elif own > 1 and (over := self._over()):
-            why = over
+            why, by = over, {"budget": self._budget}
         else:
             why = self._gain()
         if why is not None:
-            self._record.write("stopped", why=why)
+            self._record.write("stopped", why=why, **by)
         return why is not None
+
+    def _reopen(self) -> None:
+        """Ask for further trials again where time or money had run out, and this start may take more."""
+        before = self._history.budget
+        if before is not None and before != self._budget and self._over() is None:
+            self._record.write("reopened", budget=self._budget)
+
+    @property
+    def _budget(self) -> dict[str, float | None]:
+        return {"minutes": self._tune.minutes, "money": self._tune.money, "price": self._tune.price}
 
     def _over(self) -> str | None:
         """Why no further trial is begun, by time and money."""
@@ -243,7 +254,7 @@ class _Search:
         if tune.minutes is not None and seconds > 60 * tune.minutes:
             return f"{tune.minutes:g} minutes are over"
         if tune.money is not None and tune.price is not None:
-            hours = sum(_seconds(trial) for trial in self._history.trials) / 3600
+            hours = sum(trial.seconds for trial in self._history.trials) / 3600
             if (spent := hours * self._config.recipe.train.workers * tune.price) > tune.money:
                 return f"{spent:.2f} of {tune.money:g} are spent"
         return None
@@ -339,9 +350,3 @@ def _replayed(config: Config, search: Config) -> Config:
     """A trial's configuration for another run: what belongs to the search's place is the search's."""
     storage = search.deploy.cluster.storage
     return replace(configuration.with_overrides(config, {"cluster.storage": storage}), named=config.named)
-
-
-def _seconds(trial: Trial) -> float:
-    if trial.finished is not None:
-        return trial.finished.seconds
-    return trial.reached[-1].seconds if trial.reached else 0.0

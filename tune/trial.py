@@ -118,15 +118,15 @@ def run(order: Order, task: Task, workers: group.Workers) -> list[Outcome]:
                 prepared, until=until, rung=order.rung is not None, workers=workers, reports=False, on_event=watch
             )
     except NonFinite as error:
-        return [{"kind": "diverged", "why": str(error).splitlines()[0]}]
+        return [{"kind": "diverged", "why": str(error).splitlines()[0], "seconds": spent(run)}]
     except UserError as error:
-        return [{"kind": "failed", "error": str(error).splitlines()[0]}]
+        return [{"kind": "failed", "error": str(error).splitlines()[0], "seconds": spent(run)}]
     except Exception as error:
         run.folder.mkdir(parents=True, exist_ok=True)
         kept = failures.keep_traceback(run, "error", error)
-        return [{"kind": "failed", "error": f"{first_line(error)} (traceback in {kept})"}]
+        return [{"kind": "failed", "error": f"{first_line(error)} (traceback in {kept})", "seconds": spent(run)}]
     if watch.why and not run.finished:
-        return [{"kind": "diverged", "why": watch.why}]
+        return [{"kind": "diverged", "why": watch.why, "seconds": spent(run)}]
     found = [] if order.rung is None or until is None else [_reached(run, prepared, order.rung, until)]
     return [*found, _finished(run, prepared)] if run.finished else found
 
@@ -180,6 +180,11 @@ def seconds_of(run: Run) -> float:
     """Seconds of training, over all starts that came to where they were to end."""
     seconds: float = sum(event["seconds"].get("train", 0.0) for event in run.events("trained"))
     return round(seconds, 3)
+
+
+def spent(run: Run) -> float:
+    """Seconds of all starts, of those too that came to nothing."""
+    return round(max((seconds for _, seconds in clock(run.events())), default=0.0), 3)
 
 
 def scores_of(run: Run, headline: str) -> list[tuple[float, float]]:

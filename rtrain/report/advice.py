@@ -177,7 +177,7 @@ def beat_baseline(facts: Facts) -> Step | None:
     return Step(
         "Search the learning rate, and train longer, before anything else",
         f"{name} {said}: {three(abs(reached))} against {three(abs(facts.score))} of the encoder",
-        f"rtrain tune {_config(facts)} --out {shlex.quote(facts.folder + '-search')}",
+        f"{_searching(facts)} --out {shlex.quote(facts.folder + '-search')}",
     )
 
 
@@ -188,7 +188,7 @@ def train_longer(facts: Facts) -> Step | None:
     gained, last = values[-1] - values[0], values[-1] - max(values[:-1])
     if last <= 0 or last < STILL_RISING * gained:
         return None
-    setting = f"train.epochs={2 * facts.epochs}"
+    setting = f"{_epochs(facts)}={2 * facts.epochs}"
     return Step(f"Train longer: {setting}", "the validation score was still rising at the end", again(facts, setting))
 
 
@@ -210,7 +210,7 @@ def train_shorter(facts: Facts) -> Step | None:
         return None
     if facts.epochs == 1 or train_longer(facts) is not None:  # the rows are learned by heart, and yet the score rises
         return Step("Bring more training rows: the model learns these by heart", why)
-    setting = f"train.epochs={max(1, facts.epochs // 2)}"
+    setting = f"{_epochs(facts)}={max(1, facts.epochs // 2)}"
     return Step(f"Bring more training rows, or train less: {setting}", why, again(facts, setting))
 
 
@@ -301,7 +301,17 @@ def _instead(facts: Facts, served: str) -> Step:
 
 def again(facts: Facts, setting: str) -> str:
     """The command that trains the run anew with one setting changed."""
-    return f"rtrain train {_config(facts)} --set {setting} --out NEW_FOLDER"
+    verb = "rtrain distill TEACHER" if facts.teacher else f"rtrain train {_config(facts)}"
+    return f"{verb} --set {setting} --out NEW_FOLDER"
+
+
+def _searching(facts: Facts) -> str:
+    """TEACHER is a run's folder: a student knows its teacher by the version of its artefact alone."""
+    return "rtrain distill TEACHER --search" if facts.teacher else f"rtrain tune {_config(facts)}"
+
+
+def _epochs(facts: Facts) -> str:
+    return "distill.epochs" if facts.teacher else "train.epochs"
 
 
 def _config(facts: Facts) -> str:

@@ -68,6 +68,8 @@ class Trial:
     """First line of the error with which it failed; None if it did not."""
     diverged: str | None = None
     """How it was seen to diverge; None if it did not."""
+    lost: float = 0.0
+    """Seconds of its starts until it failed or diverged."""
 
     @property
     def status(self) -> Status:
@@ -83,6 +85,13 @@ class Trial:
     def sound(self) -> bool:
         """Whether it neither failed nor diverged."""
         return self.error is None and self.diverged is None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that it has taken its workers, as far as is known."""
+        if self.finished is not None:
+            return self.finished.seconds
+        return max(self.lost, self.reached[-1].seconds if self.reached else 0.0)
 
     def price(self, seconds: float) -> float:
         """What the front sets against its score, `seconds` being those of its training."""
@@ -108,6 +117,8 @@ class History:
     trials: tuple[Trial, ...] = ()
     stopped: str | None = None
     """Why no further trial is asked for; None as long as there may be more."""
+    budget: Mapping[str, Any] | None = None
+    """The settings of time and money by which it was stopped; None where something else did."""
     chosen: int | None = None
     """The winner's number, once the search has ended."""
     verdict: Mapping[str, Any] = field(default_factory=dict)
@@ -131,11 +142,13 @@ class History:
             case "finished":
                 return self._with(event["trial"], lambda trial: replace(trial, finished=Finished(**fields), error=None))
             case "failed":
-                return self._with(event["trial"], lambda trial: replace(trial, error=event["error"]))
+                return self._with(event["trial"], lambda trial: replace(trial, **_ended(event, error="error")))
             case "diverged":
-                return self._with(event["trial"], lambda trial: replace(trial, diverged=event["why"]))
+                return self._with(event["trial"], lambda trial: replace(trial, **_ended(event, diverged="why")))
             case "stopped":
-                return replace(self, stopped=event["why"])
+                return replace(self, stopped=event["why"], budget=event.get("budget"))
+            case "reopened":
+                return replace(self, stopped=None, budget=None)
             case "spent":
                 return replace(self, seconds=self.seconds + event["seconds"])
             case "chosen":
@@ -144,6 +157,12 @@ class History:
 
     def _with(self, number: int, change: Any) -> "History":
         return replace(self, trials=tuple(change(one) if one.number == number else one for one in self.trials))
+
+
+def _ended(event: Mapping[str, Any], **names: str) -> dict[str, Any]:
+    """What a trial is told by the event with which it failed or diverged; journals of an earlier version have no
+    seconds there."""
+    return {**{field: event[name] for field, name in names.items()}, "lost": event.get("seconds", 0.0)}
 
 
 def _reached(trial: Trial, new: Reached) -> Trial:

@@ -3,8 +3,9 @@
 asked     trial, settings, by, of, seed                        a trial's settings are decided
 reached   trial, rung, update, rows, score, loss, seconds      it came to a rung
 finished  trial, update, rows, score, held, ...                it came to its end
-failed    trial, error                                         diverged  trial, why
-stopped   why                                                  no further trial is asked for
+failed    trial, error, seconds                                diverged  trial, why, seconds
+stopped   why, budget                                          no further trial is asked for
+reopened  budget                                               more may be: by a larger budget, on a resume
 spent     seconds                                              how long a start of the search took
 chosen    best, verdict                                        the search has ended
 """

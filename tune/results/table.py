@@ -126,6 +126,8 @@ def said(event: Mapping[str, Any], history: History, headline: str, tune: Tune) 
             return f"trial {number}: trained to its end ({event['rows']:,} rows): {held}"
         case "stopped":
             return f"no further trial is asked for: {event['why']}"
+        case "reopened":
+            return "further trials are asked for: the budget is another one now"
         case "chosen":
             told = event["verdict"].get("text", "")
             return f"chosen: trial {event['best']}" + (f"; {told}" if told else "")
