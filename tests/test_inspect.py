@@ -158,6 +158,9 @@ def test_the_commands_have_the_settings_that_made_it(tmp_path: Path) -> None:
     ]
     weights = inspection.reproduce(run.int8, replace(made, engine="openvino", lineage={"kind": "weights"}))
     assert weights[-1] == f"rtrain quantize {run} --set quantize.kind=weights --out {run.int8}"
+    with run.config.open("a", encoding="utf-8") as file:
+        file.write("of_a_later_version: 7\n")
+    assert inspection.reproduce(run.int8, replace(made, engine="openvino", lineage=student)) == []
 
 
 @pytest.mark.ray

@@ -16,6 +16,7 @@ from typing import Any
 from rtrain import artifact, config, engines
 from rtrain.artifact import Artifact, ArtifactError
 from rtrain.config.recipe import Distill
+from rtrain.errors import ConfigError
 from rtrain.gate import told
 from rtrain.gate.graph import Graph, Part, part_of
 from rtrain.run import Run
@@ -94,10 +95,18 @@ def _rest(folder: Path, made: Artifact, files: dict[str, int], parts: dict[str, 
 
 
 def reproduce(folder: Path, made: Artifact) -> list[str]:
-    """The commands that make the artefact again, from the files beside it; empty where it lies outside of its run."""
+    """The commands that make the artefact again, from the files beside it; empty where it lies outside of its run, or
+    where a later version wrote settings there that this one does not know."""
     run = Run(folder.absolute().parent)
     if not run.exists:
         return []
+    try:
+        return _commands(run, folder, made)
+    except ConfigError:
+        return []
+
+
+def _commands(run: Run, folder: Path, made: Artifact) -> list[str]:
     found = []
     if teacher := made.lineage.get("teacher"):
         rest = shlex.join([*_sets(_distilled(run)), "--out", f"{run}-again"])
