@@ -188,6 +188,8 @@ def test_the_summary_of_a_run_of_two_starts(tmp_path: Path) -> None:
         "overlap": {},
         "slices": {},
         "certificate": None,
+        "cost": None,
+        "stages": None,
     }
 
 

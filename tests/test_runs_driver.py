@@ -23,6 +23,7 @@ from rtrain.runs import driver, preparing
 from rtrain.runs.kept import Kept
 from rtrain.training.loop import GENESIS
 from tests.conftest import labelled_rows
+from tests.test_runs_notice import within
 from tests.trained import EPOCHS, TEST_ROWS, Trained, settings
 
 pytestmark = pytest.mark.ray
@@ -263,7 +264,7 @@ def test_no_worker_or_placement_group_is_left(trained: Trained) -> None:
 
     groups = ray.util.placement_group_table().values()
     assert [group for group in groups if group["state"] not in ("REMOVED",)] == []
-    assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
+    within(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"])
 
 
 def test_an_error_of_every_start_ends_the_run_after_its_budget_with_its_traceback_in_a_file(trained: Trained) -> None:

@@ -132,7 +132,7 @@ def test_a_pause_without_its_best_checkpoint_goes_on_and_seeks_it_anew(
 # ------------------------------------------------------------------------------------------------------ the background
 
 
-def failing(saver: Saver, *_: Any) -> None:
+def failing(saver: Saver, **_: Any) -> None:
     raise Unwritten(f"saving {saver.folder} failed: disk full")
 
 
@@ -185,7 +185,7 @@ def faults_on_workers(ground: Path, world: int, rank: int) -> dict[str, Any]:
     assert lost.outcome is not None
     errors = []
     for target, run in ((Saver, ground / f"{world}-full"), (checkpoint, ground / f"{world}-lost")):
-        name, fault = ("save", failing) if target is Saver else ("select", refusing)
+        name, fault = ("flush", failing) if target is Saver else ("select", refusing)
         with mock.patch.object(target, name, fault):
             try:
                 start(ground, run, world=world, rank=rank)

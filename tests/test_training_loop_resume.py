@@ -211,7 +211,7 @@ def test_until_pauses_and_continuing_is_the_straight_run(
     assert paused.outcome is not None
     assert not paused.outcome.finished
     assert set(paused.outcome.scores) == {"valid"}
-    assert paused.recorder.of("trained")[0] | {"seconds": {}} == {
+    assert paused.recorder.of("trained")[0] | {"seconds": {}, "stages": []} == {
         "updates": 3,
         "best_update": 3,
         "order_digest": paused.outcome.ledger,
@@ -221,6 +221,7 @@ def test_until_pauses_and_continuing_is_the_straight_run(
         "passes_per_update": undisturbed.recorder.of("trained")[0]["passes_per_update"],
         "seconds": {},
         "exchange": None,  # one worker exchanges nothing
+        "stages": [],
         "finished": False,
     }
     assert [fields["split"] for fields in paused.recorder.of("evaluated")] == ["valid"]

@@ -95,11 +95,16 @@ def most(value: int) -> int:
     return int(tensor.item())
 
 
-def first() -> bool:
-    """Whether this worker is rank 0, which writes and says what is written and said once."""
+def own() -> int:
+    """This worker's rank among all workers; 0 where it is alone. That of its replica is `Exchange.rank`."""
     import torch.distributed as dist
 
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def first() -> bool:
+    """Whether this worker is rank 0, which writes and says what is written and said once."""
+    return own() == 0
 
 
 def from_rank_zero(value: int) -> int:

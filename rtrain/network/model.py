@@ -121,7 +121,7 @@ def shaped(folder: Path, task: base.Task, outputs: int, chosen: Model | None = N
     known = transformers.AutoConfig.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False, num_labels=outputs, **settings
     )
-    model = getattr(transformers, task.auto_model).from_config(known)
+    model = getattr(transformers, task.auto_model).from_config(known, trust_remote_code=False)
     head = [name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")]
     mean = _pooling(chosen, task, folder) == "mean"
     return _as_trained(model, task, chosen, head, mean, pack=True, fast_dropout=False)

@@ -154,7 +154,7 @@ class _Group:
             measured = self._train(case, exchange, reference)
             measured.workers_differ = _differing(exchange)
         measured.seconds = round(clock.seconds["case"], 2)
-        if exchange.rank == 0:
+        if ranks.first():  # with layers cut, several workers are of replica 0
             self.job.run.append("case", **asdict(case), name=case.name, measured=asdict(measured))
 
     def _train(self, case: Case, exchange: Exchange, reference: "_Reference") -> Measured:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rtrain import env
+from rtrain.exchange import ranks
 from rtrain.training import stages, step
 from rtrain.training.stages import Window
 
@@ -62,7 +63,7 @@ class Watched:
     def _place(self) -> dict[str, Any]:
         """Where and when this worker was: `epoch` is what its clock's zero is in nanoseconds since 1970."""
         return {
-            "rank": self._exchange.rank,
+            "rank": ranks.own(),
             "host": os.uname().nodename,
             "cores": env.cores(),
             "cpu_seconds": (time.process_time_ns() - self._cpu) / 1e9,
