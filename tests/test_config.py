@@ -168,6 +168,9 @@ def test_a_section_that_stands_twice_is_refused_and_not_dropped(tmp_path: Path) 
     with pytest.raises(ConfigError) as caught:
         config.load(str(file))
     assert str(caught.value).startswith("data: written twice, in the lines 3 and 6")
+    file.write_text("name: t\ntask: classification\ndata: {path: x.csv, path: y.csv}\n")
+    with pytest.raises(ConfigError, match="path: written twice, in the lines 3 and 3"):
+        config.load(str(file))
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])

@@ -14,7 +14,7 @@ TOKENS, CALLS, ROUNDS = 32, 20, 5
 
 
 def megabytes(model: Path) -> float:
-    """Of a model folder's weights."""
+    """Size of a model folder's weights."""
     return round(sum(path.stat().st_size for path in model.glob("model*.safetensors")) / 1e6, 3)
 
 

@@ -112,9 +112,11 @@ class _Loader(yaml.SafeLoader):
         lines: dict[str, int] = {}
         for key, _ in node.value:
             line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and (first := lines.setdefault(key.value, line)) != line:
-                reason = f"written twice, in the lines {first} and {line}"
-                raise ConfigError([Problem(key.value, None, reason, "write it once, with all that belongs to it")])
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in lines:
+                    reason = f"written twice, in the lines {lines[key.value]} and {line}"
+                    raise ConfigError([Problem(key.value, None, reason, "write it once, with all that belongs to it")])
+                lines[key.value] = line
         found: dict[Any, Any] = super().construct_mapping(node, deep)
         return found
 

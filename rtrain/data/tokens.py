@@ -29,7 +29,7 @@ def digest(recipe: Recipe, source: records.Source, model: Path) -> str:
     """The store's address, 16 hex digits of a SHA-256.
 
     It is made from the rows, the tokenizer and the settings that shape the store, and from nothing else: runs that
-    differ in other settings share the store. Of rows without labels the teacher says which are taken.
+    differ in other settings share the store. The teacher says which rows without labels are taken.
     """
     labelled, further = unlabelled.parted(source)
     own = _digest(recipe, labelled, model)

@@ -22,7 +22,7 @@ class Paid:
 
     machines: Sequence[Mapping[str, Any]]
     price: float | None
-    """Of a worker's hour."""
+    """What a worker's hour costs."""
     hours: float
 
     def of(self, what: str) -> float:

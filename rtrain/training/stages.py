@@ -98,7 +98,7 @@ class Parts:
     of: Mapping[str, int]
     """By part (`PARTS`); their sum is the window."""
     hidden: int
-    """Of an exchange, while the worker computed."""
+    """Nanoseconds of an exchange while the worker computed."""
 
 
 def exposed(spans: Sequence[Span]) -> list[Interval]:

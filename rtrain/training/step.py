@@ -192,7 +192,7 @@ def run_update(
     terms = torch.zeros(2, dtype=torch.float64, device=device)
     square = exchange.own_square() if measures else None
     if square is not None and passes:
-        # Of a single replica it is that of the first pass.
+        # A single replica has that of its first pass.
         part = _part_of(targets if exchange.world > 1 else loss.counts(passes[0]), totals)
         terms += torch.tensor(_noise_terms(square / factor**2, part, exchange.world))
     with exchange.timeline.during(stages.OPTIMIZER):

@@ -29,7 +29,7 @@ class Aim(NamedTuple):
     """What is asked of a candidate."""
 
     share: float
-    """Of the live texts, to be answered by both versions."""
+    """The part of the live texts that both versions are to answer."""
     rows: int
     """Texts by which it is judged, over all replicas."""
     agreement: float
@@ -56,15 +56,15 @@ class Tally(NamedTuple):
     rows: int = 0
     """Texts answered by both."""
     agreed: int = 0
-    """Of these, with the same answer."""
+    """Those of these with the same answer."""
     slower: int = 0
-    """Of these, for which the candidate took more than `Aim.slower` times as long, one engine call after another."""
+    """Those of these for which the candidate took more than `Aim.slower` times as long, call after call."""
     failed: int = 0
     """Texts on which the candidate failed, unseen by clients."""
     requests: int = 0
     """That the candidate has answered itself."""
     errors: int = 0
-    """Of these, with the status 500."""
+    """Those of these with the status 500."""
     old_requests: int = 0
     old_errors: int = 0
     """The same of the other version, meanwhile."""
@@ -87,7 +87,7 @@ class State:
     began: float
     stage: Stage = "shadow"
     step: int = 0
-    """Of `WEIGHTS`."""
+    """A place in `WEIGHTS`."""
     step_began: float = 0.0
     reason: str = ""
     """Why it was dropped or promoted."""

@@ -53,7 +53,7 @@ class Standing:
     state: judge.State
     seen: judge.Tally = field(default_factory=judge.Tally)
     ratio: float | None = None
-    """Of the candidate's seconds to the other version's, the median of the replicas' medians."""
+    """The candidate's seconds to the other version's, the median of the replicas' medians."""
 
     def look(self, reports: Sequence[Mapping[str, Any]], now: float) -> None:
         """What the replicas have reported, and what follows from it."""

@@ -48,7 +48,7 @@ class Plan(NamedTuple):
     candidate: str
     """Its folder."""
     share: float
-    """Of the live texts, answered by both."""
+    """The part of the live texts that both answer."""
     slower: float
     """As `judge.Aim` has it."""
     weight: float

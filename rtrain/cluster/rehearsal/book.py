@@ -30,7 +30,7 @@ class Machine:
     asked: float
     """When it was asked for, in seconds since 1970."""
     pid: int | None = None
-    """Of the process that stands for the machine, once it is started; all that runs on it descends from that."""
+    """The process that stands for the machine, once it is started; all that runs on it descends from that."""
     unwanted: bool = False
     """Whether the autoscaler has asked for its end."""
     ended: float | None = None

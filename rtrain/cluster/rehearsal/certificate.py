@@ -75,7 +75,7 @@ class Certificate:
     weights: Weights | None
     updates: int
     workers: Sequence[int]
-    """Of each start of the disturbed run."""
+    """How many each start of the disturbed run had."""
     device: str
     left_behind: Sequence[str]
     seconds: float

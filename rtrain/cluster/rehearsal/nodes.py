@@ -34,7 +34,7 @@ class Nodes:
 
     plan: Plan
     folder: Path
-    """Of Ray's own files. Its path is short: sockets lie under it, whose paths may have 100 bytes."""
+    """Ray's own files lie there. Its path is short: sockets lie under it, whose paths may have 100 bytes."""
     token: Path
     autoscaler: Path
     """The autoscaler's file."""

@@ -53,7 +53,7 @@ class Plan:
     watcher: str | None
     """The cloud whose notices are listened for on each worker; None where the file starts no watcher."""
     head_options: tuple[str, ...]
-    """Of the file's `ray start`, as far as they mean something here."""
+    """Those of the file's `ray start` that mean something here."""
     worker_options: tuple[str, ...]
     hook: str | None
     """What the file exports as RAY_START_HOOK."""

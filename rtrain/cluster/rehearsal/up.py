@@ -43,7 +43,7 @@ class Up:
     head: str
     """Name of the head's machine."""
     metrics_port: int
-    """Of the dashboard."""
+    """The dashboard's own."""
     machines: Mapping[str, Machine] = field(default_factory=dict)
     """Every machine that there was, once all of them have ended."""
     left: list[str] = field(default_factory=list)

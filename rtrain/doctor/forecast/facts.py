@@ -109,8 +109,8 @@ class Shape:
         return 4 * (self.vocabulary * self.hidden + self.layers * layer)
 
     def flops(self, windows: Ints, *, answers_words: bool = False) -> float:
-        """Of a forward and backward pass over windows of so many tokens. `answers_words`: the head of a masked language
-        model, which answers 15 % of them."""
+        """Operations of a forward and backward pass over windows of so many tokens. `answers_words`: the head of a
+        masked language model, which answers 15 % of them."""
         head = 0.15 * self.hidden * self.vocabulary if answers_words else 0.0
         return scaling.flops(self.hidden, self.layers, self.inner, windows.tolist(), head)
 

@@ -38,7 +38,7 @@ class Need:
     gathered: float = 0.0
     """Weights of others that are here for a while, and gradients before they are shared out."""
     segment: float = 0.0
-    """Of the memory that workers of one host share for the exchange, this worker's part."""
+    """This worker's part of the memory that workers of one host share for the exchange."""
     checkpoint: float = 0.0
     """A copy of weights and moments while a thread writes it; on the first worker alone."""
     process: float = 0.0

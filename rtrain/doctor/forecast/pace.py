@@ -18,10 +18,10 @@ from rtrain.run import Run
 
 @dataclass(frozen=True)
 class Pace:
-    """Of one worker."""
+    """How fast one worker is."""
 
     flops_per_s: float
-    """Of the products of a forward and backward pass, as they come to in training."""
+    """Those of the products of a forward and backward pass, as they come to in training."""
     memory_per_s: float
     """Bytes that the optimizer moves in a second."""
     exchange: Link | None
@@ -51,7 +51,7 @@ CPU: Final = Pace(100e9, 20e9, HOST, "an assumption for a processor's core that 
 
 
 def assumed(gpu: str | None) -> Pace:
-    """Of a kind of node that nobody has measured."""
+    """The pace of a kind of node that nobody has measured."""
     if gpu is None or gpu not in PEAK:
         return CPU
     flops, memory, _ = PEAK[gpu]
@@ -71,7 +71,7 @@ def work(recipe: Recipe, shape: Shape, rows: Rows) -> Work:
     windows = np.asarray(rows.windows)
     per_row = shape.flops(windows, answers_words=answers) / len(windows) * rows.windows_of_row
     size = shape.weights
-    # Of the word embedding the rows that an update touched are exchanged, which are few.
+    # The word embedding exchanges the rows that an update touched alone, which are few.
     gradient = size if answers else size - 4 * shape.vocabulary * shape.hidden
     sent = gradient / 2 if recipe.train.gradient_compression == "bf16" else gradient
     return Work(per_row * recipe.train.micro_batch, sent, size)

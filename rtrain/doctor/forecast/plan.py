@@ -32,7 +32,7 @@ CURVE: Final = (1, 8, 64, 512, 4096)
 STAGES: Final = tuple(memory.STRATEGIES)
 """By `train.shard`."""
 RECOMPUTED: Final = 4 / 3
-"""Of a pass whose layers are computed again: one more forward pass."""
+"""How many times as long a pass is whose layers are computed again: one more forward pass."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ publish less than 5 % to more than 20 % in a month by type, and GPUs are taken m
 
 @dataclass(frozen=True)
 class Price:
-    """Of an hour of a node."""
+    """What an hour of a node costs."""
 
     on_demand: float
     spot: float
@@ -101,7 +101,7 @@ def text(prices: Mapping[str, Price]) -> str:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a run on some nodes."""
+    """What a run on some nodes costs."""
 
     hours: float
     dollars: float

@@ -37,7 +37,7 @@ class Compute:
     """Standard deviation of a pass's logarithm, from pass to pass and worker to worker."""
 
     def seconds(self, passes: float) -> float:
-        """Of an update of so many passes, without any exchange."""
+        """Seconds of an update of so many passes, without any exchange."""
         return self.step_s + passes * self.pass_s
 
 
@@ -53,7 +53,7 @@ class Work:
     """What is the same of a model wherever it is trained."""
 
     flops: float
-    """Of a forward and backward pass of `micro_batch` rows."""
+    """Operations of a forward and backward pass of `micro_batch` rows."""
     gradient: float
     """Bytes that are exchanged in an update."""
     weights: float
@@ -67,9 +67,9 @@ def carried(compute: Compute, was: Work, new: Work) -> Compute:
 
 
 def flops(hidden: int, layers: int, inner: int, lengths: Sequence[int], head: float = 0.0) -> float:
-    """Of a forward and backward pass of an encoder over windows of these lengths: two for each weight of its matrices
-    and token, four for each two tokens of a window and number of a layer; three times that with the backward pass.
-    `head`: weights of the head's matrices that each token meets."""
+    """Operations of a forward and backward pass of an encoder over windows of these lengths: two for each weight of its
+    matrices and token, four for each two tokens of a window and number of a layer; three times that with the backward
+    pass. `head`: weights of the head's matrices that each token meets."""
     linear = layers * (4 * hidden * hidden + 2 * hidden * inner) + head
     tokens, squares = sum(lengths), sum(length * length for length in lengths)
     return 3.0 * (2 * linear * tokens + 4 * layers * hidden * squares)

@@ -23,7 +23,7 @@ class Facts:
     device: str
     rows_per_update: int
     order_digest: str
-    """Of the rows of all updates that were trained, in their order."""
+    """Digest of the rows of all updates that were trained, in their order."""
     save_every: int
     """Updates between two checkpoints of the recipe's own."""
     run_updates: int

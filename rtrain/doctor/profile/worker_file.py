@@ -26,9 +26,9 @@ class Worker:
     cores: int
     """That its process may use."""
     cpu_seconds: float
-    """Of its process, all threads, over all of its updates."""
+    """Its process's, all threads, over all of its updates."""
     seconds: float
-    """Of all of its updates."""
+    """Those of all of its updates."""
     epoch: int
     """Nanoseconds since 1970 at its clock's zero."""
     updates: tuple[Update, ...]
