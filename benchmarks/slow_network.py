@@ -31,7 +31,7 @@ ADDRESS = "10.213.7.{}"
 KINDS = ("none", "bf16")
 ROWS, TOKENS, LABELS = 16, 32, 8
 BUCKET_BYTES = 25 * 2**20
-"""Of DDP, by default."""
+"""DDP's default."""
 
 
 @contextlib.contextmanager

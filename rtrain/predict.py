@@ -35,7 +35,7 @@ several calls."""
 
 
 REVISION_DIGITS = 12
-"""Of a SHA-256 in hex, as in an artefact's version."""
+"""Digits of a SHA-256 in hex, as in an artefact's version."""
 
 CONVERTER = "openvino.tools.ovc"
 

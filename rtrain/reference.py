@@ -42,7 +42,7 @@ KEPT_ANSWERS = 0.95
 
 
 class Features(NamedTuple):
-    """Of rows, one entry each. None where the model has no such thing."""
+    """What is looked at of rows, one entry each. None where the model has no such thing."""
 
     tokens: npt.NDArray[np.float64]
     unknown: npt.NDArray[np.float64] | None
@@ -60,7 +60,7 @@ class Features(NamedTuple):
 def of_answers(
     task: Task, head: Head, outputs: Outputs, encoded: Sequence[Encoded], unknown_id: int | None
 ) -> Features:
-    """Of requests, from their tokens and the model's outputs."""
+    """Features of requests, from their tokens and the model's outputs."""
     tokens = pack(encoded)
     outcomes = task.outcomes(outputs, tokens, head) if task.output in SCORED else None
     return _features(task, head, outcomes, tokens, unknown_id)

@@ -49,9 +49,9 @@ class About(Closed):
     threshold: float | None
     """Score from which a label is given; null where the first one is the answer."""
     scale: Scale | None
-    """Of the training scores, where the answer is a number."""
+    """Range of the training scores, where the answer is a number."""
     max_words: int | None
-    """Of a summary, unless the request says another number."""
+    """The longest summary, unless the request says another number."""
     explains: bool
     """Whether `parameters.explain` is answered."""
     limits: Limits

@@ -41,7 +41,7 @@ class Service:
         self.requests = 0
         """Answered by this version."""
         self.errors = 0
-        """Of these, with the status 500."""
+        """How many of these had the status 500."""
         self.mirror: Callable[[Sequence[Input]], None] | None = None
         """Told each text that was answered, while a candidate is on trial."""
         self.spans = tracing.spans(settings, predictor.artifact)

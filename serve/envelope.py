@@ -96,7 +96,7 @@ class Envelope:
             self._count(scope, record, span, status, time.monotonic() - began)
 
     def _count(self, scope: Scope, record: Record, span: Span, status: int, seconds: float) -> None:
-        """Of the route's template, not the path: that may hold anything."""
+        """Count by the route's template, never by the path, which may hold anything."""
         route = getattr(scope.get("route"), "path", "other")
         self._answered(route, status, seconds, span.trace or record.id)
         if span.trace is None and not self._log.kept:

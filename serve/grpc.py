@@ -45,7 +45,7 @@ CODES = {
 ROUTE = "/inference.GRPCInferenceService/ModelInfer"
 """Its name in the metrics."""
 OVERHEAD_BYTES = 100_000
-"""Of a message beside its texts: names, shapes and lengths. `serve.max_body_bytes` bounds the texts."""
+"""What a message has beside its texts: names, shapes and lengths. `serve.max_body_bytes` bounds the texts."""
 
 
 Answering = Callable[[str | None], AbstractContextManager["Service"]]

@@ -19,7 +19,7 @@ from serve.door.shape import shape
 
 MAX_FIELD_CHARACTERS = 100
 MAX_DEPTH = 32
-"""Of a document's lists and objects; a request of ours has 6 at most."""
+"""How deep a document's lists and objects may be nested; a request of ours has 6 at most."""
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 

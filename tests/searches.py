@@ -20,7 +20,7 @@ from tune.known.history import SEED, Finished, Reached
 from tune.known.journal import Journal
 
 UPDATES = 40
-"""Of a full run."""
+"""Updates of a full run."""
 ROWS_PER_UPDATE = 32
 LABELS = ("login", "parcel", "refund")
 POINTS: Sequence[Mapping[str, Any]] = [

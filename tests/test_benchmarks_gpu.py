@@ -72,7 +72,7 @@ def carried(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def document(carried: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of all sections, with an error planted in one: minutes, as each section is a process that loads torch."""
+    """What all sections found, with an error planted in one: minutes, as each section is a process that loads torch."""
     out = tmp_path_factory.mktemp("out") / "gpu.json"
     printed = json.loads(ended(start("--json", "--minutes", 40, "--plant", "profile", "--out", out, carried)))
     assert printed == json.loads(out.read_text(encoding="utf-8"))

@@ -44,7 +44,7 @@ GAINS = (
 
 
 def side(speed: float, **more: float) -> dict[str, float]:
-    """Of 1,000 rows at `speed` rows per second."""
+    """A side that had 1,000 rows at `speed` rows per second."""
     return {"rows": 1000.0, "seconds": 1000.0 / speed, "loss": 1.0, **more}
 
 
@@ -113,7 +113,7 @@ def test_the_tables() -> None:
 
 
 def events(begin: float, updates: list[tuple[float, int]], first_batch: float = 1.0) -> list[dict[str, Any]]:
-    """Of a run that starts at `begin`; `updates`: (seconds after the first one began, rows so far)."""
+    """Events of a run that starts at `begin`; `updates`: (seconds after the first one began, rows so far)."""
     progress = [
         {
             "kind": "progress",

@@ -116,7 +116,7 @@ def forks(root: Path) -> None:
 
 
 def targets(points: list[str]) -> list[int]:
-    """Of the first save, which no checkpoint precedes, and of the last, which deletes one."""
+    """Points of the first save, which no checkpoint precedes, and of the last, which deletes one."""
     starts = [points.index(f"update {update}") for update in range(1, SAVES + 1)]
     return [*range(starts[0] + 1, starts[1]), *range(starts[-1] + 1, len(points))]
 

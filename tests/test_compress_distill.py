@@ -143,7 +143,7 @@ def test_places_that_stay_are_evenly_spaced_blocks(old: int, new: int, block: in
 
 @pytest.mark.parametrize("layers", [1, None])
 def test_a_narrow_student_keeps_whole_heads_of_its_teacher(teacher: Path, layers: int | None, tmp_path: Path) -> None:
-    """Of 2 heads of 16 the second, in every matrix that reads or writes the width."""
+    """The second of 2 heads of 16, in every matrix that reads or writes the width."""
     start = starting.start(teacher, Distill(layers=layers, width=16), tmp_path)
     assert start.name == f"{artifact.read(teacher).version}-{layers or 2}-w16"
     whole, cut = (load_file(folder / "model.safetensors") for folder in (teacher, start))

@@ -222,7 +222,7 @@ def test_texts_of_held_out_rows_are_kept_as_they_are_written(tmp_path: Path) -> 
     texts = [row["text"] for row in written(found, recipe, tmp_path / "predictions.parquet")]
     assert texts == [text[: shards.KEPT_CHARACTERS] for text, _ in TEST]
     assert len(texts[1]) == shards.KEPT_CHARACTERS == predictions.TEXT_CHARACTERS
-    # Of rows that are trained on no text is kept: there may be a thousand times as many.
+    # No text of rows that are trained on is kept: there may be a thousand times as many.
     assert found.texts("train", np.arange(found.rows("train"))) == [None] * found.rows("train")
     (tmp_path / "test.csv").unlink()  # what is gone since then does not matter
     assert [row["text"] for row in written(Store(found.folder), recipe, tmp_path / "again.parquet")] == texts

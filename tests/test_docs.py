@@ -58,7 +58,7 @@ SMALLER = {
     "rtrain tune": "test_it_searches_and_serves_beside_files_with_the_names_of_its_modules",
     "rtrain verify": "test_every_layout_trains_the_same",
 }
-"""Of the commands that take minutes: the test that does the same at a size of seconds."""
+"""For each command that takes minutes, the test that does the same at a size of seconds."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def outside_blocks(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """The anchors of the headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", outside_blocks(page), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 

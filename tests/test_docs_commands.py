@@ -17,7 +17,7 @@ from tests.tiny import make_encoder
 pytestmark = [pytest.mark.ray, pytest.mark.serve]
 
 ADDRESS = "127.0.0.1:8000"
-"""Of the endpoint in the commands; another test may hold that port, so a free one takes its place."""
+"""The endpoint's in the commands; another test may hold that port, so a free one takes its place."""
 LENIENT = ("gate.loss=1", "gate.slice_loss=1", "gate.lost=1", "gate.speedup=0", "gate.seconds=1")
 LENIENT_WITH_STUDENTS = ("gate.student_loss=1", "gate.student_slice_loss=1", "gate.student_lost=1")
 """Limits of the gate: how good a tiny encoder is after one epoch, and how fast on a busy machine, says nothing."""

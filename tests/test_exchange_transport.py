@@ -24,9 +24,9 @@ from rtrain.exchange.replicated import Replicated
 
 WORLDS = (2, 3)
 NUMBERS = 3 * transport.CHUNK // 2 + 77
-"""Of a vector: chunks of one share, no multiple of anything."""
+"""Length of a vector: chunks of one share, no multiple of anything."""
 SIZES = (NUMBERS, 1, 0, 5000)
-"""Of one exchange's vectors."""
+"""Lengths of one exchange's vectors."""
 
 
 class Network(torch.nn.Module):
@@ -233,7 +233,7 @@ def test_gradients_through_memory_are_the_stock_transport_s(world: int) -> None:
             for name, gradient in update.items():
                 assert gradient.any()
                 assert torch.equal(shared[number][name], first[number][name])
-                # Of two terms there is one order of summation; Gloo adds three in another one.
+                # Two terms have one order of summation; Gloo adds three in another one.
                 assert torch.equal(shared[number][name], gradient) or world > 2
                 assert float((shared[number][name] - gradient).norm() / gradient.norm()) < 1e-6
 

@@ -60,7 +60,7 @@ def test_moments_are_those_of_the_worker_with_most() -> None:
 def test_each_stage_takes_less_than_the_one_before() -> None:
     totals = [needed(TRACED, 4, strategy, process=0).total for strategy in memory.STRATEGIES]
     assert totals == sorted(totals, reverse=True)
-    # Of four workers: a quarter of weights and moments, what is in no layer, three layers, and the activations.
+    # Each of four workers has a quarter of weights and moments, what is in no layer, three layers, and the activations.
     assert totals[-1] == pytest.approx((105 + 200 + (420 - 200) + 300) * MB + 100 * MB * memory.KEPT)
 
 

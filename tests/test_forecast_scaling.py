@@ -153,7 +153,7 @@ def _fails(rank: int) -> float:
 K80 = {1: 399.0, 2: 214.0, 4: 118.0, 8: 61.0}
 """Minutes of a training of question answering on so many K80s, as published."""
 EXCHANGES = 88_000 / 3
-"""Of one GPU's training: SQuAD's rows in batches of about three, which fit beside BERT on such a GPU."""
+"""Exchanges of one GPU's training: SQuAD's rows in batches of about three, which fit beside BERT on such a GPU."""
 
 
 def test_two_rows_of_the_published_table_foretell_the_others() -> None:

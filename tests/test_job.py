@@ -49,7 +49,7 @@ class Head:
     folder: Path
     api: str
     environ: dict[str, str]
-    """Of a user who may submit jobs."""
+    """Variables of a user who may submit jobs."""
 
     @property
     def token(self) -> str:

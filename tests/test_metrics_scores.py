@@ -188,7 +188,7 @@ def of_questions(rows: list[list[float]], lengths: list[int], threshold: float, 
 
 
 def test_questions_by_the_length_of_their_answer() -> None:
-    """Of five answers of 1, 1, 2, 12 and 14 tokens one of length 1 is left unanswered."""
+    """One of five answers of 1, 1, 2, 12 and 14 tokens is left unanswered, one of length 1."""
     rows = [[1.0, 1, 9], [1.0, 1, -9], [0.5, 0, 9], [0.25, 0, 9], [0.75, 0, 9], [0.0, 0, -9]]
     found = of_questions(rows, [1, 1, 2, 12, 14, 0], threshold=0.0)
     assert found["tables"]["by_length"] == [

@@ -61,7 +61,7 @@ def test_all_but_the_most_frequent_values_are_one() -> None:
         ("b", [4, 5, 6], ()),
         ("(the 3 rarest values)", [7, 8, 9, 10, 11], ("c", "d", "e")),
     ]
-    # Of equals, those that come first by name: values of equally many rows are not all merged.
+    # Equals go by name: values of equally many rows are not all merged.
     assert [one.value for one in slices.groups([*"abcd"] * 5, least=1, most=2)] == ["a", "b", "(the 2 rarest values)"]
 
 

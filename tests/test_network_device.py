@@ -78,7 +78,7 @@ def test_the_setting_is_no_part_of_what_a_run_is() -> None:
 
 @pytest.mark.parametrize("task", ["classification", "token_tags"])
 def test_passes_put_their_tensors_where_the_model_is(tmp_path: Path, task: str) -> None:
-    """Of packed models: Transformers reads values of the mask that padding needs, of which `meta` has none."""
+    """Packed models alone: Transformers reads values of the mask that padding needs, of which `meta` has none."""
     labels = ("O", "B-x", "I-x") if task == "token_tags" else ("a", "b")
     network: Any = model.build(make_encoder(tmp_path / "encoder"), base.get(task), labels, 0)
     model.place(network, META)

@@ -84,7 +84,7 @@ def test_the_order_is_pinned() -> None:
 
 
 def test_a_store_of_one_window_keeps_the_order_that_it_had_before_there_were_blocks() -> None:
-    """Of the largest such store, as its rows were before: a run on it resumes."""
+    """The largest such store has its rows as they were before: a run on it resumes."""
     made = Order("digest", order.SHUFFLE_WINDOW_ROWS, rows_per_update=8, epochs=2, seed=7)
     assert order.version(made.rows) == 1
     assert made.positions(0).tolist() == [236220, 137066, 51502, 53673, 120067, 84253, 119978, 197786]
@@ -129,7 +129,7 @@ def test_the_order_of_an_epoch_does_not_depend_on_the_rows_per_update() -> None:
 
 @pytest.mark.parametrize(("rows", "window"), [(30, 30), (122, 64)])
 def test_each_row_is_equally_often_at_each_place(rows: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one window; and of two, where 30 blocks of 4 rows and a short one of 2 are permuted first."""
+    """In one window, and in two, where 30 blocks of 4 rows and a short one of 2 are permuted first."""
     monkeypatch.setattr(order, "SHUFFLE_WINDOW_ROWS", window)
     monkeypatch.setattr(order, "BLOCK_ROWS", 4)
     seeds = 1500

@@ -71,7 +71,7 @@ def test_every_layout_trains_the_same(report: verify.Report) -> None:
 def test_layouts_differ_in_passes_and_nothing_else(report: verify.Report, settings: Config, ray_session: Path) -> None:
     assert (report.rows, report.rows_per_update, report.updates) == (125, 31, 5)
     passes = {case.name: measured.most_passes for case, measured in report.cases if not case.bug}
-    # Of rank 0, which has 15 of the 31 rows of an update where there are two workers.
+    # Those of rank 0, which has 15 of the 31 rows of an update where there are two workers.
     several = ("2 x 3", "2 x 3, resized from 1", *LAID_OUT)
     expected = {"1 x 8": 4, "1 x 3": 11, "2 x 8": 2, **dict.fromkeys(several, 5)}
     # Two workers of one replica have all of an update's rows.

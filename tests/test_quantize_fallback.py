@@ -110,7 +110,7 @@ def test_an_answer_is_another_where_the_task_decides_otherwise(
 
 
 def of_rows(name: str, head: Head, logits: list[list[float]]) -> Decided:
-    """Of a task that answers a row once."""
+    """Decisions of a task that answers a row once."""
     task, outputs = base.get(name), np.array(logits, dtype=np.float64)
     known = [task.stand_in("", head)] * len(outputs)
     targets = task.targets(known, Ragged.of([], np.int32), head).values

@@ -96,7 +96,7 @@ def test_rows_outside_of_all_classes_are_no_reference(tmp_path: Path) -> None:
 
 
 def test_an_answer_is_abstained_from_where_few_right_ones_would_be_lost() -> None:
-    """Of 100 right answers with scores 0.505, 0.51, ... 1.0 five have less than the sixth; wrong ones do not count."""
+    """Five of 100 right answers with scores 0.505, 0.51, ... 1.0 have less than the sixth; wrong ones do not count."""
     sure = np.concatenate([np.linspace(0.505, 1.0, 100), np.full(50, 0.51)])
     outcomes = Ragged.even(np.log(np.stack([sure, 1 - sure + 1e-12], axis=1)))
     targets = Ragged.even(np.array([0] * 100 + [1] * 50))

@@ -219,7 +219,7 @@ def test_points_are_named_where_there_is_room_and_always_told_to_a_pointer() -> 
 
 
 def size_of(path: str) -> float:
-    """Of all polygons of a path together, by the shoelace formula."""
+    """Area of all polygons of a path together, by the shoelace formula."""
     total = 0.0
     for part in path.removeprefix("M").removesuffix("Z").split("ZM") if path else []:
         x, y, corners = 0.0, 0.0, []

@@ -36,7 +36,7 @@ def predictors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Predictor]
 
 @pytest.fixture(scope="module")
 def addresses(predictors: dict[str, Predictor]) -> Iterator[dict[str, str]]:
-    """Of an endpoint for each task; that of the classes speaks gRPC too, and so does that of questions."""
+    """Those of an endpoint for each task; that of the classes speaks gRPC too, and so does that of questions."""
     with ExitStack() as stack:
         found = {}
         for task, predictor in predictors.items():

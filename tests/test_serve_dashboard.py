@@ -19,7 +19,7 @@ from tests.tiny import make_task_artifact
 
 WORDS = {"sum", "by", "le", "rate", "max", "increase", "histogram_quantile", "h"}
 WORDS |= {"status", "feature", "route", "version", "result"}
-"""Of the query language, and labels."""
+"""Words of the query language, and labels."""
 
 
 @pytest.fixture(scope="module")

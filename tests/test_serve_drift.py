@@ -30,7 +30,7 @@ class Kind(NamedTuple):
     words: float
     """Median length in tokens."""
     sure: tuple[float, float]
-    """Of a Beta distribution of top scores."""
+    """The two parameters of a Beta distribution of top scores."""
     unknown: float
     """Chance that a row has unknown pieces."""
 
@@ -114,7 +114,7 @@ def test_no_bet_wins_on_average_from_rows_like_the_validation_rows(rows: int) ->
 
 
 def test_the_evidence_is_a_supermartingale_less_the_number_of_rows() -> None:
-    """Of 150 streams of clean rows the mean evidence stays below their number of rows."""
+    """Over 150 streams of clean rows the mean evidence stays below their number of rows."""
     found = []
     for seed in range(150):
         chance = np.random.default_rng([seed, 4])

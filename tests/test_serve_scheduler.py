@@ -277,7 +277,7 @@ def test_a_row_is_overtaken_for_its_patience_and_its_share_alone(seed: int, batc
 
 
 def test_fairness_holds_over_any_stretch_of_calls() -> None:
-    """Of two clients that always wait, neither is ahead by more than a call's tokens and a row's."""
+    """Neither of two clients that always wait is ahead by more than a call's tokens and a row's."""
     chance, queue = random.Random(5), scheduler(batch_rows=6, batch_tokens=600)
     for number in range(3000):
         queue.put(rows(number, chance.choice([8, 30, 60]), client="a"), 0.0)

@@ -49,7 +49,7 @@ def test_names_by_number_are_a_dictionary_of_those_that_occur(numbers: list[int]
 
 @pytest.mark.parametrize("distinct", [77, 10**9])
 def test_the_commit_takes_a_fixed_number_of_bytes_a_row(tmp_path: Path, distinct: int) -> None:
-    """Of Python's and numpy's memory, at the peak: ids, places and targets, and never a string a row."""
+    """Python's and numpy's memory at the peak has ids, places and targets, and never a string a row."""
     path = write_rows(tmp_path / ("long" * 20 + ".csv"), [("a", "b")])
     make_tokenizer(tmp_path / "encoder")
     recipe = config.load("intent", {"data.path": str(path), "data.label": "label"}).recipe

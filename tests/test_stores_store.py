@@ -202,7 +202,7 @@ def test_a_table_is_written_as_one_batch(tmp_path: Path) -> None:
 
 
 def test_a_column_of_more_values_than_32_bits_can_count_is_read_back() -> None:
-    """Of memory that is asked for and not touched, but for the last rows."""
+    """Its memory is asked for and not touched, but for the last rows."""
     counts = np.array([2**31 - 10, 20, 3, 0, 5], dtype=np.int32)
     values = np.zeros(int(counts.sum(dtype=np.int64)), dtype=np.uint8)
     values[-28:] = np.arange(1, 29)

@@ -58,7 +58,7 @@ DROPPING = ("3", "3, killed", "tensor", "tensor, killed")
 
 
 FAMILIES = ("bert", "distilbert", "roberta")
-"""Of masked language models, whose word embedding is tied to their head; the layers of the last are computed again in
+"""Masked language models, whose word embedding is tied to their head; the layers of the last are computed again in
 the backward pass."""
 
 
@@ -144,7 +144,7 @@ def _worker(rank: int, folder: Path) -> None:
 
 
 class _Dying(losses.RunLoss):
-    """Of a worker that dies between a forward pass and its backward pass."""
+    """The loss of a worker that dies between a forward pass and its backward pass."""
 
     def __call__(self, logits: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         os._exit(0)

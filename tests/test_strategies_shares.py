@@ -70,13 +70,13 @@ def _run(folder: Path, name: str, world: int, rank: int) -> dict[str, Any]:
 
 
 def recipe(**train: Any) -> Recipe:
-    """Of 64 rows an update, 8 times those for which beta2 is meant."""
+    """A recipe of 64 rows an update, 8 times those for which beta2 is meant."""
     chosen = {"optim.beta2_scaling": "rows", "optim.lr_rows": 8, "train.rows_per_update": 64}
     return load("intent", chosen | {f"train.{name}": value for name, value in train.items()}).recipe
 
 
 def _bytes(world: int, rank: int, by: str) -> dict[str, Any]:
-    """Of state: what is said, what a worker has after an update, and what rank 0 has inside `whole`."""
+    """Bytes of state: what is said, what a worker has after an update, and what rank 0 has inside `whole`."""
     torch.manual_seed(5)  # as all workers of a run do
     network = Network()
     network.layers[3].requires_grad_(False)
@@ -138,7 +138,7 @@ def on_workers() -> Results:
 
 
 def checkpoints(folder: Path, world: int, name: str) -> list[dict[str, str]]:
-    """Of every update, SHA-256 of weights, optimizer and state."""
+    """For every update, SHA-256 of weights, optimizer and state."""
     run = folder / f"{world} {name}"
     return [test_training_loop.fingerprint(run, update) for update in range(1, test_training_loop.UPDATES + 1)]
 
@@ -153,7 +153,7 @@ SAME = [
     (3, "memory, killed", "memory"),
     (3, "sharded by memory", "memory"),
 ]
-"""Of three workers' gradients the order of summation is the transport's."""
+"""Three workers' gradients are added in the transport's order."""
 
 
 @pytest.mark.parametrize(("world", "name", "like"), SAME)

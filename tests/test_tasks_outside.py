@@ -100,14 +100,14 @@ def test_a_slice_of_outside_rows_alone_has_scores_too() -> None:
     assert {one["value"]: one["rows"] for one in found["slices"]["source"]} == {"(2 values with fewer than 20 rows)": 6}
     last = np.array([3, 4, 5])
     alone = scores.measure(TASK, CHOSEN, "test", OUTCOMES.take(last), TARGETS.take(last), np.arange(3), {})
-    # Of the three the first is sure enough to be kept.
+    # The first of the three is sure enough to be kept.
     assert alone["scores"]["outside_recall"] == alone["scores"]["accuracy_with_refusals"] == pytest.approx(2 / 3)
     assert alone["scores"]["ece"] == 0
     assert sum(one["rows"] for one in alone["tables"]["calibration"]["bins"]) == 0
 
 
 def test_the_gate_looks_at_the_rows_that_are_refused_too(tmp_path: Path) -> None:
-    """Of 300 rows inside the candidate loses 30; of 100 outside it refuses 30 more than its base: as many are right."""
+    """The candidate loses 30 of 300 rows inside, and refuses 30 more of 100 outside: as many are right."""
     sure, other, unsure = (4.0, 0.0), (0.0, 4.0), (0.1, 0.0)
     answers = ([sure] * 400, [other] * 30 + [sure] * 270 + [unsure] * 30 + [sure] * 70)
     targets = Ragged.even(np.array([0] * 300 + [OUTSIDE] * 100))

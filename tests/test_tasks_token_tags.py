@@ -181,7 +181,7 @@ def test_an_update_is_divided_by_its_words_whatever_the_passes(encoder: Path) ->
 
 
 def test_scores_count_whole_entities() -> None:
-    """Of the true entities PER [0, 2) and LOC [3, 4), the second is found; one that is not there is found too."""
+    """The second of the true entities PER [0, 2) and LOC [3, 4) is found; one that is not there is found too."""
     true = [[1, 2, 0, 3], [0, IGNORED, 0]]
     found = [[1, 0, 0, 3], [0, 3]]
     outcomes = Ragged.of([[(tag, 0.5, 1.0) for tag in row] for row in found], np.float64)

@@ -55,7 +55,7 @@ def test_a_pass_is_made_of_the_longest_rows(ground: Path, tokens: int) -> None:
 
 
 def test_the_memory_of_a_pass_is_a_line_in_its_tokens(ground: Path) -> None:
-    """Of what autograd keeps for the backward pass, counted on a CPU: a GPU's allocator counts that and little else."""
+    """What autograd keeps for the backward pass is counted, on a CPU: a GPU's allocator counts that and little else."""
     store = Store(next((ground / ".tokens").iterdir()))
     network = model.build(ground / "encoder", TASK, store.manifest.labels, 0).train()
     loss = losses.for_run(TASK, Distill())

@@ -14,7 +14,7 @@ from rtrain.training import optim, radam
 from tests.test_checkpoints_checkpoint import equal, make_network, train
 
 SCALES = (1.0, 1e-3, 1e3, 1e8, 1e-20, 0.0)
-"""Of the gradients, a tensor each. Nothing of 1e-20 is seen beside a weight of 1: it takes weights that start at 0."""
+"""Scales of gradients, a tensor each. A weight of 1 hides 1e-20, so those weights start at 0."""
 PHASES = (5, 6, 50)
 """Updates: the last one that does not adapt, the first that does, and many."""
 Pair = tuple[torch.optim.Optimizer, torch.optim.Optimizer]
@@ -51,7 +51,7 @@ def follow(both: Pair, updates: int, scales: tuple[float, ...] = SCALES) -> None
 
 
 def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Of one tensor: |difference| / |wanted|, in float64, whose squares of 1e-24 are not 0 yet."""
+    """How far one tensor is off: |difference| / |wanted|, in float64, whose squares of 1e-24 are not 0 yet."""
     assert found.dtype == wanted.dtype
     norm = wanted.detach().double().norm()
     assert norm > 0

@@ -283,7 +283,7 @@ def test_workers_together_end_with_the_weights_of_one_worker(world: int, freeze:
         freeze == "encoder"
     )
     first = loaded(folder / f"weights-{world}-0.pt")
-    # Of the distance moved, not of the weights: AdamW's four steps are short.
+    # A share of the distance moved, not of the weights: AdamW's four steps are short.
     assert norm({name: first[name] - alone[name] for name in alone}) < 1e-10 * norm(alone)
     assert norm({name: first[name] - alone[name] for name in alone}) < 1e-8 * norm(moved)
     for rank in range(1, world):
@@ -317,7 +317,7 @@ def test_touched_rows_are_the_stock_exchange_s_gradient(world: int) -> None:
     results, _ = on_workers()
     for rank in range(world):
         rows = results[world, rank]["rows"]
-        # Of two workers' terms there is one order of summation; three are added in another order than DDP's.
+        # Two workers' terms have one order of summation; three are added in another order than DDP's.
         assert rows["one pass"] == [True] * len(UPDATES) or world > 2
         assert max(rows["more"]) < 1e-14
         assert all(1 < touched < 200 for touched in rows["touched"])

@@ -263,7 +263,7 @@ def test_several_objectives_are_sought_together(sampler: str) -> None:
 
 @pytest.mark.parametrize("sampler", ["gp", "tpe"])
 def test_a_model_finds_better_than_chance(sampler: str) -> None:
-    """Of 12 trials, over 8 seeds: how far the best is from 0.9, which is the best of the plane."""
+    """The best of 12 trials, over 8 seeds, is nearer to 0.9, which is the best of the plane."""
 
     def left(by: str) -> float:
         ends = [max(score(of_told(one)) for one in searched(12, by, seed)[0]) for seed in range(8)]

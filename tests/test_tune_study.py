@@ -133,7 +133,7 @@ def test_a_table_tells_what_fewer_exchanges_save_and_cost() -> None:
 
 
 def test_times_over_a_link_are_those_of_the_gradient_s_bytes() -> None:
-    # Of two workers each sends the whole gradient once: 80 million bits take 0.08 s over 1 Gbit/s.
+    # Each of two workers sends the whole gradient once: 80 million bits take 0.08 s over 1 Gbit/s.
     assert study_table.over_link(10_000_000, 2, 1e9) == pytest.approx(0.08)
     assert study_table.over_link(10_000_000, 4, 1e9) == pytest.approx(0.12)
     assert study_table.over_link(10_000_000, 1, 1e9) == 0.0

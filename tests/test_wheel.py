@@ -65,7 +65,7 @@ class Installed:
         )
 
     def environ(self) -> dict[str, str]:
-        """Of this process, less what would lead Python or Ray elsewhere."""
+        """This process's, less what would lead Python or Ray elsewhere."""
         ours = ("PYTHON", "RAY_", "VIRTUAL_ENV", "COV")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         return {**kept, "RAY_TMPDIR": os.environ.get("RAY_TMPDIR", "/tmp/ray")}

@@ -18,9 +18,9 @@ class Times:
     """Milliseconds of a side's calls."""
 
     medians: list[float] = field(default_factory=list)
-    """Of each round."""
+    """One for each round."""
     least: float = math.inf
-    """Of all calls: what the others on a busy machine have not taken away."""
+    """The least of all calls: what the others on a busy machine have not taken away."""
 
 
 def rounds(

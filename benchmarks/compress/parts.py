@@ -31,7 +31,7 @@ CALIBRATION_ROWS = 256
 
 
 def scores(work: Work, sets: Sequence[Set], keep: Keep) -> dict[str, Any]:
-    """Of each set: the student's score over its teacher's, and the int8 student's over its float parent's."""
+    """For each set, the student's score over its teacher's, and the int8 student's over its float parent's."""
     done: dict[str, Any] = {}
     for one in sets:
         teacher, student = (making.score(make(work, one), one) for make in (making.teacher, making.student))
@@ -50,8 +50,8 @@ def scores(work: Work, sets: Sequence[Set], keep: Keep) -> dict[str, Any]:
 
 
 def served(work: Work, sets: Sequence[Set], keep: Keep) -> dict[str, Any]:
-    """Of each set: bytes and score of the int8 student whose vocabulary was trimmed before it was trained, beside those
-    of the one that has the whole vocabulary."""
+    """For each set, bytes and score of the int8 student whose vocabulary was trimmed before it was trained, beside
+    those of the one that has the whole vocabulary."""
     done: dict[str, Any] = {}
     for one in sets:
         small, whole = making.int8(work, one, trimmed=True), making.int8(work, one)

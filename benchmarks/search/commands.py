@@ -34,7 +34,7 @@ PSS = re.compile(r"^Pss:\s+(\d+) kB", re.MULTILINE)
 class Cost:
     seconds: float
     peak_mb: float
-    """Of all its processes; pages that they share are counted once."""
+    """Memory of all its processes; pages that they share are counted once."""
     processes_left: int
 
 

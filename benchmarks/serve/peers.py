@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 THREADS = 1
-"""Of every engine, as `rtrain serve` has."""
+"""Threads of every engine, as `rtrain serve` has."""
 
 
 def engine(artifact: Path) -> Callable[[str], Any]:

@@ -76,7 +76,7 @@ class Running:
         return done.stdout or done.stderr
 
     def memory_mb(self) -> float:
-        """Of all its processes; pages that they share are counted once (PSS)."""
+        """Memory of all its processes; pages that they share are counted once (PSS)."""
         total = 0
         for one in self.tree():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):

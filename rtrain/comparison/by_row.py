@@ -44,7 +44,7 @@ class Judged:
     headline: str
     """The score by which sides are compared, one of `scores`; larger is better."""
     worth: Floats
-    """Of each row's answer; larger is better."""
+    """Worth of each row's answer; larger is better."""
     right: Bools | None
     """Where answers are right or wrong; None where they are more or less good."""
     main: Additive

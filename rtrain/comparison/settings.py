@@ -18,7 +18,7 @@ class Setting:
 
     name: str
     values: tuple[str, ...]
-    """Of each side; `-` where it has none."""
+    """One for each side; `-` where it has none."""
 
 
 @dataclass(frozen=True)

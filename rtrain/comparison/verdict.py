@@ -12,7 +12,7 @@ SIDES = {1: "is better", -1: "is worse"}
 
 
 def of_all(found: Measured) -> str:
-    """Of each side beside the first one."""
+    """The verdict on each side beside the first one."""
     corrected = f" (p by Holm for {len(found.against)} comparisons)" if len(found.against) > 1 else ""
     return "; ".join(of_one(one) for one in found.against) + corrected
 

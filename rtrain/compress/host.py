@@ -13,7 +13,7 @@ processor says that it has them; the last are Arm's."""
 @dataclass(frozen=True)
 class Int8:
     instructions: tuple[str, ...]
-    """Of `FLAGS`, the fastest first."""
+    """Those of `FLAGS` that it has, the fastest first."""
     known: bool = True
     """Whether the processor could be asked."""
 

@@ -50,8 +50,8 @@ def between(terms: float, workers: int, whole: float, rows: int) -> Measured | N
 
 
 def within(first: float, share: float, whole: float, rows: int) -> Measured | None:
-    """Of one worker's passes: `first` is the squared norm of what the first one adds to the update's gradient, `share`
-    its share of the targets. None if the first pass has none, or all."""
+    """The scale from one worker's passes: `first` is the squared norm of what the first one adds to the update's
+    gradient, `share` its share of the targets. None if the first pass has none, or all."""
     if not 0 < share < 1:
         return None
     return _measured((first / share**2 - whole) / (1 / share - 1), whole, rows)

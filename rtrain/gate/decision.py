@@ -57,7 +57,7 @@ class Speed:
     p50: float
     p99: float
     calls: int
-    """Of each side."""
+    """How many each side answered."""
     ratio: float
     """The base's median divided by the candidate's: the median over rounds."""
     low: float

@@ -44,7 +44,7 @@ class Sides:
     trained: Store | None = None
     """The rows that the base was trained on: the plain models are too."""
     threads: int = 1
-    """Of each engine: those that serve it."""
+    """Threads of each engine: as many as serve it."""
     known: Answers | None = None
     """The base's and the candidate's answers to all test rows of the store, where somebody has asked already."""
     among: tuple[str, Ints] | None = None

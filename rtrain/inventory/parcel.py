@@ -19,7 +19,7 @@ from rtrain.run import Run
 SCHEMA_VERSION = 1
 RUN, WHEELS, INSTALL = "run", "wheels", "INSTALL.txt"
 SUFFIXES = frozenset({".json", ".jsonl", ".yaml", ".html", ".parquet", ".safetensors", ".txt", ".xml", ".model"})
-"""Of the files of a run. `pytorch_model.bin` is not among them: it would be unpickled."""
+"""Suffixes of the files of a run that go. `pytorch_model.bin` is not among them: it would be unpickled."""
 NAMES = frozenset(name for engine in engines.ENGINES.values() for name in engine.files)
 """Files of an engine, whatever their suffix."""
 MOST_FILES = 10_000

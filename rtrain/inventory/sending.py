@@ -60,7 +60,7 @@ class Verdict:
 
 
 def verdicts(run: Run, int8: bool = False) -> list[Verdict]:
-    """Of each artefact that goes."""
+    """The gate's verdict on each artefact that goes."""
     found = []
     for folder in [run.int8] if int8 else [run.artifact, run.int8]:
         if (folder / ARTIFACT).is_file():

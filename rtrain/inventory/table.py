@@ -128,7 +128,7 @@ def _since(began: float, now: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Of two digits or so: 40 s, 12 min, 3 h, 5 d."""
+    """Seconds in two digits or so: 40 s, 12 min, 3 h, 5 d."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 1.5 * size:
             return f"{seconds / size:.0f} {unit}"

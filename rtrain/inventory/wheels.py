@@ -27,7 +27,7 @@ ENGINE = {"torch": ("torch", "transformers", "safetensors")}
 """Needed by an engine; of those that are not here, the package of its own name."""
 SERVE = ("ray[data,serve]", "fastapi", "limits", "prometheus_client", "psutil", "regex")
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "rtrain", "serve", "tune")
-"""Of a checkout: what rtrain's own wheel is built from."""
+"""What rtrain's own wheel is built from, in a checkout."""
 BUILT_AT = "315532800"
 """Time of the files in rtrain's own wheel, 1980, since a zip knows no earlier: equal files give equal bytes."""
 SHOWN_LINES = 5

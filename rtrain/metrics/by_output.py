@@ -48,7 +48,7 @@ def metric_for(output: str) -> Metric:
 
 MACRO = ("macro_precision", "macro_recall", "macro_f1")
 ACCURACY_WITH_REFUSALS = "accuracy_with_refusals"
-"""Of all rows, those outside of the classes too, where a row may be refused."""
+"""Accuracy over all rows, those outside of the classes too, where a row may be refused."""
 
 
 def classes(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:

@@ -199,7 +199,7 @@ def places(encoded: Encoded, spans: Sequence[tuple[int, int]]) -> list[tuple[int
 
 
 def _sentences(tokens: Tokens) -> tuple[Ints, Ints, Ints]:
-    """Of all sentences of the batch that were read: first token, the one behind the last, and whether it is taken."""
+    """All sentences of the batch that were read: first token, the one behind the last, and whether it is taken."""
     first, end, taken, begin = [], [], [], 0
     for values, length in zip(tokens.labelled, tokens.lengths_of_rows.tolist(), strict=True):
         row = summary_rows.sentences_of(values)

@@ -188,7 +188,7 @@ class _Watched:
             self._kept[name] = output
 
     def taken(self, tokens: Tokens, layout: Layout) -> _Taken:
-        """Of the newest pass, which had these rows."""
+        """What was taken from the newest pass, which had these rows."""
         kept = {name: self._in_pack(value, tokens, layout) for name, value in self._kept.items()}
         self._kept.clear()
         return _Taken([kept[name] for name in self._linears], {number: kept[number] for number in self._hidden})

@@ -57,7 +57,7 @@ class Taken(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """Of a heap, the most urgent first; no two have the same number, so rows are never compared."""
+    """An entry of a heap, the most urgent first; no two have the same number, so rows are never compared."""
 
     due: float
     number: int

@@ -24,7 +24,7 @@ class Load(NamedTuple):
 
     queued_tokens: float
     tokens_per_second: float
-    """Of its engine while it works; 0 before it has."""
+    """What its engine answers while it works; 0 before it has."""
     busy: float
     """Share of the time in which its engine worked."""
 

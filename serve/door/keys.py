@@ -42,7 +42,7 @@ OPEN = frozenset({"/", "/page.css", "/page.js", "/v2/health/live", "/v2/health/r
 LOOK_S = 1.0
 """Least seconds between two looks at the file."""
 MOST_BYTES = 10_000_000
-"""Of a file of keys. It is read between two requests, so that a larger one would hold them up."""
+"""The largest file of keys. It is read between two requests, so that a larger one would hold them up."""
 _BEARER = re.compile(rb"(?i:bearer) +(rtrain_([0-9a-f]{8})_[A-Za-z0-9_-]{43})")
 _FOREIGN_WRITES = 0o022
 _NOBODY = bytes(32)

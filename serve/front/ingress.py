@@ -60,7 +60,7 @@ class Ingress:
     host: str
     """Address that replicas listen on, for HAProxy."""
     environment: dict[str, str]
-    """Of the controller, and of the processes that it starts."""
+    """Variables of the controller, and of the processes that it starts."""
     folder: Path
     """On the head."""
 
@@ -106,7 +106,7 @@ class Found(NamedTuple):
     """What the head has for HAProxy."""
 
     folder: Path
-    """Of HAProxy's files, this process's owner's alone."""
+    """HAProxy's files lie there, for this process's owner alone."""
     port: int
     """A free one, for Ray's own proxy, which HAProxy asks while no replica answers."""
     cores: int

@@ -22,7 +22,7 @@ class AccessLog:
             else logging.handlers.WatchedFileHandler(path, encoding="utf-8", delay=True)
         )
         handler.setFormatter(logging.Formatter("%(message)s"))
-        # Of nobody's hierarchy: a program's settings of logging must not send it elsewhere.
+        # It belongs to no hierarchy: a program's settings of logging must not send it elsewhere.
         self._logger = logging.Logger("rtrain.access")
         self._logger.addHandler(handler)
 

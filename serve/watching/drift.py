@@ -27,8 +27,8 @@ ROWS_PER_ALARM = 100_000
 SHARES = (0.05, 0.2)
 """Shares of foreign rows that are betted on."""
 TAILS = (0.01, 0.03, 0.1, 0.3)
-"""Of each histogram's ends, the widest tails that are no likelier than these are betted on: each by itself, and those
-of all histograms together, since unknown input often shows in several."""
+"""The widest tails of a histogram's ends that are no likelier than these are betted on: each by itself, and those of
+all histograms together, since unknown input often shows in several."""
 ENDS = {"tokens": ("low", "high"), "unknown": ("high",), "score": ("low",)}
 """Which end of a histogram unknown input is looked for in."""
 DOUBT = 1e-3

@@ -161,7 +161,7 @@ def _modelled(dimensions: Sequence[Dimension], inside: Sequence[Tried], seed: in
 
 
 def _distribution(library: Any, dimension: Dimension) -> Any:
-    """Of a dimension's encoded values: choices by their numbers, those of ordered ones as neighbours."""
+    """How Optuna draws a dimension's encoded values: choices by their numbers, those of ordered ones as neighbours."""
     if dimension.choices and dimension.ordered:
         return library.distributions.IntDistribution(0, len(dimension.choices) - 1)
     if dimension.choices:

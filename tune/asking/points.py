@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 DIGITS = 3
-"""Of a drawn number: a difference beyond them is lost in the spread of seeds, and would only be hard to read."""
+"""Significant digits of a drawn number: a difference beyond them is lost in the spread of seeds, and hard to read."""
 
 
 @dataclass(frozen=True)

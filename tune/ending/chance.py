@@ -47,7 +47,7 @@ class Held:
     name: str
     """The score by which trials are compared; larger is better."""
     ids: npt.NDArray[np.uint64]
-    """Of the rows, (rows,)."""
+    """Ids of the rows, (rows,)."""
     worth: Additive
     """`name` is one of its scores; an entry per row, in the order of `ids`."""
 
@@ -180,7 +180,7 @@ def pseudo_values(held: Held) -> Floats:
 
 
 def _variance(values: Floats) -> float:
-    """Of the mean of these rows."""
+    """Variance of the mean of these rows."""
     return float(values.var(ddof=1) / len(values)) if len(values) > 1 else 0.0
 
 

@@ -69,9 +69,9 @@ class Verdict:
     name: str | None = None
     """The score that is compared; larger is better."""
     first: float | None = None
-    """Of trial 0, mean over the seeds; None where it is not finite."""
+    """Trial 0's, mean over the seeds; None where it is not finite."""
     other: float | None = None
-    """Of `against`."""
+    """The same of `against`."""
     difference: float | None = None
     low: float | None = None
     high: float | None = None
@@ -88,7 +88,7 @@ class Verdict:
     steered: bool = False
     """Whether the rows have steered the rungs too, since none were held back."""
     faster: bool = False
-    """Of the objective `front`: whether the winner was taken for its cost, among those within the spread."""
+    """With the objective `front`: whether the winner was taken for its cost, among those within the spread."""
     cost: str = "training"
     """`tune.cost`."""
 
@@ -178,8 +178,8 @@ def _rest(trial: Trial) -> int:
 
 
 def _affordable(alive: Sequence[int], leader: int, left: int, full_rows: int) -> tuple[int, ...]:
-    """Of the trials that are in question those that get one more seed: all, else trial 0 and the one before or behind
-    it, else none. `alive` has the best first."""
+    """Those trials in question that get one more seed: all, else trial 0 and the one before or behind it, else none.
+    `alive` has the best first."""
     if left >= full_rows * len(alive):
         return tuple(alive)
     two = (0, next((number for number in alive if number), 0)) if leader == 0 else (0, leader)
@@ -295,10 +295,10 @@ def _finite(value: Any) -> Any:
 
 
 def _by_time(targets: Mapping[int, Sequence[float]], costs: Mapping[int, float], alpha: float) -> _Seen:
-    """Of seconds to the target, endless where it was not reached. They are few, and an evaluation may be slow for
-    reasons of the machine: so the range is told, and one trial is faster than another where all of its seeds are faster
-    than all of the other's. Of S seeds each that happens once in (2 S over S) times where both are as fast (the exact
-    rank test of Wilcoxon 1945), which has to be no more than alpha / 2: four seeds for 2.5 %."""
+    """The verdict by seconds to the target, endless where it was not reached. They are few, and an evaluation may be
+    slow for reasons of the machine: so the range is told, and one trial is faster than another where all of its seeds
+    are faster than all of the other's. With S seeds each that happens once in (2 S over S) times where both are as
+    fast (the exact rank test of Wilcoxon 1945), which has to be no more than alpha / 2: four seeds for 2.5 %."""
     means = {number: -float(np.mean(found)) for number, found in targets.items()}
 
     def gaps(first: int, other: int) -> tuple[Gap, bool]:

@@ -13,7 +13,7 @@ from rtrain.run import Run
 from tune.ending import held_back
 
 NAMES = ("_name_or_path", "transformers_version")
-"""Of config.json what says nothing of how a model is computed."""
+"""Keys of config.json that say nothing of how a model is computed."""
 
 
 def run(

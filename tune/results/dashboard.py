@@ -21,8 +21,8 @@ from tune.known.history import History, Trial
 
 NAME = "optuna.journal"
 DIRECTIONS = {"score": ("maximize",), "time": ("minimize",), "front": ("maximize", "minimize")}
-"""Of the values of a finished trial, by `tune.objective`: its score, its seconds to the target, or its score and its
-cost."""
+"""What is wanted of each value of a finished trial, by `tune.objective`: its score, its seconds to the target, or its
+score and its cost."""
 
 
 def export(folder: Path, config: Config, history: History) -> Path:

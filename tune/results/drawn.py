@@ -27,7 +27,7 @@ MOST_CURVES = 6
 """Trials that are drawn with a name; the legend has room for no more."""
 MOST_TICKS = 7
 LEAST_APART = 0.07
-"""Of an upright axis: below this, two figures beside it would touch."""
+"""Share of an upright axis: below this, two figures beside it would touch."""
 COLUMNS, ROWS = 49, 33
 """Points of a surface's grid."""
 MARGIN = 0.06

@@ -198,7 +198,7 @@ class Spent:
     every: int | None
     """Rows of a full run of each trial, once no further one is asked for."""
     seconds: float
-    """Of training, over all trials."""
+    """Seconds of training, over all trials."""
 
     @property
     def searched(self) -> int:

@@ -89,7 +89,7 @@ def _tiles(known: Known) -> list[Tile]:
 
 
 def _scores(known: Known) -> list[Tile]:
-    """Of the winner and of trial 0 on the held-back rows; where there is none yet, of the best so far."""
+    """Scores of the winner and of trial 0 on the held-back rows; where there is none yet, of the best so far."""
     leading, tiles = figures.leader(known.history), list[Tile]()
     first = "winner" if known.history.chosen is not None else "best so far"
     for number, name in ((leading.number if leading else 0, first), (0, "trial 0")):

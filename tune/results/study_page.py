@@ -15,7 +15,7 @@ from tune.results import study_table
 from tune.results.study_table import FIRST
 
 CLOSE = 0.01
-"""Of the score: a setting that loses no more is told as one that costs little."""
+"""Difference of the score: a setting that loses no more is told as one that costs little."""
 
 
 def write(study: Run) -> Path:

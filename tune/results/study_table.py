@@ -25,7 +25,7 @@ class Cell:
     optimizer: str
     frequency: int
     number: int
-    """Of the run."""
+    """The run's number."""
 
 
 @dataclass(frozen=True)
