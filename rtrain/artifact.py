@@ -150,7 +150,9 @@ def size_mb(folder: Path, engine: str) -> float:
 
 
 def publish(draft: Path, final: Path) -> Path:
-    """Move a complete draft to its name; an older artefact there is replaced as a whole."""
+    """Move a complete draft to its name; an older artefact there is replaced as a whole. Behind a link it is the folder
+    that the link names: a deployment's `current` stays a link."""
+    final = final.resolve()
     if final.exists():
         old = final.with_name(f".{final.name}.old")
         shutil.rmtree(old, ignore_errors=True)

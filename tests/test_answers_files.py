@@ -335,8 +335,8 @@ def test_a_stopped_job_goes_on_with_the_same_bytes(artifact: Path, tmp_path: Pat
         files.to_file(job, out, answers=stops_after(3))
     assert not out.exists()
     hidden = tmp_path / f".out.{suffix}.portions"
-    with (hidden / "portions.jsonl").open("a") as log:  # what a killed process may leave of a line
-        log.write('{"number": 4, "cou')
+    with (hidden / "portions.jsonl").open("a") as log:
+        log.write("\0" * 80 + '\n{"number": 3, "cou\n[]\n{}\n{"number": 4, "cou')
     (hidden / f"000001.{suffix}").write_bytes(b"damaged")
     numbers: list[int] = []
     report = files.to_file(job, out, "resume", done_here(numbers))
@@ -369,6 +369,13 @@ def test_what_portions_were_made_of_must_be_the_same(artifact: Path, other: Path
         files.to_file(asked(artifact, tmp_path / "rows.csv", max_row_bytes=1000), out, "resume")
     with pytest.raises(ConfigError, match="a job that was to write it has not ended; go on with --resume"):
         files.to_file(asked(artifact, tmp_path / "rows.csv"), out)
+    bound = tmp_path / ".out.csv.portions" / "manifest.json"
+    whole = bound.read_bytes()
+    bound.write_bytes(b"")
+    with pytest.raises(UserError, match=r"manifest.json cannot be read; begin anew with --overwrite"):
+        files.to_file(asked(artifact, tmp_path / "rows.csv"), out, "resume")
+    assert bound.with_name("portions.jsonl").read_bytes()
+    bound.write_bytes(whole)
     write_csv(tmp_path / "rows.csv", texts(51))
     with pytest.raises(UserError, match=r"other rows \(.*begin anew with --overwrite"):
         files.to_file(asked(artifact, tmp_path / "rows.csv"), out, "resume")

@@ -61,13 +61,17 @@ def test_ids_that_no_float_holds_stay_exact_beside_floats(tmp_path: Path) -> Non
     assert [json.loads(line)["id"] for line in written(path, "jsonl").splitlines()] == [large, 0.5]
 
 
-def test_json_lines_hold_no_nan_at_any_depth(tmp_path: Path) -> None:
-    nan = float("nan")
-    given = pa.table({"text": ["a"], "v": [nan], "list": [[0.5, nan]], "struct": [{"x": nan, "y": [nan, 1.0]}]})
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_json_lines_hold_no_number_that_json_has_not(tmp_path: Path, number: str) -> None:
+    value = float(number.replace("Infinity", "inf"))
+    given = pa.table({"text": ["a"], "v": [value], "list": [[0.5, value]], "struct": [{"x": value, "y": [value, 1.0]}]})
     pyarrow.parquet.write_table(given, tmp_path / "a.parquet")
-    assert json.loads(written(tmp_path / "a.parquet", "jsonl"), parse_constant=pytest.fail) == {
-        **{"text": "a", "v": None, "list": [0.5, None], "struct": {"x": None, "y": [None, 1.0]}, "reason": None}
-    }
+    row = f'{{"text": "a", "v": {number}, "list": [0.5, {number}], "struct": {{"x": {number}, "y": [{number}, 1.0]}}}}'
+    (tmp_path / "a.jsonl").write_text(row + "\n")
+    for name in ("a.parquet", "a.jsonl"):
+        assert json.loads(written(tmp_path / name, "jsonl"), parse_constant=pytest.fail) == {
+            **{"text": "a", "v": None, "list": [0.5, None], "struct": {"x": None, "y": [None, 1.0]}, "reason": None}
+        }
 
 
 @pytest.mark.parametrize("format", ["csv", "jsonl", "parquet"])
@@ -103,6 +107,8 @@ def test_of_two_that_write_one_file_the_second_is_refused_and_the_first_s_answer
         ("link", "rows/answers.csv"),
         ("rows", "link/answers.csv"),
         ("link/a.csv", "rows/a.csv"),
+        ("rows/**/*.csv", "rows/answers.csv"),
+        ("rows/**/*.csv", "rows/more/still/answers.csv"),
     ],
 )
 def test_answers_are_not_written_where_they_would_be_read_as_rows(tmp_path: Path, rows: str, out: str) -> None:
@@ -116,3 +122,5 @@ def test_answers_are_not_written_where_they_would_be_read_as_rows(tmp_path: Path
     refuse_among_rows(found, data, tmp_path / "answers.csv")
     if "*" in rows:
         refuse_among_rows(found, data, tmp_path / "rows" / "answers.jsonl")
+    if rows == "rows/*.csv":
+        refuse_among_rows(found, data, tmp_path / "rows" / "more" / "answers.csv")

@@ -182,6 +182,15 @@ def test_an_artefact_is_published_whole_and_replaces_the_older(tmp_path: Path) -
     assert (final / "model.safetensors").read_bytes() == b"newer"
 
 
+def test_what_a_link_names_is_replaced_and_the_link_stays(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(model_files(tmp_path / "v7", weights=b"old"))
+    for weights in (b"new", b"newer"):
+        artifact.publish(model_files(tmp_path / ".draft", weights=weights), tmp_path / "link")
+        assert (tmp_path / "v7" / "model.safetensors").read_bytes() == weights
+        assert (tmp_path / "link").readlink() == tmp_path / "v7"
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "v7"]
+
+
 def test_publishing_after_a_crash_in_between(tmp_path: Path) -> None:
     model_files(tmp_path / ".artifact.old", weights=b"left over")
     model_files(tmp_path / "artifact", weights=b"old")

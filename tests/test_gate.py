@@ -221,6 +221,16 @@ def test_a_verdict_is_written_and_nothing_else_changes(gated: Gated, tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
+def test_a_verdict_goes_into_what_a_link_names(gated: Gated, tmp_path: Path) -> None:
+    folder = gating.copy(gated.int8, tmp_path / "kept")
+    (tmp_path / "links").mkdir()
+    link = tmp_path / "links" / "current"
+    link.symlink_to(folder)
+    gate.record(link, against_float(folder, gated))
+    assert (artifact.read(folder).gate or {})["verdict"] == "promote"
+    assert [link.readlink(), *link.parent.iterdir()] == [folder, link]
+
+
 def test_a_failed_record_leaves_the_artefact_as_it_was(gated: Gated, tmp_path: Path) -> None:
     folder = gating.copy(gated.int8, tmp_path / "kept")
     with pytest.raises(TypeError):

@@ -289,6 +289,20 @@ def test_a_gain_is_expected_of_five_values_or_more() -> None:
     assert expected_gain((), told, 0) is None
 
 
+def test_of_a_space_of_many_whole_numbers_no_corner_alone_is_looked_at() -> None:
+    """A walk begins with all points at which the first setting is lowest: here the worst ones."""
+    many = [Dimension("optim.lr", 0, 30), Dimension("optim.warmup", 0, 63), Dimension("train.rows", 0, 19)]
+
+    def of(point: Mapping[str, Any]) -> float:
+        ends = zip(("optim.lr", "optim.warmup", "train.rows"), (24, 40, 12), (30, 63, 19), strict=True)
+        return -sum(((point[name] - best) / size) ** 2 for name, best, size in ends)
+
+    told = [Told(point, of(point)) for point in points.spread(many, 8, 0)]
+    found = expected_gain(many, told, 0)
+    assert found is not None
+    assert found > 1e-3
+
+
 def test_the_gain_falls_as_the_best_is_found_and_is_in_units_of_the_score() -> None:
     told, _ = searched(16)
     few, many = expected_gain(PLANE, told[:5], 0), expected_gain(PLANE, told, 0)

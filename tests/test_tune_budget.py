@@ -1,5 +1,7 @@
 """Time and money of a search: what counts, and what a resume with more of them does. Without Ray."""
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from rtrain.run import Run
 from tests.searches import make_search, settings
 from tune import search, trial
 from tune.known.journal import Journal
+from tune.slots import Slots
 from tune.trial import Task
 
 MINUTES = {"minutes": 30.0, "money": None, "price": None}
@@ -45,6 +48,32 @@ def test_a_resume_with_more_time_asks_for_further_trials(
     assert Journal(found.trials).history == one._history
     if stopped is None:
         assert one._over() is None
+
+
+def test_the_minutes_of_a_search_that_is_killed_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search on spot nodes would have its whole time again with each start."""
+    found, clock = make_search(tmp_path, [0.5, 0.6], ended=False), [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    limits = {"tune.minutes": 30}
+
+    class Killed(Exception):
+        pass
+
+    def hear(slots: Any) -> None:
+        clock[0] += 700
+        if clock[0] > 2500:
+            raise Killed
+
+    one = started(found, settings(tmp_path, 9, **limits))
+    monkeypatch.setattr(one._record, "hear", hear)
+    with pytest.raises(Killed):
+        one._work(Slots(None, threading.Thread()), lambda given, idle: [])
+    clock[0] = 0.0
+    again = started(found, settings(tmp_path, 9, **limits))
+    assert again._history.seconds == 1500  # 100 by its first start
+    assert again._over() is None
+    clock[0] += 301
+    assert again._over() == "30 minutes are over"
 
 
 def test_what_stopped_for_another_reason_stays_so(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Successive halving by freezing: rungs, what they cost, who goes on; and which trial is the better one."""
 
+import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -134,6 +136,12 @@ def test_which_trial_is_the_better_one(aim: Aim, order: list[int]) -> None:
 def test_figures_that_are_no_numbers_end_the_ranking_too() -> None:
     history = at_first_rung((float("nan"), 1.0, None), (float("nan"), 2.0, None), (0.5, 1.0, None))
     assert sorted(trial.number for trial in Aim("front").ranked(history.trials, 0)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("scores", list(itertools.permutations([0.5, math.nan, 0.9, math.nan, 0.6])))
+def test_a_score_that_is_no_number_is_behind_all_others(scores: tuple[float, ...]) -> None:
+    ranked = Aim().ranked(at_first_rung(*((score, 1.0, math.nan) for score in scores)).trials, 0)
+    assert [scores[trial.number] for trial in ranked[:3]] == [0.9, 0.6, 0.5]
 
 
 def test_the_sampler_is_told_what_is_searched_for() -> None:

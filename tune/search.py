@@ -132,7 +132,7 @@ class _Search:
         self._record = Record(self._search, on_event)
         self._dimensions, self._aim, self._seed = space.dimensions(config), Aim.of(self._tune), config.recipe.train.seed
         self._costs = None if self._tune.cost == "training" else costs.Costs(task.search, self._tune.cost)
-        self._begun = time.monotonic()
+        self._counted = time.monotonic()
 
     @property
     def _history(self) -> History:
@@ -143,7 +143,7 @@ class _Search:
             try:
                 self._decide()
             finally:
-                self._record.write("spent", seconds=round(time.monotonic() - self._begun, 1))
+                self._spend()
         self._leave()
         return Found(self._search, self._history)
 
@@ -182,6 +182,13 @@ class _Search:
             if not open_slots.orders and due(set(), False) is None:
                 return
             self._record.hear(open_slots)
+            self._spend()
+
+    def _spend(self) -> None:
+        """Write down the seconds since this was done last: those of a search that is killed count too."""
+        now = time.monotonic()
+        self._record.write("spent", seconds=round(now - self._counted, 3))
+        self._counted = now
 
     def _order(self, go: Go) -> Order:
         rows = self._ladder.full if go.rung is None else self._ladder.rungs[go.rung]
@@ -250,7 +257,7 @@ class _Search:
     def _over(self) -> str | None:
         """Why no further trial is begun, by time and money."""
         tune = self._tune
-        seconds = self._history.seconds + time.monotonic() - self._begun
+        seconds = self._history.seconds + time.monotonic() - self._counted
         if tune.minutes is not None and seconds > 60 * tune.minutes:
             return f"{tune.minutes:g} minutes are over"
         if tune.money is not None and tune.price is not None:

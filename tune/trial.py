@@ -1,5 +1,6 @@
 """A trial of a search: an ordinary run in the search's folder, trained to a rung or to its end when it is told to."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,9 @@ from tune.ending import held_back, judged
 
 FIRST, LAST = 3, 3
 """Logged losses at the begin, and newest ones, by which a trial is seen to diverge."""
-RISE = 1.5
+RISE, LEAST_RISE = 1.5, 0.1
+"""The newest are so many times the first, and so much above them. Losses are nats, or squared deviations: those of a
+model that has learnt its task already are so small that they waver by more than half."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,11 @@ def run(order: Order, task: Task, workers: group.Workers) -> list[Outcome]:
     if watch.why and not run.finished:
         return [{"kind": "diverged", "why": watch.why, "seconds": spent(run)}]
     found = [] if order.rung is None or until is None else [_reached(run, prepared, order.rung, until)]
-    return [*found, _finished(run, prepared)] if run.finished else found
+    found += [_finished(run, prepared)] if run.finished else []
+    if broken := [one for one in found if not math.isfinite(one["score"] + one.get("held", 0.0))]:
+        why = f"its score at update {broken[0]['update']} is no number"
+        return [{"kind": "diverged", "why": why, "seconds": spent(run)}]
+    return found
 
 
 def _is_at(run: Run, until: int | None) -> bool:
@@ -223,7 +230,8 @@ def diverges(losses: Sequence[float]) -> bool:
     """
     if len(losses) < FIRST + LAST:
         return False
-    return statistics.median(losses[-LAST:]) > RISE * statistics.median(losses[:FIRST])
+    began, now = statistics.median(losses[:FIRST]), statistics.median(losses[-LAST:])
+    return now > max(RISE * began, began + LEAST_RISE)
 
 
 class _Diverging:

@@ -12,6 +12,7 @@ A killed job loses the portions that it was at. `--resume` verifies the others, 
 import fcntl
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from types import TracebackType
 from typing import IO, Any, Literal
 
 import fsspec
+import fsspec.utils
 
 from rtrain import manifest
 from rtrain.answers import writing
@@ -112,17 +114,21 @@ class Folder:
 
     def _known(self) -> dict[str, Any] | None:
         """What portions that are here already were made of."""
-        try:
-            found: dict[str, Any] = json.loads((self.path / MANIFEST).read_text())
-            return found
-        except FileNotFoundError:
+        path = self.path / MANIFEST
+        if not path.exists():
             return None
+        known = _document(path.read_bytes())
+        if known is None and self._reuse == "resume":
+            raise UserError(f"--resume: {path} cannot be read; begin anew with --overwrite")
+        return known
 
     def _lines(self) -> list[dict[str, Any]]:
-        """The log, without a last line that a killed process has left unfinished."""
+        """The lines of the log that are whole: a killed process leaves half of its last one, and a machine that stopped
+        may leave zeros in any. Each is proven by its portion's file, so that a lost one costs its portion alone."""
         path = self.path / LOG
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in lines]
+        found = [_document(line) for line in lines]
+        return [line for line in found if line is not None and line.keys() >= {"number", "counts", "size", "sha256"}]
 
     def _file(self, number: int) -> Path:
         return self.path / f"{number:06d}.{self._format}"
@@ -135,6 +141,8 @@ class Folder:
             line = {"number": answered.number, "counts": list(answered.counts), **manifest.entry(path)}
             with (self.path / LOG).open("ab") as log:
                 log.write(_line(line))
+                log.flush()
+                os.fsync(log.fileno())
         self.done[answered.number] = answered.counts
 
     def join(self, layout: Layout, portions: Sequence[Portion]) -> None:
@@ -190,10 +198,20 @@ def refuse_among_rows(source: Source, data: Data, out: Path) -> None:
     """Raise `ConfigError` where the answers would be read as rows by the next call."""
     place, named = out.resolve(), Path(fsspec.core.strip_protocol(str(data.path))).resolve()
     own = any(Path(piece.uri.removeprefix("file://")).resolve() == place for piece in source.pieces)
-    matched = addresses.is_glob(str(data.path)) and place.match(str(named))
+    # By fsspec's own rule, which finds the rows: to Python 3.11 and 3.12 `**` is one folder, to fsspec any number.
+    matched = addresses.is_glob(str(data.path)) and re.match(fsspec.utils.glob_translate(str(named)), str(place))
     if own or matched or (named.is_dir() and place.is_relative_to(named)):
         reason, fix = "it is among the rows that --data names", "write the answers to another folder"
         raise ConfigError([Problem("--out", str(out), reason, fix)])
+
+
+def _document(body: bytes) -> dict[str, Any] | None:
+    """A JSON object; None where these bytes are none."""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _line(line: Mapping[str, Any]) -> bytes:

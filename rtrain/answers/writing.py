@@ -5,6 +5,7 @@ import io
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -74,7 +75,7 @@ def _jsonl(layout: Layout, chunk: Chunk, added: Added) -> bytes:
     rows: Iterable[Mapping[str, Any]]
     if isinstance(chunk.columns, pa.Table):
         names = chunk.columns.column_names
-        values = zip(*(map(_without_nan, _texts(chunk.columns, name)) for name in names), strict=True)
+        values = zip(*(_texts(chunk.columns, name) for name in names), strict=True)
         rows = (dict(zip(names, row, strict=True)) for row in values)
     else:
         rows = chunk.columns
@@ -82,7 +83,7 @@ def _jsonl(layout: Layout, chunk: Chunk, added: Added) -> bytes:
     for row, answer in zip(rows, zip(*added, strict=True), strict=True):
         # The row's own columns win: a stream may bring a name late that an answer's column has.
         document = {**row, **{name: value for name, value in zip(layout.added, answer, strict=True) if name not in row}}
-        lines.append(json.dumps(document, ensure_ascii=False, default=string) + "\n")
+        lines.append(_json(document) + "\n")
     return "".join(lines).encode("utf-8", "replace")
 
 
@@ -100,13 +101,22 @@ def _texts(table: pa.Table, name: str) -> list[Any]:
         return column.cast(pa.string()).to_pylist()  # type: ignore[no-any-return]
 
 
-def _without_nan(value: Any) -> Any:
-    """JSON has no NaN, by which Arrow files often say that there is no value, at any depth."""
+def _json(document: dict[str, Any]) -> str:
+    """A line with null for NaN and infinity at any depth: JSON has neither, and most readers stop at them. Arrow files
+    often say by NaN that there is no value; Python's parser takes both, and 1e999 for infinity."""
+    dump = partial(json.dumps, ensure_ascii=False, allow_nan=False, default=string)
+    try:
+        return dump(document)
+    except ValueError:
+        return dump(_finite(document))
+
+
+def _finite(value: Any) -> Any:
     if isinstance(value, float):
-        return None if math.isnan(value) else value
+        return value if math.isfinite(value) else None
     if isinstance(value, list):
-        return [_without_nan(inner) for inner in value]
-    return {name: _without_nan(inner) for name, inner in value.items()} if isinstance(value, dict) else value
+        return [_finite(inner) for inner in value]
+    return {name: _finite(inner) for name, inner in value.items()} if isinstance(value, dict) else value
 
 
 def _table(layout: Layout, chunk: Chunk, added: Added) -> pa.Table:

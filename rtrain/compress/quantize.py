@@ -54,7 +54,8 @@ def run(
     refuse(recipe.quantize.engine, trims)
     store = Store(store_folder)
     started = time.perf_counter()
-    draft = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
+    whole = out.resolve()  # behind a link, the folder that it names: what is published there is renamed
+    draft = whole.with_name(f".{whole.name}.{uuid.uuid4().hex[:8]}")
     draft.mkdir(parents=True)
     try:
         job = calibrate.Job(parent_folder, parent, store, recipe.quantize, draft, threads)

@@ -196,6 +196,7 @@ def kept(document: dict[str, Any]) -> dict[str, Any]:
 
 def record(folder: Path, document: dict[str, Any]) -> Artifact:
     """Write the verdict into a published artefact, which is replaced as a whole: its files are linked, not copied."""
+    folder = folder.resolve()  # a link may be on another file system than what it names
     draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     try:
         shutil.copytree(folder, draft, copy_function=_link)

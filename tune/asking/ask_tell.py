@@ -203,9 +203,9 @@ def expected_gain(dimensions: Sequence[Dimension], told: Sequence[Told], seed: i
     scores = np.array([score for _, score in known])
     mean, deviation = scores.mean(), scores.std()
     tried = [point for point, _ in inside]
-    candidates: Iterable[dict[str, Any]] = (
-        walk(dimensions) if finite(dimensions) else spread(dimensions, CANDIDATES, seed)
-    )
+    # Of more points than are looked at a walk would see one corner: those in which the first settings are lowest.
+    few = finite(dimensions) and sum(1 for _ in islice(walk(dimensions), CANDIDATES + 1)) <= CANDIDATES
+    candidates = walk(dimensions) if few else spread(dimensions, CANDIDATES, seed)
     fresh = [point for point in islice(candidates, CANDIDATES) if _first([point], tried)]
     if not fresh or deviation == 0:
         return 0.0

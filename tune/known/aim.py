@@ -41,9 +41,11 @@ class Aim:
 
         def key(trial: Trial) -> tuple[float, ...]:
             one = reached[trial.number]
-            loss = math.inf if one.loss is None else one.loss
-            done = self.objective == "time" and self.target is not None and one.score >= self.target
-            return (depth.get(trial.number, 0), one.seconds if done else math.inf, -one.score, loss, trial.number)
+            # Nothing is above or below NaN, and a sort would leave all trials where they are.
+            score = -math.inf if math.isnan(one.score) else one.score
+            loss = math.inf if one.loss is None or math.isnan(one.loss) else one.loss
+            done = self.objective == "time" and self.target is not None and score >= self.target
+            return (depth.get(trial.number, 0), one.seconds if done else math.inf, -score, loss, trial.number)
 
         return sorted(there, key=key)
 

@@ -6,7 +6,7 @@ finished  trial, update, rows, score, held, ...                it came to its en
 failed    trial, error, seconds                                diverged  trial, why, seconds
 stopped   why, budget                                          no further trial is asked for
 reopened  budget                                               more may be: by a larger budget, on a resume
-spent     seconds                                              how long a start of the search took
+spent     seconds                                              how long the search took since the last such line
 chosen    best, verdict                                        the search has ended
 """
 
