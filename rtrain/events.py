@@ -4,7 +4,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -59,6 +59,18 @@ def _parse(data: bytes) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
         except json.JSONDecodeError:
             continue
+
+
+def trained(log: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """The newest event `trained` and the `started` of the same start: what a start counts, such as its seconds, says
+    nothing of the updates of the starts before it. None where no start has come to its end."""
+    begun, found = None, None
+    for event in log:
+        if event["kind"] == "started":
+            begun = event
+        elif event["kind"] == "trained" and begun is not None:
+            found = begun, event
+    return found
 
 
 class Tail:

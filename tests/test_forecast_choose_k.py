@@ -78,6 +78,12 @@ def test_a_pilot_is_read_from_its_log() -> None:
     assert (found.update_s, found.exchange_s, found.rows_per_update, found.passes) == (0.5, 0.1, 64, 4)
 
 
+def test_a_pilot_that_was_resumed_tells_the_pace_of_its_last_start() -> None:
+    """What is counted is counted by each start for itself."""
+    resumed = [*LOG[:-1], {"kind": "crashed"}, {**LOG[0], "update": 60}, {**LOG[-1], "seconds": {"train": 10.0}}]
+    assert of_run(resumed, 4) == of_run(LOG, 4)
+
+
 def test_a_log_that_tells_too_little_is_refused() -> None:
     with pytest.raises(UserError, match="too few measurements"):
         of_run([LOG[0], *LOG[1:3], LOG[-1]], 4)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,35 @@ def test_hours_are_rows_by_the_pace(cluster: layouts.Cluster) -> None:
     assert found.evaluate_s == pytest.approx(flops / 32 / 1e9 / 3 * (2 * 1250 + 1250))
 
 
+def test_a_search_takes_its_budget_and_its_end(cluster: layouts.Cluster) -> None:
+    """Of 100 hours a full run: 8 of them and 4 for the end, by default."""
+    full = 2 * -(-10_000 // 32) * 32
+
+    def hours(trials: int = 1, **tune: float) -> float:
+        config = configured(train__workers=1, train__epochs=2, **{f"tune__{name}": one for name, one in tune.items()})
+        found = replace(planned(config, cluster), train_s=300_000.0, evaluate_s=60_000.0, start_s=0.0)
+        return plan.searched(config, found, trials)
+
+    assert hours() == pytest.approx(1200)
+    assert hours(trials=4) == pytest.approx(300)
+    assert hours(rows=full) == pytest.approx(500)
+    assert hours(final_rows=0) == pytest.approx(800)
+    assert hours(trials=2, final_rows=full) == pytest.approx(450)
+    assert hours(minutes=60) == pytest.approx(401)
+    limited = configured(train__workers=1, train__epochs=2, tune__trials=3)
+    found = replace(planned(limited, cluster), train_s=3600.0, evaluate_s=0.0, start_s=0.0)
+    assert plan.searched(limited, found, 1) == pytest.approx(7)
+
+
+def test_money_is_unknown_where_the_price_of_the_head_is(cluster: layouts.Cluster) -> None:
+    table, nodes = dict(prices.table()), {kind.name: 1 for kind in cluster.kinds}
+    assert plan.money(cluster, nodes, table, 100.0, 0.0) is not None
+    own = cluster.heads[0].instance
+    assert own is not None
+    dear = replace(cluster.heads[0], instance=own._replace(name="m7i.metal-48xl"))
+    assert plan.money(replace(cluster, heads=(dear,)), nodes, table, 100.0, 0.0) is None
+
+
 def test_an_interruption_repeats_what_is_not_saved(cluster: layouts.Cluster) -> None:
     config = configured(train__workers=1, train__epochs=2)
     found = planned(config, cluster)
@@ -190,6 +220,11 @@ def test_a_finished_run_tells_its_pace(tmp_path: Path, encoder: Path) -> None:
     shape = facts.of_model(encoder)
     work = pace.work(config.recipe, shape, facts.given(1, 20))
     assert seen.pace.compute(work).seconds(pace.passes(config.recipe, 1)) == pytest.approx(0.4, rel=0.01)
+    # The run goes on for ten updates: each start counts its own seconds and rows.
+    events.append(run.folder, "started", **{**started, "update": 50})
+    last = {"updates": 60, "rows_seen": 80, "real_tokens": 80 * 20, "seconds": {"train": 4.0}, "exchange": None}
+    events.append(run.folder, "trained", **last)
+    assert pace.of_run(run) == seen
 
 
 # ---------------------------------------------------------------------------------------------------- what is known
@@ -205,6 +240,10 @@ def test_rows_are_counted_by_split_and_their_tokens_in_a_sample(tmp_path: Path, 
     assert len(found.windows) == found.train  # all of them are in the sample
     assert found.windows_of_row == 1.0
     assert 3 < found.tokens_of_row < 64
+    noisy = configured(data__path=recipe.data.path, augment__copies=9, augment__typo=0.1).recipe
+    assert facts.of_rows(noisy, encoder).train == 10 * found.train
+    with pytest.raises(ConfigError, match="it has no row to train on"):
+        facts.of_rows(configured(data__path=str(write_rows(tmp_path / "none.csv", []))).recipe, encoder)
 
 
 def test_a_model_s_sizes_have_several_names(tmp_path: Path) -> None:

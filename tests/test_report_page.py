@@ -69,6 +69,24 @@ def test_settings_that_differ_from_the_defaults(known: collect.Collected) -> Non
     assert "train.seed" not in rows
 
 
+@pytest.mark.parametrize("rate", [2.4e-4, 1.5e-4, 1.2345e-4, 3e-7, 0.1])
+def test_settings_read_as_they_were(known: collect.Collected, rate: float) -> None:
+    """Rounded, most learning rates of a search would be told as the default or as one another."""
+    own = config.with_overrides(known.config, {"optim.lr": rate})
+    rows = {str(row[0]): row[1] for row in table(settings.section(replace(known, config=own)), "Settings").rows}
+    assert float(str(rows["optim.lr"])) == rate
+
+
+def test_what_opens_an_address_is_not_shown(known: collect.Collected) -> None:
+    signed = "https://b.example/rows.csv?X-Amz-Credential=AKIAX&X-Amz-Signature=deadbeef"
+    own = config.with_overrides(
+        known.config, {"data.path": signed, "report.mlflow_uri": "http://u:pass@127.0.0.1:5000"}
+    )
+    rows = {str(row[0]): row[1] for row in table(settings.section(replace(known, config=own)), "Settings").rows}
+    assert rows["data.path"] == "https://b.example/rows.csv?***"
+    assert rows["report.mlflow_uri"] == "http://***@127.0.0.1:5000"
+
+
 def test_digests_and_versions(known: collect.Collected) -> None:
     digests = {row[0]: row[1] for row in table(settings.section(known), "Digests").rows}
     assert known.store is not None

@@ -77,6 +77,4 @@ def _differing(sides: Sequence[Side], read: Callable[[Side], dict[str, Any]]) ->
 
 def _text(value: Any) -> str:
     """Without what is secret in an address."""
-    if value is None:
-        return NONE
-    return f"{value:g}" if isinstance(value, float) else hide(str(value))
+    return NONE if value is None else hide(str(value))

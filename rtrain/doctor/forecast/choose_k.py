@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from rtrain import events
 from rtrain.doctor.forecast.scaling import STEP, Compute
 from rtrain.errors import UserError
 from rtrain.exchange import noise
@@ -54,10 +55,10 @@ def of_run(log: Sequence[Mapping[str, Any]], k: float) -> Pilot:
             "--choose-k: this run has too few measurements of its gradients' noise (one in "
             f"{noise.EVERY} updates, at least 3); train for more updates, with two workers or k of 2 and more"
         )
-    started = next(event for event in log if event["kind"] == "started")
-    ended = next((event for event in reversed(log) if event["kind"] == "trained"), None)
-    if ended is None or ended["updates"] <= started["update"]:
+    last = events.trained(log)
+    if last is None or last[1]["updates"] <= last[0]["update"]:
         raise UserError("--choose-k: this run has not come to its end: its log has no event `trained`")
+    started, ended = last
     seconds = ended["seconds"]["train"] / (ended["updates"] - started["update"])
     exchange = (ended.get("exchange") or {}).get("seconds", 0.0)
     return Pilot(scale, started["rows_per_update"], k, seconds, exchange)

@@ -47,7 +47,7 @@ class Rows:
 
 
 def given(rows: int, tokens: int) -> Rows:
-    """So many rows for training, of one length; a tenth as many for validation and test each."""
+    """So many rows for training, of one length; an eighth as many for validation and test each, as splits are."""
     return Rows(rows, rows // 8, rows // 8, (tokens,), 1.0)
 
 
@@ -75,7 +75,16 @@ def of_rows(recipe: Recipe, model: Path) -> Rows:
                 if place < SAMPLE:
                     kept[place : place + 1] = [record]
     windows, each = _windows(recipe, task, tokenizer, kept)
-    return Rows(counts["train"], counts["valid"], counts["test"], windows, each)
+    if not counts["train"]:
+        fix = "name rows with texts, or write how many there are to train on: --rows N"
+        raise ConfigError([Problem("data.path", recipe.data.path, "it has no row to train on", fix)])
+    return Rows(counts["train"] * (1 + _copies(recipe)), counts["valid"], counts["test"], windows, each)
+
+
+def _copies(recipe: Recipe) -> int:
+    """Further rows that each training row is given, at most: a text with few words to change gets fewer."""
+    augment = recipe.augment
+    return augment.copies + (augment.variants if augment.paraphrase else 0)
 
 
 def _windows(

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from rtrain import config as configuration
+from rtrain import config as configuration, events
 from rtrain.config import Recipe
 from rtrain.doctor.forecast.facts import Rows, Shape, of_model
 from rtrain.doctor.forecast.links import PRESETS, Fabric, Link
@@ -95,9 +95,10 @@ def of_run(run: Run, models: Path | None = None) -> Seen:
     """The pace of a run that has ended. Raises `UserError` where its log does not tell."""
     from rtrain.network import model
 
-    started, ended = run.first("started"), _last(run, "trained")
-    if started is None or ended is None or ended["updates"] <= started["update"] or not ended["rows_seen"]:
+    last = events.trained(run.events())
+    if last is None or last[1]["updates"] <= last[0]["update"] or not last[1]["rows_seen"]:
         raise UserError(f"--like: {run} has not come to its end: nothing tells how long an update takes")
+    started, ended = last
     recipe = configuration.load(str(run.config)).recipe
     shape = of_model(model.resolve(recipe.model.name, models))
     length = max(1, round(ended["real_tokens"] / ended["rows_seen"]))
@@ -123,8 +124,3 @@ def of_run(run: Run, models: Path | None = None) -> Seen:
 def _bandwidth(size: float, workers: int, seconds: float) -> float:
     """By which a ring of so many workers takes as long."""
     return 2 * (workers - 1) / workers * size / seconds
-
-
-def _last(run: Run, kind: str) -> dict[str, Any] | None:
-    found = run.events(kind)
-    return found[-1] if found else None

@@ -26,6 +26,8 @@ USABLE: Final = 0.65
 """Share of a node's memory that workers may take: Ray's object store has up to 30 %, the system the rest."""
 USABLE_GPU: Final = 0.85
 FORWARD: Final = 1 / 3
+FINAL_RUNS: Final = 4.0
+"""Full runs of a search's end, unless `tune.final_rows` says another number of rows."""
 """An evaluation's share of a training pass: it has no backward pass."""
 CURVE: Final = (1, 8, 64, 512, 4096)
 """Workers that a plan tells the efficiency of."""
@@ -168,10 +170,16 @@ def hours(
 
 
 def searched(config: Config, one: Hours, trials: int) -> float:
-    """Hours of a search: its budget and its end, in full runs, over the trials that run side by side."""
+    """Hours of a search at most: its budget and its end, over the trials that run side by side. It may stop sooner."""
     tune = config.deploy.tune
-    full = tune.full_runs + 4.0  # `tune.final_rows`: 4 full runs, unless it says another number
-    return (one.start_s + full * (one.train_s + one.evaluate_s) / trials) / 3600
+    full_rows = one.updates * config.recipe.rows_per_update
+    budget = tune.full_runs if tune.rows is None else tune.rows / full_rows
+    if tune.trials is not None:
+        budget = min(budget, tune.trials)
+    end = FINAL_RUNS if tune.final_rows is None else tune.final_rows / full_rows
+    each = (one.train_s + one.evaluate_s) / trials
+    searching = budget * each if tune.minutes is None else min(budget * each, 60 * tune.minutes)
+    return (one.start_s + searching + end * each) / 3600
 
 
 def repeated_s(config: Config, found: Hours, watched: bool) -> float:
@@ -195,8 +203,12 @@ def money(
             if kind.instance is None or kind.instance.name not in table:
                 return None
             paid[kind.name] = (number, table[kind.instance.name])
-    heads = [table[kind.instance.name] for kind in cluster.heads if kind.instance and kind.instance.name in table]
-    return pricing.cost(total_h, paid, heads[0] if heads else None, repeats_s=repeats_s, restart_s=NODE_S + START_S)
+    heads = [kind.instance.name for kind in cluster.heads if kind.instance]
+    if any(name not in table for name in heads):
+        return None
+    return pricing.cost(
+        total_h, paid, table[heads[0]] if heads else None, repeats_s=repeats_s, restart_s=NODE_S + START_S
+    )
 
 
 def replicas(config: Config, cluster: Cluster) -> str | None:

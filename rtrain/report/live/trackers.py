@@ -215,8 +215,10 @@ class MLflow:
 
 
 def hide(text: str) -> str:
-    """`text` without the user and password of its addresses."""
-    return re.sub(r"://[^/@\s]+@", "://***@", text)
+    """`text` without the user and password of its addresses, and without the query of web addresses, which in presigned
+    ones is a signature that whoever reads it may use."""
+    text = re.sub(r"://[^/@\s]+@", "://***@", text)
+    return re.sub(r"(https?://[^?\s]+)\?[^\s\"',]+", r"\1?***", text)
 
 
 _OPEN: Mapping[str, Callable[[Config, Run], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}

@@ -7,7 +7,7 @@ from rtrain import config as configuration
 from rtrain.config import Config, Deploy, Recipe
 from rtrain.report.collect import Collected
 from rtrain.report.drawing.blocks import Block, Code, Section, Table
-from rtrain.report.drawing.svg import number, short
+from rtrain.report.drawing.svg import short
 from rtrain.report.live.trackers import hide
 
 LONGEST = 120
@@ -45,9 +45,8 @@ def _settings(config: Config) -> Table:
 
 
 def _text(value: Any) -> str:
-    if value is None:
-        return "none"
-    return number(value) if isinstance(value, float) else hide(str(value))
+    """A setting as a recipe would have it: rounded, a learning rate of 0.00024 would be told as its default."""
+    return "none" if value is None else hide(str(value))
 
 
 def _identity(run: Collected) -> Table:
