@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
 from rtrain.cluster.lint import findings, lint
 from rtrain.cluster.lint.around import Around, installed
@@ -28,6 +29,8 @@ class Broken(NamedTuple):
 
 
 WORKER = "      # May: read the data's bucket. Nothing else.\n      IamInstanceProfile: {Name: FILL-IN-worker}"
+EXPORTS = "export PATH=$HOME/venv/bin:$PATH RAY_AUTH_MODE"
+HEAD = "    ray start --head --port=6379\n"
 BROKEN = (
     Broken("yaml", "cluster_name: rtrain", "cluster_name: [rtrain", "max_workers: 4"),
     Broken("schema", "max_workers: 4\n#", "max_workers: four\n#", "max_workers: four"),
@@ -137,6 +140,34 @@ def test_each_rule_is_broken_once_and_found_at_its_line(case: Broken) -> None:
     lines = {one.line for one in found if one.rule == case.rule}
     assert line_of(text, case.at) in lines, [one.text("cluster.yaml") for one in found]
     assert all(one.what and one.mend for one in found)
+
+
+@pytest.mark.parametrize(
+    ("rule", "old", "new"),
+    [
+        ("token-mode", EXPORTS, EXPORTS.replace("export", "true")),  # given to `true` alone
+        ("token-mode", HEAD, "    unset RAY_AUTH_MODE; env RAY_AUTH_MODE= ray start --head --port=6379\n"),
+        ("token-mode", HEAD, "    ray\n    stat --head --port=6379\n"),  # no command of the head starts Ray
+        ("dashboard", "--dashboard-host=127.0.0.1", "--dashboard-host=127.0.0.1; ray start --dashboard-host=0.0.0.0"),
+        ("dashboard", f"{HEAD}    --node", "    ray   start --dashboard-host=::; ray start\n    --node"),
+        (
+            "dashboard",
+            f"{HEAD}    --node",
+            "    (sudo -E ~/venv/bin/ray start --head --dashboard-host=:: )\n    --node",
+        ),
+    ],
+)
+def test_whatever_starts_ray_is_looked_at(rule: str, old: str, new: str) -> None:
+    assert TEXT.count(old) >= 1
+    assert rule in {one.rule for one in lint.check(TEXT.replace(old, new, 1), HERE)}
+
+
+@pytest.mark.parametrize("own", [5, "required", ["x"]])
+@pytest.mark.parametrize("name", ["BlockDeviceMappings", "MetadataOptions"])
+def test_what_a_cloud_is_told_in_another_shape_is_a_finding(name: str, own: object) -> None:
+    document = yaml.safe_load(TEXT)
+    document["available_node_types"]["worker"]["node_config"][name] = own
+    assert lint.check(yaml.safe_dump(document), HERE)
 
 
 def test_every_rule_has_its_case() -> None:

@@ -145,9 +145,12 @@ def _found(document: Document, chosen: Sequence[Rule]) -> Iterator[Finding]:
             for finding in rule.findings(document):
                 broken = broken or rule.name == "schema"
                 yield finding
-        except (TypeError, AttributeError, ValueError, KeyError):
-            if not broken:
-                raise
+        except (TypeError, AttributeError, ValueError, KeyError) as error:
+            if not broken:  # Ray's schema leaves open what a cloud is told of its machines
+                what = f"a value is of another shape than the cloud's: {error}"
+                yield Finding(
+                    rule.name, "error", document.line("available_node_types"), what, "see the cloud's own form"
+                )
 
 
 def to_fill_in(text: str) -> list[int]:

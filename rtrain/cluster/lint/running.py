@@ -9,7 +9,7 @@ from rtrain.cluster import supply
 from rtrain.cluster.lint.around import Around
 from rtrain.cluster.lint.document import Document
 from rtrain.cluster.lint.findings import Found
-from rtrain.cluster.lint.shell import HEAD_START, commands, exported, starts
+from rtrain.cluster.lint.shell import HEAD_START, commands, starts
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MOUNTS = (
@@ -19,51 +19,52 @@ MOUNTS = (
 
 
 def dashboard(document: Document, around: Around) -> Found:
-    for command, options in starts(document):
-        host = options.get("--dashboard-host")
+    for start in starts(document):
+        host = start.options.get("--dashboard-host")
         if host is not None and host not in LOOPBACK:
             what = f"the dashboard and the job API listen on {host}"
             mend = "write --dashboard-host=127.0.0.1, and reach them by SSH: ray dashboard FILE"
-            yield document.within(command.place, "--dashboard-host"), what, mend
+            yield document.within(start.command.place, "--dashboard-host"), what, mend
 
 
 def client_port(document: Document, around: Around) -> Found:
-    for command, options in starts(document):
-        if "--head" in options and not exported(command.text, "RAY_START_HOOK"):
+    for start in starts(document):
+        if "--head" in start.options and not start.environment.get("RAY_START_HOOK"):
             what = "the head opens the Ray Client's port, 10001, which rtrain does not use"
             mend = "export RAY_START_HOOK=rtrain.cluster.session.on_node_start before ray start"
-            yield document.within(command.place, "ray start"), what, mend
+            yield document.within(start.command.place, "ray start"), what, mend
 
 
 def options_known(document: Document, around: Around) -> Found:
-    from ray.scripts.scripts import start
+    from ray.scripts import scripts
 
-    known = {option for parameter in start.params for option in getattr(parameter, "opts", ())}
-    for command, options in starts(document):
-        for name in options:
+    known = {option for parameter in scripts.start.params for option in getattr(parameter, "opts", ())}
+    for start in starts(document):
+        for name in start.options:
             if name not in known:
-                yield document.within(command.place, name), f"ray start has no option {name}", "see ray start --help"
+                what = f"ray start has no option {name}"
+                yield document.within(start.command.place, name), what, "see ray start --help"
 
 
 def ports(document: Document, around: Around) -> Found:
-    for command, options in starts(document):
+    for start in starts(document):
         seen: dict[str, str] = {}
-        for name, value in options.items():
+        for name, value in start.options.items():
             if name.endswith("-port") and value.isdigit() and value != "0":
                 if value in seen:
                     what = f"{name} and {seen[value]} are both {value}: Ray does not start"
-                    yield document.within(command.place, f"{name}={value}"), what, "give each a port of its own"
+                    yield document.within(start.command.place, f"{name}={value}"), what, "give each a port of its own"
                 seen[value] = name
 
 
 def autoscaler_file(document: Document, around: Around) -> Found:
     if document.get("provider", "type") in (None, "local"):
         return
-    for command, options in starts(document):
-        if "--head" in options and "--autoscaling-config" not in options:
+    for start in starts(document):
+        if "--head" in start.options and "--autoscaling-config" not in start.options:
             what = "the head is not given the autoscaler's file: no worker ever starts"
             yield (
-                document.within(command.place, "ray start"),
+                document.within(start.command.place, "ray start"),
                 what,
                 "add --autoscaling-config=~/ray_bootstrap_config.yaml",
             )
@@ -94,12 +95,12 @@ def storage(document: Document, around: Around) -> Found:
 
 
 def hook(document: Document, around: Around) -> Found:
-    for command, _ in starts(document):
-        name = exported(command.text, "RAY_START_HOOK")
+    for start in starts(document):
+        name = start.environment.get("RAY_START_HOOK")
         module, _, attribute = (name or "").rpartition(".")
         if name and not (module.startswith("rtrain.") and _has(module, attribute)):
-            what = f"there is no {name}: Ray does not start"
-            yield document.within(command.place, "RAY_START_HOOK"), what, "write rtrain.cluster.session.on_node_start"
+            what, mend = f"there is no {name}: Ray does not start", "write rtrain.cluster.session.on_node_start"
+            yield document.within(start.command.place, "RAY_START_HOOK"), what, mend
 
 
 def _has(module: str, attribute: str) -> bool:

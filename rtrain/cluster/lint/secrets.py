@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 from rtrain.cluster.lint.around import Around
 from rtrain.cluster.lint.document import Document
 from rtrain.cluster.lint.findings import Found, shown
-from rtrain.cluster.lint.shell import HEAD_START, WORKER_START, commands, exported, starts
+from rtrain.cluster.lint.shell import HEAD_START, WORKER_START, commands, starts
 
 SECRETS = (
     ("a key of AWS", r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"),
@@ -52,14 +52,20 @@ def carried(document: Document, around: Around) -> Found:
 
 
 def token_mode(document: Document, around: Around) -> Found:
-    for command, _ in starts(document):
-        if exported(command.text, "RAY_AUTH_MODE") != "token":
-            what = f"{shown(command.place)} starts Ray without token mode: whoever reaches a port of it may run code"
-            yield document.within(command.place, "ray start"), what, "export RAY_AUTH_MODE=token before ray start"
-        elif not exported(command.text, "RAY_AUTH_TOKEN_PATH"):
-            what = f"{shown(command.place)} does not say where the token lies"
+    found = list(starts(document))
+    for name in (HEAD_START, WORKER_START):
+        if document.get(name) and not any(start.command.place[0] == name for start in found):
+            what = f"no command of {name} is seen to start Ray: nothing is known of its token and its ports"
+            yield document.line(name), what, "write ray start as a command of its own"
+    for start in found:
+        place = start.command.place
+        if start.environment.get("RAY_AUTH_MODE") != "token":
+            what = f"{shown(place)} starts Ray without token mode: whoever reaches a port of it may run code"
+            yield document.within(place, "ray start"), what, "export RAY_AUTH_MODE=token before ray start"
+        elif not start.environment.get("RAY_AUTH_TOKEN_PATH"):
+            what = f"{shown(place)} does not say where the token lies"
             mend = "export RAY_AUTH_TOKEN_PATH=$HOME/.ray/auth_token before ray start"
-            yield document.within(command.place, "ray start"), what, mend
+            yield document.within(place, "ray start"), what, mend
 
 
 def token_file(document: Document, around: Around) -> Found:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from rtrain.cluster.lint.document import Document, Place
 
+SEPARATORS = "();&|"
+"""Characters that end a simple command."""
 HEAD_START, WORKER_START = "head_start_ray_commands", "worker_start_ray_commands"
 
 
@@ -39,14 +41,54 @@ def words(text: str) -> list[str]:
         return text.split()
 
 
-def starts(document: Document) -> Iterator[tuple[Command, dict[str, str]]]:
-    """The commands that start Ray on a node, with their options: a flag has an empty value."""
+@dataclass(frozen=True)
+class Start:
+    """A `ray start` in a command."""
+
+    command: Command
+    options: dict[str, str]
+    """A flag has an empty value."""
+    environment: dict[str, str]
+    """The variables that it is given there: exported before, or written before it for itself alone."""
+
+
+def starts(document: Document) -> Iterator[Start]:
+    """Every `ray start` of the document; a command may have several."""
     for command in commands(document):
-        _, found, tail = command.text.partition("ray start")
-        if found:
-            # What follows in the same line of the shell is no option of `ray start`.
-            listed = words(re.split(r"[;&|\n]", tail, maxsplit=1)[0])
-            yield command, options(listed)
+        exported = dict[str, str]()
+        for listed in parts(command.text):
+            own = _assigned(listed)
+            if listed[:1] == ["export"]:
+                exported |= own
+            ray = next((n for n, word in enumerate(listed[:-1]) if _names_ray(word) and listed[n + 1] == "start"), None)
+            if ray is not None:
+                yield Start(command, options(listed[ray + 2 :]), exported | _assigned(listed[:ray]))
+
+
+def parts(text: str) -> list[list[str]]:
+    """The words of each simple command of a shell command; what is quoted is one word."""
+    text = re.sub(r"(?m)^\s*#.*$", "", text.replace("\\\n", " ")).replace("\n", " ; ")
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=SEPARATORS)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    found: list[list[str]] = [[]]
+    try:
+        for word in lexer:
+            if set(word) <= set(SEPARATORS):
+                found.append([])
+            else:
+                found[-1].append(word)
+    except ValueError:  # unbalanced quotes
+        found = [part.split() for part in re.split(r"[;&|\n]", text)]
+    return [part for part in found if part]
+
+
+def _assigned(listed: list[str]) -> dict[str, str]:
+    named = (word.partition("=") for word in listed if re.match(r"[A-Za-z_]\w*=", word))
+    return {name: value for name, _, value in named}
+
+
+def _names_ray(word: str) -> bool:
+    return word.rpartition("/")[2] == "ray"
 
 
 def options(listed: list[str]) -> dict[str, str]:
@@ -58,12 +100,6 @@ def options(listed: list[str]) -> dict[str, str]:
             following = listed[place + 1] if place + 1 < len(listed) else "--"
             found[name] = value if given else "" if following.startswith("-") else following
     return found
-
-
-def exported(text: str, name: str) -> str | None:
-    """The value that a command gives a variable; None without."""
-    found = re.search(rf"(?:^|[\s;&]){re.escape(name)}=(\"[^\"]*\"|'[^']*'|[^\s;&]*)", text)
-    return found[1].strip("\"'") if found else None
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ def of(text: str) -> Plan:
         )
     if problems:
         raise ConfigError(problems)
-    starts = {"--head" in options: (command, options) for command, options in shell.starts(found)}
+    starts = {"--head" in start.options: start for start in shell.starts(found)}
     watched = [
         match[1]
         for command in shell.commands(found)
@@ -166,9 +166,9 @@ def of(text: str) -> Plan:
         most=most,
         idle_s=60.0 * float(found.get("idle_timeout_minutes", default=5)),
         watcher=watched[0] if watched else None,
-        head_options=_kept(starts[True][1]) if True in starts else (),
-        worker_options=_kept(starts[False][1]) if False in starts else (),
-        hook=shell.exported(starts[True][0].text, "RAY_START_HOOK") if True in starts else None,
+        head_options=_kept(starts[True].options) if True in starts else (),
+        worker_options=_kept(starts[False].options) if False in starts else (),
+        hook=starts[True].environment.get("RAY_START_HOOK") if True in starts else None,
     )
 
 
