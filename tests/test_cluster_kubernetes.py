@@ -3,8 +3,9 @@ where they let a mistake pass."""
 
 import os
 import shlex
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
@@ -139,6 +140,60 @@ def test_each_rule_is_broken_once_and_found_at_its_line(case: Broken) -> None:
     lines = {one.line for one in found if one.rule == case.rule}
     around = line_of(text, case.at)
     assert lines & {around, around + 1, around + 2}, [one.text("x") for one in found]
+
+
+def changed(kind: str, change: Callable[[Any], Any]) -> list[str]:
+    """The rules that find something once a manifest of that kind is changed."""
+    documents = list(yaml.safe_load_all(TEXT))
+    change(next(one for one in documents if one["kind"] == kind))
+    return [one.rule for one in lint.check(yaml.safe_dump_all(documents, sort_keys=False), HERE)]
+
+
+def spec(**fields: Any) -> Callable[[Any], Any]:
+    return lambda one: one["spec"].update(fields)
+
+
+def first_container(one: Any) -> Any:
+    return one["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+
+
+def selected_by(operator: str, *values: str) -> dict[str, Any]:
+    return {"matchExpressions": [{"key": "app.kubernetes.io/name", "operator": operator, "values": list(values)}]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        spec(ingress=[{}]),
+        spec(ingress=[{"from": []}]),
+        spec(ingress=[{"from": [{"namespaceSelector": {}}]}]),
+        spec(ingress=[{"from": [{"namespaceSelector": {}, "podSelector": {}}]}]),
+        spec(policyTypes=["Egress"]),
+        spec(podSelector=selected_by("In", "nobody")),
+        spec(podSelector=selected_by("DoesNotExist")),
+        lambda one: one["metadata"].update(namespace="elsewhere"),
+    ],
+)
+def test_a_policy_that_leaves_pods_open_is_found(change: Callable[[Any], Any]) -> None:
+    assert "k8s-policy" in changed("NetworkPolicy", change)
+
+
+@pytest.mark.parametrize(
+    "change", [spec(podSelector={}), spec(podSelector=selected_by("NotIn", "x")), spec(policyTypes=None)]
+)
+def test_a_policy_that_selects_all_pods_is_fine(change: Callable[[Any], Any]) -> None:
+    assert "k8s-policy" not in changed("NetworkPolicy", change)
+
+
+def test_a_port_of_the_machine_and_a_literal_secret_are_found() -> None:
+    assert "k8s-exposed" in changed("RayCluster", lambda one: first_container(one)["ports"][1].update(hostPort=8265))
+    for name in ("RAY_AUTH_TOKEN", "AWS_SECRET_ACCESS_KEY"):
+        secret = {"name": name, "value": "wJalrXUtnFEMIKbPxRfi"}
+        assert "k8s-secret" in changed(
+            "RayCluster", lambda one, secret=secret: first_container(one)["env"].append(secret)
+        )
+    from_secret = {"name": "RAY_AUTH_TOKEN", "valueFrom": {"secretKeyRef": {"name": "ray", "key": "token"}}}
+    assert "k8s-secret" not in changed("RayCluster", lambda one: first_container(one)["env"].append(from_secret))
 
 
 def test_every_rule_has_its_case() -> None:

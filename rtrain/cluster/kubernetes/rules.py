@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import yaml
 
-from rtrain.cluster.kubernetes import walk
+from rtrain.cluster.kubernetes import policies, walk
 from rtrain.cluster.lint import secrets
 from rtrain.cluster.lint.around import Around
 from rtrain.cluster.lint.clouds import get
@@ -193,21 +193,11 @@ def exposed(documents: Documents, around: Around) -> Found:
                     f"{value} is the whole internet",
                     "name the pods, or the addresses that need it",
                 )
+            if place[-1] == "hostPort":
+                what = f"port {value} of the machine is the pod's: no NetworkPolicy closes it"
+                yield document.line(*place), what, "leave hostPort out"
             if place[-1] == "enableIngress" and value is True:
                 yield document.line(*place), "the dashboard is put on the ingress", "leave enableIngress out"
-
-
-def policy(documents: Documents, around: Around) -> Found:
-    selectors = [
-        document.get("spec", "podSelector", "matchLabels", default={})
-        for document in documents
-        if walk.kind(document) == "NetworkPolicy"
-    ]
-    for pod in walk.pods(documents):
-        labels = pod.get("metadata", "labels") or {}
-        if not any(selector.items() <= labels.items() for selector in selectors):
-            what = "no NetworkPolicy selects this pod: every pod of the cluster of Kubernetes reaches it"
-            yield pod.line("metadata", "labels"), what, "write one whose podSelector has its labels"
 
 
 def rights(documents: Documents, around: Around) -> Found:
@@ -310,6 +300,11 @@ def _exists(module: str) -> bool:
 def secret(documents: Documents, around: Around) -> Found:
     if documents:  # all have the text of the whole file
         yield from secrets.in_file(documents[0], around)
+    for _, container in walk.containers(documents):
+        for variable in container.each("env"):
+            if name := secrets.found(f"{variable.get('name')}={variable.get('value') or ''}"):
+                what = f"{name} is the value of {variable.get('name')}: whoever reads the file or the pod's form has it"
+                yield variable.line("value"), what, "take it from a Secret, by valueFrom: {secretKeyRef: ...}"
 
 
 def key_twice(documents: Documents, around: Around) -> Found:
@@ -335,7 +330,7 @@ RULES: tuple[tuple[str, Level, Check, str], ...] = (
     ("k8s-enum", "error", enums, "Kubernetes refuses other values, after the schema took them."),
     ("k8s-leaving", "error", leaving, "A pod that goes must let its run save."),
     ("k8s-exposed", "error", exposed, "Whoever reaches Ray may run code."),
-    ("k8s-policy", "error", policy, "Without a policy all pods reach each other."),
+    ("k8s-policy", "error", policies.check, "Without a policy all pods reach each other."),
     ("k8s-rights", "error", rights, "A pod that is taken over should own nothing."),
     ("k8s-storage", "error", storage, "Token stores, checkpoints and artefacts are read by every pod."),
     ("k8s-job", "error", jobs, "A job that is tried again should go on."),

@@ -28,11 +28,14 @@ TOKEN = "/.ray/auth_token"
 
 def in_file(document: Document, around: Around) -> Found:
     for number, line in enumerate(document.text.splitlines(), 1):
-        for name, pattern in SECRETS:
-            if re.search(pattern, line):
-                what = f"{name} is written down: whoever reads the file, its history or a node's process list has it"
-                yield number, what, "take it out, replace it where it came from, and read it from a file on the node"
-                break
+        if name := found(line):
+            what = f"{name} is written down: whoever reads the file, its history or a node's process list has it"
+            yield number, what, "take it out, replace it where it came from, and read it from a file on the node"
+
+
+def found(line: str) -> str | None:
+    """What secret a line holds, by its form; None where it holds none."""
+    return next((name for name, pattern in SECRETS if re.search(pattern, line)), None)
 
 
 def credentials(document: Document, around: Around) -> Found:
@@ -52,12 +55,12 @@ def carried(document: Document, around: Around) -> Found:
 
 
 def token_mode(document: Document, around: Around) -> Found:
-    found = list(starts(document))
+    every = list(starts(document))
     for name in (HEAD_START, WORKER_START):
-        if document.get(name) and not any(start.command.place[0] == name for start in found):
+        if document.get(name) and not any(start.command.place[0] == name for start in every):
             what = f"no command of {name} is seen to start Ray: nothing is known of its token and its ports"
             yield document.line(name), what, "write ray start as a command of its own"
-    for start in found:
+    for start in every:
         place = start.command.place
         if start.environment.get("RAY_AUTH_MODE") != "token":
             what = f"{shown(place)} starts Ray without token mode: whoever reaches a port of it may run code"
