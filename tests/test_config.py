@@ -1,5 +1,6 @@
 """The configuration: every problem at once with its cure, one identity for one training, and recipes that load."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,17 @@ def test_a_recipe_that_is_not_utf_8_is_refused(tmp_path: Path, encoding: str) ->
 
 def test_a_number_that_yaml_takes_for_text_is_still_a_number() -> None:
     assert recipe(**dict([config.parse_assignment("optim.lr=3e-5")])).optim.lr == 3e-5
+
+
+@pytest.mark.parametrize("name", ["train.workers", "optim.weight_decay"])
+@pytest.mark.parametrize("value", [True, math.inf, math.nan])
+def test_what_is_no_finite_number_is_refused_where_one_is_asked_for(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}=.*: input should be a (finite |valid )?(number|integer)"):
+        config.load("intent", {name: value})
+    assert (
+        config.load("intent", {"cluster.stall_s": 1e9, "train.gradient_checkpointing": True}).deploy.cluster.stall_s
+        == 1e9
+    )
 
 
 def test_overrides_win_and_leave_the_rest() -> None:

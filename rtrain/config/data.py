@@ -4,7 +4,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from rtrain.errors import Problem
@@ -33,7 +41,17 @@ class OneOf:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    # Infinity and NaN pass most comparisons, and end a run in its midst.
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _refuse_yes_for_a_number(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        """YAML reads `yes` and `on` as true, and Python takes true for 1."""
+        found = check(value)
+        if isinstance(value, bool) and isinstance(found, int | float) and not isinstance(found, bool):
+            raise PydanticCustomError("not_a_number", "Input should be a number")
+        return found
 
 
 class Data(Section):
