@@ -297,6 +297,15 @@ def test_the_verb_prints_and_refuses(run: Cli) -> None:  # noqa: F811
     code, out, _ = run("cluster", "kubernetes", "--kind", "RayJob", "--", "tune", "intent", "--out", "/shared/runs/s")
     [job] = yaml.safe_load_all(out)
     assert (code, job["spec"]["entrypoint"].split()[3:]) == (0, ["tune", "intent", "--out", "/shared/runs/s"])
+    for words, said in (
+        (["--name", "My Cluster"], "the name 'My Cluster' is none of Kubernetes'"),
+        (["--memory", "16GB"], "16GB"),
+        (["--", "tarin", "intent", "--out", "/shared/runs/s"], "rtrain has no verb tarin; it has"),
+        (["--", "train", "intent", "--out", "runs/s"], "the nodes' folder for it must be named whole"),
+    ):
+        code, out, err = run("cluster", "kubernetes", *words)
+        assert (code, out) == (2, "")
+        assert said in err
     code, _, err = run("cluster", "kubernetes", "--kind", "RayJbo")
     assert (code, "write one of PersistentVolumeClaim" in err) == (2, True)
     assert run("cluster", "kubernetes", "--dockerfile")[1] == image.dockerfile()

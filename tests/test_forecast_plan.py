@@ -348,3 +348,28 @@ def test_what_is_lacking_is_named(run: Cli, words: tuple[str, ...], said: str) -
     code, _, err = run(*words)
     assert code == 2
     assert said in err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("max_workers: 4\n#", "max_workers:\n#", "max_workers of the cluster's file: is no number"),
+        ("resources: {CPU: 8}", "resources: {CPU: eight}", "worker.resources.CPU of the cluster's file=eight"),
+    ],
+)
+def test_a_file_that_nobody_has_looked_at_is_refused_in_a_sentence(run: Cli, old: str, new: str, said: str) -> None:
+    text = Path("cluster.yaml").read_text()
+    assert old in text
+    Path("cluster.yaml").write_text(text.replace(old, new, 1))
+    code, _, err = run("plan", "intent", "--rows", 1000)
+    assert code == 2
+    assert said in err
+
+
+def test_other_ways_to_ask_wrongly(run: Cli) -> None:
+    assert run("plan", "intent", "--tokens", 64)[0] == 2
+    code, _, err = run("plan", "--write-prices", "no/such/folder/p.yaml")
+    assert (code, "no/such/folder/p.yaml: No such file or directory" in err) == (1, True)
+    Path("latin.yaml").write_bytes("# Größe\ncluster_name: x\n".encode("latin-1"))
+    code, _, err = run("plan", "intent", "--rows", 1000, "--cluster", "latin.yaml")
+    assert (code, "no YAML" in err) == (2, True)

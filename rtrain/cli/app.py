@@ -79,6 +79,10 @@ def _run(arguments: Sequence[str] | None) -> int | None:
         return _said(str(error), error.exit_code)
     except typer.TyperException as error:
         return _said(f"{error.format_message()} (rtrain --help lists what there is)", USAGE)
+    except OSError as error:
+        if error.filename is None:  # no file that the user can do something about
+            raise
+        return _said(f"{error.filename}: {error.strerror}", FAILED)
     except ModuleNotFoundError as error:
         if (line := lacking.said(next(iter(arguments or sys.argv[1:]), ""), error)) is None:
             raise

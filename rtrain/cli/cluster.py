@@ -39,8 +39,7 @@ def lint(
     from rtrain.cluster.lint.around import Around
 
     text = linting.read_file(file)
-    parent = context.find_root().command
-    around = Around(file.absolute().parent, verbs=frozenset(getattr(parent, "commands", ())))
+    around = Around(file.absolute().parent, verbs=_verbs(context))
     found, left = linting.check(text, around, definitions), linting.to_fill_in(text)
     if filled:
         mend = "write what it stands for"
@@ -90,7 +89,12 @@ def init(
     show({"file": str(file), "fill_in": left}, as_json, *lines)
 
 
+def _verbs(context: typer.Context) -> frozenset[str]:
+    return frozenset(getattr(context.find_root().command, "commands", ()))
+
+
 def kubernetes(
+    context: typer.Context,
     verb: Annotated[
         list[str] | None, typer.Argument(help="Of the job: train intent --data ... --out /shared/...")
     ] = None,
@@ -108,6 +112,8 @@ def kubernetes(
     """Print manifests for KubeRay: a cluster, a job that goes on where it is tried again, a service, and what they
     share. Behind -- the job's verb."""
     from rtrain.cluster.kubernetes import image as images, manifests
+    from rtrain.cluster.lint import lint as linting
+    from rtrain.cluster.lint.around import Around
 
     if dockerfile:
         print(images.dockerfile(gpus > 0), end="")
@@ -120,6 +126,11 @@ def kubernetes(
         raise ConfigError(
             [Problem("--kind", wrong[0], "is not among the manifests", f"write one of {', '.join(kinds)}")]
         )
+    text = manifests.text(settings)
+    # They are printed to be applied: what the check finds in them comes from the options.
+    broken = linting.check(text, Around(Path.cwd(), verbs=_verbs(context)))
+    if problems := {Problem(one.rule, None, one.what, one.mend) for one in broken if one.level == "error"}:
+        raise ConfigError(sorted(problems, key=str))
     print(manifests.text(settings, kind or ()), end="")
 
 

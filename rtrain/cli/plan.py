@@ -69,6 +69,9 @@ def plan(
         return
     if recipe is None:
         raise ConfigError([Problem("recipe", None, "missing", "write a recipe's name or a YAML file")])
+    if tokens is not None and rows is None:
+        fix = "write --rows N beside it, or leave it out: the rows of data.path are counted"
+        raise ConfigError([Problem("--tokens", tokens, "is the length of rows that are not read", fix)])
     config = configured(recipe, assignments, data=data, valid=valid, test=test, model=model, workers=workers)
     document = planning.read_cluster(cluster)
     nodes = layouts.of_document(document)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import yaml
 
+from rtrain.cluster.jobs import naming
 from rtrain.cluster.kubernetes import policies, walk
 from rtrain.cluster.lint import secrets
 from rtrain.cluster.lint.around import Around
@@ -16,6 +17,7 @@ from rtrain.cluster.lint.document import Document
 from rtrain.cluster.lint.findings import Finding, Found, Level
 from rtrain.cluster.lint.nodes import EVERYONE
 from rtrain.cluster.lint.shell import options
+from rtrain.errors import ConfigError
 
 Documents = list[Document]
 Check = Callable[[Documents, Around], Found]
@@ -31,6 +33,7 @@ ENUMS: Mapping[str, tuple[str, ...]] = {
     "effect": ("NoSchedule", "PreferNoSchedule", "NoExecute"),
 }
 """Values that Kubernetes and KubeRay take, of fields that their schemas leave open or may."""
+ENTRY = "rtrain.cluster.jobs.entry"
 MODES = ("ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod")
 QUANTITY = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([KMGTPE]i|[munkMGTPE]|[eE][+-]?\d+)?")
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -249,10 +252,10 @@ def jobs(documents: Documents, around: Around) -> Found:
         if walk.kind(document) != "RayJob":
             continue
         entry = str(document.get("spec", "entrypoint", default=""))
-        again = "rtrain.cluster.jobs.entry" in entry or "--resume" in entry
+        again = ENTRY in entry or "--resume" in entry
         if not again:
             what = "the entry point begins anew where it is tried again"
-            yield document.line("spec", "entrypoint"), what, "start it by python -m rtrain.cluster.jobs.entry VERB ..."
+            yield document.line("spec", "entrypoint"), what, f"start it by python -m {ENTRY} VERB ..."
         if not document.get("spec", "backoffLimit"):
             yield (
                 document.line("spec", "backoffLimit"),
@@ -262,10 +265,20 @@ def jobs(documents: Documents, around: Around) -> Found:
         if document.get("spec", "shutdownAfterJobFinishes") is not True:
             what = "the job's cluster stays, and is paid for"
             yield document.line("spec", "shutdownAfterJobFinishes"), what, "write shutdownAfterJobFinishes: true"
+        line = document.line("spec", "entrypoint")
         try:
-            shlex.split(entry)
+            words = shlex.split(entry)
         except ValueError as error:
-            yield document.line("spec", "entrypoint"), f"the entry point is no command: {error}", "mend its quotes"
+            yield line, f"the entry point is no command: {error}", "mend its quotes"
+            continue
+        verb = words[words.index(ENTRY) + 1 :] if ENTRY in words else []
+        if verb and around.verbs and verb[0] not in around.verbs:
+            yield line, f"rtrain has no verb {verb[0]}", f"it has {', '.join(sorted(around.verbs))}"
+        try:
+            naming.run_of(verb)
+        except ConfigError as error:
+            for problem in error.problems:
+                yield line, f"{problem.field}: {problem.reason}", problem.fix
 
 
 def services(documents: Documents, around: Around) -> Found:

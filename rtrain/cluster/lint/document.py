@@ -4,11 +4,14 @@ A place is the tuple of keys and indices that leads to a value. A value that sta
 by an alias has the line at which it stands.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
+
+from rtrain.errors import ConfigError, Problem
 
 Place = tuple[str | int, ...]
 
@@ -110,3 +113,12 @@ def read(text: str) -> list[Document]:
     finally:
         loader.dispose()
     return found
+
+
+def number(value: object, name: str) -> float:
+    """A number of a cluster's file, which may be anything where nobody has looked at the file before. Raises
+    `ConfigError`."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    fix = "write a number; rtrain cluster lint says what else"
+    raise ConfigError([Problem(f"{name} of the cluster's file", value, "is no number", fix)])

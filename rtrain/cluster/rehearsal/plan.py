@@ -125,7 +125,8 @@ def of(text: str) -> Plan:
     if head not in kinds:
         reason = f"head_node_type is {head}, which is none of {', '.join(map(str, kinds))}"
         raise ConfigError([Problem(FILE, None, reason, "name the head's type")])
-    prices, most = found.get("metadata", "prices", default={}), int(found.get("max_workers", default=2))
+    prices = found.get("metadata", "prices", default={})
+    most = _whole(found.get("max_workers", default=2), "max_workers")
     known = {node.name: node for node in clouds.nodes(found)}
     made, problems = [], []
     for name, kind in kinds.items():
@@ -139,14 +140,16 @@ def of(text: str) -> Plan:
             reason = f"the node type {name} says no resources, and {instance or 'its instance'} is in no table"
             problems.append(Problem(FILE, None, reason, f"write resources: {{CPU: ...}} in {name}"))
             continue
-        least = 0 if name == head else int(kind.get("min_workers", 0))
+        least = 0 if name == head else _whole(kind.get("min_workers", 0), f"{name}.min_workers")
         made.append(
             Kind(
                 name=name,
-                resources={key: float(amount) for key, amount in resources.items()},
+                resources={
+                    key: documents.number(amount, f"{name}.resources.{key}") for key, amount in resources.items()
+                },
                 labels={key: str(value) for key, value in (kind.get("labels") or {}).items()},
                 least=least,
-                most=0 if name == head else min(most, int(kind.get("max_workers", most))),
+                most=0 if name == head else min(most, _whole(kind.get("max_workers", most), f"{name}.max_workers")),
                 is_spot=node is not None and node.is_spot,
                 instance=instance,
                 dollars=float(prices[instance]) if instance in prices else listed.dollars if listed else None,
@@ -170,6 +173,10 @@ def of(text: str) -> Plan:
         worker_options=_kept(starts[False].options) if False in starts else (),
         hook=starts[True].environment.get("RAY_START_HOOK") if True in starts else None,
     )
+
+
+def _whole(value: object, name: str) -> int:
+    return int(documents.number(value, name))
 
 
 def _read(text: str) -> Document:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from rtrain.cluster import preflight, supply
 from rtrain.cluster.instances import BY_NAME, Instance
 from rtrain.cluster.lint import clouds
-from rtrain.cluster.lint.document import Document
+from rtrain.cluster.lint.document import Document, number
 from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem
 from rtrain.network import device
@@ -54,15 +54,15 @@ def of_document(document: Mapping[str, Any]) -> Cluster:
     known = {node.name: node for node in clouds.nodes(Document("", document, {}))}
     filled: dict[str, Any] = {"max_workers": LIMIT, **document, "available_node_types": {}}
     found: list[tuple[bool, Kind]] = []
-    head, limit = document.get("head_node_type"), int(filled["max_workers"])
+    head, limit = document.get("head_node_type"), int(number(filled["max_workers"], "max_workers"))
     for name, kind in kinds.items():
         node = known.get(name)
         instance = BY_NAME.get((node.instance if node else None) or "")
         has = {"CPU": instance.cpus, "GPU": instance.gpus} if instance else {}
         resources = {key: value for key, value in has.items() if value} | (kind.get("resources") or {})
         filled["available_node_types"][name] = {**kind, "resources": resources}
-        most = 1 if name == head else min(limit, int(kind.get("max_workers", limit)))
-        counted = {key: float(value) for key, value in resources.items()}
+        most = 1 if name == head else min(limit, int(number(kind.get("max_workers", limit), f"{name}.max_workers")))
+        counted = {key: number(value, f"{name}.resources.{key}") for key, value in resources.items()}
         found.append((name == head, Kind(name, counted, most, instance, bool(node and node.is_spot))))
     heads = tuple(kind for is_head, kind in found if is_head)
     return Cluster(heads, tuple(kind for is_head, kind in found if not is_head), limit, filled)
