@@ -223,12 +223,14 @@ class _Worker:
 
 
 def _device() -> "torch.device":
-    """The GPU that Ray gave this worker, else the CPU. A GPU that was given to nobody is left alone."""
+    """The GPU that Ray gave this worker, else the CPU. A GPU that was given to nobody is left alone, and one that is
+    only counted cannot be computed on."""
     import ray
     import ray.train.torch
     import torch
 
-    return ray.train.torch.get_device() if ray.get_gpu_ids() else torch.device("cpu")
+    given = ray.get_gpu_ids() and not env.gpus_are_counted()
+    return ray.train.torch.get_device() if given else torch.device("cpu")
 
 
 def _precision(watch: Watch, device: "torch.device", run: Run, wanted: str) -> str:

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from rtrain import env
 from rtrain.cluster.rehearsal.book import Machine
 from rtrain.cluster.rehearsal.cloud import Start
 from rtrain.cluster.rehearsal.plan import Plan
@@ -95,4 +96,5 @@ class Nodes:
             "RAY_OVERRIDE_RESOURCES": json.dumps(dict(machine.resources)),
             "RAY_OVERRIDE_LABELS": json.dumps(dict(machine.labels)),
             **({"RAY_START_HOOK": self.plan.hook} if self.plan.hook else {}),
+            **({env.COUNTED_GPUS: "1"} if self.plan.counts_gpus else {}),
         }
