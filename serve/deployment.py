@@ -103,6 +103,8 @@ class Endpoint:
         self.rollout.close()
         if self._front is not None:
             self._front.drain(self._settings.deadline_s + 1)
+        else:
+            ray_internals.end_proxies(self._settings.deadline_s + 1)
         controller: Any = _controller()
         if controller is not None:
             # ray.serve.shutdown() alone awaits a call that dies with the controller, which Ray reports on stdout.
