@@ -161,14 +161,19 @@ def start(
 def _configured(
     settings: Serve, front: ingress.Ingress | None, quiet: LoggingConfig, tell: Callable[[str], None]
 ) -> ray.serve.Deployment:
-    cpus, line = reserved(settings, supply.free(), supply.here(), supply.may("cpu"))
+    labels = settings.labels
+    cpus, line = reserved(settings, supply.free(labels=labels), supply.here(labels), supply.may("cpu", labels))
     if line:
         tell(line)
     ongoing = most_requests(settings)
     configured = ray.serve.deployment(
         name=DEPLOYMENT,
         **_number(settings),
-        ray_actor_options={"num_cpus": cpus, **_environment(front)},
+        ray_actor_options={
+            "num_cpus": cpus,
+            **({"label_selector": labels} if labels else {}),
+            **_environment(front),
+        },
         max_ongoing_requests=ongoing,
         max_queued_requests=ongoing,
         backpressure_config=BackpressureConfig(status_code=503, retry_after_s=1),

@@ -603,6 +603,23 @@ def test_a_job_submitted_again_goes_on_from_its_storage_when_the_head_is_gone(tm
 def test_an_endpoint_s_replicas_bring_up_nodes_and_leave_none(tmp_path: Path) -> None:
     found = on_machines("serve", tmp_path)
     assert (found["nodes"], found["traceback"], found["left"]) == (2, False, [])
-    # Ray's own proxy, which is taken where nodes are several, cuts off what it has in hand at the end.
-    assert set(found["statuses"]) <= {"200", "503", "refused", "RemoteProtocolError"}
-    assert sum(found["statuses"].values()) - found["statuses"]["200"] <= 4
+    assert found["statuses"].keys() == {"200", "refused"}  # what was accepted is answered, though the job is stopped
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_a_run_that_grows_starts_the_nodes_that_it_needs_and_no_more(tmp_path: Path) -> None:
+    found = on_machines("grow", tmp_path)
+    assert (found["workers"][-1], found["left"]) == (4, [])
+    assert found["needed"] == found["started"] == found["at_a_time"] == found["in_the_end"] == 6, found
+
+
+@pytest.mark.ray
+@pytest.mark.serve
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_trials_and_replicas_land_on_the_nodes_that_are_labelled_for_them(tmp_path: Path) -> None:
+    found = on_machines("labels", tmp_path)
+    assert (found["status"], found["trials"], found["left"]) == ("SUCCEEDED", 2, [])
+    assert found["on"] == {"ray::RayTrainWorker": ["training"], "ray::ServeReplica": ["answers"]}

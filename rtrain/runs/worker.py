@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rtrain import artifact, engines, env, predict, reference
 from rtrain.batch import Head, Ragged, Tokens
 from rtrain.checkpoints import replica
+from rtrain.cluster import supply
 from rtrain.config import Model, Recipe
 from rtrain.data import ingest
 from rtrain.data.order import Order
@@ -189,6 +190,7 @@ class _Worker:
             self.job.order,
             *(self.exchange.world, self.exchange.rank, most_rows, most_tokens, teacher),
             measures=self.job.measures,
+            task_cpus=supply.task_cpus(start.config.deploy.cluster.data_cpus, self.exchange.workers),
         )
         return lambda first, last: self._told(ingest.stream(share, first, last))
 

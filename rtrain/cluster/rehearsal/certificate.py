@@ -139,7 +139,7 @@ class Certificate:
         plan = self.plan
         found = [
             "set-up commands, images, disks, addresses and rights: rtrain cluster lint reads them",
-            "the network between nodes: all of them were on this machine, whose processors they shared",
+            "the network between nodes: all of them were on this machine, whose processors and memory they shared",
         ]
         if plan.rehearsed_idle_s < plan.idle_s:
             found.append(f"idle nodes end after {plan.idle_s:.0f} s there, here after {plan.rehearsed_idle_s:.0f}")
