@@ -28,7 +28,7 @@ import rtrain.artifact
 from rtrain import ray_internals
 from rtrain.cluster import supply
 from rtrain.config import Serve
-from rtrain.errors import UserError
+from rtrain.errors import ConfigError, UserError
 from serve.change import judge, scaling
 from serve.change.rollout import Rollout
 from serve.door import access
@@ -162,6 +162,8 @@ def _configured(
     settings: Serve, front: ingress.Ingress | None, quiet: LoggingConfig, tell: Callable[[str], None]
 ) -> ray.serve.Deployment:
     labels = settings.labels
+    if problems := supply.absent("serve.labels", labels):
+        raise ConfigError(problems)
     cpus, line = reserved(settings, supply.free(labels=labels), supply.here(labels), supply.may("cpu", labels))
     if line:
         tell(line)

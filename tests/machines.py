@@ -33,7 +33,7 @@ from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_artifact, make_encoder
 
 ROOT = Path(__file__).resolve().parents[1]
-WITHIN_S = 500.0
+WITHIN_S = 900.0
 SAVE_EVERY = 10
 WATCHED_S = 60.0
 """Seconds for which a run that has grown is watched: twice as long as a node may be idle."""

@@ -8,13 +8,17 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies
 
+from rtrain import config, ray_internals
 from rtrain.cluster import supply
 from rtrain.cluster.demand import EXPIRE_S, REPEAT_S, Bundle, Demand, lacking, told
 from rtrain.cluster.supply import Node
+from rtrain.runs import driver
 
 ROOT = Path(__file__).resolve().parents[1]
 NODES = strategies.lists(
@@ -101,6 +105,27 @@ def test_a_request_is_repeated_before_it_expires_changed_at_once_and_taken_back_
     demand.end()
     assert (book.taken_back, demand.bundles, demand.seconds) == (1, [], 0.0)
     assert book.labels == [{"for": "training"}] * 4
+
+
+def test_a_run_asks_from_its_start_to_its_end_and_only_where_there_is_an_autoscaler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    book, document = Book(), {"max_workers": 2, "available_node_types": {"big": {"resources": {"CPU": 8}}}}
+    monkeypatch.setattr(ray_internals, "Requests", lambda name: book)
+    monkeypatch.setattr(supply, "here", lambda labels=supply.ANY: EIGHT)
+    prepared: Any = SimpleNamespace(
+        device=SimpleNamespace(workers=10, device="cpu"),
+        config=config.load("intent", {"train.workers": 10, "train.min_workers": 1}),
+        run=SimpleNamespace(name="run"),
+    )
+    for known in (None, document):
+        monkeypatch.setattr(supply, "autoscaler", lambda known=known: known)
+        with driver._Asking(prepared) as asking:
+            for workers in (0, 5, 0, 10):
+                asking(workers)
+    one = {"CPU": 1.0}
+    assert [bundles for bundles, _ in book.given] == [[one] * 13, [one] * 8, [one] * 13, [one] * 3]
+    assert book.taken_back == 1
 
 
 def test_it_says_what_is_waited_for_with_which_nodes_and_for_how_long() -> None:

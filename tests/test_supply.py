@@ -72,6 +72,17 @@ def test_nodes_are_counted_by_their_labels() -> None:
     assert not supply.has(None, {"zone": "a"})
 
 
+def test_labels_that_no_node_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supply, "_staying", lambda labels: {})
+    monkeypatch.setenv(supply.AUTOSCALER_FILE, json.dumps(DOCUMENT))
+    [problem] = supply.absent("cluster.labels", {"for": "trainng"})
+    assert (problem.field, problem.value) == ("cluster.labels", {"for": "trainng"})
+    assert supply.absent("cluster.labels", {}) == []
+    kinds = {"gpu": {"resources": {"GPU": 1}, "labels": {"for": "training"}}}
+    monkeypatch.setenv(supply.AUTOSCALER_FILE, json.dumps({"max_workers": 1, "available_node_types": kinds}))
+    assert supply.absent("cluster.labels", {"for": "training"}) == []
+
+
 def test_the_head_leaves_its_jobs_the_autoscaler_s_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(supply.AUTOSCALER_FILE, raising=False)
     session.on_node_start(SimpleNamespace(ray_client_server_port=1, autoscaling_config=None), head=False)

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from rtrain import ray_internals
+from rtrain.errors import Problem
 
 Node = Mapping[str, float]
 Labels = Mapping[str, str]
@@ -142,6 +143,14 @@ def may(device: str, labels: Labels = ANY) -> list[Node]:
         return up
     all_of_them = reachable(document, device, labels)
     return max(up, all_of_them, key=lambda nodes: count(nodes, device))
+
+
+def absent(setting: str, labels: Labels) -> list[Problem]:
+    """The problem of a setting whose labels no node has, nor may have. What asks for them would wait for ever."""
+    if not labels or here(labels) or types(labels):
+        return []
+    reason = "no node of the cluster has these labels, and its autoscaler may start none that has"
+    return [Problem(setting, dict(labels), reason, "write those of a node type in the cluster's file, or none")]
 
 
 def types(labels: Labels = ANY) -> dict[str, Node]:

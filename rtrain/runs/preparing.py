@@ -238,4 +238,6 @@ def _disk_needed(weights: Path, keep: int) -> int:
 def capacity(config: Config, kind: str = "cpu") -> list[Problem]:
     train = config.recipe.train
     spare = supply.data_cpus(config.deploy.cluster.data_cpus, train.min_workers or train.workers)
-    return preflight.capacity(config.recipe, supply.most("cpu", config.deploy.cluster.labels), spare, kind)
+    labels = config.deploy.cluster.labels
+    absent = supply.absent("cluster.labels", labels)
+    return absent or preflight.capacity(config.recipe, supply.most("cpu", labels), spare, kind)
