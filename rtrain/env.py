@@ -7,7 +7,7 @@ A value that the user has set already always wins.
 import contextlib
 import ctypes
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 SETTINGS = {
     # Ray's own progress bars and forwarded logs flood the terminal (a line per operator and worker); rtrain prints one.
@@ -59,6 +59,13 @@ SETTINGS = {
 
 CACHE = "RTRAIN_CACHE"
 """Folder in which compiled graphs are kept (`rtrain.network.compiled`); empty: none is."""
+COUNTED_GPUS = "RTRAIN_COUNTED_GPUS"
+"""Set to 1 on the nodes of a rehearsed cluster (`rtrain.cluster.rehearsal`), whose GPUs are counted and not there:
+workers take one each, and compute on CPUs."""
+
+
+def gpus_are_counted(environ: Mapping[str, str] | None = None) -> bool:
+    return (os.environ if environ is None else environ).get(COUNTED_GPUS) == "1"
 
 
 def cores() -> int:

@@ -4,12 +4,15 @@ A new version of either may take any of them away: `tests/test_ray_internals.py`
 the same. Neither library is imported before a function is called.
 """
 
+import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    import ray.data
     import torch
     from ray.serve import Deployment
     from ray.train.v2._internal.execution.callback import WorkerGroupCallback
@@ -125,12 +128,54 @@ class Requests:
 
         self._coordinator = DefaultAutoscalingCoordinator(name)
 
-    def ask(self, bundles: Sequence[Mapping[str, float]], expire_s: float) -> None:
-        """Have the cluster at least as large as these and all other requests together, for `expire_s` seconds."""
-        self._coordinator.request_resources([dict(bundle) for bundle in bundles], expire_s)
+    def ask(self, bundles: Sequence[Mapping[str, float]], labels: Mapping[str, str], expire_s: float) -> None:
+        """Have the cluster at least as large as these, on nodes with the labels, and all other requests together, for
+        `expire_s` seconds."""
+        selectors = [dict(labels) for _ in bundles]
+        self._coordinator.request_resources([dict(bundle) for bundle in bundles], expire_s, label_selectors=selectors)
 
     def take_back(self) -> None:
         self._coordinator.cancel_request()
+
+
+def stream_within(cpus: float) -> None:
+    """Have the data sets that this process streams ask for no nodes, and count on so many CPUs at least.
+
+    Each of them would ask for twice what it has, as long as its tasks keep that busy, for itself alone. And what
+    others have asked for counts as theirs: where that is all, a stream has none, and says so.
+    """
+    from ray.data import ExecutionResources
+    from ray.data._internal.cluster_autoscaler import rate_based_cluster_autoscaler, resource_utilization_gauge
+    from ray.data._internal.execution import streaming_executor
+
+    usual: Any = rate_based_cluster_autoscaler.RateBasedClusterAutoscaler
+    gauge = resource_utilization_gauge.RollingLogicalUtilizationGauge
+
+    class Within(usual):  # type: ignore[misc]
+        def _is_cluster_utilization_low(self, utilization: Any) -> bool:
+            return True
+
+        def get_total_resources(self) -> ExecutionResources:
+            found: ExecutionResources = super().get_total_resources()
+            return found.copy(cpu=max(found.cpu, cpus))
+
+    executor: Any = streaming_executor
+    executor.create_cluster_autoscaler = lambda topology, resources, context, *, execution_id: Within(
+        list(topology),
+        execution_id=execution_id,
+        max_cluster_limits=context.execution_options.resource_limits,
+        utility_calculator=gauge(resources),
+    )
+
+
+def numbers(count: int, blocks: int, cpus: float) -> "ray.data.Dataset":
+    """`ray.data.range` whose tasks reserve so many CPUs, with those that follow them in the same process."""
+    import ray.data
+    from ray.data._internal.datasource.range_datasource import RangeDatasource
+
+    source = RangeDatasource(n=count, block_format="arrow", column_name="id")
+    found: ray.data.Dataset = ray.data.read_datasource(source, num_cpus=cpus, override_num_blocks=blocks)
+    return found
 
 
 def cluster_status(client: Any) -> str | None:
@@ -250,6 +295,47 @@ def serve_controller() -> tuple[str, str]:
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
     return SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+
+LAST_ANSWERS_S = 1.0
+"""Seconds for which connections to a proxy of Ray Serve that is to end are still answered, one request each."""
+
+
+def end_proxies(seconds: float) -> None:
+    """Have Ray Serve's own proxies take no more connections, and wait until what they have accepted is answered, at
+    most for so long. Ray itself kills them, with what they have in hand."""
+    import ray
+    from ray.serve._private.constants import SERVE_PROXY_NAME
+
+    space = serve_controller()[1]
+    named = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == space]
+    proxies: list[Any] = [ray.get_actor(name, space) for name in named if name.startswith(SERVE_PROXY_NAME)]
+    give_up = time.monotonic() + seconds
+    with contextlib.suppress(ray.exceptions.RayError):  # one that has died has nothing in hand
+        ray.get([proxy.__ray_call__.remote(_end_server) for proxy in proxies], timeout=seconds)
+        while time.monotonic() < give_up:
+            if all(ray.get([proxy.__ray_call__.remote(_server_has_ended) for proxy in proxies], timeout=seconds)):
+                return
+            time.sleep(0.05)
+
+
+def _end_server(proxy: Any) -> None:
+    """In a proxy's process: end its HTTP server softly.
+
+    uvicorn ends connections that wait for a request at once. A client may just be sending one, which it would lose; so
+    each is first told, with its next answer, that this was the last.
+    """
+    server = proxy._start_http_server_task.result()[1]
+    last = (b"connection", b"close")
+    server.config.encoded_headers = [*server.config.encoded_headers, last]
+    server.server_state.default_headers = [*server.server_state.default_headers, last]
+    for listening in server.servers:
+        listening.close()
+    asyncio.get_running_loop().call_later(LAST_ANSWERS_S, setattr, server, "should_exit", True)
+
+
+def _server_has_ended(proxy: Any) -> bool:
+    return bool(proxy._start_http_server_task.result()[0].done())
 
 
 def with_version(deployment: "Deployment", version: str) -> "Deployment":

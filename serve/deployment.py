@@ -28,7 +28,7 @@ import rtrain.artifact
 from rtrain import ray_internals
 from rtrain.cluster import supply
 from rtrain.config import Serve
-from rtrain.errors import UserError
+from rtrain.errors import ConfigError, UserError
 from serve.change import judge, scaling
 from serve.change.rollout import Rollout
 from serve.door import access
@@ -103,6 +103,8 @@ class Endpoint:
         self.rollout.close()
         if self._front is not None:
             self._front.drain(self._settings.deadline_s + 1)
+        else:
+            ray_internals.end_proxies(self._settings.deadline_s + 1)
         controller: Any = _controller()
         if controller is not None:
             # ray.serve.shutdown() alone awaits a call that dies with the controller, which Ray reports on stdout.
@@ -159,14 +161,21 @@ def start(
 def _configured(
     settings: Serve, front: ingress.Ingress | None, quiet: LoggingConfig, tell: Callable[[str], None]
 ) -> ray.serve.Deployment:
-    cpus, line = reserved(settings, supply.free(), supply.here(), supply.may("cpu"))
+    labels = settings.labels
+    if problems := supply.absent("serve.labels", labels):
+        raise ConfigError(problems)
+    cpus, line = reserved(settings, supply.free(labels=labels), supply.here(labels), supply.may("cpu", labels))
     if line:
         tell(line)
     ongoing = most_requests(settings)
     configured = ray.serve.deployment(
         name=DEPLOYMENT,
         **_number(settings),
-        ray_actor_options={"num_cpus": cpus, **_environment(front)},
+        ray_actor_options={
+            "num_cpus": cpus,
+            **({"label_selector": labels} if labels else {}),
+            **_environment(front),
+        },
         max_ongoing_requests=ongoing,
         max_queued_requests=ongoing,
         backpressure_config=BackpressureConfig(status_code=503, retry_after_s=1),

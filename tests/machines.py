@@ -3,6 +3,8 @@
     python -m tests.machines train FOLDER     until the head's machine is cut off in the middle of a run
     python -m tests.machines again FOLDER     on a new cluster: the same job, with nothing but the run's storage
     python -m tests.machines serve FOLDER     an endpoint of two replicas on nodes of one CPU, which is then stopped
+    python -m tests.machines labels FOLDER    a search and an endpoint, each on nodes of its own, beside others
+    python -m tests.machines grow FOLDER      a run that grows from one worker to four on nodes of one CPU
 
 Processes of their own: Ray keeps the token of the first cluster that a process has spoken to.
 """
@@ -13,23 +15,28 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import yaml
 
-from rtrain import env
+from rtrain import env, ray_internals
+from rtrain.cluster import supply
 from rtrain.cluster.jobs import naming, upload
-from rtrain.cluster.rehearsal import plan as plans
+from rtrain.cluster.rehearsal import certificate, plan as plans
 from rtrain.cluster.rehearsal.up import Up, free_ports, up
 from rtrain.run import Run
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_artifact, make_encoder
 
 ROOT = Path(__file__).resolve().parents[1]
-WITHIN_S = 500.0
+WITHIN_S = 900.0
 SAVE_EVERY = 10
+WATCHED_S = 60.0
+"""Seconds for which a run that has grown is watched: twice as long as a node may be idle."""
 
 
 def say(text: str) -> None:
@@ -45,19 +52,19 @@ def until(what: str, met: Callable[[], Any]) -> Any:
     return found
 
 
-def plan(cpus: int) -> plans.Plan:
-    """That of cluster.yaml, with nodes of so many CPUs."""
+def plan(cpus: int, most: int = 4, idle_s: float = plans.IDLE_S) -> plans.Plan:
+    """That of cluster.yaml, with at most `most` nodes of so many CPUs."""
     document = yaml.safe_load((ROOT / "cluster.yaml").read_text(encoding="utf-8"))
-    document["available_node_types"]["worker"]["resources"] = {"CPU": cpus}
-    return plans.of(yaml.safe_dump(document))
+    document["available_node_types"]["worker"] |= {"resources": {"CPU": cpus}, "max_workers": most}
+    return plans.of(yaml.safe_dump({**document, "max_workers": most, "idle_timeout_minutes": idle_s / 60}))
 
 
-def words(folder: Path) -> list[str]:
+def words(folder: Path, name: str = "lost", workers: int = 2, *more: str) -> list[str]:
     settings = ["train.precision=fp32", "train.epochs=100", f"train.save_every={SAVE_EVERY}", "train.log_every=1"]
     settings += ["train.evaluate_every=1000", "report.attributions=0", f"cluster.storage=file://{folder}/storage"]
     made = ["train", "intent", "--data", str(folder / "rows.csv"), "--model", str(folder / "encoder")]
-    made += ["--workers", "2", "--out", str(folder / "runs" / "lost")]
-    return [*made, *(word for setting in settings for word in ("--set", setting))]
+    made += ["--workers", str(workers), "--out", str(folder / "runs" / name)]
+    return [*made, *(word for setting in (*settings, *more) for word in ("--set", setting))]
 
 
 def stored(folder: Path) -> int:
@@ -91,7 +98,16 @@ def again(folder: Path) -> dict[str, Any]:
         seconds = round(time.time() - begin, 1)
         made.jobs.stop(job)
         until("its end", lambda: made.jobs.all()[job].status in naming.ENDED)
-    return {"resumed_from": started["update"], "seconds": seconds, "left": made.left}
+        joined = ray_internals.joined(made.address, seconds=10.0)
+    went = [(f"{one.name} asked for", one.asked) for one in made.machines.values()]
+    went += [(f"{name} joined", at) for name, at in joined.items()]
+    went += [(event["kind"], event["time"]) for event in run.events() if event["kind"] != "progress"]
+    return {
+        "resumed_from": started["update"],
+        "seconds": seconds,
+        "went": [(what, round(at - begin, 1)) for what, at in sorted(went, key=lambda one: one[1]) if at > begin - 30],
+        "left": made.left,
+    }
 
 
 def serve(folder: Path) -> dict[str, Any]:
@@ -117,6 +133,79 @@ def serve(folder: Path) -> dict[str, Any]:
         "idle_s": idle,
         "left": made.left,
     }
+
+
+def grow(folder: Path) -> dict[str, Any]:
+    """The nodes are idle for a moment whenever the run grows onto them, and longer than they may be in all."""
+    write_rows(folder / "rows.csv", labelled_rows(403))
+    make_encoder(folder / "encoder")
+    run, small = Run(folder / "runs" / "grown"), plan(1, most=12, idle_s=30)
+    with up(small, folder / "machines", say) as made:
+        begin = time.time()
+        job = made.jobs.submit(
+            words(folder, run.name, 4, "train.min_workers=1", "train.epochs=5000"), upload.of(ROOT), say
+        )
+        until("the run", lambda: run.log.is_file())
+        until("four workers", lambda: [one for one in run.events("started") if one["workers"] == 4])
+        seconds, at = round(time.time() - begin, 1), time.time()
+        until("its updates", lambda: run.events("progress")[-1]["time"] > at)
+        until("a while", lambda: time.time() > at + WATCHED_S)
+        count = len(made.book.up()) - 1
+        made.jobs.stop(job)
+        until("its end", lambda: made.jobs.all()[job].status in naming.ENDED)
+        until("nodes to end", lambda: len(made.book.up()) == 1)
+    machines = [one for one in made.machines.values() if one.type != small.head.name]
+    return {
+        "workers": [one["workers"] for one in run.events("started")],
+        "seconds": seconds,
+        "needed": small.needed(4, supply.data_cpus(None, 4), "cpu"),
+        "started": len(machines),
+        "at_a_time": certificate.most_at_a_time(
+            certificate.nodes_of({one.name: one for one in machines}, {}, small, [], begin)
+        ),
+        "in_the_end": count,
+        "asked_s": [round(one.asked - begin, 1) for one in machines],
+        "left": made.left,
+    }
+
+
+def labels(folder: Path) -> dict[str, Any]:
+    """Node types of two CPUs that differ by a label alone. Data tasks may run on any of them."""
+    write_rows(folder / "rows.csv", labelled_rows(403))
+    make_encoder(folder / "encoder")
+    make_artifact(folder / "artifact", ("lost", "found"))
+    document = yaml.safe_load((ROOT / "cluster.yaml").read_text(encoding="utf-8"))
+    kinds = document["available_node_types"]
+    worker = {**kinds.pop("worker"), "resources": {"CPU": 4}, "max_workers": 2}
+    for name in ("training", "answers"):
+        kinds[name] = {**worker, "labels": {"for": name}}
+    [port] = free_ports(1)
+    search = Run(folder / "runs" / "search")
+    asked = words(folder, search.name, 1, "cluster.labels={for: training}", "tune.trials=2", "tune.full_runs=1")
+    asked += ["--set", "train.epochs=2", "--set", "tune.final_rows=1", "--set", "tune.sampler=random"]
+    where = dict[str, set[str]]()
+    with up(plans.of(yaml.safe_dump(document)), folder / "machines", say) as made:
+        job = made.jobs.submit(["tune", *asked[1:]], upload.of(ROOT), say)
+        while (status := made.jobs.all()[job].status) not in naming.ENDED:
+            _note(made, "ray::RayTrainWorker", where)
+            time.sleep(0.2)
+        command = ["serve", str(folder / "artifact"), "--port", str(port), "--set", "serve.labels={for: answers}"]
+        serving = made.jobs.submit(command, upload.of(ROOT), say)
+        made.jobs.await_line(serving, "serving ")
+        _note(made, "ray::ServeReplica", where)
+        made.jobs.stop(serving)
+        until("its end", lambda: made.jobs.all()[serving].status in naming.ENDED)
+    trials = len(list(search.folder.glob("trial-*")))
+    return {"status": status, "trials": trials, "on": {k: sorted(v) for k, v in where.items()}, "left": made.left}
+
+
+def _note(made: Up, what: str, where: dict[str, set[str]]) -> None:
+    """On which types of machine processes of that name run now."""
+    for one in made.book.up().values():
+        with suppress(psutil.Error):
+            children = psutil.Process(one.pid).children(recursive=True) if one.pid else []
+            if any(" ".join(process.cmdline()).startswith(what) for process in children):
+                where.setdefault(what, set()).add(one.type)
 
 
 def asked_until_stopped(made: Up, job: str, url: str) -> dict[str, int]:
@@ -150,6 +239,8 @@ def asked_until_stopped(made: Up, job: str, url: str) -> dict[str, int]:
     return counts
 
 
+VERBS = {"train": train, "again": again, "serve": serve, "labels": labels, "grow": grow}
+
 if __name__ == "__main__":
     env.prepare()
-    sys.stdout.write(json.dumps({"train": train, "again": again, "serve": serve}[sys.argv[1]](Path(sys.argv[2]))))
+    sys.stdout.write(json.dumps(VERBS[sys.argv[1]](Path(sys.argv[2]))))

@@ -6,15 +6,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies
 
+from rtrain import config, ray_internals
 from rtrain.cluster import supply
 from rtrain.cluster.demand import EXPIRE_S, REPEAT_S, Bundle, Demand, lacking, told
 from rtrain.cluster.supply import Node
+from rtrain.runs import driver
 
 ROOT = Path(__file__).resolve().parents[1]
 NODES = strategies.lists(
@@ -30,43 +34,42 @@ NODES = strategies.lists(
     running=strategies.integers(0, 20),
     spare=strategies.integers(0, 4),
     device=strategies.sampled_from(["cpu", "gpu"]),
-    here=NODES,
-    more=NODES,
+    may=NODES,
 )
-def test_what_is_asked_for_fits_what_may_come_and_ends_when_it_has(
-    most: int, running: int, spare: int, device: str, here: list[Node], more: list[Node]
+def test_what_is_asked_for_and_what_runs_are_together_the_whole_run_and_fit_what_may_come(
+    most: int, running: int, spare: int, device: str, may: list[Node]
 ) -> None:
-    may = [*here, *more]
-    running = min(running, most, supply.fits(here, device, spare))
-    asked = lacking(most, running, spare, device, here, may)
-    workers = sum(1 for bundle in asked if supply.NEEDS[device] in bundle) - (spare if device == "cpu" and asked else 0)
     reachable = min(most, supply.fits(may, device, spare))
-    if asked:
-        assert running + workers == reachable <= most
-        assert supply.fits(here, device, spare) < reachable
-        for name in ("CPU", "GPU"):
-            wanted = sum(bundle.get(name, 0.0) for bundle in asked)
-            assert wanted + (running if name == supply.NEEDS[device] else 0) <= sum(node[name] for node in may)
-    else:
-        assert reachable <= max(running, supply.fits(here, device, spare))
-    assert lacking(most, running, spare, device, may, may) == []  # all has come
-    assert lacking(most, running, spare, device, here, here) == []  # nothing can come
+    running = min(running, reachable)
+    asked = lacking(most, running, spare, device, may)
+    if reachable == 0:
+        assert asked == []
+        return
+    assert len(asked) == reachable - running + spare
+    assert len(asked) + running == len(lacking(most, 0, spare, device, may))  # whoever asks for it, the same size
+    for name in ("CPU", "GPU"):
+        wanted = sum(bundle.get(name, 0.0) for bundle in asked)
+        assert wanted + (running if name == supply.NEEDS[device] else 0) <= sum(node[name] for node in may)
 
 
 EIGHT: list[Node] = [{"CPU": 8.0}]
 
 
 def test_a_run_of_one_node_asks_for_a_second_one_and_no_third() -> None:
-    asked = lacking(8, 6, 2, "cpu", EIGHT, EIGHT * 4)
+    asked = lacking(8, 6, 2, "cpu", EIGHT * 4)
     assert asked == [{"CPU": 1.0}] * 4
     # With the request of Ray Train for the workers that run, these are 10 CPUs: two nodes of eight.
     assert 8 < 6 + len(asked) <= 16
-    assert lacking(8, 6, 2, "cpu", EIGHT * 2, EIGHT * 4) == []
+
+
+def test_a_run_that_has_all_its_workers_asks_for_its_data_tasks_still() -> None:
+    assert lacking(8, 8, 2, "cpu", EIGHT * 4) == [{"CPU": 1.0}] * 2
 
 
 def test_a_run_that_waits_asks_for_all_of_it() -> None:
-    assert lacking(4, 0, 2, "cpu", [{"CPU": 0.0}], EIGHT) == [{"CPU": 1.0}] * 6
-    assert lacking(2, 0, 2, "gpu", [], [{"CPU": 8.0, "GPU": 4.0}]) == [{"GPU": 1.0}] * 2 + [{"CPU": 1.0}] * 2
+    assert lacking(4, 0, 2, "cpu", EIGHT) == [{"CPU": 1.0}] * 6
+    assert lacking(2, 0, 2, "gpu", [{"CPU": 8.0, "GPU": 4.0}]) == [{"GPU": 1.0}] * 2 + [{"CPU": 1.0}] * 2
+    assert lacking(4, 0, 2, "cpu", [{"CPU": 2.0}]) == []
 
 
 class Book:
@@ -74,10 +77,12 @@ class Book:
 
     def __init__(self) -> None:
         self.given: list[tuple[list[Bundle], float]] = []
+        self.labels: list[Mapping[str, str]] = []
         self.taken_back = 0
 
-    def ask(self, bundles: Sequence[Bundle], expire_s: float) -> None:
+    def ask(self, bundles: Sequence[Bundle], labels: Mapping[str, str], expire_s: float) -> None:
         self.given.append((list(bundles), expire_s))
+        self.labels.append(labels)
 
     def take_back(self) -> None:
         self.taken_back += 1
@@ -85,7 +90,7 @@ class Book:
 
 def test_a_request_is_repeated_before_it_expires_changed_at_once_and_taken_back_once() -> None:
     book, now = Book(), [100.0]
-    demand = Demand(book, lambda: now[0])
+    demand = Demand(book, {"for": "training"}, lambda: now[0])
     one, two = [{"CPU": 1.0}], [{"CPU": 1.0}] * 2
     for second in range(40):
         now[0] = 100.0 + second
@@ -99,6 +104,28 @@ def test_a_request_is_repeated_before_it_expires_changed_at_once_and_taken_back_
     demand.want([])
     demand.end()
     assert (book.taken_back, demand.bundles, demand.seconds) == (1, [], 0.0)
+    assert book.labels == [{"for": "training"}] * 4
+
+
+def test_a_run_asks_from_its_start_to_its_end_and_only_where_there_is_an_autoscaler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    book, document = Book(), {"max_workers": 2, "available_node_types": {"big": {"resources": {"CPU": 8}}}}
+    monkeypatch.setattr(ray_internals, "Requests", lambda name: book)
+    monkeypatch.setattr(supply, "here", lambda labels=supply.ANY: EIGHT)
+    prepared: Any = SimpleNamespace(
+        device=SimpleNamespace(workers=10, device="cpu"),
+        config=config.load("intent", {"train.workers": 10, "train.min_workers": 1}),
+        run=SimpleNamespace(name="run"),
+    )
+    for known in (None, document):
+        monkeypatch.setattr(supply, "autoscaler", lambda known=known: known)
+        with driver._Asking(prepared) as asking:
+            for workers in (0, 5, 0, 10):
+                asking(workers)
+    one = {"CPU": 1.0}
+    assert [bundles for bundles, _ in book.given] == [[one] * 13, [one] * 8, [one] * 13, [one] * 3]
+    assert book.taken_back == 1
 
 
 def test_it_says_what_is_waited_for_with_which_nodes_and_for_how_long() -> None:
@@ -124,13 +151,13 @@ def test_the_types_come_from_the_file_or_from_the_variable_itself(
         "available_node_types": {"head": {"resources": {"CPU": 0}}, "big": {"resources": {"CPU": 16}}},
     }
     (tmp_path / "file.yaml").write_text(json.dumps(document))
-    monkeypatch.setattr(supply, "here", lambda: [{"CPU": 0.0}])
+    monkeypatch.setattr(supply, "here", lambda labels=supply.ANY: [{"CPU": 0.0}])
     for value in (json.dumps(document), str(tmp_path / "file.yaml")):
         monkeypatch.setenv(supply.AUTOSCALER_FILE, value)
         assert supply.types() == {"big": {"CPU": 16.0}}
         assert supply.may("cpu") == [{"CPU": 0.0}, {"CPU": 16.0}, {"CPU": 16.0}]
         assert supply.most("cpu") == 32
-    monkeypatch.setattr(supply, "here", lambda: [{"CPU": 64.0}])
+    monkeypatch.setattr(supply, "here", lambda labels=supply.ANY: [{"CPU": 64.0}])
     assert supply.may("cpu") == [{"CPU": 64.0}]
 
 
@@ -139,6 +166,7 @@ def test_the_internal_calls_take_what_is_given() -> None:
 
     found = inspect.signature(DefaultAutoscalingCoordinator.request_resources).parameters
     assert list(found)[:3] == ["self", "resources", "expire_after_s"]
+    assert "label_selectors" in found
     assert all(one.default is not inspect.Parameter.empty for one in list(found.values())[3:])
     assert list(inspect.signature(DefaultAutoscalingCoordinator.__init__).parameters)[1] == "requester_id"
     assert list(inspect.signature(DefaultAutoscalingCoordinator.cancel_request).parameters) == ["self"]

@@ -21,6 +21,7 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
+from rtrain import env
 from rtrain.checkpoints import checkpoint
 from rtrain.cluster import supply
 from rtrain.cluster.rehearsal import (
@@ -150,9 +151,11 @@ def test_a_command_keeps_its_words_but_for_where_it_writes() -> None:
 
 def test_a_machine_starts_ray_as_the_file_does_on_ports_that_are_free(tmp_path: Path) -> None:
     token = tmp_path / "token"
-    made = starts.Nodes(PLAN, tmp_path, token, tmp_path / "a.yaml", "10.0.0.1:6379", 8265, "http://127.0.0.1:1", (1, 2))
+    nodes = starts.Nodes(
+        PLAN, tmp_path, token, tmp_path / "a.yaml", "10.0.0.1:6379", 8265, "http://127.0.0.1:1", (1, 2)
+    )
     labels = {"for": "training"}
-    head, worker = (made(Machine(f"{kind}-1", kind, {"CPU": 3.0}, labels, {}, 0.0)) for kind in ("head", "worker"))
+    head, worker = (nodes(Machine(f"{kind}-1", kind, {"CPU": 3.0}, labels, {}, 0.0)) for kind in ("head", "worker"))
     [command] = head.commands
     assert {"--head", "--port=6379", "--dashboard-port=8265", "--dashboard-host=127.0.0.1"} <= set(command)
     first, spot = worker.commands
@@ -164,6 +167,9 @@ def test_a_machine_starts_ray_as_the_file_does_on_ports_that_are_free(tmp_path: 
     assert json.loads(worker.environ["RAY_OVERRIDE_LABELS"]) == labels
     assert (worker.environ["RAY_AUTH_MODE"], worker.environ["RAY_AUTH_TOKEN_PATH"]) == ("token", str(token))
     assert len([word for word in command if word.startswith("--temp-dir=")]) == 1
+    assert not env.gpus_are_counted(worker.environ)
+    counting = replace(PLAN, kinds=(replace(PLAN.kinds[0], resources={"GPU": 1.0}),))
+    assert env.gpus_are_counted(replace(nodes, plan=counting)(Machine("a", "worker", {}, {}, {}, 0.0)).environ)
 
 
 # -------------------------------------------------------------------------------------------------- book and provider
@@ -463,9 +469,15 @@ def test_other_numbers_of_workers_may_round_otherwise() -> None:
 
 def test_what_is_not_rehearsed_is_said() -> None:
     gpu = replace(PLAN, kinds=(replace(PLAN.kinds[0], resources={"CPU": 8.0, "GPU": 1.0}),), watcher=None)
-    said = "\n".join(made(plan=gpu).not_rehearsed())
-    assert "GPUs were counted and not there" in said
-    assert "the file starts no watcher" in said
+    said = "\n".join(made(plan=gpu, device="gpu").not_rehearsed())
+    for expected in (
+        "which were counted and not there",
+        "NCCL sums gradients (here gloo)",
+        "the file starts no watcher",
+    ):
+        assert expected in said
+    assert "trained on CPUs, as it asks for" in "\n".join(made(plan=gpu).not_rehearsed())
+    assert "GPU" not in "\n".join(made().not_rehearsed())
 
 
 # ----------------------------------------------------------------------------------------------------------- its runs
@@ -558,6 +570,22 @@ def on_machines(verb: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_workers_take_gpus_that_are_declared_and_land_on_the_nodes_that_have_them(tmp_path: Path) -> None:
+    """Beside nodes of CPUs, which the data tasks may have."""
+    document = yaml.safe_load(TEXT)
+    worker = document["available_node_types"]["worker"]
+    document["available_node_types"]["gpu"] = {**worker, "resources": {"CPU": 2, "GPU": 1}, "max_workers": 4}
+    done, found = rehearsed(tmp_path, yaml.safe_dump(document), "--workers", "2", "--set", "train.epochs=40")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (found["passed"], found["device"], found["workers"]) == (True, "gpu", [2, 2, 2])
+    assert (found["weights"]["identical"], found["left_behind"]) == (True, [])
+    assert {fault["type"] for fault in found["faults"]} == {"gpu"}
+    assert any("NCCL" in one for one in found["not_rehearsed"])
+
+
+@pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(3100)
 def test_a_job_submitted_again_goes_on_from_its_storage_when_the_head_is_gone(tmp_path: Path) -> None:
     """The head's machine is cut off in the middle of a run, and takes the run's folder with it. The same job on a new
@@ -575,6 +603,23 @@ def test_a_job_submitted_again_goes_on_from_its_storage_when_the_head_is_gone(tm
 def test_an_endpoint_s_replicas_bring_up_nodes_and_leave_none(tmp_path: Path) -> None:
     found = on_machines("serve", tmp_path)
     assert (found["nodes"], found["traceback"], found["left"]) == (2, False, [])
-    # Ray's own proxy, which is taken where nodes are several, cuts off what it has in hand at the end.
-    assert set(found["statuses"]) <= {"200", "503", "refused", "RemoteProtocolError"}
-    assert sum(found["statuses"].values()) - found["statuses"]["200"] <= 4
+    assert found["statuses"].keys() == {"200", "refused"}  # what was accepted is answered, though the job is stopped
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_a_run_that_grows_starts_the_nodes_that_it_needs_and_no_more(tmp_path: Path) -> None:
+    found = on_machines("grow", tmp_path)
+    assert (found["workers"][-1], found["left"]) == (4, [])
+    assert found["needed"] == found["started"] == found["at_a_time"] == found["in_the_end"] == 6, found
+
+
+@pytest.mark.ray
+@pytest.mark.serve
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_trials_and_replicas_land_on_the_nodes_that_are_labelled_for_them(tmp_path: Path) -> None:
+    found = on_machines("labels", tmp_path)
+    assert (found["status"], found["trials"], found["left"]) == ("SUCCEEDED", 2, [])
+    assert found["on"] == {"ray::RayTrainWorker": ["training"], "ray::ServeReplica": ["answers"]}

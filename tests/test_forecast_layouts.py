@@ -105,7 +105,7 @@ def test_the_verdict_is_that_of_a_start(
     monkeypatch.setenv(supply.AUTOSCALER_FILE, str(file))
     # The head is up, and nothing else: Ray itself is not asked.
     head = cluster["available_node_types"]["head"]["resources"]
-    monkeypatch.setattr(supply, "here", lambda: [head])
+    monkeypatch.setattr(supply, "here", lambda labels=supply.ANY: [head])
     monkeypatch.setattr(device, "usable", lambda: True)
     config = configured(settings)
     foretold, real = verdict(cluster, settings, searches), started(config, searches, Run(tmp_path / "run"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from rtrain import config
+from rtrain import config, env
 from rtrain.errors import ConfigError
 from rtrain.network import attention, device, layout, model
 from rtrain.tasks import base
@@ -23,8 +23,11 @@ META = torch.device("meta")
 HEADS, DIM = 3, 8
 
 
-def test_transports_are_named_by_kind_of_device() -> None:
+def test_transports_are_named_by_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [device.backend(kind) for kind in ("cpu", "gpu")] == ["gloo", "cpu:gloo,cuda:nccl"]
+    monkeypatch.setenv(env.COUNTED_GPUS, "1")  # they are not there
+    assert [device.backend(kind) for kind in ("cpu", "gpu")] == ["gloo", "gloo"]
+    assert device.usable()
 
 
 # ------------------------------------------------------------------------------------------------- the run's own choice

@@ -6,7 +6,8 @@ import logging
 import re
 import socket
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -281,3 +282,126 @@ def test_a_deployment_keeps_the_version_that_it_was_given() -> None:
     given = ray_internals.with_version(deployment, "7")
     assert (deployment.version, given.version) == (None, "7")
     assert given.options(user_config={"artifact": "there"}).version == "7"
+
+
+def test_a_proxy_that_is_to_end_answers_what_it_has_and_says_that_it_was_the_last() -> None:
+    """One client waits for its answer, one has had one and asks again, one comes too late."""
+    import ray.serve._private.proxy
+    from ray.serve._private.http_util import start_asgi_http_server
+    from ray.serve.config import HTTPOptions
+
+    assert "self._start_http_server_task = " in inspect.getsource(ray.serve._private.proxy)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/slow":
+            asked.set()
+            await may_answer.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def ask(path: str, streams: Any) -> bytes:
+        reader, writer = streams
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: here\r\n\r\n".encode())
+        head: bytes = await reader.readuntil(b"\r\n\r\n")
+        assert await reader.readexactly(2) == b"ok"
+        return head.lower()
+
+    async def check() -> None:
+        loop = asyncio.get_running_loop()
+        starting = loop.create_task(
+            start_asgi_http_server(application, HTTPOptions(host="127.0.0.1", port=port), event_loop=loop)
+        )
+        server = (await starting)[1]
+        while not server.started:
+            await asyncio.sleep(0.01)
+        proxy = SimpleNamespace(_start_http_server_task=starting)
+        waiting, idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        slow = loop.create_task(ask("/slow", waiting))
+        await asked.wait()
+        assert b"connection: close" not in await ask("/", idle)
+        ray_internals._end_server(proxy)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+        assert b"connection: close" in await ask("/", idle)
+        await asyncio.sleep(ray_internals.LAST_ANSWERS_S + 0.2)
+        assert not ray_internals._server_has_ended(proxy)
+        may_answer.set()
+        assert b"connection: close" in await slow
+        await asyncio.wait_for(starting.result()[0], 5)
+        assert ray_internals._server_has_ended(proxy)
+        for _, writer in (waiting, idle):
+            writer.close()
+
+    asyncio.run(check())
+
+
+def test_a_stream_of_data_asks_for_no_nodes_and_has_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own would ask for twice the two CPUs that it has been given, and for nothing where it has none."""
+    from ray.data import ExecutionOptions, ExecutionResources
+    from ray.data._internal.cluster_autoscaler import (
+        rate_based_cluster_autoscaler as rates,
+        resource_utilization_gauge as gauges,
+    )
+    from ray.data._internal.execution import streaming_executor
+
+    asked, given = list[Any](), {"node": {"CPU": 2.0, "object_store_memory": 7.0}}
+
+    class Coordinator:
+        def __init__(self, **others: Any):
+            pass
+
+        def request_resources(self, resources: Any, **others: Any) -> None:
+            asked.append(resources)
+
+        def get_reserved_resources(self) -> Any:
+            return given
+
+    class Tasks:
+        output_dependencies: ClassVar[list[Any]] = []
+        metrics = SimpleNamespace(
+            average_num_inputs_per_task=1.0, average_num_outputs_per_task=1.0, num_output_blocks_per_task_s=1.0
+        )
+
+        def per_task_resource_allocation(self) -> Any:
+            return ExecutionResources(cpu=1)
+
+        min_scheduling_resources = per_task_resource_allocation
+
+        def get_max_concurrency_limit(self) -> None:
+            return None
+
+        def has_completed(self) -> bool:
+            return False
+
+    busy = SimpleNamespace(observe=lambda: None, get=lambda: gauges.ClusterUtil(cpu=1.0))
+    executor: Any = streaming_executor
+    monkeypatch.setattr(rates, "DefaultAutoscalingCoordinator", Coordinator)
+    for module in (rates, gauges):
+        monkeypatch.setattr(module, "RollingLogicalUtilizationGauge", lambda *given: busy)
+    monkeypatch.setattr(executor, "create_cluster_autoscaler", executor.create_cluster_autoscaler)  # and back again
+    context = SimpleNamespace(
+        execution_options=ExecutionOptions(),
+        scheduling_strategy=None,
+        scheduling_strategy_large_args=None,
+    )
+    for ours in (False, True):
+        if ours:
+            ray_internals.stream_within(0.5)
+        scaling = executor.create_cluster_autoscaler({Tasks(): None}, None, context, execution_id="a")
+        scaling._last_request_time = -1e9
+        scaling.try_trigger_scaling()
+        assert asked[-1] == ([] if ours else [{"CPU": 1.0}] * 4)
+        assert scaling.get_total_resources().cpu == 2.0
+    given["node"]["CPU"] = 0.0
+    assert (scaling.get_total_resources().cpu, scaling.get_total_resources().object_store_memory) == (0.5, 7.0)
+
+
+@pytest.mark.ray
+def test_numbers_come_from_tasks_that_reserve_what_is_said_and_are_fused(ray_session: Path) -> None:
+    dataset = ray_internals.numbers(10, 2, 0.25).map_batches(lambda batch: batch, batch_size=None, num_cpus=0.25)
+    assert [row["id"] for row in dataset.take_all()] == list(range(10))
+    assert "ReadRange->MapBatches" in dataset.stats()

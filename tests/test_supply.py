@@ -49,6 +49,40 @@ def test_an_autoscaler_starts_the_largest_nodes_up_to_its_limit(device: str, mos
     assert supply.largest(*supply.startable(DOCUMENT), device) == most
 
 
+@pytest.mark.parametrize(
+    ("asked", "workers", "each"), [(None, 1, 1.0), (None, 2, 1.0), (None, 4, 0.5), (None, 1000, 0.12), (8, 4, 1.0)]
+)
+def test_each_worker_s_stream_has_a_task_within_the_cpus_of_the_data_tasks(
+    asked: int | None, workers: int, each: float
+) -> None:
+    assert supply.task_cpus(asked, workers) == each
+    assert workers * each <= supply.data_cpus(asked, workers)
+
+
+def test_nodes_are_counted_by_their_labels() -> None:
+    """Those that have others, or none, are as good as not there."""
+    kinds = DOCUMENT["available_node_types"]
+    assert isinstance(kinds, dict)
+    labelled = {**kinds, "small": {**kinds["small"], "labels": {"for": "training", "market": "spot"}}}
+    document = {**DOCUMENT, "available_node_types": labelled}
+    assert supply.reachable(document, "cpu", {"for": "training"}) == [{"CPU": 4.0}] * 5
+    assert supply.reachable(document, "cpu", {"for": "answers"}) == []
+    assert supply.reachable(document, "gpu", {}) == supply.reachable(DOCUMENT, "gpu")
+    assert supply.has({"zone": "a"}, supply.ANY)
+    assert not supply.has(None, {"zone": "a"})
+
+
+def test_labels_that_no_node_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supply, "_staying", lambda labels: {})
+    monkeypatch.setenv(supply.AUTOSCALER_FILE, json.dumps(DOCUMENT))
+    [problem] = supply.absent("cluster.labels", {"for": "trainng"})
+    assert (problem.field, problem.value) == ("cluster.labels", {"for": "trainng"})
+    assert supply.absent("cluster.labels", {}) == []
+    kinds = {"gpu": {"resources": {"GPU": 1}, "labels": {"for": "training"}}}
+    monkeypatch.setenv(supply.AUTOSCALER_FILE, json.dumps({"max_workers": 1, "available_node_types": kinds}))
+    assert supply.absent("cluster.labels", {"for": "training"}) == []
+
+
 def test_the_head_leaves_its_jobs_the_autoscaler_s_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(supply.AUTOSCALER_FILE, raising=False)
     session.on_node_start(SimpleNamespace(ray_client_server_port=1, autoscaling_config=None), head=False)

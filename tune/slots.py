@@ -57,7 +57,8 @@ def number(config: Config, device: str) -> int:
     """
     train, asked = config.recipe.train, config.deploy.tune.concurrent
     spare = supply.data_cpus(config.deploy.cluster.data_cpus, train.workers)
-    cpus, room = supply.most("cpu"), supply.most(device)
+    labels = config.deploy.cluster.labels
+    cpus, room = supply.most("cpu", labels), supply.most(device, labels)
     each = train.workers + spare if device == "cpu" else train.workers
     fits = supply.slots(train.workers, spare, device, cpus, room)
     if asked is None or asked <= fits:

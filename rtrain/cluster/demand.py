@@ -1,12 +1,14 @@
-"""What a run asks an autoscaler for: places for the workers that it lacks.
+"""What a run asks an autoscaler for: places for the workers that it lacks, and for its data tasks.
 
 An autoscaler starts nodes for what is asked for and has no place. Workers of a fixed number ask by themselves, where
 Ray Train places them. A run that waits for its least number, or goes on with fewer than it may have, asks here.
 
 What is asked for is a size of the whole cluster, and requests of several names add up: Ray Train's own is for the
-workers that run, so that this one is for the rest. (A placement group would ask for exactly what is lacking, and take
-the CPUs of the data tasks while it waits; `ray.autoscaler.sdk.request_resources` is overwritten by Ray Data within
-20 s.)
+workers that run, so that this one is for the rest. It gets smaller before Ray Train asks, since both together would
+start a node for each worker twice, and it is not taken back when the nodes are there: one that is up, and waits for the
+run to grow onto it, would be ended as idle, and started again. (A placement group would ask for exactly what is
+lacking, and take the CPUs of the data tasks while it waits; `ray.autoscaler.sdk.request_resources` is overwritten by
+Ray Data within 20 s.)
 """
 
 import time
@@ -24,19 +26,18 @@ REPEAT_S, EXPIRE_S = 15.0, 45.0
 # ---------------------------------------------------------------------------------------------------------- decisions
 
 
-def lacking(
-    most: int, running: int, spare: int, device: str, here: Sequence[Node], may: Sequence[Node]
-) -> list[Bundle]:
-    """The places to ask for, each of one CPU or GPU; none where the nodes that are up have room for all workers, or
-    where more of them will never come.
+def lacking(most: int, running: int, spare: int, device: str, may: Sequence[Node]) -> list[Bundle]:
+    """The places to ask for beside those of the workers that run, each of one CPU or GPU; none where no worker will
+    ever have one.
 
     `most`: workers that the run may have; `running`: those that it has, for which Ray Train asks. `spare`: CPUs of the
-    data tasks. `here`: the nodes that are up. `may`: the nodes that there can be, with those that are up.
+    data tasks. `may`: the nodes that there can be, with those that are up: an autoscaler that is asked for more than
+    these starts none of it.
     """
     reachable = min(most, supply.fits(may, device, spare))
-    if reachable <= max(running, supply.fits(here, device, spare)):
+    if reachable == 0:
         return []
-    workers: list[Bundle] = [{NEEDS[device]: 1.0}] * (reachable - running)
+    workers: list[Bundle] = [{NEEDS[device]: 1.0}] * max(0, reachable - running)
     return workers + [{NEEDS["cpu"]: 1.0}] * spare
 
 
@@ -57,7 +58,7 @@ def told(bundles: Sequence[Bundle], types: Mapping[str, Node], seconds: float) -
 class Asked(Protocol):
     """Who takes requests: `ray_internals.Requests`, or a test."""
 
-    def ask(self, bundles: Sequence[Bundle], expire_s: float) -> None: ...
+    def ask(self, bundles: Sequence[Bundle], labels: Mapping[str, str], expire_s: float) -> None: ...
 
     def take_back(self) -> None: ...
 
@@ -68,8 +69,11 @@ class Demand:
     Not for several threads.
     """
 
-    def __init__(self, requests: Asked, clock: Callable[[], float] = time.monotonic):
-        self._requests, self._clock = requests, clock
+    def __init__(
+        self, requests: Asked, labels: Mapping[str, str] = supply.ANY, clock: Callable[[], float] = time.monotonic
+    ):
+        """`labels`: those that the nodes must have."""
+        self._requests, self.labels, self._clock = requests, labels, clock
         self._bundles: list[Bundle] = []
         self._since = self._last = 0.0
 
@@ -92,7 +96,7 @@ class Demand:
             self._since = now
         if list(bundles) != self._bundles or now - self._last >= REPEAT_S:
             self._bundles, self._last = list(bundles), now
-            self._requests.ask(self._bundles, EXPIRE_S)
+            self._requests.ask(self._bundles, self.labels, EXPIRE_S)
 
     def end(self) -> None:
         if self._bundles:

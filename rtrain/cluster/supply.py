@@ -5,16 +5,22 @@ pure. `here`, `free`, `most` and `leaving` ask the Ray that this process is conn
 """
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
 from rtrain import ray_internals
+from rtrain.errors import Problem
 
 Node = Mapping[str, float]
+Labels = Mapping[str, str]
+ANY: Labels = MappingProxyType({})
+"""The labels that every node has."""
 NEEDS = {"cpu": "CPU", "gpu": "GPU"}
 """The resource of which a worker takes one, by its device. A worker with a GPU takes no CPU."""
 AUTOSCALER_FILE = "RTRAIN_AUTOSCALER_FILE"
@@ -55,13 +61,16 @@ def largest(nodes: Sequence[Node], types: Sequence[tuple[Node, int]], most_worke
     return count(nodes, device) + sum(each[:most_workers])
 
 
-def startable(document: Mapping[str, Any]) -> tuple[list[Node], list[tuple[Node, int]], int]:
-    """The head, the worker types with their numbers, and the limit over all types, from an autoscaler's file."""
+def startable(document: Mapping[str, Any], labels: Labels = ANY) -> tuple[list[Node], list[tuple[Node, int]], int]:
+    """The head, the worker types with their numbers, and the limit over all types, from an autoscaler's file; of these
+    the nodes that have the labels."""
     limit, head = int(document.get("max_workers", 0)), document.get("head_node_type")
     heads: list[Node] = []
     types: list[tuple[Node, int]] = []
     for name, kind in document.get("available_node_types", {}).items():
         node = {resource: float(amount) for resource, amount in (kind.get("resources") or {}).items()}
+        if not has(kind.get("labels"), labels):
+            continue
         if name == head:
             heads.append(node)
         else:
@@ -69,10 +78,14 @@ def startable(document: Mapping[str, Any]) -> tuple[list[Node], list[tuple[Node,
     return heads, types, limit
 
 
-def reachable(document: Mapping[str, Any], device: str) -> list[Node]:
-    """The nodes that there can be by an autoscaler's file: the head, and as many others as it may start at a time,
-    those with room for most workers first."""
-    heads, types, limit = startable(document)
+def has(labels: Mapping[str, str] | None, wanted: Labels) -> bool:
+    return wanted.items() <= {name: str(value) for name, value in (labels or {}).items()}.items()
+
+
+def reachable(document: Mapping[str, Any], device: str, labels: Labels = ANY) -> list[Node]:
+    """The nodes with the labels that there can be by an autoscaler's file: the head, and as many others as it may start
+    at a time, those with room for most workers first."""
+    heads, types, limit = startable(document, labels)
     started = sorted((node for node, number in types for _ in range(number)), key=lambda node: -count([node], device))
     return [*heads, *started[:limit]]
 
@@ -90,50 +103,64 @@ def data_cpus(asked: int | None, workers: int) -> int:
     return DATA_CPUS + workers // WORKERS_PER_DATA_CPU if asked is None else asked
 
 
+def task_cpus(asked: int | None, workers: int) -> float:
+    """Logical CPUs of a data task: one, or less where each worker's stream has to have a task within the data tasks'
+    CPUs. One that had no room would have an autoscaler start a node for it."""
+    return min(1.0, math.floor(100 * data_cpus(asked, workers) / workers) / 100)
+
+
 # ------------------------------------------------------------------------------------------------------ asking the Ray
 
 
-def here() -> list[Node]:
-    """The nodes that are up and will stay, with all their resources."""
-    return list(_staying().values())
+def here(labels: Labels = ANY) -> list[Node]:
+    """The nodes with the labels that are up and will stay, with all their resources."""
+    return list(_staying(labels).values())
 
 
-def free(own: Mapping[str, int] | None = None, device: str = "cpu") -> list[Node]:
+def free(own: Mapping[str, int] | None = None, device: str = "cpu", labels: Labels = ANY) -> list[Node]:
     """The nodes of `here` with their free resources. `own`: the run's own workers by node; their places count as
     free."""
     available = ray_internals.available_by_node()
     found: list[Node] = []
-    for name in _staying():
+    for name in _staying(labels):
         node = dict(available.get(name, {}))
         node[NEEDS[device]] = node.get(NEEDS[device], 0.0) + (own or {}).get(name, 0)
         found.append(node)
     return found
 
 
-def most(device: str) -> int:
+def most(device: str, labels: Labels = ANY) -> int:
     """How many workers the nodes that are up have room for, or the nodes that the autoscaler may start, if that is
     more."""
-    return max(count(here(), device), count(may(device), device))
+    return max(count(here(labels), device), count(may(device, labels), device))
 
 
-def may(device: str) -> list[Node]:
-    """The nodes that there can be: those that are up, or, where they have room for more workers, those that the
-    autoscaler would have, the largest first."""
-    up, document = here(), autoscaler()
+def may(device: str, labels: Labels = ANY) -> list[Node]:
+    """The nodes with the labels that there can be: those that are up, or, where they have room for more workers, those
+    that the autoscaler would have, the largest first."""
+    up, document = here(labels), autoscaler()
     if document is None:
         return up
-    all_of_them = reachable(document, device)
+    all_of_them = reachable(document, device, labels)
     return max(up, all_of_them, key=lambda nodes: count(nodes, device))
 
 
-def types() -> dict[str, Node]:
-    """The types of node that the autoscaler may start, by name."""
+def absent(setting: str, labels: Labels) -> list[Problem]:
+    """The problem of a setting whose labels no node has, nor may have. What asks for them would wait for ever."""
+    if not labels or here(labels) or types(labels):
+        return []
+    reason = "no node of the cluster has these labels, and its autoscaler may start none that has"
+    return [Problem(setting, dict(labels), reason, "write those of a node type in the cluster's file, or none")]
+
+
+def types(labels: Labels = ANY) -> dict[str, Node]:
+    """The types of node with the labels that the autoscaler may start, by name."""
     document = autoscaler() or {}
     kinds = document.get("available_node_types", {})
     return {
         name: {resource: float(amount) for resource, amount in (kind.get("resources") or {}).items()}
         for name, kind in kinds.items()
-        if name != document.get("head_node_type")
+        if name != document.get("head_node_type") and has(kind.get("labels"), labels)
     }
 
 
@@ -160,8 +187,12 @@ def leaving() -> set[str]:
     return ray_internals.draining_nodes()
 
 
-def _staying() -> dict[str, Node]:
+def _staying(labels: Labels) -> dict[str, Node]:
     import ray
 
     gone = leaving()
-    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in gone}
+    return {
+        node["NodeID"]: node["Resources"]
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeID"] not in gone and has(node["Labels"], labels)
+    }

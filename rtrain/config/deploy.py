@@ -9,6 +9,10 @@ from pydantic_core import PydanticCustomError
 from rtrain.config.data import Positive, Section
 from rtrain.errors import Problem
 
+Labels = dict[str, Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")]]
+"""Labels of nodes and their values."""
+NO_LABELS: Final[Labels] = {}
+
 
 class Cluster(Section):
     address: str | None = None
@@ -24,6 +28,9 @@ class Cluster(Section):
     """Logical CPUs for the data tasks, beside the workers' own. Default: 2, and one more for every 8 workers. (Measured
     with 1,000 workers and updates of 32,000 rows: a task takes 3 ms for one worker's part, so one CPU keeps up with 8
     workers whose updates take 24 ms.)"""
+    labels: Labels = NO_LABELS
+    """Labels that a node must have to get workers, of runs and of a search's trials, e.g. {market: spot}, as the
+    cluster's file gives them to its node types. Data tasks run on any node. Default: any node will do."""
     storage: str | None = None
     """URL (s3://, gs://, file:// or another that fsspec knows). Each run's checkpoints, log and artefact are copied to
     `<storage>/<run>`; where the run folder is lost, `--resume` brings it back from there."""
@@ -148,6 +155,8 @@ class Serve(Section):
     threads: Positive = 1
     """Processor threads of one replica's engine. A replica reserves as many of Ray's logical CPUs, so that a cluster
     adds nodes for it; where none can come and they are short, it reserves none."""
+    labels: Labels = NO_LABELS
+    """Labels that a node must have to get replicas, e.g. {for: answers}. Default: any node will do."""
     max_batch_rows: Positive = 32
     """Most texts of one engine call."""
     max_batch_tokens: Positive = 16_384

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from rtrain import ray_internals
 from rtrain.batch import Ints, Tokens
 from rtrain.data.order import Order, deal, rows_digest
 from rtrain.data.stores.store import Store, open_store
@@ -74,6 +75,8 @@ class Share:
     tokens_per_pass: int | None = None
     teacher: str | None = None
     """Version of the teacher whose outputs go with each row; None without a teacher."""
+    task_cpus: float = 1.0
+    """Logical CPUs that a data task reserves."""
     measures: bool = False
     """Deal the rows at random in the updates that measure the noise of gradients (`exchange.noise`)."""
 
@@ -148,9 +151,13 @@ def _as_it_is(batch: dict[str, Any]) -> dict[str, Any]:
 def _dataset(share: Share, start: int, stop: int) -> "ray.data.Dataset":
     import ray.data
 
+    ray_internals.stream_within(share.task_cpus)  # the run asks for nodes, for all its streams (`cluster.demand`)
     blocks = max(1, math.ceil((stop - start) / _updates_per_task(share)))
-    dataset = ray.data.range(stop - start, override_num_blocks=blocks).map_batches(
-        partial(_materialise, share=share, start=start), batch_size=None, zero_copy_batch=True
+    dataset = ray_internals.numbers(stop - start, blocks, share.task_cpus).map_batches(
+        partial(_materialise, share=share, start=start),
+        batch_size=None,
+        zero_copy_batch=True,
+        num_cpus=share.task_cpus,
     )
     # Ray ends a stream from which nothing is taken for some time. A worker takes nothing during a long evaluation.
     dataset.context.execution_no_progress_timeout_s = -1

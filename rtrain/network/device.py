@@ -6,6 +6,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rtrain import env
 from rtrain.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -50,10 +51,10 @@ def choose(wanted: str, workers: int, least: int | None, gpus: int, usable: bool
 
 
 def usable() -> bool:
-    """Whether this build of torch computes on GPUs; the machine itself may have none."""
+    """Whether this build of torch computes on GPUs, or they are only counted; the machine itself may have none."""
     import torch
 
-    return bool(torch.backends.cuda.is_built())
+    return env.gpus_are_counted() or bool(torch.backends.cuda.is_built())
 
 
 def named(device: "torch.device") -> str:
@@ -66,7 +67,7 @@ def named(device: "torch.device") -> str:
 def backend(device: str) -> str:
     """Transports of the workers' process group, one per kind of device: nccl, which sums gradients on GPUs, moves no
     CPU tensor, and counts, outcomes and decisions are CPU tensors on every kind of worker."""
-    return "cpu:gloo,cuda:nccl" if device == "gpu" else "gloo"
+    return "cpu:gloo,cuda:nccl" if device == "gpu" and not env.gpus_are_counted() else "gloo"
 
 
 def moved(values: "npt.NDArray[Any]", device: "torch.device") -> "torch.Tensor":

@@ -64,10 +64,10 @@ def fit(
     for event in said_of_rows(run):
         say(event)  # logged before the run was followed
     told = events.Follow([(run.folder, {})], on_event), trackers.following(prepared.config, run, say)
-    with opening.hold(run), told[0], told[1], notice.Asked(run) as asked:
+    with opening.hold(run), told[0], told[1], notice.Asked(run) as asked, _Asking(prepared) as asking:
         plan.workers.taken(run)
         try:
-            _attempts(prepared, plan, say, asked)
+            _attempts(prepared, plan, say, asked, asking)
         except (KeyboardInterrupt, SystemExit, TryAgain):
             run.append("interrupted")
             summary.write(run)
@@ -111,7 +111,7 @@ def _copy_out(prepared: Prepared) -> None:
         copy.push_artifact(prepared.run.folder)
 
 
-def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked) -> None:
+def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked, asking: "_Asking") -> None:
     """Start the workers again and again until they have come to the end, or until that makes no sense.
 
     Each start is a worker group with a controller of its own, and resumes from the newest checkpoint, which the workers
@@ -124,12 +124,12 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
     if prepared.device.why:
         run.append("device", device=kind, why=prepared.device.why)
     recovery, owners = Recovery(cluster.max_crashes), _owners(run, cluster)
-    asking = _Asking(run, most, kind, supply.data_cpus(cluster.data_cpus, most), elastic=least is not None)
     while True:
         notice.take(run)  # one that was left by a driver that died is of no concern to the workers of this one
         if asked.given:
             saved = f"update {_newest(run)} of {prepared.updates} is saved"
             raise TryAgain(f"{run} was asked to end: {saved}. The same command with --resume goes on")
+        asking(0)
         workers = min(ceiling, _workers(run, wanted, kind, say, asking))
         start = Start(
             config=prepared.config,
@@ -145,9 +145,10 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
             shortcuts=plan.shortcuts,
         )
         say(events.doing(f"starting {workers} worker{'' if workers == 1 else 's'}", "start of workers"))
-        layout = group.Layout(workers, kind, cluster.stall_s, elastic=least is not None)
+        layout = group.Layout(workers, kind, cluster.stall_s, elastic=least is not None, labels=cluster.labels)
+        asking(workers)
         try:
-            with asking, notice.Watch(run, workers, kind, wanted, say, asking):
+            with notice.Watch(run, workers, kind, wanted, say, asking, labels=cluster.labels):
                 plan.workers.train(start, layout)
         except Exception as error:
             plan.workers.lost(run)
@@ -155,7 +156,7 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
             if placed:
                 _recover(run, error, recovery)
             else:  # nothing was lost, and the cluster has had time to see which nodes are gone
-                say(notice.waiting(workers, kind))
+                say(notice.waiting(workers, kind, labels=cluster.labels))
             ceiling = most_after(placed, workers, least, most)
             continue
         ceiling = most
@@ -190,22 +191,23 @@ def _last_trained(run: Run) -> dict[str, Any]:
 
 
 class _Asking:
-    """Asks the autoscaler for the workers that an elastic run lacks; called with the number of those that it has.
+    """Asks the autoscaler for the workers that an elastic run lacks; called with the number of those that it has, or is
+    about to start. Leaving its `with` block takes the request back. Where there is no autoscaler, nobody is asked."""
 
-    Leaving its `with` block takes the request back: what follows may be another size.
-    """
-
-    def __init__(self, run: Run, most: int, kind: str, spare: int, elastic: bool):
-        self._most, self._kind, self._spare = most, kind, spare
-        self.demand = Demand(ray_internals.Requests(f"rtrain-{run.name}")) if elastic else None
+    def __init__(self, prepared: Prepared):
+        self._most, self._kind = prepared.device.workers, prepared.device.device
+        self._spare = supply.data_cpus(prepared.config.deploy.cluster.data_cpus, self._most)
+        self.labels = prepared.config.deploy.cluster.labels
+        asks = prepared.config.recipe.train.min_workers is not None and supply.autoscaler() is not None
+        self.demand = Demand(ray_internals.Requests(f"rtrain-{prepared.run.name}"), self.labels) if asks else None
 
     def __call__(self, workers: int) -> None:
         if self.demand is not None:
-            here, may = supply.here(), supply.may(self._kind)
-            self.demand.want(lacking(self._most, workers, self._spare, self._kind, here, may))
+            may = supply.may(self._kind, self.labels)
+            self.demand.want(lacking(self._most, workers, self._spare, self._kind, may))
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> "_Asking":
+        return self
 
     def __exit__(self, *_: object) -> None:
         if self.demand is not None:
@@ -221,13 +223,14 @@ def _workers(run: Run, wanted: notice.Wanted, kind: str, say: OnEvent, asking: _
     """
     said, patient = 0.0, time.monotonic() + SETTLE_S
     while True:
-        workers, now = wanted(supply.free(placement.workers_by_node(run), kind)), time.monotonic()
-        if workers and (now > patient or workers >= wanted(supply.here())):
+        free = supply.free(placement.workers_by_node(run), kind, asking.labels)
+        workers, now = wanted(free), time.monotonic()
+        if workers and (now > patient or workers >= wanted(supply.here(asking.labels))):
             return workers
         asking(0)
         if now > patient and now - said > notice.SAY_EVERY_S:
             said = now
-            say(notice.waiting(None, kind, asking.demand))
+            say(notice.waiting(None, kind, asking.demand, asking.labels))
         time.sleep(notice.LOOK_EVERY_S)
 
 

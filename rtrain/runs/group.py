@@ -1,7 +1,7 @@
 """Worker groups: Ray Train's TorchTrainer as rtrain starts it, for one start of a run or for many."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,6 +33,8 @@ class Layout:
     elastic: bool = False
     """A group that cannot be placed ends with an error after Ray's own minute; an elastic one sooner, for its number of
     workers to be chosen anew: a node that has just vanished is still counted for some seconds."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Those that a node must have to get workers."""
 
 
 class Workers(Protocol):
@@ -86,7 +88,11 @@ def trainer(
         torch_config=ray.train.torch.TorchConfig(
             backend=backend(layout.device), timeout_s=int(max(layout.stall_s, JOIN_S))
         ),
-        scaling_config=ray.train.ScalingConfig(num_workers=layout.workers, use_gpu=layout.device == "gpu"),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=layout.workers,
+            use_gpu=layout.device == "gpu",
+            label_selector=dict(layout.labels) or None,  # type: ignore[call-arg]
+        ),
         # A new name per start: Ray would otherwise load its own snapshot of the last one, which rtrain does not use.
         run_config=ray.train.RunConfig(
             name=f"{number:03d}",

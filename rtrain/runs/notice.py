@@ -72,13 +72,16 @@ class Asked:
         give(self._run, "asked")
 
 
-def waiting(workers: int | None, device: str, asked: Demand | None = None) -> dict[str, Any]:
+def waiting(
+    workers: int | None, device: str, asked: Demand | None = None, labels: supply.Labels = supply.ANY
+) -> dict[str, Any]:
     """The event of a start that waits: for `workers`, or for the least number, where that is None. `asked`: what the
     autoscaler is asked for meanwhile."""
-    has, free = supply.count(supply.here(), device), supply.count(supply.free(), device)
+    has = supply.count(supply.here(labels), device)
+    free = supply.count(supply.free(device=device, labels=labels), device)
     event = {"kind": "waiting", "workers": workers, "needs": supply.NEEDS[device], "has": has, "free": free}
     if asked is not None and asked.bundles:
-        event["asked"] = demand.told(asked.bundles, supply.types(), asked.seconds)
+        event["asked"] = demand.told(asked.bundles, supply.types(labels), asked.seconds)
     return event
 
 
@@ -93,10 +96,12 @@ class Watch:
         wanted: Wanted,
         say: Callable[[dict[str, Any]], None],
         ask: Callable[[int], None] = lambda workers: None,
+        labels: supply.Labels = supply.ANY,
     ):
-        """`ask` asks the autoscaler for what a run of so many workers lacks."""
+        """`ask` asks the autoscaler for what a run of so many workers lacks; `labels`: those of the nodes that workers
+        may have."""
         self._run, self._workers, self._device, self._wanted, self._say = run, workers, device, wanted, say
-        self._ask = ask
+        self._ask, self._labels = ask, labels
         self._growth, self._said = Growth(GROW_AFTER_S), time.monotonic()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True, name="rtrain-watch")
@@ -121,17 +126,18 @@ class Watch:
                     self._say({"kind": "stage", "text": text})
 
     def _once(self) -> None:
+        self._ask(self._workers)  # always: a request that nobody repeats ends while workers start, or save
         own = placement.workers_by_node(self._run)
         if not own and time.monotonic() - self._said > SAY_EVERY_S:
             self._said = time.monotonic()
-            self._say(waiting(self._workers, self._device))
+            self._say(waiting(self._workers, self._device, labels=self._labels))
         if not own or given(self._run):
             return
         if own.keys() & supply.leaving():
             give(self._run, "preemption")
             return
-        self._ask(self._workers)
-        had, free = self._wanted(supply.here()), self._wanted(supply.free(own, self._device))
+        had = self._wanted(supply.here(self._labels))
+        free = self._wanted(supply.free(own, self._device, self._labels))
         if self._growth.look(time.monotonic(), self._workers, had, free):
             give(self._run, "resize")
 

@@ -197,7 +197,8 @@ def _device(config: Config, run: Run) -> device.Choice:
     may start."""
     train = config.recipe.train
     wanted = train.device if train.device != "auto" else run.decisions.get(DEVICE, "auto")
-    return device.choose(wanted, train.workers, train.min_workers, supply.most("gpu"), device.usable())
+    gpus = supply.most("gpu", config.deploy.cluster.labels)
+    return device.choose(wanted, train.workers, train.min_workers, gpus, device.usable())
 
 
 def said_of_rows(run: Run) -> list[dict[str, Any]]:
@@ -237,4 +238,6 @@ def _disk_needed(weights: Path, keep: int) -> int:
 def capacity(config: Config, kind: str = "cpu") -> list[Problem]:
     train = config.recipe.train
     spare = supply.data_cpus(config.deploy.cluster.data_cpus, train.min_workers or train.workers)
-    return preflight.capacity(config.recipe, supply.most("cpu"), spare, kind)
+    labels = config.deploy.cluster.labels
+    absent = supply.absent("cluster.labels", labels)
+    return absent or preflight.capacity(config.recipe, supply.most("cpu", labels), spare, kind)

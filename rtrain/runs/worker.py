@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rtrain import artifact, engines, env, predict, reference
 from rtrain.batch import Head, Ragged, Tokens
 from rtrain.checkpoints import replica
+from rtrain.cluster import supply
 from rtrain.config import Model, Recipe
 from rtrain.data import ingest
 from rtrain.data.order import Order
@@ -189,6 +190,7 @@ class _Worker:
             self.job.order,
             *(self.exchange.world, self.exchange.rank, most_rows, most_tokens, teacher),
             measures=self.job.measures,
+            task_cpus=supply.task_cpus(start.config.deploy.cluster.data_cpus, self.exchange.workers),
         )
         return lambda first, last: self._told(ingest.stream(share, first, last))
 
@@ -223,12 +225,14 @@ class _Worker:
 
 
 def _device() -> "torch.device":
-    """The GPU that Ray gave this worker, else the CPU. A GPU that was given to nobody is left alone."""
+    """The GPU that Ray gave this worker, else the CPU. A GPU that was given to nobody is left alone, and one that is
+    only counted cannot be computed on."""
     import ray
     import ray.train.torch
     import torch
 
-    return ray.train.torch.get_device() if ray.get_gpu_ids() else torch.device("cpu")
+    given = ray.get_gpu_ids() and not env.gpus_are_counted()
+    return ray.train.torch.get_device() if given else torch.device("cpu")
 
 
 def _precision(watch: Watch, device: "torch.device", run: Run, wanted: str) -> str:

@@ -77,6 +77,7 @@ class Certificate:
     workers: Sequence[int]
     """How many each start of the disturbed run had."""
     device: str
+    """`gpu`: each worker took a GPU that was counted; else a CPU."""
     left_behind: Sequence[str]
     seconds: float
     errors: Sequence[str] = field(default=())
@@ -138,12 +139,18 @@ class Certificate:
         plan = self.plan
         found = [
             "set-up commands, images, disks, addresses and rights: rtrain cluster lint reads them",
-            "the network between nodes: all of them were on this machine, whose processors they shared",
+            "the network between nodes: all of them were on this machine, whose processors and memory they shared",
         ]
         if plan.rehearsed_idle_s < plan.idle_s:
             found.append(f"idle nodes end after {plan.idle_s:.0f} s there, here after {plan.rehearsed_idle_s:.0f}")
-        if self.device == "cpu" and any(kind.resources.get("GPU") for kind in plan.kinds):
-            found.append("GPUs were counted and not there: the run was trained on CPUs")
+        if plan.counts_gpus and self.device == "cpu":
+            found.append("GPUs: the run was trained on CPUs, as it asks for")
+        elif plan.counts_gpus:
+            found += [
+                "GPUs, which were counted and not there: each worker took one, and computed on a CPU",
+                "what a GPU does otherwise: NCCL sums gradients (here gloo), train.precision=auto takes its format, "
+                "passes are as large as its memory holds, and seconds are fewer",
+            ]
         if plan.watcher is None:
             found.append("a spot notice: the file starts no watcher, so that none would be heard")
         return found

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from rtrain import env
 from rtrain.cluster.rehearsal.book import Machine
 from rtrain.cluster.rehearsal.cloud import Start
 from rtrain.cluster.rehearsal.plan import Plan
@@ -94,5 +95,8 @@ class Nodes:
             "RAY_NODE_TYPE_NAME": machine.type,
             "RAY_OVERRIDE_RESOURCES": json.dumps(dict(machine.resources)),
             "RAY_OVERRIDE_LABELS": json.dumps(dict(machine.labels)),
+            # Each node would end workers for the memory that others on this machine take.
+            "RAY_memory_monitor_refresh_ms": "0",
             **({"RAY_START_HOOK": self.plan.hook} if self.plan.hook else {}),
+            **({env.COUNTED_GPUS: "1"} if self.plan.counts_gpus else {}),
         }

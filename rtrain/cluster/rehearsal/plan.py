@@ -64,6 +64,11 @@ class Plan:
         return sum(kind.least for kind in self.kinds)
 
     @property
+    def counts_gpus(self) -> bool:
+        """Whether its nodes have GPUs: here they are counted, and not there."""
+        return any(kind.resources.get("GPU") for kind in self.kinds)
+
+    @property
     def rehearsed_idle_s(self) -> float:
         return min(self.idle_s, IDLE_S)
 

@@ -156,8 +156,8 @@ class Rehearsal:
         starts = run.events("started") if run.log.is_file() else []
         sizes = {event["workers"] for event in [*starts, *control.events("started")]}
         settings = configuration.load(str(control.config))
-        device = control.events("started")[-1]["device"]
         train = settings.recipe.train
+        device = "gpu" if self.plan.counts_gpus and train.device != "cpu" else "cpu"
         spare = supply.data_cpus(settings.deploy.cluster.data_cpus, train.workers)
         return Certificate(
             plan=self.plan,
