@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -101,6 +102,39 @@ async def answer_of(versions: Versions, candidate: bool = False) -> str:
     assert version is not None
     label: str = version.service.predictor([CORPUS[0]])[0][0]["label"]
     return label
+
+
+def test_a_candidate_on_trial_is_asked_by_one_thread(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine has one place for its input and one for its output."""
+    first, second = folders
+    _, new = versions_of(folders)
+
+    async def check(versions: Versions, client: httpx.AsyncClient) -> None:
+        await versions.become(first)
+        await versions.follow(Plan(second, 1.0, 1000.0, 1.0))
+        assert versions.candidate is not None
+        assert versions.trial is not None
+        engine = versions.candidate.service.predictor._engine
+        logits, at_a_time = engine.logits, list[int]()
+        inside = 0
+
+        def slow(inputs: Any) -> Any:
+            nonlocal inside
+            inside += 1
+            at_a_time.append(inside)
+            time.sleep(0.005)
+            inside -= 1
+            return logits(inputs)
+
+        monkeypatch.setattr(engine, "logits", slow)
+        for _ in range(10):
+            versions.trial.offer([CORPUS[0]])
+            assert {*await asyncio.gather(ask(client), ask(client))} == {new}
+        while versions.trial.tally().rows < 10:
+            await asyncio.sleep(0.01)
+        assert max(at_a_time) == 1
+
+    run(check)
 
 
 def test_a_candidate_that_fails_unseen_is_counted_and_hurts_nobody(
