@@ -106,8 +106,8 @@ class Trial:
     def _count(self, old: tuple[float, Any], new: tuple[float, Any]) -> None:
         """Seconds and answer of both versions."""
         (old_s, old_answer), (new_s, new_answer) = old, new
-        predictor = self._current.predictor
-        agreed = agreement.same(predictor.task, predictor.head.facts, old_answer, new_answer)
+        predictor, candidate = self._current.predictor, self._candidate.predictor
+        agreed = agreement.same(predictor.task, predictor.head, old_answer, candidate.head, new_answer)
         self._current.telemetry.shadow.labels("same" if agreed else "other").inc()
         self._ratios.append(new_s / old_s)
         self._seen = self._seen._replace(
