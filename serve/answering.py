@@ -24,6 +24,9 @@ from serve.watching.telemetry import Telemetry, Watch
 
 logger = logging.getLogger(__name__)
 
+ASKING = ("/predict", "/infer", "/ModelInfer")
+"""How the paths end by which a model is asked."""
+
 
 class Lasting:
     """What a replica keeps while versions come and go: its counters, and how often each key has asked."""
@@ -39,9 +42,9 @@ class Service:
     def __init__(self, predictor: Predictor, settings: Serve, lasting: Lasting | None = None):
         self.predictor, self.settings = predictor, settings
         self.requests = 0
-        """Answered by this version."""
+        """Questions to the model that this version has answered, but for those refused for what the client had sent."""
         self.errors = 0
-        """How many of these had the status 500."""
+        """How many of these had the status 500 or above."""
         self.mirror: Callable[[Sequence[Input]], None] | None = None
         """Told each text that was answered, while a candidate is on trial."""
         self.spans = tracing.spans(settings, predictor.artifact)
@@ -80,8 +83,9 @@ class Service:
 
     def answered(self, route: str, status: int, seconds: float, name: str) -> None:
         """A request has ended; `name` is that of its trace, or its own."""
-        self.requests += 1
-        self.errors += status == 500
+        if route.endswith(ASKING):
+            self.requests += status == 200 or status >= 500
+            self.errors += status >= 500
         self.telemetry.answered(self.predictor.artifact.version, route, status, seconds, name)
 
     def status(self) -> dict[str, Any]:

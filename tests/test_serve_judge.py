@@ -1,5 +1,6 @@
 """What becomes of a candidate, as a table of what was seen of it."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -66,6 +67,17 @@ def test_just_enough_is_enough() -> None:
     # As many errors as the other version has are no reason: it is the requests that are at fault.
     same = GOOD._replace(requests=100, errors=1, old_requests=100, old_errors=1)
     assert follow(State(began=0.0), same, AIM, 1.0).stage == "weighted"
+    more = GOOD._replace(requests=40, errors=1, old_requests=5000, old_errors=120)
+    assert follow(State(began=0.0), more, AIM, 1.0).stage == "weighted"
+
+
+def test_more_errors_than_by_chance_are_too_many() -> None:
+    def stage(errors: int) -> str:
+        seen = GOOD._replace(requests=40, errors=errors, old_requests=5000, old_errors=120)
+        return follow(State(began=0.0), seen, AIM, 1.0).stage
+
+    # Of 40 requests one in 42 fails by chance: 4 or more in 1.5 % of all cases, 5 or more in 0.3 %.
+    assert [stage(errors) for errors in (3, 4, 5, 40)] == ["weighted", "weighted", "dropped", "dropped"]
 
 
 def test_a_replica_that_has_gone_takes_what_it_saw_with_it() -> None:
@@ -83,9 +95,10 @@ def test_a_dropped_one_keeps_its_reason() -> None:
 
 def test_the_sign_test_is_that_of_coins() -> None:
     assert chance(0, 7) == 1.0
-    assert chance(7, 7) == 1 / 128
-    assert chance(6, 7) == 8 / 128
-    assert chance(250, 500) == pytest.approx(0.518, abs=1e-3)
+    for count in range(501):
+        ways = sum(math.comb(500, heads) for heads in range(count, 501))
+        assert chance(count, 500) == pytest.approx(ways / 2**500)
+    assert chance(50_000, 100_000) == pytest.approx(0.5 + math.comb(100_000, 50_000) / 2**100_001)
 
 
 def test_one_that_is_exactly_as_slow_as_it_may_be_is_rarely_dropped_and_a_slower_one_always() -> None:

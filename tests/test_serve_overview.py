@@ -45,7 +45,7 @@ def test_all_is_told_in_a_line_each() -> None:
         "version    old (1 of 3), new (1 of 3), starting (1 of 3)",
         "candidate  new: answers 25% of the requests (fine)",
         "           500 of 500 texts, the same answer to 490, 0.98 times as long",
-        "           80 requests answered, 1 of them with 500",
+        "           80 requests answered, 1 of them with 500 or above",
         "replicas   2 of 3 up, 2 ready",
         "now        47.0 requests/s, 60.0 texts/s, 50% busy",
         "queue      4 texts, 80 tokens",

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -12,12 +13,15 @@ import pytest
 from fastapi import FastAPI
 
 import rtrain.artifact
+from rtrain.batch import Head
 from rtrain.config import Serve
 from rtrain.predict import Predictor
-from serve.answering import Lasting
+from rtrain.tasks import base
+from serve.answering import Lasting, Service
 from serve.app import build_app
 from serve.change import agreement
 from serve.change.versions import Plan, Versions
+from serve.grpc import ROUTE
 from tests.serving import HEADS, predictor_of
 from tests.tiny import CORPUS, make_artifact
 
@@ -103,6 +107,39 @@ async def answer_of(versions: Versions, candidate: bool = False) -> str:
     return label
 
 
+def test_a_candidate_on_trial_is_asked_by_one_thread(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine has one place for its input and one for its output."""
+    first, second = folders
+    _, new = versions_of(folders)
+
+    async def check(versions: Versions, client: httpx.AsyncClient) -> None:
+        await versions.become(first)
+        await versions.follow(Plan(second, 1.0, 1000.0, 1.0))
+        assert versions.candidate is not None
+        assert versions.trial is not None
+        engine = versions.candidate.service.predictor._engine
+        logits, at_a_time = engine.logits, list[int]()
+        inside = 0
+
+        def slow(inputs: Any) -> Any:
+            nonlocal inside
+            inside += 1
+            at_a_time.append(inside)
+            time.sleep(0.005)
+            inside -= 1
+            return logits(inputs)
+
+        monkeypatch.setattr(engine, "logits", slow)
+        for _ in range(10):
+            versions.trial.offer([CORPUS[0]])
+            assert {*await asyncio.gather(ask(client), ask(client))} == {new}
+        while versions.trial.tally().rows < 10:
+            await asyncio.sleep(0.01)
+        assert max(at_a_time) == 1
+
+    run(check)
+
+
 def test_a_candidate_that_fails_unseen_is_counted_and_hurts_nobody(
     folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +191,19 @@ def test_a_dropped_candidate_answers_what_it_has_accepted(folders: tuple[str, st
     run(check)
 
 
+def test_a_version_is_judged_by_questions_that_it_answered_or_failed_on(folders: tuple[str, str]) -> None:
+    service = Service(Predictor.load(Path(folders[0]), 1), Serve())
+    for status in (200, 500, 503, 504, 401, 404, 413, 422, 429, 499):
+        service.answered("/predict", status, 0.1, "")
+    for route in ("/info", "/v2/health/ready", "/metrics", "/v2/models/{name}/versions/{version}"):
+        service.answered(route, 200, 0.1, "")
+    assert (service.requests, service.errors) == (4, 3)
+    for route in ("/v2/models/{name}/infer", ROUTE):
+        service.answered(route, 504, 0.1, "")
+    assert (service.requests, service.errors) == (6, 5)
+    service.close()
+
+
 def test_counters_last_over_versions_and_name_each(folders: tuple[str, str]) -> None:
     first, second = folders
     old, new = versions_of(folders)
@@ -179,10 +229,30 @@ def test_an_answer_agrees_with_itself_and_not_with_another(task: str, tmp_path: 
     predictor = predictor_of(tmp_path, task)
     texts = predictor.task.asks([*CORPUS], predictor.head)
     answers = predictor(texts)
-    facts = predictor.head.facts
+    head = predictor.head
     for answer in answers:
-        assert agreement.same(predictor.task, facts, answer, answer)
-    assert not all(agreement.same(predictor.task, facts, answers[0], answer) for answer in answers) or task in CLOSE
+        assert agreement.same(predictor.task, head, answer, head, answer)
+    same = [agreement.same(predictor.task, head, answers[0], head, answer) for answer in answers]
+    assert not all(same) or task in CLOSE
+
+
+@pytest.mark.parametrize(
+    ("spam", "rude", "agreed"),
+    [
+        (0.45, 0.10, True),  # by the other version's threshold it would have given no label
+        (0.80, 0.45, False),  # by the other version's threshold it would have given spam alone
+    ],
+)
+def test_of_several_labels_each_version_gives_those_from_its_own_threshold_on(
+    spam: float, rude: float, agreed: bool
+) -> None:
+    task = base.get("multi_label")
+    old, new = (Head(("rude", "spam"), {"threshold": least}) for least in (0.5, 0.4))
+    first, second = (
+        [{"label": "spam", "score": one}, {"label": "rude", "score": other}]
+        for one, other in ((0.8, 0.35), (spam, rude))
+    )
+    assert agreement.same(task, old, first, new, second) is agreed
 
 
 CLOSE = {"multi_head", "regression", "span_qa", "classification", "multi_label"}

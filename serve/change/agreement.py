@@ -1,26 +1,28 @@
 """Whether two versions of a model give a text the same answer: what a client would act on, not how sure it is."""
 
-from collections.abc import Mapping
 from typing import Any
 
+from rtrain.batch import Head
 from rtrain.tasks.base import Task
 
 NEAR = 0.1
 """Two numbers are the same within this share of the training scores' standard deviation."""
 
 
-def same(task: Task, facts: Mapping[str, Any], first: Any, second: Any) -> bool:
-    """`first`, `second`: answers to one text, by `Task.decode`. `facts`: those of the head."""
+def same(task: Task, head: Head, first: Any, other: Head, second: Any) -> bool:
+    """`first`, `second`: answers to one text, by `Task.decode`; `head`, `other`: those of the versions that gave them.
+    Of several labels each version has given those from its own threshold on."""
     if task.output == "number":
-        return bool(abs(first - second) <= NEAR * facts.get("std", 1.0))
-    least = facts.get("threshold", 0.5)
-    return bool(_essence(task.output, least, first) == _essence(task.output, least, second))
+        return bool(abs(first - second) <= NEAR * head.facts.get("std", 1.0))
+    return bool(_essence(task, head, first) == _essence(task, other, second))
 
 
-def _essence(output: str, least: float, answer: Any) -> Any:
+def _essence(task: Task, head: Head, answer: Any) -> Any:
+    output = task.output
     if output == "classes":
         return answer[0]["label"]
     if output == "labels":
+        least = task.least(head) or 0.0
         return {entry["label"] for entry in answer if entry["score"] >= least}
     if output == "heads":
         return {head: entries[0]["label"] for head, entries in answer.items()}

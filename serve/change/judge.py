@@ -6,7 +6,6 @@ requests itself, a few at first (`weighted`). What it must show for each step is
 thing that it lacks, and promoted if nothing is left to show.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -62,9 +61,9 @@ class Tally(NamedTuple):
     failed: int = 0
     """Texts on which the candidate failed, unseen by clients."""
     requests: int = 0
-    """That the candidate has answered itself."""
+    """That the candidate has answered itself; not those that it refused for what the client had sent."""
     errors: int = 0
-    """Those of these with the status 500."""
+    """Those of these with the status 500 or above: it failed, was full or too slow."""
     old_requests: int = 0
     old_errors: int = 0
     """The same of the other version, meanwhile."""
@@ -126,7 +125,7 @@ def _lacks(seen: Tally) -> str:
     """What rules a candidate out at once."""
     if seen.failed:
         return f"it failed on {seen.failed} of {seen.rows + seen.failed} texts"
-    if seen.errors * max(1, seen.old_requests) > seen.old_errors * max(1, seen.requests):
+    if seen.errors and (not seen.old_errors or _more_often(seen) < DOUBT):
         other = f"the other version on {seen.old_errors} of {seen.old_requests}"
         return f"it failed on {seen.errors} of {seen.requests} requests, {other}"
     return ""
@@ -148,8 +147,18 @@ def _shadowed(state: State, seen: Tally, aim: Aim, now: float) -> State:
     return replace(state, stage="weighted", step=0, step_began=now, reason=same)
 
 
+def _more_often(seen: Tally) -> float:
+    """The chance of so many of all errors among the candidate's requests where both versions fail equally often
+    (Fisher's exact test, one-sided)."""
+    from scipy.stats import hypergeom
+
+    errors, requests = seen.errors + seen.old_errors, seen.requests + seen.old_requests
+    return float(hypergeom.sf(seen.errors - 1, requests, errors, seen.requests))
+
+
 def chance(count: int, rows: int) -> float:
     """The chance that `count` or more of `rows` fair coins show heads: the paired sign test (Arbuthnot 1710; Conover
     1999) of whether a text takes the candidate so much longer more often than not."""
-    ways = sum(math.comb(rows, heads) for heads in range(count, rows + 1))
-    return float(ways / 2**rows)
+    from scipy.stats import binom
+
+    return float(binom.sf(count - 1, rows, 0.5))

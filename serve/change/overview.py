@@ -42,7 +42,7 @@ def _trial(trial: Mapping[str, Any]) -> list[str]:
         rows = f"{seen['rows']:,} of {aim['rows']:,} texts"
         lines.append(f"           {rows}, the same answer to {seen['agreed']:,}{ratio}")
     if seen["requests"]:
-        lines.append(f"           {seen['requests']:,} requests answered, {seen['errors']:,} of them with 500")
+        lines.append(f"           {seen['requests']:,} requests answered, {seen['errors']:,} of them with 500 or above")
     return lines
 
 

@@ -82,24 +82,32 @@ class Trial:
             self._offered.clear()
 
     async def _try(self, text: Input) -> None:
-        batcher = self._current.batcher
         # Each goes first in turn: what the first one of two leaves in the caches helps the second.
         sides = [self._current, self._candidate]
-        found: dict[bool, tuple[float, Any]] = {}
+        found: dict[Service, tuple[float, Any]] = {}
         for side in sides if (self._seen.rows % 2) else reversed(sides):
-            while batcher.busy:
-                await asyncio.sleep(IDLE_S)
             try:
-                found[side is self._candidate] = await batcher.aside(functools.partial(_answer, side, text))
+                found[side] = await self._asked(side, text)
             except Exception:
                 if side is self._candidate:
                     logger.exception("the candidate failed on a text")
                     self._seen = self._seen._replace(failed=self._seen.failed + 1)
                     self._current.telemetry.shadow.labels("failed").inc()
                 return
-        (old_s, old), (new_s, new) = found[False], found[True]
-        predictor = self._current.predictor
-        agreed = agreement.same(predictor.task, predictor.head.facts, old, new)
+        self._count(found[self._current], found[self._candidate])
+
+    async def _asked(self, side: "Service", text: Input) -> tuple[float, Any]:
+        """On the side's own thread, which answers its requests too: an engine is not for two threads at a time. While
+        neither works, since they share the processors."""
+        while self._current.batcher.busy or self._candidate.batcher.busy:
+            await asyncio.sleep(IDLE_S)
+        return await side.batcher.aside(functools.partial(_answer, side, text))
+
+    def _count(self, old: tuple[float, Any], new: tuple[float, Any]) -> None:
+        """Seconds and answer of both versions."""
+        (old_s, old_answer), (new_s, new_answer) = old, new
+        predictor, candidate = self._current.predictor, self._candidate.predictor
+        agreed = agreement.same(predictor.task, predictor.head, old_answer, candidate.head, new_answer)
         self._current.telemetry.shadow.labels("same" if agreed else "other").inc()
         self._ratios.append(new_s / old_s)
         self._seen = self._seen._replace(

@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
-from serve.answering import Service
+from serve.answering import ASKING, Service
 from serve.change.trial import Trial
 
 Make = Callable[[Path], Awaitable[FastAPI]]
 """Loads an artefact, proves that it gives its golden answers, and builds its application."""
-ASKING = ("/predict", "/infer")
-"""How the paths end by which a model is asked."""
 Beside = Callable[["Versions"], AbstractAsyncContextManager[Any]]
 
 
