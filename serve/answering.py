@@ -3,7 +3,8 @@
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rtrain.config import Serve
@@ -14,11 +15,11 @@ from serve.batching.batcher import Batcher, EngineError, Expired
 from serve.batching.encoding import Encoder, characters_of
 from serve.batching.scheduler import Limits, Overloaded
 from serve.change.scaling import Meter
-from serve.door import guard
+from serve.door import guard, keys
 from serve.envelope import Record
 from serve.explanations import Explanations, Row
 from serve.schema import RequestError
-from serve.watching import tracing
+from serve.watching import sums, tracing
 from serve.watching.access_log import AccessLog
 from serve.watching.telemetry import Telemetry, Watch
 
@@ -29,11 +30,11 @@ ASKING = ("/predict", "/infer", "/ModelInfer")
 
 
 class Lasting:
-    """What a replica keeps while versions come and go: its counters, and how often each key has asked."""
+    """What a replica keeps of a model while versions of it come and go: its counters, and who asks for keys."""
 
-    def __init__(self, settings: Serve):
+    def __init__(self, settings: Serve, door: keys.Door | None):
         self.telemetry = Telemetry(settings.exemplars)
-        self.door = guard.door(settings)
+        self.door = door
 
 
 class Service:
@@ -49,7 +50,7 @@ class Service:
         """Told each text that was answered, while a candidate is on trial."""
         self.spans = tracing.spans(settings, predictor.artifact)
         self.access_log = AccessLog(settings.access_log)
-        self.telemetry = (lasting or Lasting(settings)).telemetry
+        self.telemetry = (lasting or Lasting(settings, guard.door(settings))).telemetry
         self.encoder = Encoder(predictor)
         limits = Limits(
             batch_rows=settings.max_batch_rows,
@@ -79,7 +80,10 @@ class Service:
         return self.batcher.stalled_s() <= self.settings.deadline_s
 
     def exposition(self) -> str:
-        return self.telemetry.exposition()
+        return sums.exposition({self.predictor.artifact.name: self.telemetry.registry})
+
+    def open_metrics(self) -> str:
+        return sums.open_metrics({self.predictor.artifact.name: self.telemetry.registry})
 
     def answered(self, route: str, status: int, seconds: float, name: str) -> None:
         """A request has ended; `name` is that of its trace, or its own."""
@@ -177,13 +181,20 @@ class Service:
             ],
         }
 
-    def index(self, ready: bool) -> list[dict[str, str]]:
-        """The models at this address, of the Open Inference Protocol; `ready`: only those that can answer."""
+    def index(self, ready: bool, only: Collection[str] | None = None) -> list[dict[str, str]]:
+        """The models at this address (`base.Desk`): this one."""
         artifact = self.predictor.artifact
+        if only is not None and artifact.name not in only:
+            return []
         named = {"name": artifact.name, "version": artifact.version}
         if self.ready:
             return [{**named, "state": "READY", "reason": ""}]
         return [] if ready else [{**named, "state": "UNAVAILABLE", "reason": "an engine call does not return"}]
+
+    @contextmanager
+    def answering(self, model: str, version: str | None) -> Iterator["Service"]:
+        """The service for one request over another protocol, of whatever model and version: there is this one."""
+        yield self
 
     def named(self, name: str, version: str = "") -> None:
         """Raise a `RequestError` where another model is asked for, or another version of this one."""

@@ -29,7 +29,9 @@ from rtrain import ray_internals
 from rtrain.cluster import supply
 from rtrain.config import Serve
 from rtrain.errors import ConfigError, UserError
-from serve.change import judge, scaling
+from serve import named
+from serve.change import judge, rollout, scaling
+from serve.change.application import Application
 from serve.change.rollout import Rollout
 from serve.door import access
 from serve.front import ingress
@@ -66,10 +68,11 @@ Nodes = Sequence[supply.Node]
 class Endpoint:
     """A running endpoint; leaving its `with` block ends it and all that it started."""
 
-    def __init__(self, address: Address, settings: Serve, front: ingress.Ingress | None, rollout: Rollout):
+    def __init__(self, address: Address, settings: Serve, front: ingress.Ingress | None, application: Application):
         self.url = address.url
-        self.rollout = rollout
-        self._address, self._settings, self._front = address, settings, front
+        self.rollouts = {model: Rollout(application, model, settings) for model in application.decided}
+        """By the name of the model."""
+        self._address, self._settings, self._front, self._application = address, settings, front, application
         self._closed = False
 
     def __enter__(self) -> "Endpoint":
@@ -84,15 +87,33 @@ class Endpoint:
 
     def change(self, question: Mapping[str, Any]) -> str:
         """Do what another command asks for, and say what was done: `{"update": FOLDER}`, with `"trial"`, a `judge.Aim`,
-        where it has to prove itself first; `{"rollback": true}`; `{"status": true}`, which is answered as JSON."""
+        where it has to prove itself first; `{"rollback": true}`; `{"status": true}`, which is answered as JSON. All
+        may name a `"model"`; the first two have to, where it is not clear which one is meant."""
+        model = question.get("model")
         if question.get("status"):
-            return json.dumps({"address": self.url, **self.rollout.status()})
+            asked = self.rollouts.values() if model is None else [self._rollout(model)]
+            return json.dumps({"address": self.url, "models": rollout.status(self._application, asked)})
         if question.get("rollback"):
-            return self.rollout.back()
-        if isinstance(folder := question.get("update"), str):
-            given = question.get("trial")
-            return self.rollout.update(Path(folder).resolve(), judge.Aim(*given) if given else None)
+            return self._rollout(model).back()
+        if isinstance(given := question.get("update"), str):
+            folder, trial = Path(given).resolve(), question.get("trial")
+            return self._rollout(model, folder).update(folder, judge.Aim(*trial) if trial else None)
         raise UserError("this endpoint knows the questions update, rollback and status")
+
+    def _rollout(self, model: str | None, folder: Path | None = None) -> Rollout:
+        """Of the model of that name; without one of the only model, or of the only one that the artefact in `folder`
+        is another version of."""
+        own = {name: rtrain.artifact.read(one.artifact, verify=False).name for name, one in self.rollouts.items()}
+        if model is None and len(own) > 1 and folder is not None:
+            made = rtrain.artifact.read(folder, verify=False).name
+            own = {name: artifact for name, artifact in own.items() if artifact == made} or own
+        found = [name for name in own if model in (None, name)]
+        if len(found) == 1:
+            return self.rollouts[found[0]]
+        names = ", ".join(self.rollouts)
+        if model is None:
+            raise UserError(f"several models are served; name the one that is meant by --model: {names}")
+        raise UserError(f"no model of the name {model} is served here; there are {names}")
 
     def close(self) -> None:
         """Let requests in progress end, stop Ray Serve, wait until nothing of it is left. Again is harmless."""
@@ -100,7 +121,8 @@ class Endpoint:
         if self._closed or not ray.is_initialized():
             return
         self._closed = True
-        self.rollout.close()
+        for one in self.rollouts.values():
+            one.close()
         if self._front is not None:
             self._front.drain(self._settings.deadline_s + 1)
         else:
@@ -119,9 +141,13 @@ class Endpoint:
 
 
 def start(
-    artifact: Path, settings: Serve, name: str | None = None, tell: Callable[[str], None] = lambda line: None
+    artifacts: Path | Mapping[str, Path],
+    settings: Serve,
+    name: str | None = None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Endpoint:
-    """Serve the artefact on the Ray that this process is connected to; returns when `/v2/health/ready` answers 200.
+    """Serve the artefact on the Ray that this process is connected to, or several, each by the name that it is given;
+    returns when `/v2/health/ready` answers 200. `name`: the application's on Ray Serve.
     `tell` gets a line where it is served otherwise than asked: by the slower proxy, or without CPUs of its own.
 
     Refuses, before anything starts, an address that is open to others, a damaged artefact, a port in use and a Ray that
@@ -132,8 +158,10 @@ def start(
     access.check(settings)
     tracing.check(settings)
     settings = access.absolute(settings)
-    checked = rtrain.artifact.read(artifact)
-    access.admit(checked, artifact, settings)
+    if isinstance(artifacts, Path):
+        artifacts = {rtrain.artifact.read(artifacts, verify=False).name: artifacts}
+    artifacts = {model: folder.resolve() for model, folder in artifacts.items()}
+    named.admit(artifacts, settings)
     if _controller() is not None:
         raise UserError("this Ray runs Ray Serve already; close that endpoint first, or start a Ray of your own")
     address = replace(free_address(settings.host, settings.port), tls=settings.tls_cert is not None)
@@ -143,14 +171,15 @@ def start(
     front = ingress.choose(settings, tell)
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     try:
-        rollout = Rollout(_configured(settings, front, quiet, tell), name or checked.name, settings, quiet)
+        deployment = _configured(settings, len(artifacts), front, quiet, tell)
+        application = Application(deployment, name or "-".join(artifacts), settings, artifacts, quiet)
     except BaseException:
         if front is not None:
             front.remove()
         raise
-    endpoint = Endpoint(address, settings, front, rollout)
+    endpoint = Endpoint(address, settings, front, application)
     try:
-        _deploy(artifact.resolve(), settings, rollout, address.port, front, quiet)
+        _deploy(settings, application, address.port, front, quiet)
         _await_ready(address)
     except BaseException:  # Ctrl-C too must leave nothing behind
         endpoint.close()
@@ -159,15 +188,15 @@ def start(
 
 
 def _configured(
-    settings: Serve, front: ingress.Ingress | None, quiet: LoggingConfig, tell: Callable[[str], None]
+    settings: Serve, models: int, front: ingress.Ingress | None, quiet: LoggingConfig, tell: Callable[[str], None]
 ) -> ray.serve.Deployment:
     labels = settings.labels
     if problems := supply.absent("serve.labels", labels):
         raise ConfigError(problems)
-    cpus, line = reserved(settings, supply.free(labels=labels), supply.here(labels), supply.may("cpu", labels))
+    cpus, line = reserved(settings, supply.free(labels=labels), supply.here(labels), supply.may("cpu", labels), models)
     if line:
         tell(line)
-    ongoing = most_requests(settings)
+    ongoing = most_requests(settings, models)
     configured = ray.serve.deployment(
         name=DEPLOYMENT,
         **_number(settings),
@@ -202,9 +231,8 @@ def _environment(front: ingress.Ingress | None) -> dict[str, Any]:
 
 
 def _deploy(
-    artifact: Path,
     settings: Serve,
-    rollout: Rollout,
+    application: Application,
     port: int,
     front: ingress.Ingress | None,
     quiet: LoggingConfig,
@@ -220,9 +248,9 @@ def _deploy(
         hint = "; or write serve.ingress=stock" if front else ""
         raise UserError(f"the proxy does not start: {cause(str(error))}{hint}") from None
     try:
-        rollout.begin(artifact)
+        application.begin()
     except RuntimeError as error:
-        status = ray.serve.status().applications.get(rollout.name)
+        status = ray.serve.status().applications.get(application.name)
         message = status.deployments[DEPLOYMENT].message if status and status.deployments else str(error)
         raise UserError(f"the model cannot be served: {cause(message)}") from None
 
@@ -234,27 +262,29 @@ def _options(settings: Serve, port: int, front: ingress.Ingress | None) -> HTTPO
     return HTTPOptions(host=settings.host, port=port, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key)
 
 
-def reserved(settings: Serve, free: Nodes, up: Nodes, may: Nodes) -> tuple[int, str]:
+def reserved(settings: Serve, free: Nodes, up: Nodes, may: Nodes, models: int = 1) -> tuple[int, str]:
     """How many logical CPUs a replica is to reserve, and what to tell where that is not as many as it has threads, or
-    not at once. `free`: what nobody holds of each node that is up; `up`: all that these nodes have; `may`: the nodes
-    that there can be.
+    not at once: those of an engine for each model. `free`: what nobody holds of each node that is up; `up`: all that
+    these nodes have; `may`: the nodes that there can be.
 
     Ray starts nodes for what is reserved and missing, where it can. Where it cannot, a replica would wait for ever
     without a word; without a reservation its threads share what processors there are.
     """
-    now, coming = _room(free, settings), _room(may, settings) - _room(up, settings)
+    each = settings.threads * models
+    now, coming = _room(free, each), _room(may, each) - _room(up, each)
     if now >= settings.replicas:
-        return settings.threads, ""
-    wanted = f"serve.replicas={settings.replicas} with serve.threads={settings.threads} ask for more CPUs than"
+        return each, ""
+    beside = f" for each of {models} models" if models > 1 else ""
+    wanted = f"serve.replicas={settings.replicas} with serve.threads={settings.threads}{beside} ask for more CPUs than"
     if now + coming >= settings.replicas:
-        return settings.threads, f"{wanted} are free: waiting for nodes"
+        return each, f"{wanted} are free: waiting for nodes"
     has = sum(node.get("CPU", 0.0) for node in free)
     return 0, f"{wanted} Ray has free ({has:g}), and no node can come: replicas reserve none, and share what there is"
 
 
-def _room(nodes: Nodes, settings: Serve) -> int:
-    """How many replicas the nodes have room for."""
-    return sum(int(node.get("CPU", 0.0) // settings.threads) for node in nodes)
+def _room(nodes: Nodes, cpus: int) -> int:
+    """How many replicas of so many CPUs the nodes have room for."""
+    return sum(int(node.get("CPU", 0.0) // cpus) for node in nodes)
 
 
 def _await_ready(address: Address) -> None:

@@ -45,17 +45,22 @@ class Envelope:
     def __init__(
         self,
         app: ASGIApp,
-        predictor: Predictor,
+        predictor: Predictor | None,
         settings: Serve,
         answered: Callable[[str, int, float, str], None],
         spans: Spans,
         access_log: AccessLog,
     ):
-        """`answered` is told the route, the status, the seconds and the name of each request's trace, or its own."""
+        """`answered` is told the route, the status, the seconds and the name of each request's trace, or its own.
+        `predictor`: None where what answers is no model."""
         self._app, self._answered, self._spans, self._log = app, answered, spans, access_log
-        self._artifact, self._security = predictor.artifact, guard.security_headers(settings)
-        revisions = {f"x-{part}-version": digest for part, digest in predictor.revisions.items()}
-        names = {"x-model-name": quote(self._artifact.name), **revisions}
+        self._security = guard.security_headers(settings)
+        names, self._model = {}, {}
+        if predictor is not None:
+            artifact = predictor.artifact
+            revisions = {f"x-{part}-version": digest for part, digest in predictor.revisions.items()}
+            names = {"x-model-name": quote(artifact.name), **revisions}
+            self._model = {"model": artifact.name, "version": artifact.version}
         self._headers = [(name.encode(), value.encode()) for name, value in names.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,7 +96,7 @@ class Envelope:
                 raise
             logger.exception("unexpected error in %s %r (request %s)", scope["method"], scope["path"], record.id)
             error = RequestError(500, "internal error; the server's log has the cause")
-            await guard.answer(error, scope["path"])(scope, receive, send_enveloped)
+            await guard.answer(error, guard.route(scope))(scope, receive, send_enveloped)
         finally:
             self._count(scope, record, span, status, time.monotonic() - began)
 
@@ -120,8 +125,7 @@ class Envelope:
             status=status,
             ms=round(1000 * seconds, 3),
             **made,
-            model=self._artifact.name,
-            version=self._artifact.version,
+            **self._model,
             **({"trace": span.trace} if span.trace else {}),
         )
 

@@ -8,10 +8,10 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Collection
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import grpc
 import numpy as np
@@ -48,15 +48,23 @@ OVERHEAD_BYTES = 100_000
 """What a message has beside its texts: names, shapes and lengths. `serve.max_body_bytes` bounds the texts."""
 
 
-Answering = Callable[[str | None], AbstractContextManager["Service"]]
-"""The service for one request, which stays open until the context is left; of the version that the request names, with
-an empty name of any, with None of what is no question to the model."""
+class Desk(Protocol):
+    """One model, or several (`base.Desk`)."""
+
+    @property
+    def ready(self) -> bool: ...
+
+    def index(self, ready: bool, only: Collection[str] | None) -> list[dict[str, str]]: ...
+
+    def answering(self, model: str, version: str | None) -> AbstractContextManager["Service"]:
+        """The service for one request, which stays open until the context is left; of the version that the request
+        names, with an empty name of any, with None of what is no question to the model. Raises `RequestError` where
+        there is none."""
+        ...
 
 
 @asynccontextmanager
-async def serving(
-    answering: Answering, settings: Serve, port: int, door: "keys.Door | None" = None
-) -> AsyncIterator[int]:
+async def serving(desk: Desk, settings: Serve, port: int, door: "keys.Door | None" = None) -> AsyncIterator[int]:
     """Listen while the context is open; gives the port. At its end requests in progress are answered first. `door` asks
     for keys, in the metadata `authorization`; with a certificate clients encrypt.
 
@@ -68,7 +76,7 @@ async def serving(
         # As many as reach the HTTP application; more are answered RESOURCE_EXHAUSTED.
         maximum_concurrent_rpcs=settings.max_queue_rows + 2 * settings.max_batch_rows,
     )
-    interface.add_GRPCInferenceServiceServicer_to_server(Servicer(answering, door), server)
+    interface.add_GRPCInferenceServiceServicer_to_server(Servicer(desk, door), server)
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if settings.tls_cert is not None and settings.tls_key is not None:
         pair = (Path(settings.tls_key).read_bytes(), Path(settings.tls_cert).read_bytes())
@@ -85,29 +93,37 @@ async def serving(
 class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  # it has no types
     """Whether it lives and is ready it tells without a key, as over HTTP."""
 
-    def __init__(self, answering: Answering, door: "keys.Door | None"):
-        self._answering, self._door = answering, door
+    def __init__(self, desk: Desk, door: "keys.Door | None"):
+        self._desk, self._door = desk, door
 
-    async def _admitted(self, context: Any) -> str:
-        """The name of the key of a call; empty where none is asked for."""
+    async def _admitted(self, context: Any, model: str | None = None) -> "keys.Key | None":
+        """The key of a call, to that model where it is for one; None where none is asked for."""
         if self._door is None:
-            return ""
+            return None
         given = [value for name, value in context.invocation_metadata() if name == "authorization"]
         try:
-            return self._door.admit("predict", [value.encode("latin-1", "replace") for value in given]).name
+            return self._door.admit("predict", [value.encode("latin-1", "replace") for value in given], model)
         except RequestError as error:
             await _abort(context, error)
+
+    @asynccontextmanager
+    async def _service(self, context: Any, model: str, version: str | None) -> AsyncIterator["Service"]:
+        with ExitStack() as stack:
+            try:
+                service = stack.enter_context(self._desk.answering(model, version))
+            except RequestError as error:
+                await _abort(context, error)
+            yield service
 
     async def ServerLive(self, request: Any, context: Any) -> Any:
         return messages.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: Any, context: Any) -> Any:
-        with self._answering(None) as service:
-            return messages.ServerReadyResponse(ready=service.ready)
+        return messages.ServerReadyResponse(ready=self._desk.ready)
 
     async def ModelReady(self, request: Any, context: Any) -> Any:
-        await self._admitted(context)
-        with self._answering(getattr(request, "version", "") or None) as service:
+        await self._admitted(context, request.name)
+        async with self._service(context, request.name, request.version or None) as service:
             await _named(service, request, context)
             return messages.ModelReadyResponse(ready=service.ready)
 
@@ -116,23 +132,23 @@ class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  #
         return messages.ServerMetadataResponse(name="rtrain", version=rtrain.__version__)
 
     async def ModelMetadata(self, request: Any, context: Any) -> Any:
-        await self._admitted(context)
-        with self._answering(getattr(request, "version", "") or None) as service:
+        await self._admitted(context, request.name)
+        async with self._service(context, request.name, request.version or None) as service:
             await _named(service, request, context)
             return messages.ModelMetadataResponse(**service.metadata())
 
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:
-        await self._admitted(context)
-        with self._answering(None) as service:
-            return messages.RepositoryIndexResponse(models=service.index(request.ready))
+        key = await self._admitted(context)
+        found = self._desk.index(request.ready, key.models if key else None)
+        return messages.RepositoryIndexResponse(models=found)
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:
         """The best label of each text. Tensors are answered in their raw form, which every client reads."""
-        client = await self._admitted(context)
-        with self._answering(request.model_version) as service:
+        key = await self._admitted(context, request.model_name)
+        async with self._service(context, request.model_name, request.model_version) as service:
             began, status = time.monotonic(), 499  # where the client leaves
             try:
-                reply = await _infer(service, request, context.time_remaining(), client)
+                reply = await _infer(service, request, context.time_remaining(), key.name if key else "")
                 status = 200
                 return reply
             except RequestError as error:
@@ -162,7 +178,7 @@ async def _infer(service: "Service", request: Any, remaining_s: float | None, cl
 
 async def _named(service: "Service", request: Any, context: Any) -> None:
     try:
-        service.named(request.name, getattr(request, "version", ""))
+        service.named(request.name, request.version)
     except RequestError as error:
         await _abort(context, error)
 

@@ -1,4 +1,5 @@
-"""The page on which people try the model: three files of the folder `page`, which ask this address and no other."""
+"""The page on which people try a model, and the one that lists several: files of the folder `page`, which ask this
+address and no other."""
 
 import functools
 import importlib.resources
@@ -10,6 +11,8 @@ FILES = {
     "index.html": "text/html; charset=utf-8",
     "page.css": "text/css; charset=utf-8",
     "page.js": "text/javascript; charset=utf-8",
+    "models.html": "text/html; charset=utf-8",
+    "models.js": "text/javascript; charset=utf-8",
 }
 """Content type by name."""
 HEADERS = {
@@ -17,25 +20,28 @@ HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
 }
-ROUTER = APIRouter()
 
 
-@ROUTER.get("/", response_class=Response)
-async def page() -> Response:
-    """A page to try the model."""
-    return _file("index.html")
+def _router(page: str, script: str) -> APIRouter:
+    """A page at `/`, with the script and the style that it loads."""
+    router = APIRouter()
 
+    @router.get("/", response_class=Response)
+    async def shown() -> Response:
+        """A page for a browser."""
+        return _file(page)
 
-@ROUTER.get("/page.css", response_class=Response)
-async def style() -> Response:
-    """How the page looks."""
-    return _file("page.css")
+    @router.get("/page.css", response_class=Response)
+    async def style() -> Response:
+        """How the page looks."""
+        return _file("page.css")
 
+    @router.get(f"/{script}", response_class=Response)
+    async def program() -> Response:
+        """What the page does."""
+        return _file(script)
 
-@ROUTER.get("/page.js", response_class=Response)
-async def script() -> Response:
-    """What the page does."""
-    return _file("page.js")
+    return router
 
 
 def _file(name: str) -> Response:
@@ -45,3 +51,9 @@ def _file(name: str) -> Response:
 @functools.cache
 def _content(name: str) -> bytes:
     return (FOLDER / name).read_bytes()
+
+
+MODEL = _router("index.html", "page.js")
+"""To try a model."""
+SEVERAL = _router("models.html", "models.js")
+"""To choose one of several."""

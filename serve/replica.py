@@ -1,11 +1,13 @@
-"""A replica of the endpoint: engine, batcher and application of each version that it holds, in one process."""
+"""A replica of the endpoint: engine, batcher and application of all models and versions that it holds, one process."""
 
 import asyncio
 import contextlib
 import importlib
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,11 @@ from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from serve.answering import Lasting
 from serve.app import build_app
-from serve.change.versions import Plan, Versions
+from serve.change.versions import Plan
+from serve.desk import build_desk
+from serve.door import guard
 from serve.front import direct
+from serve.models import Models
 from serve.watching.sums import sum_expositions
 
 logger = logging.getLogger(__name__)
@@ -32,60 +37,68 @@ def most_replicas(settings: Serve) -> int:
     return settings.max_replicas or settings.replicas
 
 
-def most_requests(settings: Serve) -> int:
-    """Requests of a replica at a time. Each holds a text at least, so that this many reach our own queue, whose 503
-    says when to come back."""
-    return max(64, settings.max_queue_rows + 2 * settings.max_batch_rows)
+def most_requests(settings: Serve, models: int = 1) -> int:
+    """Requests of a replica at a time. Each holds a text at least, so that this many reach the models' own queues,
+    whose 503 says when to come back."""
+    return max(64, settings.max_queue_rows + 2 * settings.max_batch_rows) * models
 
 
 @ray.serve.ingress()
 class Replica:
-    """Answers with the artefact that Ray hands it as `user_config`; a bad one never takes traffic."""
+    """Answers with the artefacts that Ray hands it as `user_config`, `{"models": {NAME: FOLDER}}`; a bad one never
+    takes traffic. Which models there are is settled when it is made: others are another deployment."""
 
-    def __init__(self, settings: Serve):
-        self._settings, self._lasting = settings, Lasting(settings)
-        self._versions = Versions(self._make, self._beside)
-        self._change: asyncio.Task[None] | None = None
+    def __init__(self, settings: Serve, names: Sequence[str]):
+        self._settings, self._door = settings, guard.door(settings)
+        self._lasting = {name: Lasting(settings, self._door) for name in names}
+        self._sum = self._sum_of_replicas if most_replicas(settings) > 1 else None
+        self._models = Models(self._lasting, self._make, self._desk, self._beside)
+        self._changes: set[asyncio.Task[None]] = set()
         self._counting: asyncio.Task[None] | None = None
-        direct.install(self._versions, most_requests(settings))
+        direct.install(self._models, most_requests(settings, len(names)))
 
-    def __serve_build_asgi_app__(self) -> Versions:
-        return self._versions
+    def __serve_build_asgi_app__(self) -> Models:
+        return self._models
 
-    def _beside(self, versions: Versions) -> AbstractAsyncContextManager[Any]:
+    def _beside(self, models: Models) -> AbstractAsyncContextManager[Any]:
         if self._settings.grpc_port is None:
             return nullcontext()
         grpc = importlib.import_module("serve.grpc")  # its libraries are an extra
         opened: AbstractAsyncContextManager[Any] = grpc.serving(
-            versions.answering, self._settings, self._settings.grpc_port, self._lasting.door
+            models, self._settings, self._settings.grpc_port, self._door
         )
         return opened
 
-    async def _make(self, artifact: Path) -> FastAPI:
-        predictor = await asyncio.to_thread(Predictor.load, artifact, self._settings.threads)
-        several = most_replicas(self._settings) > 1
-        return build_app(predictor, self._settings, self._sum_of_replicas if several else None, self._lasting)
+    def _desk(self, models: Models) -> FastAPI:
+        return build_desk(models, self._settings, self._door, self._sum)
 
-    async def reconfigure(self, wish: dict[str, str]) -> None:
+    async def _make(self, name: str, artifact: Path) -> FastAPI:
+        predictor = await asyncio.to_thread(Predictor.load, artifact, self._settings.threads)
+        predictor.artifact = replace(predictor.artifact, name=name)
+        return build_app(predictor, self._settings, self._sum, self._lasting[name])
+
+    async def reconfigure(self, wish: dict[str, dict[str, str]]) -> None:
         """At the start, load what is to be served. Later only note the wish: Ray routes nothing to a replica while this
         runs, and ends one in which it raises."""
-        if self._versions.current is None:
-            await self._versions.become(wish["artifact"])
-            if self._lasting.door is not None:
+        if not self._models.loaded:
+            await self._models.become(wish["models"])
+            if self._door is not None:
                 self._counting = asyncio.create_task(self._count_replicas())
         else:
-            self._change = asyncio.create_task(self._become(wish["artifact"]))
+            change = asyncio.create_task(self._become(wish["models"]))
+            self._changes.add(change)
+            change.add_done_callback(self._changes.discard)
 
-    async def _become(self, artifact: str) -> None:
+    async def _become(self, models: dict[str, str]) -> None:
         try:
-            await self._versions.become(artifact)
+            await self._models.become(models)
         except Exception:  # whatever it is, what answers goes on
-            logger.exception("the artefact %s cannot be served", artifact)
+            logger.exception("the artefacts %s cannot be served", models)
 
-    async def load(self, artifact: str) -> str:
+    async def load(self, model: str, artifact: str) -> str:
         """Load and prove a candidate; why that fails, or nothing."""
         try:
-            await self._versions.load(artifact)
+            await self._models.versions[model].load(artifact)
         except UserError as error:
             return str(error)
         except Exception as error:  # of an engine, say: no candidate may end what answers
@@ -93,46 +106,47 @@ class Replica:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    async def drop(self) -> None:
-        self._versions.drop()
+    async def drop(self, model: str) -> None:
+        self._models.versions[model].drop()
 
-    async def follow(self, plan: dict[str, Any]) -> dict[str, Any]:
+    async def follow(self, model: str, plan: dict[str, Any]) -> dict[str, Any]:
         """Try a candidate as planned: `refusal`, where it cannot be loaded, or `seen`, a `judge.Tally`, and `ratio`."""
+        versions = self._models.versions[model]
         try:
-            await self._versions.follow(Plan(**plan))
+            await versions.follow(Plan(**plan))
         except Exception as error:  # no candidate may end what answers
             return {"refusal": str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"}
-        trial = self._versions.trial
+        trial = versions.trial
         return {"refusal": "", "seen": trial.tally(), "ratio": trial.ratio} if trial else {"refusal": "it has gone"}
 
     async def status(self) -> dict[str, Any]:
         """What `rtrain serve status` tells of a replica."""
-        return {"process": os.getpid(), **self._versions.status()}
+        models = {name: versions.status() for name, versions in self._models.versions.items()}
+        return {"process": os.getpid(), "models": models}
 
-    async def serves(self) -> str:
-        return self._versions.current.folder if self._versions.current else ""
+    async def serves(self) -> dict[str, str]:
+        """The folder of what answers, by the model's name."""
+        current = {name: versions.current for name, versions in self._models.versions.items()}
+        return {name: version.folder for name, version in current.items() if version is not None}
 
     def check_health(self) -> None:
-        current = self._versions.current
-        if current is not None and not current.service.ready:
+        if self._models.loaded and not self._models.ready:
             raise RuntimeError("an engine call has not returned within the deadline")
 
     def exposition(self) -> str:
-        return self._lasting.telemetry.exposition()
+        return self._models.exposition()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        current = self._versions.current
-        return current.service.load() if current else {}
+        return self._models.load()
 
     async def _count_replicas(self) -> None:
         """Each sees its own part of a key's requests. How many there are is up to whoever deploys them, and changes."""
-        door = self._lasting.door
         context = ray.serve.get_replica_context()
         handle = ray.serve.get_deployment_handle(context.deployment, context.app_name)
-        while door is not None:
+        while self._door is not None:
             await asyncio.sleep(COUNT_S)
             with contextlib.suppress(ray.exceptions.RayError):  # one that ends just now is counted next time
-                door.shared_by(len(await handle.broadcast("serves").results_async()))
+                self._door.shared_by(len(await handle.broadcast("serves").results_async()))
 
     async def _sum_of_replicas(self) -> str:
         context = ray.serve.get_replica_context()

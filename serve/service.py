@@ -8,31 +8,33 @@ import ray.serve
 
 import rtrain.artifact
 from rtrain import config
+from rtrain.errors import ConfigError, Problem
+from serve import named
 from serve.deployment import (
     CONSTRUCTOR_ATTEMPTS,
     DEPLOYMENT,
     HEALTH_PERIOD_S,
     HEALTH_TIMEOUT_S,
 )
-from serve.door import access
 from serve.replica import Replica, most_requests
 
 
 def application(arguments: Mapping[str, Any]) -> ray.serve.Application:
-    """`arguments`: `artifact`, its folder, and settings of the section `serve` by their names, e.g. `threads`.
+    """`arguments`: `artifact`, its folder, or `models`, folders by the names that they are asked for; and settings of
+    the section `serve` by their names, e.g. `threads`.
 
     Where it listens, and how many replicas there are, is up to who deploys it. Raises as `rtrain serve` does for a
     damaged artefact, and for one that the gate has refused.
     """
-    folder = Path(arguments["artifact"])
-    given = {f"serve.{name}": value for name, value in arguments.items() if name != "artifact"}
+    given = {f"serve.{name}": value for name, value in arguments.items() if name not in ("artifact", "models")}
     settings = config.load("intent", given).deploy.serve
-    access.admit(rtrain.artifact.read(folder), folder, settings)
-    ongoing = most_requests(settings)
+    artifacts = _artifacts(arguments)
+    named.admit(artifacts, settings)
+    ongoing = most_requests(settings, len(artifacts))
     configured = ray.serve.deployment(
         name=DEPLOYMENT,
-        user_config={"artifact": str(folder)},
-        ray_actor_options={"num_cpus": settings.threads},
+        user_config={"models": {name: str(folder) for name, folder in artifacts.items()}},
+        ray_actor_options={"num_cpus": settings.threads * len(artifacts)},
         max_ongoing_requests=ongoing,
         max_queued_requests=ongoing,
         health_check_period_s=HEALTH_PERIOD_S,
@@ -40,4 +42,14 @@ def application(arguments: Mapping[str, Any]) -> ray.serve.Application:
         max_constructor_retry_count=CONSTRUCTOR_ATTEMPTS,
         graceful_shutdown_timeout_s=settings.deadline_s + 1,
     )
-    return configured(Replica).bind(settings)
+    return configured(Replica).bind(settings, list(artifacts))
+
+
+def _artifacts(arguments: Mapping[str, Any]) -> dict[str, Path]:
+    if ("artifact" in arguments) == ("models" in arguments):
+        fix = "write artifact, a folder; or models, folders by name"
+        raise ConfigError([Problem("args", None, "it has to say what is served, in one of two ways", fix)])
+    if "models" in arguments:
+        return {name: Path(folder) for name, folder in arguments["models"].items()}
+    folder = Path(arguments["artifact"])
+    return {rtrain.artifact.read(folder, verify=False).name: folder}

@@ -12,6 +12,7 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from rtrain.batch import Encoded, Head, Outputs
 from rtrain.config import Serve
@@ -43,7 +44,7 @@ def predictor_of(folder: Path, task: str) -> Predictor:
 
 
 @contextmanager
-def listening(app: FastAPI) -> Iterator[str]:
+def listening(app: ASGIApp) -> Iterator[str]:
     """The application behind a real server on a free port of loopback, in a thread; gives its address."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, loop="asyncio", ws="none", lifespan="on", log_level="warning"))
     thread = threading.Thread(target=server.run, name="uvicorn")

@@ -21,16 +21,18 @@ def test_a_key_is_printed_once_listed_without_its_hash_and_revoked(run: Cli, tmp
     assert (code, out) == (0, f"{plain}\n")
     assert err == "shop may ask by the header Authorization: Bearer KEY; the key is shown this once\n"
     [key] = keys.read(path)
+    limited = ("--model", "intent", "--model", "mood")
     assert keys.find({key.id: key}, [f"Bearer {plain}".encode()]) == key
-    assert run("serve", "keys", "add", path, "watch", "--scope", "metrics", "--scope", "predict")[0] == 0
+    assert run("serve", "keys", "add", path, "watch", "--scope", "metrics", "--scope", "predict", *limited)[0] == 0
     code, out, err = run("serve", "keys", "list", path)
     lines = [line.split() for line in out.splitlines()]
     assert (code, err) == (0, "")
-    assert lines[0] == ["name", "id", "scopes", "rate", "created"]
-    assert lines[1][:4] == ["shop", key.id, "predict", "100/minute"]
-    assert [lines[2][0], *lines[2][2:4]] == ["watch", "predict,metrics", "-"]
+    assert lines[0] == ["name", "id", "scopes", "models", "rate", "created"]
+    assert lines[1][4] == "100/minute"
+    assert lines[1][:4] == ["shop", key.id, "predict", "all"]
+    assert [lines[2][0], *lines[2][2:5]] == ["watch", "predict,metrics", "intent,mood", "-"]
     code, out, _ = run("serve", "keys", "list", path, "--json")
-    assert [sorted(one) for one in json.loads(out)] == [["created", "id", "name", "rate", "scopes"]] * 2
+    assert [sorted(one) for one in json.loads(out)] == [["created", "id", "models", "name", "rate", "scopes"]] * 2
     code, out, err = run("serve", "keys", "revoke", path, "shop")
     assert (code, out, err) == (0, "", "shop is revoked; an endpoint that runs refuses it within 1 s\n")
     assert [key.name for key in keys.read(path)] == ["watch"]

@@ -71,7 +71,14 @@ RAY_ALLOWED = (
         "rtrain.demo",
     ),
     *("rtrain.cluster.preflight", "rtrain.proof.faults", "rtrain.runs.notice", "rtrain.runs.placement"),
-    *("serve.change.rollout", "serve.deployment", "serve.front.ingress", "serve.replica", "serve.service"),
+    *(
+        "serve.change.application",
+        "serve.change.rollout",
+        "serve.deployment",
+        "serve.front.ingress",
+        "serve.replica",
+        "serve.service",
+    ),
     "tune.slots",
 )
 # At module level: serving and the command line must start without them.

@@ -20,9 +20,11 @@ from fastapi.responses import JSONResponse
 from rtrain.config import Serve
 from rtrain.predict import Predictor
 from serve.app import build_app
+from serve.models import Models
 from tests import browser
 from tests.browser import Page
 from tests.serving import HEADS, listening, predictor_of
+from tests.test_serve_models import NAMES, models_of
 from tests.tiny import make_artifact
 
 pytestmark = pytest.mark.slow
@@ -142,6 +144,36 @@ def test_labels_and_texts_are_shown_and_never_run(tmp_path: Path) -> None:
         expected = predictor([asked])[0]
         for language, call in (one for both in calls for one in both.items()):
             assert expected[0]["label"] in answered(ran(language, call)), call
+
+
+def test_several_models_are_listed_and_each_is_tried_on_its_own_page(tmp_path: Path) -> None:
+    folders = {name: str(make_artifact(tmp_path / name, seed=seed)) for seed, name in enumerate(NAMES)}
+    pictures = Path(os.environ.get("RTRAIN_PICTURES", tmp_path))
+
+    async def loaded() -> Models:
+        models = models_of(Serve())
+        await models.become(folders)
+        return models
+
+    async def at(page: Page) -> None:
+        for width in SIZES:
+            for dark in (False, True):
+                await page.open(address, width, dark=dark)
+                await page.until(f"document.querySelectorAll('#models a').length === {len(NAMES)}")
+                assert await page.run("document.documentElement.scrollWidth") <= width
+                await page.picture(pictures / f"models-{width}-{'dark' if dark else 'light'}.png")
+        await page.run("document.querySelectorAll('#models a')[1].click()")
+        await page.until("document.querySelectorAll('#examples button').length > 0")
+        assert await page.run("document.title") == NAMES[1]
+        await page.run("document.querySelector('#examples button').click()")
+        await page.until(DONE)
+        assert f"{address}/models/{NAMES[1]}/predict" in await page.run("document.getElementById('call').textContent")
+        await page.run("document.querySelector('#others a').click()")
+        await page.until("document.querySelectorAll('#models a').length > 0")
+        assert wrong(page, address) == []
+
+    with listening(asyncio.run(loaded())) as address:
+        asyncio.run(browser.look(tmp_path, at))
 
 
 def answered(printed: str) -> str:

@@ -211,17 +211,17 @@ def test_metrics_count_requests_rows_and_calls(predictor: Predictor) -> None:
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     lines = response.text.splitlines()
     for line in (
-        'rtrain_requests_total{route="/predict",status="200"} 1.0',
-        'rtrain_requests_total{route="/predict",status="400"} 1.0',
-        'rtrain_requests_total{route="other",status="404"} 2.0',
-        'rtrain_request_seconds_count{route="/predict"} 2.0',
-        "rtrain_rows_total 3.0",
-        'rtrain_batch_rows_bucket{le="1.0"} 1.0',
-        'rtrain_batch_rows_bucket{le="2.0"} 2.0',
-        "rtrain_batch_rows_sum 3.0",
-        "rtrain_queue_rows 0.0",
-        "rtrain_queue_tokens 0.0",
+        'rtrain_requests_total{model="tiny",route="/predict",status="200"} 1.0',
+        'rtrain_requests_total{model="tiny",route="/predict",status="400"} 1.0',
+        'rtrain_requests_total{model="tiny",route="other",status="404"} 2.0',
+        'rtrain_request_seconds_count{model="tiny",route="/predict"} 2.0',
+        'rtrain_rows_total{model="tiny"} 3.0',
+        'rtrain_batch_rows_bucket{le="1.0",model="tiny"} 1.0',
+        'rtrain_batch_rows_bucket{le="2.0",model="tiny"} 2.0',
+        'rtrain_batch_rows_sum{model="tiny"} 3.0',
+        'rtrain_queue_rows{model="tiny"} 0.0',
+        'rtrain_queue_tokens{model="tiny"} 0.0',
     ):
         assert line in lines
     for name in ("rtrain_engine_seconds_total", "rtrain_engine_tokens_total"):
-        assert [float(line.split()[1]) > 0 for line in lines if line.startswith(f"{name} ")] == [True]
+        assert [float(line.split()[1]) > 0 for line in lines if line.startswith(f'{name}{{model="tiny"}} ')] == [True]

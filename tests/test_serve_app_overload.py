@@ -90,7 +90,7 @@ def test_the_texts_of_a_client_that_left_never_reach_the_engine(predictor: Predi
 
     asyncio.run(main())
     assert (gate.rows, queue.stats.dropped) == (1, 2)
-    assert 'rtrain_requests_total{route="/predict",status="499"} 1.0' in app.state.service.exposition()
+    assert 'rtrain_requests_total{model="tiny",route="/predict",status="499"} 1.0' in app.state.service.exposition()
 
 
 def test_readiness_ends_where_an_engine_call_outlasts_the_deadline(predictor: Predictor, gate: Gate) -> None:

@@ -326,4 +326,4 @@ def test_requests_over_grpc_are_in_the_metrics(addresses: dict[str, str]) -> Non
         counted = {line.rpartition(" ")[0] for line in reply.read().decode().splitlines()}
     for status in ("200", "422"):
         route = "/inference.GRPCInferenceService/ModelInfer"
-        assert f'rtrain_requests_total{{route="{route}",status="{status}"}}' in counted
+        assert f'rtrain_requests_total{{model="tiny",route="{route}",status="{status}"}}' in counted

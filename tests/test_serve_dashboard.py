@@ -18,7 +18,7 @@ from tests.serving import TEXT, call
 from tests.tiny import make_task_artifact
 
 WORDS = {"sum", "by", "le", "rate", "max", "increase", "histogram_quantile", "h"}
-WORDS |= {"status", "feature", "route", "version", "result"}
+WORDS |= {"status", "feature", "route", "version", "result", "model"}
 """Words of the query language, and labels."""
 
 
@@ -76,7 +76,18 @@ def test_panels_stand_beside_each_other_and_ask_one_data_source(board: dict[str,
     assert len({panel["id"] for panel in board["panels"]}) == len(places)
     sources = {part["datasource"]["uid"] for panel in board["panels"] for part in (panel, *panel["targets"])}
     assert sources == {"${datasource}"}
-    assert [one["name"] for one in board["templating"]["list"]] == ["datasource"]
+    source, model = board["templating"]["list"]
+    assert (source["name"], model["name"], model["datasource"]["uid"]) == ("datasource", "model", "${datasource}")
+
+
+def test_every_query_is_of_the_models_that_are_chosen(board: dict[str, Any], samples: dict[str, set[str]]) -> None:
+    """All of them is what has no model too: the requests to the address itself."""
+    chosen = board["templating"]["list"][1]
+    assert chosen["allValue"] == ".*"
+    [metric, label] = re.findall(r"\w+", chosen["query"].removeprefix("label_values"))
+    assert label in samples[metric]
+    for query in queries(board):
+        assert re.findall(r"rtrain_\w+(?!\w|\{[^}]*model=~\"\$model\"\})", query) == [], query
 
 
 def test_it_is_part_of_the_package() -> None:

@@ -26,8 +26,8 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_ray_s_schema_takes_it_and_only_what_differs_is_written(artifact: Path) -> None:
-    plain = declared.document(artifact, Serve())
-    assert plain["applications"][0]["args"] == {"artifact": str(artifact)}
+    plain = declared.document({"tiny": artifact}, Serve())
+    assert plain["applications"][0]["args"] == {"models": {"tiny": str(artifact)}}
     settings = Serve(
         port=9001,
         replicas=2,
@@ -38,15 +38,18 @@ def test_ray_s_schema_takes_it_and_only_what_differs_is_written(artifact: Path) 
         tls_cert="/c.pem",
         tls_key="/k.pem",
     )
-    text = declared.text(artifact, settings)
+    folders = {"tiny": artifact, "other": artifact}
+    text = declared.text(folders, settings)
+    named = {name: str(folder) for name, folder in folders.items()}
     found = ServeDeploySchema.model_validate(yaml.safe_load(text))
     assert found.http_options.port == 9001
     assert (found.http_options.ssl_certfile, found.http_options.ssl_keyfile) == ("/c.pem", "/k.pem")
     [application] = found.applications
-    assert application.args == {"artifact": str(artifact), "threads": 3, "deadline_s": 5.0, "ungated": True}
+    assert application.name == "tiny-other"
+    assert application.args == {"models": named, "threads": 3, "deadline_s": 5.0, "ungated": True}
     [deployment] = application.deployments
-    assert deployment.user_config == {"artifact": str(artifact)}
-    assert deployment.ray_actor_options.num_cpus == 3
+    assert deployment.user_config == {"models": named}
+    assert deployment.ray_actor_options.num_cpus == 6
     scaled = deployment.autoscaling_config
     assert isinstance(scaled, dict)
     assert (scaled["min_replicas"], scaled["max_replicas"]) == (2, 4)
@@ -55,7 +58,7 @@ def test_ray_s_schema_takes_it_and_only_what_differs_is_written(artifact: Path) 
 def test_the_command_prints_it_without_starting_anything(artifact: Path, run: Cli) -> None:
     code, out, _ = run("serve", str(artifact), "--print-config", "--set", "serve.replicas=2")
     assert code == 0
-    assert yaml.safe_load(out) == declared.document(artifact, Serve(replicas=2))
+    assert yaml.safe_load(out) == declared.document({"tiny": artifact}, Serve(replicas=2))
 
 
 START = """
@@ -101,17 +104,17 @@ def end(*found):
 """
 ANOTHER = """
 first, second = map(Path, sys.argv[1:])
-document = declared.document(first, Serve(port=port, ungated=True))
+document = declared.document({"tiny": first}, Serve(port=port, ungated=True))
 start(document)
 old, before = ask(), processes()
-document["applications"][0]["deployments"][0]["user_config"]["artifact"] = str(second)
+document["applications"][0]["deployments"][0]["user_config"]["models"]["tiny"] = str(second)
 deploy(document)
 wait(lambda: ask() != old)
 end(old[1], ask()[1], processes() == before)
 """
 RATE = """
 artifact, keys, key = sys.argv[1:]
-start(declared.document(Path(artifact), Serve(port=port, ungated=True, keys=keys, replicas=2)))
+start(declared.document({"tiny": Path(artifact)}, Serve(port=port, ungated=True, keys=keys, replicas=2)))
 wait(lambda: len(processes()) == 2)
 time.sleep(7)
 end(sum(ask(authorization=f"Bearer {key}")[0] == 200 for _ in range(40)), ask()[0])

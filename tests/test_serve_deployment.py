@@ -398,7 +398,7 @@ def test_a_client_cannot_switch_limits_off_through_the_proxy(endpoint: Endpoint)
 def test_metrics_are_the_sum_of_the_replicas(endpoint: Endpoint) -> None:
     def answered() -> float:
         lines = httpx.get(endpoint.url + "/metrics").text.splitlines()
-        return next(float(line.split()[1]) for line in lines if line.startswith("rtrain_rows_total "))
+        return next(float(line.split()[1]) for line in lines if line.startswith("rtrain_rows_total{"))
 
     before = answered()
     for _ in range(20):  # each on a connection of its own, so that both replicas get some

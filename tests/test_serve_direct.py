@@ -64,11 +64,11 @@ async def ask(port: int, path: str = "/predict", body: bytes = b"hello") -> tupl
     return int(headers.split()[1]), headers.lower(), text
 
 
-def run(check: Callable[[Application, list[int], int], Awaitable[None]]) -> None:
+def run(check: Callable[[Application, list[int], int], Awaitable[None]], within_s: float = 10) -> None:
     async def main() -> None:
         application, counted = Application(), list[int]()
         async with serving(application, counted) as port:
-            await asyncio.wait_for(check(application, counted, port), 10)
+            await asyncio.wait_for(check(application, counted, port), within_s)
         assert sum(counted) == 0
 
     asyncio.run(main())
@@ -128,6 +128,28 @@ def test_a_request_whose_client_has_gone_is_cancelled(monkeypatch: pytest.Monkey
         assert counted.count(-1) == 2
 
     run(check)
+
+
+def test_a_thousand_clients_that_leave_leave_no_place_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "LOOK_S", 0.001)
+
+    async def check(application: Application, counted: list[int], port: int) -> None:
+        left = 0
+        while left < 1000:
+            clients = [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(MOST)]
+            for writer in clients:
+                writer.write(b"POST / HTTP/1.1\r\nhost: here\r\ncontent-length: 2\r\n\r\nhi")
+            for _ in clients:
+                await application.begun.acquire()
+            for writer in clients:
+                writer.close()
+            left += MOST
+            while application.cancelled < left or sum(counted) != 0:
+                await asyncio.sleep(0.001)
+        application.open.set()
+        assert [(await one)[0] for one in [asyncio.create_task(ask(port)) for _ in range(MOST)]] == [200] * MOST
+
+    run(check, within_s=60)
 
 
 def test_a_port_in_use_is_told_as_ray_expects_it() -> None:

@@ -3,12 +3,14 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
+import tritonclient.grpc
 from tritonclient.grpc import service_pb2 as messages, service_pb2_grpc as interface
 
 from rtrain.config import Serve
@@ -17,6 +19,7 @@ from serve.answering import Service
 from serve.door import guard, keys
 from serve.grpc import ROUTE, serving
 from tests import serving as shared
+from tests.certificates import make_certificate
 from tests.serving import TEXT, Gate
 
 gate, predictor = shared.gate, shared.predictor  # fixtures
@@ -32,7 +35,7 @@ def question(*texts: str) -> Any:
 async def asking(service: Service) -> AsyncIterator[Any]:
     """A client of the service, both in this loop."""
     async with (
-        serving(lambda version: nullcontext(service), service.settings, 0, guard.door(service.settings)) as port,
+        serving(service, service.settings, 0, guard.door(service.settings)) as port,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
         yield interface.GRPCInferenceServiceStub(channel)
@@ -47,7 +50,7 @@ async def refused(call: Any) -> grpc.aio.AioRpcError:
 
 async def counted(service: Service, status: int) -> None:
     """Wait until a request has ended so: the server may learn of it later than its client."""
-    while f'rtrain_requests_total{{route="{ROUTE}",status="{status}"}} 1.0' not in service.exposition():
+    while f'rtrain_requests_total{{model="tiny",route="{ROUTE}",status="{status}"}} 1.0' not in service.exposition():
         await asyncio.sleep(0.001)
 
 
@@ -142,9 +145,7 @@ def test_what_was_accepted_is_answered_before_the_end(predictor: Predictor, gate
     service = Service(predictor, Serve())
 
     async def main() -> None:
-        async with serving(
-            lambda version: nullcontext(service), service.settings, 0, guard.door(service.settings)
-        ) as port:
+        async with serving(service, service.settings, 0, guard.door(service.settings)) as port:
             channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
             accepted = asyncio.ensure_future(interface.GRPCInferenceServiceStub(channel).ModelInfer(question(TEXT)))
             await gate.entered()
@@ -204,3 +205,45 @@ def test_grpc_asks_for_the_keys_that_http_asks_for(predictor: Predictor, tmp_pat
             assert int(dict(error.trailing_metadata() or ())["retry-after"]) > 0
 
     asyncio.run(main())
+
+
+def test_with_a_certificate_it_encrypts_and_answers_nobody_who_does_not(predictor: Predictor, tmp_path: Path) -> None:
+    """By clients that others wrote: gRPC's own, and Triton's."""
+    certificate, key = make_certificate(tmp_path)
+    path = tmp_path / "keys.json"
+    plain = keys.add(path, "shop")
+    settings = Serve(keys=str(path), tls_cert=certificate, tls_key=key)
+    metadata = (("authorization", f"Bearer {plain}"),)
+    trusted = grpc.ssl_channel_credentials(Path(certificate).read_bytes())
+    stranger, _ = make_certificate(tmp_path / "stranger")
+    service = Service(predictor, settings)
+
+    def asked_by_triton(port: int) -> str:
+        tensor = tritonclient.grpc.InferInput("text", [1], "BYTES")
+        tensor.set_data_from_numpy(np.array([TEXT.encode()], dtype=np.object_))
+        client = tritonclient.grpc.InferenceServerClient(
+            f"127.0.0.1:{port}", ssl=True, root_certificates=certificate, verbose=False
+        )
+        with client:
+            found = client.infer("tiny", [tensor], headers={"authorization": f"Bearer {plain}"})
+            return str(found.as_numpy("label")[0], "utf-8")
+
+    async def main() -> None:
+        async with serving(service, settings, 0, guard.door(settings)) as port:
+            address = f"127.0.0.1:{port}"
+            async with grpc.aio.secure_channel(address, trusted) as channel:
+                stub = interface.GRPCInferenceServiceStub(channel)
+                reply = await stub.ModelInfer(question(TEXT), metadata=metadata)
+                assert reply.raw_output_contents[0][4:].decode() == predictor([TEXT])[0][0]["label"]
+                # A call without the key is refused by the endpoint: the connection itself has been made.
+                assert (await refused(stub.ModelInfer(question(TEXT)))).code() == grpc.StatusCode.UNAUTHENTICATED
+            assert await asyncio.to_thread(asked_by_triton, port) == predictor([TEXT])[0][0]["label"]
+            wrong = grpc.ssl_channel_credentials(Path(stranger).read_bytes())
+            for other in (grpc.aio.insecure_channel(address), grpc.aio.secure_channel(address, wrong)):
+                async with other as channel:
+                    stub = interface.GRPCInferenceServiceStub(channel)
+                    call = stub.ModelInfer(question(TEXT), metadata=metadata, timeout=10)
+                    assert (await refused(call)).code() == grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(main())
+    service.close()

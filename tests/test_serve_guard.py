@@ -223,7 +223,7 @@ def test_a_key_past_its_rate_is_answered_429_with_retry_after(predictor: Predict
     assert [answer.status_code for answer in answers] == [200, 200, 429]
     assert answers[2].json()["error"]["type"] == "rate_limited"
     assert 1 <= int(answers[2].headers["retry-after"]) <= 3600
-    assert 'rtrain_requests_total{route="other",status="429"} 1.0' in locked.state.service.exposition()
+    assert 'rtrain_requests_total{model="tiny",route="other",status="429"} 1.0' in locked.state.service.exposition()
 
 
 def test_keys_are_rotated_while_it_answers(predictor: Predictor, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

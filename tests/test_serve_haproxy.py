@@ -35,8 +35,9 @@ FRONT = Front("127.0.0.1", 5, 10, "/pages")
 FOUND = ingress.Found(Path("/nowhere"), 1234, 2, 1024)
 
 
-def ray_file(folder: Path, port: int, servers: list[int]) -> str:
-    """The file that Ray Serve writes for an application with these servers, with our settings; it lies in `folder`."""
+def ray_file(folder: Path, port: int, servers: list[int], fallback: int = 0) -> str:
+    """The file that Ray Serve writes for an application with these servers, and its own proxy at the port `fallback`,
+    with our settings; it lies in `folder`."""
     given = {
         name.removeprefix("RAY_SERVE_HAPROXY_").lower(): value
         for name, value in ingress.environment(FOUND._replace(folder=folder), Serve()).items()
@@ -54,6 +55,7 @@ def ray_file(folder: Path, port: int, servers: list[int]) -> str:
         "/",
         app_name="app",
         servers=[theirs.ServerConfig(f"replica-{server}", "127.0.0.1", server) for server in servers],
+        fallback_server=theirs.ServerConfig("fallback", "127.0.0.1", fallback) if fallback else None,
     )
     api = theirs.HAProxyApi(config, config_file_path=str(folder / "haproxy.cfg"))
     api.set_backend_configs({backend.name: backend})
@@ -104,6 +106,16 @@ def test_the_file_opens_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
 def test_the_address_is_the_one_that_was_asked_for(tmp_path: Path, host: str, line: str) -> None:
     text = rewrite(ray_file(tmp_path, 80, [30000]), replace(FRONT, host=bound(host)))
     assert re.findall(r"^ +(bind .*)$", text, re.M) == [line]
+
+
+def test_ray_s_own_proxy_stands_in_for_no_replica(tmp_path: Path) -> None:
+    theirs_text = ray_file(tmp_path, 8000, [30000], fallback=8500)
+    assert "server fallback 127.0.0.1:8500 check backup\n" in theirs_text
+    text = rewrite(theirs_text, FRONT)
+    assert re.findall(r"^ +(server .*:\d+) check", text, re.M) == ["server replica-30000 127.0.0.1:30000"]
+    assert rewrite(ray_file(tmp_path, 8000, [30000]), FRONT) == text
+    with pytest.raises(UnknownFile, match="a server beside the replicas"):
+        rewrite(theirs_text.replace("check backup", "backup check"), FRONT)
 
 
 def test_a_certificate_is_on_the_one_line_that_listens(tmp_path: Path) -> None:
@@ -187,6 +199,15 @@ class Dying(Replica):
         self.connection.shutdown(socket.SHUT_RDWR)
 
 
+class Slow(Replica):
+    """Ray's own proxy: it waits for a replica."""
+
+    def do_GET(self) -> None:
+        if self.path != "/-/healthz":
+            time.sleep(5)
+        self.answer(b"success")
+
+
 @contextlib.contextmanager
 def serving(handler: type[Replica]) -> Iterator[int]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -198,7 +219,9 @@ def serving(handler: type[Replica]) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def proxy(servers: list[int], pair: bytes = b"") -> Iterator[tuple[int, Path, subprocess.Popen[bytes]]]:
+def proxy(
+    servers: list[int], pair: bytes = b"", fallback: int = 0
+) -> Iterator[tuple[int, Path, subprocess.Popen[bytes]]]:
     """Port, folder and process of HAProxy as Ray starts it, with one second for a header."""
     found = ingress.find("127.0.0.1", 2, pair)
     assert isinstance(found, ingress.Found), found
@@ -206,7 +229,7 @@ def proxy(servers: list[int], pair: bytes = b"") -> Iterator[tuple[int, Path, su
     executable = folder / "haproxy"
     executable.write_text(executable.read_text().replace(f" {ingress.HEADER_S} 2 {folder}", f" 1 2 {folder}"))
     port = free_address("127.0.0.1", 0).port
-    ray_file(folder, port, servers)
+    ray_file(folder, port, servers, fallback)
     with subprocess.Popen([executable, "-db", "-f", folder / "haproxy.cfg", "-dR"]) as process:
         try:
             give_up = time.monotonic() + 10
@@ -279,8 +302,11 @@ def test_a_replica_that_refuses_connections_is_passed_by() -> None:
         assert [ask(port) for _ in range(6)] == [(200, str(good))] * 6
 
 
-def test_without_a_replica_the_answer_is_ours_and_says_when_to_come_again() -> None:
-    with proxy([free_address("127.0.0.1", 0).port]) as (port, _, _):
+@pytest.mark.parametrize("there", [True, False])
+def test_without_a_replica_the_answer_is_ours_and_says_at_once_when_to_come_again(there: bool) -> None:
+    """`there`: whether Ray still names the one that has died. Its own proxy would hold the request."""
+    gone = [free_address("127.0.0.1", 0).port] if there else []
+    with serving(Slow) as fallback, proxy(gone, fallback=fallback) as (port, _, _):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
         with contextlib.closing(connection):
             connection.request("GET", "/v2")

@@ -31,12 +31,16 @@ def test_all_is_told_in_a_line_each() -> None:
     standing.seen, standing.ratio = judge.Tally(500, 490, 3, 0, 80, 1), 0.98
     found = overview.text(
         {
-            "name": "tiny",
             "address": "http://127.0.0.1:8000",
-            "artifact": "/models/old",
-            "trial": standing.document(),
-            "replicas": [*after, replica(None, 4)],
-            "rates": rates(before, after),
+            "models": [
+                {
+                    "name": "tiny",
+                    "artifact": "/models/old",
+                    "trial": standing.document(),
+                    "replicas": [*after, replica(None, 4)],
+                    "rates": rates(before, after),
+                }
+            ],
         }
     )
     assert found.splitlines() == [
@@ -56,16 +60,10 @@ def test_all_is_told_in_a_line_each() -> None:
 
 def test_without_a_trial_or_a_reference_it_says_less() -> None:
     alone = [replica("old", requests={}, drift=None)]
-    document = {
-        "name": "t",
-        "address": "a",
-        "artifact": "f",
-        "trial": None,
-        "replicas": alone,
-        "rates": rates([], alone),
-    }
-    lines = overview.text(document).splitlines()
-    assert lines[3:] == [
+    model = {"name": "t", "artifact": "f", "trial": None, "replicas": alone, "rates": rates([], alone)}
+    lines = overview.text({"address": "a", "models": [model, {**model, "name": "u"}]}).splitlines()
+    assert [lines[0], *lines[8:10]] == ["t at a", "", "u at a"]
+    assert lines[3:8] == [
         "replicas   1 of 1 up, 1 ready",
         "now        0.0 requests/s, 0.0 texts/s, 0% busy",
         "queue      2 texts, 40 tokens",

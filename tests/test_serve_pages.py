@@ -36,9 +36,14 @@ class Tags(HTMLParser):
 
 def test_its_files_are_served_and_are_all_there_is(app: FastAPI) -> None:
     assert {path.name for path in FOLDER.iterdir()} == set(pages.FILES)
-    routes = {"index.html": "/", "page.css": "/page.css", "page.js": "/page.js"}
+    several = FastAPI()
+    several.include_router(pages.SEVERAL)
+    routes = {"index.html": (app, "/"), "page.css": (app, "/page.css"), "page.js": (app, "/page.js")}
+    routes |= {"models.html": (several, "/"), "models.js": (several, "/models.js")}
+    assert call(several, "GET", "/page.css").text == STYLE
     for name, kind in pages.FILES.items():
-        response = call(app, "GET", routes[name])
+        at, path = routes[name]
+        response = call(at, "GET", path)
         assert (response.status_code, response.headers["content-type"]) == (200, kind)
         assert response.text == TEXTS[name]
         assert {header: response.headers[header] for header in pages.HEADERS} == pages.HEADERS
@@ -55,7 +60,8 @@ def test_it_asks_no_address_but_its_own() -> None:
     assert asked == ['"predict"', '"info"']
     tags = Tags()
     links = [value for _, names in tags.found for name, value in names.items() if name in ("src", "href", "action")]
-    assert links == ["page.css", "page.js"]
+    assert links == ["page.css", "page.js", "../../"]
+    assert re.findall(r"fetch\(([^,)]+)", TEXTS["models.js"]) == ['"v2/repository/index"']
 
 
 def test_its_policy_allows_what_it_does_and_nothing_else() -> None:
@@ -75,7 +81,8 @@ def test_its_policy_allows_what_it_does_and_nothing_else() -> None:
 
 
 def test_nothing_is_written_as_markup() -> None:
-    assert not re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|Function\(|DOMParser", SCRIPT)
+    for script in (SCRIPT, TEXTS["models.js"]):
+        assert not re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|Function\(|DOMParser", script)
     assert set(re.findall(r"setAttribute\(\"([\w-]+)", SCRIPT)) == {"role", "aria-label"}
     assert "localStorage" not in SCRIPT, "a key would stay on the machine"
 
@@ -99,6 +106,8 @@ def test_the_script_uses_elements_that_the_page_has() -> None:
     used = set(re.findall(r"element\(\"([\w-]+)\"\)", SCRIPT))
     assert len(used) > 10
     assert used <= set(ids)
+    several = TEXTS["models.html"]
+    assert all(f'id="{name}"' in several for name in re.findall(r"element\(\"([\w-]+)\"\)", TEXTS["models.js"]))
     labelled = {names["for"] for tag, names in Tags().found if tag == "label" and "for" in names}
     assert labelled <= set(ids)
 

@@ -136,10 +136,10 @@ def ended(endpoint: Endpoint, stage: str) -> dict[str, Any]:
     """What the endpoint says of itself, once its trial has ended so."""
     give_up = time.monotonic() + 240
     while time.monotonic() < give_up:
-        found: dict[str, Any] = json.loads(endpoint.change({"status": True}))
-        if found["trial"]["stage"] in ("promoted", "dropped") and not endpoint.rollout.on_trial:
+        [found] = json.loads(endpoint.change({"status": True}))["models"]
+        if found["trial"]["stage"] in ("promoted", "dropped") and not endpoint.rollouts["tiny"].on_trial:
             assert found["trial"]["stage"] == stage, found["trial"]
-            return found
+            return dict(found)
     raise AssertionError(found)
 
 

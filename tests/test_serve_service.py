@@ -29,6 +29,8 @@ def test_an_application_has_the_name_that_manifests_give_it(tmp_path: Path) -> N
 
 def test_what_cannot_be_served_is_refused_before_a_replica_starts(tmp_path: Path) -> None:
     folder = make_artifact(tmp_path / "artifact", ("lost", "found"))
+    with pytest.raises(ConfigError, match="in one of two ways"):
+        service.application({"threads": 2})
     with pytest.raises(ConfigError, match=r"serve\.thraeds"):
         service.application({"artifact": str(folder), "thraeds": 2})
     with pytest.raises(ArtifactError):

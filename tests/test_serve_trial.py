@@ -39,7 +39,7 @@ def run(check: Check) -> None:
     settings = Serve()
 
     async def main() -> None:
-        lasting = Lasting(settings)
+        lasting = Lasting(settings, None)
 
         async def make(folder: Path) -> FastAPI:
             return build_app(await asyncio.to_thread(Predictor.load, folder, 1), settings, None, lasting)
@@ -216,8 +216,10 @@ def test_counters_last_over_versions_and_name_each(folders: tuple[str, str]) -> 
         for _ in range(2):
             await ask(client)
         text = (await client.get("/metrics")).text
-        assert 'rtrain_requests_total{route="/predict",status="200"} 5.0' in text
-        found = dict(re.findall(r'rtrain_version_requests_total\{status="200",version="(\w+)"\} (\S+)', text))
+        assert 'rtrain_requests_total{model="tiny",route="/predict",status="200"} 5.0' in text
+        found = dict(
+            re.findall(r'rtrain_version_requests_total\{model="tiny",status="200",version="(\w+)"\} (\S+)', text)
+        )
         assert found == {old: "3.0", new: "2.0"}
         assert text.count("# TYPE rtrain_queue_rows gauge") == 1
 

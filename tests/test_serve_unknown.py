@@ -46,12 +46,13 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
 
 
 def metrics(text: str, name: str) -> dict[str, float]:
-    """Samples of a metric by their labels, the replica's name left out."""
+    """Samples of a metric by their labels, the names of replica and model left out."""
     found = {}
     for line in text.splitlines():
         if line.startswith((f"{name}{{", f"{name} ")):
             labels, value = line.removeprefix(name).rsplit(" ", 1)
-            found[labels.split(",replica")[0].strip("{}")] = float(value)
+            told = [label for label in labels.strip("{}").split(",") if not label.startswith(("model=", "replica="))]
+            found[",".join(told)] = float(value)
     return found
 
 

@@ -1,6 +1,7 @@
 """Two versions of a real (tiny) model in one process: what answers while one takes the other's place."""
 
 import asyncio
+import pickle
 import shutil
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -116,6 +117,27 @@ def test_a_damaged_candidate_changes_nothing(folders: tuple[str, str], tmp_path:
             assert await version(client) == old
 
     run(check)
+
+
+class Bomb:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, place: Path):
+        self.place = place
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Path]]:
+        return Path.touch, (self.place,)
+
+
+def test_files_that_its_maker_did_not_record_are_never_read(folders: tuple[str, str], tmp_path: Path) -> None:
+    added, place = shutil.copytree(folders[0], tmp_path / "added"), tmp_path / "exploded"
+    for name in ("pytorch_model.bin", "model.pkl", "adapter_model.bin", "tokenizer.pkl"):
+        (added / name).write_bytes(pickle.dumps(Bomb(place)))
+    (added / "modeling_bert.py").write_text(f"import pathlib; pathlib.Path({str(place)!r}).touch()")
+    assert Predictor.load(added, 1)([CORPUS[0]]) == Predictor.load(Path(folders[0]), 1)([CORPUS[0]])
+    assert not place.exists()
+    pickle.loads((added / "model.pkl").read_bytes())
+    assert place.exists(), "the test's own pickle does nothing"
 
 
 def test_before_the_first_version_there_is_no_answer() -> None:

@@ -18,6 +18,9 @@ def add(
     scope: Annotated[
         list[str] | None, typer.Option("--scope", help="What it opens: predict (default) or metrics. Repeatable.")
     ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", help="Model that it may ask; default: all. Repeatable.")
+    ] = None,
     rate: Annotated[
         str | None, typer.Option("--rate", help="Most requests, e.g. 100/minute; default: no limit.")
     ] = None,
@@ -31,7 +34,7 @@ def add(
     for one in scopes:
         if one not in keys.SCOPES:
             raise ConfigError([Problem("--scope", one, "there is no such scope", f"write {' or '.join(keys.SCOPES)}")])
-    plain = keys.add(file, name, [known for known in keys.SCOPES if known in scopes], rate)
+    plain = keys.add(file, name, [known for known in keys.SCOPES if known in scopes], rate, model)
     print(plain)
     say(f"{name} may ask by the header Authorization: Bearer KEY; the key is shown this once")
 
@@ -44,8 +47,11 @@ def list_(file: File, as_json: Json = False) -> None:
     if as_json:
         print(json.dumps([key.model_dump(exclude={"sha256"}) for key in found]))
         return
-    rows = [("name", "id", "scopes", "rate", "created")]
-    rows += [(key.name, key.id, ",".join(key.scopes), key.rate or "-", key.created) for key in found]
+    rows = [("name", "id", "scopes", "models", "rate", "created")]
+    rows += [
+        (key.name, key.id, ",".join(key.scopes), ",".join(key.models or ["all"]), key.rate or "-", key.created)
+        for key in found
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())

@@ -36,7 +36,10 @@ Artefact = Annotated[
         help="Artefact folder, or a run's or a search's; or an address: s3://bucket/folder, https://...tar.gz#sha256=HEX."
     ),
 ]
-OptionalArtefact = Annotated[str | None, typer.Argument(help="Artefact, as above; --rollback takes none.")]
+Artefacts = Annotated[
+    list[str] | None,
+    typer.Argument(help="Artefacts, as above; NAME=ARTEFACT to give one another name. --rollback takes none."),
+]
 Workers = Annotated[int | None, typer.Option("--workers", help="DDP workers.")]
 Address = Annotated[str | None, typer.Option("--address", help="Ray cluster; default RAY_ADDRESS, else a local one.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")]

@@ -10,16 +10,20 @@ import typer
 from rtrain.cli.options import (
     Address,
     Artefact,
+    Artefacts,
     Insecure,
     Json,
     Keys,
-    OptionalArtefact,
     Set,
     Ungated,
     answering,
     configured,
 )
 from rtrain.errors import UserError
+
+Model = Annotated[
+    str | None, typer.Option("--model", help="Which model of several is meant (default: the one, or all of them).")
+]
 
 
 def predict(
@@ -85,7 +89,7 @@ def explain(
 
 
 def serve(
-    artifact: OptionalArtefact = None,
+    artifacts: Artefacts = None,
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on (default 127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option("--port", help="Port (default 8000; 0 takes a free one).")] = None,
     keys: Keys = None,
@@ -97,6 +101,7 @@ def serve(
     rollback: Annotated[
         bool, typer.Option("--rollback", help="Have the endpoint on that port answer with what it served before.")
     ] = False,
+    model: Model = None,
     shadow: Annotated[
         float | None,
         typer.Option("--shadow", help="With --update: share of live texts by which it has to prove itself first."),
@@ -107,59 +112,72 @@ def serve(
     assignments: Set = None,
     address: Address = None,
 ) -> None:
-    """Answer HTTP requests with an artefact, on Ray Serve, until Ctrl-C; or change what an endpoint answers with."""
-    from rtrain import artifact as artifacts
+    """Answer HTTP requests with an artefact, or with several, on Ray Serve, until Ctrl-C; or change what an endpoint
+    answers with."""
     from rtrain.cluster.session import session, until_interrupted
     from rtrain.report.live.progress import say
-    from serve import declared
+    from rtrain.run import shown
+    from serve import declared, named
     from serve.change import control, judge
     from serve.door import access
 
     if update and rollback:
         raise UserError("--update and --rollback exclude each other")
-    if rollback or artifact is None:
-        if artifact is not None or not rollback:
+    if rollback or not artifacts:
+        if artifacts or not rollback:
             raise UserError("name an artefact to serve; --rollback alone takes none")
-        say(control.ask(_port(port, assignments), {"rollback": True}))
+        say(control.ask(_port(port, assignments), {"rollback": True, "model": model}))
         return
     if shadow is not None and not update:
         raise UserError("--shadow says how a candidate proves itself; write it with --update")
     if update:
+        if len(artifacts) > 1:
+            raise UserError("--update takes one artefact; several models are changed one after another")
         asked = configured("intent", assignments, port=port, shadow=shadow).deploy.serve
         trial = [*judge.Aim.of(asked)] if asked.shadow else None
-        say(control.ask(asked.port, {"update": str(answering(artifact)), "trial": trial}))
+        question = {"update": str(answering(artifacts[0])), "model": model, "trial": trial}
+        say(control.ask(asked.port, question))
         return
+    if model is not None:
+        raise UserError("--model says which model is changed; a name is given to one by NAME=ARTEFACT")
 
     short = {"host": host, "port": port, "keys": keys, "insecure": insecure or None, "ungated": ungated or None}
     config = configured("intent", assignments, **short, address=address)
     settings = access.absolute(config.deploy.serve)  # the session works in another folder
     access.check(settings, say)
-    folder = answering(artifact)
-    access.admit(artifacts.read(folder), folder, settings, say)
+    folders = named.artifacts(artifacts, answering)
+    named.admit(folders, settings, say)
     if print_config:
-        print(declared.text(folder, settings), end="")
+        print(declared.text(folders, settings), end="")
         return
     from serve import deployment
 
-    ray = session(config, folder.parent, lambda event: say(event["text"]))
+    first = next(iter(folders))
+    ray = session(config, folders[first].parent, lambda event: say(event["text"]))
     with (
         ray,
-        deployment.start(folder, settings, tell=say) as endpoint,
+        deployment.start(folders, settings, tell=say) as endpoint,
         control.listening(endpoint.port, endpoint.change),
     ):
-        say(f"serving {folder} at {endpoint.url} (Ctrl-C ends it)")
-        say(f"next: {access.curl(endpoint.url, settings)}")
+        if len(folders) == 1:
+            say(f"serving {folders[first]} at {endpoint.url} (Ctrl-C ends it)")
+            say(f"next: {access.curl(endpoint.url, settings)}")
+        else:
+            for name, folder in folders.items():
+                say(f"serving {shown(folder)} at {endpoint.url}/models/{name} (Ctrl-C ends it)")
+            say(f"next: {access.curl(f'{endpoint.url}/models/{first}', settings)}")
         until_interrupted()
 
 
 def status(
     port: Annotated[int | None, typer.Option("--port", help="Port of the endpoint (default 8000).")] = None,
+    model: Model = None,
     as_json: Json = False,
 ) -> None:
     """Tell what the endpoint of this user's on a port does: versions, trial, replicas, queue, rates, drift."""
     from serve.change import control, overview
 
-    document = json.loads(control.ask(_port(port, None), {"status": True}))
+    document = json.loads(control.ask(_port(port, None), {"status": True, "model": model}))
     print(json.dumps(document, ensure_ascii=False) if as_json else overview.text(document))
 
 

@@ -153,8 +153,9 @@ class Serve(Section):
     of the time or texts pile up, and they end where fewer would be busy for less than 50 %. Default: always
     `replicas`."""
     threads: Positive = 1
-    """Processor threads of one replica's engine. A replica reserves as many of Ray's logical CPUs, so that a cluster
-    adds nodes for it; where none can come and they are short, it reserves none."""
+    """Processor threads of one replica's engine; of several models each has an engine. A replica reserves as many of
+    Ray's logical CPUs, so that a cluster adds nodes for it; where none can come and they are short, it reserves
+    none."""
     labels: Labels = NO_LABELS
     """Labels that a node must have to get replicas, e.g. {for: answers}. Default: any node will do."""
     max_batch_rows: Positive = 32
@@ -166,8 +167,8 @@ class Serve(Section):
     """Most seconds that the tokens of one engine call should cost, by what calls have cost so far: whoever comes next
     waits as long. A longer text goes alone."""
     max_queue_rows: Positive = 1024
-    """Most texts that may wait; a request beyond them is answered 503 with Retry-After. Where keys name the clients,
-    one that waits with less than its share is let in beyond them."""
+    """Most texts that may wait for a model; a request beyond them is answered 503 with Retry-After. Where keys name the
+    clients, one that waits with less than its share is let in beyond them."""
     max_queue_tokens: Positive = 262_144
     """The same as a number of tokens."""
     max_inputs: Positive = 256

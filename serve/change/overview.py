@@ -7,10 +7,14 @@ from typing import Any
 
 def text(document: Mapping[str, Any]) -> str:
     """`document`: what `Endpoint.change` says to the question status."""
+    return "\n\n".join(_model(one, document["address"]) for one in document["models"])
+
+
+def _model(document: Mapping[str, Any], address: str) -> str:
     replicas = document["replicas"]
     versions = Counter(replica["version"] or "starting" for replica in replicas)
     lines = [
-        f"{document['name']} at {document['address']}",
+        f"{document['name']} at {address}",
         f"artefact   {document['artifact']}",
         f"version    {', '.join(f'{version} ({count} of {len(replicas)})' for version, count in versions.items())}",
     ]

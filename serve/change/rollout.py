@@ -13,22 +13,20 @@ import logging
 import statistics
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import ray
-import ray.serve
-from ray.serve.schema import LoggingConfig
 
 import rtrain.artifact
-from rtrain import ray_internals
 from rtrain.artifact import Artifact
 from rtrain.config import Serve
 from rtrain.errors import UserError
 from rtrain.run import shown
 from serve.change import judge
+from serve.change.application import Application
 from serve.door import access
 
 logger = logging.getLogger(__name__)
@@ -42,6 +40,8 @@ WATCH_S = 1.0
 """Seconds between two looks at a trial."""
 RATE_S = 1.0
 """Seconds over which rates are measured for `status`."""
+UNKNOWN: Mapping[str, Any] = {"version": None}
+"""What is known of a model in a replica that has not loaded it, or has ended."""
 
 
 @dataclass
@@ -92,23 +92,22 @@ def rates(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]
 
 
 class Rollout:
-    """What an application of Ray Serve answers with, and what it answered with before."""
+    """What an application answers with for one model, and what it answered with before."""
 
-    def __init__(self, deployment: ray.serve.Deployment, name: str, settings: Serve, logging_config: LoggingConfig):
-        # Ray draws a new code version at each `run`, and starts all replicas anew for it.
-        self._deployment = ray_internals.with_version(deployment, "1")
-        self.name, self._settings, self._logging = name, settings, logging_config
-        self._served: list[Path] = []
+    def __init__(self, application: Application, model: str, settings: Serve):
+        """To be made when the application answers."""
+        self._application, self.model, self._settings = application, model, settings
+        self._served = [application.decided[model]]
         self._one_at_a_time = threading.Lock()
         self._trial: Standing | None = None
         """The one in progress, or the last one."""
         self._thread: threading.Thread | None = None
         self._end_trial = threading.Event()
 
-    def begin(self, artifact: Path) -> None:
-        """Serve the first artefact; returns when its replicas are up. Raises what Ray raises where one fails."""
-        self._decide(artifact)
-        self._served.append(artifact)
+    @property
+    def artifact(self) -> Path:
+        """What answers."""
+        return self._served[-1]
 
     def update(self, artifact: Path, aim: judge.Aim | None = None) -> str:
         """Answer with the artefact from now on, or, with an aim, as soon as it has proven itself; says so. Raises
@@ -148,30 +147,26 @@ class Rollout:
             self._served.pop()
         return said
 
-    def status(self) -> dict[str, Any]:
-        """What is served and tried, and what each replica tells of itself; `rates` are those of one second."""
-        before = self._told("status")
-        time.sleep(RATE_S)
-        found = self._told("status")
+    def document(self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What is served and tried, from what the replicas have told of themselves, twice."""
+        earlier, now = self._own(before), self._own(after)
         return {
-            "name": self.name,
-            "artifact": str(self._served[-1]),
+            "name": self.model,
+            "artifact": str(self.artifact),
             "trial": self._trial.document() if self._trial else None,
-            "replicas": [{"version": None} if one is None else one for one in found],
-            "rates": rates([one for one in before if one], [one for one in found if one]),
+            "replicas": now,
+            "rates": rates(earlier, now),
         }
+
+    def _own(self, told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """What is told of this model; of a replica that has ended nothing is."""
+        return [{"process": one.get("process"), **one.get("models", {}).get(self.model, UNKNOWN)} for one in told]
 
     def close(self) -> None:
         """End the trial, if there is one; what answers goes on."""
         self._end_trial.set()
         if self._thread is not None:
             self._thread.join(SWITCH_S)
-
-    def _told(self, method: str, *given: Any, timeout_s: float = SWITCH_S) -> list[dict[str, Any] | None]:
-        """What each replica answers; None in place of one that has ended."""
-        handle: Any = ray.serve.get_app_handle(self.name)
-        found = handle.broadcast(method, *given).results(timeout_s=timeout_s, return_exceptions=True)
-        return [None if isinstance(one, BaseException) else one for one in found]
 
     @property
     def on_trial(self) -> bool:
@@ -183,9 +178,9 @@ class Rollout:
 
     def _admitted(self, artifact: Path) -> tuple[Artifact, Artifact]:
         """The artefact, and the one that answers. Raises `UserError` where it may not take the other's place."""
-        if artifact == self._served[-1]:
+        if artifact == self.artifact:
             raise UserError(f"{shown(artifact)} is what answers already; an update is another folder")
-        made, old = rtrain.artifact.read(artifact), rtrain.artifact.read(self._served[-1])
+        made, old = rtrain.artifact.read(artifact), rtrain.artifact.read(self.artifact)
         access.admit(made, artifact, self._settings)
         if made.name != old.name:
             raise UserError(
@@ -195,27 +190,25 @@ class Rollout:
         return made, old
 
     def _load(self, artifact: Path, old: Artifact) -> None:
-        handle: Any = ray.serve.get_app_handle(self.name)
-        refusals = self._loaded(handle, artifact)
-        if refusals:
-            handle.broadcast("drop").results(timeout_s=SWITCH_S)
+        if refusals := self._refusals(artifact):
+            self._application.asked("drop", self.model)
             raise UserError(f"{shown(artifact)} is not served, {old.version} goes on: {refusals[0]}")
 
     def _switch(self, artifact: Path, made: Artifact, old: Artifact) -> str:
-        handle: Any = ray.serve.get_app_handle(self.name)
-        self._decide(artifact)
+        self._application.decide(self.model, artifact)
         give_up = time.monotonic() + SWITCH_S
-        while not self._all_serve(handle, artifact):
+        while not self._all_serve(artifact):
             if time.monotonic() > give_up:
                 raise UserError(f"not every replica answers with {made.version} after {SWITCH_S:.0f} s; see Ray's logs")
             time.sleep(POLL_S)
         return f"{made.version} answers in place of {old.version}"
 
-    def _all_serve(self, handle: Any, artifact: Path) -> bool:
+    def _all_serve(self, artifact: Path) -> bool:
         try:
-            return set(handle.broadcast("serves").results(timeout_s=SWITCH_S)) == {str(artifact)}
+            found = self._application.asked("serves")
         except (ray.exceptions.RayError, TimeoutError):  # one has ended; what comes in its place serves what is decided
             return False
+        return {one.get(self.model) for one in found} == {str(artifact)}
 
     def _watch(self, artifact: Path, made: Artifact, old: Artifact, trial: Standing) -> None:
         """Carry the trial out, to its end."""
@@ -228,14 +221,15 @@ class Rollout:
                 "weight": trial.state.weight,
             }
             try:
-                told = self._told("follow", plan, timeout_s=LOAD_S)
+                told = self._application.told("follow", self.model, plan, timeout_s=LOAD_S)
             except (ray.exceptions.RayError, TimeoutError) as error:
                 trial.state = judge.dropped(trial.state, f"its replicas did not answer ({type(error).__name__})")
                 break
             now = time.monotonic()
             if not began:  # it counts from when all have loaded it
                 began, trial.state = True, judge.State(now)
-            trial.look([report for report in told if report], now)  # what one that has ended saw is lost
+            # What one that has ended saw is lost.
+            trial.look([report for report in told if not isinstance(report, BaseException)], now)
             if not trial.state.over and self._end_trial.wait(WATCH_S):
                 trial.state = judge.dropped(trial.state, f"dropped by hand; {old.version} goes on")
         try:
@@ -243,19 +237,25 @@ class Rollout:
                 self._switch(artifact, made, old)
                 self._served.append(artifact)
             else:
-                self._told("drop")
+                self._application.told("drop", self.model)
         except Exception as error:  # whatever Ray raises: the trial's end says so
             logger.exception("the end of the trial of %s", made.version)
             trial.state = replace(trial.state, stage="dropped", reason=f"{type(error).__name__}: {error}")
 
-    def _loaded(self, handle: Any, artifact: Path) -> list[str]:
+    def _refusals(self, artifact: Path) -> list[str]:
         """Why replicas refuse the artefact; empty where all have loaded and proven it."""
         try:
-            found: list[str] = handle.broadcast("load", str(artifact)).results(timeout_s=LOAD_S)
+            found = self._application.asked("load", self.model, str(artifact), timeout_s=LOAD_S)
         except (ray.exceptions.RayError, TimeoutError) as error:
             return [f"a replica did not answer ({type(error).__name__})"]
         return [reason for reason in found if reason]
 
-    def _decide(self, artifact: Path) -> None:
-        decided = self._deployment.options(user_config={"artifact": str(artifact)}).bind(self._settings)
-        ray.serve.run(decided, name=self.name, route_prefix="/", logging_config=self._logging)
+
+def status(application: Application, rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
+    """What is served and tried of each model, and what each replica tells of it; `rates` are those of one second."""
+    looks = []
+    for pause_s in (RATE_S, 0.0):
+        told = application.told("status")
+        looks.append([{} if isinstance(one, BaseException) else one for one in told])
+        time.sleep(pause_s)
+    return [rollout.document(*looks) for rollout in rollouts]

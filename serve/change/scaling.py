@@ -60,6 +60,18 @@ class Meter:
         }
 
 
+def busiest(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Of what several engines of a replica report, each with threads of its own: that of the one with most to do. None
+    of them may have too little, so that their mean would hide it."""
+
+    def demand(report: Mapping[str, float]) -> float:
+        load = Load(report[QUEUED], report[SPEED], report[BUSY])
+        return load.busy + _queued_s(load) / DRAIN_S
+
+    found = max(reports, key=demand, default=None)
+    return dict(found) if found else {}
+
+
 def bounds(least: int, most: int) -> dict[str, Any]:
     """Ray Serve's autoscaling_config, decided by `policy`."""
     return {

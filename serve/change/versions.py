@@ -7,7 +7,7 @@ and none is cut. What the old version had accepted it still answers.
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +17,10 @@ from starlette.types import Receive, Scope, Send
 
 from serve.answering import ASKING, Service
 from serve.change.trial import Trial
+from serve.door import guard
 
 Make = Callable[[Path], Awaitable[FastAPI]]
 """Loads an artefact, proves that it gives its golden answers, and builds its application."""
-Beside = Callable[["Versions"], AbstractAsyncContextManager[Any]]
 
 
 @dataclass(eq=False)
@@ -56,9 +56,8 @@ class Plan(NamedTuple):
 class Versions:
     """An ASGI application: each request goes to the version that answers when it comes."""
 
-    def __init__(self, make: Make, beside: Beside = lambda versions: nullcontext()):
-        """`beside`: what listens beside the ASGI server, as long as that does."""
-        self._make, self._beside = make, beside
+    def __init__(self, make: Make):
+        self._make = make
         self._one_at_a_time = asyncio.Lock()
         self.current: Version | None = None
         self.candidate: Version | None = None
@@ -124,9 +123,6 @@ class Versions:
             self.trial = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._live(receive, send)
-            return
         with self._taken(self._named(scope)) as version:
             await version.app(scope, receive, send)
 
@@ -139,9 +135,9 @@ class Versions:
 
     def _named(self, scope: Scope) -> str | None:
         """The version that a request names; empty where it leaves that open, None where it asks the model nothing."""
-        path = scope["path"]
+        path = guard.route(scope)
         if "/versions/" in path:
-            return str(path.partition("/versions/")[2].partition("/")[0])
+            return path.partition("/versions/")[2].partition("/")[0]
         return "" if path.endswith(ASKING) and scope["type"] == "http" else None
 
     @contextmanager
@@ -160,12 +156,8 @@ class Versions:
             if version.requests == 0 and version not in (self.current, self.candidate):
                 version.service.close()
 
-    async def _live(self, receive: Receive, send: Send) -> None:
-        await receive()
-        async with self._beside(self):
-            await send({"type": "lifespan.startup.complete"})
-            await receive()
+    def close(self) -> None:
+        """No request comes any more."""
         self.drop()
         if self.current is not None:
             self.current.service.close()
-        await send({"type": "lifespan.shutdown.complete"})

@@ -76,10 +76,11 @@ def answer(error: RequestError, path: str) -> Response:
 
 class Guard:
     """The application behind it sees requests of known keys alone (`request.state.key`: a key's name, or None where
-    keys are not asked for), and bodies within the limits."""
+    keys are not asked for; `request.state.models`: the models that it is limited to), and bodies within the limits."""
 
-    def __init__(self, app: ASGIApp, settings: Serve, door: keys.Door | None):
-        self._app, self._settings, self._door = app, settings, door
+    def __init__(self, app: ASGIApp, settings: Serve, door: keys.Door | None, model: str | None = None):
+        """`model`: the name of the one that answers behind it; None where what answers is no model."""
+        self._app, self._settings, self._door, self._model = app, settings, door, model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":  # no route is one
@@ -92,7 +93,7 @@ class Guard:
             self._check(scope)
             await self._app(scope, _Body(receive, self._settings), send)
         except RequestError as error:
-            await answer(error, scope["path"])(scope, receive, send)
+            await answer(error, route(scope))(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
         settings, headers = self._settings, scope["headers"]
@@ -110,13 +111,13 @@ class Guard:
         if any(_is_more(value, settings.max_body_bytes) for value in sent[b"content-length"]):
             raise _too_large(settings)
         key = None
-        if self._door and (wanted := keys.scope_of(_route(scope))):
+        if self._door and (wanted := keys.scope_of(route(scope))):
             try:
-                key = self._door.admit(wanted, sent[b"authorization"])
+                key = self._door.admit(wanted, sent[b"authorization"], self._model)
             except RequestError as error:  # a body without an end would be read and thrown away without an end
                 raise _last(error) if sent[b"transfer-encoding"] else error from None
         # A dict of this request alone: the server's own is one for all.
-        scope["state"] = {**scope.get("state", {}), "key": key and key.name}
+        scope["state"] = {**scope.get("state", {}), "key": key and key.name, "models": key and key.models}
         if any(value.lower() != b"identity" for value in sent[b"content-encoding"]):
             raise _last(RequestError(415, "the body is compressed; send it as it is"))
 
@@ -174,7 +175,7 @@ def _is_more(digits: bytes, most: int) -> bool:
     return digits.isdigit() and (len(significant) > len(str(most)) or int(significant or b"0") > most)
 
 
-def _route(scope: Scope) -> str:
+def route(scope: Scope) -> str:
     """The path as the router sees it, behind what the application is mounted at."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")

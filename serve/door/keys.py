@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 Scope = Literal["predict", "metrics"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-OPEN = frozenset({"/", "/page.css", "/page.js", "/v2/health/live", "/v2/health/ready"})
+OPEN = frozenset({"/", "/page.css", "/page.js", "/models.js", "/v2/health/live", "/v2/health/ready"})
 """Paths that need no key: what watches an endpoint has none, and the page holds no word of the model."""
 LOOK_S = 1.0
 """Least seconds between two looks at the file."""
@@ -55,6 +55,8 @@ class Key(Closed):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     scopes: tuple[Scope, ...]
+    models: tuple[str, ...] | None = None
+    """The models that the scope predict opens; None: all."""
     rate: str | None = None
     """E.g. 100/minute, in requests; without one there is no limit."""
     created: str
@@ -119,14 +121,23 @@ def read(path: Path) -> tuple[Key, ...]:
         raise UserError(f"the file of keys {path} is torn or is none: {reason}") from None
 
 
-def add(path: Path, name: str, scopes: Sequence[Scope] = ("predict",), rate: str | None = None) -> str:
+def add(
+    path: Path,
+    name: str,
+    scopes: Sequence[Scope] = ("predict",),
+    rate: str | None = None,
+    models: Sequence[str] | None = None,
+) -> str:
     """A new key, which is written nowhere; the file has its hash. Where there is no file, there is one now."""
     identity = secrets.token_hex(4)
     plain = f"rtrain_{identity}_{secrets.token_urlsafe(32)}"
     digest = hashlib.sha256(plain.encode()).hexdigest()
     created = datetime.now(UTC).isoformat(timespec="seconds")
     try:
-        key = Key(id=identity, name=name, sha256=digest, scopes=tuple(scopes), rate=rate, created=created)
+        limited = None if models is None else tuple(models)
+        key = Key(
+            id=identity, name=name, sha256=digest, scopes=tuple(scopes), models=limited, rate=rate, created=created
+        )
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         if first["loc"] == ("name",):
@@ -172,7 +183,7 @@ def _write(path: Path, keys: Sequence[Key]) -> None:
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(_File(keys=tuple(keys)).model_dump_json(indent=1) + "\n")
+            file.write(_File(keys=tuple(keys)).model_dump_json(indent=1, exclude_none=True) + "\n")
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
@@ -280,9 +291,9 @@ class Door:
         """So many processes let requests in."""
         self._rates.processes = max(1, processes)
 
-    def admit(self, scope: Scope, authorization: Sequence[bytes]) -> Key:
-        """The key by which a request gets in. Raises `RequestError`: 401 without a right key, 403 where it lacks the
-        scope, 429 where it asks too often."""
+    def admit(self, scope: Scope, authorization: Sequence[bytes], model: str | None = None) -> Key:
+        """The key by which a request gets in, to that model where it is for one. Raises `RequestError`: 401 without a
+        right key, 403 where it lacks the scope or the model, 429 where it asks too often."""
         key = find(self._keys.current(), authorization)
         if key is None:
             reason = "this key opens nothing here" if authorization else "no key"
@@ -291,6 +302,8 @@ class Door:
             raise refused
         if scope not in key.scopes:
             raise RequestError(403, f"key {key.name} has no scope {scope}")
+        if model is not None and scope == "predict" and key.models is not None and model not in key.models:
+            raise RequestError(403, f"key {key.name} may ask {' and '.join(key.models)}, and not {model}")
         if wait_s := self._rates.wait_s(key):
             raise RequestError(429, f"key {key.name} may ask {key.rate}; try again in {wait_s} s", retry_after=wait_s)
         return key

@@ -80,8 +80,9 @@ def _model_at(address: Address) -> str | None:
         return None
     finally:
         connection.close()
-    ours = isinstance(document, dict) and document.get("name") == "rtrain" and name
-    return f"{quoted(unquote(name))} (version {quoted(version)})" if ours else None
+    if not isinstance(document, dict) or document.get("name") != "rtrain":
+        return None
+    return f"{quoted(unquote(name))} (version {quoted(version)})" if name else "several models"
 
 
 def _bind(host: str, port: int) -> int:

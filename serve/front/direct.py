@@ -71,7 +71,7 @@ class Direct:
             return
         if self._now >= self._most:
             error = RequestError(503, f"{self._now} requests are being answered", retry_after=1)
-            await guard.answer(error, scope["path"])(scope, receive, send)
+            await guard.answer(error, guard.route(scope))(scope, receive, send)
             return
         client = _Client(receive)
         self._now += 1

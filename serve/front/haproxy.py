@@ -47,10 +47,11 @@ def bound(host: str) -> str:
 
 def rewrite(text: str, front: Front) -> str:
     """Ray's file, closed: no page of statistics or metrics on a port, an admin socket of the owner's alone, no log on
-    the syslog port, the address that was asked for, a time-out for headers, and our own errors.
+    the syslog port, the address that was asked for, a time-out for headers, our own errors, and no way to Ray's own
+    proxy where no replica is up: it would hold a request until its deadline, and 503 says at once to come again.
 
     Raises `UnknownFile` where a line that is to be changed does not stand there exactly once, and where anything but
-    the endpoint would listen afterwards.
+    the endpoint would listen afterwards, or stand in for replicas.
     """
     errors = "\n".join(f"    errorfile {status} {front.pages}/{status}.http" for status in PAGES)
     # Browsers open connections that they may never use; without the option each would be answered 408.
@@ -74,6 +75,10 @@ def rewrite(text: str, front: Front) -> str:
     # There only where gRPC is on.
     grpc = r"^(frontend grpc_frontend\n(?:    #.*\n)*    bind )\S+:(\d+ proto h2)$"
     text = re.sub(grpc, rf"\g<1>{front.host}:\2", text, flags=re.MULTILINE)
+    # Once for each application: none is there yet when HAProxy starts.
+    text = re.sub(r"^    # Fallback to .*\n    server \S+ \S+ check backup\n", "", text, flags=re.MULTILINE)
+    if re.search(r"^\s*server\s.*\sbackup\b", text, re.MULTILINE):
+        raise UnknownFile("Ray Serve's file for HAProxy has a server beside the replicas that rtrain does not know")
     opened = re.findall(r"^\s*bind\s+(.*)$", text, re.MULTILINE)
     known = rf"{re.escape(front.host)}:\d+(?: proto h2|{re.escape(tls)})?"
     others = [one for one in opened if not re.fullmatch(known, one)]

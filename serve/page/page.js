@@ -397,6 +397,8 @@ element("form").addEventListener("submit", (event) => {
   event.preventDefault();
   ask();
 });
+// One of several models, whose list lies above.
+element("others").hidden = !/\/models\/[^/]+\/$/.test(location.pathname);
 document.addEventListener("input", showCall);
 element("copy").addEventListener("click", copy);
 load();

@@ -1,11 +1,40 @@
-"""The metrics of several replicas as those of one endpoint."""
+"""The metrics of several models, and those of several replicas, as the metrics of one endpoint."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import prometheus_client
-from prometheus_client import Metric
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+
+
+class Joined(NamedTuple):
+    """Several registries as one, whose samples say by the label `model` whose they are."""
+
+    registries: Mapping[str, CollectorRegistry]
+    """By the model's name; the name of what is no model's is empty."""
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for model, registry in self.registries.items():
+            label = {"model": model} if model else {}
+            for family in registry.collect():
+                plain = Metric(family.name, family.documentation, family.type, family.unit)
+                samples = [sample._replace(labels={**sample.labels, **label}) for sample in family.samples]
+                families.setdefault(family.name, plain).samples += samples
+        return iter(families.values())
+
+
+def exposition(registries: Mapping[str, CollectorRegistry]) -> str:
+    """Prometheus' text form."""
+    return prometheus_client.generate_latest(Joined(registries)).decode()
+
+
+def open_metrics(registries: Mapping[str, CollectorRegistry]) -> str:
+    """The form that has exemplars."""
+    found: bytes = openmetrics.generate_latest(Joined(registries))  # type: ignore[no-untyped-call]
+    return found.decode()
 
 
 class _Families(NamedTuple):

@@ -1,4 +1,4 @@
-"""What an endpoint counts of itself, for Prometheus. A replica's exposition is added to those of the others."""
+"""What an endpoint counts of itself, for Prometheus; `sums` adds up models and replicas."""
 
 import functools
 import time
@@ -7,10 +7,8 @@ from collections import Counter as Counted
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.openmetrics import exposition
 
 from rtrain import reference
 from rtrain.batch import Encoded, Floats
@@ -79,18 +77,36 @@ class Watch:
             drift.observe(reference.of_answers(self._task, self._head, outputs, encoded, self._unknown_id))
 
 
-class Telemetry:
-    """The metrics of one replica, in a registry of their own, whatever versions of a model it holds."""
+class Requests:
+    """How many requests were answered and how fast, in a registry of their own."""
 
     def __init__(self, exemplars: bool = False):
         """`exemplars`: a request's trace, or its number, beside the bucket that it fell into."""
-        self._exemplars, self._began = exemplars, time.monotonic()
+        self._exemplars = exemplars
         self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "rtrain_requests", "Requests by route and status.", ["route", "status"], registry=self.registry
+        )
+        self.seconds = Histogram(
+            "rtrain_request_seconds", "Time to answer.", ["route"], buckets=SECONDS_BUCKETS, registry=self.registry
+        )
+
+    def count(self, route: str, status: int, seconds: float, name: str) -> None:
+        """A request has ended; `name` is that of its trace, or its own."""
+        self.requests.labels(route, str(status)).inc()
+        told = {"trace_id": name[:MOST_EXEMPLAR]} if self._exemplars else None
+        self.seconds.labels(route).observe(seconds, told)
+
+
+class Telemetry(Requests):
+    """The metrics of one model in one replica, whatever versions of it there are."""
+
+    def __init__(self, exemplars: bool = False):
+        super().__init__(exemplars)
+        self._began = time.monotonic()
         counter = functools.partial(Counter, registry=self.registry)
         histogram = functools.partial(Histogram, registry=self.registry)
-        self.requests = counter("rtrain_requests", "Requests by route and status.", ["route", "status"])
         self.versions = counter("rtrain_version_requests", "Requests by version of the model.", ["version", "status"])
-        self.seconds = histogram("rtrain_request_seconds", "Time to answer.", ["route"], buckets=SECONDS_BUCKETS)
         self.rows = counter("rtrain_rows", "Texts answered.")
         self.engine_seconds = counter("rtrain_engine_seconds", "Time in engine calls.")
         self.engine_tokens = counter("rtrain_engine_tokens", "Tokens in engine calls, padding included.")
@@ -110,11 +126,9 @@ class Telemetry:
         self.registry.register(self)
 
     def answered(self, version: str, route: str, status: int, seconds: float, name: str) -> None:
-        """A request has ended; `name` is that of its trace, or its own."""
-        self.requests.labels(route, str(status)).inc()
+        """A request of that version has ended (`count`)."""
         self.versions.labels(version, str(status)).inc()
-        told = {"trace_id": name[:MOST_EXEMPLAR]} if self._exemplars else None
-        self.seconds.labels(route).observe(seconds, told)
+        self.count(route, status, seconds, name)
 
     def on_call(self, rows: int, tokens: int, seconds: float) -> None:
         """An engine call has ended."""
@@ -148,14 +162,6 @@ class Telemetry:
             "texts": int(_value(self.rows)),
             "engine_seconds": _value(self.engine_seconds),
         }
-
-    def exposition(self) -> str:
-        return prometheus_client.generate_latest(self.registry).decode()
-
-    def open_metrics(self) -> str:
-        """The form that has exemplars."""
-        found: bytes = exposition.generate_latest(self.registry)  # type: ignore[no-untyped-call]
-        return found.decode()
 
 
 def _value(counter: Counter) -> float:

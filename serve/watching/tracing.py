@@ -43,8 +43,9 @@ class Span(Protocol):
         ...
 
 
-def spans(settings: Serve, made: Artifact) -> Spans:
-    """Raises `ConfigError` where `serve.traces` is set and OpenTelemetry is not installed."""
+def spans(settings: Serve, made: Artifact | None) -> Spans:
+    """Those of a model, or of what is no model's. Raises `ConfigError` where `serve.traces` is set and OpenTelemetry is
+    not installed."""
     if settings.traces is None:
         return NoSpans()
     check(settings)
@@ -89,14 +90,15 @@ class NoSpans:
 class OpenTelemetry:
     """Its own provider: what other programs of the process trace is not ours. OTEL_TRACES_SAMPLER is obeyed."""
 
-    def __init__(self, address: str, made: Artifact):
+    def __init__(self, address: str, made: Artifact | None):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        named = {"service.name": "rtrain", "rtrain.model": made.name, "rtrain.version": made.version}
+        model = {"rtrain.model": made.name, "rtrain.version": made.version} if made else {}
+        named = {"service.name": "rtrain", **model}
         self._provider = TracerProvider(resource=Resource.create(named))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=address)))
         self._tracer = self._provider.get_tracer("rtrain")

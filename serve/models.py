@@ -1,0 +1,140 @@
+"""The models that a replica answers with, each by its name, with versions and counters of its own.
+
+/models/NAME/...     all that the model answers where it is alone, e.g. /models/NAME/predict, and its page
+/v2/models/NAME/...  the same model in the Open Inference Protocol
+anything else        where there is one model, that one; else what is said of all of them (`desk`)
+"""
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rtrain.errors import UserError
+from serve.answering import Lasting, Service
+from serve.change import scaling
+from serve.change.versions import Versions
+from serve.door import guard
+from serve.schema import RequestError
+from serve.watching import sums
+from serve.watching.telemetry import Requests
+
+MOUNT, PROTOCOL = "/models/", "/v2/models/"
+Make = Callable[[str, Path], Awaitable[FastAPI]]
+"""As `versions.Make`, of the model of that name."""
+Beside = Callable[["Models"], AbstractAsyncContextManager[Any]]
+
+
+class Models:
+    """An ASGI application."""
+
+    def __init__(
+        self,
+        lasting: Mapping[str, Lasting],
+        make: Make,
+        desk: Callable[["Models"], ASGIApp],
+        beside: Beside = lambda models: nullcontext(),
+    ):
+        """`lasting`: what is kept of each model, by its name. `desk` makes the application that answers for several;
+        `beside`: what listens beside the ASGI server, as long as that does."""
+        self.versions = {name: Versions(functools.partial(self._load, name)) for name in lasting}
+        self._make = make
+        # In threads side by side, what loading imports for the first time is half there for one of them.
+        self._one_at_a_time = asyncio.Lock()
+        self._registries = {name: one.telemetry.registry for name, one in lasting.items()}
+        self._beside = beside
+        self._alone = next(iter(self.versions.values())) if len(self.versions) == 1 else None
+        self._desk = self._alone or desk(self)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.versions)
+
+    async def become(self, wish: Mapping[str, str]) -> None:
+        """Have each model answer with its artefact. Raises what loading one of them raises, and
+        `UserError` where these are not the models that there are."""
+        if wish.keys() != self.versions.keys():
+            made, wanted = (", ".join(sorted(names)) for names in (self.versions, wish))
+            raise UserError(f"args and user_config name the same models; they have {made}, and {wanted}")
+        await asyncio.gather(*(self.versions[name].become(folder) for name, folder in wish.items()))
+
+    async def _load(self, name: str, folder: Path) -> FastAPI:
+        async with self._one_at_a_time:
+            return await self._make(name, folder)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+            return
+        path = guard.route(scope)
+        if path.startswith(MOUNT):
+            name, slash, _ = path.removeprefix(MOUNT).partition("/")
+            if slash and name in self.versions:
+                mounted = {**scope, "root_path": f"{scope.get('root_path', '')}{MOUNT}{name}"}
+                await self.versions[name](mounted, receive, send)
+                return
+        elif path.startswith(PROTOCOL) and self._alone is None:
+            named = self.versions.get(path.removeprefix(PROTOCOL).partition("/")[0])
+            await (named or self._desk)(scope, receive, send)
+            return
+        await self._desk(scope, receive, send)
+
+    @contextmanager
+    def answering(self, model: str, version: str | None) -> Iterator[Service]:
+        """The service for one request over another protocol, of the version as `Versions.answering` has it. One model
+        alone is asked whatever the name is, and says itself that it has another."""
+        versions = self._alone or self.versions.get(model)
+        if versions is None:
+            raise RequestError(404, self.unknown(self.names), "name")
+        with versions.answering(version) as service:
+            yield service
+
+    @staticmethod
+    def unknown(names: Iterable[str]) -> str:
+        """What is said of a name that no model has."""
+        return f"no model of that name; here are {', '.join(names) or 'none that this key may ask'}"
+
+    def services(self) -> Iterator[Service]:
+        """Those that answer."""
+        for versions in self.versions.values():
+            if versions.current is not None:
+                yield versions.current.service
+
+    @property
+    def loaded(self) -> bool:
+        return all(versions.current is not None for versions in self.versions.values())
+
+    @property
+    def ready(self) -> bool:
+        return self.loaded and all(service.ready for service in self.services())
+
+    def index(self, ready: bool, only: Collection[str] | None = None) -> list[dict[str, str]]:
+        return [entry for service in self.services() for entry in service.index(ready, only)]
+
+    def count_beside(self, requests: Requests) -> None:
+        """Expose these counters too: of requests to no model."""
+        self._registries[""] = requests.registry
+
+    def exposition(self) -> str:
+        return sums.exposition(self._registries)
+
+    def open_metrics(self) -> str:
+        return sums.open_metrics(self._registries)
+
+    def load(self) -> dict[str, float]:
+        """What `scaling.policy` decides by: of the model whose engine has most to do."""
+        return scaling.busiest(service.load() for service in self.services())
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        async with self._beside(self):
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+        for versions in self.versions.values():
+            versions.close()
+        await send({"type": "lifespan.shutdown.complete"})

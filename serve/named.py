@@ -1,0 +1,58 @@
+"""Which artefact answers by which name, before anything starts. No Ray, no torch."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import rtrain.artifact
+from rtrain.config import Serve
+from rtrain.errors import UserError, quoted
+from rtrain.run import shown
+from serve.door import access
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Of one of several models: it stands in paths."""
+_GIVEN = re.compile(r"([^/=:]+)=(.+)")
+
+
+def artifacts(given: Sequence[str], find: Callable[[str], Path]) -> dict[str, Path]:
+    """The folders of artefacts by the names by which they are asked for: of `NAME=ARTIFACT` that one, else the
+    artefact's own. What exists by its whole word is a folder. `find` makes a folder of what names an artefact.
+
+    Raises `UserError` with all that is wrong, a line for each.
+    """
+    wrong: list[str] = []
+    found: dict[str, Path] = {}
+    for word in given:
+        parts = None if Path(word).exists() else _GIVEN.fullmatch(word)
+        try:
+            folder = find(parts[2] if parts else word)
+            name = parts[1] if parts else rtrain.artifact.read(folder, verify=False).name
+        except UserError as error:
+            wrong.append(str(error))
+            continue
+        if (parts or len(given) > 1) and not NAME.fullmatch(name):
+            fix = f"write NAME={word}" if parts is None else "take another"
+            wrong.append(f"{quoted(name)} is no name for a model: up to 64 letters, digits and . _ -; {fix}")
+        elif name in found:
+            both = f"{shown(found[name])} and {shown(folder)}"
+            wrong.append(f"two models are called {name}, {both}; name one of them otherwise: NAME={word}")
+        else:
+            found[name] = folder
+    if wrong:
+        raise UserError("\n".join(wrong))
+    return found
+
+
+def admit(artifacts: Mapping[str, Path], settings: Serve, say: Callable[[str], None] = lambda line: None) -> None:
+    """Refuse artefacts that are damaged or that the gate has not let through (`access.admit`), all at once."""
+    errors: list[UserError] = []
+    for folder in artifacts.values():
+        try:
+            access.admit(rtrain.artifact.read(folder), folder, settings, say)
+        except UserError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise rtrain.artifact.ArtifactError("\n".join(map(str, errors)))

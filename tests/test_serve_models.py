@@ -1,0 +1,347 @@
+"""Several real (tiny) models behind one address: who answers which path, to whom, and what is counted of it."""
+
+import asyncio
+import functools
+import json
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import ray
+import tritonclient.grpc
+from fastapi import FastAPI
+from tritonclient.grpc import service_pb2 as messages, service_pb2_grpc as interface
+
+import rtrain.artifact
+from rtrain.config import Serve
+from rtrain.errors import UserError
+from rtrain.predict import Predictor
+from serve.answering import Lasting
+from serve.app import build_app
+from serve.change import overview
+from serve.deployment import start
+from serve.desk import build_desk
+from serve.door import guard, keys
+from serve.front.address import free_address
+from serve.grpc import serving
+from serve.models import Models
+from tests.test_serve_deployment import openvino_artifact
+from tests.tiny import CORPUS, make_artifact
+
+NAMES = ("mood", "topic")
+QUESTION = {"inputs": CORPUS[0]}
+INFER = {"inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": [CORPUS[0]]}]}
+Check = Callable[[Models, httpx.AsyncClient], Coroutine[Any, Any, None]]
+
+
+def named(folder: Path, name: str) -> Path:
+    """The artefact, by that name."""
+    made = rtrain.artifact.read(folder)
+    rtrain.artifact.write(folder, replace(made, name=name), lambda *_: [row["logits"] for row in made.golden])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: str(named(make_artifact(root / name, seed=seed), name)) for seed, name in enumerate(NAMES)}
+
+
+@pytest.fixture(scope="module")
+def second(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Another version of the last one."""
+    return str(named(make_artifact(tmp_path_factory.mktemp("second"), seed=2), NAMES[1]))
+
+
+@pytest.fixture(scope="module")
+def best(folders: dict[str, str]) -> dict[str, str]:
+    """The label that each model gives to the question."""
+    found = {name: Predictor.load(Path(folder), 1)([CORPUS[0]])[0][0] for name, folder in folders.items()}
+    assert len({(one["label"], one["score"]) for one in found.values()}) == len(NAMES)
+    return {name: one["label"] for name, one in found.items()}
+
+
+def models_of(settings: Serve, names: tuple[str, ...] = NAMES) -> Models:
+    door = guard.door(settings)
+    lasting = {name: Lasting(settings, door) for name in names}
+
+    async def make(name: str, folder: Path) -> FastAPI:
+        predictor = await asyncio.to_thread(Predictor.load, folder, 1)
+        predictor.artifact = replace(predictor.artifact, name=name)
+        return build_app(predictor, settings, lasting=lasting[name])
+
+    return Models(lasting, make, functools.partial(build_desk, settings=settings, door=door))
+
+
+def run(folders: dict[str, str], check: Check, settings: Serve | None = None) -> None:
+    async def main() -> None:
+        models = models_of(settings or Serve(), tuple(folders))
+        await models.become(folders)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(models), base_url="http://here") as client:
+            await check(models, client)
+        for versions in models.versions.values():
+            versions.close()
+
+    asyncio.run(main())
+
+
+def test_each_model_answers_under_its_name_as_if_it_were_alone(folders: dict[str, str], best: dict[str, str]) -> None:
+    async def check(models: Models, client: httpx.AsyncClient) -> None:
+        for name, folder in folders.items():
+            version = rtrain.artifact.read(Path(folder)).version
+            answer = await client.post(f"/models/{name}/predict", json=QUESTION)
+            assert answer.json()[0][0]["label"] == best[name]
+            assert (answer.headers["x-model-name"], answer.headers["x-model-version"]) == (name, version)
+            for path in (
+                f"/v2/models/{name}",
+                f"/v2/models/{name}/versions/{version}",
+                f"/models/{name}/v2/models/{name}",
+            ):
+                infer = await client.post(f"{path}/infer", json=INFER)
+                assert infer.json()["model_name"] == name
+                assert infer.json()["outputs"][0]["data"] == [best[name]]
+                assert (await client.get(f"{path}/ready")).json() == {"name": name, "ready": True}
+                assert (await client.get(path)).json()["versions"] == [version]
+            assert (await client.get(f"/models/{name}/info")).json()["name"] == name
+            page = await client.get(f"/models/{name}", follow_redirects=True)
+            assert (page.url.path, "<title>Try the model</title>" in page.text) == (f"/models/{name}/", True)
+            document = (await client.get(f"/models/{name}/openapi.json")).json()
+            assert "/predict" in document["paths"]
+            assert document["servers"] == [{"url": f"/models/{name}"}]
+
+    run(folders, check)
+
+
+def test_the_address_tells_of_all_its_models(folders: dict[str, str]) -> None:
+    async def check(models: Models, client: httpx.AsyncClient) -> None:
+        index = (await client.post("/v2/repository/index")).json()
+        versions = [rtrain.artifact.read(Path(folder)).version for folder in folders.values()]
+        assert [(one["name"], one["version"]) for one in index] == list(zip(NAMES, versions, strict=True))
+        assert {one["state"] for one in index} == {"READY"}
+        assert (await client.get("/v2/health/ready")).json() == {"ready": True}
+        plain = await client.get("/v2")
+        assert plain.json()["name"] == "rtrain"
+        assert "x-model-name" not in plain.headers
+        assert plain.headers["x-request-id"]
+        assert "<title>Models</title>" in (await client.get("/")).text
+        assert (await client.get("/models.js")).status_code == 200
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        assert "/v2/repository/index" in paths
+        assert "/predict" not in paths
+        stalled = models.versions[NAMES[1]].current
+        assert stalled is not None
+        stalled.service.batcher.stalled_s = lambda: 1e9  # type: ignore[method-assign]
+        ready = await client.get("/v2/health/ready")
+        assert (ready.status_code, ready.json()) == (503, {"ready": False})
+        assert (await client.get(f"/v2/models/{NAMES[0]}/ready")).status_code == 200
+        assert (await client.get(f"/v2/models/{NAMES[1]}/ready")).status_code == 503
+        index = (await client.post("/v2/repository/index", json={"ready": True})).json()
+        assert [one["name"] for one in index] == [NAMES[0]]
+        del stalled.service.batcher.stalled_s
+
+    run(folders, check)
+
+
+def test_a_question_to_no_model_is_told_which_there_are(folders: dict[str, str]) -> None:
+    async def check(models: Models, client: httpx.AsyncClient) -> None:
+        asked = await client.post("/predict", json=QUESTION)
+        message = "several models answer here; ask /models/NAME/predict, where NAME is mood or topic"
+        assert (asked.status_code, asked.json()["error"]["message"]) == (404, message)
+        assert "/models/NAME/info" in (await client.get("/info")).json()["error"]["message"]
+        unknown = "no model of that name; here are mood, topic"
+        for path in ("/models/other", "/models/other/predict"):
+            answer = await client.get(path)
+            error = {"type": "not_found", "message": unknown, "field": "name"}
+            assert (answer.status_code, answer.json()) == (404, {"error": error})
+        infer = await client.post("/v2/models/other/infer", json=INFER)
+        assert (infer.status_code, infer.json()) == (404, {"error": f"name: {unknown}"})
+        version = await client.post("/v2/models/mood/versions/other/infer", json=INFER)
+        assert version.status_code == 404
+        assert "no version of that name; this one is" in version.json()["error"]
+        # Each model's errors have the form of the path behind its name.
+        assert (await client.get("/models/mood/v2/nowhere")).json()["error"].startswith("GET /models/mood/v2/nowhere")
+        assert (await client.get("/models/mood/nowhere")).json()["error"]["type"] == "not_found"
+        assert (await client.get("/nowhere")).status_code == 404
+
+    run(folders, check)
+
+
+def test_one_model_alone_answers_at_the_root_and_under_its_name(folders: dict[str, str], best: dict[str, str]) -> None:
+    async def check(models: Models, client: httpx.AsyncClient) -> None:
+        for path in ("", "/models/mood"):
+            answer = await client.post(f"{path}/predict", json=QUESTION)
+            assert (answer.status_code, answer.json()[0][0]["label"]) == (200, best["mood"])
+        other = await client.get("/v2/models/other")
+        assert other.json() == {"error": "name: no model of that name; this one is mood"}
+        assert (await client.get("/v2")).headers["x-model-name"] == "mood"
+        metrics = (await client.get("/metrics")).text.splitlines()
+        assert 'rtrain_rows_total{model="mood"} 2.0' in metrics
+
+    run({"mood": folders["mood"]}, check)
+
+
+def test_samples_say_whose_they_are(folders: dict[str, str]) -> None:
+    async def check(models: Models, client: httpx.AsyncClient) -> None:
+        for name, texts in (("mood", 1), ("topic", 3)):
+            assert (await client.post(f"/models/{name}/predict", json={"inputs": ["a"] * texts})).status_code == 200
+        await client.get("/v2/health/live")
+        answer = await client.get("/metrics")
+        assert answer.headers["content-type"].startswith("application/openmetrics-text")
+        lines = answer.text.splitlines()
+        for line in (
+            'rtrain_rows_total{model="mood"} 1.0',
+            'rtrain_rows_total{model="topic"} 3.0',
+            'rtrain_requests_total{model="topic",route="/predict",status="200"} 1.0',
+            'rtrain_requests_total{route="/v2/health/live",status="200"} 1.0',
+        ):
+            assert line in lines
+        assert sum("# TYPE rtrain_requests counter" in line for line in lines) == 1
+        assert any(
+            "rtrain_request_seconds_bucket{" in line and 'model="mood"' in line and "trace_id" in line for line in lines
+        )
+
+    run(folders, check, Serve(exemplars=True))
+
+
+def test_a_version_changes_beside_a_model_that_goes_on(folders: dict[str, str], second: str) -> None:
+    old, new, other = (rtrain.artifact.read(Path(one)).version for one in (folders["topic"], second, folders["mood"]))
+
+    async def check(models: Models, client: httpx.AsyncClient) -> None:
+        mood = models.versions["mood"].current
+        await models.become({**folders, "topic": second})
+        index = (await client.post("/v2/repository/index")).json()
+        assert [one["version"] for one in index] == [other, new]
+        assert models.versions["mood"].current is mood
+        assert (await client.post(f"/v2/models/topic/versions/{old}/infer", json=INFER)).status_code == 404
+        with pytest.raises(UserError, match=r"they have mood, topic, and topic$"):
+            await models.become({"topic": second})
+
+    run(folders, check)
+
+
+def test_a_key_may_be_limited_to_models(folders: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    limited = keys.add(path, "shop", ("predict",), models=("topic",))
+    whole = keys.add(path, "desk")
+
+    async def check(models: Models, client: httpx.AsyncClient) -> None:
+        async def asked(key: str, url: str, **given: Any) -> httpx.Response:
+            headers = {"authorization": f"Bearer {key}"}
+            return await client.request("POST" if given else "GET", url, headers=headers, **given)
+
+        for name, status in (("topic", 200), ("mood", 403)):
+            for url, body in ((f"/models/{name}/predict", QUESTION), (f"/v2/models/{name}/infer", INFER)):
+                answer = await asked(limited, url, json=body)
+                assert answer.status_code == status
+                assert (await asked(whole, url, json=body)).status_code == 200
+        assert answer.json() == {"error": "key shop may ask topic, and not mood"}
+        for key, names in ((limited, ["topic"]), (whole, list(NAMES))):
+            index = await asked(key, "/v2/repository/index", json={})
+            assert [one["name"] for one in index.json()] == names
+        refused = await asked(limited, "/predict", json=QUESTION)
+        assert refused.json()["error"]["message"].endswith("where NAME is topic")
+        assert (await asked(limited, "/models/mood")).status_code == 404
+        assert (await asked(limited, "/metrics")).status_code == 403
+        for path in ("/", "/models.js", "/models/mood/", "/models/mood/page.js"):
+            assert (await client.get(path)).status_code == 200
+        for path in ("/models/mood", "/models/mood/info", "/models/mood/nowhere", "/models/other"):
+            assert (await client.get(path)).status_code == 401
+
+    run(folders, check, Serve(keys=str(path)))
+
+
+def test_over_grpc_each_is_asked_by_its_name(folders: dict[str, str], best: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    plain = keys.add(path, "shop", models=("topic",))
+    settings = Serve(keys=str(path))
+    tensor = messages.ModelInferRequest.InferInputTensor(name="text", datatype="BYTES", shape=[1])
+    tensor.contents.bytes_contents.append(CORPUS[0].encode())
+
+    async def main() -> None:
+        models = models_of(settings)
+        await models.become(folders)
+        async with (
+            serving(models, settings, 0) as port,
+            serving(models, settings, 0, guard.door(settings)) as locked,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+            grpc.aio.insecure_channel(f"127.0.0.1:{locked}") as asked_for_keys,
+        ):
+            stub = interface.GRPCInferenceServiceStub(channel)
+            for name in NAMES:
+                reply = await stub.ModelInfer(messages.ModelInferRequest(model_name=name, inputs=[tensor]))
+                assert (reply.model_name, reply.raw_output_contents[0][4:]) == (name, best[name].encode())
+                assert (await stub.ModelReady(messages.ModelReadyRequest(name=name))).ready
+            assert (await stub.ServerReady(messages.ServerReadyRequest())).ready
+            index = await stub.RepositoryIndex(messages.RepositoryIndexRequest())
+            assert [one.name for one in index.models] == list(NAMES)
+            for call, message in (
+                (stub.ModelInfer, messages.ModelInferRequest(model_name="other", inputs=[tensor])),
+                (stub.ModelMetadata, messages.ModelMetadataRequest(name="other")),
+                (stub.ModelMetadata, messages.ModelMetadataRequest(name="mood", version="other")),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as found:
+                    await call(message)
+                assert found.value.code() == grpc.StatusCode.NOT_FOUND
+            stub = interface.GRPCInferenceServiceStub(asked_for_keys)
+            metadata = (("authorization", f"Bearer {plain}"),)
+            index = await stub.RepositoryIndex(messages.RepositoryIndexRequest(), metadata=metadata)
+            assert [one.name for one in index.models] == ["topic"]
+            for name, code in (("topic", None), ("mood", grpc.StatusCode.PERMISSION_DENIED)):
+                call = stub.ModelInfer(messages.ModelInferRequest(model_name=name, inputs=[tensor]), metadata=metadata)
+                if code is None:
+                    assert (await call).model_name == name
+                else:
+                    with pytest.raises(grpc.aio.AioRpcError) as found:
+                        await call
+                    assert found.value.code() == code
+        for versions in models.versions.values():
+            versions.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.serve
+@pytest.mark.usefixtures("ray_session")
+def test_two_models_are_served_and_each_is_changed_by_itself(tmp_path: Path) -> None:
+    port = free_address("127.0.0.1", 0).port
+    first, topic, second = (
+        named(openvino_artifact(tmp_path / str(seed), seed), name)
+        for seed, name in enumerate(("mood", "topic", "topic"))
+    )
+    mood, old, new = (rtrain.artifact.read(folder).version for folder in (first, topic, second))
+    given = {"mood": first, "subject": topic}
+    with (
+        start(given, Serve(port=0, grpc_port=port, ungated=True)) as endpoint,
+        httpx.Client(base_url=endpoint.url) as client,
+    ):
+
+        def versions() -> dict[str, str]:
+            return {one["name"]: one["version"] for one in client.post("/v2/repository/index").json()}
+
+        assert versions() == {"mood": mood, "subject": old}
+        with pytest.raises(UserError, match="is in use by rtrain, which serves several models; "):
+            free_address("127.0.0.1", endpoint.port)
+        assert ray.serve.status().applications.keys() == {"mood-subject"}
+        with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{port}") as asking:
+            assert [asking.is_model_ready(name) for name in ("mood", "subject", "topic")] == [True, True, False]
+        with pytest.raises(UserError, match="name the one that is meant by --model: mood, subject"):
+            endpoint.change({"rollback": True})
+        with pytest.raises(UserError, match="no model of the name topic is served here; there are mood, subject"):
+            endpoint.change({"rollback": True, "model": "topic"})
+        with pytest.raises(UserError, match=r"is called topic, and clients of this endpoint ask for mood"):
+            endpoint.change({"update": str(second), "model": "mood"})
+        # Of another version it is clear which one is meant, whatever it is called here.
+        assert endpoint.change({"update": str(second)}) == f"{new} answers in place of {old}"
+        assert versions() == {"mood": mood, "subject": new}
+        assert client.post("/models/subject/predict", json=QUESTION).headers["x-model-version"] == new
+        text = overview.text(json.loads(endpoint.change({"status": True})))
+        assert f"version    {mood} (1 of 1)" in text
+        assert f"version    {new} (1 of 1)" in text
+        assert endpoint.change({"rollback": True, "model": "subject"}) == f"{old} answers in place of {new}"
+        assert versions() == {"mood": mood, "subject": old}
+        [only] = json.loads(endpoint.change({"status": True, "model": "mood"}))["models"]
+        assert (only["name"], only["replicas"][0]["version"]) == ("mood", mood)

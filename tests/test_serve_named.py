@@ -1,0 +1,96 @@
+"""Which artefact answers by which name: what is refused before anything starts, and all at once."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import rtrain.artifact
+from rtrain.artifact import ArtifactError
+from rtrain.config import Serve
+from rtrain.errors import UserError
+from serve import named
+from tests.test_cli import Cli, run
+from tests.tiny import make_artifact
+
+assert run  # a fixture
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_artifact(tmp_path_factory.mktemp("artifact"))
+
+
+def student(artifact: Path, folder: Path) -> Path:
+    """One that was made smaller, and that no gate has looked at."""
+    shutil.copytree(artifact, folder)
+    made = rtrain.artifact.read(folder)
+    smaller = replace(made, lineage={"teacher": "another"}, name=folder.name)
+    rtrain.artifact.write(folder, smaller, lambda *_: [row["logits"] for row in made.golden])
+    return folder
+
+
+def test_a_model_has_its_artefact_s_name_or_the_one_that_is_given(artifact: Path) -> None:
+    assert named.artifacts([str(artifact)], Path) == {"tiny": artifact}
+    found = named.artifacts([str(artifact), f"mood.v2={artifact}"], Path)
+    assert found == {"tiny": artifact, "mood.v2": artifact}
+    address = "s3://bucket/a=b"  # no name, although it has the sign
+    assert named.artifacts([address], lambda word: artifact if word == address else Path("/nowhere")) == {
+        "tiny": artifact
+    }
+
+
+def test_a_folder_with_the_sign_in_its_name_is_a_folder(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(artifact.parent)
+    Path("a=b").symlink_to(artifact)
+    assert named.artifacts(["a=b"], Path) == {"tiny": Path("a=b")}
+
+
+def test_all_that_is_wrong_with_the_names_is_told_at_once(artifact: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(artifact, tmp_path / "other"))
+    with pytest.raises(UserError) as refused:
+        named.artifacts([str(artifact), str(other), f"a b={artifact}", str(tmp_path / "nothing")], Path)
+    twice, bad, missing = str(refused.value).splitlines()
+    assert twice.startswith("two models are called tiny, ")
+    assert twice.endswith(f"; name one of them otherwise: NAME={other}")
+    assert bad == "'a b' is no name for a model: up to 64 letters, digits and . _ -; take another"
+    assert "is no artefact" in missing
+
+
+def test_an_artefact_s_own_name_that_no_path_can_have_needs_another(artifact: Path, tmp_path: Path) -> None:
+    odd = Path(shutil.copytree(artifact, tmp_path / "odd"))
+    made = rtrain.artifact.read(odd)
+    rtrain.artifact.write(odd, replace(made, name="a/b"), lambda *_: [row["logits"] for row in made.golden])
+    assert named.artifacts([str(odd)], Path) == {"a/b": odd}
+    with pytest.raises(UserError, match=rf"'a/b' is no name for a model: .*; write NAME={odd}$"):
+        named.artifacts([str(odd), str(artifact)], Path)
+
+
+def test_the_gate_refuses_each_that_it_has_not_let_through(artifact: Path, tmp_path: Path) -> None:
+    two = {name: student(artifact, tmp_path / name) for name in ("first", "second")}
+    named.admit({"tiny": artifact}, Serve())
+    with pytest.raises(ArtifactError) as refused:
+        named.admit({"tiny": artifact, **two}, Serve())
+    lines = str(refused.value).splitlines()
+    assert [
+        f"artefact {folder} was made smaller" in line for folder, line in zip(two.values(), lines, strict=True)
+    ] == [
+        True,
+        True,
+    ]
+    named.admit({"tiny": artifact, **two}, Serve(ungated=True))
+
+
+def test_the_command_refuses_them_before_ray_starts(artifact: Path, tmp_path: Path, run: Cli) -> None:
+    first = student(artifact, tmp_path / "first")
+    code, _, err = run("serve", str(artifact), str(artifact))
+    assert (code, "two models are called tiny" in err) == (1, True)
+    code, _, err = run("serve", str(artifact), str(first))
+    assert (code, "was made smaller, and no gate has looked at it" in err) == (1, True)
+    code, _, err = run("serve", str(artifact), "--model", "tiny")
+    assert (code, "a name is given to one by NAME=ARTEFACT" in err) == (1, True)
+    code, _, err = run("serve", str(artifact), str(first), "--update")
+    assert (code, "--update takes one artefact" in err) == (1, True)
+    code, out, _ = run("serve", str(artifact), f"mood={artifact}", "--print-config")
+    assert (code, f"mood: {artifact}" in out) == (0, True)
