@@ -29,7 +29,7 @@ LAYOUTS: dict[str, Way] = {
 }
 CUT = ("shard 3", "tensor 2")
 """Those in which a worker has a share of the weights."""
-SMALL = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 4000}
+SMALL: dict[str, int] = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 4000}
 """25 million weights, nearly all of them in the layers."""
 ROWS = 4
 """Texts of a worker's update."""
@@ -123,7 +123,7 @@ def measured(folder: Path, together: tuple[tuple[str, ...], ...], tokens: int) -
     return found
 
 
-def make_model(folder: Path, **sizes: int) -> float:
+def make_model(folder: Path, **sizes: Any) -> float:
     """A model with random weights; its size in MiB."""
     import transformers
 
