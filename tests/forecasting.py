@@ -1,7 +1,7 @@
 """A script: the memory of a worker's process, measured. Prints JSON: bytes of its peak over those before the model, and
 of a process without one.
 
-    python -m tests.forecasting FOLDER SETTINGS         (JSON: task, lengths, precision, workers, strategy, ...)
+    python -m tests.forecasting FOLDER SETTINGS         (JSON: task, lengths, precision, workers, shard, ...)
 """
 
 import datetime
@@ -60,7 +60,7 @@ def _worker(rank: int, store: str, folder: Path, settings: dict[str, Any]) -> di
 
 def measured(folder: Path, settings: dict[str, Any]) -> dict[str, int]:
     # Every library that is loaded late is there after this.
-    _train(folder / TINY, {**settings, "lengths": [8, 8], "strategy": "ddp"}, 2)
+    _train(folder / TINY, {**settings, "lengths": [8, 8]}, 2)
     env.give_memory_back()
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
@@ -88,7 +88,7 @@ def _train(folder: Path, settings: dict[str, Any], updates: int) -> None:
     if settings.get("recomputed"):
         model.keep_inputs_alone(network)
     network.train()
-    train = Train(shard=1 if settings["strategy"] == "zero1" else 0, transport=settings.get("transport", "stock"))
+    train = Train(shard=settings.get("shard", 0), tensor=settings.get("tensor", 1), transport="stock")
     exchange = choose.build(network, train)
     optimizer = optim.of_run(exchange, Recipe(name="a", task=settings["task"], train=train))
     lengths = np.asarray(settings["lengths"], dtype=np.int32)

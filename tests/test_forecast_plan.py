@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rtrain.doctor.forecast import facts, layouts, memory, pace, plan, prices
 from rtrain.doctor.forecast.memory import Need
 from rtrain.errors import ConfigError, UserError
 from rtrain.run import Run
+from rtrain.strategies.ways import Way
 from tests.conftest import labelled_rows, write_rows
 from tests.test_forecast_choose_k import LOG
 from tests.tiny import make_encoder
@@ -90,59 +92,66 @@ def test_nodes_that_are_taken_away_faster_than_they_train_never_end() -> None:
 # ----------------------------------------------------------------------------------------------------------- the way in
 
 
-def needs(config: Config, workers: int, *totals: float) -> dict[plan.Way, Need]:
-    ways = plan.ways(config, workers)
-    assert len(ways) == len(totals)
-    return {way: Need(total * GB, 0, 0, 0) for way, total in zip(ways, totals, strict=True)}
+def needs(folder: Path, config: Config, workers: int, *totals: float) -> list[tuple[Way, Need]]:
+    """Of as many ways as there are `totals`, in GB."""
+    ways = islice(plan.ways(config, folder, workers), len(totals))
+    return [(way, Need(total * GB, 0, 0, 0)) for way, total in zip(ways, totals, strict=True)]
 
 
-def test_the_recipe_s_own_way_is_taken_where_it_fits(cluster: layouts.Cluster) -> None:
+def test_the_recipe_s_own_way_is_taken_where_it_fits(cluster: layouts.Cluster, encoder: Path) -> None:
     config = configured(train__workers=4)
     layout = layouts.laid_out(config, cluster)
-    found = plan.choose(config, cluster, layout, needs(config, 4, 2, 1.5, 1.2, 1, 1), prices.table())
-    assert (found.way.strategy, found.way.recomputed, found.way.why) == ("ddp", False, "as the recipe says")
+    found = plan.choose(config, cluster, layout, needs(encoder, config, 4, 2, 1.5, 1.2, 1, 1), prices.table())
+    assert (found.way, found.why) == (Way(), "as the recipe says")
     assert found.nodes == {"worker": 1}
     assert found.per_node == 4
 
 
-def test_more_nodes_hold_what_one_does_not(cluster: layouts.Cluster) -> None:
+def test_more_nodes_hold_what_one_does_not(cluster: layouts.Cluster, encoder: Path) -> None:
     """A node of 16 GB holds two workers of 5 GB, of which it takes two thirds."""
     config = configured(train__workers=4)
     layout = layouts.laid_out(config, cluster)
-    found = plan.choose(config, cluster, layout, needs(config, 4, 5, 4, 3, 2, 1), prices.table())
+    found = plan.choose(config, cluster, layout, needs(encoder, config, 4, 5, 4, 3, 2, 1), prices.table())
     assert found.nodes == {"worker": 2}
-    assert (found.way.strategy, found.per_node) == ("ddp", 2)
+    assert (found.way, found.per_node) == (Way(), 2)
 
 
-def test_what_fits_no_node_is_shared_out_then_computed_again(cluster: layouts.Cluster) -> None:
+def test_what_fits_no_node_is_shared_out_then_computed_again(cluster: layouts.Cluster, encoder: Path) -> None:
     config = configured(train__workers=4)
     layout = layouts.laid_out(config, cluster)
-    shared = plan.choose(config, cluster, layout, needs(config, 4, 12, 9, 8, 7, 6), prices.table())
-    assert (shared.way.strategy, shared.way.recomputed) == ("zero1", False)
-    assert "changes no weight" in shared.way.why
-    again = plan.choose(config, cluster, layout, needs(config, 4, 14, 13, 12, 9, 8), prices.table())
-    assert (again.way.strategy, again.way.recomputed) == ("zero1", True)
-    assert again.way.settings == "train.shard=1 train.gradient_checkpointing=true"
-    gathered = plan.choose(config, cluster, layout, needs(config, 4, 14, 13, 12, 11, 9), prices.table())
-    assert gathered.way.settings == "train.shard=3 train.gradient_checkpointing=true"
-    with pytest.raises(ConfigError, match=r"needs 11\.0 GB even with"):
-        plan.choose(config, cluster, layout, needs(config, 4, 14, 13, 12, 12, 11), prices.table())
+    shared = plan.choose(config, cluster, layout, needs(encoder, config, 4, 12, 9, 8, 7, 6), prices.table())
+    assert shared.way == Way(shard=1)
+    assert shared.why == "shard=0 would take 12,000 MB a worker, which does not fit; no weight changes by it"
+    gathered = plan.choose(config, cluster, layout, needs(encoder, config, 4, 14, 13, 12, 9), prices.table())
+    assert gathered.way == Way(shard=3)
+    again = plan.choose(config, cluster, layout, needs(encoder, config, 4, 14, 13, 12, 11, 13, 9), prices.table())
+    assert again.way.settings == {"train.shard": 1, "train.gradient_checkpointing": True}
+    with pytest.raises(ConfigError, match=r"needs 11\.0 GB even with shard=1"):
+        plan.choose(config, cluster, layout, needs(encoder, config, 4, 14, 13, 12, 12, 12, 11), prices.table())
 
 
-def test_a_run_that_starts_with_fewer_is_planned_with_those_that_have_room(cluster: layouts.Cluster) -> None:
+def test_only_one_worker_writes_checkpoints(cluster: layouts.Cluster) -> None:
+    """A node of 16 GB, of which two thirds are 10.4: with a copy of 6, there is room for two of 2 GB."""
+    [kind] = [one for one in cluster.kinds if one.name == "worker"]
+    assert plan.holds(Need(2 * GB, 0, 0, 0, checkpoint=6 * GB), "cpu")(kind) == 2
+    assert plan.holds(Need(2 * GB, 0, 0, 0, checkpoint=11 * GB), "cpu")(kind) == 0
+
+
+def test_a_run_that_starts_with_fewer_is_planned_with_those_that_have_room(
+    cluster: layouts.Cluster, encoder: Path
+) -> None:
     config = configured(train__workers=64, train__min_workers=8)
     layout = layouts.laid_out(config, cluster)
     assert (layout.workers, layout.room, layout.least) == (64, 29, 8)  # 4 nodes of 8, less 3 for the data
-    found = plan.choose(config, cluster, layout, needs(config, 64, 1, 1, 1, 1, 1), prices.table())
+    found = plan.choose(config, cluster, layout, needs(encoder, config, 64, 1), prices.table())
     assert found.nodes == {"worker": 4}
 
 
-def test_one_worker_shares_nothing() -> None:
-    assert [way.strategy for way in plan.ways(configured(train__workers=1), 1)] == ["ddp", "ddp"]
-    own = plan.ways(configured(train__shard=1), 2)
-    less = [("ddp", True), ("zero1", True), ("zero3", True)]
-    assert [(way.strategy, way.recomputed) for way in own] == [("zero1", False), *less]
-    assert plan.ways(configured(train__shard=3), 2)[0].strategy == "zero3"
+def test_a_recipe_s_own_way_comes_first_and_then_those_that_take_less(encoder: Path) -> None:
+    own, strategy = configured(train__shard=3), configured(train__strategy="auto")
+    assert next(plan.ways(own, encoder, 2)) == Way(shard=3)
+    assert list(plan.ways(own, encoder, 2))[1] == Way(gradient_checkpointing=True)
+    assert list(plan.ways(strategy, encoder, 2)) == list(plan.ways(configured(), encoder, 2))
 
 
 # ---------------------------------------------------------------------------------------------------------------- hours
@@ -150,7 +159,7 @@ def test_one_worker_shares_nothing() -> None:
 
 def planned(config: Config, cluster: layouts.Cluster, given: pace.Pace = pace.CPU) -> plan.Hours:
     layout = layouts.laid_out(config, cluster)
-    chosen = plan.choose(config, cluster, layout, {plan.ways(config, 1)[0]: Need(1e9, 0, 0, 0)}, prices.table())
+    chosen = plan.choose(config, cluster, layout, [(Way(), Need(1e9, 0, 0, 0))], prices.table())
     return plan.hours(config, layout, chosen, SHAPE, ROWS, given, cluster.kinds[0])
 
 

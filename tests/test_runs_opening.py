@@ -119,6 +119,19 @@ def test_what_is_left_open_is_as_the_run_has_it(tmp_path: Path, pooling: str, pr
     assert opened.recipe.identity() == had.recipe.identity()
 
 
+def test_a_strategy_is_chosen_once(tmp_path: Path) -> None:
+    """By a resume too, where the run was started without a choice; the settings that were chosen stay."""
+    run, auto = Run(tmp_path / "run"), made(train__strategy="auto")
+    opening.freeze(run, made())
+    assert opening.choose(run.folder, auto, "resume")[1].recipe.train.strategy == "auto"
+    opening.freeze(run, made(train__shard=2))
+    with pytest.raises(ConfigError, match=r"train\.shard=2: train\.strategy=auto chooses it"):
+        opening.choose(run.folder, auto, "resume")
+    run.append("strategy", why="it fits")
+    train = opening.choose(run.folder, auto, "resume")[1].recipe.train
+    assert (train.strategy, train.shard) == ("manual", 2)
+
+
 def test_a_run_of_before_there_was_a_choice_of_pooling_keeps_its_own(used: Path) -> None:
     Run(used).append("created")
     document = yaml.safe_load((used / "config.yaml").read_text())

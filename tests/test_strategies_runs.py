@@ -1,5 +1,7 @@
-"""A run on Ray whose workers have shares of the weights: its artefact, and how it goes on in another layout."""
+"""A run on Ray whose workers have shares of the weights: how they are chosen, its artefact, and how it goes on in
+another layout."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,11 @@ from safetensors.torch import load_file
 
 from rtrain import config
 from rtrain.checkpoints import checkpoint
+from rtrain.doctor.forecast import fitting
+from rtrain.doctor.forecast.memory import Need
 from rtrain.run import Run
 from rtrain.runs import driver, preparing
+from rtrain.strategies.ways import Way
 from tests import trained
 
 pytestmark = pytest.mark.timeout(900)
@@ -17,15 +22,33 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.ray
-def test_a_run_in_shards_is_paused_and_goes_on_in_another_layout(ray_session: Path) -> None:
+def test_a_run_in_shards_that_memory_chose_is_paused_and_goes_on_in_another_layout(
+    ray_session: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = fitting.first
+
+    def tight(needs: Iterable[tuple[Way, Need]], room: fitting.Room) -> fitting.Choice:
+        """As if the machine had room for the second stage, and none for the first."""
+        assert (room.workers, room.bytes > 100e6) == (2, True)
+        every = dict(needs)
+        between = (room.taken(every[Way(1)]) + room.taken(every[Way(2)])) / 2
+        return choose(every.items(), fitting.Room(between, 2))
+
+    monkeypatch.setattr(fitting, "first", tight)
     folder = ray_session / "shards"
-    settings = trained.settings(folder, **{"train.epochs": 1, "train.shard": 3, "train.evaluate_every": 6})
+    asked = {"train.epochs": 1, "train.strategy": "auto", "train.evaluate_every": 6, "train.transport": "stock"}
+    settings = trained.settings(folder, **asked)
     prepared = preparing.prepare(settings, folder / "run")
+    assert (prepared.config.recipe.train.strategy, prepared.config.recipe.train.shard) == ("manual", 2)
+    assert prepared.config.recipe.identity() == settings.recipe.identity()
     driver.fit(prepared, until=8)
     log = Run(folder / "run")
+    [told] = log.events("strategy")
+    assert told["settings"]["train.shard"] == 2
+    assert told["bytes"] < told["room"]
     [sizes] = [event["state_bytes"] for event in log.events("sharded")]
     assert max(sizes) < 0.52 * sum(sizes)
-    other = config.with_overrides(prepared.config, {"train.shard": 2})
+    other = config.with_overrides(prepared.config, {"train.shard": 3})
     resumed = preparing.prepare(other, folder / "run", "resume")
     assert resumed.config.recipe.identity() == prepared.config.recipe.identity()
     summary = driver.fit(resumed, reports=False)

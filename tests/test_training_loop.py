@@ -17,6 +17,7 @@ from rtrain.config import Distill, Model
 from rtrain.data.ingest import Share, Update, plan_update
 from rtrain.data.order import Order, chain, rows_digest
 from rtrain.data.stores.store import PLACES, Store
+from rtrain.exchange.alive import Watch
 from rtrain.exchange.replicated import Replicated
 from rtrain.network import dropout, model
 from rtrain.run import Run
@@ -97,9 +98,12 @@ def start(
     freeze: Literal["none", "encoder"] = "none",
     rules: Mapping[str, Any] | None = None,
     precision: str = "fp32",
+    watch: Watch | None = None,
+    on_update: Callable[[int], None] = lambda number: None,
     **train: Any,
 ) -> Ran:
-    """One start of the run at `run`; `kill` ends it when update number `kill` is asked for."""
+    """One start of the run at `run`; `kill` ends it when update number `kill` is asked for, which `on_update` hears
+    first."""
     recipe = recipe_of(ground, rules, **train)
     store = Store(next((ground / ".tokens").iterdir()))
     order = Order(store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, 3)
@@ -119,13 +123,14 @@ def start(
         replica=replica,
     )
     recorder, clock, folders = Recorder(), loop.Clock(), []
-    exchange = choose.build(network, recipe.train, say=recorder.event)
+    exchange = choose.build(network, recipe.train, watch, recorder.event)
     assert (exchange.world, exchange.rank) == (world // recipe.train.tensor, rank // recipe.train.tensor)
     share = Share(store.folder, order, exchange.world, exchange.rank, recipe.train.micro_batch)
 
     def updates(first: int, stop: int) -> Iterator[Update]:
         for number in range(first, stop):
             folders.append(names(run))
+            on_update(number)
             if number == kill:
                 raise Killed
             yield plan_update(store, share, number)

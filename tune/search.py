@@ -26,7 +26,7 @@ from tune.known.halving import Go, Ladder
 from tune.known.history import SEED, History, Trial, numbered
 from tune.record import Record
 from tune.results import dashboard, page
-from tune.trial import Order, Task, held
+from tune.trial import Order, Task, held, refused
 
 FINAL_RUNS = 4
 """Full runs whose rows the end may take, where `tune.final_rows` does not say."""
@@ -73,7 +73,7 @@ class Found:
 def check(config: Config, students: bool = False) -> None:
     """Everything about a search, of `students` or of runs, that can be refused before anything starts, all at once.
     Raises `ConfigError`."""
-    data, problems = config.recipe.data, list[Problem]()
+    data, problems = config.recipe.data, refused(config)
     if config.deploy.tune.cost != "training" and not students:
         reason = "all trials have the same model; students differ (rtrain distill --search)"
         problems.append(Problem("tune.cost", config.deploy.tune.cost, reason, "leave it out"))

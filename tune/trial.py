@@ -13,7 +13,7 @@ from rtrain.comparison.training import clock
 from rtrain.compress import distill
 from rtrain.config import Config
 from rtrain.data.stores.store import open_store
-from rtrain.errors import UserError
+from rtrain.errors import Problem, UserError
 from rtrain.metrics.by_output import metric_for
 from rtrain.run import Run
 from rtrain.runs import driver, failures, group, notice, opening, preparing
@@ -65,6 +65,14 @@ class Task:
             return preparing.prepare(config, run.folder, reuse, self.tokens_root)
         teacher = distill.Teacher.read(self.teacher)
         return distill.prepare(config, teacher, run.folder, reuse, tokens_root=self.tokens_root)
+
+
+def refused(config: Config) -> list[Problem]:
+    """What is decided by the memory of a node cannot be where trials share it, some beginning when others end."""
+    if config.recipe.train.strategy == "manual":
+        return []
+    reason, fix = "trials share the memory of nodes", "write manual, with what rtrain plan --search names"
+    return [Problem("train.strategy", "auto", reason, fix)]
 
 
 @contextmanager

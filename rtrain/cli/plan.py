@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +24,8 @@ from rtrain.run import Run, shown
 
 if TYPE_CHECKING:
     from rtrain.config import Config
-    from rtrain.doctor.forecast import facts, layouts, memory, plan as planning
+    from rtrain.doctor.forecast import facts, layouts, memory
+    from rtrain.strategies.ways import Way
 
 CLUSTER = Path("cluster.yaml")
 TOKENS = 128
@@ -92,6 +93,7 @@ def _planned(
 ) -> dict[str, Any]:
     from rtrain.doctor.forecast import facts, pace as paces, plan as planning
     from rtrain.network import model as models
+    from rtrain.strategies import ways as strategies
 
     recipe, root = config.recipe, Path("runs")
     folder = models.resolve(recipe.model.name, root)
@@ -122,45 +124,26 @@ def _planned(
             f"there is room for {layout.room} of {layout.workers} workers; it starts with {layout.least} or more"
         )
     notes += [] if watched else ["nobody listens for spot notices: an interruption repeats what is not saved yet"]
-    if chosen.way.why != "as the recipe says":
-        notes.append(f"write --set {' --set '.join(chosen.way.settings.split())}")
+    if recipe.train.strategy == "manual" and chosen.way != strategies.own(recipe.train, layout.room):
+        notes.append(f"write {' '.join(f'--set {name}={value}' for name, value in chosen.way.settings.items())}")
     return planning.document(layout, chosen, found, total, cost, pace, [note for note in notes if note])
 
 
 def _needs(
     config: "Config", layout: "layouts.Layout", folder: Path, rows: "facts.Rows"
-) -> "dict[planning.Way, memory.Need]":
-    """What each way to hold the model takes, by a trace of one pass, or of two where layers may be computed again."""
-    from rtrain.doctor.forecast import memory, plan as planning, trace
+) -> "Iterator[tuple[Way, memory.Need]]":
+    """What each way to hold the model takes, by a trace of one pass."""
+    from rtrain.doctor.forecast import fitting, plan as planning
     from rtrain.network import precision as formats
-    from rtrain.tasks import base
 
-    recipe = config.recipe
-    lengths = planning.lengths(config, layout.device, min(max(rows.windows), recipe.data.window_tokens))
-    per_update = recipe.rows_per_update / layout.room * rows.tokens_of_row
-    more = layout.room > 1 or per_update > sum(lengths)
-    wanted = recipe.train.precision
-    precision = "bf16" if wanted == "auto" else formats.resolve(wanted, formats.Native("cpu", frozenset()))
-    transport = "shared_memory" if layout.room == 2 and layout.device == "cpu" else "stock"
-    of_pass = partial(trace.of_pass, folder, base.get(recipe.task), recipe.model, lengths, precision=precision)
-    traced: dict[bool, trace.Traced] = {}
-    found: dict[planning.Way, memory.Need] = {}
-    for way in planning.ways(config, layout.room):
-        if way.recomputed not in traced:
-            try:
-                traced[way.recomputed] = of_pass(recomputed=way.recomputed, more_passes=more)
-            except ConfigError:  # a network that cannot compute its layers again
-                if way.recomputed == recipe.train.gradient_checkpointing:
-                    raise
-                continue
-        found[way] = memory.needed(
-            traced[way.recomputed],
-            layout.room,
-            way.strategy,
-            transport=transport,
-            saves=layout.device == "cpu",
-        )
-    return found
+    recipe, wanted = config.recipe, config.recipe.train.precision
+    passes = fitting.Pass(
+        fitting.lengths(recipe, layout.device, min(max(rows.windows), recipe.data.window_tokens)),
+        "bf16" if wanted == "auto" else formats.resolve(wanted, formats.Native("cpu", frozenset())),
+        tokens_of_update=recipe.rows_per_update * rows.tokens_of_row,
+    )
+    ways = planning.ways(config, folder, layout.room)
+    return fitting.needs(recipe, folder, ways, passes, layout.room, layout.device)
 
 
 def _chosen_k(like: Path | None, as_json: bool) -> None:

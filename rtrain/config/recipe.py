@@ -112,6 +112,10 @@ class Train(Section):
     gradient_compression: Literal["none", "bf16"] = "none"
     """`bf16` sends gradients in half the bytes. It changes the weights; the log says how far the gradient is off. For
     two workers over 100 Mbit/s an update of MiniLM took 3.5 s in place of 5.3."""
+    strategy: Literal["manual", "auto"] = "manual"
+    """Who says how the model lies on the workers: `manual`, the settings that follow; `auto`, the forecast of memory,
+    which takes the first that fits of the whole model on each worker, shard 1, 2 and 3, the same with
+    gradient_checkpointing, and tensor. It is decided once, and kept in the run in their place."""
     shard: Literal[0, 1, 2, 3] = 0
     """What each worker keeps a share of, in place of the whole: 0 nothing; 1 the optimizer's state; 2 gradients too; 3
     weights too, which are gathered layer by layer (the stages of ZeRO). Each takes less memory than the one before, and
@@ -144,9 +148,12 @@ class Train(Section):
     """Updates between two progress events."""
 
 
+LAID_OUT = ("shard", "tensor", "sequence")
+"""Settings of `train` that say how the model lies on the workers."""
 SPEED = (
     *("workers", "device", "min_workers", "micro_batch", "tokens_per_pass"),
-    *("aggregation_frequency", "gradient_checkpointing", "transport", "shard", "tensor", "sequence"),
+    *("aggregation_frequency", "gradient_checkpointing", "transport"),
+    *("strategy", *LAID_OUT),
     *("evaluate_every", "save_every", "keep", "log_every"),
 )
 """Settings of `train` that change speed or what is kept, never the weights, once rows_per_update is resolved. The one
@@ -347,6 +354,11 @@ def recipe_contradictions(recipe: Recipe) -> list[Problem]:
                 "give one of the two and set the other to null",
             )
         )
+    if train.strategy == "auto":
+        reason, fix = "train.strategy=auto chooses it", "leave it out, or write train.strategy=manual"
+        chosen = {name: getattr(train, name) for name in LAID_OUT}
+        asked = {name: value for name, value in chosen.items() if value != Train.model_fields[name].default}
+        problems += [Problem(f"train.{name}", value, reason, fix) for name, value in asked.items()]
     if train.min_workers is not None and train.min_workers > train.workers:
         fix = f"write {train.workers} or less, or leave it out"
         problems.append(Problem("train.min_workers", train.min_workers, f"above train.workers={train.workers}", fix))

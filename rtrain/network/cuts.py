@@ -70,6 +70,30 @@ def _drop_own(layer: "torch.nn.Dropout", place: int, values: "torch.Tensor") -> 
     return found
 
 
+def keep_share(network: "transformers.PreTrainedModel", layers: "torch.nn.Module", table: Any, parts: int) -> None:
+    """Leave of a network what the first of `parts` workers has of it, without the others and their sums: layers, and
+    the `table` of words if there is one. For what is asked of shapes alone."""
+    import torch
+
+    cut = CUTS[network.config.model_type]
+
+    def shorten(part: Any, name: str, axis: int) -> None:
+        weight = getattr(part, name)
+        size = -(-weight.shape[axis] // parts)
+        share = weight.detach().narrow(axis, 0, size).clone()
+        setattr(part, name, torch.nn.Parameter(share, requires_grad=weight.requires_grad))
+
+    for layer in layers.children():
+        for path in cut.by_outputs:
+            for name, _ in list(layer.get_submodule(path).named_parameters()):
+                shorten(layer.get_submodule(path), name, 0)
+        for path in cut.by_inputs:
+            shorten(layer.get_submodule(path), "weight", 1)
+    if table is not None:
+        shorten(table, "weight", 0)
+    _count_heads(network, parts)
+
+
 def keep_heads(network: "transformers.PreTrainedModel", parts: int, place: int) -> None:
     """Tell a network that its attention heads are cut into `parts`, of which it has number `place`.
 
@@ -85,5 +109,8 @@ def keep_heads(network: "transformers.PreTrainedModel", parts: int, place: int) 
     AttentionInterface.register(name, partial(attention.packed, draw=draw))
     AttentionMaskInterface.register(name, packed.mask)
     network.set_attn_implementation(name)
-    config: Any = network.config
-    setattr(network, packed.HEADS, config.num_attention_heads // parts)
+    _count_heads(network, parts)
+
+
+def _count_heads(network: Any, parts: int) -> None:
+    setattr(network, packed.HEADS, network.config.num_attention_heads // parts)

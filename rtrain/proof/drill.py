@@ -2,6 +2,7 @@
 
 Two runs of the same recipe and rows: a control, and one that meets every fault of `faults.FAULTS` in turn. They must
 end with the same weights, bit for bit, and with the same ledger of rows; every fault must resume from a checkpoint.
+Where workers share a model, a rank of each kind of their groups is among those that die or hang.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ from rtrain.config import Config
 from rtrain.data import tokens
 from rtrain.errors import UserError
 from rtrain.proof import ledger
-from rtrain.proof.faults import FAULTS, Fault, workers_left
+from rtrain.proof.faults import FAULTS, Fault, of_groups, workers_left
 from rtrain.report import html, summary
 from rtrain.run import Run
 from rtrain.runs import driver, nodes, preparing
@@ -126,10 +127,12 @@ class Saboteur:
 
 
 def run(
-    config: Config, folder: Path, faults: Sequence[Fault] = FAULTS, on_event: driver.OnEvent | None = None
+    config: Config, folder: Path, faults: Sequence[Fault] | None = None, on_event: driver.OnEvent | None = None
 ) -> Certificate:
-    """Drill a recipe on the Ray that the process is connected to; both runs are kept under `folder`."""
-    begin = time.monotonic()
+    """Drill a recipe on the Ray that the process is connected to; both runs are kept under `folder`. `faults`: None for
+    all of `FAULTS`, and those of the groups of workers in which the recipe shares a model out."""
+    begin, train = time.monotonic(), config.recipe.train
+    faults = (*FAULTS, *of_groups(train, train.workers)) if faults is None else faults
     save_every = config.recipe.train.save_every or SAVE_EVERY
     config = configuration.with_overrides(
         config,

@@ -15,6 +15,7 @@ import psutil
 
 from rtrain import ray_internals
 from rtrain.checkpoints import checkpoint
+from rtrain.config import Train
 from rtrain.errors import UserError
 from rtrain.report.live import peak_memory
 from rtrain.run import Run
@@ -42,6 +43,39 @@ def processes(class_name: str) -> list[int]:
     if any(actor["Address"]["NodeID"] != node for actor in actors):
         raise UserError("drill: a worker is on another machine, where it cannot be killed; drill on a single machine")
     return [actor["Pid"] for actor in sorted(actors, key=lambda actor: (actor["StartTime"], actor["Pid"]))]
+
+
+def neighbours(train: Train, workers: int) -> dict[str, int]:
+    """Of each kind of group in which workers share a model or its gradients, a rank with which rank 0 is in such a
+    group and in no other. Empty where every worker has the whole model: all of them are alike then."""
+    tensor = train.tensor
+    found = {f"tensor={tensor}": 1} if tensor > 1 else {}
+    if workers > tensor and (tensor > 1 or train.shard > 1):
+        found[f"shard={train.shard}" if train.shard > 1 else "replicas"] = tensor
+    return found
+
+
+def process_of(run: Run, rank: int) -> int:
+    """The process of a rank, by the file in which its watch would tell where it hung."""
+    for pid in processes(WORKER):
+        with contextlib.suppress(psutil.Error):
+            if str(run.stalled(rank)) in [file.path for file in psutil.Process(pid).open_files()]:
+                return pid
+    raise UserError(f"drill: no process is rank {rank}")
+
+
+def of_groups(train: Train, workers: int) -> tuple[Fault, ...]:
+    """For each kind of group a rank of it killed, and one stopped."""
+
+    def at(rank: int, number: int) -> Callable[[Run], None]:
+        return lambda run: os.kill(process_of(run, rank), number)
+
+    kinds = {"killed (SIGKILL)": signal.SIGKILL, "stopped (SIGSTOP)": signal.SIGSTOP}
+    return tuple(
+        Fault(f"rank {rank} by {group} {what}", at(rank, number))
+        for group, rank in neighbours(train, workers).items()
+        for what, number in kinds.items()
+    )
 
 
 def workers_left() -> list[str]:

@@ -180,7 +180,8 @@ def _resumed(folder: Path, new: Config) -> Config:
     new = replace(configuration.with_overrides(new, _taken_over(old, new)), named=new.named)
     asked = {name: value for name, value in configuration.flat(new).items() if name in new.named}
     # What is left open now stays as the run has it.
-    asked = {name: value for name, value in asked.items() if not (name in LEFT_OPEN and value == "auto")}
+    left_open = (*LEFT_OPEN, *(["train.strategy"] if Run(folder).first("strategy") else []))
+    asked = {name: value for name, value in asked.items() if not (name in left_open and value == "auto")}
     # Where neither is asked for, they are the run's own: another number of workers must not change its rows.
     if any(asked.get(name) is not None for name in (ROWS, FREQUENCY)):
         asked = {ROWS: None, FREQUENCY: None, **asked}

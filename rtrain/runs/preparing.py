@@ -19,7 +19,7 @@ from rtrain.network import device, model, precision
 from rtrain.report import label_counts, versions
 from rtrain.report.live import trackers
 from rtrain.run import Run
-from rtrain.runs import nodes, opening, smaller
+from rtrain.runs import nodes, opening, smaller, strategy
 from rtrain.strategies import allowed
 from rtrain.tasks import base
 from rtrain.training import losses
@@ -28,7 +28,10 @@ DEVICE = "device"
 """The name under which a run keeps the decision."""
 
 
-TOLD = ("tokenised", "tokens_reused", "vocabulary", "bad_rows", "unlabelled", "label_column", "labels", "overlap")
+TOLD = (
+    *("tokenised", "tokens_reused", "strategy", "vocabulary", "bad_rows"),
+    *("unlabelled", "label_column", "labels", "overlap"),
+)
 """What is logged of a run's rows before it is followed, the first or the second of these first."""
 
 
@@ -126,6 +129,7 @@ def prepare(
         refuse_other("--resume", run.folder, created.get("order", 1), store.rows("train"))
     if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config, chosen_device.device)]:
         raise ConfigError(problems)
+    config, laid_out = strategy.decided(config, chosen_device, store, weights)
     frozen = opening.freeze(run, config)
     if config.recipe.train.device == "auto":
         run.decide(DEVICE, chosen_device.device)
@@ -151,6 +155,8 @@ def prepare(
         left_out=store.manifest.left_out,
         store=str(store.folder),
     )
+    if laid_out:
+        run.append("strategy", **laid_out)
     if weights != whole:
         run.append("vocabulary", **smaller.told(run, config.recipe, source, whole, weights, store, root))
     if store.manifest.quarantined:

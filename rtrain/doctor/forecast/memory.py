@@ -4,19 +4,13 @@ Shares over the workers are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.0
 optimizer's moments, stage 2 the gradients too, stage 3 the weights too.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Final
 
 from rtrain.doctor.forecast.trace import Traced
 from rtrain.strategies import shares
+from rtrain.strategies.ways import STRATEGIES
 
-STRATEGIES: Final[Mapping[str, str]] = {
-    "ddp": "each worker has all weights, gradients and moments",
-    "zero1": "each worker has the moments of its share of the weights",
-    "zero2": "each worker has the moments and gradients of its share of the weights",
-    "zero3": "each worker has the moments, gradients and weights of its share, and gathers those of layer after layer",
-}
 PROCESS: Final = 440_000_000
 """Bytes of a worker's process without any model: Python, torch, Transformers and Ray with their own memory, as measured
 on Linux with CPUs (torch 2.13, Ray 2.60). With CUDA it is two to three times as much, none of it on the GPU."""
@@ -47,6 +41,10 @@ class Need:
     def total(self) -> float:
         return float(sum(getattr(self, one.name) for one in fields(self)))
 
+    def of(self, workers: int) -> float:
+        """Bytes of so many workers, of which one writes the checkpoints."""
+        return workers * (self.total - self.checkpoint) + self.checkpoint
+
 
 def optimizer_bytes(trained: tuple[int, ...], workers: int, strategy: str) -> float:
     """Bytes of moments on the worker that has most of them."""
@@ -63,33 +61,41 @@ def optimizer_bytes(trained: tuple[int, ...], workers: int, strategy: str) -> fl
 
 def needed(
     traced: Traced,
-    workers: int,
+    replicas: int,
     strategy: str = "ddp",
     *,
     transport: str = "stock",
     saves: bool = False,
+    several: bool = False,
     process: float = PROCESS,
+    kept: float = KEPT,
 ) -> Need:
-    """The memory of a worker in an update. `transport`: by which gradients go, `shared_memory` or `stock`; `saves`:
-    this worker writes checkpoints. Raises `KeyError` for a strategy that is none of `STRATEGIES`."""
+    """The memory of a worker in an update; where several workers share a replica's layers, `traced` is of one of them.
+
+    `transport`: by which gradients go, `shared_memory` or `stock`; `saves`: this worker writes checkpoints; `several`:
+    an update has several passes of a worker; `kept`: see `KEPT`. Raises `KeyError` for a strategy that is none of
+    `STRATEGIES`.
+    """
     STRATEGIES[strategy]
     alone = traced.of_trained
-    moments = optimizer_bytes(traced.trained, workers, strategy)
-    activations = traced.activations * KEPT
+    moments = optimizer_bytes(traced.trained, replicas, strategy)
+    activations = traced.activations * kept
     weights, gradients, gathered = float(traced.weights), float(traced.gradients), 0.0
-    layer = max(traced.layers, default=0)
     if strategy in ("ddp", "zero1"):
-        # When the optimizer steps, all gradients are there, and no activation.
-        activations = max(activations, alone - gradients)
-    elif strategy == "zero2":
-        gathered, weights, gradients = weights + layer, weights / workers, 0.0
-        activations = max(activations, alone / workers - gathered)
+        # When the optimizer steps, all gradients are there, and no activation; when DistributedDataParallel makes its
+        # buckets anew, before the second exchange, there are two of each.
+        activations = max(activations, alone - gradients, alone - traced.table if replicas > 1 else 0)
     else:
+        layer, rest = max(traced.layers, default=0), weights - sum(traced.layers)
         # What is in no layer stays gathered; beside it the layer at work, the next one, and the gradients of the last.
-        gathered = weights - sum(traced.layers) + 3 * layer
-        weights, gradients = weights / workers, 0.0
-        activations = max(activations, alone / workers - gathered)
+        gathered = weights + layer if strategy == "zero2" else rest + 3 * layer
+        # At a pass's end there is no activation, but a share of all gradients, and twice, whole and on their way, those
+        # of the last part. Before an update's last pass, the second stage keeps all weights.
+        ended = (weights if strategy == "zero2" and several else rest + layer) + 2 * max(layer, rest)
+        weights, gradients = weights / replicas, alone / replicas if several else 0.0
+        activations = max(activations, ended + alone / replicas - gradients - gathered)
     # Each worker has a part in the segment, and there is one more, of the means.
-    segment = (alone - traced.table) * (workers + 1) / workers if transport == "shared_memory" and workers > 1 else 0.0
-    copied = traced.weights + len(shares.MOMENTS) * alone if saves else 0.0
+    shared = transport == "shared_memory" and replicas > 1
+    segment = (alone - traced.table) * (replicas + 1) / replicas if shared else 0.0
+    copied = traced.checkpoint if saves else 0.0
     return Need(weights, gradients, moments, activations, gathered, segment, copied, process)

@@ -5,18 +5,19 @@ hours are rows by the scaling model, money is hours by prices.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from rtrain.config import Config
-from rtrain.doctor.forecast import layouts, memory, pace as paces, prices as pricing, scaling
+from rtrain.doctor.forecast import fitting, layouts, pace as paces, prices as pricing, scaling
 from rtrain.doctor.forecast.facts import Rows, Shape
 from rtrain.doctor.forecast.layouts import Cluster, Kind, Layout
 from rtrain.doctor.forecast.memory import Need
 from rtrain.errors import ConfigError, Problem
-from rtrain.training import pass_size
+from rtrain.strategies import ways as strategies
+from rtrain.strategies.ways import Way
 
 NODE_S: Final = 300.0
 """Seconds until a node that is asked for has joined the cluster, without an image of its own."""
@@ -24,48 +25,21 @@ START_S: Final = 30.0
 """Seconds in which a run starts: Ray, the workers, their first rows."""
 USABLE: Final = 0.65
 """Share of a node's memory that workers may take: Ray's object store has up to 30 %, the system the rest."""
-USABLE_GPU: Final = 0.85
 FORWARD: Final = 1 / 3
 FINAL_RUNS: Final = 4.0
 """Full runs of a search's end, unless `tune.final_rows` says another number of rows."""
 """An evaluation's share of a training pass: it has no backward pass."""
 CURVE: Final = (1, 8, 64, 512, 4096)
 """Workers that a plan tells the efficiency of."""
-STAGES: Final = tuple(memory.STRATEGIES)
-"""By `train.shard`."""
 RECOMPUTED: Final = 4 / 3
 """How many times as long a pass is whose layers are computed again: one more forward pass."""
+UNCHANGED: Final = "no weight changes by it"
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way to hold the model on the workers."""
-
-    strategy: str
-    recomputed: bool
-    why: str
-
-    @property
-    def settings(self) -> str:
-        """What of the recipe asks for it."""
-        recomputed = "true" if self.recomputed else "false"
-        return f"train.shard={STAGES.index(self.strategy)} train.gradient_checkpointing={recomputed}"
-
-
-def ways(config: Config, workers: int) -> list[Way]:
-    """The recipe's own way, then those that take less memory, the fastest first."""
-    train = config.recipe.train
-    own = (STAGES[train.shard if workers > 1 else 0], train.gradient_checkpointing)
-    found = [Way(*own, "as the recipe says")]
-    shared = "the recipe's own way does not fit; sharing the optimizer's moments changes no weight"
-    again = (
-        "the recipe's own way does not fit; layers that are computed again change no weight, and a pass takes longer"
-    )
-    others = [("zero1", own[1], shared)] if workers > 1 else []
-    others += [("ddp", True, again), *([("zero1", True, again)] if workers > 1 else [])]
-    gathered = "nothing else fits; sharing the weights too changes none, and each layer is gathered when its turn comes"
-    others += [("zero3", True, gathered)] if workers > 1 else []
-    return found + [Way(*one) for one in others if one[:2] != own]
+def ways(config: Config, folder: Path, workers: int) -> Iterator[Way]:
+    """The recipe's own way and those that come after it; all that there are where the recipe leaves it open."""
+    train, found = config.recipe.train, strategies.possible(config.recipe, folder, workers)
+    return found if train.strategy == "auto" else strategies.beginning_with(strategies.own(train, workers), found)
 
 
 def holds(need: Need, device: str) -> layouts.Holds:
@@ -76,9 +50,10 @@ def holds(need: Need, device: str) -> layouts.Holds:
             return 1 << 30
         if device == "gpu":
             known = paces.PEAK.get(kind.instance.gpu or "")
-            fits = known is None or need.total - need.process <= USABLE_GPU * known[2] * 1e9
+            fits = known is None or need.total - need.process <= fitting.USABLE_GPU * known[2] * 1e9
             return kind.instance.gpus if fits else 0
-        return int(USABLE * kind.instance.memory_gb * 1e9 // need.total)
+        left = USABLE * kind.instance.memory_gb * 1e9 - need.checkpoint
+        return max(0, int(left // (need.total - need.checkpoint)))
 
     return count
 
@@ -88,6 +63,7 @@ class Chosen:
     """A way with the nodes on which it fits."""
 
     way: Way
+    why: str
     need: Need
     nodes: layouts.Nodes
     per_node: int
@@ -95,34 +71,40 @@ class Chosen:
 
 
 def choose(
-    config: Config, cluster: Cluster, layout: Layout, needs: Mapping[Way, Need], table: Mapping[str, pricing.Price]
+    config: Config,
+    cluster: Cluster,
+    layout: Layout,
+    needs: Iterable[tuple[Way, Need]],
+    table: Mapping[str, pricing.Price],
 ) -> Chosen:
-    """The first way that fits, on the cheapest nodes. Raises `ConfigError` where none does."""
+    """The first way that fits, on the cheapest nodes; no later one is asked for. Raises `ConfigError` where none
+    does."""
 
     def price(kind: Kind) -> float:
         known = table.get(kind.instance.name) if kind.instance else None
         return 1.0 if known is None else known.spot if kind.is_spot else known.on_demand
 
     places, spare = layout.room * layout.trials, layout.spare * layout.trials
-    for way, need in needs.items():
+    larger: list[str] = []
+    for way, need in needs:
         room = holds(need, layout.device)
         nodes = layouts.fewest(cluster, places, layout.device, spare, price, room)
         if nodes is not None:
-            return Chosen(way, need, nodes, layouts.dealt(cluster, nodes, places, layout.device, room))
-    way, need = list(needs.items())[-1]
+            why = _why(config, way, larger)
+            return Chosen(way, why, need, nodes, layouts.dealt(cluster, nodes, places, layout.device, room))
+        larger.append(f"{way} would take {need.total / 1e6:,.0f} MB a worker")
     largest = max(
         (kind.instance.memory_gb for kind in cluster.kinds if kind.instance and kind.node.get("CPU", 0)), default=0
     )
-    reason = f"a worker needs {need.total / 1e9:.1f} GB even with {way.settings}, and {places} do not fit"
+    reason = f"a worker needs {need.total / 1e9:.1f} GB even with {way}, and {places} do not fit"
     fix = f"name nodes of more than {largest:g} GB, fewer workers, or --set train.tokens_per_pass=512"
     raise ConfigError([Problem("train.workers", config.recipe.train.workers, reason, fix)])
 
 
-def lengths(config: Config, device: str, longest: int) -> list[int]:
-    """The windows of a pass that takes the most memory."""
-    train = config.recipe.train
-    tokens = train.tokens_per_pass or (pass_size.ON_CPU if device == "cpu" else 4 * pass_size.ON_CPU)
-    return [longest] * max(1, tokens // longest)
+def _why(config: Config, way: Way, larger: Sequence[str]) -> str:
+    if larger:
+        return f"{larger[-1]}, which does not fit; {UNCHANGED}"
+    return "the first, and it fits" if config.recipe.train.strategy == "auto" else "as the recipe says"
 
 
 @dataclass(frozen=True)
@@ -149,7 +131,7 @@ def hours(
     recipe, workers = config.recipe, layout.room
     gpu, instance = layout.device == "gpu", kind.instance
     work, compute = paces.work(recipe, shape, rows), pace.compute(paces.work(recipe, shape, rows))
-    if chosen.way.recomputed:
+    if chosen.way.gradient_checkpointing:
         compute = scaling.Compute(compute.step_s, compute.pass_s * RECOMPUTED, compute.spread)
     fabric = paces.wires(
         pace,
@@ -241,8 +223,9 @@ def document(
         "data_cpus": layout.spare,
         "nodes": dict(chosen.nodes),
         "strategy": chosen.way.strategy,
-        "recomputed_layers": chosen.way.recomputed,
-        "why": chosen.way.why,
+        "tensor": chosen.way.tensor,
+        "recomputed_layers": chosen.way.gradient_checkpointing,
+        "why": chosen.why,
         "memory_mb": {**parts, "total": round(chosen.need.total / 1e6, 1)},
         "updates": found.updates,
         "update_s": {
@@ -268,10 +251,12 @@ def text(made: Mapping[str, Any]) -> list[str]:
     memory, update, cost = made["memory_mb"], made["update_s"], made["cost"]
     nodes = ", ".join(f"{number} x {name}" for name, number in made["nodes"].items()) or "the head alone"
     parts = ", ".join(f"{name} {value:,.0f}" for name, value in memory.items() if name != "total")
+    cut = f", tensor {made['tensor']}" if made["tensor"] > 1 else ""
     trials = f", {made['trials']} trials at a time" if made["trials"] > 1 else ""
     lines = [
         f"fits       {made['workers']} workers ({made['device']}), {made['data_cpus']} CPUs for data{trials}; {nodes}",
-        f"strategy   {made['strategy']}{' with recomputed layers' if made['recomputed_layers'] else ''}: {made['why']}",
+        f"strategy   {made['strategy']}{cut}{' with recomputed layers' if made['recomputed_layers'] else ''}: "
+        f"{made['why']}",
         f"memory     {memory['total']:,.0f} MB a worker ({parts})",
         f"an update  {update['total']:.3g} s: {update['compute']:.3g} computing, {update['exposed_exchange']:.3g} of "
         f"{update['exchange']:.3g} exchanging unhidden, {update['waiting']:.3g} waiting ({made['efficiency']:.0%})",

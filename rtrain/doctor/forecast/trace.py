@@ -16,10 +16,11 @@ from rtrain.batch import Tokens, single
 from rtrain.config import Model
 from rtrain.errors import UserError
 from rtrain.exchange.touched_rows import TouchedRows, table_of
-from rtrain.network import model
+from rtrain.network import cuts, model
+from rtrain.strategies import shares
 from rtrain.tasks.base import Task
 from rtrain.tasks.masked_lm import SHARE
-from rtrain.training import step
+from rtrain.training import layerwise, step
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,8 @@ class Traced:
     """Bytes of the weights of each of the encoder's layers; none where it tells none."""
     table: int
     """Bytes of the word embedding where its gradient is exchanged by touched rows, else 0."""
+    checkpoint: int = 0
+    """Bytes of what a checkpoint holds: all workers' weights and moments."""
 
     @property
     def of_trained(self) -> int:
@@ -60,12 +63,14 @@ def of_pass(
     precision: str = "fp32",
     recomputed: bool = False,
     more_passes: bool = True,
+    tensor: int = 1,
 ) -> Traced:
     """The memory of a forward and backward pass over windows of these lengths.
 
     `folder`: the model's; of it config.json alone is read. `outputs`: numbers that the head answers with, per window or
     token. `recomputed`: `train.gradient_checkpointing`. `more_passes`: the gradients of an earlier pass are there
-    already, as they are in exchanges between workers; else they come to be in this one. Raises `Untraceable`.
+    already, as they are in exchanges between workers; else they come to be in this one. `tensor`: of workers that share
+    the layers, one. Raises `Untraceable`.
     """
     import torch
 
@@ -73,8 +78,13 @@ def of_pass(
         network: Any = model.shaped(folder, task, outputs, chosen).train()
         if recomputed:
             model.keep_inputs_alone(network)
-        found = table_of(network)
-        rows = TouchedRows(found[1]) if found else None
+        found, moments = table_of(network), len(shares.MOMENTS)
+        saved = sum(one.nbytes * (1 + moments * one.requires_grad) for one in network.parameters())
+        if tensor > 1:
+            layers = layerwise.layers(network.base_model)
+            assert layers is not None  # `strategies.allowed` knows the architectures
+            cuts.keep_share(network, layers, found and found[1], tensor)
+        rows = TouchedRows(found[1]) if found and tensor == 1 else None
         if rows is not None:
             rows.gathers = True
         trained = [one for one in network.parameters() if one.requires_grad]
@@ -103,6 +113,7 @@ def of_pass(
             trained=tuple(one.nbytes for one in trained),
             layers=_layers(network),
             table=table,
+            checkpoint=saved,
         )
 
 

@@ -145,6 +145,11 @@ def _types(event: Event) -> str:
     return f"{event['number']} type{'' if event['number'] == 1 else 's'}"
 
 
+def strategy(event: Event) -> str:
+    """How the model lies on the workers, and why so."""
+    return f"strategy: {event['why']}"
+
+
 def of(event: Event) -> str | None:
     """The line of an event; None where there is none. The trials of a search have the same rows: the first tells."""
     kind = event["kind"]
@@ -162,6 +167,7 @@ TEXTS: Mapping[str, Callable[[Event], str | None]] = {
     "overlap": overlap,
     "unlabelled": unlabelled,
     "vocabulary": vocabulary,
+    "strategy": strategy,
     "unseen": unseen,
     "sliced": sliced,
     "evaluated": evaluated,

@@ -1,0 +1,112 @@
+"""Which way to hold a model is taken: the first whose memory fits where a worker has least of it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rtrain import config
+from rtrain.doctor.forecast import fitting
+from rtrain.doctor.forecast.fitting import Pass, Room
+from rtrain.doctor.forecast.memory import Need
+from rtrain.errors import ConfigError
+from rtrain.strategies import ways
+from rtrain.strategies.ways import Way
+from tests.tiny import make_encoder
+
+MB, GB = 1e6, 1e9
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+# ----------------------------------------------------------------------------------------------------------- the choice
+
+NEEDS = [
+    (Way(), Need(900 * MB, 0, 0, 0)),
+    (Way(1), Need(700 * MB, 0, 0, 0)),
+    (Way(2), Need(500 * MB, 0, 0, 0)),
+]
+
+
+def asked() -> Iterator[tuple[Way, Need]]:
+    """Those of `NEEDS`, of which the last may not be asked for."""
+    yield from NEEDS[:2]
+    raise AssertionError
+
+
+def test_the_first_that_fits_is_taken_and_says_why() -> None:
+    assert (
+        fitting.first(asked(), Room(2000 * MB, 2)).why
+        == "shard=0, with which a node's 2 workers take 1,800 MB of 2,000"
+    )
+    found = fitting.first(asked(), Room(1500 * MB, 2))
+    assert found.way == Way(1)
+    assert found.why == "shard=1, with which a node's 2 workers take 1,400 MB of 1,500; with shard=0 it would be 1,800"
+    assert found.need is NEEDS[1][1]
+
+
+def test_where_none_fits_the_smallest_is_named_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"even with shard=2 a worker takes 500 MB of 400.*tokens_per_pass=512"):
+        fitting.first(NEEDS, Room(400 * MB, 1))
+
+
+def test_one_worker_of_a_node_writes_checkpoints_and_none_of_it_is_on_a_gpu() -> None:
+    need = Need(100 * MB, 0, 0, 0, checkpoint=50 * MB, process=30 * MB)
+    assert Room(1, 3).taken(need) == 3 * 130 * MB + 50 * MB
+    assert Room(1, 1, "gpu").taken(Need(100 * MB, 0, 0, 0, process=30 * MB)) == 100 * MB
+
+
+# ------------------------------------------------------------------------------------------------------------- the room
+
+
+def test_room_is_that_of_the_node_where_a_worker_has_least() -> None:
+    nodes = [{"CPU": 2.0, "memory": 8 * GB}, {"CPU": 8.0, "memory": 16 * GB}, {"CPU": 0.0, "memory": 1 * GB}]
+    assert fitting.room(nodes, "cpu", 8) == Room(fitting.USABLE * 16 * GB, 8)
+    assert fitting.room(nodes, "cpu", 2) == Room(fitting.USABLE * 8 * GB, 2)
+    assert fitting.room([{"CPU": 8.0}], "cpu", 2) is None
+
+
+def test_room_on_gpus_is_that_of_the_smallest_known_kind() -> None:
+    nodes = [{"GPU": 4.0, "accelerator_type:H100": 1.0}, {"GPU": 1.0, "accelerator_type:T4": 1.0}, {"CPU": 4.0}]
+    assert fitting.room(nodes, "gpu", 4) == Room(fitting.USABLE_GPU * 16 * GB, 1, "gpu")
+    assert fitting.room([{"GPU": 1.0, "accelerator_type:X1": 1.0}], "gpu", 1) is None
+
+
+# ------------------------------------------------------------------------------------------------------------ the needs
+
+
+def test_every_way_is_foretold_by_the_model_s_own_pass(encoder: Path) -> None:
+    recipe = config.load("intent").recipe
+    passes = Pass(fitting.lengths(recipe, "cpu", 64), tokens_of_update=8192.0)
+    found = dict(fitting.needs(recipe, encoder, ways.possible(recipe, encoder, 4), passes, 4, "cpu"))
+    assert len(found) == 12  # it has two attention heads
+    plain, cut, both = (found[way] for way in (Way(), Way(tensor=2), Way(3, 2)))
+    assert cut.weights < plain.weights
+    assert cut.activations < plain.activations
+    assert both.weights == pytest.approx(cut.weights / 2)
+    assert {need.checkpoint for need in found.values()} == {plain.checkpoint}
+    assert {way for way, need in found.items() if need.segment} == set()
+    again = found[Way(gradient_checkpointing=True)]
+    assert again.activations < plain.activations
+
+
+def test_two_workers_of_a_host_share_a_segment_where_they_have_whole_models(encoder: Path) -> None:
+    recipe = config.load("intent").recipe
+    passes = Pass((32,) * 4)
+    found = dict(fitting.needs(recipe, encoder, ways.ordered(2), passes, 2, "cpu"))
+    assert {way for way, need in found.items() if need.segment} == {
+        Way(shard, gradient_checkpointing=again) for shard in (0, 1) for again in (False, True)
+    }
+    on_gpu = dict(fitting.needs(recipe, encoder, [Way()], passes, 2, "gpu"))[Way()]
+    assert (on_gpu.segment, on_gpu.checkpoint) == (0, 0)
+
+
+def test_passes_are_as_long_as_the_recipe_allows() -> None:
+    recipe = config.load("intent", {"train.tokens_per_pass": 1000}).recipe
+    assert fitting.lengths(recipe, "cpu", 300) == (300,) * 3
+    assert fitting.lengths(recipe, "cpu", 3000) == (3000,)
+    assert Pass((100,), tokens_of_update=400.0).several(2)
+    assert not Pass((100,), tokens_of_update=400.0).several(4)

@@ -1,0 +1,79 @@
+"""The ways to hold a model, in their order, and which of them a recipe and its model allow."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain import config
+from rtrain.config import Recipe
+from rtrain.errors import ConfigError
+from rtrain.strategies import ways
+from rtrain.strategies.ways import Way
+from tests.test_strategies_allowed import BERT
+
+
+def recipe(**settings: Any) -> Recipe:
+    return config.load("intent", {name.replace("__", "."): value for name, value in settings.items()}).recipe
+
+
+def possible(folder: Path, workers: int, model: dict[str, Any] = BERT, **settings: Any) -> list[Way]:
+    (folder / "config.json").write_text(json.dumps(model))
+    return list(ways.possible(recipe(**settings), folder, workers))
+
+
+def again(*found: Way) -> list[Way]:
+    return [Way(one.shard, one.tensor, True) for one in found]
+
+
+def test_shares_come_before_layers_computed_again_and_these_before_layers_that_are_cut(tmp_path: Path) -> None:
+    shards = [Way(shard) for shard in range(4)]
+    cut = [Way(tensor=2), Way(3, 2)], [Way(tensor=4)]
+    expected = [*shards, *again(*shards), *cut[0], *again(*cut[0]), *cut[1], *again(*cut[1])]
+    assert possible(tmp_path, 4) == expected
+
+
+def test_one_worker_has_nobody_to_share_with(tmp_path: Path) -> None:
+    assert possible(tmp_path, 1) == [Way(), Way(gradient_checkpointing=True)]
+
+
+def test_what_the_recipe_or_the_model_forbids_is_left_out(tmp_path: Path) -> None:
+    compressed = possible(tmp_path, 2, train__gradient_compression="bf16")
+    assert compressed == [Way(), Way(1), *again(Way(), Way(1))]
+    heads = BERT | {"num_attention_heads": 3}
+    assert not any(way.tensor > 1 for way in possible(tmp_path, 2, heads))
+    # Workers that come and go: also the fewest of them.
+    assert not any(way.tensor > 1 for way in possible(tmp_path, 2, train__workers=4, train__min_workers=2))
+    assert Way(3) in possible(tmp_path, 2, train__workers=4, train__min_workers=2)
+
+
+def test_layers_are_computed_again_in_every_way_where_the_recipe_says_so(tmp_path: Path) -> None:
+    found = possible(tmp_path, 2, train__gradient_checkpointing=True)
+    assert found
+    assert all(way.gradient_checkpointing for way in found)
+
+
+def test_a_way_is_what_its_settings_say() -> None:
+    way = Way(3, 2, True)
+    named = {"train.shard": 3, "train.tensor": 2, "train.gradient_checkpointing": True}
+    assert way.settings == named
+    assert way.of(recipe(train__strategy="auto").train, 4) == recipe(**named, **{"train.workers": 4}).train
+    assert ways.own(recipe(**named).train, 4) == way
+    assert (str(way), str(Way())) == ("shard=3 and tensor=2 with recomputed layers", "shard=0")
+
+
+def test_the_rest_are_those_that_come_after() -> None:
+    found = [Way(), Way(1), Way(2)]
+    assert list(ways.beginning_with(Way(1), iter(found))) == [Way(1), Way(2)]
+    assert list(ways.beginning_with(Way(3), iter(found))) == [Way(3), *found]
+
+
+def test_settings_beside_auto_are_refused_and_it_changes_no_identity() -> None:
+    plain, auto = recipe(), recipe(train__strategy="auto", train__gradient_checkpointing=True)
+    assert auto.identity() == plain.identity()
+    with pytest.raises(ConfigError) as caught:
+        recipe(train__strategy="auto", train__shard=2, train__tensor=2)
+    found = {problem.field: problem for problem in caught.value.problems}
+    assert found.keys() == {"train.shard", "train.tensor"}
+    assert "train.strategy=manual" in found["train.shard"].fix
