@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rtrain import env
-from rtrain.exchange import ranks
+from rtrain.exchange import ranks, whole
 from rtrain.training import stages, step
 from rtrain.training.stages import Window
 
@@ -27,7 +27,7 @@ class Watched:
     def __init__(self, exchange: "Exchange", path: Path | None = None):
         self._exchange, self._path, self._first = exchange, path, True
         self._sums, self._kept = stages.Sums(), list[dict[str, Any]]()
-        device = next(exchange.module.parameters()).device
+        device = whole.device(exchange.module)
         if path is not None and device.type == "cuda":
             import torch
 
