@@ -47,8 +47,8 @@ FAMILIES = {
     "electra": ("1f1b",),
     "roberta": ("1f1b", "interleaved"),
 }
-"""Masked language models, whose word embedding is tied to their head, and layouts of them. The layers of the last are
-computed again in the backward pass."""
+"""Masked language models, whose word embedding is tied to their head, and layouts of them. The second computes padding;
+the layers of the last are computed again in the backward pass."""
 KILLED_AT = 2
 ONE = "1 worker"
 # Name -> layout until the run is killed in its third update (None: it is not), and layout of the rest of it.
@@ -78,8 +78,10 @@ class _Noticing(step.Observer):
 def guessed(folder: Path, family: str, layout: str | None) -> dict[str, torch.Tensor]:
     """The gradient of an update of three passes, on rank 0, by a layout or by one worker that is alone; and the word
     embedding after it, on each worker that has it."""
-    network: Any = model.build(folder / family, test_tasks_masked_lm.TASK, (), seed=0).double().train()
-    if family == list(FAMILIES)[-1]:
+    pads, again = (family == list(FAMILIES)[place] for place in (1, -1))
+    network: Any = model.build(folder / family, test_tasks_masked_lm.TASK, (), seed=0, pack=not pads)
+    network.double().train()
+    if again:
         model.keep_inputs_alone(network)
     exchange = Replicas(network) if layout is None else choose.build(network, recipe(**LAYOUTS[layout]).train)
     head = test_tasks_masked_lm.HEAD

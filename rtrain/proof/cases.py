@@ -308,17 +308,12 @@ def _sum(exchange: Exchange, value: int) -> int:
 
 def _differing(module: "torch.nn.Module") -> int:
     """Workers that have other weights than the first worker that has these, by digest; shares are put together."""
-    import torch.distributed as dist
-
     own = {
         name: hashlib.sha256(whole.full(value.detach()).cpu().numpy().data).hexdigest()
         for name, value in module.named_parameters()
         if whole.here(value)
     }
-    every: list[Any] = [own] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if dist.is_initialized():
-        dist.all_gather_object(every, own)
-    first: dict[str, str] = {}
+    every, first = ranks.every(own), dict[str, str]()
     for known in reversed(every):
         first |= known
     return sum(any(first[name] != digest for name, digest in known.items()) for known in every)

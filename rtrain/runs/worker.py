@@ -102,7 +102,7 @@ class _Worker:
         )
         self.reporter.event(
             cost.KIND,
-            machines=machines.told(self.exchange, whole.device(self.network)),
+            machines=machines.told(whole.device(self.network)),
             price=start.config.deploy.tune.price,
         )
         order = Order(

@@ -47,7 +47,7 @@ class Pipeline(Parted):
         parts = stages * self._schedule.parts
         self._staged = Staged(module, parts, range(self._stage, parts, stages))
         self._ends = mesh.ends(self._grid) if self._staged.shares else None
-        module.forward = self._relayed  # type: ignore[method-assign]
+        module.forward = self._relayed
 
     # ------------------------------------------------------------------------------------------------------ an update
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rtrain.config import Recipe
+from rtrain.config import Recipe, Train
 from rtrain.errors import Problem
 from rtrain.network import cuts
 
@@ -72,19 +72,18 @@ def problems(recipe: Recipe, model: Path) -> list[Problem]:
         ("train.shard", train.shard, 0, "what a stage keeps is not shared once more"),
         ("train.sequence", train.sequence, False, "tokens are not cut"),
         ("train.min_workers", train.min_workers, None, "workers come and go in groups"),
-        ("distill.relations", distill.relations, 0.0, "no worker has all of the student's layers"),
-        ("distill.hidden", distill.hidden, 0.0, "no worker has all of the student's layers"),
+        ("distill.relations", distill.relations, 0, "no worker has all of the student's layers"),
+        ("distill.hidden", distill.hidden, 0, "no worker has all of the student's layers"),
         ("model.freeze", recipe.model.freeze, "none", "stages before the last one would have nothing to train"),
     ):
         if value != neutral:
             written = "leave it out" if neutral is None else f"write {str(neutral).lower()}"
             found.append(Problem(name, value, f"{with_it} {reason}", f"{written}, or train.pipeline=1"))
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    return found + _of_stages(recipe, config)
+    return found + _of_stages(train, config)
 
 
-def _of_stages(recipe: Recipe, config: Mapping[str, Any]) -> list[Problem]:
-    train = recipe.train
+def _of_stages(train: Train, config: Mapping[str, Any]) -> list[Problem]:
     stages, schedule = train.pipeline, SCHEDULES[train.schedule]
     kind = config.get("model_type")
     if kind not in cuts.CUTS:
@@ -99,16 +98,7 @@ def _of_stages(recipe: Recipe, config: Mapping[str, Any]) -> list[Problem]:
     if layers is not None and layers < stages * schedule.parts:
         each = f"{schedule.parts} parts each" if schedule.parts > 1 else "a layer each"
         others = ", or train.schedule=1f1b" if layers >= stages else ""
-        fix = f"write {layers // schedule.parts} or less{others}"
+        fix = f"write {max(1, layers // schedule.parts)} or less{others}"
         reason = f"the model's {layers} layers are not enough for {stages} stages of {each}"
         found.append(Problem("train.pipeline", stages, reason, fix))
-    replicas = max(1, train.workers // stages)
-    fewest, rows = schedule.passes(1, stages), recipe.rows_per_update // replicas
-    if rows < fewest:
-        reason = (
-            f"{recipe.rows_per_update} rows of an update on {replicas} replicas are fewer than the {fewest} passes "
-            "that each makes"
-        )
-        fix = f"write train.rows_per_update={fewest * replicas} or more, or train.schedule=gpipe"
-        found.append(Problem("train.schedule", train.schedule, reason, fix))
     return found

@@ -60,7 +60,8 @@ class Staged:
     @property
     def dtype(self) -> "torch.dtype":
         """In which parts send to each other."""
-        return next(one.dtype for one in self.network.parameters() if whole.here(one))
+        found: torch.dtype = next(one.dtype for one in self.network.parameters() if whole.here(one))
+        return found
 
     @contextlib.contextmanager
     def at(self, part: int, received: "torch.Tensor | None") -> Iterator[None]:

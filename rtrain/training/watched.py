@@ -6,8 +6,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from rtrain import env
 from rtrain.exchange import ranks, whole
 from rtrain.training import stages, step
@@ -54,10 +52,9 @@ class Watched:
         if self._path is not None:
             self._path.write_text(json.dumps({**self._place(), "windows": self._kept}), encoding="utf-8")
         times = [time.process_time_ns() - self._cpu, self._exchange.timeline.now() - self._start]
-        gathered = self._exchange.gather(np.array([*times, *self._sums.vector()], dtype=np.int64))
+        vectors = ranks.every([*times, *self._sums.vector()])
         if not self._sums.updates:
             return []
-        vectors = [one.tolist() for one in gathered]
         return [{**stages.told(sums), "cores_busy": round(cpu / max(1, wall), 3)} for cpu, wall, *sums in vectors]
 
     def _place(self) -> dict[str, Any]:
