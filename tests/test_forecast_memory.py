@@ -69,8 +69,8 @@ def test_moments_are_those_of_the_worker_with_most() -> None:
 def test_each_stage_takes_less_than_the_one_before() -> None:
     totals = [needed(TRACED, 4, strategy, process=0, kept=1.0).total for strategy in STRATEGIES]
     assert totals == sorted(totals, reverse=True)
-    # Each of four workers has a quarter of weights and moments; at the end of a pass, what is in no layer, a layer, twice the
-    # gradients of what is in no layer, and a quarter of all gradients.
+    # Each of four workers has a quarter of weights and moments; at the end of a pass, what is in no layer, a layer,
+    # twice the gradients of what is in no layer, and a quarter of all gradients.
     assert totals[-1] == pytest.approx((105 + 200 + 220 + 100 + 440 + 100) * MB)
     # In mid-pass, where activations are many: what is in no layer, and three layers.
     many = replace(TRACED, activations=900 * MB)

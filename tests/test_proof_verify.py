@@ -17,10 +17,11 @@ from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder
 
 BUGS = ["mean of means", "dropped tail row", "double exchange", "k ignored", "stale embedding row"]
-SHARED_BUGS = ["gradient twice", "replica left out"]
-LAID_OUT = [f"2 x 3, {name}" for name in ("shard 2", "shard 3", "tensor 2", "sequence")]
+SHARED_BUGS = ["gradient twice", "replica left out", "edge gradient lost", "scale_grads left on"]
+LAID_OUT = [f"2 x 3, {name}" for name in ("shard 2", "shard 3", "tensor 2", "sequence", "pipeline")]
 LAID_OUT += ["2 x 3, shard 3, resumed from shard 2", "2 x 3, tensor 2, resumed from shard 3"]
-LAID_OUT += ["2 x 3, sequence, resumed from tensor 2", "2 x 3, resumed from sequence"]
+LAID_OUT += ["2 x 3, sequence, resumed from tensor 2", "2 x 3, pipeline, resumed from sequence"]
+LAID_OUT += ["2 x 3, resumed from pipeline"]
 
 
 pytestmark = pytest.mark.timeout(900)
@@ -56,7 +57,7 @@ def of(report: verify.Report, name: str) -> Measured:
 def test_every_layout_trains_the_same(report: verify.Report) -> None:
     assert report.problems == []
     document = report.to_document()
-    assert (document["passed"], len(document["cases"])) == (True, 5 + 8 + 7)
+    assert (document["passed"], len(document["cases"])) == (True, 5 + 10 + 9)
     assert max(document["weights_ratio"], document["gradient_ratio"]) <= 1e-8
     # Sums in another order part by rounding: a figure of zero would mean that nothing was compared.
     for name in ("1 x 3", "2 x 8", "2 x 3", "2 x 3, resized from 1", *LAID_OUT):
@@ -75,7 +76,8 @@ def test_layouts_differ_in_passes_and_nothing_else(report: verify.Report, settin
     several = ("2 x 3", "2 x 3, resized from 1", *LAID_OUT)
     expected = {"1 x 8": 4, "1 x 3": 11, "2 x 8": 2, **dict.fromkeys(several, 5)}
     # Two workers of one replica have all of an update's rows.
-    assert passes == expected | {name: 11 for name in several if "3, tensor 2" in name or "3, sequence" in name}
+    replica = tuple(f"2 x 3, {name}" for name in ("tensor 2", "sequence", "pipeline"))
+    assert passes == expected | {name: 11 for name in several if name.startswith(replica)}
     store = Store(next((ray_session / "verify" / ".tokens").iterdir()))
     order, link = Order(store.manifest.digest, 125, 31, 1, settings.recipe.train.seed), GENESIS
     for number in range(order.updates):
@@ -94,7 +96,7 @@ def test_every_planted_bug_is_seen(report: verify.Report) -> None:
     ]
     assert seen == BUGS + SHARED_BUGS == list(planted.BUGS)
     assert report.unseen == []
-    assert "7 of 7 planted bugs seen" in report.text()
+    assert "9 of 9 planted bugs seen" in report.text()
     assert of(report, "2 x 3, dropped tail row").rows < 125
     assert of(report, "2 x 3, stale embedding row").workers_differ == 1
     # Why there are two figures: AdamW hardly heeds that a gradient is twice as large as it should be.
@@ -141,8 +143,10 @@ def test_full_plan_is_three_by_three_on_1003_rows(settings: Config) -> None:
         "4 x 4",
         "4 x 4, shard 2, tensor 2",
         "4 x 4, shard 3, sequence",
+        "4 x 4, pipeline of 2",
         "4 x 4, shard 3, sequence, resumed from shard 2, tensor 2",
-        "4 x 4, resumed from shard 3, sequence",
+        "4 x 4, pipeline of 2, resumed from shard 3, sequence",
+        "4 x 4, resumed from pipeline of 2",
     ]
     assert [case.name for group in todo.groups for case in group if case.resumed == SINGLE] == [
         "2 x 4, resized from 1",
@@ -153,12 +157,17 @@ def test_full_plan_is_three_by_three_on_1003_rows(settings: Config) -> None:
 def test_layouts_that_workers_or_the_model_do_not_allow_are_left_out(settings: Config, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "modernbert"}')
     todo = verify.plan(settings, 10_000, 20.0)
-    even = verify.possible(todo, settings.recipe, Path(settings.recipe.model.name))
-    assert even == todo
+    tiny = Path(settings.recipe.model.name)  # of two layers, which are too few for two parts on each of two workers
+    assert verify.possible(todo, settings.recipe, tiny) == todo
+    full = verify.plan(settings, 10_000, 20.0, full=True)
+    left_out = {case.layout for case in full.groups[1]} - {
+        case.layout for case in verify.possible(full, settings.recipe, tiny).groups[1]
+    }
+    assert left_out == {"interleaved"}
     other = verify.possible(todo, settings.recipe, tmp_path)
     assert {case.layout for group in other.groups for case in group} == {"", "shard 2", "shard 3"}
     odd = verify.plan(with_train(settings, workers=3), 10_000, 20.0)
-    found = verify.possible(odd, settings.recipe, Path(settings.recipe.model.name))
+    found = verify.possible(odd, settings.recipe, tiny)
     assert {case.layout for group in found.groups for case in group} == {"", "shard 2", "shard 3"}
 
 
@@ -193,7 +202,7 @@ def test_problems_name_the_case_and_what_is_wrong_with_it() -> None:
     ]
     assert judged(replace(GOOD, weights_ratio=2e-8)) == ["2 x 3: the weights end elsewhere"]
     assert judged(replace(GOOD, order_digest="bb")) == ["2 x 3: other rows, or in another order"]
-    assert judged(replace(GOOD, workers_differ=1)) == ["2 x 3: 1 workers do not hold rank 0's weights"]
+    assert judged(replace(GOOD, workers_differ=1)) == ["2 x 3: 1 workers do not hold the others' weights"]
     assert judged(replace(GOOD, rows=128)) == ["2 x 3: 128 rows instead of 129"]
     assert judged(replace(GOOD, rows=65), Case(2, 3, resumed=SINGLE)) == []
 

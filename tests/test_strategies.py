@@ -62,7 +62,7 @@ FAMILIES = ("bert", "distilbert", "roberta")
 the backward pass."""
 
 
-class _Kept(step.Observer):
+class Kept(step.Observer):
     """The gradients of an update, whole."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ def trained(exchange: Exchange, kept: Path, **train: Any) -> list[dict[str, Any]
     optimizer, found, gradients = optim.of_run(exchange, recipe(**train)), [], []
     for number, count in enumerate(UPDATES):
         share, rows = share_of(number, exchange.world, exchange.rank), step.row_sum(make_rows(count, number).row_ids)
-        seen = _Kept()
+        seen = Kept()
         done = step.run_update(
             exchange, optimizer, LOSS, share, pad_id=0, clip_norm=1.0, rows=rows, observer=seen, measures=True
         )
@@ -113,7 +113,7 @@ def guessed(folder: Path, family: str, layout: str | None) -> dict[str, torch.Te
     head = test_tasks_masked_lm.HEAD
     rows = test_tasks_masked_lm.TASK.prepare(test_tasks_masked_lm.rows(6, length=31), head, 0, 0)
     passes = [rows.pick([0, 4, 5]), rows.pick([1, 2, 3])][exchange.rank :: exchange.world]
-    loss, seen = losses.for_run(test_tasks_masked_lm.TASK, Distill(), head), _Kept()
+    loss, seen = losses.for_run(test_tasks_masked_lm.TASK, Distill(), head), Kept()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0, foreach=False)
     step.run_update(exchange, optimizer, loss, passes, pad_id=0, observer=seen)
     return seen.found
@@ -143,7 +143,7 @@ def _worker(rank: int, folder: Path) -> None:
     (folder / f"died-{rank}").write_text(_left_alone(rank, folder))
 
 
-class _Dying(losses.RunLoss):
+class Dying(losses.RunLoss):
     """The loss of a worker that dies between a forward pass and its backward pass."""
 
     def __call__(self, logits: torch.Tensor, tokens: Tokens) -> torch.Tensor:
@@ -155,7 +155,7 @@ def _left_alone(rank: int, folder: Path) -> str:
     network = make_network(folder / "encoder")
     exchange, optimizer = choose.build(network, recipe(shard=3).train), torch.optim.SGD(network.parameters(), lr=0.0)
     try:
-        loss = LOSS if rank == 0 else _Dying(TASK, Distill(), Head())
+        loss = LOSS if rank == 0 else Dying(TASK, Distill(), Head())
         step.run_update(exchange, optimizer, loss, share_of(0, 2, rank), pad_id=0)
     except RuntimeError as error:
         return str(error)

@@ -8,10 +8,10 @@ import pytest
 
 from rtrain import config
 from rtrain.errors import Problem
-from rtrain.strategies import allowed
+from rtrain.strategies import allowed, schedules, staged
 
-BERT = {"model_type": "bert", "num_attention_heads": 12, "intermediate_size": 3072}
-DISTIL = {"model_type": "distilbert", "n_heads": 12, "hidden_dim": 3072}
+BERT = {"model_type": "bert", "num_attention_heads": 12, "intermediate_size": 3072, "num_hidden_layers": 6}
+DISTIL = {"model_type": "distilbert", "n_heads": 12, "hidden_dim": 3072, "n_layers": 6}
 
 
 def problems(folder: Path, model: dict[str, Any], **settings: Any) -> list[Problem]:
@@ -24,6 +24,8 @@ def test_what_can_be_is_not_refused(tmp_path: Path) -> None:
     for model in (BERT, DISTIL):
         assert problems(tmp_path, model) == []
         assert problems(tmp_path, model, train__tensor=2, train__workers=4, train__shard=3) == []
+        for schedule in schedules.SCHEDULES:
+            assert problems(tmp_path, model, train__pipeline=2, train__workers=4, train__schedule=schedule) == []
     assert problems(tmp_path, {"model_type": "modernbert"}, train__shard=3, train__min_workers=1) == []
 
 
@@ -45,6 +47,21 @@ def test_what_can_be_is_not_refused(tmp_path: Path) -> None:
         (BERT, {"train__tensor": 2, "distill__relations": 1.0}, "distill.relations", "write 0"),
         (BERT, {"train__shard": 2, "train__gradient_compression": "bf16"}, "train.gradient_compression", "write none"),
         (BERT, {"train__shard": 3, "train__transport": "shared_memory"}, "train.transport", "write auto"),
+        (BERT, {"train__pipeline": 2, "train__workers": 3}, "train.pipeline", "write 1 or 3, or train.workers=2"),
+        (BERT, {"train__pipeline": 8, "train__workers": 8}, "train.pipeline", "6 layers are not enough for 8 stages"),
+        (
+            DISTIL,
+            {"train__pipeline": 4, "train__workers": 4, "train__schedule": "interleaved"},
+            "train.pipeline",
+            "4 stages of 2 parts each; write 3 or less, or train.schedule=1f1b",
+        ),
+        ({"model_type": "modernbert"}, {"train__pipeline": 2}, "train.pipeline", "are not cut into stages, only"),
+        (BERT, {"train__pipeline": 2, "train__tensor": 2}, "train.tensor", "write 1, or train.pipeline=1"),
+        (BERT, {"train__pipeline": 2, "train__shard": 3}, "train.shard", "write 0, or train.pipeline=1"),
+        (BERT, {"train__pipeline": 2, "train__min_workers": 2}, "train.min_workers", "leave it out, or"),
+        (BERT, {"train__pipeline": 2, "distill__hidden": 1.0}, "distill.hidden", "write 0, or"),
+        (BERT, {"train__pipeline": 2, "model__freeze": "encoder"}, "model.freeze", "write none, or"),
+        (BERT, {"train__pipeline": 2, "train__gradient_compression": "bf16"}, "train.gradient_compression", "write"),
     ],
 )
 def test_what_cannot_be_is_named_with_what_to_write(
@@ -59,3 +76,24 @@ def test_all_of_it_is_said_at_once(tmp_path: Path) -> None:
     chosen = {"train__tensor": 5, "train__min_workers": 1, "train__transport": "shared_memory", "train__shard": 1}
     found = problems(tmp_path, BERT, **chosen)
     assert {one.field for one in found} == {"train.transport", "train.shard", "train.min_workers", "train.tensor"}
+    others = {"train__pipeline": 7, "train__workers": 4}
+    more = problems(tmp_path, BERT, **chosen, **others)
+    assert {one.field for one in more} == {one.field for one in found} | {"train.pipeline"}
+    assert [one.field for one in more].count("train.pipeline") == 2
+
+
+@pytest.mark.parametrize(
+    ("schedule", "made"),
+    [("gpipe", [1, 1, 2, 3, 7]), ("1f1b", [3, 3, 3, 3, 7]), ("interleaved", [3, 3, 3, 3, 9])],
+)
+def test_a_schedule_of_three_stages_has_the_passes_that_torch_asks_for(schedule: str, made: list[int]) -> None:
+    assert [schedules.SCHEDULES[schedule].passes(own, 3) for own in (0, 1, 2, 3, 7)] == made
+
+
+@pytest.mark.parametrize(
+    ("layers", "parts", "sizes"), [(4, 2, [2, 2]), (5, 2, [2, 3]), (6, 4, [1, 2, 1, 2]), (3, 1, [3])]
+)
+def test_layers_are_dealt_in_order_and_as_even_as_can_be(layers: int, parts: int, sizes: list[int]) -> None:
+    found = staged.ranges(layers, parts)
+    assert [number for part in found for number in part] == list(range(layers))
+    assert [len(part) for part in found] == sizes

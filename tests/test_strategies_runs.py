@@ -48,7 +48,7 @@ def test_a_run_in_shards_that_memory_chose_is_paused_and_goes_on_in_another_layo
     assert told["bytes"] < told["room"]
     [sizes] = [event["state_bytes"] for event in log.events("sharded")]
     assert max(sizes) < 0.52 * sum(sizes)
-    other = config.with_overrides(prepared.config, {"train.shard": 3})
+    other = config.with_overrides(prepared.config, {"train.shard": 0, "train.pipeline": 2})
     resumed = preparing.prepare(other, folder / "run", "resume")
     assert resumed.config.recipe.identity() == prepared.config.recipe.identity()
     summary = driver.fit(resumed, reports=False)

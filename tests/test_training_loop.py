@@ -124,7 +124,8 @@ def start(
     )
     recorder, clock, folders = Recorder(), loop.Clock(), []
     exchange = choose.build(network, recipe.train, watch, recorder.event)
-    assert (exchange.world, exchange.rank) == (world // recipe.train.tensor, rank // recipe.train.tensor)
+    within = recipe.train.tensor * recipe.train.pipeline
+    assert (exchange.world, exchange.rank) == (world // within, rank // within)
     share = Share(store.folder, order, exchange.world, exchange.rank, recipe.train.micro_batch)
 
     def updates(first: int, stop: int) -> Iterator[Update]:

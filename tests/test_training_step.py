@@ -51,9 +51,9 @@ def cut(tokens: Tokens, sizes: Sequence[int]) -> list[Tokens]:
     return [pick(tokens, range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
 
-def make_still_encoder(folder: Path) -> Path:
+def make_still_encoder(folder: Path, layers: int = 2) -> Path:
     """The tiny encoder without dropout."""
-    path = make_encoder(folder) / "config.json"
+    path = make_encoder(folder, layers=layers) / "config.json"
     document = json.loads(path.read_text())
     document |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0}
     path.write_text(json.dumps(document))

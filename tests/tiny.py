@@ -133,18 +133,18 @@ def _config(num_labels: int = 2, layers: int = 2) -> "transformers.BertConfig":
     return config
 
 
-def make_masked(folder: Path, kind: str) -> None:
-    """A masked language model of a family (bert, distilbert or roberta) with its head and without dropout."""
+def make_masked(folder: Path, kind: str, layers: int = 2) -> None:
+    """A masked language model of a family (bert, distilbert, electra or roberta) with its head and without dropout."""
     import torch
     import transformers
 
-    layers = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes = {"hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 64}
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     if kind == "distilbert":
-        layers = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}
+        sizes = {"dim": 32, "n_layers": layers, "n_heads": 2, "hidden_dim": 64}
         still = {"dropout": 0.0, "attention_dropout": 0.0}
     # RoBERTa counts positions from pad_token_id + 1.
-    settings = {"vocab_size": VOCABULARY, "max_position_embeddings": 130, "pad_token_id": 0, **layers, **still}
+    settings = {"vocab_size": VOCABULARY, "max_position_embeddings": 130, "pad_token_id": 0, **sizes, **still}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         config = transformers.AutoConfig.for_model(kind, **settings)

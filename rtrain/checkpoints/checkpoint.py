@@ -182,7 +182,8 @@ def load(path: Path, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer
                 f"{path} is of another model: {', '.join(sorted(other)[:3])} are in one of the two alone"
             )
         for name, value in own.items():  # one after another: no worker has to hold all of them
-            whole.fill(value, file.get_tensor(name))
+            if whole.here(value):
+                whole.fill(value, file.get_tensor(name))
     if optimizer is not None:
         _restore_optimizer(path / "optim.safetensors", model, optimizer)
     return read_state(path)
@@ -209,6 +210,8 @@ def _restore_optimizer(path: Path, model: "torch.nn.Module", optimizer: "torch.o
             name, _, kind = key.rpartition(":")
             kinds.setdefault(name, []).append(kind)
         for name, parameter in model.named_parameters():
+            if not whole.here(parameter):
+                continue
             if found := {kind: file.get_tensor(f"{name}:{kind}") for kind in kinds.get(name, ())}:
                 optimizer.state[parameter] = {
                     kind: whole.like(value, parameter) if kind != STEP else value.to(parameter.device)

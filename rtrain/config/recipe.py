@@ -125,6 +125,13 @@ class Train(Section):
     layers as much, as the others (tensor parallelism). It must divide both, and the workers."""
     sequence: bool = False
     """With tensor > 1: normalisations and dropout of a token are computed by one worker of the replica alone."""
+    pipeline: Positive = 1
+    """Workers that share one replica of the model, each with some of its layers: the stages of a pipeline, through
+    which the passes of an update go. It must divide the workers."""
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    """With pipeline > 1, the order of passes in a stage: `gpipe` makes all forward passes before the first backward
+    pass; `1f1b` makes backward passes as soon as it can, and so keeps as many passes at a time as there are stages;
+    `interleaved` is 1f1b with two parts of the layers on each worker, which then wait less and send more."""
     aggregation_frequency: Positive | None = None
     """Passes of micro_batch rows that a worker makes between two exchanges of gradients; sets rows_per_update.
     Default: 4."""
@@ -148,7 +155,7 @@ class Train(Section):
     """Updates between two progress events."""
 
 
-LAID_OUT = ("shard", "tensor", "sequence")
+LAID_OUT = ("shard", "tensor", "sequence", "pipeline", "schedule")
 """Settings of `train` that say how the model lies on the workers."""
 SPEED = (
     *("workers", "device", "min_workers", "micro_batch", "tokens_per_pass"),

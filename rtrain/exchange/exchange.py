@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 class Work(Protocol):
     """What is computed in the passes of an update. A strategy says when and where; this says what."""
 
+    sums: "torch.Tensor"
+    """[parts]: of the losses until now."""
     idle: Tokens
     """A pass over one padding token whose loss is 0: it takes part in every exchange and adds exact zeros."""
 
@@ -59,7 +61,12 @@ class Exchange(Protocol):
         ...
 
     def run(self, passes: Sequence[Tokens], work: Work, measures: bool = False) -> None:
-        """Make the passes of an update; then the mean over the replicas is this worker's share of the gradient."""
+        """Make the passes of an update; then the mean over the replicas is this worker's share of the gradient, and
+        `work.sums` has the losses of this replica's passes."""
+        ...
+
+    def agreed(self, value: int) -> int:
+        """The largest of the numbers that the workers of this replica have, on all of them."""
         ...
 
     def norm(self) -> "torch.Tensor":

@@ -95,6 +95,16 @@ def most(value: int) -> int:
     return int(tensor.item())
 
 
+def every(value: Done) -> list[Done]:
+    """Each rank's value, by rank."""
+    import torch.distributed as dist
+
+    found = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(found) > 1:
+        dist.all_gather_object(found, value)
+    return found
+
+
 def own() -> int:
     """This worker's rank among all workers; 0 where it is alone. That of its replica is `Exchange.rank`."""
     import torch.distributed as dist

@@ -11,6 +11,16 @@ if TYPE_CHECKING:
 Part = TypeVar("Part", bound="torch.Tensor")
 
 
+def here(tensor: "torch.Tensor") -> bool:
+    """Whether this worker has a share of the tensor: one that others alone have is on torch's meta device."""
+    return tensor.device.type != "meta"
+
+
+def device(module: "torch.nn.Module") -> "torch.device":
+    """Where the weights are that this worker has."""
+    return next(one.device for one in module.parameters() if here(one))
+
+
 def full(tensor: "torch.Tensor") -> "torch.Tensor":
     """The whole tensor, on every worker that has a share of it. Called on all of these."""
     from torch.distributed.tensor import DTensor

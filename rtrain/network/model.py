@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rtrain import hub
 from rtrain.config import Config, Model, Recipe, with_overrides
 from rtrain.errors import ConfigError, Problem
+from rtrain.exchange import whole
 from rtrain.network import frozen, packed, pooling, sentence
 from rtrain.tasks import base
 
@@ -149,7 +150,7 @@ def attend(network: Any, *, training: bool) -> None:
     holds no square of the text, of which an evaluation's large passes would take gigabytes. A GPU's is always fused.
     """
     if getattr(network, "_supports_sdpa", False) and not packed.enabled(network):
-        plain = training and network.device.type == "cpu"
+        plain = training and whole.device(network).type == "cpu"
         network.set_attn_implementation("eager" if plain else "sdpa")
 
 

@@ -38,14 +38,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "shard 3": {"shard": 3},
     "tensor 2": {"tensor": 2},
     "sequence": {"tensor": 2, "sequence": True},
+    "pipeline": {"pipeline": 2, "schedule": "1f1b"},
 }
 """Settings of `train` by the name of a layout."""
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "gpipe": {"pipeline": 2, "schedule": "gpipe"},
+    "interleaved": {"pipeline": 2, "schedule": "interleaved"},
+}
+"""Further schedules of a pipeline."""
 GRIDS: dict[str, dict[str, Any]] = {
     "shard 2, tensor 2": {"shard": 2, "tensor": 2},
     "shard 3, sequence": {"shard": 3, "tensor": 2, "sequence": True},
+    "pipeline of 2": {"pipeline": 2, "schedule": "1f1b"},
 }
 """Layouts of four workers: two replicas of two workers each."""
-PLAIN = {"shard": 0, "tensor": 1, "sequence": False, "gradient_compression": "none"}
+PLAIN = {"shard": 0, "tensor": 1, "sequence": False, "pipeline": 1, "gradient_compression": "none"}
 """Those of a case without a layout. Compression is left out: the user asked for what it loses, and the sums are not at
 fault."""
 FLOOR = 1e-6
@@ -59,7 +66,7 @@ class Case:
     workers: int
     micro_batch: int
     layout: str = ""
-    """The name of one of `LAYOUTS` or `GRIDS`, or none: the whole model on every worker."""
+    """The name of one of `LAYOUTS`, `SCHEDULES` or `GRIDS`, or none: the whole model on every worker."""
     resumed: str = ""
     """From whose checkpoint in mid-slice the case starts, if from any: `SINGLE`, or a layout."""
     bug: str | None = None
@@ -92,7 +99,7 @@ class Measured:
     order_digest: str = ""
     rows: int = 0
     workers_differ: int = 0
-    """Workers whose weights are not, bit for bit, those of rank 0."""
+    """Workers whose weights are not, bit for bit, those of the first worker that has the same."""
     seconds: float = 0.0
 
 
@@ -148,11 +155,11 @@ class _Group:
         clock = loop.Clock()
         with clock.section("case"):
             train = self.job.recipe.train
-            train = train.model_copy(update={**PLAIN, **{**LAYOUTS, **GRIDS}.get(case.layout, {})})
+            train = train.model_copy(update={**PLAIN, **{**LAYOUTS, **SCHEDULES, **GRIDS}.get(case.layout, {})})
             exchange = strategies.build(copy.deepcopy(self.start), train)
             reference = _Reference(self.slice.scratch / REFERENCE, ranks.first(), self.slice.updates)
             measured = self._train(case, exchange, reference)
-            measured.workers_differ = _differing(exchange)
+            measured.workers_differ = _differing(exchange.module)
         measured.seconds = round(clock.seconds["case"], 2)
         if ranks.first():  # with layers cut, several workers are of replica 0
             self.job.run.append("case", **asdict(case), name=case.name, measured=asdict(measured))
@@ -299,16 +306,14 @@ def _sum(exchange: Exchange, value: int) -> int:
     return int(exchange.sum(torch.tensor([value])).item())
 
 
-def _differing(exchange: Exchange) -> int:
-    """Workers whose weights are not those of rank 0, by digest; shares of them are put together before."""
-    import torch
-    import torch.distributed as dist
-
-    total = hashlib.sha256()
-    for _, value in exchange.module.named_parameters():
-        total.update(whole.full(value.detach()).cpu().numpy().data)
-    own = int.from_bytes(total.digest()[:8], "little") >> 1
-    differs = torch.tensor([int(ranks.from_rank_zero(own) != own)])
-    if dist.is_initialized():
-        dist.all_reduce(differs)
-    return int(differs.item())
+def _differing(module: "torch.nn.Module") -> int:
+    """Workers that have other weights than the first worker that has these, by digest; shares are put together."""
+    own = {
+        name: hashlib.sha256(whole.full(value.detach()).cpu().numpy().data).hexdigest()
+        for name, value in module.named_parameters()
+        if whole.here(value)
+    }
+    every, first = ranks.every(own), dict[str, str]()
+    for known in reversed(every):
+        first |= known
+    return sum(any(first[name] != digest for name, digest in known.items()) for known in every)

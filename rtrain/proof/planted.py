@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rtrain.batch import Ints, Tokens
-from rtrain.exchange.exchange import Exchange
+from rtrain.exchange.exchange import Exchange, Work
 from rtrain.exchange.replicated import Replicated
+from rtrain.strategies.pipeline import Pipeline
 from rtrain.training import step
 
 if TYPE_CHECKING:
@@ -133,24 +134,55 @@ class _Lost:
         return self._loss(logits, tokens) * 0.0
 
 
-SHARED: dict[str, RunUpdate] = {"gradient twice": counted_twice, "replica left out": replica_left_out}
-"""Bugs of workers that have shares of the weights."""
-LAYOUT = "shard 3"
-"""The layout in which they are planted."""
+def edge_gradient_lost(exchange: Pipeline, *rest: Any, **settings: Any) -> step.Done:
+    """A stage takes what it received for a constant: the stages before it get a gradient of zero."""
+    return step.run_update(_Constant(exchange), *rest, **settings)
+
+
+def divided_by_passes(exchange: Pipeline, *rest: Any, **settings: Any) -> step.Done:
+    """The gradient, a sum over passes, is divided by their number: torch's schedules do so if `scale_grads` is on."""
+    return step.run_update(_Scaled(exchange), *rest, **settings)
+
+
+class _Constant(Pipeline):
+    def __init__(self, sound: Pipeline):
+        self.__dict__ |= vars(sound)
+
+    def entered(self, received: "torch.Tensor") -> "torch.Tensor":
+        return received.detach()
+
+
+class _Scaled(Pipeline):
+    def __init__(self, sound: Pipeline):
+        self.__dict__ |= vars(sound)
+
+    def schedule(self, passes: Sequence[Tokens], work: Work) -> Any:
+        made = super().schedule(passes, work)
+        made.scale_grads = True
+        return made
+
+
+LAID_OUT: dict[str, dict[str, RunUpdate]] = {
+    "shard 3": {"gradient twice": counted_twice, "replica left out": replica_left_out},
+    "pipeline": {"edge gradient lost": edge_gradient_lost, "scale_grads left on": divided_by_passes},
+}
+"""Bugs of workers that have a part of the weights, by the layout in which they are planted."""
+STALE = "stale embedding row"
 BUGS: dict[str, RunUpdate] = {
     "mean of means": mean_of_means,
     "dropped tail row": dropped_tail_row,
     "double exchange": double_exchange,
     "k ignored": k_ignored,
-    "stale embedding row": stale_embedding_row,
-    **SHARED,
+    STALE: stale_embedding_row,
+    **{name: bug for bugs in LAID_OUT.values() for name, bug in bugs.items()},
 }
 
 
 def possible(freeze: str) -> list[str]:
     """Bugs of whole models that a recipe can have, given its `model.freeze`: a frozen embedding has no gradient to be
     stale."""
-    return [name for name in BUGS if name not in SHARED and (BUGS[name] is not stale_embedding_row or freeze == "none")]
+    others = {name for bugs in LAID_OUT.values() for name in bugs} | ({STALE} if freeze != "none" else set())
+    return [name for name in BUGS if name not in others]
 
 
 class _Altered(Replicated):

@@ -21,7 +21,7 @@ from rtrain.data import tokens
 from rtrain.errors import ConfigError, UserError
 from rtrain.network import model
 from rtrain.proof import planted
-from rtrain.proof.cases import GRIDS, LAYOUTS, PLAIN, REFERENCE, SINGLE, Case, Measured, Slice, run_group
+from rtrain.proof.cases import GRIDS, LAYOUTS, PLAIN, REFERENCE, SCHEDULES, SINGLE, Case, Measured, Slice, run_group
 from rtrain.run import Run
 from rtrain.runs import driver, failures, group as worker_group, nodes, preparing
 from rtrain.strategies import allowed
@@ -65,7 +65,8 @@ def plan(config: Config, train_rows: int, mean_tokens: float, *, full: bool = Fa
     if bugs:
         named = planted.possible(config.recipe.model.freeze)
         workers = groups[-1][0].workers
-        planted_in = [("", bug) for bug in named] + [(planted.LAYOUT, bug) for bug in planted.SHARED]
+        planted_in = [("", bug) for bug in named]
+        planted_in += [(where, bug) for where, bugs in planted.LAID_OUT.items() for bug in bugs]
         groups = (*groups[:-1], (*groups[-1], *(Case(workers, 3, where, bug=bug) for where, bug in planted_in)))
     most = max(group[0].workers for group in groups)
     budget = int((FULL_TOKENS if full else TOKENS) / max(1.0, mean_tokens))
@@ -94,7 +95,7 @@ def possible(todo: Plan, recipe: Recipe, weights: Path) -> Plan:
     """The plan without the layouts that the number of workers, or the model in the folder `weights`, does not allow."""
 
     def fits(case: Case) -> bool:
-        known = {**LAYOUTS, **GRIDS}
+        known = {**LAYOUTS, **SCHEDULES, **GRIDS}
         layouts = [name for name in (case.layout, case.resumed) if name in known]
         chosen = [{**PLAIN, **known[name], "workers": case.workers, "min_workers": None} for name in layouts]
         trains = [recipe.train.model_copy(update=settings) for settings in chosen]
@@ -108,7 +109,8 @@ def _full() -> tuple[tuple[Case, ...], ...]:
     groups = [tuple(Case(workers, size) for size in sizes) for workers in (1, 2, 3)]
     resized = [(*group, Case(group[0].workers, 4, resumed=SINGLE)) for group in groups[1:]]
     grids = (Case(4, 4), *_laid_out(4, 4, GRIDS))
-    return (groups[0], *((*group, *_laid_out(group[0].workers, 4)) for group in resized), grids)
+    every = (*LAYOUTS, *SCHEDULES)
+    return (groups[0], *((*group, *_laid_out(group[0].workers, 4, every)) for group in resized), grids)
 
 
 # ----------------------------------------------------------------------------------------------------------- judgement
@@ -160,7 +162,7 @@ class Report:
             if measured.order_digest != order:
                 found.append(f"{case.name}: other rows, or in another order")
             if measured.workers_differ:
-                found.append(f"{case.name}: {measured.workers_differ} workers do not hold rank 0's weights")
+                found.append(f"{case.name}: {measured.workers_differ} workers do not hold the others' weights")
             expected = self.rows - self.updates // 2 * self.rows_per_update if case.resumed else self.rows
             if measured.rows != expected:
                 found.append(f"{case.name}: {measured.rows} rows instead of {expected}")

@@ -1,30 +1,24 @@
 """The machines that the workers of a start are on, for the run's log: what it costs is computed from it."""
 
-import json
 import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from rtrain import env
+from rtrain.exchange import ranks
 
 if TYPE_CHECKING:
     import torch
-
-    from rtrain.exchange.exchange import Exchange
 
 DMI = Path("/sys/class/dmi/id")
 """What a machine's firmware says of it. AWS writes the instance type there; other clouds tell it over the network."""
 
 
-def told(exchange: "Exchange", device: "torch.device") -> list[dict[str, Any]]:
+def told(device: "torch.device") -> list[dict[str, Any]]:
     """The machines, each with its workers. Called on every rank."""
-    own = json.dumps(here(device)).encode()
-    gathered = exchange.gather(np.frombuffer(own, dtype=np.uint8).copy())
-    return merged([json.loads(one.tobytes()) for one in gathered])
+    return merged(ranks.every(here(device)))
 
 
 def merged(workers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from rtrain.data.order import Order
 from rtrain.data.stores.store import Store, open_store
 from rtrain.doctor.forecast import guess
 from rtrain.errors import ConfigError, UserError
-from rtrain.exchange import ranks
+from rtrain.exchange import ranks, whole
 from rtrain.exchange.alive import Watch
 from rtrain.metrics import scores
 from rtrain.metrics.by_output import metric_for
@@ -103,7 +103,7 @@ class _Worker:
         )
         self.reporter.event(
             cost.KIND,
-            machines=machines.told(self.exchange, self.network.device),
+            machines=machines.told(whole.device(self.network)),
             price=start.config.deploy.tune.price,
         )
         order = Order(

@@ -8,6 +8,7 @@ from typing import Any
 from rtrain.config import Recipe
 from rtrain.errors import Problem
 from rtrain.network import cuts
+from rtrain.strategies import schedules
 
 HEADS, INNER = ("num_attention_heads", "n_heads"), ("intermediate_size", "hidden_dim")
 """Names by which configurations call the number of heads, and the inner size of a feed-forward layer."""
@@ -18,6 +19,7 @@ def problems(recipe: Recipe, model: Path) -> list[Problem]:
     train = recipe.train
     asked = [f"train.shard={train.shard}"] if train.shard > 1 else []
     asked += [f"train.tensor={train.tensor}"] if train.tensor > 1 else []
+    asked += [f"train.pipeline={train.pipeline}"] if train.pipeline > 1 else []
     if not asked:
         reason, fix = "tokens are cut between the workers of a replica, which train.tensor=1 has one of", "write false"
         return [Problem("train.sequence", True, reason, f"{fix}, or train.tensor=2")] if train.sequence else []
@@ -28,6 +30,8 @@ def problems(recipe: Recipe, model: Path) -> list[Problem]:
     if train.transport == "shared_memory":
         reason = f"with {' and '.join(asked)} the process group sends what is exchanged"
         found.append(Problem("train.transport", train.transport, reason, f"write auto, or {fix}"))
+    if train.pipeline > 1:
+        return found + schedules.problems(recipe, model)
     if train.tensor == 1:
         return found + problems(recipe.model_copy(update={"train": train.model_copy(update={"shard": 0})}), model)
     if train.shard == 1:

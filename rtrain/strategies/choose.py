@@ -9,6 +9,7 @@ from rtrain.exchange.replicas import Say, unsaid
 from rtrain.exchange.replicated import Replicated
 from rtrain.strategies.cut import Cut
 from rtrain.strategies.fully import Fully
+from rtrain.strategies.pipeline import Pipeline
 from rtrain.strategies.shares import OptimizerShares
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ def build(
     import torch.distributed as dist
 
     workers = dist.get_world_size() if dist.is_initialized() else 1
+    if train.pipeline > 1:
+        return Pipeline(network, watch, say, stages=train.pipeline, schedule=train.schedule)
     if train.shard > 1 and workers > train.tensor:
         weights = train.shard == 3
         return Fully(network, watch, say, tensor=train.tensor, sequence=train.sequence, weights=weights)

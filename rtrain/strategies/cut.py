@@ -1,16 +1,15 @@
 """A replica on several workers: its layers are cut across them by torch's tensor parallelism."""
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rtrain.exchange import ranks, whole
 from rtrain.exchange.alive import Watch
-from rtrain.exchange.replicas import Replicas, Say, unsaid
+from rtrain.exchange.replicas import Say, unsaid
 from rtrain.exchange.touched_rows import table_of
 from rtrain.network import cuts
 from rtrain.strategies import mesh
-from rtrain.strategies.shares import MOMENTS, STEP_BYTES
+from rtrain.strategies.parted import Parted
 from rtrain.training import layerwise
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Cut(Replicas):
+class Cut(Parted):
     """A share of the layers on each of `tensor` workers, which together are a replica.
 
     All workers of a replica compute the same rows. Weights that are not cut, such as normalisations, get the same
@@ -34,30 +33,10 @@ class Cut(Replicas):
         tensor: int = 1,
         sequence: bool = False,
     ):
-        """`say` is told how much of the optimizer's state each worker has. `sequence`: between layers' products, each
-        worker of a replica has some of the tokens."""
-        self._grid = mesh.grid(tensor, next(module.parameters()).device.type)
-        super().__init__(module, watch, say, self._grid.get_group(mesh.REPLICAS))
+        """`sequence`: between layers' products, each worker of a replica has some of the tokens."""
+        super().__init__(module, watch, say, size=tensor, along=mesh.TENSOR)
         if tensor > 1:
             cut_layers(module, self._grid[mesh.TENSOR], sequence)
-
-    def optimizer(self, made: Any) -> "torch.optim.Optimizer":
-        import torch
-        import torch.distributed as dist
-
-        shares = [whole.local(one) for one in self.module.parameters() if one.requires_grad]
-        sizes = torch.zeros(self.workers, dtype=torch.int64)
-        sizes[dist.get_rank()] = sum(len(MOMENTS) * one.nbytes + STEP_BYTES for one in shares)
-        dist.all_reduce(sizes)
-        self._say("sharded", state_bytes=sizes.tolist())
-        return super().optimizer(made)
-
-    @contextlib.contextmanager
-    def during(self, last: bool) -> Iterator[None]:
-        yield
-        if last and self.distributed:
-            for gradient in self.collected():
-                self.sum(whole.local(gradient)).div_(self.world)
 
     def whole(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
         for name, tensor in tensors.items():

@@ -13,7 +13,7 @@ from rtrain.config import Recipe
 from rtrain.data.ingest import Update
 from rtrain.data.order import Order, chain
 from rtrain.data.stores.store import Store
-from rtrain.exchange import noise, ranks
+from rtrain.exchange import noise, ranks, whole
 from rtrain.exchange.exchange import Exchange
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import device, dropout
@@ -130,7 +130,7 @@ class _Loop(step.Observer):
             evaluate_every=job.recipe.train.evaluate_every or job.order.updates_per_epoch,
             save_every=job.recipe.train.save_every,
         )
-        where = device.named(next(exchange.module.parameters()).device)
+        where = device.named(whole.device(exchange.module))
         known = {"workers": exchange.workers, "device": where, "precision": job.precision, "lr": job.recipe.peak_lr}
         known["rows_per_update"] = job.recipe.rows_per_update
         self._reporter.event("started", update=self._state.update, of=job.order.updates, **known)

@@ -9,7 +9,7 @@ import numpy as np
 
 from rtrain.batch import Ints, Tokens, padded, single
 from rtrain.errors import UserError
-from rtrain.exchange import noise
+from rtrain.exchange import noise, whole
 from rtrain.exchange.noise import Measured
 from rtrain.network import beside, packed
 from rtrain.network.device import moved
@@ -95,7 +95,7 @@ def forward(
     """
     import torch
 
-    device = next(model.parameters()).device
+    device = whole.device(model)
     network: Any = getattr(model, "module", model)
     inputs: dict[str, Any]
     if packed.enabled(network):
@@ -178,10 +178,11 @@ def run_update(
     import torch
 
     observer = observer or Observer()
-    device = next(exchange.module.parameters()).device
+    device = whole.device(exchange.module)
     own = [sum(len(tokens) for tokens in passes), sum(row_sum(tokens.row_ids) for tokens in passes)]
     targets = [sum(part) for part in zip([0] * loss.parts, *(loss.counts(tokens) for tokens in passes), strict=True)]
-    facts = torch.tensor([own[0], _wrapped(own[1]), int(observer.notice()), *targets], dtype=torch.int64, device=device)
+    notice = exchange.agreed(int(observer.notice()))
+    facts = torch.tensor([own[0], _wrapped(own[1]), notice, *targets], dtype=torch.int64, device=device)
     count, found, notices, *totals = exchange.sum(facts).tolist()
     if rows is not None and found != rows:
         raise WrongRows(f"the workers' {count} rows are not the update's: their ids sum to {found}, not to {rows}")
@@ -283,6 +284,6 @@ def settle(exchange: "Exchange", loss: Loss, pad_id: int, precision: str) -> Non
     """Before the first update of every start; see `Exchange.settle`."""
     import torch
 
-    device = next(exchange.module.parameters()).device
+    device = whole.device(exchange.module)
     nothing = torch.zeros(loss.parts, dtype=torch.float64, device=device)
     exchange.settle(Passes(exchange.module, pad_id, precision, loss, nothing))

@@ -6,10 +6,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from rtrain import env
-from rtrain.exchange import ranks
+from rtrain.exchange import ranks, whole
 from rtrain.training import stages, step
 from rtrain.training.stages import Window
 
@@ -27,7 +25,7 @@ class Watched:
     def __init__(self, exchange: "Exchange", path: Path | None = None):
         self._exchange, self._path, self._first = exchange, path, True
         self._sums, self._kept = stages.Sums(), list[dict[str, Any]]()
-        device = next(exchange.module.parameters()).device
+        device = whole.device(exchange.module)
         if path is not None and device.type == "cuda":
             import torch
 
@@ -54,10 +52,9 @@ class Watched:
         if self._path is not None:
             self._path.write_text(json.dumps({**self._place(), "windows": self._kept}), encoding="utf-8")
         times = [time.process_time_ns() - self._cpu, self._exchange.timeline.now() - self._start]
-        gathered = self._exchange.gather(np.array([*times, *self._sums.vector()], dtype=np.int64))
+        vectors = ranks.every([*times, *self._sums.vector()])
         if not self._sums.updates:
             return []
-        vectors = [one.tolist() for one in gathered]
         return [{**stages.told(sums), "cores_busy": round(cpu / max(1, wall), 3)} for cpu, wall, *sums in vectors]
 
     def _place(self) -> dict[str, Any]:

@@ -1,0 +1,61 @@
+"""A replica on several workers, which all have its rows and a part of its weights."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rtrain.exchange import whole
+from rtrain.exchange.alive import Watch
+from rtrain.exchange.replicas import Replicas, Say, unsaid
+from rtrain.strategies import mesh
+from rtrain.strategies.shares import MOMENTS, STEP_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Parted(Replicas):
+    """A part of the weights on each of `size` workers, which together are a replica. Gradients are exchanged between
+    replicas alone: by each worker with those that have the same part."""
+
+    def __init__(
+        self,
+        module: "torch.nn.Module",
+        watch: Watch | None = None,
+        say: Say = unsaid,
+        *,
+        size: int = 1,
+        along: str = mesh.TENSOR,
+    ):
+        """`say` is told how much of the optimizer's state each worker has. `along`: one of `mesh.WITHIN`."""
+        self._grid = mesh.grid(size, whole.device(module).type, along)
+        super().__init__(module, watch, say, self._grid.get_group(mesh.REPLICAS))
+        self._within = self._grid.get_group(along)
+
+    def optimizer(self, made: Any) -> "torch.optim.Optimizer":
+        import torch
+        import torch.distributed as dist
+
+        shares = [whole.local(one) for one in self.module.parameters() if one.requires_grad and whole.here(one)]
+        sizes = torch.zeros(self.workers, dtype=torch.int64)
+        sizes[dist.get_rank()] = sum(len(MOMENTS) * one.nbytes + STEP_BYTES for one in shares)
+        dist.all_reduce(sizes)
+        self._say("sharded", state_bytes=sizes.tolist())
+        return super().optimizer(made)
+
+    @contextlib.contextmanager
+    def during(self, last: bool) -> Iterator[None]:
+        yield
+        if last and self.distributed:
+            for gradient in self.collected():
+                self.sum(whole.local(gradient)).div_(self.world)
+
+    def agreed(self, value: int) -> int:
+        import torch
+        import torch.distributed as dist
+
+        if dist.get_world_size(self._within) == 1:
+            return value
+        found = torch.tensor([value], dtype=torch.int64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._within)
+        return int(found.item())

@@ -1,0 +1,211 @@
+"""A replica on several workers, each of which has some of its layers: a pipeline, by torch.distributed.pipelining.
+
+All workers of a replica read its rows, so each knows how large every pass is, and the last one its targets. What goes
+from stage to stage is hidden vectors, and their gradients the other way.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from rtrain.batch import Tokens
+from rtrain.exchange import whole
+from rtrain.exchange.alive import Watch
+from rtrain.exchange.exchange import Work
+from rtrain.exchange.replicas import Say, unsaid
+from rtrain.exchange.timeline import BACKWARD, FORWARD, OPTIMIZER, WAITS
+from rtrain.network import dropout, packed
+from rtrain.strategies import mesh, schedules
+from rtrain.strategies.parted import Parted
+from rtrain.strategies.staged import Staged
+from rtrain.training.step import logits_of
+
+if TYPE_CHECKING:
+    import torch
+
+DIMENSIONS = 4
+"""Most dimensions of logits, and one for their number."""
+
+
+class Pipeline(Parted):
+    """One stage of `stages` on each worker of a replica, with one part of the layers or several (`schedule`)."""
+
+    def __init__(
+        self,
+        module: "torch.nn.Module",
+        watch: Watch | None = None,
+        say: Say = unsaid,
+        *,
+        stages: int,
+        schedule: str = "1f1b",
+    ):
+        """`schedule`: one of `schedules.SCHEDULES`."""
+        super().__init__(module, watch, say, size=stages, along=mesh.PIPELINE)
+        self._stages, self._schedule = stages, schedules.SCHEDULES[schedule]
+        self._stage: int = self._grid.get_local_rank(mesh.PIPELINE)
+        parts = stages * self._schedule.parts
+        self._staged = Staged(module, parts, range(self._stage, parts, stages))
+        self._ends = mesh.ends(self._grid) if self._staged.shares else None
+        module.forward = self._relayed
+
+    # ------------------------------------------------------------------------------------------------------ an update
+
+    def run(self, passes: Sequence[Tokens], work: Work, measures: bool = False) -> None:
+        import torch
+        import torch.distributed as dist
+
+        with self.timeline.during(OPTIMIZER):
+            self.begin(measures)
+        every = self.filled(passes, work)
+        numbers = torch.arange(len(every), device=self._staged.device)
+        with self.during(last=True):
+            try:
+                self.schedule(every, work).step(
+                    *([numbers] if self._stage == 0 else []), number=numbers, target=numbers, return_outputs=False
+                )
+            except RuntimeError as error:  # torch's, around whatever a forward pass raised
+                raise error.__cause__ or error from None
+            with self.timeline.during(WAITS):
+                for weight in self._staged.shared:
+                    dist.all_reduce(weight.grad, group=self._ends)
+        with self.timeline.during(WAITS):
+            dist.broadcast(work.sums, group=self._within, group_src=self._stages - 1)
+
+    def filled(self, passes: Sequence[Tokens], work: Work) -> Sequence[Tokens]:
+        return [*passes, *[work.idle] * (self._schedule.passes(len(passes), self._stages) - len(passes))]
+
+    def schedule(self, passes: Sequence[Tokens], work: Work) -> Any:
+        """torch's schedule of these passes. All send as many vectors as the largest has, which torch wants to know
+        before it receives any."""
+        import torch
+
+        # Masks do not depend on the order in which the schedule makes passes.
+        seed, last = torch.initial_seed(), self._staged.parts - 1
+        most = max(packed.computed(self.module, tokens.lengths) for tokens in passes)
+
+        def compute(part: int, received: "torch.Tensor", number: "torch.Tensor") -> "torch.Tensor":
+            tokens = passes[int(number)]
+            torch.manual_seed(dropout.seed_of(seed, part, int(number)))
+            with self._staged.at(part, self.entered(received) if part else None):
+                answer = work.answer(self.model, tokens)
+            if part == last:
+                return work.loss(answer, tokens)
+            return torch.nn.functional.pad(answer, (0, 0, 0, most - len(answer)))
+
+        hidden = torch.empty(most, self._staged.width, dtype=self._staged.dtype, device="meta", requires_grad=True)
+        loss = torch.empty((), dtype=self._staged.dtype, device="meta", requires_grad=True)
+        stages = [
+            _stage_class()(
+                self,
+                compute,
+                part,
+                input_args=hidden if part else torch.empty(1, dtype=torch.int64, device="meta"),
+                output_args=loss if part == last else hidden,
+            )
+            for part in self._staged.own
+        ]
+        return schedules.made(self._schedule, stages, len(passes))
+
+    def entered(self, received: "torch.Tensor") -> "torch.Tensor":
+        """What came from the stage before, as this one computes with it."""
+        return received
+
+    def gradients(self) -> "list[torch.Tensor]":
+        """Weights of two stages are the first one's."""
+        others = set() if self._stage == 0 else set(self._staged.shared)
+        return [one.grad for one in self.module.parameters() if one.grad is not None and one not in others]
+
+    def norm(self) -> "torch.Tensor":
+        import torch
+        import torch.distributed as dist
+
+        own = super().norm()
+        norms = [torch.empty_like(own) for _ in range(self._stages)]
+        with self.timeline.during(WAITS):
+            dist.all_gather(norms, own, group=self._within)
+        return torch.nn.utils.get_total_norm(norms)
+
+    def own_square(self) -> float | None:
+        return None
+
+    # --------------------------------------------------------------------------------------------- outside of updates
+
+    def whole(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
+        return whole.from_holders({name: one for name, one in tensors.items() if whole.here(one)}, self.watch)
+
+    def _relayed(self, **inputs: Any) -> Any:
+        """The network's `forward`. In an update it computes the part at work; else its parts compute one after another,
+        each on its worker, and all workers of the replica get the logits."""
+        import torch
+        import torch.distributed as dist
+
+        staged = self._staged
+        if staged.working:
+            return staged.compute(**inputs)
+        logits: torch.Tensor | None = None
+        for part in staged.own:
+            received = None
+            if part:
+                received = torch.empty(
+                    inputs["input_ids"].numel(), staged.width, dtype=staged.dtype, device=staged.device
+                )
+                dist.recv(received, group=self._within, group_src=(part - 1) % self._stages)
+            with staged.at(part, received):
+                logits = logits_of(staged.compute(**inputs)).to(staged.dtype).contiguous()
+            if part < staged.parts - 1:
+                dist.send(logits, group=self._within, group_dst=(part + 1) % self._stages)
+                logits = None
+        return SimpleNamespace(logits=self._from_last(logits))
+
+    def _from_last(self, logits: "torch.Tensor | None") -> "torch.Tensor":
+        """The last stage's logits, on every worker of the replica."""
+        import torch
+        import torch.distributed as dist
+
+        shape = torch.zeros(DIMENSIONS, dtype=torch.int64, device=self._staged.device)
+        if logits is not None:
+            shape[: logits.dim() + 1] = torch.tensor([logits.dim(), *logits.shape])
+        dist.broadcast(shape, group=self._within, group_src=self._stages - 1)
+        count, *sizes = shape.tolist()
+        if logits is None:
+            logits = torch.empty(sizes[:count], dtype=self._staged.dtype, device=self._staged.device)
+        dist.broadcast(logits, group=self._within, group_src=self._stages - 1)
+        return logits
+
+
+@cache
+def _stage_class() -> type[Any]:
+    import torch
+    from torch.distributed.pipelining import PipelineStage
+
+    class Part(torch.nn.Module):
+        """What torch takes for the module of a stage: its weights are those that `scale_grads` would divide."""
+
+        def __init__(self, network: torch.nn.Module, compute: Any):
+            super().__init__()
+            self.network, self._compute = network, compute
+
+        def forward(self, received: torch.Tensor, number: torch.Tensor) -> Any:
+            return self._compute(received, number)
+
+    class Stage(PipelineStage):
+        """A part of the network in one update, with a span and a sign of life for each pass."""
+
+        def __init__(self, pipeline: Pipeline, compute: Any, part: int, **described: Any):
+            self._pipeline = pipeline
+            staged = pipeline._staged
+            module = Part(pipeline.module, lambda *given: compute(part, *given))
+            super().__init__(module, part, staged.parts, staged.device, group=pipeline._within, **described)
+
+        def forward_one_chunk(self, *given: Any, **named: Any) -> Any:
+            self._pipeline.watch.passes()
+            with self._pipeline.timeline.during(FORWARD):
+                return super().forward_one_chunk(*given, **named)
+
+        def backward_one_chunk(self, *given: Any, **named: Any) -> Any:
+            self._pipeline.watch.passes()
+            with self._pipeline.timeline.during(BACKWARD):
+                return super().backward_one_chunk(*given, **named)
+
+    return Stage

@@ -1,0 +1,352 @@
+"""Pipelines on real processes: the gradient and the weights of one worker by every schedule, and one checkpoint for all
+layouts."""
+
+import atexit
+import json
+import shutil
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rtrain.batch import Head
+from rtrain.config import Distill
+from rtrain.exchange.replicas import Replicas
+from rtrain.exchange.timeline import BACKWARD, FORWARD
+from rtrain.network import model
+from rtrain.strategies import choose
+from rtrain.training import layerwise, losses, step
+from tests import test_tasks_masked_lm, test_training_loop
+from tests.test_exchange_transport import joined, run
+from tests.test_strategies import UPDATES, Dying, Kept, kept, recipe, share_of, trained, weights_of
+from tests.test_training_step import LOSS, TASK, distance, make_network, make_still_encoder, norm
+from tests.tiny import make_masked
+
+LAYERS = 4
+TWO: dict[str, dict[str, Any]] = {
+    "gpipe": {"pipeline": 2, "schedule": "gpipe"},
+    "1f1b": {"pipeline": 2, "schedule": "1f1b"},
+    "interleaved": {"pipeline": 2, "schedule": "interleaved"},
+}
+"""Layouts of two workers."""
+FOUR: dict[str, dict[str, Any]] = {
+    "4 stages": {"pipeline": 4, "workers": 4},
+    "2 replicas": {"pipeline": 2, "workers": 4},
+    "2 replicas, interleaved": {"pipeline": 2, "schedule": "interleaved", "workers": 4},
+}
+LAYOUTS = {**TWO, **FOUR}
+PASSES = {"gpipe": [5, 1, 1, 4], "1f1b": [5, 2, 2, 4], "interleaved": [6, 2, 2, 4]}
+"""Passes that the updates of `UPDATES` have on a worker, with those that the schedule adds."""
+FAMILIES = {
+    "bert": ("gpipe", "4 stages"),
+    "distilbert": ("1f1b",),
+    "electra": ("1f1b",),
+    "roberta": ("1f1b", "interleaved"),
+}
+"""Masked language models, whose word embedding is tied to their head, and layouts of them. The second computes padding;
+the layers of the last are computed again in the backward pass."""
+KILLED_AT = 2
+ONE = "1 worker"
+# Name -> layout until the run is killed in its third update (None: it is not), and layout of the rest of it.
+RUNS: dict[str, tuple[str | None, str]] = {
+    "1f1b": (None, "1f1b"),
+    "1f1b, killed": ("1f1b", "1f1b"),
+    "gpipe": (None, "gpipe"),
+    "1f1b, then shard 0": ("1f1b", "shard 0"),
+    "1f1b, then shard 3": ("1f1b", "shard 3"),
+    "shard 3, then gpipe": ("shard 3", "gpipe"),
+    "1f1b, then tensor": ("1f1b", "tensor"),
+    "1 worker, then 1f1b": (ONE, "1f1b"),
+    "1f1b, then 1 worker": ("1f1b", ONE),
+}
+OTHERS: dict[str, dict[str, Any]] = {"shard 0": {}, "shard 3": {"shard": 3}, "tensor": {"tensor": 2}, ONE: {}}
+DROPPING = ("1f1b", "1f1b, killed", "gpipe")
+
+
+class _Noticing(step.Observer):
+    def __init__(self, notices: bool):
+        self._notices = notices
+
+    def notice(self) -> bool:
+        return self._notices
+
+
+def guessed(folder: Path, family: str, layout: str | None) -> dict[str, torch.Tensor]:
+    """The gradient of an update of three passes, on rank 0, by a layout or by one worker that is alone; and the word
+    embedding after it, on each worker that has it."""
+    pads, again = (family == list(FAMILIES)[place] for place in (1, -1))
+    network: Any = model.build(folder / family, test_tasks_masked_lm.TASK, (), seed=0, pack=not pads)
+    network.double().train()
+    if again:
+        model.keep_inputs_alone(network)
+    exchange = Replicas(network) if layout is None else choose.build(network, recipe(**LAYOUTS[layout]).train)
+    head = test_tasks_masked_lm.HEAD
+    rows = test_tasks_masked_lm.TASK.prepare(test_tasks_masked_lm.rows(6, length=31), head, 0, 0)
+    passes = [rows.pick([0, 4, 5]), rows.pick([1, 2]), rows.pick([3])]
+    loss, seen = losses.for_run(test_tasks_masked_lm.TASK, Distill(), head), Kept()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, foreach=False)
+    step.run_update(exchange, optimizer, loss, passes, pad_id=0, observer=seen)
+    table = network.get_input_embeddings().weight.detach()
+    return {**seen.found, **({} if table.is_meta else {"table": table})}
+
+
+def _worker(rank: int, folder: Path) -> None:
+    found: dict[str, Any] = {"updates": {}, "said": {}, "spans": {}, "runs": {}}
+    for world, layouts in ((4, FOUR), (2, TWO)):
+        if rank >= world:
+            continue
+        joined(rank, world, folder)
+        for name, train in layouts.items():
+            said: dict[str, Any] = {}
+            exchange = choose.build(
+                make_network(folder / "encoder"),
+                recipe(**train).train,
+                say=lambda kind, said=said, **fields: said.update(fields),
+            )
+            found["updates"][name] = trained(exchange, folder / name, **train)
+            kinds = [span.kind for span in exchange.timeline.take()]
+            found["said"][name], found["spans"][name] = said, [kinds.count(kind) for kind in (FORWARD, BACKWARD)]
+        for family, chosen in FAMILIES.items():
+            for name in (one for one in chosen if one in layouts):
+                torch.save(guessed(folder, family, name), folder / f"{family}-{name}-{rank}.pt")
+        if world == 2:
+            found["seeds"] = _seeds(folder)
+            found["notices"] = _notices(folder, rank)
+            for name in RUNS:
+                found["runs"][name] = _run(folder, name, rank)
+            (folder / f"{rank}.json").write_text(json.dumps(found))
+            (folder / f"died-{rank}").write_text(_left_alone(rank, folder))
+        else:
+            dist.destroy_process_group()
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def _seeds(folder: Path) -> dict[str, list[int]]:
+    """Seeds with which each layer of this worker was computed in the first update, by schedule."""
+    found = {}
+    for name in TWO:
+        network, seeds = make_network(folder / "encoder"), list[int]()
+        layers: Any = layerwise.layers(network.base_model)  # type: ignore[arg-type]
+        exchange = choose.build(network, recipe(**TWO[name]).train)
+        for layer in layers:
+            if not next(layer.parameters()).is_meta:
+                layer.attention.register_forward_hook(lambda *_, seeds=seeds: seeds.append(torch.initial_seed()))
+        torch.manual_seed(7)
+        step.run_update(exchange, torch.optim.SGD(network.parameters(), lr=0.0), LOSS, share_of(0, 1, 0), pad_id=0)
+        found[name] = seeds
+    return found
+
+
+def _notices(folder: Path, rank: int) -> list[bool]:
+    """What this worker knows, after an update, of a notice that rank 0 alone was given."""
+    found = []
+    for train in (TWO["1f1b"], OTHERS["tensor"]):
+        network = make_network(folder / "encoder")
+        exchange, optimizer = (
+            choose.build(network, recipe(**train).train),
+            torch.optim.SGD(network.parameters(), lr=0.0),
+        )
+        done = step.run_update(exchange, optimizer, LOSS, share_of(1, 1, 0), pad_id=0, observer=_Noticing(rank == 0))
+        found.append(done.notice)
+    return found
+
+
+def _left_alone(rank: int, folder: Path) -> str:
+    """What the first stage is told when the last one dies in a pass."""
+    network = make_network(folder / "encoder")
+    exchange, optimizer = choose.build(network, recipe(pipeline=2).train), torch.optim.SGD(network.parameters(), lr=0.0)
+    try:
+        step.run_update(exchange, optimizer, Dying(TASK, Distill(), Head()), share_of(0, 1, 0), pad_id=0)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _start(folder: Path, name: str, layout: str, rank: int, kill: int | None = None) -> test_training_loop.Ran:
+    ground = folder / ("ground" if name in DROPPING else "still")
+    workers = 1 if layout == ONE else 2
+    chosen: dict[str, Any] = {"save_every": 1, "keep": 9, "workers": workers, "transport": "stock"}
+    chosen |= {**LAYOUTS, **OTHERS}[layout]
+    return test_training_loop.start(ground, folder / f"run {name}", kill=kill, world=workers, rank=rank, **chosen)
+
+
+def _run(folder: Path, name: str, rank: int) -> dict[str, Any] | None:
+    """The part of a run that two workers do."""
+    before, after = RUNS[name]
+    if before not in (None, ONE):
+        _start(folder, name, before, rank, kill=KILLED_AT)
+    return None if after == ONE else told(_start(folder, name, after, rank))
+
+
+def told(ran: test_training_loop.Ran) -> dict[str, Any]:
+    assert ran.outcome is not None
+    return {
+        "from": ran.recorder.of("started")[0]["update"],
+        "scores": ran.outcome.scores,
+        "ledger": ran.outcome.ledger,
+        "losses": [fields["loss"] for fields in ran.recorder.of("evaluated") if "loss" in fields],
+    }
+
+
+Results = tuple[list[dict[str, Any]], Path]
+
+
+@lru_cache(maxsize=1)
+def _ran_once() -> Results | Exception:
+    folder = Path(mkdtemp(prefix="rtrain-pipelines-"))
+    atexit.register(shutil.rmtree, folder)
+    try:
+        make_still_encoder(folder / "encoder", layers=LAYERS)
+        test_training_loop.make_ground(folder / "ground")
+        shutil.copytree(folder / "ground", folder / "still")
+        make_still_encoder(folder / "still" / "encoder")
+        for family in FAMILIES:
+            make_masked(folder / family, family, layers=LAYERS)
+        trained(Replicas(make_network(folder / "encoder")), folder / "alone")
+        whole = told(_start(folder, "whole", ONE, 0))
+        for name in RUNS:
+            if RUNS[name][0] == ONE:
+                _start(folder, name, ONE, 0, kill=KILLED_AT)
+        run(_worker, (folder,), 4)
+        results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+        for name in RUNS:
+            if RUNS[name][1] == ONE:
+                results[0]["runs"][name] = results[1]["runs"][name] = told(_start(folder, name, ONE, 0))
+        results[0]["runs"]["whole"] = whole
+    except Exception as error:
+        return error
+    return results, folder
+
+
+def on_workers() -> Results:
+    found = _ran_once()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_gradient_of_every_update_is_that_of_one_worker(name: str) -> None:
+    """Also of updates in which a replica has no rows, or fewer passes than there are stages."""
+    _, folder = on_workers()
+    for one, alone in zip(kept(folder, name, "gradients"), kept(folder, "alone", "gradients"), strict=True):
+        assert one.keys() == alone.keys()
+        assert distance(one, alone) < 1e-10
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_and_moments_end_as_those_of_one_worker(name: str) -> None:
+    _, folder = on_workers()
+    start = {one: value.detach() for one, value in make_network(folder / "encoder").named_parameters()}
+    weights, alone = (kept(folder, one, "weights") for one in (name, "alone"))
+    assert weights.keys() == alone.keys()
+    moved = norm({one: value - start[one] for one, value in alone.items()})
+    assert norm({one: value - alone[one] for one, value in weights.items()}) < 1e-8 * moved
+    moments, others = (kept(folder, one, "moments") for one in (name, "alone"))
+    assert distance(moments, others) < 1e-8
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_worker_knows_loss_and_norm_and_the_rows_of_its_replica(name: str) -> None:
+    results, _ = on_workers()
+    every = [found["updates"][name] for found in results if name in found["updates"]]
+    assert len(every) == (4 if name in FOUR else 2)
+    several = name.startswith("2 replicas")
+    for number, rows in enumerate(UPDATES):
+        one, *others = (updates[number] for updates in every)
+        assert all((other["loss"], other["norm"]) == (one["loss"], one["norm"]) for other in others)
+        firsts = [one, others[1]] if several else [one]
+        assert sum(each["rows"] for each in firsts) == rows
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_a_worker_tells_the_time_of_each_pass(name: str) -> None:
+    """With those that the schedule needs and the update has not; and of each of its parts."""
+    results, _ = on_workers()
+    parts = 2 if name == "interleaved" else 1
+    assert [found["spans"][name] for found in results[:2]] == [[parts * sum(PASSES[name])] * 2] * 2
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_a_stage_has_the_optimizer_s_state_of_its_own_weights_alone(name: str) -> None:
+    results, folder = on_workers()
+    sizes = results[0]["said"][name]["state_bytes"]
+    moments = kept(folder, "alone", "moments")
+    whole = sum(value.nbytes for key, value in moments.items() if not key.endswith(":step"))
+    assert 0 < sum(sizes) - whole < 0.01 * whole
+    # Twenty thousand words and positions of the first stage, beside half of the layers each.
+    assert max(sizes) < 0.75 * sum(sizes)
+
+
+@pytest.mark.parametrize(("family", "layout"), [(one, other) for one, found in FAMILIES.items() for other in found])
+def test_architectures_and_tied_heads_have_the_gradient_of_one_worker(family: str, layout: str) -> None:
+    _, folder = on_workers()
+    alone = guessed(folder, family, None)
+    files = sorted(folder.glob(f"{family}-{layout}-*.pt"))
+    first, *others = (torch.load(path, weights_only=True) for path in files)
+    assert len(others) == (3 if layout in FOUR else 1)
+    assert first.keys() == alone.keys()
+    assert distance(first, alone) < 1e-10
+    # The words are the first and the last stage's: both move them alike.
+    assert torch.equal(first["table"], others[-1]["table"])
+    assert not any("table" in found for found in others[:-1])
+
+
+def test_each_pass_and_part_has_masks_of_its_own_whatever_the_schedule() -> None:
+    results, _ = on_workers()
+    first, second = ({name: found["seeds"][name] for name in TWO} for found in results[:2])
+    for seeds in (first, second):
+        assert set(seeds["gpipe"]) == set(seeds["1f1b"])
+    for name in TWO:
+        assert not set(first[name]) & set(second[name])
+    # Two layers of a part share its seed; parts of one layer have one each.
+    assert len(set(first["1f1b"])) == PASSES["1f1b"][0]
+    assert len(set(first["interleaved"])) == 2 * PASSES["interleaved"][0]
+
+
+def test_a_notice_that_one_worker_was_given_is_known_to_its_whole_replica() -> None:
+    results, _ = on_workers()
+    assert [found["notices"] for found in results[:2]] == [[True, True]] * 2
+
+
+def test_a_stage_whose_neighbour_dies_within_a_pass_ends_with_an_error() -> None:
+    _, folder = on_workers()
+    assert (folder / "died-0").read_text()
+    assert not (folder / "died-1").exists()
+
+
+def files_of(folder: Path, name: str) -> list[dict[str, str]]:
+    updates = range(1, test_training_loop.UPDATES + 1)
+    return [test_training_loop.fingerprint(folder / f"run {name}", update) for update in updates]
+
+
+def test_a_run_resumes_bit_for_bit_with_dropout() -> None:
+    results, folder = on_workers()
+    assert files_of(folder, "1f1b") == files_of(folder, "1f1b, killed")
+    assert [found["runs"]["1f1b, killed"]["from"] for found in results[:2]] == [KILLED_AT] * 2
+    assert results[0]["runs"]["1f1b, killed"]["scores"] == results[1]["runs"]["1f1b"]["scores"]
+
+
+def test_another_schedule_of_the_same_stages_is_the_same_run_bit_for_bit() -> None:
+    _, folder = on_workers()
+    assert files_of(folder, "1f1b") == files_of(folder, "gpipe")
+
+
+@pytest.mark.parametrize("name", [one for one in RUNS if ", then " in one])
+def test_a_run_goes_on_in_another_layout(name: str) -> None:
+    results, folder = on_workers()
+    assert [found["runs"][name]["from"] for found in results[:2]] == [KILLED_AT] * 2
+    whole, last = results[0]["runs"]["whole"], test_training_loop.UPDATES
+    assert {found["runs"][name]["ledger"] for found in results[:2]} == {whole["ledger"]}
+    assert results[0]["runs"][name]["losses"] == pytest.approx(whole["losses"], rel=1e-3)
+    weights, others, start = (
+        weights_of(folder, *place) for place in ((f"run {name}", last), ("run whole", last), ("run whole", 1))
+    )
+    assert weights.keys() == others.keys()
+    moved = norm({one: others[one] - start[one] for one in others})
+    # In fp32 and past Adam's amplification of rounding where the true gradient is zero.
+    assert norm({one: weights[one] - others[one] for one in others}) < 1e-2 * moved
