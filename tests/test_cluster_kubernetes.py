@@ -157,6 +157,10 @@ def first_container(one: Any) -> Any:
     return one["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
 
 
+def given(variable: dict[str, Any]) -> Callable[[Any], Any]:
+    return lambda one: first_container(one)["env"].append(variable)
+
+
 def selected_by(operator: str, *values: str) -> dict[str, Any]:
     return {"matchExpressions": [{"key": "app.kubernetes.io/name", "operator": operator, "values": list(values)}]}
 
@@ -188,12 +192,9 @@ def test_a_policy_that_selects_all_pods_is_fine(change: Callable[[Any], Any]) ->
 def test_a_port_of_the_machine_and_a_literal_secret_are_found() -> None:
     assert "k8s-exposed" in changed("RayCluster", lambda one: first_container(one)["ports"][1].update(hostPort=8265))
     for name in ("RAY_AUTH_TOKEN", "AWS_SECRET_ACCESS_KEY"):
-        secret = {"name": name, "value": "wJalrXUtnFEMIKbPxRfi"}
-        assert "k8s-secret" in changed(
-            "RayCluster", lambda one, secret=secret: first_container(one)["env"].append(secret)
-        )
-    from_secret = {"name": "RAY_AUTH_TOKEN", "valueFrom": {"secretKeyRef": {"name": "ray", "key": "token"}}}
-    assert "k8s-secret" not in changed("RayCluster", lambda one: first_container(one)["env"].append(from_secret))
+        assert "k8s-secret" in changed("RayCluster", given({"name": name, "value": "wJalrXUtnFEMIKbPxRfi"}))
+    by_reference = {"name": "RAY_AUTH_TOKEN", "valueFrom": {"secretKeyRef": {"name": "ray", "key": "token"}}}
+    assert "k8s-secret" not in changed("RayCluster", given(by_reference))
 
 
 def test_every_rule_has_its_case() -> None:

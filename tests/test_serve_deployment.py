@@ -141,8 +141,8 @@ def test_the_cause_of_a_failed_start_is_the_end_of_the_traceback() -> None:
 def test_a_replica_reserves_its_threads_where_they_are_or_can_come(
     free: list[float], up: list[float], may: list[float], expected: tuple[int, str]
 ) -> None:
-    nodes = [[{"CPU": cpus} for cpus in one] for one in (free, up, may)]
-    cpus, line = reserved(Serve(replicas=2, threads=2), *nodes)
+    is_free, is_up, may_be = ([{"CPU": cpus} for cpus in one] for one in (free, up, may))
+    cpus, line = reserved(Serve(replicas=2, threads=2), is_free, is_up, may_be)
     assert cpus == expected[0]
     assert expected[1] in line
     assert bool(line) == bool(expected[1])

@@ -295,7 +295,7 @@ def test_of_a_space_of_many_whole_numbers_no_corner_alone_is_looked_at() -> None
 
     def of(point: Mapping[str, Any]) -> float:
         ends = zip(("optim.lr", "optim.warmup", "train.rows"), (24, 40, 12), (30, 63, 19), strict=True)
-        return -sum(((point[name] - best) / size) ** 2 for name, best, size in ends)
+        return -math.fsum(((point[name] - best) / size) ** 2 for name, best, size in ends)
 
     told = [Told(point, of(point)) for point in points.spread(many, 8, 0)]
     found = expected_gain(many, told, 0)
