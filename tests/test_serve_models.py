@@ -15,6 +15,7 @@ import ray
 import tritonclient.grpc
 from fastapi import FastAPI
 from tritonclient.grpc import service_pb2 as messages, service_pb2_grpc as interface
+from tritonclient.utils import InferenceServerException
 
 import rtrain.artifact
 from rtrain.config import Serve
@@ -327,7 +328,9 @@ def test_two_models_are_served_and_each_is_changed_by_itself(tmp_path: Path) -> 
             free_address("127.0.0.1", endpoint.port)
         assert ray.serve.status().applications.keys() == {"mood-subject"}
         with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{port}") as asking:
-            assert [asking.is_model_ready(name) for name in ("mood", "subject", "topic")] == [True, True, False]
+            assert [asking.is_model_ready(name) for name in ("mood", "subject")] == [True, True]
+            with pytest.raises(InferenceServerException, match="no model of that name; here are mood, subject"):
+                asking.is_model_ready("topic")
         with pytest.raises(UserError, match="name the one that is meant by --model: mood, subject"):
             endpoint.change({"rollback": True})
         with pytest.raises(UserError, match="no model of the name topic is served here; there are mood, subject"):
