@@ -26,6 +26,8 @@ from tests.test_strategies import UPDATES, Dying, Kept, kept, recipe, share_of, 
 from tests.test_training_step import LOSS, TASK, distance, make_network, make_still_encoder, norm
 from tests.tiny import make_masked
 
+pytestmark = pytest.mark.timeout(900)
+"""Four processes and their trainings before the first test: on a machine that is busy otherwise they take minutes."""
 LAYERS = 4
 TWO: dict[str, dict[str, Any]] = {
     "gpipe": {"pipeline": 2, "schedule": "gpipe"},
@@ -211,7 +213,7 @@ def _ran_once() -> Results | Exception:
         for name in RUNS:
             if RUNS[name][0] == ONE:
                 _start(folder, name, ONE, 0, kill=KILLED_AT)
-        run(_worker, (folder,), 4)
+        run(_worker, (folder,), 4, within=800.0)
         results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
         for name in RUNS:
             if RUNS[name][1] == ONE:

@@ -44,6 +44,22 @@ def test_what_fits_is_on_the_line_through_both_passes(small: Peak, large: Peak, 
     assert fitting(small, large, usable) == tokens
 
 
+@pytest.mark.parametrize(
+    ("most", "tokens", "passes", "found"),
+    [
+        (2048, 9e9, 1, 2048),
+        (2048, 10_000.5, 8, 1251),
+        (2048, 9e9, 8, 2048),
+        (2048, 100.0, 8, LEAST),
+        (200, 100.0, 8, 200),
+    ],
+)
+def test_an_update_is_dealt_into_enough_passes_but_not_into_tiny_ones(
+    most: int, tokens: float, passes: int, found: int
+) -> None:
+    assert pass_size.dealt(most, tokens, passes) == found
+
+
 @pytest.mark.parametrize("tokens", [1, 50, 200, 3000])
 def test_a_pass_is_made_of_the_longest_rows(ground: Path, tokens: int) -> None:
     store = Store(next((ground / ".tokens").iterdir()))

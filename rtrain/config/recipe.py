@@ -127,7 +127,8 @@ class Train(Section):
     """With tensor > 1: normalisations and dropout of a token are computed by one worker of the replica alone."""
     pipeline: Positive = 1
     """Workers that share one replica of the model, each with some of its layers: the stages of a pipeline, through
-    which the passes of an update go. It must divide the workers."""
+    which the passes of an update go; they have fewer tokens then, unless tokens_per_pass says how many. It must divide
+    the workers."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     """With pipeline > 1, the order of passes in a stage: `gpipe` makes all forward passes before the first backward
     pass; `1f1b` makes backward passes as soon as it can, and so keeps as many passes at a time as there are stages;

@@ -51,6 +51,8 @@ class Exchange(Protocol):
     """The number of replicas."""
     rank: int
     """Which of them this worker is of."""
+    passes: int
+    """Passes of an update that keep all workers of a replica busy."""
 
     def optimizer(self, made: "Callable[[Callable[[Kind], Kind]], torch.optim.Optimizer]") -> "torch.optim.Optimizer":
         """The optimizer that `made` gives, once it is told what to make of its class."""

@@ -27,6 +27,8 @@ def unsaid(kind: str, **fields: Any) -> None:
 class Replicas:
     """See `exchange.Exchange`. By itself the exchange of a worker that is alone."""
 
+    passes = 1
+
     def __init__(
         self,
         module: "torch.nn.Module",

@@ -180,7 +180,7 @@ class _Worker:
         start, train = self._start, self.job.recipe.train
         # Where padding costs nothing, the rows of a worker are regrouped: tokens alone say how many fit into a pass.
         most_rows = None if packed.enabled(self.network) else train.micro_batch
-        asked = train.tokens_per_pass or _smallest(self.watch, self._run, self._fits) or pass_size.ON_CPU
+        asked = train.tokens_per_pass or self._dealt(_smallest(self.watch, self._run, self._fits) or pass_size.ON_CPU)
         most_tokens = recovery.tokens_per_pass(asked, start.halvings)
         if self._rank == 0 and most_tokens < asked:
             self._run.append("smaller_passes", tokens=most_tokens)
@@ -193,6 +193,12 @@ class _Worker:
             task_cpus=supply.task_cpus(start.config.deploy.cluster.data_cpus, self.exchange.workers),
         )
         return lambda first, last: self._told(ingest.stream(share, first, last))
+
+    def _dealt(self, most: int) -> int:
+        """Tokens of a pass, of at most so many, with which an update has enough passes for all workers of a replica."""
+        job, manifest = self.job, self.job.store.manifest
+        tokens = manifest.tokens["train"] / max(1, job.store.rows("train")) * job.recipe.rows_per_update
+        return pass_size.dealt(most, tokens / self.exchange.world, self.exchange.passes)
 
     def _told(self, stream: Iterator[ingest.Update]) -> Iterator[ingest.Update]:
         """The same updates; the log says when the first one is there, seconds before there is a loss to tell."""

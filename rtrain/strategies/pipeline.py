@@ -24,8 +24,11 @@ from rtrain.training.step import logits_of
 if TYPE_CHECKING:
     import torch
 
+FILLING = 4
+"""Passes of an update for each stage with which it hardly matters that stages wait for its first and after its last
+one (Huang et al. 2019, arXiv:1811.06965)."""
 DIMENSIONS = 4
-"""Most dimensions of logits, and one for their number."""
+"""Numbers that tell the shape of logits: how many dimensions there are, and these."""
 
 
 class Pipeline(Parted):
@@ -42,9 +45,9 @@ class Pipeline(Parted):
     ):
         """`schedule`: one of `schedules.SCHEDULES`."""
         super().__init__(module, watch, say, size=stages, along=mesh.PIPELINE)
-        self._stages, self._schedule = stages, schedules.SCHEDULES[schedule]
+        self._stages, self._order, self.passes = stages, schedules.SCHEDULES[schedule], FILLING * stages
         self._stage: int = self._grid.get_local_rank(mesh.PIPELINE)
-        parts = stages * self._schedule.parts
+        parts = stages * self._order.parts
         self._staged = Staged(module, parts, range(self._stage, parts, stages))
         self._ends = mesh.ends(self._grid) if self._staged.shares else None
         module.forward = self._relayed
@@ -58,7 +61,7 @@ class Pipeline(Parted):
         with self.timeline.during(OPTIMIZER):
             self.begin(measures)
         every = self.filled(passes, work)
-        numbers = torch.arange(len(every), device=self._staged.device)
+        numbers = torch.arange(len(every))
         with self.during(last=True):
             try:
                 self.schedule(every, work).step(
@@ -73,7 +76,7 @@ class Pipeline(Parted):
             dist.broadcast(work.sums, group=self._within, group_src=self._stages - 1)
 
     def filled(self, passes: Sequence[Tokens], work: Work) -> Sequence[Tokens]:
-        return [*passes, *[work.idle] * (self._schedule.passes(len(passes), self._stages) - len(passes))]
+        return [*passes, *[work.idle] * (self._order.passes(len(passes), self._stages) - len(passes))]
 
     def schedule(self, passes: Sequence[Tokens], work: Work) -> Any:
         """torch's schedule of these passes. All send as many vectors as the largest has, which torch wants to know
@@ -105,7 +108,7 @@ class Pipeline(Parted):
             )
             for part in self._staged.own
         ]
-        return schedules.made(self._schedule, stages, len(passes))
+        return schedules.made(self._order, stages, len(passes))
 
     def entered(self, received: "torch.Tensor") -> "torch.Tensor":
         """What came from the stage before, as this one computes with it."""

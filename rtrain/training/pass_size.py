@@ -3,6 +3,7 @@
 It changes speed alone: the rows of an update are the same in any number of passes.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -51,6 +52,11 @@ def fitting(small: Peak, large: Peak, usable: float) -> int:
     else:  # rows of which one alone is as long as both: as if all of it were the tokens'
         found = large.tokens * usable / large.bytes
     return int(min(MOST, max(LEAST, found // MULTIPLE * MULTIPLE)))
+
+
+def dealt(most: int, tokens: float, passes: int) -> int:
+    """Most tokens of a pass, `most` or fewer, where so many tokens of an update should make so many passes."""
+    return min(most, max(LEAST, math.ceil(tokens / passes))) if passes > 1 else most
 
 
 def longest_rows(store: Store, task: Task, tokens: int, teacher: str | None = None) -> Tokens:
