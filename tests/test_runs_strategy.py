@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,8 +27,8 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def decided(
-    ground: Path, monkeypatch: pytest.MonkeyPatch, node: Mapping[str, float], **train: object
-) -> tuple[Config, dict[str, object] | None]:
+    ground: Path, monkeypatch: pytest.MonkeyPatch, node: Mapping[str, float], **train: Any
+) -> tuple[Config, dict[str, Any] | None]:
     monkeypatch.setattr(supply, "here", lambda: [node])
     monkeypatch.setattr(supply, "may", lambda kind: [])
     config = replace(configuration.load("intent"), recipe=recipe_of(ground, workers=4, **train))
