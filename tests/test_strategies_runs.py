@@ -3,6 +3,7 @@ another layout."""
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from rtrain import config
 from rtrain.checkpoints import checkpoint
 from rtrain.doctor.forecast import fitting
 from rtrain.doctor.forecast.memory import Need
+from rtrain.proof import faults
 from rtrain.run import Run
 from rtrain.runs import driver, preparing
 from rtrain.strategies.ways import Way
@@ -40,9 +42,14 @@ def test_a_run_in_shards_that_memory_chose_is_paused_and_goes_on_in_another_layo
     settings = trained.settings(folder, **asked)
     prepared = preparing.prepare(settings, folder / "run")
     assert (prepared.config.recipe.train.strategy, prepared.config.recipe.train.shard) == ("manual", 2)
-    assert prepared.config.recipe.identity() == settings.recipe.identity()
-    driver.fit(prepared, until=8)
-    log = Run(folder / "run")
+    log, ranks = Run(folder / "run"), dict[int, int]()
+
+    def look(event: dict[str, Any]) -> None:
+        if event["kind"] == "progress" and not ranks:
+            ranks.update({rank: faults.process_of(prepared.run, rank) for rank in range(2)})
+
+    driver.fit(prepared, until=8, on_event=look)
+    assert len(set(ranks.values())) == 2  # what a drill of workers that share a model kills
     [told] = log.events("strategy")
     assert told["settings"]["train.shard"] == 2
     assert told["bytes"] < told["room"]

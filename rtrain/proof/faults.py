@@ -57,9 +57,10 @@ def neighbours(train: Train, workers: int) -> dict[str, int]:
 
 def process_of(run: Run, rank: int) -> int:
     """The process of a rank, by the file in which its watch would tell where it hung."""
+    told = str(run.stalled(rank).resolve())
     for pid in processes(WORKER):
         with contextlib.suppress(psutil.Error):
-            if str(run.stalled(rank)) in [file.path for file in psutil.Process(pid).open_files()]:
+            if told in [file.path for file in psutil.Process(pid).open_files()]:
                 return pid
     raise UserError(f"drill: no process is rank {rank}")
 

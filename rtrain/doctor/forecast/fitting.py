@@ -71,7 +71,8 @@ def needs(
             if own == way.gradient_checkpointing:
                 raise
             continue
-        sent = "shared_memory" if (device, workers, way.tensor, way.shard < 2) == ("cpu", 2, 1, True) else "stock"
+        of_host = (device, workers) == ("cpu", 2) and recipe.train.transport != "stock"
+        sent = "shared_memory" if of_host and way.tensor == 1 and way.shard < 2 else "stock"
         strategy, saves = way.strategy if replicas > 1 else "ddp", device == "cpu"
         yield way, memory.needed(found, replicas, strategy, transport=sent, saves=saves, several=several)
 

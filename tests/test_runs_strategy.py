@@ -1,0 +1,66 @@
+"""How a run whose strategy is left open comes to one: by its own rows, and by what Ray says of the nodes."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtrain import config as configuration
+from rtrain.cluster import supply
+from rtrain.config import Config
+from rtrain.data.stores.store import Store
+from rtrain.errors import ConfigError
+from rtrain.network import device
+from rtrain.runs import strategy
+from tests.test_training_loop import make_ground, recipe_of
+
+GB = 1e9
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("strategy")
+    make_ground(folder)
+    return folder
+
+
+def decided(
+    ground: Path, monkeypatch: pytest.MonkeyPatch, node: Mapping[str, float], **train: Any
+) -> tuple[Config, dict[str, Any] | None]:
+    monkeypatch.setattr(supply, "here", lambda: [node])
+    monkeypatch.setattr(supply, "may", lambda kind: [])
+    config = replace(configuration.load("intent"), recipe=recipe_of(ground, workers=4, **train))
+    store = Store(next((ground / ".tokens").iterdir()))
+    return strategy.decided(config, device.Choice("cpu", 4), store, ground / "encoder")
+
+
+def test_what_fits_is_in_the_configuration_and_told(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, told = decided(ground, monkeypatch, {"CPU": 4.0, "memory": 64 * GB}, strategy="auto")
+    train = config.recipe.train
+    assert (train.strategy, train.shard, train.gradient_checkpointing) == ("manual", 0, False)
+    assert told is not None
+    assert told["settings"] == {"train.shard": 0, "train.gradient_checkpointing": False}
+    assert (told["workers"], told["room"]) == (4, round(0.9 * 64 * GB))
+
+
+def test_what_fits_nowhere_is_refused_and_so_is_what_nobody_knows(
+    ground: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"train\.strategy=.*auto.*4 workers take .* MB of 90"):
+        decided(ground, monkeypatch, {"CPU": 4.0, "memory": 0.1 * GB}, strategy="auto")
+    with pytest.raises(ConfigError, match="nobody says how much memory the cluster's CPUs have"):
+        decided(ground, monkeypatch, {"CPU": 4.0}, strategy="auto")
+
+
+def test_the_fewest_workers_have_room_too(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = {"CPU": 8.0, "memory": 64 * GB}
+    _, told = decided(ground, monkeypatch, node, strategy="auto", min_workers=3)
+    assert told is not None
+    assert told["workers"] == 3
+
+
+def test_settings_that_are_given_stay(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, told = decided(ground, monkeypatch, {}, shard=2)
+    assert (config.recipe.train.shard, told) == (2, None)
