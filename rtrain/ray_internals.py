@@ -248,8 +248,9 @@ def placement_group(identity: str) -> "PlacementGroup":
     return PlacementGroup(PlacementGroupID.from_hex(identity))
 
 
-def torch_trainer() -> type[Any]:
-    """Ray Train's TorchTrainer without three habits of it.
+def torch_trainer(asks: bool = True) -> type[Any]:
+    """Ray Train's TorchTrainer without three habits of it; and, where it `asks` not, without a fourth, to ask an
+    autoscaler for its workers.
 
     It leaves Ctrl-C to this process: Ray's own handler would end it with SystemExit, and stay behind after `fit`. (A
     `fit` in a side thread sets no handler either, but the session then ends while that thread is still inside Ray's
@@ -272,7 +273,25 @@ def torch_trainer() -> type[Any]:
             found = super()._create_default_callbacks()  # type: ignore[misc]
             return [callback for callback in found if not isinstance(callback, unwanted)]
 
+        def _initialize_and_run_controller(self, **given: Any) -> Any:
+            if not asks:
+                given["scaling_policy"] = _silent_policy(self.scaling_config)
+            return super()._initialize_and_run_controller(**given)  # type: ignore[misc]
+
     return Trainer
+
+
+def _silent_policy(scaling: Any) -> Any:
+    """Ray Train's rule for a fixed number of workers, without its requests for them."""
+    from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+
+    class Silent(FixedScalingPolicy):
+        def _send_resource_request(self) -> None:
+            pass
+
+        _maybe_send_resource_request = _cancel_resource_request = _send_resource_request
+
+    return Silent(scaling)
 
 
 def silent_progress() -> "TuneCallback":

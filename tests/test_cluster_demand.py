@@ -16,7 +16,7 @@ from hypothesis import given, strategies
 
 from rtrain import config, ray_internals
 from rtrain.cluster import supply
-from rtrain.cluster.demand import EXPIRE_S, REPEAT_S, Bundle, Demand, lacking, told
+from rtrain.cluster.demand import EXPIRE_S, REPEAT_S, Bundle, Demand, places, told
 from rtrain.cluster.supply import Node
 from rtrain.runs import driver
 
@@ -31,45 +31,27 @@ NODES = strategies.lists(
 
 @given(
     most=strategies.integers(1, 20),
-    running=strategies.integers(0, 20),
     spare=strategies.integers(0, 4),
     device=strategies.sampled_from(["cpu", "gpu"]),
     may=NODES,
 )
-def test_what_is_asked_for_and_what_runs_are_together_the_whole_run_and_fit_what_may_come(
-    most: int, running: int, spare: int, device: str, may: list[Node]
+def test_what_is_asked_for_is_the_whole_run_and_fits_what_may_come(
+    most: int, spare: int, device: str, may: list[Node]
 ) -> None:
-    reachable = min(most, supply.fits(may, device, spare))
-    running = min(running, reachable)
-    asked = lacking(most, running, spare, device, may)
-    if reachable == 0:
-        assert asked == []
-        return
-    assert len(asked) == reachable - running + spare
-    assert len(asked) + running == len(lacking(most, 0, spare, device, may))  # whoever asks for it, the same size
+    workers = min(most, supply.fits(may, device, spare))
+    asked = places(most, spare, device, may)
+    assert len(asked) == (workers + spare if workers else 0)
     for name in ("CPU", "GPU"):
-        wanted = sum(bundle.get(name, 0.0) for bundle in asked)
-        assert wanted + (running if name == supply.NEEDS[device] else 0) <= sum(node[name] for node in may)
+        assert sum(bundle.get(name, 0.0) for bundle in asked) <= sum(node[name] for node in may)
 
 
 EIGHT: list[Node] = [{"CPU": 8.0}]
 
 
-def test_a_run_of_one_node_asks_for_a_second_one_and_no_third() -> None:
-    asked = lacking(8, 6, 2, "cpu", EIGHT * 4)
-    assert asked == [{"CPU": 1.0}] * 4
-    # With the request of Ray Train for the workers that run, these are 10 CPUs: two nodes of eight.
-    assert 8 < 6 + len(asked) <= 16
-
-
-def test_a_run_that_has_all_its_workers_asks_for_its_data_tasks_still() -> None:
-    assert lacking(8, 8, 2, "cpu", EIGHT * 4) == [{"CPU": 1.0}] * 2
-
-
-def test_a_run_that_waits_asks_for_all_of_it() -> None:
-    assert lacking(4, 0, 2, "cpu", EIGHT) == [{"CPU": 1.0}] * 6
-    assert lacking(2, 0, 2, "gpu", [{"CPU": 8.0, "GPU": 4.0}]) == [{"GPU": 1.0}] * 2 + [{"CPU": 1.0}] * 2
-    assert lacking(4, 0, 2, "cpu", [{"CPU": 2.0}]) == []
+def test_workers_and_data_tasks_have_places_of_their_own() -> None:
+    assert places(8, 2, "cpu", EIGHT * 4) == [{"CPU": 1.0}] * 10  # two nodes, and no third
+    assert places(2, 2, "gpu", [{"CPU": 8.0, "GPU": 4.0}]) == [{"GPU": 1.0}] * 2 + [{"CPU": 1.0}] * 2
+    assert places(4, 2, "cpu", [{"CPU": 2.0}]) == []
 
 
 class Book:
@@ -121,10 +103,9 @@ def test_a_run_asks_from_its_start_to_its_end_and_only_where_there_is_an_autosca
     for known in (None, document):
         monkeypatch.setattr(supply, "autoscaler", lambda known=known: known)
         with driver._Asking(prepared) as asking:
-            for workers in (0, 5, 0, 10):
-                asking(workers)
-    one = {"CPU": 1.0}
-    assert [bundles for bundles, _ in book.given] == [[one] * 13, [one] * 8, [one] * 13, [one] * 3]
+            for _ in range(3):
+                asking()
+    assert [bundles for bundles, _ in book.given] == [[{"CPU": 1.0}] * 13]
     assert book.taken_back == 1
 
 

@@ -1,8 +1,11 @@
 """Spot notices: what the three clouds say, and what becomes of it."""
 
 import json
+import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +74,27 @@ def test_azure_tells_of_this_machine_and_of_others(machine: Told, service: Servi
     assert look() is None
     machine.meant = ("node-2", "node-1")
     assert look() == Notice("scheduled event Preempt", 2_000_000_000.0)
+
+
+def test_a_watcher_that_has_gone_without_its_answer_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    asked, gone, tried = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(Told):
+        def answer(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, str]:
+            asked.set()
+            assert gone.wait(10)
+            tried.set()
+            return 200, "x" * 10_000_000
+
+    with serving(Machines(Slow)) as address:
+        with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as client:
+            client.sendall(b"GET /node-1/ HTTP/1.0\r\n\r\n")
+            assert asked.wait(10)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+        gone.set()
+        assert tried.wait(10)
+        assert Service(f"{address}/node-2").ask("/", {})
+    assert capsys.readouterr().err == ""
 
 
 # ----------------------------------------------------------------------------------------------------------- waiting

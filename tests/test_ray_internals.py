@@ -124,6 +124,21 @@ def test_the_trainer_s_two_habits_are_still_methods_that_it_calls() -> None:
         )
 
 
+def test_workers_for_whom_a_run_asks_are_not_asked_for_by_ray_train() -> None:
+    from ray.train import ScalingConfig
+    from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy, scaling_policy
+
+    silent: Any = ray_internals._silent_policy(ScalingConfig(num_workers=2))
+    assert isinstance(silent, FixedScalingPolicy)
+    source = inspect.getsource(scaling_policy) + inspect.getsource(FixedScalingPolicy)
+    for name in ("_send_resource_request", "_maybe_send_resource_request", "_cancel_resource_request"):
+        assert f"self.{name}()" in source
+        getattr(silent, name)()  # Ray's own would need a coordinator
+    decision: Any = silent.make_decision_for_non_running_worker_group()
+    assert decision.num_workers == 2
+    assert "scaling_policy=create_scaling_policy(" in inspect.getsource(ray_internals.torch_trainer().fit)
+
+
 def test_without_a_connection_there_is_no_session() -> None:
     import ray
 

@@ -1,14 +1,14 @@
-"""What a run asks an autoscaler for: places for the workers that it lacks, and for its data tasks.
+"""What a run asks an autoscaler for: places for all workers that it may have, and for its data tasks.
 
 An autoscaler starts nodes for what is asked for and has no place. Workers of a fixed number ask by themselves, where
 Ray Train places them. A run that waits for its least number, or goes on with fewer than it may have, asks here.
 
-What is asked for is a size of the whole cluster, and requests of several names add up: Ray Train's own is for the
-workers that run, so that this one is for the rest. It gets smaller before Ray Train asks, since both together would
-start a node for each worker twice, and it is not taken back when the nodes are there: one that is up, and waits for the
-run to grow onto it, would be ended as idle, and started again. (A placement group would ask for exactly what is
-lacking, and take the CPUs of the data tasks while it waits; `ray.autoscaler.sdk.request_resources` is overwritten by
-Ray Data within 20 s.)
+What is asked for is a size of the whole cluster, and requests of several names add up: beside Ray Train's own, for the
+workers that run, this one would start a node for each of them twice. So Ray Train does not ask (`group.Layout.asked`),
+and one request of one size stands from the start of a run to its end. Were it smaller for a moment, a node that is up
+and waits for the run to grow onto it would be ended as idle, and started again. (A placement group would ask for
+exactly what is lacking, and take the CPUs of the data tasks while it waits; `ray.autoscaler.sdk.request_resources` is
+overwritten by Ray Data within 20 s.)
 """
 
 import time
@@ -26,19 +26,14 @@ REPEAT_S, EXPIRE_S = 15.0, 45.0
 # ---------------------------------------------------------------------------------------------------------- decisions
 
 
-def lacking(most: int, running: int, spare: int, device: str, may: Sequence[Node]) -> list[Bundle]:
-    """The places to ask for beside those of the workers that run, each of one CPU or GPU; none where no worker will
-    ever have one.
+def places(most: int, spare: int, device: str, may: Sequence[Node]) -> list[Bundle]:
+    """The places of a run, each of one CPU or GPU; none where no worker will ever have one.
 
-    `most`: workers that the run may have; `running`: those that it has, for which Ray Train asks. `spare`: CPUs of the
-    data tasks. `may`: the nodes that there can be, with those that are up: an autoscaler that is asked for more than
-    these starts none of it.
+    `most`: workers that the run may have. `spare`: CPUs of the data tasks. `may`: the nodes that there can be, with
+    those that are up: an autoscaler that is asked for more than these starts none of it.
     """
-    reachable = min(most, supply.fits(may, device, spare))
-    if reachable == 0:
-        return []
-    workers: list[Bundle] = [{NEEDS[device]: 1.0}] * max(0, reachable - running)
-    return workers + [{NEEDS["cpu"]: 1.0}] * spare
+    workers: list[Bundle] = [{NEEDS[device]: 1.0}] * min(most, supply.fits(may, device, spare))
+    return workers and workers + [{NEEDS["cpu"]: 1.0}] * spare
 
 
 def told(bundles: Sequence[Bundle], types: Mapping[str, Node], seconds: float) -> str:

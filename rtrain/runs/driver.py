@@ -10,7 +10,7 @@ from typing import Any
 from rtrain import events, ray_internals
 from rtrain.checkpoints import checkpoint, replica
 from rtrain.cluster import supply
-from rtrain.cluster.demand import Demand, lacking
+from rtrain.cluster.demand import Demand, places
 from rtrain.config import Cluster
 from rtrain.errors import TryAgain
 from rtrain.report import attributions, baseline, html, summary
@@ -129,7 +129,7 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
         if asked.given:
             saved = f"update {_newest(run)} of {prepared.updates} is saved"
             raise TryAgain(f"{run} was asked to end: {saved}. The same command with --resume goes on")
-        asking(0)
+        asking()
         workers = min(ceiling, _workers(run, wanted, kind, say, asking))
         start = Start(
             config=prepared.config,
@@ -145,8 +145,14 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
             shortcuts=plan.shortcuts,
         )
         say(events.doing(f"starting {workers} worker{'' if workers == 1 else 's'}", "start of workers"))
-        layout = group.Layout(workers, kind, cluster.stall_s, elastic=least is not None, labels=cluster.labels)
-        asking(workers)
+        layout = group.Layout(
+            workers,
+            kind,
+            cluster.stall_s,
+            elastic=least is not None,
+            labels=cluster.labels,
+            asked=asking.demand is not None,
+        )
         try:
             with notice.Watch(run, workers, kind, wanted, say, asking, labels=cluster.labels):
                 plan.workers.train(start, layout)
@@ -191,8 +197,8 @@ def _last_trained(run: Run) -> dict[str, Any]:
 
 
 class _Asking:
-    """Asks the autoscaler for the workers that an elastic run lacks; called with the number of those that it has, or is
-    about to start. Leaving its `with` block takes the request back. Where there is no autoscaler, nobody is asked."""
+    """Asks the autoscaler for all workers that an elastic run may have; called again and again, or the request ends.
+    Leaving its `with` block takes it back. Where there is no autoscaler, nobody is asked."""
 
     def __init__(self, prepared: Prepared):
         self._most, self._kind = prepared.device.workers, prepared.device.device
@@ -201,10 +207,10 @@ class _Asking:
         asks = prepared.config.recipe.train.min_workers is not None and supply.autoscaler() is not None
         self.demand = Demand(ray_internals.Requests(f"rtrain-{prepared.run.name}"), self.labels) if asks else None
 
-    def __call__(self, workers: int) -> None:
+    def __call__(self) -> None:
         if self.demand is not None:
             may = supply.may(self._kind, self.labels)
-            self.demand.want(lacking(self._most, workers, self._spare, self._kind, may))
+            self.demand.want(places(self._most, self._spare, self._kind, may))
 
     def __enter__(self) -> "_Asking":
         return self
@@ -227,7 +233,7 @@ def _workers(run: Run, wanted: notice.Wanted, kind: str, say: OnEvent, asking: _
         workers, now = wanted(free), time.monotonic()
         if workers and (now > patient or workers >= wanted(supply.here(asking.labels))):
             return workers
-        asking(0)
+        asking()
         if now > patient and now - said > notice.SAY_EVERY_S:
             said = now
             say(notice.waiting(None, kind, asking.demand, asking.labels))

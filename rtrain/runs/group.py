@@ -35,6 +35,8 @@ class Layout:
     workers to be chosen anew: a node that has just vanished is still counted for some seconds."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Those that a node must have to get workers."""
+    asked: bool = False
+    """The run itself asks an autoscaler for the workers, and Ray Train does not."""
 
 
 class Workers(Protocol):
@@ -83,7 +85,7 @@ def trainer(
 
     env.set_limits(layout.stall_s, PLACEMENT_S if layout.elastic else None)
     number = len(list(storage.iterdir())) if storage.is_dir() else 0
-    trainer: ray.train.torch.TorchTrainer = ray_internals.torch_trainer()(
+    trainer: ray.train.torch.TorchTrainer = ray_internals.torch_trainer(asks=not layout.asked)(
         train_function,
         torch_config=ray.train.torch.TorchConfig(
             backend=backend(layout.device), timeout_s=int(max(layout.stall_s, JOIN_S))

@@ -95,11 +95,10 @@ class Watch:
         device: str,
         wanted: Wanted,
         say: Callable[[dict[str, Any]], None],
-        ask: Callable[[int], None] = lambda workers: None,
+        ask: Callable[[], None] = lambda: None,
         labels: supply.Labels = supply.ANY,
     ):
-        """`ask` asks the autoscaler for what a run of so many workers lacks; `labels`: those of the nodes that workers
-        may have."""
+        """`ask` repeats what the run asks the autoscaler for; `labels`: those of the nodes that workers may have."""
         self._run, self._workers, self._device, self._wanted, self._say = run, workers, device, wanted, say
         self._ask, self._labels = ask, labels
         self._growth, self._said = Growth(GROW_AFTER_S), time.monotonic()
@@ -126,7 +125,7 @@ class Watch:
                     self._say({"kind": "stage", "text": text})
 
     def _once(self) -> None:
-        self._ask(self._workers)  # always: a request that nobody repeats ends while workers start, or save
+        self._ask()  # always: a request that nobody repeats ends while workers start, or save
         own = placement.workers_by_node(self._run)
         if not own and time.monotonic() - self._said > SAY_EVERY_S:
             self._said = time.monotonic()

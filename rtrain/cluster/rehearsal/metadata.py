@@ -1,6 +1,7 @@
 """Metadata services of three clouds on loopback, as the machines of a cluster see them: each under its own name."""
 
 import json
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 
 @dataclass
@@ -72,6 +74,13 @@ Machines = defaultdict[str, Told]
 """What the services say, by the name of the machine; of one that nobody has named they know nothing."""
 
 
+class _Services(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A watcher on a busy machine asks again before it has its answer, and is no fault of the service."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @contextmanager
 def serving(machines: Machines) -> Iterator[str]:
     """The address under which the services answer: `ADDRESS/NAME` is that of the machine of that name."""
@@ -92,7 +101,7 @@ def serving(machines: Machines) -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = _Services(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
