@@ -14,16 +14,19 @@ from rtrain import artifact, config
 from rtrain.batch import Tokens, padded
 from rtrain.compress import openvino_graph, quantize, ranges
 from rtrain.compress.ranges import Range
-from rtrain.config import Distill
+from rtrain.config import Distill, with_overrides
 from rtrain.data.order import deal
-from rtrain.errors import ConfigError
-from rtrain.network import beside, model, pooling, rounding
+from rtrain.errors import ConfigError, UserError
+from rtrain.network import beside, device, model, pooling, rounding
 from rtrain.network.rounding import Quantizer, Quantizers
 from rtrain.predict import Predictor, Torch
+from rtrain.run import Run
+from rtrain.runs import worker
+from rtrain.runs.preparing import Prepared
 from rtrain.strategies import choose
 from rtrain.tasks import base
 from rtrain.training import losses, optim, step
-from tests import quantizing
+from tests import gating, quantizing
 from tests.outliers import plant
 from tests.quantizing import Made
 from tests.tiny import make_encoder
@@ -245,6 +248,38 @@ def test_widths_do_not_depend_on_how_an_update_is_cut_into_passes(made: Made) ->
         train(network, tokens, made, updates=2, rate=1e-3, rows=rows)
         found.append(network.state_dict()[rounding.WIDTHS])
     assert (found[0] - found[1]).norm() <= 1e-3 * found[0].norm()
+
+
+def test_a_run_measures_once_what_it_begins_to_round_by(made: Made, tmp_path: Path) -> None:
+    run, encoder = Run(tmp_path / "run"), make_encoder(tmp_path / "encoder")
+    run.folder.mkdir()
+    asked = {"distill.quantization_aware": True, "distill.teacher": "0123456789ab", "quantize.calibration_rows": 4}
+    settings = config.load("intent", asked)
+    with pytest.raises(UserError, match=r"quantizers\.safetensors is missing"):
+        worker.quantizers(settings.recipe, run)
+    prepared = Prepared(run, settings, made.store, encoder, device.Choice("cpu", 1))
+    ranges.begin(prepared)
+    written = run.quantizers.read_bytes()
+    ranges.begin(prepared)
+    assert run.quantizers.read_bytes() == written
+    found = worker.quantizers(settings.recipe, run)
+    assert found is not None
+    assert len(found.activations) == 2 * 6 + 2  # the pooler and the classifier
+    plain = with_overrides(settings, {"distill.quantization_aware": False})
+    assert worker.quantizers(plain.recipe, run) is None
+    assert list(run.folder.iterdir()) == [run.quantizers]
+
+
+def test_an_artefact_that_has_learned_is_not_calibrated(made: Made, tmp_path: Path) -> None:
+    """Its levels are in the graph as they are in its file."""
+    begun = ranges.measure(network_of(made), made.store, 0, ROWS)
+    wide = replace(begun, activations=tuple(replace(one, step=8 * one.step) for one in begun.activations))
+    folder = gating.copy(made.folder, tmp_path / "learned", gating.by_files(lambda to: wide.write(to / rounding.FILE)))
+    report = quantizing.quantize(made, tmp_path / "int8", folder)
+    assert report["quantization_aware"]
+    graph = (tmp_path / "int8" / "model.int8.bin").read_bytes()
+    bounds = [np.float32(bound).tobytes() for one in wide.activations for bound in one.bounds if bound]
+    assert all(bound in graph for bound in bounds)
 
 
 # ----------------------------------------------------------------------------------------------------- what is refused

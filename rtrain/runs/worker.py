@@ -131,8 +131,8 @@ class _Worker:
             lambda: model.build(self._source, task, labels, recipe.train.seed, recipe.model, **how)
         )
         network = ranks.together(self.watch, read)
-        if (quantizers := _quantizers(recipe, self._run)) is not None:
-            rounding.attach(network, quantizers)
+        if (begun := quantizers(recipe, self._run)) is not None:
+            rounding.attach(network, begun)
         if recipe.train.gradient_checkpointing:
             model.keep_inputs_alone(network)
         model.place(network, _device())
@@ -224,7 +224,7 @@ class _Worker:
         ranks.together(self.watch, write)  # no rank leaves, and so ends the run, before the artefact is written
 
 
-def _quantizers(recipe: Recipe, run: Run) -> rounding.Quantizers | None:
+def quantizers(recipe: Recipe, run: Run) -> rounding.Quantizers | None:
     """What a student begins to round by; None where it is not trained to be rounded."""
     if not (recipe.distill.teacher and recipe.distill.quantization_aware):
         return None
@@ -327,8 +327,8 @@ def export(
     draft = job.run.folder / f".artifact.{uuid.uuid4().hex[:8]}"
     mean = job.recipe.model.pooling == "mean"
     pooling.save(network, draft, mean=mean, weights=beside.without(weights))
-    if (quantizers := _quantizers(job.recipe, job.run)) is not None:
-        rounding.learned(quantizers, weights).write(draft / rounding.FILE)
+    if (begun := quantizers(job.recipe, job.run)) is not None:
+        rounding.learned(begun, weights).write(draft / rounding.FILE)
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, draft / name)
