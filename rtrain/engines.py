@@ -27,6 +27,8 @@ class Entry(NamedTuple):
     """Modules that `quantizer` and `loader` need and that not every installation of rtrain has."""
     cuts_vocabulary: bool = False
     """Whether a finished graph's vocabulary can be trimmed (`rtrain.compress.vocabulary`)."""
+    learns: bool = False
+    """Whether it makes a graph of what a network has learned to round (`rtrain.network.rounding`)."""
 
     @property
     def gradients(self) -> bool:
@@ -44,6 +46,7 @@ ENGINES: Mapping[str, Entry] = {
         0.1,
         quantizer="rtrain.compress.openvino_graph:export",
         cuts_vocabulary=True,
+        learns=True,
     ),
     "onnxruntime": Entry(
         "rtrain.predict:open_onnxruntime",

@@ -45,6 +45,11 @@ def cache(environment: Mapping[str, str] = os.environ) -> Path:
     return Path(root).expanduser() / "rtrain" / "artifacts"
 
 
+def is_copy(folder: Path, root: Path | None = None) -> bool:
+    """Whether a folder is in the cache: what is written into it makes it another artefact than its address's."""
+    return folder.resolve().is_relative_to((root or cache()).resolve())
+
+
 def fetch(address: str, root: Path | None = None, say: Say = lambda line: None) -> Path:
     """The folder of the artefact at an address, in the cache `root`; nothing is fetched that is there already, and
     whole. `say` is told what is fetched.

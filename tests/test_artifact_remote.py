@@ -20,6 +20,7 @@ from rtrain.cli import app as cli
 from rtrain.errors import UserError
 from tests.conftest import write_rows
 from tests.test_checkpoints_replica import s3  # noqa: F401
+from tests.test_serve_deployment import openvino_artifact
 from tests.tiny import CORPUS, make_artifact
 
 
@@ -287,6 +288,36 @@ def test_what_was_fetched_is_served_and_its_verdict_stays_as_it_was_made(
     folder = remote.fetch(address)
     assert artifact.read(folder).gate is None
     assert len(web.asked) == 1
+
+
+def test_a_smaller_one_in_storage_is_served_by_its_verdict_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = f"{request.getfixturevalue('s3')}/{tmp_path.name}/int8"
+    folder = openvino_artifact(tmp_path / "int8")
+    put(folder, url)
+
+    def begun(*given: object) -> None:
+        raise Begun
+
+    monkeypatch.setattr("rtrain.cluster.session.session", begun)
+    with pytest.raises(SystemExit) as refused:
+        cli.main(["serve", url])
+    assert refused.value.code == 1
+    said = "no gate has looked at it; it is a copy: gate it where it is made, and publish it with its verdict"
+    assert said in capsys.readouterr().err
+    with pytest.raises(Begun):
+        cli.main(["serve", url, "--ungated"])
+    cli.main(["inspect", url])
+    assert "gate: none has looked at it; serve asks for one" in capsys.readouterr().out
+    cli.main(["predict", url, "where is my parcel"])  # answers, as any artefact does: nobody depends on it yet
+
+    artifact.judged(folder, {"version": artifact.read(folder).version, "verdict": "refuse", "reasons": ["too slow"]})
+    put(folder, url)
+    with pytest.raises(SystemExit):
+        cli.main(["serve", url])
+    assert "was refused by the gate: too slow" in capsys.readouterr().err
 
 
 def test_a_cache_that_cannot_be_made_is_told_with_its_setting(made: Path, tmp_path: Path) -> None:

@@ -10,10 +10,23 @@ import numpy as np
 import pytest
 
 from benchmarks import tasks
-from benchmarks.compress import __main__ as command, few, figures, latency, limit, making, parts, rivals, starts
+from benchmarks.compress import (
+    __main__ as command,
+    few,
+    figures,
+    latency,
+    limit,
+    making,
+    parts,
+    planted,
+    rivals,
+    self_training,
+    starts,
+)
 from benchmarks.compress.figures import Aim
 from rtrain.batch import pack, padded
 from rtrain.predict import Predictor
+from rtrain.run import Run
 from tests import tiny
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -48,6 +61,7 @@ def test_figures_of_parts_and_of_sets_stand_in_the_table_beside_their_aims() -> 
 def test_every_figure_of_the_parts_has_an_aim() -> None:
     """A figure without one would be measured and never shown."""
     named = {"int8_score_ratio", "student_score_ratio", "served_mb", "trimmed_score_ratio", "cold_start_s"}
+    named |= {"few_rows_accuracy", "fallback_points", "fallback_s"}
     named |= {"serve_start_s", *(f"latency_vs_hf_b{rows}" for rows in parts.BATCHES)}
     assert named <= set(figures.AIMS)
 
@@ -182,3 +196,27 @@ def test_a_started_command_answers(tmp_path: Path) -> None:
     assert starts.cold_s(tiny.make_artifact(tmp_path / "artifact")) > 0
     with pytest.raises(SystemExit, match="ended with"):
         starts.cold_s(tmp_path / "none")
+
+
+# -------------------------------------------------------------------------------------------------- models of their own
+
+
+def test_texts_lose_their_labels(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('text,category\n"one, two",a\nthree,b\n', encoding="utf-8")
+    found = self_training.unlabelled(tmp_path / "rows.csv", tmp_path / "texts.jsonl")
+    lines = found.read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [{"text": "one, two"}, {"text": "three"}]
+
+
+def test_a_planted_outlier_changes_weights_and_no_answer(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    tiny.make_artifact(run.artifact)
+    (run.folder / "checkpoints").mkdir()
+    made = planted.planted(run, tmp_path / "harmed")
+    assert sorted(path.name for path in made.folder.iterdir()) == ["artifact"]
+    first, other = (Predictor.load(one.artifact) for one in (run, made))
+    encoded = first.encode(list(tiny.CORPUS))
+    for one, two in zip(first.run(encoded), other.run(encoded), strict=True):
+        assert np.asarray(two) == pytest.approx(np.asarray(one), abs=1e-3)
+    assert first.artifact.version != other.artifact.version
+    assert planted.planted(run, made.folder).artifact == made.artifact  # it is made once

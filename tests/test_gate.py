@@ -71,7 +71,7 @@ def test_the_honest_int8_is_promoted_on_a_file_too(gated: Gated, file_of_rows: P
     assert all(one["low"] >= 0.1 and one["p99"] >= one["p50"] > 0 for one in found["latency"])
     sizes = [sum(path.stat().st_size for path in one.iterdir()) / 1e6 for one in (gated.int8, gated.float_one)]
     assert [found["megabytes"], found["base_megabytes"]] == pytest.approx(sizes, abs=0.01)
-    assert set(found["host"]) == {"name", "processor", "cores", "threads", "python", "rtrain"}
+    assert set(found["host"]) == {"name", "processor", "int8", "cores", "threads", "python", "rtrain"}
     assert told.text(found).splitlines()[-1].startswith("promote: accuracy ")
 
 

@@ -88,6 +88,18 @@ def test_what_the_gate_could_not_tell_is_served_and_said(int8: Path) -> None:
     assert said == [f"the gate could not tell whether artefact {folder} is good enough: 10 rows tell nothing"]
 
 
+@pytest.mark.parametrize(("flags", "slower"), [({"avx2"}, True), ({"avx512_vnni"}, False), (set(), False)])
+def test_a_latency_of_another_processor_is_said(
+    int8: Path, monkeypatch: pytest.MonkeyPatch, flags: set[str], slower: bool
+) -> None:
+    monkeypatch.setattr("rtrain.network.int8.flags_of", lambda cpuinfo: flags)
+    folder, said = judged(int8, {**PROMOTED, "host": {"name": "builder", "int8": ["VNNI"]}}), list[str]()
+    access.admit(artifact.read(folder), folder, Serve(), said.append)
+    assert ["measured by a processor with int8 by VNNI, which this one lacks" in line for line in said] == [
+        True
+    ] * slower
+
+
 def test_a_verdict_that_was_edited_is_refused_whatever_is_allowed(int8: Path) -> None:
     """The manifest holds the digest of artifact.json too."""
     path = judged(int8, REFUSED) / artifact.NAME

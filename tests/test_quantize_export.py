@@ -12,9 +12,11 @@ import torch
 import transformers
 
 from rtrain import artifact, engines, predict
-from rtrain.compress import export_check, host, onnx_graph, openvino_graph
+from rtrain.compress import export_check, onnx_graph, openvino_graph
 from rtrain.compress.graphs import Sample
 from rtrain.errors import ConfigError, UserError
+from rtrain.network import int8
+from rtrain.network.int8 import Int8
 from tests import quantizing
 from tests.quantizing import Made
 
@@ -131,10 +133,28 @@ def test_the_processor_says_what_int8_is_computed_by(
     tmp_path: Path, flags: str, instructions: tuple[str, ...], text: str
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"model name\t: a processor\nflags\t\t: {flags}\n")
-    found = host.of_processor(tmp_path / "cpuinfo")
+    found = int8.of_processor(tmp_path / "cpuinfo")
     assert (found.instructions, found.known) == (instructions, True)
     assert text in found.text
-    assert "unknown" in host.of_processor(tmp_path / "none").text
+    assert "unknown" in int8.of_processor(tmp_path / "none").text
+
+
+@pytest.mark.parametrize(
+    ("measured", "here", "slower"),
+    [
+        (("AMX", "VNNI"), (), True),
+        (("VNNI",), ("VNNI",), False),
+        (("AMX", "VNNI"), ("VNNI",), False),
+        (("VNNI",), ("dot products",), False),
+        ((), (), False),  # it was slow where it was measured, and the gate has seen that
+        (None, (), False),  # an older verdict does not say
+    ],
+)
+def test_a_latency_of_other_instructions_does_not_hold_where_there_are_none(
+    measured: tuple[str, ...] | None, here: tuple[str, ...], slower: bool
+) -> None:
+    assert (int8.slower_here(measured, Int8(here)) is not None) == slower
+    assert int8.slower_here(measured, Int8((), known=False)) is None
 
 
 def test_one_s_own_log_of_nncf_stays_off_stdout(made: Made, tmp_path: Path) -> None:

@@ -34,7 +34,6 @@ AIMS: Mapping[str, Aim] = {
     "fallback_points": Aim(0.5, 0.1, more=False),
     "fallback_s": Aim(120, 60, more=False, unit="s"),
 }
-"""Those of the last three are known once a part measures them."""
 
 
 def found(results: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:

@@ -63,13 +63,18 @@ def teacher(work: Work, one: Set) -> Run:
 
 def student(work: Work, one: Set, *, trimmed: bool = False) -> Run:
     """The student of the set's teacher; `trimmed`: with the pieces alone that its rows need."""
-    made = Run(place(work, one) / ("student-trimmed" if trimmed else "student"))
-    if not _has(made.folder, "summary.json", "artifact/artifact.json"):
+    folder = place(work, one) / ("student-trimmed" if trimmed else "student")
+    chosen = [*work.student, *([TRIM] if trimmed else [])]
+    return distilled(folder, teacher(work, one), dict(value.split("=", 1) for value in chosen))
+
+
+def distilled(folder: Path, taught: Run, values: Mapping[str, Any]) -> Run:
+    """A student of the run `taught`, by further settings; it is trained where it is not finished."""
+    made = Run(folder)
+    if not _has(folder, "summary.json", "artifact/artifact.json"):
         begun = ["--resume"] if made.exists else []
-        chosen = [*work.student, *([TRIM] if trimmed else [])]
-        settings = [part for value in chosen for part in ("--set", value)]
-        given = ["distill", str(teacher(work, one).folder), *settings, "--out", str(made.folder), *begun]
-        commands.run(given, made.folder.with_suffix(".log"))
+        given = ["distill", str(taught.folder), *commands.settings(values), "--out", str(folder), *begun]
+        commands.run(given, folder.with_suffix(".log"))
     return made
 
 

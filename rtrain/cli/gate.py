@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from rtrain.cli.options import Artefact, Json, Set, answering, is_remote, overrides_of
+from rtrain.cli.options import Artefact, Json, Set, answering, overrides_of
 from rtrain.cli.output import show
 from rtrain.errors import ConfigError, Problem
 
@@ -26,6 +26,7 @@ def gate(
 ) -> None:
     """Promote, hold or refuse an artefact: its score, slices, latency and size beside its base's, on this machine.
     The verdict is written into an artefact that is a folder here; the exit code is 0 if it is promoted, else 1."""
+    from rtrain import remote
     from rtrain.gate import gate as gates, sides, told
     from rtrain.report.live.progress import Line, then
 
@@ -38,11 +39,11 @@ def gate(
     chosen, settings = sides.find(folder, base, overrides)
     with Line(context.obj) as line:
         found = gates.run(chosen, settings, thorough=True, on_event=line)
-        if not is_remote(candidate):
+        if not (copied := remote.is_copy(folder)):
             gates.record(folder, found)
     promoted = found["verdict"] == "promote"
     way_on = [then("serve", folder)] if promoted else []
-    if is_remote(candidate):
+    if copied:
         way_on = ["the verdict is not written: the artefact is a copy; gate it where it is made, and publish it then"]
     show(found, as_json, told.text(found), context.obj.text(), *way_on)
     if not promoted:

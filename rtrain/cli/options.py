@@ -166,7 +166,7 @@ def resumable(run: Path, *words: object) -> Iterator[None]:
 def answering(given: str) -> Path:
     """The artefact, by its absolute path, that the folder or the address given to a verb stands for; said where it is
     another one."""
-    if is_remote(given):
+    if "://" in given:
         from rtrain import remote
 
         found = remote.fetch(given, say=lambda line: print(line, file=sys.stderr))
@@ -175,11 +175,6 @@ def answering(given: str) -> Path:
     if str(found) != os.path.abspath(given):
         print(f"answering with {shown(found)}", file=sys.stderr)
     return found
-
-
-def is_remote(given: str) -> bool:
-    """Whether an artefact is named by its address: of a folder that is here it is the cached copy that is read."""
-    return "://" in given
 
 
 def chosen_run(folder: Path) -> Path:

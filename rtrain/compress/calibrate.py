@@ -18,6 +18,7 @@ from rtrain.compress.graphs import Export, Quantized, Sample
 from rtrain.config.recipe import Quantize
 from rtrain.data.stores.store import Store
 from rtrain.gate import latency
+from rtrain.network import rounding
 
 PRICE_SECONDS = 2.0
 """About how long it is measured what operations in float cost."""
@@ -41,8 +42,7 @@ class Job:
     @cached_property
     def rows(self) -> Ints:
         """Positions of the training rows that calibrate, evenly spread over the index."""
-        total = self.store.rows(SPLIT)
-        return np.unique(np.linspace(0, total - 1, min(self.settings.calibration_rows, total)).astype(np.int64))
+        return export_check.evenly(self.store.rows(SPLIT), self.settings.calibration_rows)
 
     def answered_by(self, engine: predict.Engine) -> predict.Predictor:
         """The artefact with another engine under it."""
@@ -76,6 +76,9 @@ def write(job: Job, say: Callable[[str, str], None]) -> dict[str, Any]:
     report: dict[str, Any] = {"export": asdict(export_check.check(float_one, network, job.store))}
     if job.settings.kind == "weights":
         graph = exported.weights_only()
+    elif (learned := job.folder / rounding.FILE).is_file():
+        graph = exported.rounded(rounding.Quantizers.read(learned))
+        report["quantization_aware"] = True
     else:
         say(f"measuring scales on {len(samples):,} training rows", "scales")
         graph = exported.calibrated(samples)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rtrain import artifact, config as configuration, engines, events
-from rtrain.compress import student, teacher as answers
+from rtrain.compress import ranges, student, teacher as answers
 from rtrain.config import Config
 from rtrain.data import records
 from rtrain.data.formats import digests
@@ -108,6 +108,8 @@ def prepare(
     alike = teacher.reads_alike(model.resolve(config.recipe.model.name, tokens_root or folder.parent))
     taught = partial(answers.teach, teacher.folder, teacher.made, decided, alike=alike, on_event=on_event)
     prepared = preparing.prepare(config, folder, reuse, tokens_root, source=source, taught=taught)
+    if config.recipe.distill.quantization_aware:
+        ranges.begin(prepared)
     return replace(prepared, teacher=teacher.folder)
 
 
@@ -142,6 +144,8 @@ def refused(config: Config, teacher: Teacher, weights: Path) -> list[Problem]:
     found = [] if teacher.reads_alike(weights) else _of_other_tokens(config, weights)
     if inner.active(recipe.distill):
         found += inner.problems(recipe, weights, teacher.folder)
+    if recipe.distill.quantization_aware:
+        found += ranges.problems(recipe, weights)
     if recipe.distill.confidence and recipe.distill.unlabelled is None:
         fix = "name them with distill.unlabelled, or leave it out"
         found.append(Problem("distill.confidence", recipe.distill.confidence, "there are no rows to choose from", fix))

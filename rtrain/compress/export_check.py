@@ -56,8 +56,12 @@ def of_every_length(lengths: Int32s, most: int = ROWS) -> Iterator[tuple[str, In
     for place in np.unique(places):
         rows = np.flatnonzero(places == place)
         rows = rows[np.argsort(lengths[rows], kind="stable")]
-        spread = np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64))
-        yield bucket(int(lengths[rows[0]])), rows[spread]
+        yield bucket(int(lengths[rows[0]])), rows[evenly(len(rows), most)]
+
+
+def evenly(of: int, most: int) -> Ints:
+    """At most so many places of a list of `of` rows, evenly spread over it."""
+    return np.unique(np.linspace(0, of - 1, min(most, of)).astype(np.int64))
 
 
 def _difference(graph: Predictor, network: Predictor, store: Store, rows: Ints) -> float:

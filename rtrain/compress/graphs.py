@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from rtrain.network.rounding import Quantizers
 from rtrain.predict import Engine
 
 if TYPE_CHECKING:
@@ -48,6 +49,10 @@ class Exported(Protocol):
 
     def calibrated(self, samples: Sequence[Sample]) -> Quantized:
         """Int8 weights and activations; `samples` set the static scales of the activations."""
+        ...
+
+    def rounded(self, quantizers: Quantizers) -> Quantized:
+        """As the network was trained to round; nothing is calibrated. Engines whose entry says `learns` alone."""
         ...
 
     def weights_only(self) -> Quantized:

@@ -16,18 +16,21 @@ import numpy as np
 
 from rtrain import artifact, engines, events, predict, reference, score
 from rtrain.batch import Head, Ints
-from rtrain.compress import calibrate, fallback, host, vocabulary
+from rtrain.compress import calibrate, fallback, vocabulary
 from rtrain.config import Recipe
 from rtrain.config.recipe import Quantize
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.gate import gate, told
+from rtrain.network import int8, rounding
 from rtrain.run import Run
 from rtrain.tasks import base
 
 SERVED = ("tokenizer.json", "config.json")
 """Files of the float artefact that its int8 one is served by. The others are for Transformers, which has no weights to
 read here: a vocabulary as vocab.txt is in tokenizer.json too."""
+KEPT = 0.995
+"""Least share of the float score that int8 should keep. Below, it is said how to train the model to be rounded."""
 REFERENCE_ROWS = 4000
 """Most validation rows whose answers are kept as histograms."""
 ALONE_ROWS = 4000
@@ -51,7 +54,7 @@ def run(
     if not engines.get(parent.engine).gradients:
         raise UserError(f"{parent_folder} is quantized already; name the run of its float parent")
     trims = recipe.compress.vocabulary == "trim" and "vocabulary" not in parent.lineage
-    refuse(recipe.quantize.engine, trims)
+    refuse(recipe.quantize.engine, trims, learned=(parent_folder / rounding.FILE).is_file())
     store = Store(store_folder)
     started = time.perf_counter()
     whole = out.resolve()  # behind a link, the folder that it names: what is published there is renamed
@@ -67,7 +70,7 @@ def run(
         made = replace(parent, engine=recipe.quantize.engine, lineage=lineage, golden=(), metrics={})
         on_event(events.doing(f"scoring both models on {store.rows('test'):,} test rows", "scores"))
         report, answered = _measure(parent_folder, draft, parent, made, store)
-        report |= {"engine": made.engine, "kind": recipe.quantize.kind, "host": asdict(host.of_processor()), **found}
+        report |= {"engine": made.engine, "kind": recipe.quantize.kind, "host": asdict(int8.of_processor()), **found}
         made = replace(made, metrics={"test": report["test"]})
         artifact.write(
             draft,
@@ -87,7 +90,8 @@ def run(
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    return {**report, "seconds": round(time.perf_counter() - started, 2), "artifact": str(out)}
+    seconds = round(time.perf_counter() - started, 2)
+    return {**report, "seconds": seconds, "run": str(parent_run), "artifact": str(out)}
 
 
 def refuse_out(out: Path) -> None:
@@ -104,11 +108,15 @@ def refuse_out(out: Path) -> None:
     )
 
 
-def refuse(engine: str, trims: bool) -> None:
+def refuse(engine: str, trims: bool, learned: bool = False) -> None:
     """Raise before anything is computed: `UserError` where the engine is not installed, `ConfigError` where it is asked
-    for what it cannot do."""
+    for what it cannot do. `learned`: the model was trained to be rounded."""
     entry = engines.get(engine)
     engines.needed(engine, entry.libraries)
+    if learned and not entry.learns:
+        reason = f"the model was trained to be rounded (distill.quantization_aware), of which {engine} makes no graph"
+        able = " or ".join(name for name in engines.quantized() if engines.get(name).learns)
+        raise ConfigError([Problem("quantize.engine", engine, reason, f"write {able}")])
     if trims and not entry.cuts_vocabulary:
         reason = f"a finished graph of {engine} is not trimmed"
         fix = "trim before rtrain train or rtrain distill, or take the engine openvino"
@@ -119,11 +127,13 @@ def _told(settings: Quantize, found: dict[str, Any]) -> dict[str, Any]:
     """What the lineage says of how the graph was made."""
     if settings.kind == "weights":
         return {"kind": settings.kind}
+    aware = {"quantization_aware": True} if found.get("quantization_aware") else {}
     reverted = found.get("fallback", {}).get("reverted")
     flips = {} if settings.flips is None else {"flips": settings.flips}
     return {
         "calibration_rows": settings.calibration_rows,
         **flips,
+        **aware,
         **({"reverted": reverted} if reverted else {}),
     }
 
@@ -142,12 +152,31 @@ def report_text(report: dict[str, Any]) -> str:
             *table,
             f"answers that differ from the float model's: {report['flips_against_parent']:.2%}",
             f"answers that differ between alone and in a batch: {apart:.2%} (logits by {moved:.3f} at most)",
+            *aware_text(report),
             *_vocabulary_text(report),
             *_graph_text(report),
             f"gate: {told.sentence(report['gate'])}",
             f"artefact: {report['artifact']}",
         ]
     )
+
+
+def kept(before: float, after: float) -> float:
+    """The share of a headline that is left: 1 minus what is lost of its magnitude, since some are negative."""
+    return 1 - (before - after) / abs(before) if before else 1.0
+
+
+def aware_text(report: dict[str, Any]) -> list[str]:
+    """What to do where int8 loses more than it may, and is not by a network that was trained for it."""
+    name = next(name for name in report["test"] if name != "rows")
+    left = kept(report["parent"][name], report["test"][name])
+    if left >= KEPT or report.get("quantization_aware") or "run" not in report:
+        return []
+    settings = "--set distill.layers=null --set distill.quantization_aware=true"
+    return [
+        f"int8 keeps {left:.4f} of the float {name}, less than {KEPT}; a student as large that is trained to "
+        f"be rounded keeps more: rtrain distill {report['run']} {settings}"
+    ]
 
 
 def _graph_text(report: dict[str, Any]) -> list[str]:
@@ -171,7 +200,7 @@ def _graph_text(report: dict[str, Any]) -> list[str]:
         )
         lines.append(f"  it costs {back['megabytes_added']:.1f} MB; {times}")
     if (found := report.get("host")) is not None:
-        lines.append(host.Int8(**found).text)
+        lines.append(int8.Int8(**found).text)
     return lines
 
 
@@ -210,22 +239,22 @@ def _measure(
     """(scores of both artefacts on the test rows and the shares of int8 answers that differ from the parent's, and that
     differ between being asked alone and in a batch; the answers of parent and int8)"""
     alone_rows = np.arange(min(store.rows("test"), ALONE_ROWS))
-    int8, every = predict.Predictor(draft, made), np.arange(store.rows("test"))
+    small, every = predict.Predictor(draft, made), np.arange(store.rows("test"))
     float_answers = score.on_split(predict.Predictor(parent_folder, parent), store, "test", every)
-    batched = score.on_split(int8, store, "test", every)
-    alone = score.on_split(int8, store, "test", alone_rows, batch_rows=1)
+    batched = score.on_split(small, store, "test", every)
+    alone = score.on_split(small, store, "test", alone_rows, batch_rows=1)
     together = score.Answered(batched.outputs[: len(alone_rows)], batched.outcomes.take(alone_rows))
 
     moved = [float(np.abs(one - other).max()) for one, other in zip(alone.outputs, together.outputs, strict=True)]
 
     def flips(found: score.Answered, other: score.Answered, rows: Ints) -> float:
         targets = store.targets("test", rows)
-        one, two = (fallback.decided(int8.task, int8.head, side, targets).answers for side in (found, other))
+        one, two = (fallback.decided(small.task, small.head, side, targets).answers for side in (found, other))
         return fallback.flips(one, two)
 
     report = {
-        "test": score.scores(int8, batched, store),
-        "parent": score.scores(int8, float_answers, store),
+        "test": score.scores(small, batched, store),
+        "parent": score.scores(small, float_answers, store),
         "flips_against_parent": flips(batched, float_answers, every),
         "flips_alone_against_batch": flips(alone, together, alone_rows),
         "largest_logit_difference_alone_against_batch": max(moved, default=0.0),

@@ -37,8 +37,9 @@ def start(teacher: Path, chosen: Distill, root: Path) -> Path:
         raise UserError(f"{teacher}: its config.json does not count its layers, so none can be left out")
     depth = int(document[counted])
     layers = chosen.layers or depth
-    # One as large learns from the rows that its teacher was not trained on.
-    if layers > depth or (layers == depth and chosen.width is None and chosen.unlabelled is None):
+    # One as large learns from the rows that its teacher was not trained on, or to be rounded.
+    as_large = layers == depth and chosen.width is None
+    if layers > depth or (as_large and chosen.unlabelled is None and not chosen.quantization_aware):
         fix = f"write {depth - 1} or less" if layers >= depth > 1 else "name another one with distill.student"
         raise ConfigError([Problem("distill.layers", chosen.layers, f"the teacher has {depth} layers", fix)])
     after = {**document, counted: layers}

@@ -28,6 +28,7 @@ from rtrain.errors import UserError
 from rtrain.gate import decision, footprint, latency, rivals as plain, rows
 from rtrain.gate.decision import Measured, Word
 from rtrain.gate.rows import Answers, Both, Judged, Unequal
+from rtrain.network import int8
 from rtrain.predict import Predictor
 from rtrain.report.answer_rows import SPLITS
 
@@ -167,6 +168,7 @@ def host(threads: int) -> dict[str, Any]:
     return {
         "name": platform.node(),
         "processor": platform.machine(),
+        "int8": list(int8.of_processor().instructions),
         "cores": env.cores(),
         "threads": threads,
         "python": platform.python_version(),

@@ -23,7 +23,7 @@ from rtrain.exchange import ranks, whole
 from rtrain.exchange.alive import Watch
 from rtrain.metrics import scores
 from rtrain.metrics.by_output import metric_for
-from rtrain.network import beside, model, packed, pooling, precision as formats, sentence, trimming
+from rtrain.network import beside, model, packed, pooling, precision as formats, rounding, sentence, trimming
 from rtrain.report import cost
 from rtrain.run import Run
 from rtrain.runs import machines, notice, predictions, recovery, smaller
@@ -132,6 +132,8 @@ class _Worker:
             lambda: model.build(self._source, task, labels, recipe.train.seed, recipe.model, **how)
         )
         network = ranks.together(self.watch, read)
+        if (begun := quantizers(recipe, self._run)) is not None:
+            rounding.attach(network, begun)
         if recipe.train.gradient_checkpointing:
             model.keep_inputs_alone(network)
         model.place(network, _device())
@@ -230,6 +232,18 @@ class _Worker:
         ranks.together(self.watch, write)  # no rank leaves, and so ends the run, before the artefact is written
 
 
+def quantizers(recipe: Recipe, run: Run) -> rounding.Quantizers | None:
+    """What a student begins to round by; None where it is not trained to be rounded."""
+    if not (recipe.distill.teacher and recipe.distill.quantization_aware):
+        return None
+    if not run.quantizers.is_file():
+        raise UserError(
+            f"{run.quantizers} is missing, by which the student of distill.quantization_aware rounds: train it with "
+            "`rtrain distill` and the teacher's run"
+        )
+    return rounding.Quantizers.read(run.quantizers)
+
+
 def _device() -> "torch.device":
     """The GPU that Ray gave this worker, else the CPU. A GPU that was given to nobody is left alone, and one that is
     only counted cannot be computed on."""
@@ -323,6 +337,8 @@ def export(
     draft = job.run.folder / f".artifact.{uuid.uuid4().hex[:8]}"
     mean = job.recipe.model.pooling == "mean"
     pooling.save(network, draft, mean=mean, weights=beside.without(weights))
+    if (begun := quantizers(job.recipe, job.run)) is not None:
+        rounding.learned(begun, weights).write(draft / rounding.FILE)
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, draft / name)

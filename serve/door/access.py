@@ -6,9 +6,11 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 
+from rtrain import engines, remote
 from rtrain.artifact import Artifact, ArtifactError, is_compressed, refusal
 from rtrain.config import Serve
 from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.network import int8
 from rtrain.run import shown
 
 
@@ -74,9 +76,14 @@ def admit(made: Artifact, folder: Path, settings: Serve, say: Callable[[str], No
     it has held, which may be as good as its base: the rows are few, or the machine that gated it was busy. The float
     model of a run needs no gate: there is nothing that it must not be worse than, unless somebody has set it beside
     another one."""
+    if slower := _slower_here(made):
+        say(f"artefact {folder}: {slower}; to know: rtrain gate {shown(folder)}")
     if settings.ungated or not (is_compressed(made) or refusal(made.gate, made.version)):
         return
-    ways = f"gate it: rtrain gate {shown(folder)} --against BASE; or serve it all the same, by --ungated"
+    gate = f"gate it: rtrain gate {shown(folder)} --against BASE"
+    if remote.is_copy(folder):
+        gate = "it is a copy: gate it where it is made, and publish it with its verdict"
+    ways = f"{gate}; or serve it all the same, by --ungated"
     if made.gate is None:
         raise ArtifactError(f"artefact {folder} was made smaller, and no gate has looked at it; {ways}")
     if made.gate.get("version") != made.version:
@@ -89,6 +96,13 @@ def admit(made: Artifact, folder: Path, settings: Serve, say: Callable[[str], No
     elif word != "promote":
         said = "refused" if word == "refuse" else "not promoted"
         raise ArtifactError(f"artefact {folder} was {said} by the gate: {reasons}. To serve it all the same: --ungated")
+
+
+def _slower_here(made: Artifact) -> str | None:
+    """Why the gate's latency of an int8 artefact does not hold on this processor."""
+    if engines.get(made.engine).gradients or not made.gate:
+        return None
+    return int8.slower_here((made.gate.get("host") or {}).get("int8"), int8.of_processor())
 
 
 def is_loopback(host: str) -> bool:

@@ -1,5 +1,6 @@
 """Whether this processor multiplies int8 matrices by instructions of its own."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,21 @@ class Int8:
         )
 
 
+def of_flags(flags: Collection[str]) -> Int8:
+    """By the flags of a processor, as /proc/cpuinfo has them; none: it could not be asked. Pure."""
+    return Int8(tuple(name for name, names in FLAGS.items() if names.intersection(flags)), known=bool(flags))
+
+
 def of_processor(cpuinfo: Path = CPUINFO) -> Int8:
-    flags = flags_of(cpuinfo)
-    return Int8(tuple(name for name, names in FLAGS.items() if flags & names), known=bool(flags))
+    return of_flags(flags_of(cpuinfo))
+
+
+def slower_here(measured: Sequence[str] | None, here: Int8) -> str | None:
+    """What is to be said of a latency that was measured on a processor with the instructions `measured` (None: nobody
+    knows), where `here` has none of them; None where it may be as it was. Pure."""
+    if not measured or not here.known or here.instructions:
+        return None
+    return (
+        f"its latency was measured by a processor with int8 by {' and '.join(measured)}, which this one lacks: here "
+        "int8 may be slower than the float model"
+    )
