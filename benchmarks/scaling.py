@@ -93,8 +93,8 @@ def measured(folder: Path, rounds: int, precision: str) -> dict[str, Any]:
     def sent(job: Job) -> float:
         """Seconds of a worker's processor of an exchange."""
         nothing = Compute(0.0, 0.0)
-        of = work_of(folder, job, cores)
-        return scaling.update(nothing, of, links.uniform(busy), cores, job.passes, hides=False).seconds
+        fabric, of = links.uniform(busy), work_of(folder, job, cores)
+        return scaling.update(nothing, of, fabric, cores, job.passes, hides=False).exchange_s
 
     few, many = (
         (job.passes, least(together[cores], BASE.index(job), "processor_s") - sent(job)) for job in (first, last)
@@ -131,7 +131,8 @@ def row(what: str, fitted: bool, foretold: float, taken: float) -> dict[str, Any
 
 def least(workers: Sequence[Sequence[Sequence[Taken]]], place: int, clock: str) -> float:
     """Of a job's rounds the least, of the worker that took the most."""
-    return max(min(getattr(one, clock) for one in worker[place]) for worker in workers)
+    found: list[float] = [min(getattr(one, clock) for one in worker[place]) for worker in workers]
+    return max(found)
 
 
 def work_of(folder: Path, job: Job, workers: int) -> Work:
