@@ -13,8 +13,9 @@ import yaml
 
 from rtrain import config as configuration, events
 from rtrain.cli import app as cli
+from rtrain.cluster import prices
 from rtrain.config import Config
-from rtrain.doctor.forecast import facts, layouts, memory, pace, plan, prices
+from rtrain.doctor.forecast import facts, layouts, memory, money, pace, plan
 from rtrain.doctor.forecast.memory import Need
 from rtrain.errors import ConfigError, UserError
 from rtrain.run import Run
@@ -77,7 +78,7 @@ def test_an_entry_that_is_no_price_is_refused(tmp_path: Path, text: str) -> None
 def test_interruptions_repeat_and_are_paid_for() -> None:
     """4 nodes, 10 hours, one interruption in 100 hours of a node: 0.4 of them, each of which costs half an hour."""
     nodes = {"worker": (4, prices.Price(1.0, 0.4, 0.01))}
-    found = prices.cost(10.0, nodes, prices.of(0.1), repeats_s=1500, restart_s=300)
+    found = money.cost(10.0, nodes, prices.of(0.1), repeats_s=1500, restart_s=300)
     assert found.dollars == pytest.approx(10 * 4.1)
     assert found.repeated_hours == pytest.approx(10 * 0.04 * 0.5 / (1 - 0.02))
     assert found.interruptions == pytest.approx(0.04 * (10 + found.repeated_hours))
@@ -86,7 +87,7 @@ def test_interruptions_repeat_and_are_paid_for() -> None:
 
 def test_nodes_that_are_taken_away_faster_than_they_train_never_end() -> None:
     nodes = {"worker": (100, prices.Price(1.0, 0.4, 1.0))}
-    assert prices.cost(1.0, nodes, None, repeats_s=60, restart_s=300).repeated_hours == float("inf")
+    assert money.cost(1.0, nodes, None, repeats_s=60, restart_s=300).repeated_hours == float("inf")
 
 
 # ----------------------------------------------------------------------------------------------------------- the way in

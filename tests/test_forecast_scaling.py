@@ -7,7 +7,7 @@ import pytest
 from rtrain.doctor.forecast import links, scaling
 from rtrain.doctor.forecast.calibrate import Exchanged, fitted, on_workers, spread
 from rtrain.doctor.forecast.links import PRESETS, Fabric, Link, quickest, ring, tree, uniform
-from rtrain.doctor.forecast.scaling import Compute, Work, between, carried, of_epochs, slowest
+from rtrain.doctor.forecast.scaling import Compute, Host, Work, between, carried, of_epochs, slowest
 
 LINK = Link("made up", 0.0, 1e-3, 1e-3, 1e9)
 WORK = Work(flops=1e9, gradient=100e6, weights=400e6)
@@ -89,6 +89,41 @@ def test_efficiency_falls_up_to_4096_workers_and_one_has_all_of_it() -> None:
     assert 0.5 < found[-1].efficiency < 0.95
 
 
+# ----------------------------------------------------------------------------------------------------------- one host
+
+ALONE, FULL = Compute(0.1, 0.2, 0.05), Compute(0.12, 0.26)
+
+
+def test_workers_with_a_core_each_compute_as_those_of_a_full_host_or_in_between() -> None:
+    host = Host(4, FULL)
+    found = {workers: host.compute(ALONE, workers) for workers in (1, 2, 4)}
+    assert found[1] == ALONE
+    assert (found[2].step_s, found[2].pass_s) == pytest.approx((0.1 + 0.02 / 3, 0.2 + 0.06 / 3))
+    assert (found[4].step_s, found[4].pass_s, found[4].spread) == pytest.approx((0.12, 0.26, 0.05))
+
+
+def test_workers_that_share_cores_take_turns_and_wait_for_nobody() -> None:
+    """8 workers on 2 cores: all that needs a processor takes four times as long, the exchange too."""
+    host, fabric = Host(2, FULL), uniform(LINK)
+    two, eight = (scaling.update(ALONE, WORK, fabric, workers, 3, hides=False, host=host) for workers in (2, 8))
+    assert two.compute_s == pytest.approx(FULL.seconds(3))
+    assert two.waiting_s > 0
+    assert eight.compute_s == pytest.approx(4 * FULL.seconds(3))
+    assert eight.waiting_s == 0.0
+    assert two.exchange_s == pytest.approx(fabric.seconds(WORK.gradient, 2))
+    assert eight.exchange_s == pytest.approx(4 * fabric.seconds(WORK.gradient, 8))
+
+
+def test_a_host_of_one_core_is_full_of_one_worker_s_turns() -> None:
+    assert Host(1, ALONE).compute(ALONE, 3).seconds(2) == pytest.approx(3 * ALONE.seconds(2))
+
+
+def test_each_message_of_an_exchange_has_its_latency() -> None:
+    many = Work(WORK.flops, WORK.gradient, WORK.weights, messages=5)
+    one, five = (scaling.update(ALONE, work, uniform(LINK), 2, hides=False) for work in (WORK, many))
+    assert five.exchange_s - one.exchange_s == pytest.approx(4 * 2 * 1e-3)
+
+
 # -------------------------------------------------------------------------------------------------------- the slowest
 
 
@@ -137,6 +172,8 @@ def test_processes_exchange_and_are_timed() -> None:
     found = calibrate.exchanges(2, sizes=(1 << 10, 1 << 20), rounds=2)
     assert [one.size for one in found] == [1 << 10, 1 << 20]
     assert all(0 < one.seconds < 60 for one in found)
+    assert [one.seconds for one in calibrate.by_processor(found)] == [one.processor_s for one in found]
+    assert all(one.processor_s > 0 for one in found)
 
 
 def test_what_one_worker_raises_is_raised() -> None:

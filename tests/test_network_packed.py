@@ -158,6 +158,29 @@ def test_the_gradient_of_attention_with_dropout_is_the_one_of_its_answer() -> No
     assert torch.equal(answer(query, key, value, seed=1), answer(query, key, value))
 
 
+@pytest.mark.parametrize(("kind", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_every_window_of_every_group_answers_for_itself(kind: torch.dtype, tolerance: float) -> None:
+    """Answers and gradients, beside those of each window alone in float64; groups of 1 to 31 tokens, which half
+    precision computes otherwise from 16 on, and of more."""
+    chosen = layout.layout_of(rows([120, 117, 31, 25, 18, 18, 17, 16, 9, 2, 1]), 2, torch.device("cpu"))
+    assert len(chosen.groups) > 1
+    torch.manual_seed(0)
+    shape = (1, 2, int(chosen.sizes.sum()), 8)
+    parts = [torch.randn(shape, dtype=torch.float64).to(kind).requires_grad_() for _ in range(3)]
+    alone = [part.detach().double().requires_grad_() for part in parts]
+    found = attention.packed(torch.nn.Module(), *parts, None, layout=chosen)[0]
+    query, key, value = (part.split(chosen.sizes.tolist(), 2) for part in alone)
+    each = [torch.softmax(q @ k.transpose(2, 3) * 8**-0.5, -1) @ v for q, k, v in zip(query, key, value, strict=True)]
+    expected = torch.cat(each, 2).transpose(1, 2)
+    weight = torch.randn(expected.shape, dtype=torch.float64)
+    (found.double() * weight).sum().backward()
+    (expected * weight).sum().backward()
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    for part, other in zip(parts, alone, strict=True):
+        assert part.grad is not None
+        torch.testing.assert_close(part.grad.double(), other.grad, rtol=4 * tolerance, atol=4 * tolerance)
+
+
 def test_an_artefact_of_a_packed_network_is_one_that_transformers_loads(tmp_path: Path) -> None:
     folder = make_encoder(tmp_path / "encoder")
     network = model.build(folder, base.get("classification"), ("a", "b"), 0)

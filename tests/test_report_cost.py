@@ -74,13 +74,33 @@ def test_else_it_is_that_of_the_machines_as_listed() -> None:
     assert found["price"] == "list prices on demand"
 
 
+def test_the_prices_of_a_file_are_those_of_its_command_alone() -> None:
+    """Two hours of a machine at 3 by the file and of one that the file does not name, then one hour without a file."""
+    filed = (0.0, cost.PRICES, {"dollars": {"c7i.2xlarge": 3.0}})
+    first = [(0, "tokenised", {}), filed, told(0, machine("m7i.large"), machine("c7i.2xlarge")), trained(2.0)]
+    second = [(9.0, "tokens_reused", {}), told(9.0, machine("c7i.2xlarge")), trained(10.0)]
+    found = cost.cost(commands(log(*first, *second)), 10)
+    assert found is not None
+    listed = 2 * BY_NAME["m7i.large"].dollars + BY_NAME["c7i.2xlarge"].dollars
+    assert found["money"] == pytest.approx(2 * 3.0 + listed)
+    assert found["price"] == "list prices on demand and prices of a file"
+
+
+def test_a_file_may_price_machines_that_no_list_has() -> None:
+    filed = (0.0, cost.PRICES, {"dollars": {"a machine of our own": 0.5}})
+    events = log((0, "tokenised", {}), filed, told(0, machine("a machine of our own")), trained(2.0))
+    found = cost.cost(commands(events), 10)
+    assert found is not None
+    assert (found["money"], found["price"]) == (pytest.approx(1.0), "prices of a file")
+
+
 @pytest.mark.parametrize("name", [None, "a machine of our own"])
 def test_a_price_that_is_not_known_is_not_made_up(name: str | None) -> None:
     events = log((0, "tokenised", {}), told(0, machine("m7i.large"), machine(name)), trained(2.0))
     found = cost.cost(commands(events), 10)
     assert found is not None
     assert (found["money"], found["price"], found["tokens_per_money"]) == (None, "unknown", None)
-    assert "its price is unknown (--set tune.price=..." in cost.sentence(found)
+    assert "its price is unknown (name it in a file: --set cluster.prices=FILE)" in cost.sentence(found)
     assert "16 core-hours" in cost.sentence(found)
 
 

@@ -343,3 +343,23 @@ def test_urls_and_names_are_no_paths(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     assert opening.absolute(made(data__path=path)).recipe.data.path == path
     assert opening.absolute(made()).recipe.model.name == "minilm"
+
+
+def test_a_worker_s_hour_is_priced_by_the_file_where_no_setting_says_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "prices.yaml"
+    file.write_text("worker: {on_demand: 0.04}\nx9.large: {on_demand: 2}\n")
+    asked = {"cluster.prices": "prices.yaml", "tune.money": 5}
+    found = opening.absolute(config.load("intent", asked)).deploy
+    assert (found.cluster.prices, found.tune.price) == (str(file), 0.04)
+    own = opening.absolute(config.load("intent", {**asked, "tune.price": 0.1})).deploy
+    assert own.tune.price == 0.1
+    file.write_text("x9.large: {on_demand: 2}\n")
+    with pytest.raises(ConfigError, match="no price of a worker's hour"):
+        opening.absolute(config.load("intent", asked))
+    assert opening.absolute(config.load("intent", {"cluster.prices": "prices.yaml"})).deploy.tune.price is None
+    file.unlink()
+    with pytest.raises(ConfigError, match="no such file"):
+        opening.absolute(config.load("intent", asked))

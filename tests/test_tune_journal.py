@@ -125,6 +125,12 @@ def test_a_trial_has_cost_what_it_took_until_it_failed_or_diverged() -> None:
     assert [trial.seconds for trial in replay(events).trials] == [40.0, 30.0, 20.0, 0.0]
 
 
+def test_the_noise_scale_is_known_once_it_was_written_down() -> None:
+    asked = {"kind": "asked", "trial": 0}
+    assert replay([asked]).noise is None
+    assert replay([asked, {"kind": "noise", "rows": 180}]).noise == 180
+
+
 def test_a_search_that_was_stopped_may_be_reopened() -> None:
     stopped = {"kind": "stopped", "why": "30 minutes are over", "budget": {"minutes": 30.0}}
     found = replay([{"kind": "asked", "trial": 0}, stopped])

@@ -4,6 +4,7 @@ Everything that is known is in the journal. A search that was killed reads it ag
 flight, and asks what it would have asked.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +15,7 @@ from rtrain import artifact, config as configuration
 from rtrain.config import Config
 from rtrain.data import records
 from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.exchange import noise
 from rtrain.network import model
 from rtrain.run import Run
 from rtrain.runs import driver, opening
@@ -278,10 +280,10 @@ class _Search:
         if best is None or self._tune.objective != "score" or self._tune.sampler in ("random", "grid"):
             return None
         gain = ask_tell.expected_gain(self._dimensions, self._told(), self._seed)
-        noise = max(finals.spread(self._history) or 0.0, finals.row_noise(best, self._steering) or 0.0)
-        if gain is None or gain >= noise:
+        chance = max(finals.spread(self._history) or 0.0, finals.row_noise(best, self._steering) or 0.0)
+        if gain is None or gain >= chance:
             return None
-        return f"another trial is expected to gain {gain:.2g}, and chance alone makes {noise:.2g}"
+        return f"another trial is expected to gain {gain:.2g}, and chance alone makes {chance:.2g}"
 
     def _told(self) -> list[ask_tell.Told]:
         """What the sampler is told: where each trial stands in the space, and what it came to at the first rung, where
@@ -295,6 +297,7 @@ class _Search:
 
     def _propose(self) -> int | None:
         """The number of the next trial; None where every point of the space was tried."""
+        self._cap()
         number, points = len(self._history.trials), self._tune.points
         if 0 < number <= len(points):
             return self._ask(space.overrides(self._config, points[number - 1]), "points")
@@ -307,6 +310,18 @@ class _Search:
             planned=self._planned,
         )
         return None if found is None else self._ask(space.overrides(self._config, found[0]), found[1])
+
+    def _cap(self) -> None:
+        """Leave updates out of the space that have many more rows than the noise of trial 0's gradients asks for, once
+        its log tells that. It is written down: a search that is resumed asks what it would have asked."""
+        rows = self._history.noise
+        if rows is None:
+            scale = noise.of_run(self._search.trial(0).events())
+            if scale is None or scale.high is None:
+                return
+            rows = math.ceil(scale.high)
+            self._record.write("noise", rows=rows)
+        self._dimensions = space.under(self._config, self._dimensions, rows)
 
     def _ask(self, settings: Mapping[str, Any], by: str, **more: Any) -> int:
         number = len(self._history.trials)

@@ -45,7 +45,7 @@ def plan(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure exchanges between two processes here, for those within a node.")
     ] = False,
-    prices: Annotated[Path | None, typer.Option("--prices", help="File of prices.")] = None,
+    prices: Annotated[Path | None, typer.Option("--prices", help="File of prices, in place of cluster.prices.")] = None,
     write_prices: Annotated[Path | None, typer.Option("--write-prices", help="Write such a file, to edit it.")] = None,
     search: Annotated[bool, typer.Option("--search", help="Of `rtrain tune`, not of one run.")] = False,
     choose_k: Annotated[
@@ -56,7 +56,8 @@ def plan(
 ) -> None:
     """Say whether a run fits on a cluster that does not run yet, how, and what memory, hours and money it takes.
     Nothing is started. A layout that would wait for ever is refused, with the nearest that would not."""
-    from rtrain.doctor.forecast import layouts, plan as planning, prices as pricing
+    from rtrain.cluster import prices as pricing
+    from rtrain.doctor.forecast import layouts, plan as planning
 
     if write_prices is not None:
         if write_prices.exists():
@@ -77,7 +78,8 @@ def plan(
     document = planning.read_cluster(cluster)
     nodes = layouts.of_document(document)
     layout = layouts.laid_out(config, nodes, searches=search)  # no torch until here: a refusal comes at once
-    table = pricing.table(prices, document.get("metadata"))
+    named = config.deploy.cluster.prices
+    table = pricing.table(prices or (named and Path(named)), document.get("metadata"))
     made = _planned(config, nodes, layout, table, (rows, tokens), (like, measure), search)
     show(made, as_json, *planning.text(made))
 

@@ -34,6 +34,9 @@ class Cluster(Section):
     storage: str | None = None
     """URL (s3://, gs://, file:// or another that fsspec knows). Each run's checkpoints, log and artefact are copied to
     `<storage>/<run>`; where the run folder is lost, `--resume` brings it back from there."""
+    prices: str | None = None
+    """File of prices (`rtrain plan --write-prices`), by which plans, the cost of a run and the budget of a search
+    count. Default: list prices on demand."""
 
 
 class Range(Section):
@@ -98,9 +101,10 @@ class Tune(Section):
     minutes: Annotated[float, Field(gt=0)] | None = None
     """Minutes after which no further trial is begun."""
     money: Annotated[float, Field(gt=0)] | None = None
-    """Money after which no further trial is begun; it needs tune.price."""
+    """Money after which no further trial is begun; it needs tune.price, or `worker` in the file `cluster.prices`."""
     price: Annotated[float, Field(gt=0)] | None = None
-    """Price of an hour of one worker."""
+    """Price of an hour of one worker. Default: that of `worker` in the file `cluster.prices`, as it stands when a run
+    or a search begins."""
     first_rung: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Share of a run's rows after which trials are first compared: the better half goes on, to twice the rows, and so
     on. The others are frozen, and can be thawed."""
@@ -234,7 +238,7 @@ def deploy_contradictions(deploy: Deploy) -> list[Problem]:
     if tune.cost != "training" and tune.objective != "front":
         reason = f"tune.objective={tune.objective} does not look at it"
         problems.append(Problem("tune.cost", tune.cost, reason, "write tune.objective=front too"))
-    if tune.money is not None and tune.price is None:
+    if tune.money is not None and tune.price is None and deploy.cluster.prices is None:
         problems.append(Problem("tune.price", None, "tune.money needs the price of a worker's hour", "write e.g. 0.04"))
     serve = deploy.serve
     if serve.max_replicas is not None and serve.max_replicas < serve.replicas:

@@ -12,7 +12,9 @@ from rtrain.cluster.instances import BY_NAME
 
 KIND = "machines"
 """The event of a start that tells its machines, and `price`, that of a worker's hour, where it is set."""
-OWN, LISTED, UNKNOWN = "tune.price", "list prices on demand", "unknown"
+PRICES = "prices"
+"""The event of a command whose machines have prices in a file (`cluster.prices`): its dollars by type of machine."""
+OWN, FILED, LISTED, UNKNOWN = "tune.price", "prices of a file", "list prices on demand", "unknown"
 Event = Mapping[str, Any]
 
 
@@ -24,6 +26,8 @@ class Paid:
     price: float | None
     """What a worker's hour costs."""
     hours: float
+    filed: Mapping[str, float]
+    """Dollars of an hour of a machine by its type, of the file of prices."""
 
     def of(self, what: str) -> float:
         """Hours times `workers`, `cores` or `gpus`."""
@@ -33,9 +37,16 @@ class Paid:
         """Dollars, or whatever the price of a worker's hour is in; None where a machine's price is not known."""
         if self.price is not None:
             return self.price * self.of("workers")
-        listed = [BY_NAME.get(one["instance"]) for one in self.machines]
-        known = [one.dollars for one in listed if one is not None]
-        return self.hours * sum(known) if len(known) == len(listed) else None
+        dollars = {**{name: one.dollars for name, one in BY_NAME.items()}, **self.filed}
+        known = [dollars[one["instance"]] for one in self.machines if one["instance"] in dollars]
+        return self.hours * sum(known) if len(known) == len(self.machines) else None
+
+    @property
+    def by(self) -> set[str]:
+        """Which prices these are."""
+        if self.price is not None:
+            return {OWN}
+        return {FILED if one["instance"] in self.filed else LISTED for one in self.machines}
 
 
 def paid(starts: Sequence[Sequence[Event]]) -> list[Paid] | None:
@@ -47,11 +58,12 @@ def paid(starts: Sequence[Sequence[Event]]) -> list[Paid] | None:
             if any(event["kind"] == "started" for event in events):  # by an earlier version
                 return None
             continue
+        filed: Mapping[str, float] = next((event["dollars"] for event in events if event["kind"] == PRICES), {})
         for one, place in enumerate(told):
             begin = events[0 if one == 0 else place]["time"]
             end = events[told[one + 1] if one + 1 < len(told) else -1]["time"]
             event = events[place]
-            found.append(Paid(event["machines"], event["price"], (end - begin) / 3600))
+            found.append(Paid(event["machines"], event["price"], (end - begin) / 3600, filed))
     return found
 
 
@@ -62,7 +74,7 @@ def cost(starts: Sequence[Sequence[Event]], real_tokens: int) -> dict[str, Any] 
         return None
     sums = [one.money() for one in found]
     money = None if None in sums else sum(one for one in sums if one is not None)
-    prices = {OWN if one.price is not None else LISTED for one in found}
+    prices = set().union(*(one.by for one in found))
     return {
         **{f"{what[:-1]}_hours": round(sum(one.of(what) for one in found), 6) for what in ("workers", "cores", "gpus")},
         "money": None if money is None else round(money, 6),
@@ -90,7 +102,7 @@ def sentence(found: Mapping[str, Any]) -> str:
     if found["gpu_hours"]:
         parts.append(f"{figure(found['gpu_hours'])} GPU-hours")
     if found["money"] is None:
-        parts.append("its price is unknown (--set tune.price=... is that of a worker's hour)")
+        parts.append("its price is unknown (name it in a file: --set cluster.prices=FILE)")
     else:
         tokens = f" ({found['tokens_per_money']:,} tokens for 1)" if found["tokens_per_money"] else ""
         parts.append(f"{figure(found['money'])} at {found['price']}{tokens}")

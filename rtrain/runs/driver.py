@@ -9,11 +9,11 @@ from typing import Any
 
 from rtrain import events, ray_internals
 from rtrain.checkpoints import checkpoint, replica
-from rtrain.cluster import supply
+from rtrain.cluster import prices, supply
 from rtrain.cluster.demand import Demand, places
 from rtrain.config import Cluster
 from rtrain.errors import TryAgain
-from rtrain.report import attributions, baseline, html, summary
+from rtrain.report import attributions, baseline, cost, html, summary
 from rtrain.report.live import trackers
 from rtrain.run import Run
 from rtrain.runs import failures, group, notice, opening, placement
@@ -66,6 +66,8 @@ def fit(
     told = events.Follow([(run.folder, {})], on_event), trackers.following(prepared.config, run, say)
     with opening.hold(run), told[0], told[1], notice.Asked(run) as asked, _Asking(prepared) as asking:
         plan.workers.taken(run)
+        if file := prepared.config.deploy.cluster.prices:
+            run.append(cost.PRICES, dollars={name: one.on_demand for name, one in prices.read(Path(file)).items()})
         try:
             _attempts(prepared, plan, say, asked, asking)
         except (KeyboardInterrupt, SystemExit, TryAgain):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from rtrain import config as configuration, hub
 from rtrain.checkpoints import checkpoint
+from rtrain.cluster import prices
 from rtrain.config import Config, Recipe
 from rtrain.data.formats import files
 from rtrain.errors import ConfigError, Problem, UserError, meant
@@ -82,9 +83,21 @@ def absolute(config: Config, resumed: Path | None = None) -> Config:
         paths |= _taken_over(configuration.load(str(Run(resumed).config)), config)
     if config.deploy.report.tensorboard_dir is not None:
         paths["report.tensorboard_dir"] = _absolute(config.deploy.report.tensorboard_dir)
+    if config.deploy.cluster.prices is not None:
+        paths |= _priced(config, _absolute(config.deploy.cluster.prices))
     if Path(recipe.model.name).expanduser().is_dir():
         paths["model.name"] = _absolute(recipe.model.name)
     return replace(configuration.with_overrides(config, paths), named=config.named)
+
+
+def _priced(config: Config, file: str) -> dict[str, object]:
+    """The file of prices, and of a worker's hour the price in it, where no setting says it."""
+    worker, tune = prices.read(Path(file)).get(prices.WORKER), config.deploy.tune
+    if tune.money is not None and tune.price is None and worker is None:
+        fix = f"add a line to it: {prices.WORKER}: {{on_demand: 0.04}}"
+        raise ConfigError([Problem("tune.money", tune.money, f"{file} has no price of a worker's hour", fix)])
+    own = worker.on_demand if worker and tune.price is None else tune.price
+    return {"cluster.prices": file, "tune.price": own or None}
 
 
 def stored(folder: Path, overrides: Mapping[str, Any] | None = None) -> Config:

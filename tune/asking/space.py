@@ -185,6 +185,23 @@ def _apart(config: Config, dimensions: Sequence[Dimension]) -> list[Problem]:
     return []
 
 
+def under(config: Config, dimensions: Sequence[Dimension], rows: int) -> tuple[Dimension, ...]:
+    """The dimensions without the updates that gain little by their rows, where `rows` is the gradients' noise scale: of
+    aggregation frequencies, and of rows per update, those up to the first that has so many."""
+    of_one = {FREQUENCY: config.recipe.train.workers * config.recipe.train.micro_batch, ROWS: 1}
+
+    def cut(one: Dimension) -> Dimension:
+        if one.name not in of_one or not one.ordered:
+            return one
+        enough = math.ceil(rows / of_one[one.name])
+        if one.choices:
+            kept = [value for value, before in zip(one.choices, (0, *one.choices), strict=False) if before < enough]
+            return replace(one, choices=tuple(kept))
+        return replace(one, high=max(one.low or 0, min(one.high or 0, enough)))
+
+    return tuple(map(cut, dimensions))
+
+
 # ------------------------------------------------------------------------------------------------- what a trial changes
 
 

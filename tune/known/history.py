@@ -119,6 +119,8 @@ class History:
     """Why no further trial is asked for; None as long as there may be more."""
     budget: Mapping[str, Any] | None = None
     """The settings of time and money by which it was stopped; None where something else did."""
+    noise: int | None = None
+    """The noise scale of trial 0's gradients, in rows, at the upper end of its interval; None until it is known."""
     chosen: int | None = None
     """The winner's number, once the search has ended."""
     verdict: Mapping[str, Any] = field(default_factory=dict)
@@ -145,6 +147,8 @@ class History:
                 return self._with(event["trial"], lambda trial: replace(trial, **_ended(event, error="error")))
             case "diverged":
                 return self._with(event["trial"], lambda trial: replace(trial, **_ended(event, diverged="why")))
+            case "noise":
+                return replace(self, noise=event["rows"])
             case "stopped":
                 return replace(self, stopped=event["why"], budget=event.get("budget"))
             case "reopened":

@@ -124,6 +124,10 @@ def said(event: Mapping[str, Any], history: History, headline: str, tune: Tune) 
         case "finished":
             held = f"{name} {_figure(headline, event['held'])} on {event['held_rows']:,} held-back rows"
             return f"trial {number}: trained to its end ({event['rows']:,} rows): {held}"
+        case "noise":
+            return (
+                f"no updates of much more than {event['rows']:,} rows are tried: their gradients' noise is less by then"
+            )
         case "stopped":
             return f"no further trial is asked for: {event['why']}"
         case "reopened":

@@ -1,7 +1,7 @@
 """What this machine's workers come to, measured: seconds of exchanges by their size, and of updates by their passes.
 
 The one module here that starts processes and looks at clocks. Each figure is the least of its rounds: whatever else
-the machine does only adds to it.
+the machine does only adds to it. The processor's clock counts a process's own work alone, whatever else its core does.
 """
 
 import datetime
@@ -31,28 +31,34 @@ class Exchanged:
 
     size: int
     seconds: float
+    processor_s: float = 0.0
+    """Those of one worker's processor, over all of its threads."""
 
 
 def exchanges(workers: int, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS) -> list[Exchanged]:
     """Sums of vectors by Gloo, between processes of this machine."""
     slowest = on_workers(workers, partial(_exchanges, tuple(sizes), rounds))
-    return [Exchanged(size, max(found[place] for found in slowest)) for place, size in enumerate(sizes)]
+    return [
+        Exchanged(size, *(max(of[clock] for of in each) for clock in (0, 1)))
+        for size, *each in zip(sizes, *slowest, strict=True)
+    ]
 
 
-def _exchanges(sizes: tuple[int, ...], rounds: int, rank: int) -> list[float]:
+def _exchanges(sizes: tuple[int, ...], rounds: int, rank: int) -> list[tuple[float, float]]:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    least = [float("inf")] * len(sizes)
+    least = [(math.inf, math.inf)] * len(sizes)
     for turn in range(rounds + 1):
         for place, size in enumerate(sizes):
             vector = torch.zeros(size // 4)
             dist.barrier()
-            start = time.perf_counter()
+            start, begun = time.perf_counter(), time.process_time()
             dist.all_reduce(vector)
+            taken, spent = time.perf_counter() - start, time.process_time() - begun
             if turn:  # the first opens connections
-                least[place] = min(least[place], time.perf_counter() - start)
+                least[place] = min(least[place][0], taken), min(least[place][1], spent)
     return least
 
 
@@ -78,6 +84,11 @@ def _joined(store: Path, rank: int, workers: int, work: Callable[[int], Any]) ->
         return work(rank)
     finally:
         dist.destroy_process_group()
+
+
+def by_processor(found: Sequence[Exchanged]) -> list[Exchanged]:
+    """The same exchanges as long as a worker's processor has worked for them."""
+    return [Exchanged(one.size, one.processor_s, one.processor_s) for one in found]
 
 
 def fitted(found: Sequence[Exchanged], workers: int, name: str = "measured") -> Link:

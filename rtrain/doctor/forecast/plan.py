@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from rtrain.cluster.prices import Price
 from rtrain.config import Config
-from rtrain.doctor.forecast import fitting, layouts, pace as paces, prices as pricing, scaling
+from rtrain.doctor.forecast import fitting, layouts, money as pricing, pace as paces, scaling
 from rtrain.doctor.forecast.facts import Rows, Shape
 from rtrain.doctor.forecast.layouts import Cluster, Kind, Layout
 from rtrain.doctor.forecast.memory import Need
@@ -75,7 +76,7 @@ def choose(
     cluster: Cluster,
     layout: Layout,
     needs: Iterable[tuple[Way, Need]],
-    table: Mapping[str, pricing.Price],
+    table: Mapping[str, Price],
 ) -> Chosen:
     """The first way that fits, on the cheapest nodes; no later one is asked for. Raises `ConfigError` where none
     does."""
@@ -176,10 +177,10 @@ def repeated_s(config: Config, found: Hours, watched: bool) -> float:
 
 
 def money(
-    cluster: Cluster, nodes: layouts.Nodes, table: Mapping[str, pricing.Price], total_h: float, repeats_s: float
+    cluster: Cluster, nodes: layouts.Nodes, table: Mapping[str, Price], total_h: float, repeats_s: float
 ) -> pricing.Cost | None:
     """None where the price of a node is not known."""
-    paid: dict[str, tuple[int, pricing.Price]] = {}
+    paid: dict[str, tuple[int, Price]] = {}
     for kind in cluster.kinds:
         if number := nodes.get(kind.name, 0):
             if kind.instance is None or kind.instance.name not in table:
@@ -265,7 +266,7 @@ def text(made: Mapping[str, Any]) -> list[str]:
     by_workers = ", ".join(f"{one['workers']:,} {one['efficiency']:.0%}" for one in made["scaling"])
     lines.append(f"scaling    efficiency by workers, each with as many rows: {by_workers}")
     if cost is None:
-        lines.append("money      unknown: a node's price is not known; write it into a file for --prices")
+        lines.append("money      unknown: a node's price is not known; write it into a file (--prices)")
     else:
         lines.append(
             f"money      {cost['dollars']:.2f} $ on demand; {cost['spot_dollars']:.2f} $ on spot nodes with "

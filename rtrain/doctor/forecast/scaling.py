@@ -3,6 +3,9 @@
 An update is k passes on each worker, the exchange of the gradients, and the optimizer's step. The exchange begins in
 the last backward pass, as soon as the gradients of the upper layers are there: what is hidden behind it costs nothing,
 but the last bucket, of the lowest layers, never is. Then the workers wait for the slowest of them.
+
+Workers that have a core each still share the memory of their machine, and workers of which there are more than cores
+take turns on them: whatever needs a processor, the exchange by sockets included, then takes as many times as long.
 """
 
 import math
@@ -58,6 +61,34 @@ class Work:
     """Bytes that are exchanged in an update."""
     weights: float
     """Bytes of the weights that the optimizer steps."""
+    messages: int = 1
+    """Sums of which an exchange is made, one after another: each has its latency."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """The processor that the workers of a machine share."""
+
+    cores: int
+    full: Compute
+    """A worker's own work while as many workers as cores train together. They share the memory's bandwidth and a cache,
+    and an update that is exchanged is laid out in buckets first."""
+
+    def shared(self, workers: int) -> float:
+        """How many workers a core has."""
+        return max(1.0, workers / self.cores)
+
+    def compute(self, alone: Compute, workers: int) -> Compute:
+        """The work of one of so many workers, of which one that is alone has `alone`: between both in proportion to the
+        cores that are taken, and as many times as long as a core has workers."""
+        others = (min(workers, self.cores) - 1) / max(1, self.cores - 1)
+        turns = self.shared(workers)
+        step_s, pass_s = (
+            turns * (few + others * (many - few))
+            for few, many in ((alone.step_s, self.full.step_s), (alone.pass_s, self.full.pass_s))
+        )
+        # Workers that take turns on a core wait for nobody: another one computes meanwhile.
+        return Compute(step_s, pass_s, alone.spread if turns == 1.0 else 0.0)
 
 
 def carried(compute: Compute, was: Work, new: Work) -> Compute:
@@ -100,16 +131,26 @@ class Update:
 
 
 def update(
-    compute: Compute, work: Work, fabric: Fabric, workers: int, passes: float = 1.0, *, hides: bool = True
+    compute: Compute,
+    work: Work,
+    fabric: Fabric,
+    workers: int,
+    passes: float = 1.0,
+    *,
+    hides: bool = True,
+    host: Host | None = None,
 ) -> Update:
     """An update of `passes` on each of `workers`. `hides`: the exchange goes on beside the last backward pass; on the
-    CPUs that also compute, as with Gloo, it does not."""
-    exchange = fabric.seconds(work.gradient, workers)
-    last = fabric.seconds(min(work.gradient, BUCKET), workers)
-    hidden = BACKWARD * compute.pass_s * min(1.0, passes) if hides else 0.0
+    CPUs that also compute, as with Gloo, it does not. `host`: the one machine that all of them share; without it each
+    computes as one that is alone."""
+    own, shared = (host.compute(compute, workers), host.shared(workers)) if host else (compute, 1.0)
+    messages = (work.messages - 1) * fabric.seconds(0.0, workers)
+    exchange = shared * (fabric.seconds(work.gradient, workers) + messages)
+    last = shared * fabric.seconds(min(work.gradient, BUCKET), workers)
+    hidden = BACKWARD * own.pass_s * min(1.0, passes) if hides else 0.0
     exposed = min(exchange, max(last, exchange - hidden))
-    factor = slowest(workers, max(1, round(passes)), compute.spread)
-    return Update(workers, passes, compute.seconds(passes), exchange, exposed, compute.pass_s * passes * (factor - 1.0))
+    factor = slowest(workers, max(1, round(passes)), own.spread)
+    return Update(workers, passes, own.seconds(passes), exchange, exposed, own.pass_s * passes * (factor - 1.0))
 
 
 def curve(

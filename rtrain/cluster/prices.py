@@ -1,6 +1,7 @@
 """What an hour of a node costs, and how often a spot node is taken away: a table that the user edits.
 
-Without a file, prices on demand are those of `cluster.instances` and of the cluster's file (`metadata: {prices: ...}`).
+Without a file (`cluster.prices`), prices on demand are those of `cluster.instances` and of the cluster's file
+(`metadata: {prices: ...}`). A plan, a run's report and a search's budget count by the same table.
 """
 
 from collections.abc import Mapping
@@ -11,8 +12,11 @@ from typing import Any, Final
 import yaml
 
 from rtrain.cluster.instances import INSTANCES
+from rtrain.cluster.lint.document import number
 from rtrain.errors import ConfigError, Problem
 
+WORKER: Final = "worker"
+"""The name by which a file has the price of a worker's hour."""
 SPOT: Final = 0.4
 """Spot price as a share of that on demand, where no file says it: an assumption. It changes by the hour."""
 INTERRUPTIONS: Final = 0.01
@@ -35,7 +39,7 @@ def table(file: Path | None = None, metadata: Mapping[str, Any] | None = None) -
     Raises `ConfigError` with every entry that is none."""
     found = {one.name: of(one.dollars) for one in INSTANCES}
     own = (metadata or {}).get("prices") or {}
-    found |= {str(name): of(float(dollars)) for name, dollars in own.items()}
+    found |= {str(name): of(number(dollars, f"metadata.prices.{name}")) for name, dollars in own.items()}
     return found if file is None else found | read(file)
 
 
@@ -51,14 +55,15 @@ NAMES: Final = ("on_demand", "spot", "interruptions")
 
 
 def read(file: Path) -> dict[str, Price]:
-    """The prices of a YAML file: for each instance type `on_demand`, and perhaps `spot` and `interruptions`."""
+    """The prices of a YAML file: for each instance type `on_demand`, and perhaps `spot` and `interruptions`. What is
+    there by the name `worker` is the price of a worker's hour, whatever it runs on. Raises `ConfigError`."""
     if not file.is_file():
-        fix = "write one with rtrain plan --write-prices FILE"
-        raise ConfigError([Problem("--prices", str(file), "no such file", fix)])
+        fix = "write one with rtrain plan --write-prices FILE, or name none: --set cluster.prices=null"
+        raise ConfigError([Problem("cluster.prices", str(file), "no such file", fix)])
     try:
         document = yaml.safe_load(file.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise ConfigError([Problem("--prices", str(file), f"no YAML ({error})", "write it again")]) from None
+        raise ConfigError([Problem("cluster.prices", str(file), f"no YAML ({error})", "write it again")]) from None
     found: dict[str, Price] = {}
     problems: list[Problem] = []
     for name, entry in (document if isinstance(document, dict) else {None: document}).items():
@@ -68,7 +73,9 @@ def read(file: Path) -> dict[str, Price]:
             found[str(name)] = of(**entry)
         else:
             reason = f"{name} has no numbers from 0 on by the names {', '.join(NAMES)}, the first of which it needs"
-            problems.append(Problem("--prices", str(file), reason, f"write {name}: {{on_demand: 1.00, spot: 0.40}}"))
+            problems.append(
+                Problem("cluster.prices", str(file), reason, f"write {name}: {{on_demand: 1.00, spot: 0.40}}")
+            )
     if problems:
         raise ConfigError(problems)
     return found
@@ -79,10 +86,11 @@ def _is_price(value: Any) -> bool:
 
 
 HEAD: Final = """\
-# Prices for `rtrain plan --prices`: by instance type, in dollars an hour.
+# Prices for `rtrain plan --prices` and for the setting `cluster.prices`: by instance type, in dollars an hour.
 #   on_demand      as listed; AWS in us-west-2, Google in us-central1, Azure in westus2
 #   spot           an assumption: {spot:g} of it. Look it up, it changes by the hour and the zone
 #   interruptions  how often a spot node is taken away in an hour: an assumption
+# On machines of your own, write what an hour of one worker costs: worker: {{on_demand: 0.04}}
 """
 
 
@@ -94,41 +102,3 @@ def text(prices: Mapping[str, Price]) -> str:
         for name, price in prices.items()
     ]
     return HEAD.format(spot=SPOT) + "\n".join(lines) + "\n"
-
-
-# --------------------------------------------------------------------------------------------------------------- money
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a run on some nodes costs."""
-
-    hours: float
-    dollars: float
-    """On demand."""
-    spot_dollars: float
-    """With the workers' nodes as spot nodes, and the head on demand."""
-    interruptions: float
-    """Expected where the workers' nodes are spot nodes."""
-    repeated_hours: float
-    """What these add to the hours: updates that are trained again, and nodes that are waited for."""
-
-
-def cost(
-    hours: float,
-    nodes: Mapping[str, tuple[int, Price]],
-    head: Price | None,
-    *,
-    repeats_s: float,
-    restart_s: float,
-) -> Cost:
-    """`nodes`: by type how many workers' nodes there are, and their price. An interruption repeats `repeats_s` of
-    training and takes `restart_s` until it goes on; meanwhile all nodes are paid for."""
-    rate = sum(number * price.interruptions for number, price in nodes.values())
-    each_h = (repeats_s + restart_s) / 3600
-    # Hours that are repeated are interrupted too: a geometric series, where it converges.
-    added = hours * rate * each_h / (1 - rate * each_h) if rate * each_h < 1 else float("inf")
-    of_head = head.on_demand if head else 0.0
-    on_demand = of_head + sum(number * price.on_demand for number, price in nodes.values())
-    spot = of_head + sum(number * price.spot for number, price in nodes.values())
-    return Cost(hours, hours * on_demand, (hours + added) * spot, rate * (hours + added), added)
