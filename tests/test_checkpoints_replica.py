@@ -141,13 +141,80 @@ def test_a_copy_that_was_changed_is_set_aside_and_an_older_one_taken(
     files.pipe_file(root, bytes(data))
     resumed = start(ground, tmp_path / "run", kill=5, replica=claimed(storage), **EVERY)
     assert resumed.recorder.of("started")[0]["update"] == 3
-    assert [event["reason"] for event in resumed.recorder.of("set_aside")] == [
-        "optim.safetensors does not match its SHA-256"
-    ]
+    told = [event["reason"] for event in resumed.recorder.of("set_aside")]
+    assert told == ["optim.safetensors does not match its SHA-256"] * 2  # it was fetched twice
     assert Replica(storage, "run").checkpoints() == [*map(update_name, (3, 4, 5))]  # 4 is the new one
     fetched = tmp_path / "again" / "update-00000004"
     Replica(storage, "run").pull(fetched)
     assert manifest.damage(fetched, checkpoint.FILES) is None
+
+
+def test_what_comes_back_damaged_once_is_fetched_again(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, whole, spoilt = claimed((tmp_path / "mounted").as_uri()), LocalFileSystem.get_file, []
+    start(ground, tmp_path / "run", kill=4, replica=copy, **EVERY)
+    shutil.rmtree(tmp_path / "run")
+
+    def spoiling(files: LocalFileSystem, path: str, target: str, *rest: Any, **options: Any) -> None:
+        whole(files, path, target, *rest, **options)
+        if path.endswith("00000004/model.safetensors") and not spoilt:
+            spoilt.append(target)
+            os.truncate(target, 100)
+
+    monkeypatch.setattr(LocalFileSystem, "get_file", spoiling)
+    resumed = start(ground, tmp_path / "run", kill=4, replica=copy, **EVERY)
+    assert resumed.recorder.of("started")[0]["update"] == 4
+    assert len(resumed.recorder.of("set_aside")) == 1
+
+
+def test_copies_stay_where_none_of_them_comes_back_whole(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong may be the disk here: what lies there goes when there is something newer."""
+    copy, whole = claimed((tmp_path / "mounted").as_uri()), LocalFileSystem.get_file
+    start(ground, tmp_path / "run", kill=4, replica=copy, **EVERY)
+    before = objects((tmp_path / "mounted").as_uri())
+    shutil.rmtree(tmp_path / "run")
+
+    def spoiling(files: LocalFileSystem, path: str, target: str, *rest: Any, **options: Any) -> None:
+        whole(files, path, target, *rest, **options)
+        os.truncate(target, 100)
+
+    monkeypatch.setattr(LocalFileSystem, "get_file", spoiling)
+    start(ground, tmp_path / "run", kill=0, replica=copy, **EVERY)
+    assert objects((tmp_path / "mounted").as_uri()) == before
+
+
+@pytest.mark.parametrize("fault", ["a read error", "another run"])
+def test_nothing_is_lost_in_the_storage_where_a_copy_cannot_be_judged(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    url = (tmp_path / "mounted").as_uri()
+    copy = claimed(url)
+    start(ground, tmp_path / "run", kill=4, replica=copy, **EVERY)
+    before = objects(url)
+    shutil.rmtree(tmp_path / "run")
+
+    def failing(path: Path) -> str:
+        raise OSError(5, "Input/output error")
+
+    if fault == "a read error":
+        monkeypatch.setattr(manifest, "_sha256", failing)
+    error, told, rows = {
+        "a read error": (manifest.Unreadable, r"cannot be read \(Input/output error\)", {}),
+        "another run": (
+            checkpoint.OtherRun,
+            r"file://.*/run/checkpoints/update-00000004 is of",
+            {"rows_per_update": 20},
+        ),
+    }[fault]
+    with pytest.raises(error, match=told):
+        start(ground, tmp_path / "run", replica=copy, **{**EVERY, **rows})
+    monkeypatch.undo()
+    assert objects(url) == before
+    resumed = start(ground, tmp_path / "run", kill=4, replica=copy, **EVERY)
+    assert resumed.recorder.of("started")[0]["update"] == 4
 
 
 def test_a_start_that_was_taken_over_ends_and_spoils_nothing(ground: Path, tmp_path: Path, storage: str) -> None:

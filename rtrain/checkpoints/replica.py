@@ -47,6 +47,7 @@ class Replica:
         self._owners = tuple(owners)
         self._logged: int | None = None
         self._opened: tuple[Any, str] | None = None
+        self._distrusted: set[str] = set()
 
     def exists(self) -> bool:
         """Whether a run was ever copied here."""
@@ -77,8 +78,9 @@ class Replica:
             self._keep_owned(files, root, run)
             present = _complete(files, f"{root}/checkpoints")
             for path in checkpoints:
-                if path.name not in present:
+                if path.name not in present - self._distrusted:
                     _put(files, path, f"{root}/checkpoints/{path.name}", moved)
+                    self._distrusted.discard(path.name)
             self._put_files(files, root, run)
             # Only now: until the newer ones are whole, the older ones are all there is. What is incomplete is what an
             # earlier copy left: none but this one may write here.
@@ -112,9 +114,10 @@ class Replica:
 
         self._try(read)
 
-    def drop(self, name: str) -> None:
-        """Remove a checkpoint that came back damaged: one of that name may be made again."""
-        self._try(lambda files, root: _remove(files, f"{root}/checkpoints/{name}"))
+    def distrust(self, name: str) -> None:
+        """A checkpoint came back damaged: the next one of that name is written over it. Until there is a newer one it
+        stays, since what came back may not be what lies here."""
+        self._distrusted.add(name)
 
     def _own(self, files: Any, root: str) -> None:
         token = self._owners[-1].encode()
