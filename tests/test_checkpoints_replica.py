@@ -20,6 +20,8 @@ from rtrain.checkpoints.replica import Lost, Replica, Unreachable
 from rtrain.config import Cluster
 from rtrain.data.order import Order
 from rtrain.data.stores.store import Store
+from rtrain.errors import UserError
+from rtrain.run import Run
 from tests import test_training_loop
 from tests.test_training_loop import Ran, start, update_name, weights_digest
 
@@ -264,6 +266,88 @@ def test_a_finished_run_says_where_it_could_not_be_copied(
     monkeypatch.undo()
     again = start(ground, tmp_path / "run", replica=copy, **EVERY)
     assert again.recorder.of("started")[0]["update"] == test_training_loop.UPDATES  # nothing was trained twice
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_fetched_run_has_its_whole_log_and_what_is_whole_of_its_checkpoints(tmp_path: Path, storage: str) -> None:
+    run, to = tmp_path / "there" / "run", tmp_path / "to"
+    for place in ("checkpoints/update-00000001", "checkpoints/update-00000002", "artifact/1_Pooling"):
+        (run / place).mkdir(parents=True)
+        (run / place / "state.json").write_text(place)
+    manifest.write(run / "checkpoints" / "update-00000001")
+    (run / "config.yaml").write_text("name: intent\n")
+    copy = claimed(storage)
+    for kind in ("created", "started", "finished"):
+        events.append(run, kind)
+        copy.push(run, sorted((run / "checkpoints").iterdir()))
+    copy.push_artifact(run)
+    size = Replica(storage, "run").fetch(to)
+    shutil.rmtree(run / "checkpoints" / "update-00000002")  # of a copy that was cut short there is no manifest
+    assert files_of(to) == files_of(run)
+    assert size == sum(map(len, files_of(to).values()))
+    with pytest.raises(UserError, match="is there already"):
+        copy.fetch(to)
+
+
+def test_a_fetch_that_is_cut_short_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, copy = tmp_path / "there" / "run", claimed((tmp_path / "mounted").as_uri())
+    run.mkdir(parents=True)
+    for name in replica.FILES:
+        (run / name).touch()
+    copy.push(run, [])
+
+    def failing(files: LocalFileSystem, *rest: Any, **options: Any) -> None:
+        raise OSError(104, "Connection reset by peer")
+
+    monkeypatch.setattr(LocalFileSystem, "get_file", failing)
+    with pytest.raises(Unreachable, match="Connection reset"):
+        copy.fetch(tmp_path / "runs" / "to")
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["../../../victim/authorized_keys", "artifact/../../../../victim", "artifact//x"])
+def test_a_name_that_leads_out_of_the_run_is_not_written(tmp_path: Path, name: str) -> None:
+    from fsspec.implementations.memory import MemoryFile
+
+    memory, bucket = fsspec.filesystem("memory"), f"/{uuid.uuid4().hex}"
+    memory.pipe_file(f"{bucket}/run/config.yaml", b"x")
+    memory.store[f"{bucket}/run/{name}"] = MemoryFile(memory, f"{bucket}/run/{name}", b"ssh-rsa")
+    with pytest.raises(UserError, match="leads out of the run; nothing was copied"):
+        Replica(f"memory:/{bucket}", "run").fetch(tmp_path / "home" / "me" / "runs" / "run")
+    assert not files_of(tmp_path)
+
+
+@pytest.mark.parametrize("error", [OSError("connection reset"), KeyboardInterrupt()])
+@pytest.mark.parametrize("name", [*replica.FILES, replica.LOG])
+def test_a_run_that_came_back_in_part_is_brought_back_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException
+) -> None:
+    run, copy = tmp_path / "there" / "run", claimed((tmp_path / "mounted").as_uri())
+    run.mkdir(parents=True)
+    for one in (*replica.FILES, replica.LOG):
+        (run / one).write_text(f"{one}\n")
+    copy.push(run, [])
+    back = tmp_path / "back" / "run"
+
+    def failing(files: LocalFileSystem, path: str, *rest: Any, **options: Any) -> Any:
+        if path.endswith(name):
+            raise error
+        return whole[call](files, path, *rest, **options)
+
+    whole = {one: getattr(LocalFileSystem, one) for one in ("get_file", "cat_file")}
+    for call in ("cat_file",) if name == replica.LOG else ("get_file",):
+        monkeypatch.setattr(LocalFileSystem, call, failing)
+    with pytest.raises((Unreachable, KeyboardInterrupt)):
+        copy.restore(back)
+    monkeypatch.undo()
+    assert not Run(back).exists
+    assert list(back.parent.iterdir()) == []
+    copy.restore(back)
+    assert sorted(path.name for path in back.iterdir()) == sorted((*replica.FILES, replica.LOG))
+    assert (back / replica.LOG).read_text() == f"{replica.LOG}\n"
 
 
 @pytest.mark.parametrize(

@@ -205,14 +205,16 @@ def test_a_run_is_fetched_from_its_storage(tmp_path: Path) -> None:
     (tmp_path / "storage" / "x" / "config.yaml").write_text("a: 1\n")
     (tmp_path / "storage" / "x" / "artifact" / "artifact.json").write_text("{}")
     (tmp_path / "storage" / ".jobs" / "x.log").write_text("lines\n")
-    said: list[str] = []
-    assert stored.fetch("x", f"file://{tmp_path}/storage", tmp_path / "to", said.append) == 7
+    storage = f"file://{tmp_path}/storage"
+    cluster.fetch("/shared/x", tmp_path / "to", storage)
     found = {str(path.relative_to(tmp_path / "to")): path.read_text() for path in (tmp_path / "to").rglob("*.*")}
     assert found == {"config.yaml": "a: 1\n", "artifact/artifact.json": "{}", "job.log": "lines\n"}
     with pytest.raises(UserError, match="is there already"):
-        stored.fetch("x", f"file://{tmp_path}/storage", tmp_path / "to", said.append)
-    with pytest.raises(UserError, match="holds no run y"):
-        stored.fetch("y", f"file://{tmp_path}/storage", tmp_path / "other", said.append)
+        cluster.fetch("x", tmp_path / "to", storage)
+    with pytest.raises(UserError, match="/y holds no run"):
+        cluster.fetch("y", tmp_path / "other", storage)
+    with pytest.raises(ConfigError, match="names no run"):
+        cluster.fetch("..", tmp_path / "other", storage)
 
 
 def test_the_launcher_s_file_and_the_run_s_folder_are_asked_for_first(tmp_path: Path) -> None:

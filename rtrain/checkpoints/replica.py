@@ -14,11 +14,12 @@ interrupted deletion leaves has lost it first. Whatever comes back is verified l
 
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from rtrain import manifest
+from rtrain import drafts, manifest
 from rtrain.config import Cluster
 from rtrain.errors import UserError
 
@@ -26,6 +27,8 @@ OWNER = "owner"
 FILES = ("config.yaml", "decisions.json")
 """The files of the run folder that a resume reads, beside the log and the checkpoints."""
 LOG, PARTS = "events.jsonl", "events"
+HELD = (*FILES, "checkpoints", "artifact")
+"""What of a run is here, beside its log."""
 Found = TypeVar("Found")
 
 
@@ -58,17 +61,51 @@ class Replica:
         self._try(self._own)
 
     def restore(self, run: Path) -> None:
-        """Bring back what `--resume` reads of a run whose folder is lost; the checkpoints come when they are wanted."""
+        """Bring back what `--resume` reads of a run whose folder is lost; the checkpoints come when they are wanted.
+
+        The configuration comes last, since by it a run is known: what is interrupted before is begun again.
+        """
 
         def read(files: Any, root: str) -> None:
-            run.mkdir(parents=True, exist_ok=True)
-            for name in FILES:
-                if files.exists(f"{root}/{name}"):
-                    files.get_file(f"{root}/{name}", str(run / name))
-            if files.exists(f"{root}/{LOG}"):
-                (run / LOG).write_bytes(_joined(files, root))
+            with _draft(run) as draft:
+                for name in FILES:
+                    if files.exists(f"{root}/{name}"):
+                        files.get_file(f"{root}/{name}", str(draft / name))
+                if files.exists(f"{root}/{LOG}"):
+                    (draft / LOG).write_bytes(_joined(files, root))
+                run.mkdir(parents=True, exist_ok=True)
+                for name in (LOG, *reversed(FILES)):
+                    if (draft / name).is_file():
+                        (draft / name).rename(run / name)
 
         self._try(read)
+
+    def fetch(self, to: Path) -> int:
+        """Copy the run into the new folder `to`, whole or not at all, and with its log in one piece; returns its bytes.
+
+        Names are taken only where they are a run's own: whoever can write to the storage must not choose where this
+        machine is written to.
+        """
+        if to.exists():
+            raise UserError(f"{to} is there already; name another folder with --to")
+
+        def read(files: Any, root: str) -> int:
+            if not files.exists(f"{root}/config.yaml"):
+                raise UserError(f"{self.url} holds no run")
+            complete = _complete(files, f"{root}/checkpoints")
+            with _draft(to) as draft:
+                for place in sorted(files.find(root)):
+                    path = _inner(place, root)
+                    cut_short = path.parts[0] == "checkpoints" and path.parent.name not in complete
+                    if path.parts[0] in HELD and not cut_short:
+                        (draft / path).parent.mkdir(parents=True, exist_ok=True)
+                        files.get_file(place, str(draft / path))
+                if files.exists(f"{root}/{LOG}"):
+                    (draft / LOG).write_bytes(_joined(files, root))
+                draft.rename(to)
+            return sum(path.stat().st_size for path in to.rglob("*") if path.is_file())
+
+        return self._try(read)
 
     def push(self, run: Path, checkpoints: Sequence[Path], moved: Callable[[], None] = lambda: None) -> None:
         """Make the checkpoints here those of the run folder; `moved` is called as pieces of them arrive. Raises `Lost`
@@ -179,6 +216,20 @@ def of(cluster: Cluster, run: Path, owners: Sequence[str] = ()) -> Replica | Non
     return Replica(cluster.storage, run.name, owners) if cluster.storage else None
 
 
+@contextmanager
+def _draft(final: Path) -> Iterator[Path]:
+    """A folder beside `final` for what comes in. It goes in the end, and now what a killed process left of one."""
+    drafts.sweep(final)
+    draft = drafts.Draft(final)
+    try:
+        inside = draft.folder / final.name
+        inside.mkdir()
+        yield inside
+    finally:
+        shutil.rmtree(draft.folder, ignore_errors=True)
+        draft.release()
+
+
 def _joined(files: Any, root: str) -> bytes:
     """The log with the parts that go on where it ends; one that does not is another start's."""
     log: bytes = files.cat_file(f"{root}/{LOG}")
@@ -187,6 +238,15 @@ def _joined(files: Any, root: str) -> bytes:
         if int(path.rsplit("/", 1)[-1]) == len(log):
             log += parts[path]
     return log
+
+
+def _inner(place: str, root: str) -> PurePosixPath:
+    """A file's path in the run. Raises `UserError` for one that leads out of it."""
+    begin, whole = f"/{root.strip('/')}/", f"/{place.lstrip('/')}"
+    parts = whole.removeprefix(begin).split("/")
+    if not whole.startswith(begin) or {"", ".", ".."} & set(parts):
+        raise UserError(f"{root} holds a file named {whole!r}, which leads out of the run; nothing was copied")
+    return PurePosixPath(*parts)
 
 
 def _begun(files: Any, folder: str) -> set[str]:
