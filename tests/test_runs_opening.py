@@ -56,6 +56,21 @@ def test_the_home_folder_may_be_abbreviated(monkeypatch: pytest.MonkeyPatch, tmp
     assert opening.folder_for("intent", "~/mine") == tmp_path / "mine"
 
 
+def test_what_a_run_names_is_found_from_every_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A job's processes are in other folders than its user was."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("t5", "small"):
+        (tmp_path / name).mkdir()
+    models = {"augment__paraphrase": "./t5", "distill__student": "small"}
+    found = opening.absolute(made(cluster__storage="backup", **models), tmp_path / "run")
+    assert found.deploy.cluster.storage == str(tmp_path / "backup")
+    assert found.recipe.augment.paraphrase == str(tmp_path / "t5")
+    assert found.recipe.distill.student == str(tmp_path / "small")
+    elsewhere = {"cluster__storage": "s3://bucket/runs", "distill__student": "prajjwal1/bert-tiny"}
+    kept = opening.absolute(made(**elsewhere), tmp_path / "run")
+    assert (kept.deploy.cluster.storage, kept.recipe.distill.student) == tuple(elsewhere.values())
+
+
 # ---------------------------------------------------------------------------------------------------------------- reuse
 
 

@@ -80,8 +80,15 @@ def absolute(config: Config, resumed: Path | None = None) -> Config:
         paths |= _taken_over(configuration.load(str(Run(resumed).config)), config)
     if config.deploy.report.tensorboard_dir is not None:
         paths["report.tensorboard_dir"] = _absolute(config.deploy.report.tensorboard_dir)
-    if Path(recipe.model.name).expanduser().is_dir():
-        paths["model.name"] = _absolute(recipe.model.name)
+    if config.deploy.cluster.storage is not None:
+        paths["cluster.storage"] = _absolute(config.deploy.cluster.storage)
+    models = {
+        "model.name": recipe.model.name,
+        "distill.student": recipe.distill.student,
+        "augment.paraphrase": recipe.augment.paraphrase,
+        "augment.pivot": recipe.augment.pivot,
+    }
+    paths |= {field: _absolute(name) for field, name in models.items() if name and Path(name).expanduser().is_dir()}
     return replace(configuration.with_overrides(config, paths), named=config.named)
 
 

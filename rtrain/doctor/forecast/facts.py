@@ -47,7 +47,7 @@ class Rows:
 
 
 def given(rows: int, tokens: int) -> Rows:
-    """So many rows for training, of one length; a tenth as many for validation and test each."""
+    """So many rows for training, of one length; an eighth as many for validation and for test."""
     return Rows(rows, rows // 8, rows // 8, (tokens,), 1.0)
 
 
