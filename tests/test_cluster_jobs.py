@@ -137,6 +137,32 @@ def test_too_much_is_refused_with_the_largest_files(checkout: Path) -> None:
     assert upload.of(checkout, 7_000_000).size > 6_000_000
 
 
+def test_a_link_takes_along_what_is_tracked_and_nothing_else(checkout: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "credentials"
+    secret.write_text("aws_secret_access_key=XYZ")
+
+    def linked(to: str | Path) -> upload.Upload:
+        (checkout / "link").unlink(missing_ok=True)
+        (checkout / "link").symlink_to(to)
+        subprocess.run(["git", "add", "link"], cwd=checkout, check=True)
+        return upload.of(checkout)
+
+    for to in (secret, "../credentials", "runs/weights", "notes.txt", ".git/config"):
+        with pytest.raises(UserError, match=r"link leads to .*, which git does not track here; take it out of git"):
+            linked(to)
+    found = linked("code.py")
+    assert dict(found.files)["link"] == len("x = 1\n")  # what goes along, not the link's own bytes
+    with upload.copied(found) as folder:
+        assert (folder / "link").read_text() == "x = 1\n"
+
+
+def test_a_name_that_is_no_utf_8_is_refused_by_name(checkout: Path) -> None:
+    Path(os.fsdecode(bytes(checkout) + b"/caf\xe9.txt")).touch()
+    subprocess.run(["git", "add", "-A"], cwd=checkout, check=True)
+    with pytest.raises(UserError, match=r"the name 'caf\\udce9\.txt' is no UTF-8"):
+        upload.of(checkout)
+
+
 def test_a_folder_without_git_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no git work tree"):
         upload.of(tmp_path)
