@@ -31,16 +31,54 @@ WITHIN_S = 900
 @pytest.mark.parametrize(
     ("words", "run", "name"),
     [
-        (["train", "intent", "--out", "/shared/runs/a b"], "/shared/runs/a b", "rtrain-a-b"),
-        (["tune", "intent", "--out=/shared/x"], "/shared/x", "rtrain-x"),
-        (["serve", "/shared/x/artifact"], None, "rtrain-serve-x"),
-        (["serve", "s3://bucket/models/x"], None, "rtrain-serve-x"),
-        (["evaluate"], None, "rtrain-evaluate"),
+        (["train", "intent", "--out", "/shared/runs/a b"], "/shared/runs/a b", "rtrain-a-b-"),
+        (["tune", "intent", "--out=/shared/x"], "/shared/x", "rtrain-x-"),
+        (["serve", "/shared/x/artifact"], None, "rtrain-serve-x-"),
+        (["serve", "s3://bucket/models/x"], None, "rtrain-serve-x-"),
+        (["evaluate"], None, "rtrain-evaluate-"),
     ],
 )
 def test_a_job_is_called_after_its_run(words: list[str], run: str | None, name: str) -> None:
     found = naming.run_of(words)
-    assert (str(found) if found else None, naming.identity(words, found)) == (run, name)
+    job = naming.identity(words, found)
+    assert (str(found) if found else None, job[: -naming.DIGITS]) == (run, name)
+    int(job[-naming.DIGITS :], 16)
+
+
+OTHERS = [
+    ["train", "intent", "--out", "/shared/alice/intent"],
+    ["train", "intent", "--out", "/shared/bob/intent"],
+    ["train", "intent", "--out", "/shared/runs/intent-try-2"],
+    ["train", "intent", "--out", f"/shared/runs/{'x' * naming.LONGEST}-A"],
+    ["train", "intent", "--out", f"/shared/runs/{'x' * naming.LONGEST}-B"],
+    ["predict", "/shared/m1", "--data", "/shared/a.csv", "--out", "/shared/a.out.csv"],
+    ["predict", "/shared/m2", "--data", "/shared/b.csv", "--out", "/shared/b.out.csv"],
+    ["serve", "/shared/alice/intent"],
+    ["serve", "/shared/bob/intent/artifact"],
+    ["serve", "/shared/bob/intent/artifact-int8"],
+    ["serve", "s3://bucket/models/intent"],
+]
+
+
+def test_what_is_another_request_is_another_job() -> None:
+    jobs = [naming.identity(words, naming.run_of(words)) for words in OTHERS]
+    assert len(set(jobs)) == len(OTHERS)
+    again = ["train", "sentiment", "--resume", "--out=/shared/alice/intent/"]  # one folder is one run
+    assert naming.identity(again, naming.run_of(again)) == jobs[0]
+
+
+def test_a_run_s_jobs_are_found_by_its_folder_its_name_or_their_own() -> None:
+    alice, bob, tried = (naming.identity(words, naming.run_of(words)) for words in OTHERS[:3])
+    jobs = [f"{alice}-try-2", bob, alice, tried, "rtrain-serve-intent-01234567"]
+    assert naming.meant("/shared/alice/intent", jobs) == [alice, f"{alice}-try-2"]
+    for name in (bob, bob.removeprefix("rtrain-")):
+        assert naming.meant(name, jobs) == [bob]
+    assert naming.meant("intent-try-2", jobs) == [tried]
+    assert naming.meant("serve-intent", jobs) == ["rtrain-serve-intent-01234567"]
+    with pytest.raises(ConfigError, match=f"run=intent: several jobs are called so: .*{bob.removeprefix('rtrain-')}"):
+        naming.meant("intent", jobs)
+    assert naming.meant("intent", [bob, "rtrain-intention-01234567"]) == [bob]
+    assert naming.meant("nobody", jobs) == []
 
 
 @pytest.mark.parametrize("out", [[], ["--out", "runs/x"]])
@@ -349,6 +387,10 @@ def command(head: Head) -> list[str]:  # noqa: F811
     return [*words, "--set", f"cluster.storage=file://{head.folder}/storage"]
 
 
+def job_of(run: Path) -> str:
+    return naming.identity((), PurePosixPath(run))
+
+
 def own_lines(done: "subprocess.CompletedProcess[str]") -> str:
     """What a watched job has written, without Ray's lines before it."""
     lines = done.stdout.splitlines(keepends=True)
@@ -371,8 +413,8 @@ def test_a_job_is_watched_asked_for_again_and_read_when_the_cluster_is_gone(head
     assert again.returncode == 0, again.stdout + again.stderr
     repeated = json.loads(next(line for line in again.stdout.splitlines() if line.startswith('{"run"')))
     assert (repeated["status"], repeated["updates"]) == ("finished", summary["updates"])
-    ids = {job["submission_id"]: job["status"] for job in head.jobs()}
-    assert ids == {"rtrain-made": "SUCCEEDED", "rtrain-made-try-2": "SUCCEEDED"}
+    ids, job = {one["submission_id"]: one["status"] for one in head.jobs()}, job_of(head.folder / "runs" / "made")
+    assert ids == {job: "SUCCEEDED", f"{job}-try-2": "SUCCEEDED"}
     told = ask(head, "status")
     assert (told.returncode, told.stdout.count("SUCCEEDED")) == (0, 2), told.stderr
     # Every line of both jobs is beside the run, and in its storage, where no head is asked.
@@ -399,7 +441,7 @@ def test_a_job_that_is_going_on_is_not_started_twice_and_is_stopped(head: Head, 
     words += ["--set", "train.epochs=500"]
     submit = ("submit", "--folder", str(ROOT), "--most-mb", "20")
     first = ask(head, *submit, "--", *words)
-    assert (first.returncode, first.stdout.strip()) == (0, "rtrain-long"), first.stderr
+    assert (first.returncode, first.stdout.strip()) == (0, job_of(out)), first.stderr
     second = ask(head, *submit, "--", *words)
     assert (second.returncode, "is there already" in second.stderr) == (0, True), second.stderr
     give_up = time.monotonic() + WITHIN_S
@@ -407,13 +449,12 @@ def test_a_job_that_is_going_on_is_not_started_twice_and_is_stopped(head: Head, 
         assert time.monotonic() < give_up, ask(head, "logs", str(out)).stdout
         time.sleep(0.5)
     stopped = ask(head, "stop", "long")
-    assert (stopped.returncode, "rtrain-long: told to end" in stopped.stdout) == (0, True), stopped.stderr
-    while next(job for job in head.jobs() if job["submission_id"] == "rtrain-long")["status"] not in naming.ENDED:
+    assert (stopped.returncode, f"{job_of(out)}: told to end" in stopped.stdout) == (0, True), stopped.stderr
+    while next(job for job in head.jobs() if job["submission_id"] == job_of(out))["status"] not in naming.ENDED:
         assert time.monotonic() < give_up
         time.sleep(0.5)
     nothing = ask(head, "stop", "long")
     assert (nothing.returncode, "no job of the run long is going on" in nothing.stderr) == (1, True)
-    assert PurePosixPath(out).name == "long"
 
 
 def test_no_head_is_said_in_a_line(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from rtrain import ray_internals
@@ -73,20 +72,23 @@ class Jobs:
         }
 
     def of_run(self, name: str) -> list[Job]:
-        """The jobs of a run, by its folder's name, in their order."""
+        """The jobs of a run, in their order (`naming.meant`)."""
         jobs = self.all()
-        return [jobs[job] for job in naming.attempts(naming.identity((), PurePosixPath(name)), list(jobs))]
+        return [jobs[job] for job in naming.meant(name, list(jobs))]
 
     def submit(self, words: Sequence[str], files: upload.Upload, say: Callable[[str], None]) -> str:
         """Ask for the job that `words` name; returns its id. One that is there already is left as it is."""
         run = naming.run_of(words)
         base = naming.identity(words, run)
-        decided = naming.decide(base, {job.id: job.status for job in self.all().values()})
+        known = self.all()
+        decided = naming.decide(base, {job.id: job.status for job in known.values()})
+        entrypoint = shlex.join(["python", "-m", naming.ENTRY, *words])
         if isinstance(decided, naming.Attach):
-            say(f"{decided.job} is there already: nothing is started")
+            other = known[decided.job].entrypoint
+            with_words = "" if other == entrypoint else f", with other words ({other})"
+            say(f"{decided.job} is there already{with_words}: nothing is started")
             return decided.job
         say(f"{decided.job}: {files.text()}")
-        entrypoint = shlex.join(["python", "-m", naming.ENTRY, *words])
         give_up = time.monotonic() + AGENT_S
         with upload.copied(files) as folder, self._asked():
             while True:
