@@ -89,9 +89,21 @@ def test_a_run_without_a_folder_of_the_nodes_is_refused(out: list[str]) -> None:
 
 def test_settings_and_options_are_read_as_the_verb_reads_them() -> None:
     words = ["train", "--set", "cluster.storage=s3://a/b", "--set=cluster.storage=s3://c", "--out", "/x", "--out=/y"]
-    assert naming.setting(words, "cluster.storage") == "s3://c"
+    assert naming.assignments(words) == ["cluster.storage=s3://a/b", "cluster.storage=s3://c"]
     assert naming.option(words, "--out") == "/y"
-    assert naming.setting(words, "train.epochs") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ("train intent --out /x", "intent"),
+        ("train --out /x --new --set a=b mine.yaml", "mine.yaml"),
+        ("distill --out=/x /shared/runs/teacher", "/shared/runs/teacher"),
+        ("train --resume --out /x", None),
+    ],
+)
+def test_the_recipe_is_the_first_word_that_is_no_option_nor_its_value(words: str, given: str | None) -> None:
+    assert naming.given(words.split()) == given
 
 
 STATUSES = strategies.sampled_from(["PENDING", "RUNNING", *naming.ENDED])
@@ -223,6 +235,37 @@ def test_a_run_that_is_there_is_resumed_also_from_its_storage(tmp_path: Path) ->
     assert entry.resumed([*words, "--new"], run, storage) == [*words, "--new"]
 
 
+def test_the_storage_is_that_of_the_configuration(tmp_path: Path) -> None:
+    """As the verb itself reads it: a recipe's file, quotes, null, and the run's own where there is one."""
+    (tmp_path / "mine.yaml").write_text("name: x\ntask: classification\ncluster: {storage: s3://bucket/mine}\n")
+    run, mine = tmp_path / "runs" / "x", str(tmp_path / "mine.yaml")
+
+    def found(*words: str) -> str | None:
+        return entry.storage_of(["train", *words, "--out", str(run)], run)
+
+    assert found("intent") is None
+    assert found(mine) == "s3://bucket/mine"
+    assert found(mine, "--set", 'cluster.storage="s3://bucket/other"') == "s3://bucket/other"
+    assert found(mine, "--set", "cluster.storage=null") is None
+    assert found("intent", f"--set=cluster.storage={tmp_path}/here") == f"{tmp_path}/here"
+    assert found("--resume", "--set", "cluster.storage=s3://bucket/mine") == "s3://bucket/mine"
+    assert found(str(tmp_path / "none.yaml")) is None  # the verb says what is wrong
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("name: x\ntask: classification\ncluster: {storage: s3://bucket/its-own}\n")
+    assert found("--resume") == "s3://bucket/its-own"
+    assert entry.storage_of(["distill", str(run), "--out", "/shared/student"], Path("/shared/student")) == (
+        "s3://bucket/its-own"
+    )
+
+
+def test_a_job_that_does_not_say_where_its_run_is_ends_with_2() -> None:
+    command = [sys.executable, "-m", naming.ENTRY, "train", "intent", "--out", "runs/x"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("rtrain: --out=runs/x: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
 KEPT = """
 import subprocess, sys
 from pathlib import Path
@@ -261,6 +304,35 @@ def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     )
     assert "no log at" in done.stdout
     assert done.stdout.endswith("line 19999\nafter\n")
+
+
+def test_a_full_disk_under_the_job_s_own_log_ends_nothing(tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        subprocess.run(
+            [sys.executable, "-c", KEPT.replace('print("after")', "sys.stdout = None"), str(tmp_path / "x.log"), ""],
+            cwd=ROOT,
+            stdout=full,
+            check=True,
+            timeout=60,
+        )
+    assert (tmp_path / "x.log").read_text().endswith("line 19999\n")
+
+
+def test_what_came_of_a_run_before_ssh_failed_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cluster.yaml").touch()
+    codes = [255, 0]
+
+    def rsync(*words: str) -> int:
+        Path(words[-1], "events.jsonl").write_text("half")
+        return codes.pop(0)
+
+    monkeypatch.setattr(launcher, "_ray", rsync)
+    to = tmp_path / "runs" / "x"
+    with pytest.raises(UserError, match="ray rsync-down ended with 255"):
+        launcher.bring(tmp_path / "cluster.yaml", "/shared/runs/x", to)
+    assert list(to.parent.iterdir()) == []
+    launcher.bring(tmp_path / "cluster.yaml", "/shared/runs/x", to)
+    assert [path.name for path in to.iterdir()] == ["events.jsonl"]
 
 
 def test_a_run_is_fetched_from_its_storage(tmp_path: Path) -> None:
@@ -332,6 +404,33 @@ def test_a_head_that_is_lost_says_try_again(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(TryAgain, match="submit the same command again") as lost:
         client.Jobs("http://head", api).watch("rtrain-x", lambda text: None)
     assert lost.value.exit_code == 75
+
+
+@pytest.mark.parametrize("code", [500, 502, 503])
+def test_a_proxy_without_its_head_is_waited_for_and_told_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
+    error = RuntimeError(f"Request failed with status code {code}: Bad Gateway.")
+    with pytest.raises(UserError, match=rf"the head at http://head fails \(status code {code}: Bad Gateway\.\)"):
+        client.Jobs("http://head", Lines([], [], error)).all()
+    away, answers = Lines([], [], error), client.Jobs("http://head", Lines(["SUCCEEDED"], []))
+    jobs = client.Jobs("http://head", away)
+
+    def back() -> dict[str, client.Job]:
+        monkeypatch.setattr(jobs, "all", answers.all)
+        return client.Jobs("http://head", away).all()
+
+    monkeypatch.setattr(jobs, "all", back)
+    assert jobs.watch("rtrain-x", lambda text: None).status == "SUCCEEDED"
+    monkeypatch.setattr(client, "PATIENCE_S", 0.0)
+    with pytest.raises(TryAgain, match="does not answer any more"):
+        client.Jobs("http://head", away).watch("rtrain-x", lambda text: None)
+
+
+def test_a_job_that_its_head_has_forgotten_is_to_be_asked_for_again() -> None:
+    with pytest.raises(TryAgain, match="rtrain-y is not known here any more"):
+        client.Jobs("http://head", Lines(["RUNNING"], [])).await_line("rtrain-y", "two")
 
 
 def test_a_line_of_a_job_is_awaited_or_its_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -126,7 +127,9 @@ class Jobs:
         """The line of a job's log that begins with `sign`, once it is there. Raises `Ended` where the job ends first,
         with its exit code and its last lines."""
         while True:
-            found, log = self.all()[job], self.logs(job)
+            if (found := self.all().get(job)) is None:
+                raise _forgotten(job)
+            log = self.logs(job)
             line = next((line for line in log.splitlines() if line.startswith(sign)), None)
             if line is not None:
                 return line
@@ -153,7 +156,7 @@ class Jobs:
                 found = None
             else:
                 if found is None:
-                    raise TryAgain(f"{job} is not known here any more; submit the same command again")
+                    raise _forgotten(job)
                 if found.status in naming.ENDED:
                     rest = self.logs(job)
                     if len(rest) > shown:
@@ -196,7 +199,21 @@ class Jobs:
                     f"{self.address} asks for the cluster's token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to "
                     "the file that ray rsync-down has brought"
                 ) from None
+            if (told := _FAILED.search(text)) is not None:
+                raise UserError(
+                    f"the head at {self.address} fails ({told[0]}): it is starting, ending or has too much to do; ask "
+                    "again, and read its logs where that does not help"
+                ) from None
             raise
+
+
+_FAILED = re.compile(r"status code 5\d\d.*")
+"""In the errors of Ray's client: its proxy found nobody to answer, or the answer was an error."""
+
+
+def _forgotten(job: str) -> TryAgain:
+    """Its head was started anew meanwhile."""
+    return TryAgain(f"{job} is not known here any more; submit the same command again")
 
 
 def _is_refusal(error: Exception, text: str) -> bool:

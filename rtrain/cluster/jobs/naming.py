@@ -35,12 +35,24 @@ def option(words: Sequence[str], name: str) -> str | None:
     return found
 
 
-def setting(words: Sequence[str], name: str) -> str | None:
-    """The value of a setting that `--set` names."""
-    given = [words[place + 1] for place, word in enumerate(words[:-1]) if word == "--set"]
-    given += [word.partition("=")[2] for word in words if word.startswith("--set=")]
-    found = [text.partition("=")[2] for text in given if text.partition("=")[0].strip() == name]
-    return found[-1] if found else None
+def assignments(words: Sequence[str]) -> list[str]:
+    """What `--set` is given, in its order."""
+    behind = [(place, words[place + 1]) for place, word in enumerate(words[:-1]) if word == "--set"]
+    joined = [(place, word.partition("=")[2]) for place, word in enumerate(words) if word.startswith("--set=")]
+    return [text for _, text in sorted(behind + joined)]
+
+
+def given(words: Sequence[str]) -> str | None:
+    """The recipe or the run that a verb is given: its first word that is no option, nor the value of one."""
+    value_follows = False
+    for word in words[1:]:
+        if value_follows:
+            value_follows = False
+        elif word.startswith("-"):
+            value_follows = "=" not in word and word not in FLAGS
+        else:
+            return word
+    return None
 
 
 def run_of(words: Sequence[str]) -> PurePosixPath | None:
