@@ -1,5 +1,6 @@
 """MANIFEST.json: the size and SHA-256 of every file of a folder. It is written last: its presence means complete."""
 
+import errno
 import hashlib
 import json
 import os
@@ -7,10 +8,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypedDict
 
+from rtrain.errors import TryAgain
+
 NAME = "MANIFEST.json"
 SCHEMA_VERSION = 1
 PART = 1 << 22
 """Bytes of a file that are read and hashed at a time."""
+OTHER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
+"""Errors by which a name is shown to hold no such file. By every other one, it is not known what the file holds."""
+
+
+class Unreadable(TryAgain):
+    """A file that cannot be read now: a mount that is away or a machine short of memory, and no word of damage."""
 
 
 class Entry(TypedDict):
@@ -46,14 +55,16 @@ def write(folder: Path) -> None:
 def damage(folder: Path, needed: Iterable[str] = ()) -> str | None:
     """What is wrong with the folder, or None. All recorded files are checked: their presence, sizes and hashes.
 
-    The `needed` files must be among the recorded files.
+    The `needed` files must be among the recorded files. Raises `Unreadable` where that cannot be known.
     """
     try:
         document: Any = json.loads((folder / NAME).read_text())
         recorded = {
             name: Entry(size=known["size"], sha256=known["sha256"]) for name, known in document["files"].items()
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, OSError):
+            _refuse_unread(folder / NAME, error)
         return f"{NAME} is missing or unreadable"
     if lacking := sorted(set(needed) - set(recorded)):
         return f"{NAME} does not record {lacking[0]}"
@@ -64,17 +75,29 @@ def damage(folder: Path, needed: Iterable[str] = ()) -> str | None:
 
 
 def flaw(path: Path, recorded: Entry, *, size_only: bool = False) -> str | None:
-    """What is wrong with a file, or None. With `size_only` the file is not read, and only its size is compared."""
-    if not path.is_file():
-        return "is missing"
-    if (size := path.stat().st_size) != recorded["size"]:
-        return f"has {size} bytes instead of {recorded['size']}"
+    """What is wrong with a file, or None. With `size_only` the file is not read, and only its size is compared.
+
+    Raises `Unreadable` where it cannot be known.
+    """
     try:
+        if not path.is_file():
+            return "is missing"
+        if (size := path.stat().st_size) != recorded["size"]:
+            return f"has {size} bytes instead of {recorded['size']}"
         if not size_only and _sha256(path) != recorded["sha256"]:
             return "does not match its SHA-256"
     except OSError as error:
-        return f"cannot be read ({error.strerror})"
+        _refuse_unread(path, error)
+        return "is missing"
     return None
+
+
+def _refuse_unread(path: Path, error: OSError) -> None:
+    if error.errno not in OTHER:
+        raise Unreadable(
+            f"{path} cannot be read ({error.strerror or error}): whether it is whole is not known, and it stays where "
+            "it is. Try again; where that does not help, mend the disk, the mount or the file's permissions."
+        ) from error
 
 
 def sync(path: Path) -> None:

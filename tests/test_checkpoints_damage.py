@@ -1,10 +1,13 @@
 """Checkpoints that lie: whatever is done to their files, what is loaded is byte for byte what was saved, or older."""
 
+import errno
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,9 +65,11 @@ def test_an_older_copy_under_a_newer_name_is_refused(folder: Path, whole: Path) 
 
 
 def test_a_checkpoint_of_another_run_is_refused(folder: Path) -> None:
+    """It may be the only one of a run whose config.yaml was changed: it stays where it is."""
     rewrite(checkpoint.path_of(folder, 3), run="another")
-    assert checkpoint.flaw(checkpoint.path_of(folder, 3), 3, RUN) == "it is of another run"
-    assert checkpoint.select(folder, RUN) == 2
+    with pytest.raises(checkpoint.OtherRun, match=r"update-00000003 is of another run: .* Put back the config\.yaml"):
+        checkpoint.select(folder, RUN)
+    assert checkpoint.updates(folder) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -85,18 +90,34 @@ def test_a_manifest_must_record_every_file(folder: Path, name: str) -> None:
     assert checkpoint.select(folder, RUN) == 2
 
 
-def test_a_file_that_cannot_be_read_is_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, bad = manifest._sha256, checkpoint.path_of(folder, 3) / "optim.safetensors"
+@pytest.mark.parametrize("name", ["optim.safetensors", manifest.NAME])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENOMEM, errno.EACCES])
+def test_a_file_that_cannot_be_read_now_is_no_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    bad, whole = checkpoint.path_of(folder, 3) / name, Path.open
 
-    def failing(path: Path) -> str:
+    def failing(path: Path, *rest: Any, **options: Any) -> Any:
         if path == bad:
-            raise OSError(5, "Input/output error")
-        return whole(path)
+            raise OSError(number, os.strerror(number))
+        return whole(path, *rest, **options)
 
-    monkeypatch.setattr(manifest, "_sha256", failing)
-    flaw = checkpoint.flaw(bad.parent, 3, RUN)
-    assert flaw == "optim.safetensors cannot be read (Input/output error)"
-    assert checkpoint.select(folder, RUN) == 2
+    monkeypatch.setattr(Path, "open", failing)
+    with pytest.raises(manifest.Unreadable, match=rf"{bad} cannot be read .*{os.strerror(number)}.* Try again") as told:
+        checkpoint.select(folder, RUN)
+    assert told.value.exit_code == 75
+    monkeypatch.undo()
+    assert checkpoint.select(folder, RUN) == 3
+    assert not checkpoint.set_aside(folder)
+
+
+def test_a_folder_in_a_file_s_place_is_damage(folder: Path) -> None:
+    for update, name in ((3, manifest.NAME), (2, "optim.safetensors")):
+        path = checkpoint.path_of(folder, update) / name
+        path.unlink()
+        path.mkdir()
+    assert manifest.damage(checkpoint.path_of(folder, 3), FILES) == f"{manifest.NAME} is missing or unreadable"
+    assert checkpoint.select(folder, RUN) == 1
 
 
 @pytest.mark.parametrize("version", [1, 4])

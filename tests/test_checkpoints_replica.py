@@ -20,6 +20,8 @@ from rtrain.checkpoints.replica import Lost, Replica, Unreachable
 from rtrain.config import Cluster
 from rtrain.data.order import Order
 from rtrain.data.stores.store import Store
+from rtrain.errors import UserError
+from rtrain.run import Run
 from tests import test_training_loop
 from tests.test_training_loop import Ran, start, update_name, weights_digest
 
@@ -141,13 +143,80 @@ def test_a_copy_that_was_changed_is_set_aside_and_an_older_one_taken(
     files.pipe_file(root, bytes(data))
     resumed = start(ground, tmp_path / "run", kill=5, replica=claimed(storage), **EVERY)
     assert resumed.recorder.of("started")[0]["update"] == 3
-    assert [event["reason"] for event in resumed.recorder.of("set_aside")] == [
-        "optim.safetensors does not match its SHA-256"
-    ]
+    told = [event["reason"] for event in resumed.recorder.of("set_aside")]
+    assert told == ["optim.safetensors does not match its SHA-256"] * 2  # it was fetched twice
     assert Replica(storage, "run").checkpoints() == [*map(update_name, (3, 4, 5))]  # 4 is the new one
     fetched = tmp_path / "again" / "update-00000004"
     Replica(storage, "run").pull(fetched)
     assert manifest.damage(fetched, checkpoint.FILES) is None
+
+
+def test_what_comes_back_damaged_once_is_fetched_again(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, whole, spoilt = claimed((tmp_path / "mounted").as_uri()), LocalFileSystem.get_file, []
+    start(ground, tmp_path / "run", kill=4, replica=copy, **EVERY)
+    shutil.rmtree(tmp_path / "run")
+
+    def spoiling(files: LocalFileSystem, path: str, target: str, *rest: Any, **options: Any) -> None:
+        whole(files, path, target, *rest, **options)
+        if path.endswith("00000004/model.safetensors") and not spoilt:
+            spoilt.append(target)
+            os.truncate(target, 100)
+
+    monkeypatch.setattr(LocalFileSystem, "get_file", spoiling)
+    resumed = start(ground, tmp_path / "run", kill=4, replica=copy, **EVERY)
+    assert resumed.recorder.of("started")[0]["update"] == 4
+    assert len(resumed.recorder.of("set_aside")) == 1
+
+
+def test_copies_stay_where_none_of_them_comes_back_whole(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong may be the disk here: what lies there goes when there is something newer."""
+    copy, whole = claimed((tmp_path / "mounted").as_uri()), LocalFileSystem.get_file
+    start(ground, tmp_path / "run", kill=4, replica=copy, **EVERY)
+    before = objects((tmp_path / "mounted").as_uri())
+    shutil.rmtree(tmp_path / "run")
+
+    def spoiling(files: LocalFileSystem, path: str, target: str, *rest: Any, **options: Any) -> None:
+        whole(files, path, target, *rest, **options)
+        os.truncate(target, 100)
+
+    monkeypatch.setattr(LocalFileSystem, "get_file", spoiling)
+    start(ground, tmp_path / "run", kill=0, replica=copy, **EVERY)
+    assert objects((tmp_path / "mounted").as_uri()) == before
+
+
+@pytest.mark.parametrize("fault", ["a read error", "another run"])
+def test_nothing_is_lost_in_the_storage_where_a_copy_cannot_be_judged(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    url = (tmp_path / "mounted").as_uri()
+    copy = claimed(url)
+    start(ground, tmp_path / "run", kill=4, replica=copy, **EVERY)
+    before = objects(url)
+    shutil.rmtree(tmp_path / "run")
+
+    def failing(path: Path) -> str:
+        raise OSError(5, "Input/output error")
+
+    if fault == "a read error":
+        monkeypatch.setattr(manifest, "_sha256", failing)
+    error, told, rows = {
+        "a read error": (manifest.Unreadable, r"cannot be read \(Input/output error\)", {}),
+        "another run": (
+            checkpoint.OtherRun,
+            r"file://.*/run/checkpoints/update-00000004 is of",
+            {"rows_per_update": 20},
+        ),
+    }[fault]
+    with pytest.raises(error, match=told):
+        start(ground, tmp_path / "run", replica=copy, **{**EVERY, **rows})
+    monkeypatch.undo()
+    assert objects(url) == before
+    resumed = start(ground, tmp_path / "run", kill=4, replica=copy, **EVERY)
+    assert resumed.recorder.of("started")[0]["update"] == 4
 
 
 def test_a_start_that_was_taken_over_ends_and_spoils_nothing(ground: Path, tmp_path: Path, storage: str) -> None:
@@ -197,6 +266,88 @@ def test_a_finished_run_says_where_it_could_not_be_copied(
     monkeypatch.undo()
     again = start(ground, tmp_path / "run", replica=copy, **EVERY)
     assert again.recorder.of("started")[0]["update"] == test_training_loop.UPDATES  # nothing was trained twice
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_fetched_run_has_its_whole_log_and_what_is_whole_of_its_checkpoints(tmp_path: Path, storage: str) -> None:
+    run, to = tmp_path / "there" / "run", tmp_path / "to"
+    for place in ("checkpoints/update-00000001", "checkpoints/update-00000002", "artifact/1_Pooling"):
+        (run / place).mkdir(parents=True)
+        (run / place / "state.json").write_text(place)
+    manifest.write(run / "checkpoints" / "update-00000001")
+    (run / "config.yaml").write_text("name: intent\n")
+    copy = claimed(storage)
+    for kind in ("created", "started", "finished"):
+        events.append(run, kind)
+        copy.push(run, sorted((run / "checkpoints").iterdir()))
+    copy.push_artifact(run)
+    size = Replica(storage, "run").fetch(to)
+    shutil.rmtree(run / "checkpoints" / "update-00000002")  # of a copy that was cut short there is no manifest
+    assert files_of(to) == files_of(run)
+    assert size == sum(map(len, files_of(to).values()))
+    with pytest.raises(UserError, match="is there already"):
+        copy.fetch(to)
+
+
+def test_a_fetch_that_is_cut_short_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, copy = tmp_path / "there" / "run", claimed((tmp_path / "mounted").as_uri())
+    run.mkdir(parents=True)
+    for name in replica.FILES:
+        (run / name).touch()
+    copy.push(run, [])
+
+    def failing(files: LocalFileSystem, *rest: Any, **options: Any) -> None:
+        raise OSError(104, "Connection reset by peer")
+
+    monkeypatch.setattr(LocalFileSystem, "get_file", failing)
+    with pytest.raises(Unreachable, match="Connection reset"):
+        copy.fetch(tmp_path / "runs" / "to")
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["../../../victim/authorized_keys", "artifact/../../../../victim", "artifact//x"])
+def test_a_name_that_leads_out_of_the_run_is_not_written(tmp_path: Path, name: str) -> None:
+    from fsspec.implementations.memory import MemoryFile
+
+    memory, bucket = fsspec.filesystem("memory"), f"/{uuid.uuid4().hex}"
+    memory.pipe_file(f"{bucket}/run/config.yaml", b"x")
+    memory.store[f"{bucket}/run/{name}"] = MemoryFile(memory, f"{bucket}/run/{name}", b"ssh-rsa")
+    with pytest.raises(UserError, match="leads out of the run; nothing was copied"):
+        Replica(f"memory:/{bucket}", "run").fetch(tmp_path / "home" / "me" / "runs" / "run")
+    assert not files_of(tmp_path)
+
+
+@pytest.mark.parametrize("error", [OSError("connection reset"), KeyboardInterrupt()])
+@pytest.mark.parametrize("name", [*replica.FILES, replica.LOG])
+def test_a_run_that_came_back_in_part_is_brought_back_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException
+) -> None:
+    run, copy = tmp_path / "there" / "run", claimed((tmp_path / "mounted").as_uri())
+    run.mkdir(parents=True)
+    for one in (*replica.FILES, replica.LOG):
+        (run / one).write_text(f"{one}\n")
+    copy.push(run, [])
+    back = tmp_path / "back" / "run"
+
+    def failing(files: LocalFileSystem, path: str, *rest: Any, **options: Any) -> Any:
+        if path.endswith(name):
+            raise error
+        return whole[call](files, path, *rest, **options)
+
+    whole = {one: getattr(LocalFileSystem, one) for one in ("get_file", "cat_file")}
+    for call in ("cat_file",) if name == replica.LOG else ("get_file",):
+        monkeypatch.setattr(LocalFileSystem, call, failing)
+    with pytest.raises((Unreachable, KeyboardInterrupt)):
+        copy.restore(back)
+    monkeypatch.undo()
+    assert not Run(back).exists
+    assert list(back.parent.iterdir()) == []
+    copy.restore(back)
+    assert sorted(path.name for path in back.iterdir()) == sorted((*replica.FILES, replica.LOG))
+    assert (back / replica.LOG).read_text() == f"{replica.LOG}\n"
 
 
 @pytest.mark.parametrize(

@@ -372,6 +372,18 @@ def test_a_resume_needs_the_folder_of_its_run_and_no_recipe(run: Cli, tmp_path: 
     assert (code, "optim.lr=1e-05: the run was started with 0.0003" in err) == (2, True), err
 
 
+def test_the_home_folder_is_known_behind_an_equals_sign_too(
+    run: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening.freeze(Run(tmp_path / "teacher"), config.load("intent", {"data.path": str(tmp_path / "gone.csv")}))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    student = tmp_path / "home" / "student"
+    student.mkdir(parents=True)
+    (student / "thesis.txt").touch()
+    code, _, err = run("distill", "teacher", "--out=~/student")
+    assert (code, f"--out: {student} is not empty and holds no run" in err) == (1, True), err
+
+
 def test_resume_and_new_exclude_each_other(run: Cli, tmp_path: Path, encoder: Path) -> None:
     data = csv_of(tmp_path, labelled_rows(40))
     code, _, err = run("train", "intent", "--data", data, "--model", encoder, "--resume", "--new")

@@ -31,16 +31,54 @@ WITHIN_S = 900
 @pytest.mark.parametrize(
     ("words", "run", "name"),
     [
-        (["train", "intent", "--out", "/shared/runs/a b"], "/shared/runs/a b", "rtrain-a-b"),
-        (["tune", "intent", "--out=/shared/x"], "/shared/x", "rtrain-x"),
-        (["serve", "/shared/x/artifact"], None, "rtrain-serve-x"),
-        (["serve", "s3://bucket/models/x"], None, "rtrain-serve-x"),
-        (["evaluate"], None, "rtrain-evaluate"),
+        (["train", "intent", "--out", "/shared/runs/a b"], "/shared/runs/a b", "rtrain-a-b-"),
+        (["tune", "intent", "--out=/shared/x"], "/shared/x", "rtrain-x-"),
+        (["serve", "/shared/x/artifact"], None, "rtrain-serve-x-"),
+        (["serve", "s3://bucket/models/x"], None, "rtrain-serve-x-"),
+        (["evaluate"], None, "rtrain-evaluate-"),
     ],
 )
 def test_a_job_is_called_after_its_run(words: list[str], run: str | None, name: str) -> None:
     found = naming.run_of(words)
-    assert (str(found) if found else None, naming.identity(words, found)) == (run, name)
+    job = naming.identity(words, found)
+    assert (str(found) if found else None, job[: -naming.DIGITS]) == (run, name)
+    int(job[-naming.DIGITS :], 16)
+
+
+OTHERS = [
+    ["train", "intent", "--out", "/shared/alice/intent"],
+    ["train", "intent", "--out", "/shared/bob/intent"],
+    ["train", "intent", "--out", "/shared/runs/intent-try-2"],
+    ["train", "intent", "--out", f"/shared/runs/{'x' * naming.LONGEST}-A"],
+    ["train", "intent", "--out", f"/shared/runs/{'x' * naming.LONGEST}-B"],
+    ["predict", "/shared/m1", "--data", "/shared/a.csv", "--out", "/shared/a.out.csv"],
+    ["predict", "/shared/m2", "--data", "/shared/b.csv", "--out", "/shared/b.out.csv"],
+    ["serve", "/shared/alice/intent"],
+    ["serve", "/shared/bob/intent/artifact"],
+    ["serve", "/shared/bob/intent/artifact-int8"],
+    ["serve", "s3://bucket/models/intent"],
+]
+
+
+def test_what_is_another_request_is_another_job() -> None:
+    jobs = [naming.identity(words, naming.run_of(words)) for words in OTHERS]
+    assert len(set(jobs)) == len(OTHERS)
+    again = ["train", "sentiment", "--resume", "--out=/shared/alice/intent/"]  # one folder is one run
+    assert naming.identity(again, naming.run_of(again)) == jobs[0]
+
+
+def test_a_run_s_jobs_are_found_by_its_folder_its_name_or_their_own() -> None:
+    alice, bob, tried = (naming.identity(words, naming.run_of(words)) for words in OTHERS[:3])
+    jobs = [f"{alice}-try-2", bob, alice, tried, "rtrain-serve-intent-01234567"]
+    assert naming.meant("/shared/alice/intent", jobs) == [alice, f"{alice}-try-2"]
+    for name in (bob, bob.removeprefix("rtrain-")):
+        assert naming.meant(name, jobs) == [bob]
+    assert naming.meant("intent-try-2", jobs) == [tried]
+    assert naming.meant("serve-intent", jobs) == ["rtrain-serve-intent-01234567"]
+    with pytest.raises(ConfigError, match=f"run=intent: several jobs are called so: .*{bob.removeprefix('rtrain-')}"):
+        naming.meant("intent", jobs)
+    assert naming.meant("intent", [bob, "rtrain-intention-01234567"]) == [bob]
+    assert naming.meant("nobody", jobs) == []
 
 
 @pytest.mark.parametrize("out", [[], ["--out", "runs/x"]])
@@ -51,9 +89,21 @@ def test_a_run_without_a_folder_of_the_nodes_is_refused(out: list[str]) -> None:
 
 def test_settings_and_options_are_read_as_the_verb_reads_them() -> None:
     words = ["train", "--set", "cluster.storage=s3://a/b", "--set=cluster.storage=s3://c", "--out", "/x", "--out=/y"]
-    assert naming.setting(words, "cluster.storage") == "s3://c"
+    assert naming.assignments(words) == ["cluster.storage=s3://a/b", "cluster.storage=s3://c"]
     assert naming.option(words, "--out") == "/y"
-    assert naming.setting(words, "train.epochs") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ("train intent --out /x", "intent"),
+        ("train --out /x --new --set a=b mine.yaml", "mine.yaml"),
+        ("distill --out=/x /shared/runs/teacher", "/shared/runs/teacher"),
+        ("train --resume --out /x", None),
+    ],
+)
+def test_the_recipe_is_the_first_word_that_is_no_option_nor_its_value(words: str, given: str | None) -> None:
+    assert naming.given(words.split()) == given
 
 
 STATUSES = strategies.sampled_from(["PENDING", "RUNNING", *naming.ENDED])
@@ -137,6 +187,32 @@ def test_too_much_is_refused_with_the_largest_files(checkout: Path) -> None:
     assert upload.of(checkout, 7_000_000).size > 6_000_000
 
 
+def test_a_link_takes_along_what_is_tracked_and_nothing_else(checkout: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "credentials"
+    secret.write_text("aws_secret_access_key=XYZ")
+
+    def linked(to: str | Path) -> upload.Upload:
+        (checkout / "link").unlink(missing_ok=True)
+        (checkout / "link").symlink_to(to)
+        subprocess.run(["git", "add", "link"], cwd=checkout, check=True)
+        return upload.of(checkout)
+
+    for to in (secret, "../credentials", "runs/weights", "notes.txt", ".git/config"):
+        with pytest.raises(UserError, match=r"link leads to .*, which git does not track here; take it out of git"):
+            linked(to)
+    found = linked("code.py")
+    assert dict(found.files)["link"] == len("x = 1\n")  # what goes along, not the link's own bytes
+    with upload.copied(found) as folder:
+        assert (folder / "link").read_text() == "x = 1\n"
+
+
+def test_a_name_that_is_no_utf_8_is_refused_by_name(checkout: Path) -> None:
+    Path(os.fsdecode(bytes(checkout) + b"/caf\xe9.txt")).touch()
+    subprocess.run(["git", "add", "-A"], cwd=checkout, check=True)
+    with pytest.raises(UserError, match=r"the name 'caf\\udce9\.txt' is no UTF-8"):
+        upload.of(checkout)
+
+
 def test_a_folder_without_git_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no git work tree"):
         upload.of(tmp_path)
@@ -157,6 +233,37 @@ def test_a_run_that_is_there_is_resumed_also_from_its_storage(tmp_path: Path) ->
     (run / "config.yaml").touch()
     assert entry.resumed([*words, "--resume"], run, None) == [*words, "--resume"]
     assert entry.resumed([*words, "--new"], run, storage) == [*words, "--new"]
+
+
+def test_the_storage_is_that_of_the_configuration(tmp_path: Path) -> None:
+    """As the verb itself reads it: a recipe's file, quotes, null, and the run's own where there is one."""
+    (tmp_path / "mine.yaml").write_text("name: x\ntask: classification\ncluster: {storage: s3://bucket/mine}\n")
+    run, mine = tmp_path / "runs" / "x", str(tmp_path / "mine.yaml")
+
+    def found(*words: str) -> str | None:
+        return entry.storage_of(["train", *words, "--out", str(run)], run)
+
+    assert found("intent") is None
+    assert found(mine) == "s3://bucket/mine"
+    assert found(mine, "--set", 'cluster.storage="s3://bucket/other"') == "s3://bucket/other"
+    assert found(mine, "--set", "cluster.storage=null") is None
+    assert found("intent", f"--set=cluster.storage={tmp_path}/here") == f"{tmp_path}/here"
+    assert found("--resume", "--set", "cluster.storage=s3://bucket/mine") == "s3://bucket/mine"
+    assert found(str(tmp_path / "none.yaml")) is None  # the verb says what is wrong
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("name: x\ntask: classification\ncluster: {storage: s3://bucket/its-own}\n")
+    assert found("--resume") == "s3://bucket/its-own"
+    assert entry.storage_of(["distill", str(run), "--out", "/shared/student"], Path("/shared/student")) == (
+        "s3://bucket/its-own"
+    )
+
+
+def test_a_job_that_does_not_say_where_its_run_is_ends_with_2() -> None:
+    command = [sys.executable, "-m", naming.ENTRY, "train", "intent", "--out", "runs/x"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("rtrain: --out=runs/x: ")
+    assert len(done.stderr.splitlines()) == 1
 
 
 KEPT = """
@@ -199,20 +306,51 @@ def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     assert done.stdout.endswith("line 19999\nafter\n")
 
 
+def test_a_full_disk_under_the_job_s_own_log_ends_nothing(tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        subprocess.run(
+            [sys.executable, "-c", KEPT.replace('print("after")', "sys.stdout = None"), str(tmp_path / "x.log"), ""],
+            cwd=ROOT,
+            stdout=full,
+            check=True,
+            timeout=60,
+        )
+    assert (tmp_path / "x.log").read_text().endswith("line 19999\n")
+
+
+def test_what_came_of_a_run_before_ssh_failed_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cluster.yaml").touch()
+    codes = [255, 0]
+
+    def rsync(*words: str) -> int:
+        Path(words[-1], "events.jsonl").write_text("half")
+        return codes.pop(0)
+
+    monkeypatch.setattr(launcher, "_ray", rsync)
+    to = tmp_path / "runs" / "x"
+    with pytest.raises(UserError, match="ray rsync-down ended with 255"):
+        launcher.bring(tmp_path / "cluster.yaml", "/shared/runs/x", to)
+    assert list(to.parent.iterdir()) == []
+    launcher.bring(tmp_path / "cluster.yaml", "/shared/runs/x", to)
+    assert [path.name for path in to.iterdir()] == ["events.jsonl"]
+
+
 def test_a_run_is_fetched_from_its_storage(tmp_path: Path) -> None:
     (tmp_path / "storage" / "x" / "artifact").mkdir(parents=True)
     (tmp_path / "storage" / ".jobs").mkdir()
     (tmp_path / "storage" / "x" / "config.yaml").write_text("a: 1\n")
     (tmp_path / "storage" / "x" / "artifact" / "artifact.json").write_text("{}")
     (tmp_path / "storage" / ".jobs" / "x.log").write_text("lines\n")
-    said: list[str] = []
-    assert stored.fetch("x", f"file://{tmp_path}/storage", tmp_path / "to", said.append) == 7
+    storage = f"file://{tmp_path}/storage"
+    cluster.fetch("/shared/x", tmp_path / "to", storage)
     found = {str(path.relative_to(tmp_path / "to")): path.read_text() for path in (tmp_path / "to").rglob("*.*")}
     assert found == {"config.yaml": "a: 1\n", "artifact/artifact.json": "{}", "job.log": "lines\n"}
     with pytest.raises(UserError, match="is there already"):
-        stored.fetch("x", f"file://{tmp_path}/storage", tmp_path / "to", said.append)
-    with pytest.raises(UserError, match="holds no run y"):
-        stored.fetch("y", f"file://{tmp_path}/storage", tmp_path / "other", said.append)
+        cluster.fetch("x", tmp_path / "to", storage)
+    with pytest.raises(UserError, match="/y holds no run"):
+        cluster.fetch("y", tmp_path / "other", storage)
+    with pytest.raises(ConfigError, match="names no run"):
+        cluster.fetch("..", tmp_path / "other", storage)
 
 
 def test_the_launcher_s_file_and_the_run_s_folder_are_asked_for_first(tmp_path: Path) -> None:
@@ -268,6 +406,33 @@ def test_a_head_that_is_lost_says_try_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert lost.value.exit_code == 75
 
 
+@pytest.mark.parametrize("code", [500, 502, 503])
+def test_a_proxy_without_its_head_is_waited_for_and_told_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
+    error = RuntimeError(f"Request failed with status code {code}: Bad Gateway.")
+    with pytest.raises(UserError, match=rf"the head at http://head fails \(status code {code}: Bad Gateway\.\)"):
+        client.Jobs("http://head", Lines([], [], error)).all()
+    away, answers = Lines([], [], error), client.Jobs("http://head", Lines(["SUCCEEDED"], []))
+    jobs = client.Jobs("http://head", away)
+
+    def back() -> dict[str, client.Job]:
+        monkeypatch.setattr(jobs, "all", answers.all)
+        return client.Jobs("http://head", away).all()
+
+    monkeypatch.setattr(jobs, "all", back)
+    assert jobs.watch("rtrain-x", lambda text: None).status == "SUCCEEDED"
+    monkeypatch.setattr(client, "PATIENCE_S", 0.0)
+    with pytest.raises(TryAgain, match="does not answer any more"):
+        client.Jobs("http://head", away).watch("rtrain-x", lambda text: None)
+
+
+def test_a_job_that_its_head_has_forgotten_is_to_be_asked_for_again() -> None:
+    with pytest.raises(TryAgain, match="rtrain-y is not known here any more"):
+        client.Jobs("http://head", Lines(["RUNNING"], [])).await_line("rtrain-y", "two")
+
+
 def test_a_line_of_a_job_is_awaited_or_its_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "LOOK_EVERY_S", 0.0)
     assert client.Jobs("http://head", Lines(["RUNNING"], [])).await_line("rtrain-x", "two") == "two"
@@ -321,6 +486,10 @@ def command(head: Head) -> list[str]:  # noqa: F811
     return [*words, "--set", f"cluster.storage=file://{head.folder}/storage"]
 
 
+def job_of(run: Path) -> str:
+    return naming.identity((), PurePosixPath(run))
+
+
 def own_lines(done: "subprocess.CompletedProcess[str]") -> str:
     """What a watched job has written, without Ray's lines before it."""
     lines = done.stdout.splitlines(keepends=True)
@@ -343,8 +512,8 @@ def test_a_job_is_watched_asked_for_again_and_read_when_the_cluster_is_gone(head
     assert again.returncode == 0, again.stdout + again.stderr
     repeated = json.loads(next(line for line in again.stdout.splitlines() if line.startswith('{"run"')))
     assert (repeated["status"], repeated["updates"]) == ("finished", summary["updates"])
-    ids = {job["submission_id"]: job["status"] for job in head.jobs()}
-    assert ids == {"rtrain-made": "SUCCEEDED", "rtrain-made-try-2": "SUCCEEDED"}
+    ids, job = {one["submission_id"]: one["status"] for one in head.jobs()}, job_of(head.folder / "runs" / "made")
+    assert ids == {job: "SUCCEEDED", f"{job}-try-2": "SUCCEEDED"}
     told = ask(head, "status")
     assert (told.returncode, told.stdout.count("SUCCEEDED")) == (0, 2), told.stderr
     # Every line of both jobs is beside the run, and in its storage, where no head is asked.
@@ -371,7 +540,7 @@ def test_a_job_that_is_going_on_is_not_started_twice_and_is_stopped(head: Head, 
     words += ["--set", "train.epochs=500"]
     submit = ("submit", "--folder", str(ROOT), "--most-mb", "20")
     first = ask(head, *submit, "--", *words)
-    assert (first.returncode, first.stdout.strip()) == (0, "rtrain-long"), first.stderr
+    assert (first.returncode, first.stdout.strip()) == (0, job_of(out)), first.stderr
     second = ask(head, *submit, "--", *words)
     assert (second.returncode, "is there already" in second.stderr) == (0, True), second.stderr
     give_up = time.monotonic() + WITHIN_S
@@ -379,13 +548,12 @@ def test_a_job_that_is_going_on_is_not_started_twice_and_is_stopped(head: Head, 
         assert time.monotonic() < give_up, ask(head, "logs", str(out)).stdout
         time.sleep(0.5)
     stopped = ask(head, "stop", "long")
-    assert (stopped.returncode, "rtrain-long: told to end" in stopped.stdout) == (0, True), stopped.stderr
-    while next(job for job in head.jobs() if job["submission_id"] == "rtrain-long")["status"] not in naming.ENDED:
+    assert (stopped.returncode, f"{job_of(out)}: told to end" in stopped.stdout) == (0, True), stopped.stderr
+    while next(job for job in head.jobs() if job["submission_id"] == job_of(out))["status"] not in naming.ENDED:
         assert time.monotonic() < give_up
         time.sleep(0.5)
     nothing = ask(head, "stop", "long")
     assert (nothing.returncode, "no job of the run long is going on" in nothing.stderr) == (1, True)
-    assert PurePosixPath(out).name == "long"
 
 
 def test_no_head_is_said_in_a_line(tmp_path: Path) -> None:

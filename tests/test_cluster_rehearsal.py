@@ -2,6 +2,7 @@
 slow tests run it whole."""
 
 import json
+import math
 import mmap
 import os
 import signal
@@ -447,6 +448,9 @@ def test_a_sound_rehearsal_passes_and_says_what_it_came_to() -> None:
         ({"rows": None}, "other rows than"),
         ({"weights": Weights(False, 1e-7, True)}, "other weights than"),
         ({"weights": None}, "other weights than"),
+        ({"weights": Weights(True, math.nan, True)}, "weights that are no finite numbers"),
+        ({"weights": Weights(False, math.nan, False)}, "weights that are no finite numbers"),
+        ({"weights": Weights(False, math.inf, False)}, "weights that are no finite numbers"),
         ({"ports": [Listener("head-1", "dashboard", "network", 8265)]}, "dashboard listens on the network, port 8265"),
         ({"most_at_a_time": 5}, "5 worker nodes at a time, and the file allows 4"),
         ({"scale_down_s": None}, "nodes without work were not ended"),
@@ -464,6 +468,8 @@ def test_whatever_is_wrong_fails_it_and_is_said(changes: dict[str, Any], why: st
 def test_other_numbers_of_workers_may_round_otherwise() -> None:
     found = made(weights=Weights(False, 3e-7, False), workers=[2, 1, 2])
     assert found.passed
+    assert "not rehearsed: whether the weights are the undisturbed run's" in found.text()
+    assert "whether the weights are" not in made().text()
     assert "relative difference 3.0e-07" in found.text()
 
 

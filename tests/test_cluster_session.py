@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rtrain import config
+from rtrain.cluster import session
 from rtrain.cluster.session import (
     LEAST_STORE_BYTES,
     OBJECT_STORE_BYTES,
@@ -84,3 +85,54 @@ def test_a_container_s_shared_memory_is_enough(tmp_path: Path) -> None:
         f"/dev/shm has 64 MB free: Ray's objects go to {tempfile.gettempdir()}, which is slower; "
         "in Docker, write docker run --shm-size=2g"
     ]
+
+
+# ------------------------------------------------------------------------------------------------------------ the token
+
+
+@pytest.fixture
+def token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where Ray's token is to be, for a process that has not imported Ray."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "ray")
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / ".ray" / "auth_token"))
+    return tmp_path / ".ray" / "auth_token"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_token_is_made_where_there_is_none_and_where_a_killed_command_left_an_empty_one(
+    token: Path, begun: bool
+) -> None:
+    if begun:
+        token.parent.mkdir()
+        token.touch()
+    session._token_file()
+    assert len(token.read_text()) == 64
+    assert token.stat().st_mode & 0o777 == 0o600
+    first = token.read_text()
+    session._token_file()
+    assert token.read_text() == first
+    assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
+
+
+def test_a_command_that_is_ended_while_it_makes_the_token_leaves_none(
+    token: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(path: Path, text: str) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", ended)
+    with pytest.raises(KeyboardInterrupt):
+        session._token_file()
+    assert list(token.parent.iterdir()) == []
+
+
+def test_of_two_commands_that_make_the_token_at_once_one_s_counts(token: Path) -> None:
+    session._make_token(token)
+    first, exists = token.read_text(), Path.exists
+    with pytest.MonkeyPatch.context() as patch:  # the other one has looked before
+        patch.setattr(Path, "exists", lambda path: path != token and exists(path))
+        session._make_token(token)
+    assert token.read_text() == first

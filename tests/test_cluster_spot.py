@@ -1,5 +1,6 @@
 """Spot notices: what the three clouds say, and what becomes of it."""
 
+import itertools
 import json
 import socket
 import struct
@@ -7,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,45 @@ def test_it_looks_on_where_the_service_fails_and_says_so_once(machine: Told, ser
     assert notice.what == "spot terminate"
     assert len(said) == 1
     assert "HTTPError" in said[0]
+
+
+def answering(server: socket.socket, odd: bytes, then: bytes) -> None:
+    """Two odd answers, and others after them, whatever is asked."""
+    for answer in itertools.chain((odd, odd), itertools.repeat(then)):
+        try:
+            one, _ = server.accept()
+        except OSError:
+            return
+        with one:
+            one.recv(4096)
+            one.sendall(answer)
+
+
+HEAD = b"HTTP/1.0 200 OK\r\n\r\n"
+AWS_ENDS = HEAD + b'{"action": "terminate", "time": "2033-05-18T03:33:20+00:00"}'
+AZURE_ENDS = HEAD + b'{"Events": [{"EventType": "Preempt"}]}'
+
+
+@pytest.mark.parametrize(
+    ("cloud", "odd", "then"),
+    [
+        (Gcp, b"garbage\r\n\r\n", HEAD + b"TRUE"),  # http.client's own errors are no OSError
+        (Azure, HEAD + b"[]", AZURE_ENDS),
+        (Azure, HEAD + b'{"Events": null}', AZURE_ENDS),
+        (Azure, HEAD + b'{"Events": [{"EventType": "Preempt", "NotBefore": 5}]}', AZURE_ENDS),
+        (Aws, HEAD + b"[1]", AWS_ENDS),
+        (Aws, HEAD + b'{"action": "terminate", "time": null}', AWS_ENDS),
+    ],
+)
+def test_no_answer_of_the_service_ends_the_watcher(
+    cloud: Callable[[Service], spot.Look], odd: bytes, then: bytes
+) -> None:
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=answering, args=(server, odd, then), daemon=True).start()
+        look = cloud(Service(f"http://127.0.0.1:{server.getsockname()[1]}"))
+        assert spot.wait(look, 0.0, said.append, lambda one: one.is_final).what
+    assert len(said) == 1
 
 
 def test_a_recommendation_is_said_once_and_waited_through(machine: Told, service: Service) -> None:

@@ -318,6 +318,12 @@ def test_several_contradictions_are_reported_together() -> None:
     assert [problem.field for problem in found] == ["data.text_pair", "data.label", "tune.price"]
 
 
+@pytest.mark.parametrize("name", ["../../evil", "a/b", "a\\b", "", ".hidden", "a\nb"])
+def test_a_recipe_s_name_leads_nowhere(name: str) -> None:
+    """A run's folder begins with it."""
+    assert [problem.field for problem in problems(INTENT, {"name": name})] == ["name"]
+
+
 # ------------------------------------------------------------------------------------------------------------ identity
 
 

@@ -19,12 +19,11 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "rtrain.signals",
         "rtrain.events",
         "rtrain.ray_internals",
-        "rtrain.manifest",
         "rtrain.drafts",
         "rtrain.batch",
         "rtrain.words",
     ),
-    ("rtrain.engines",),
+    ("rtrain.engines", "rtrain.manifest"),
     (
         "rtrain.config",
         "rtrain.recipes",

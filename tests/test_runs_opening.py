@@ -14,7 +14,7 @@ from rtrain.config import Config
 from rtrain.config.data import OneOf
 from rtrain.errors import ConfigError, UserError
 from rtrain.run import Run
-from rtrain.runs import opening
+from rtrain.runs import opening, preparing
 from tests.tiny import make_artifact
 
 
@@ -56,6 +56,21 @@ def test_the_home_folder_may_be_abbreviated(monkeypatch: pytest.MonkeyPatch, tmp
     assert opening.folder_for("intent", "~/mine") == tmp_path / "mine"
 
 
+def test_what_a_run_names_is_found_from_every_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A job's processes are in other folders than its user was."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("t5", "small"):
+        (tmp_path / name).mkdir()
+    models = {"augment__paraphrase": "./t5", "distill__student": "small"}
+    found = opening.absolute(made(cluster__storage="backup", **models), tmp_path / "run")
+    assert found.deploy.cluster.storage == str(tmp_path / "backup")
+    assert found.recipe.augment.paraphrase == str(tmp_path / "t5")
+    assert found.recipe.distill.student == str(tmp_path / "small")
+    elsewhere = {"cluster__storage": "s3://bucket/runs", "distill__student": "prajjwal1/bert-tiny"}
+    kept = opening.absolute(made(**elsewhere), tmp_path / "run")
+    assert (kept.deploy.cluster.storage, kept.recipe.distill.student) == tuple(elsewhere.values())
+
+
 # ---------------------------------------------------------------------------------------------------------------- reuse
 
 
@@ -82,6 +97,44 @@ def test_new_takes_the_next_free_number(used: Path) -> None:
     third, _ = opening.choose(used, made(), "new")
     assert [second.name, third.name] == ["run-2", "run-3"]
     assert opened == made(optim__lr=1e-5)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path != Run(folder).lock}
+
+
+def test_what_is_refused_leaves_the_run_that_is_trained_as_it_was(used: Path) -> None:
+    before = contents(used)
+    with opening.hold(Run(used)):
+        with pytest.raises(UserError, match="is being trained by process"):
+            preparing.prepare(made(train__keep=7, **DECIDED), used, "resume")
+        reuses: tuple[opening.Reuse, ...] = ("resume", "refuse")
+        for reuse in reuses:
+            with pytest.raises(UserError, match="is being trained by process"), opening.claimed(Run(used), reuse):
+                pass
+    assert contents(used) == before
+
+
+def test_a_name_that_another_command_took_meanwhile_is_refused_or_numbered_on(tmp_path: Path) -> None:
+    rates = (1e-4, 9e-4, 5e-4)
+    chosen = [opening.choose(tmp_path / "run", made(optim__lr=rate), "new") for rate in rates]
+    assert [folder.name for folder, _ in chosen] == ["run"] * 3
+    with opening.claimed(Run(chosen[0][0]), "new") as first:  # it is not written yet
+        opening.freeze(first, chosen[0][1])
+        with opening.claimed(Run(chosen[1][0]), "new") as second:
+            opening.freeze(second, chosen[1][1])
+    with opening.claimed(Run(chosen[2][0]), "new") as third:
+        opening.freeze(third, chosen[2][1])
+    with pytest.raises(UserError, match="begun by another command meanwhile"), opening.claimed(first, "refuse"):
+        pass
+    assert [run.name for run in (first, second, third)] == ["run", "run-2", "run-3"]
+    assert tuple(opening.stored(run.folder).recipe.optim.lr for run in (first, second, third)) == rates
+
+
+def test_a_name_that_a_killed_command_has_claimed_is_free(tmp_path: Path) -> None:
+    with opening.claimed(Run(tmp_path / "run"), "refuse") as run:
+        run.config.with_suffix(".draft").touch()
+    assert opening.choose(tmp_path / "run", made(), "refuse")[0] == tmp_path / "run"
 
 
 def test_a_folder_with_something_else_in_it_is_never_used(tmp_path: Path) -> None:

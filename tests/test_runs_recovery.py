@@ -12,8 +12,9 @@ import pytest
 from rtrain import config, events
 from rtrain.checkpoints import checkpoint
 from rtrain.config import Config
-from rtrain.errors import ConfigError, UserError
+from rtrain.errors import ConfigError, TryAgain, UserError
 from rtrain.exchange import ranks
+from rtrain.manifest import Unreadable
 from rtrain.proof import drill
 from rtrain.proof.faults import FAULTS
 from rtrain.run import Run
@@ -78,6 +79,16 @@ def test_a_start_that_ran_out_of_memory_is_followed_by_one_with_smaller_passes(
     assert halvings(events.read(tmp_path)) == found
     with pytest.raises(UserError, match=f"training failed: {re.escape(error)}"):
         driver._recover(Run(tmp_path), failure, Recovery(max_crashes=0))
+
+
+def test_a_file_that_cannot_be_read_now_is_tried_again_and_then_left_to_another_start(tmp_path: Path) -> None:
+    failure = RuntimeError("training failed")
+    failure.worker_failures = {0: Unreadable("state.json cannot be read"), 1: ranks.Elsewhere("")}  # type: ignore[attr-defined]
+    driver._recover(Run(tmp_path), failure, Recovery(max_crashes=1))
+    assert [event["cause"] for event in events.read(tmp_path)] == ["crash"]
+    with pytest.raises(TryAgain, match=r"^state\.json cannot be read$"):
+        driver._recover(Run(tmp_path), failure, Recovery(max_crashes=0))
+    assert [event["kind"] for event in events.read(tmp_path)] == ["crashed"]  # whoever asks again goes on
 
 
 def test_what_is_told_is_the_error_of_the_worker_that_failed_not_of_those_that_waited_for_it(tmp_path: Path) -> None:

@@ -175,9 +175,9 @@ def test_another_run_s_checkpoints_are_not_taken_up(ground: Path, tmp_path: Path
     start(ground, tmp_path / "other", save_every=1, kill=2, rows_per_update=20)
     other = start(ground, tmp_path / "other", kill=2, rows_per_update=20)
     assert other.recorder.of("started")[0]["update"] == 2
-    own = start(ground, tmp_path / "other", kill=0)
-    assert own.recorder.of("started")[0]["update"] == 0
-    assert names(tmp_path / "other") == ["damaged"]
+    with pytest.raises(checkpoint.OtherRun, match="update-00000002 is of another run"):
+        start(ground, tmp_path / "other")
+    assert names(tmp_path / "other") == [update_name(1), update_name(2)]
 
 
 def test_another_version_s_checkpoint_stops_the_start(ground: Path, tmp_path: Path) -> None:

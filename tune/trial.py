@@ -94,11 +94,10 @@ def held(
     config = opening.absolute(config, folder if reuse == "resume" else None)
     if reuse == "resume":
         refuse_another(opening.stored(folder), config)
-    search = Run(folder)
-    opening.freeze(search, config)
-    with opening.hold(search):
+    with opening.claimed(Run(folder), reuse) as search:
+        opening.freeze(search, config)
         document = configuration.to_document(config)
-        yield config, Task(document, config.named, folder, tokens_root or folder.parent, teacher)
+        yield config, Task(document, config.named, search.folder, tokens_root or folder.parent, teacher)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,20 @@ class OtherVersion(UserError):
     """A checkpoint that another version of rtrain wrote: it may be as good as ever, but this one cannot read it."""
 
 
+class OtherRun(UserError):
+    """A checkpoint that is whole and of other settings than the run: to take it up would be wrong, to lose it too."""
+
+    def __init__(self, place: object):
+        self.place = place
+        super().__init__(
+            f"{place} is of another run: its settings or its rows are not those of config.yaml. Put back the "
+            "config.yaml that it was trained with, or name a new folder with --new; to go on without it, move it away."
+        )
+
+    def __reduce__(self) -> tuple[type["OtherRun"], tuple[object]]:
+        return type(self), (self.place,)  # on the way back from a Ray worker
+
+
 @dataclass(frozen=True)
 class State:
     """Where a run stands after `update` updates, beside its weights and optimizer state."""
@@ -256,7 +270,8 @@ def select(folder: Path, run: str) -> int | None:
 def sound(folder: Path, update: int, run: str) -> bool:
     """Whether a checkpoint verifies; one that lies is set aside under `damaged/`, never loaded, never deleted.
 
-    Raises `OtherVersion`: what this version cannot read is not damaged.
+    Raises `OtherVersion`, `OtherRun` or `manifest.Unreadable`: what this version cannot read, what belongs to another
+    run and what cannot be read now is not damaged.
     """
     path = path_of(folder, update)
     if (wrong := flaw(path, update, run)) is None:
@@ -275,13 +290,16 @@ def set_aside(folder: Path) -> dict[str, str]:
 
 
 def flaw(path: Path, update: int, run: str) -> str | None:
-    """Why a folder is not the checkpoint of `run` after `update` updates, or None. Every byte is compared."""
+    """Why a folder is not the checkpoint of `run` after `update` updates, or None. Every byte is compared. Raises as
+    `sound` does."""
     if (wrong := manifest.damage(path, FILES)) is not None:
         return wrong
     state = read_state(path)
     if state.update != update:  # whole files under a wrong name: an older copy was put in a newer one's place
         return f"it is of update {state.update}"
-    return None if state.run == run else "it is of another run"
+    if state.run != run:
+        raise OtherRun(path)
+    return None
 
 
 # --------------------------------------------------------------------------------------------------------- removal

@@ -14,11 +14,12 @@ interrupted deletion leaves has lost it first. Whatever comes back is verified l
 
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from rtrain import manifest
+from rtrain import drafts, manifest
 from rtrain.config import Cluster
 from rtrain.errors import UserError
 
@@ -26,6 +27,8 @@ OWNER = "owner"
 FILES = ("config.yaml", "decisions.json")
 """The files of the run folder that a resume reads, beside the log and the checkpoints."""
 LOG, PARTS = "events.jsonl", "events"
+HELD = (*FILES, "checkpoints", "artifact")
+"""What of a run is here, beside its log."""
 Found = TypeVar("Found")
 
 
@@ -47,6 +50,7 @@ class Replica:
         self._owners = tuple(owners)
         self._logged: int | None = None
         self._opened: tuple[Any, str] | None = None
+        self._distrusted: set[str] = set()
 
     def exists(self) -> bool:
         """Whether a run was ever copied here."""
@@ -57,17 +61,51 @@ class Replica:
         self._try(self._own)
 
     def restore(self, run: Path) -> None:
-        """Bring back what `--resume` reads of a run whose folder is lost; the checkpoints come when they are wanted."""
+        """Bring back what `--resume` reads of a run whose folder is lost; the checkpoints come when they are wanted.
+
+        The configuration comes last, since by it a run is known: what is interrupted before is begun again.
+        """
 
         def read(files: Any, root: str) -> None:
-            run.mkdir(parents=True, exist_ok=True)
-            for name in FILES:
-                if files.exists(f"{root}/{name}"):
-                    files.get_file(f"{root}/{name}", str(run / name))
-            if files.exists(f"{root}/{LOG}"):
-                (run / LOG).write_bytes(_joined(files, root))
+            with _draft(run) as draft:
+                for name in FILES:
+                    if files.exists(f"{root}/{name}"):
+                        files.get_file(f"{root}/{name}", str(draft / name))
+                if files.exists(f"{root}/{LOG}"):
+                    (draft / LOG).write_bytes(_joined(files, root))
+                run.mkdir(parents=True, exist_ok=True)
+                for name in (LOG, *reversed(FILES)):
+                    if (draft / name).is_file():
+                        (draft / name).rename(run / name)
 
         self._try(read)
+
+    def fetch(self, to: Path) -> int:
+        """Copy the run into the new folder `to`, whole or not at all, and with its log in one piece; returns its bytes.
+
+        Names are taken only where they are a run's own: whoever can write to the storage must not choose where this
+        machine is written to.
+        """
+        if to.exists():
+            raise UserError(f"{to} is there already; name another folder with --to")
+
+        def read(files: Any, root: str) -> int:
+            if not files.exists(f"{root}/config.yaml"):
+                raise UserError(f"{self.url} holds no run")
+            complete = _complete(files, f"{root}/checkpoints")
+            with _draft(to) as draft:
+                for place in sorted(files.find(root)):
+                    path = _inner(place, root)
+                    cut_short = path.parts[0] == "checkpoints" and path.parent.name not in complete
+                    if path.parts[0] in HELD and not cut_short:
+                        (draft / path).parent.mkdir(parents=True, exist_ok=True)
+                        files.get_file(place, str(draft / path))
+                if files.exists(f"{root}/{LOG}"):
+                    (draft / LOG).write_bytes(_joined(files, root))
+                draft.rename(to)
+            return sum(path.stat().st_size for path in to.rglob("*") if path.is_file())
+
+        return self._try(read)
 
     def push(self, run: Path, checkpoints: Sequence[Path], moved: Callable[[], None] = lambda: None) -> None:
         """Make the checkpoints here those of the run folder; `moved` is called as pieces of them arrive. Raises `Lost`
@@ -77,8 +115,9 @@ class Replica:
             self._keep_owned(files, root, run)
             present = _complete(files, f"{root}/checkpoints")
             for path in checkpoints:
-                if path.name not in present:
+                if path.name not in present - self._distrusted:
                     _put(files, path, f"{root}/checkpoints/{path.name}", moved)
+                    self._distrusted.discard(path.name)
             self._put_files(files, root, run)
             # Only now: until the newer ones are whole, the older ones are all there is. What is incomplete is what an
             # earlier copy left: none but this one may write here.
@@ -112,9 +151,10 @@ class Replica:
 
         self._try(read)
 
-    def drop(self, name: str) -> None:
-        """Remove a checkpoint that came back damaged: one of that name may be made again."""
-        self._try(lambda files, root: _remove(files, f"{root}/checkpoints/{name}"))
+    def distrust(self, name: str) -> None:
+        """A checkpoint came back damaged: the next one of that name is written over it. Until there is a newer one it
+        stays, since what came back may not be what lies here."""
+        self._distrusted.add(name)
 
     def _own(self, files: Any, root: str) -> None:
         token = self._owners[-1].encode()
@@ -176,6 +216,20 @@ def of(cluster: Cluster, run: Path, owners: Sequence[str] = ()) -> Replica | Non
     return Replica(cluster.storage, run.name, owners) if cluster.storage else None
 
 
+@contextmanager
+def _draft(final: Path) -> Iterator[Path]:
+    """A folder beside `final` for what comes in. It goes in the end, and now what a killed process left of one."""
+    drafts.sweep(final)
+    draft = drafts.Draft(final)
+    try:
+        inside = draft.folder / final.name
+        inside.mkdir()
+        yield inside
+    finally:
+        shutil.rmtree(draft.folder, ignore_errors=True)
+        draft.release()
+
+
 def _joined(files: Any, root: str) -> bytes:
     """The log with the parts that go on where it ends; one that does not is another start's."""
     log: bytes = files.cat_file(f"{root}/{LOG}")
@@ -184,6 +238,15 @@ def _joined(files: Any, root: str) -> bytes:
         if int(path.rsplit("/", 1)[-1]) == len(log):
             log += parts[path]
     return log
+
+
+def _inner(place: str, root: str) -> PurePosixPath:
+    """A file's path in the run. Raises `UserError` for one that leads out of it."""
+    begin, whole = f"/{root.strip('/')}/", f"/{place.lstrip('/')}"
+    parts = whole.removeprefix(begin).split("/")
+    if not whole.startswith(begin) or {"", ".", ".."} & set(parts):
+        raise UserError(f"{root} holds a file named {whole!r}, which leads out of the run; nothing was copied")
+    return PurePosixPath(*parts)
 
 
 def _begun(files: Any, folder: str) -> set[str]:

@@ -21,6 +21,8 @@ Stamps = tuple[tuple[str, int, int, int], ...]
 
 LOOK_S = 1.0
 """Seconds between two looks at the thread's progress, by whoever waits for it."""
+FETCHES = 2
+"""How often a checkpoint is fetched that comes back damaged: it may have been whole there."""
 
 
 class Unwritten(UserError):
@@ -105,10 +107,15 @@ class Saver:
     def _fetch(self, update: int, run: str) -> bool:
         assert self._replica
         path = checkpoint.path_of(self.folder, update)
-        self._replica.pull(path, self._watch.alive)
-        if checkpoint.sound(self.folder, update, run):
-            return True
-        self._replica.drop(path.name)
+        for _ in range(FETCHES):
+            self._replica.pull(path, self._watch.alive)
+            try:
+                if checkpoint.sound(self.folder, update, run):
+                    return True
+            except checkpoint.OtherRun:
+                checkpoint.discard(path)  # it is there; here it would be in the way of config.yaml's own
+                raise checkpoint.OtherRun(f"{self._replica.url}/checkpoints/{path.name}") from None
+        self._replica.distrust(path.name)
         return False
 
     def flush(self, copied: bool = False) -> None:

@@ -137,7 +137,7 @@ def answer_rows(options: Given, assignments: list[str] | None, address: str | No
     assert options.data is not None
     overrides = dict(config.parse_assignment(text) for text in assignments or ())
     asked = files.Asked(options.artifact, {"data.path": options.data, **overrides}, options.batch or BATCH_ROWS)
-    out = None if options.out is None else options.out.absolute()
+    out = None if options.out is None else options.out.expanduser().absolute()
     try:
         with told_how(lambda: _again(options, assignments, address)), Line() as line:
             line(events.doing("loading the artefact", "loading"))

@@ -300,13 +300,21 @@ def fetch(
     storage: Storage = None,
     file: Annotated[Path, typer.Option("--file", help="The cluster's file; without --storage.")] = Path("cluster.yaml"),
 ) -> None:
-    """Copy a run to this machine: from its storage, else from the cluster's head by SSH (`ray rsync-down`)."""
+    """Copy a run to this machine: from its storage, which holds its settings, log, checkpoints and artefact, else whole
+    from the cluster's head by SSH (`ray rsync-down`)."""
+    from rtrain.checkpoints.replica import Replica
     from rtrain.cluster.jobs import launcher, stored
     from rtrain.report.live.progress import say
 
-    target = (to or Path("runs") / Path(run).name).absolute()
+    name = Path(run).name
+    if name in ("", ".."):
+        raise ConfigError([Problem("run", run, "names no run", "write its folder, or its name with --storage")])
+    target = (to or Path("runs") / name).absolute()
     if storage is not None:
-        stored.fetch(Path(run).name, storage, target, say)
+        size = Replica(storage, name).fetch(target)
+        if (lines := stored.log(name, storage)) is not None:
+            (target / "job.log").write_text(lines, encoding="utf-8")
+        say(f"{shown(target)}: {size / 1e6:.1f} MB")
     else:
         launcher.bring(file, run, target)
     print(shown(target))

@@ -20,5 +20,5 @@ def compare(
     from rtrain.comparison import compare as comparing, page, text
 
     found = comparing.compare(runs)
-    path = page.write(found, page.default(found) if out is None else out.absolute())
+    path = page.write(found, page.default(found) if out is None else out.expanduser().absolute())
     show({**comparing.document(found), "page": str(path)}, as_json, f"{text.text(found)}\n\npage: {path}")

@@ -39,9 +39,9 @@ def distill(
     from rtrain.runs import opening
 
     teacher, reuse = chosen_run(run), reuse_of(resume, new)
-    config = opening.stored(teacher, overrides_of(assignments, address=address))
+    config = opening.absolute(opening.stored(teacher, overrides_of(assignments, address=address)), teacher)
     suffix = "students" if search else "student"
-    folder = Path(out).absolute() if out else run.absolute().with_name(f"{run.absolute().name}-{suffix}")
+    folder = Path(out).expanduser().absolute() if out else run.absolute().with_name(f"{run.absolute().name}-{suffix}")
     leave_to_supervisor(config, folder, reuse)
     if search:
         _search(context, config, teacher, folder, reuse, as_json)
@@ -94,7 +94,7 @@ def quantize(
 
     parent = Run(chosen_run(run))
     config = opening.stored(parent.folder, overrides_of(assignments))
-    into = (out or parent.int8).absolute()
+    into = (out or parent.int8).expanduser().absolute()
     with Line(context.obj) as line:
         store, threads = quantization.store_of(parent.folder), config.deploy.serve.threads
         report = quantization.run(config.recipe, store, parent.folder, into, line, threads)
@@ -122,7 +122,8 @@ def evaluate(
     overrides = {"data.path": data, **dict(config.parse_assignment(text) for text in assignments or ())}
     folder = answering(artifact)
     settings = score.settings(artifacts.read(folder), overrides)
-    report = score.run(folder, settings) if out is None else scored.run(folder, settings, out.absolute(), overwrite)
+    into = None if out is None else out.expanduser().absolute()
+    report = score.run(folder, settings) if into is None else scored.run(folder, settings, into, overwrite)
     rate = f"{report['bad_rows']} bad rows, {report['rows_per_second']} rows/s"
     unknown = report["unknown_labels"]
     named = f"; labels that the artefact lacks, in {unknown['rows']} rows: {', '.join(unknown['examples'])}, ..."

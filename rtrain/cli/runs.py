@@ -138,7 +138,7 @@ def export(
     from rtrain import artifact
     from rtrain.inventory import sending, sizes, wheels
 
-    found, file, name = Run(chosen_run(run)), out.absolute(), run.absolute().name
+    found, file, name = Run(chosen_run(run)), out.expanduser().absolute(), run.absolute().name
     sending.check(found, file, int8)  # before anything is fetched
     verdicts = sending.verdicts(found, int8)
     if not ungated:
@@ -174,7 +174,7 @@ def import_(
     """Unpack a run that rtrain export has packed; every file is checked before the run appears."""
     from rtrain.inventory import receiving, sizes, wheels
 
-    got = receiving.receive(file.absolute(), out.absolute() if out else None, Path("runs").absolute())
+    got = receiving.receive(file.absolute(), out.expanduser().absolute() if out else None, Path("runs").absolute())
     folder = got.run.folder
     lines = [f"{shown(folder)}: {got.files} files, {sizes.text(got.size)}, each as it was packed"]
     if got.away:

@@ -79,11 +79,26 @@ def _token_file() -> None:
     if "ray" in sys.modules or os.environ.get("RAY_AUTH_MODE", "token") != "token" or os.environ.get("RAY_AUTH_TOKEN"):
         return
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-        path.write_text(secrets.token_hex(32))
+    if not path.is_file() or not path.stat().st_size:
+        _make_token(path)
     os.environ["RAY_AUTH_MODE"] = "token"
+
+
+def _make_token(path: Path) -> None:
+    """Put a token there whole, in place of an empty file; of two commands that do so at once, one's counts."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        draft.touch(mode=0o600, exist_ok=False)
+        draft.write_text(secrets.token_hex(32))
+        if path.exists():
+            draft.replace(path)
+        else:
+            os.link(draft, path)
+    except FileExistsError:
+        pass
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -161,7 +161,7 @@ def wait(look: Look, every_s: float, say: Callable[[str], None], final: Callable
     while True:
         try:
             notice = look()
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # whatever it answers: nobody would start the watcher again
             once(f"the metadata service does not answer as expected ({type(error).__name__}: {error}); asking on")
         else:
             if notice is not None and final(notice):

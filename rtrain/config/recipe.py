@@ -279,7 +279,7 @@ class Gate(Section):
 
 
 class Recipe(Section):
-    name: str
+    name: Annotated[str, Field(pattern=r"^\w[^/\\\x00-\x1f]*$")]
     """Name of the recipe; without --out a run folder begins with it."""
     task: Annotated[str, OneOf(lambda: TASKS)]
     """What the model is trained to answer."""

@@ -251,12 +251,16 @@ def _recover(run: Run, error: Exception, recovery: Recovery) -> None:
     user_error = failures.user_error(causes)
     preempted = notice.take(run) == "preemption" or any(getattr(cause, "preempted", False) for cause in causes)
     short = out_of_memory(map(str, causes))
-    kind: Kind = "refused" if user_error else "preemption" if preempted else "memory" if short else "crash"
+    again = user_error if isinstance(user_error, TryAgain) else None  # a mount that is away for a moment, say
+    refused = user_error is not None and again is None
+    kind: Kind = "refused" if refused else "preemption" if preempted else "memory" if short else "crash"
     update = _newest(run)
     if recovery.retry(kind, update):
         stalled = [str(path) for path in run.tracebacks()]
         run.append("crashed", cause=kind, resumes_from=update, error=failures.first_line(causes), stalled=stalled)
         return
+    if again is not None:
+        raise again from error
     run.append("failed", error=str(error)[:2000])
     summary.write(run)
     report(run, lambda event: None)

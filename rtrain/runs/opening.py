@@ -6,7 +6,7 @@ import shlex
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -37,14 +37,12 @@ def folder_for(recipe: str, out: str | None, now: float | None = None) -> Path:
 def choose(folder: Path, config: Config, reuse: Reuse) -> tuple[Path, Config]:
     """The folder to use and the configuration to run. A used name is refused unless it is resumed or numbered.
 
-    Writes nothing: the folder is made by `freeze`, once nothing is wrong.
+    Writes nothing: the folder is made by `claimed`, once nothing is wrong.
     """
-    used = Run(folder).exists
-    if (
-        not used
-        and folder.is_dir()
-        and any(path != Run(folder).config.with_suffix(".draft") for path in folder.iterdir())
-    ):
+    run = Run(folder)
+    used = run.exists
+    begun = {run.lock, run.config.with_suffix(".draft")}  # what a command that was killed in `claimed` leaves
+    if not used and folder.is_dir() and set(folder.iterdir()) - begun:
         raise UserError(f"--out: {folder} is not empty and holds no run; name a new folder")
     if not used and reuse == "resume":
         fix = meant(folder) or "leave --resume out to start one"
@@ -85,8 +83,15 @@ def absolute(config: Config, resumed: Path | None = None) -> Config:
         paths["report.tensorboard_dir"] = _absolute(config.deploy.report.tensorboard_dir)
     if config.deploy.cluster.prices is not None:
         paths |= _priced(config, _absolute(config.deploy.cluster.prices))
-    if Path(recipe.model.name).expanduser().is_dir():
-        paths["model.name"] = _absolute(recipe.model.name)
+    if config.deploy.cluster.storage is not None:
+        paths["cluster.storage"] = _absolute(config.deploy.cluster.storage)
+    models = {
+        "model.name": recipe.model.name,
+        "distill.student": recipe.distill.student,
+        "augment.paraphrase": recipe.augment.paraphrase,
+        "augment.pivot": recipe.augment.pivot,
+    }
+    paths |= {field: _absolute(name) for field, name in models.items() if name and Path(name).expanduser().is_dir()}
     return replace(configuration.with_overrides(config, paths), named=config.named)
 
 
@@ -121,6 +126,32 @@ def freeze(run: Run, config: Config) -> Config:
     draft.write_text(configuration.to_yaml(frozen), encoding="utf-8")
     draft.rename(run.config)  # at once: where it is, there is a run
     return frozen
+
+
+@contextmanager
+def claimed(run: Run, reuse: Reuse) -> Iterator[Run]:
+    """The run that this command may write now, held: before the first byte of it is changed, for whoever is refused
+    must leave it as it was.
+
+    Since `choose` has looked, the rows were read, for hours maybe. A name that another command has taken meanwhile is
+    refused; with `new` the next free number is the run's.
+    """
+    while True:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as held:
+            try:
+                held.enter_context(hold(run))
+                free = reuse == "resume" or not run.exists
+            except UserError:
+                if reuse != "new":
+                    raise
+                free = False
+            if free:
+                yield run
+                return
+            if reuse == "refuse":
+                raise UserError(f"--out: {run} was begun by another command meanwhile; write --new for another run")
+        run = Run(_numbered(run.folder))
 
 
 @contextmanager

@@ -101,7 +101,8 @@ def prepare(
     source: records.Source | None = None,
     taught: tokens.Taught | None = None,
 ) -> Prepared:
-    """Check, make or reuse the token store, and open the run folder. The folder is written only when nothing is wrong.
+    """Check, make or reuse the token store, and open the run folder. The folder is written only when nothing is wrong,
+    and while no other process holds the run; the store is made before that, since other runs share it.
 
     The store lies under `tokens_root`, by default the folder that holds the run, so that runs side by side share it.
     `source` is what `check` found, where that was asked already: there may be thousands of files. `taught` has a
@@ -109,6 +110,9 @@ def prepare(
     """
     chosen_folder, config = chosen(config, folder, reuse)
     run, root = Run(chosen_folder), tokens_root or chosen_folder.parent
+    if run.exists:
+        with opening.hold(run):  # what is being trained is refused before hours of reading its rows
+            pass
     created = run.first("created")
     source, weights = nodes.share(config, *check(config, root, source, labels=False), root)
     source = source.beside(root)
@@ -119,10 +123,8 @@ def prepare(
     if created and created["data_digest"] != tokens.digest(config.recipe, source, weights):
         raise _other_rows(run, created, origin)
     preflight.disk(run.folder, needed=_disk_needed(weights, config.recipe.train.keep))
-    if not created and (copy := replica.of(config.deploy.cluster, run.folder)) and copy.exists():
-        raise UserError(
-            f"cluster.storage: {copy.url} holds a run already; write --resume to continue it, or another --out"
-        )
+    if not created:
+        _refuse_copied(config, run)
     chosen_device = _device(config, run)
     store, made = tokens.ensure(config.recipe, source, weights, root, taught)
     if created:
@@ -130,47 +132,58 @@ def prepare(
     if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config, chosen_device.device)]:
         raise ConfigError(problems)
     config, laid_out = strategy.decided(config, chosen_device, store, weights)
-    frozen = opening.freeze(run, config)
-    if config.recipe.train.device == "auto":
-        run.decide(DEVICE, chosen_device.device)
-    if not created:
+    with opening.claimed(run, reuse) as run:
+        if run.folder != chosen_folder:
+            _refuse_copied(config, run)
+        frozen = opening.freeze(run, config)
+        if config.recipe.train.device == "auto":
+            run.decide(DEVICE, chosen_device.device)
+        if not created:
+            run.append(
+                "created",
+                run=run.name,
+                recipe=frozen.recipe.name,
+                task=frozen.recipe.task,
+                data_digest=store.manifest.digest,
+                store=str(store.folder),
+                # The run's own names: its store may have been made from equal files elsewhere, and may be removed.
+                origin=origin,
+                identity=frozen.recipe.identity(),
+                order=version(store.rows("train")),
+                versions=versions.installed(),
+            )
         run.append(
-            "created",
-            run=run.name,
-            recipe=frozen.recipe.name,
-            task=frozen.recipe.task,
-            data_digest=store.manifest.digest,
+            "tokenised" if made else "tokens_reused",
+            rows=store.manifest.rows,
+            quarantined=store.manifest.quarantined,
+            copies=store.manifest.copies,
+            left_out=store.manifest.left_out,
             store=str(store.folder),
-            # The run's own names: its store may have been made from equal files elsewhere, and may be removed.
-            origin=origin,
-            identity=frozen.recipe.identity(),
-            order=version(store.rows("train")),
-            versions=versions.installed(),
         )
-    run.append(
-        "tokenised" if made else "tokens_reused",
-        rows=store.manifest.rows,
-        quarantined=store.manifest.quarantined,
-        copies=store.manifest.copies,
-        left_out=store.manifest.left_out,
-        store=str(store.folder),
-    )
-    if laid_out:
-        run.append("strategy", **laid_out)
-    if weights != whole:
-        run.append("vocabulary", **smaller.told(run, config.recipe, source, whole, weights, store, root))
-    if store.manifest.quarantined:
-        first, reasons = store.folder / quarantine.FIRST, quarantine.commonest(store.folder)
-        run.append("bad_rows", rows=store.manifest.quarantined, reasons=reasons, file=str(first))
-    if store.manifest.unlabelled:
-        run.append("unlabelled", **store.manifest.unlabelled, confidence=config.recipe.distill.confidence)
-    if label_column:
-        run.append("label_column", **label_column)
-    for found in label_counts.told(store, base.get(frozen.recipe.task).output):
-        run.append("labels", **found)
-    for found in _overlaps(frozen.recipe, store):
-        run.append("overlap", **found)
+        if laid_out:
+            run.append("strategy", **laid_out)
+        if weights != whole:
+            run.append("vocabulary", **smaller.told(run, config.recipe, source, whole, weights, store, root))
+        if store.manifest.quarantined:
+            first, reasons = store.folder / quarantine.FIRST, quarantine.commonest(store.folder)
+            run.append("bad_rows", rows=store.manifest.quarantined, reasons=reasons, file=str(first))
+        if store.manifest.unlabelled:
+            run.append("unlabelled", **store.manifest.unlabelled, confidence=config.recipe.distill.confidence)
+        if label_column:
+            run.append("label_column", **label_column)
+        for found in label_counts.told(store, base.get(frozen.recipe.task).output):
+            run.append("labels", **found)
+        for found in _overlaps(frozen.recipe, store):
+            run.append("overlap", **found)
     return Prepared(run, frozen, store, weights, chosen_device)
+
+
+def _refuse_copied(config: Config, run: Run) -> None:
+    """Refuse a new run under the name of one that the storage holds: its copies would be overwritten."""
+    if (copy := replica.of(config.deploy.cluster, run.folder)) and copy.exists():
+        raise UserError(
+            f"cluster.storage: {copy.url} holds a run already; write --resume to continue it, or another --out"
+        )
 
 
 def separated(config: Config, source: records.Source) -> tuple[Config, dict[str, Any] | None]:

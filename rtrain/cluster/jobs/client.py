@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import os
+import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from rtrain import ray_internals
@@ -73,20 +73,23 @@ class Jobs:
         }
 
     def of_run(self, name: str) -> list[Job]:
-        """The jobs of a run, by its folder's name, in their order."""
+        """The jobs of a run, in their order (`naming.meant`)."""
         jobs = self.all()
-        return [jobs[job] for job in naming.attempts(naming.identity((), PurePosixPath(name)), list(jobs))]
+        return [jobs[job] for job in naming.meant(name, list(jobs))]
 
     def submit(self, words: Sequence[str], files: upload.Upload, say: Callable[[str], None]) -> str:
         """Ask for the job that `words` name; returns its id. One that is there already is left as it is."""
         run = naming.run_of(words)
         base = naming.identity(words, run)
-        decided = naming.decide(base, {job.id: job.status for job in self.all().values()})
+        known = self.all()
+        decided = naming.decide(base, {job.id: job.status for job in known.values()})
+        entrypoint = shlex.join(["python", "-m", naming.ENTRY, *words])
         if isinstance(decided, naming.Attach):
-            say(f"{decided.job} is there already: nothing is started")
+            other = known[decided.job].entrypoint
+            with_words = "" if other == entrypoint else f", with other words ({other})"
+            say(f"{decided.job} is there already{with_words}: nothing is started")
             return decided.job
         say(f"{decided.job}: {files.text()}")
-        entrypoint = shlex.join(["python", "-m", naming.ENTRY, *words])
         give_up = time.monotonic() + AGENT_S
         with upload.copied(files) as folder, self._asked():
             while True:
@@ -124,7 +127,9 @@ class Jobs:
         """The line of a job's log that begins with `sign`, once it is there. Raises `Ended` where the job ends first,
         with its exit code and its last lines."""
         while True:
-            found, log = self.all()[job], self.logs(job)
+            if (found := self.all().get(job)) is None:
+                raise _forgotten(job)
+            log = self.logs(job)
             line = next((line for line in log.splitlines() if line.startswith(sign)), None)
             if line is not None:
                 return line
@@ -151,7 +156,7 @@ class Jobs:
                 found = None
             else:
                 if found is None:
-                    raise TryAgain(f"{job} is not known here any more; submit the same command again")
+                    raise _forgotten(job)
                 if found.status in naming.ENDED:
                     rest = self.logs(job)
                     if len(rest) > shown:
@@ -194,7 +199,21 @@ class Jobs:
                     f"{self.address} asks for the cluster's token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to "
                     "the file that ray rsync-down has brought"
                 ) from None
+            if (told := _FAILED.search(text)) is not None:
+                raise UserError(
+                    f"the head at {self.address} fails ({told[0]}): it is starting, ending or has too much to do; ask "
+                    "again, and read its logs where that does not help"
+                ) from None
             raise
+
+
+_FAILED = re.compile(r"status code 5\d\d.*")
+"""In the errors of Ray's client: its proxy found nobody to answer, or the answer was an error."""
+
+
+def _forgotten(job: str) -> TryAgain:
+    """Its head was started anew meanwhile."""
+    return TryAgain(f"{job} is not known here any more; submit the same command again")
 
 
 def _is_refusal(error: Exception, text: str) -> bool:

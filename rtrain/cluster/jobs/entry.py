@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from rtrain import config
 from rtrain.cluster import supervise
 from rtrain.cluster.jobs import naming
+from rtrain.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,10 +30,15 @@ LEFT_S = 10.0
 
 def main(words: Sequence[str]) -> int:
     """The exit code of the verb; 75 where its run is to be gone on with (`supervise.again`)."""
-    found = naming.run_of(words)
+    try:
+        found = naming.run_of(words)
+    except UserError as error:
+        sys.stderr.write(f"rtrain: {error}\n")
+        return error.exit_code
     if found is None:
         return _alone(words)
-    run, storage = Path(found), naming.setting(words, "cluster.storage")
+    run = Path(found)
+    storage = storage_of(words, run)
     supervised = words[0] in naming.SUPERVISED
     arguments = resumed(list(words), run, storage) if supervised else list(words)
     with kept(Path(naming.log_of(found)), storage and f"{storage.rstrip('/')}/{naming.LOGS}/{run.name}.log"):
@@ -44,6 +51,21 @@ def main(words: Sequence[str]) -> int:
 def _alone(words: Sequence[str]) -> int:
     code = supervise.child(list(words))
     return code if code >= 0 else 128 - code
+
+
+def storage_of(words: Sequence[str], run: Path) -> str | None:
+    """`cluster.storage` of the verb's configuration: that of the run, where it is there, else of the recipe or of the
+    run that the words name; with what they set. What is wrong in it is the verb's to say."""
+    given, known = naming.given(words), run / "config.yaml"
+    named = Path(given or "", "config.yaml")
+    # Where nothing is named, any recipe does: by default none has a storage.
+    source = str(known) if known.is_file() else str(named) if named.is_file() else given or config.recipe_names()[0]
+    try:
+        overrides = dict(config.parse_assignment(text) for text in naming.assignments(words))
+        storage = config.load(source, overrides).deploy.cluster.storage
+    except UserError:
+        return None
+    return storage if storage is None or "://" in storage else os.path.abspath(os.path.expanduser(storage))
 
 
 def resumed(words: list[str], run: Path, storage: str | None) -> list[str]:
@@ -99,7 +121,7 @@ def _tee(reading: int, out: int, log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         file = log.open("ab")
     except OSError as error:
-        os.write(out, f"rtrain: no log at {log}: {error}\n".encode())
+        _write(out, f"rtrain: no log at {log}: {error}\n".encode())
     while portion := os.read(reading, 1 << 16):
         _write(out, portion)
         if file is not None:
@@ -107,15 +129,18 @@ def _tee(reading: int, out: int, log: Path) -> None:
                 file.write(portion)
                 file.flush()
             except OSError as error:
-                os.write(out, f"rtrain: the log {log} goes on no more: {error}\n".encode())
+                _write(out, f"rtrain: the log {log} goes on no more: {error}\n".encode())
                 file = None
     if file is not None:
         file.close()
 
 
 def _write(to: int, portion: bytes) -> None:
-    while portion:
-        portion = portion[os.write(to, portion) :]
+    """Write what can be written, to a disk that is full nothing: the pipe must be read on, or the training would wait
+    in its next line for ever."""
+    with suppress(OSError):
+        while portion:
+            portion = portion[os.write(to, portion) :]
 
 
 def _copy(log: Path, url: str | None, ended: threading.Event, err: int) -> None:
@@ -130,7 +155,7 @@ def _copy(log: Path, url: str | None, ended: threading.Event, err: int) -> None:
             except Exception as error:  # any kind of storage; the next look may do better
                 if not failed:
                     failed = True
-                    os.write(err, f"rtrain: the log is not copied to {url}: {error}\n".encode())
+                    _write(err, f"rtrain: the log is not copied to {url}: {error}\n".encode())
         if last:
             return
 

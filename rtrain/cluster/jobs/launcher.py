@@ -1,9 +1,11 @@
 """What Ray's launcher does for a cluster's file: `ray rsync-down`, `ray down`."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from rtrain import drafts
 from rtrain.errors import UserError, meant
 
 
@@ -14,10 +16,17 @@ def bring(file: Path, remote: str, to: Path) -> None:
         raise UserError(f"{to} is there already; name another folder with --to")
     if not remote.startswith("/"):
         raise UserError(f"{remote}: name the run's folder on the nodes, e.g. /shared/runs/{remote}, or give --storage")
-    to.mkdir(parents=True)
-    if code := _ray("rsync-down", str(file), f"{remote.rstrip('/')}/", f"{to}/"):
-        to.rmdir()
-        raise UserError(f"ray rsync-down ended with {code}; see its lines above")
+    drafts.sweep(to)
+    draft = drafts.Draft(to)
+    try:
+        inside = draft.folder / to.name
+        inside.mkdir()
+        if code := _ray("rsync-down", str(file), f"{remote.rstrip('/')}/", f"{inside}/"):
+            raise UserError(f"ray rsync-down ended with {code}; see its lines above. Nothing is kept of it")
+        inside.rename(to)
+    finally:
+        shutil.rmtree(draft.folder, ignore_errors=True)
+        draft.release()
 
 
 def down(file: Path, yes: bool) -> int:

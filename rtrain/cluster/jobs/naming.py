@@ -1,6 +1,8 @@
 """Which run a job makes, what the job is called, and whether asking for it again starts another one. Pure."""
 
+import hashlib
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -14,8 +16,12 @@ MAKE_RUNS = (*SUPERVISED, "demo")
 LOGS = ".jobs"
 """Folder beside the runs, with a log for each."""
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+FLAGS = ("--resume", "--new", "--json", "--search")
+"""Options of these verbs that take no value."""
 ENTRY = "rtrain.cluster.jobs.entry"
 LONGEST = 60
+DIGITS = 8
+"""Of the digest that tells jobs apart whose runs have one name."""
 
 
 def option(words: Sequence[str], name: str) -> str | None:
@@ -29,12 +35,24 @@ def option(words: Sequence[str], name: str) -> str | None:
     return found
 
 
-def setting(words: Sequence[str], name: str) -> str | None:
-    """The value of a setting that `--set` names."""
-    given = [words[place + 1] for place, word in enumerate(words[:-1]) if word == "--set"]
-    given += [word.partition("=")[2] for word in words if word.startswith("--set=")]
-    found = [text.partition("=")[2] for text in given if text.partition("=")[0].strip() == name]
-    return found[-1] if found else None
+def assignments(words: Sequence[str]) -> list[str]:
+    """What `--set` is given, in its order."""
+    behind = [(place, words[place + 1]) for place, word in enumerate(words[:-1]) if word == "--set"]
+    joined = [(place, word.partition("=")[2]) for place, word in enumerate(words) if word.startswith("--set=")]
+    return [text for _, text in sorted(behind + joined)]
+
+
+def given(words: Sequence[str]) -> str | None:
+    """The recipe or the run that a verb is given: its first word that is no option, nor the value of one."""
+    value_follows = False
+    for word in words[1:]:
+        if value_follows:
+            value_follows = False
+        elif word.startswith("-"):
+            value_follows = "=" not in word and word not in FLAGS
+        else:
+            return word
+    return None
 
 
 def run_of(words: Sequence[str]) -> PurePosixPath | None:
@@ -54,12 +72,17 @@ def log_of(run: PurePosixPath) -> PurePosixPath:
 
 
 def identity(words: Sequence[str], run: PurePosixPath | None) -> str:
-    """What the job is called: the run's name, of an endpoint that of what it serves too, else the verb's; the same for
-    the same request."""
+    """What the job is called: the run's name, of an endpoint that of what it serves too, else the verb's; and a digest
+    of the run's whole path, of the artefact's, or of all words. It is the same for the same request alone."""
     served = words[1] if len(words) > 1 and words[0] == "serve" else None
     name = run.name if run else served_name(served) if served else words[0] if words else "job"
-    plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")
-    return f"rtrain-{plain[:LONGEST] or 'job'}"
+    asked = str(run or (served and served.rstrip("/")) or shlex.join(words))
+    return f"rtrain-{_plain(name)[:LONGEST]}-{hashlib.sha256(asked.encode()).hexdigest()[:DIGITS]}"
+
+
+def _plain(name: str) -> str:
+    """A name in the letters that a job's id may have."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "job"
 
 
 def served_name(artifact: str) -> str:
@@ -81,10 +104,24 @@ class Start(NamedTuple):
 
 
 def attempts(base: str, jobs: Sequence[str]) -> list[str]:
-    """The jobs of that name, in their order: NAME, NAME-2, NAME-3, ..."""
+    """The jobs of that name, in their order: NAME, NAME-try-2, NAME-try-3, ..."""
     pattern = re.compile(rf"{re.escape(base)}(?:-try-(\d+))?")
     found = [(int(match[1] or 1), job) for job in jobs if (match := pattern.fullmatch(job))]
     return [job for _, job in sorted(found)]
+
+
+def meant(run: str, jobs: Sequence[str]) -> list[str]:
+    """The jobs of a run, by its whole folder, its name or the job's own, in their order. Raises `ConfigError` where the
+    name is that of several runs."""
+    if run.startswith("/"):
+        return attempts(identity((), PurePosixPath(run)), jobs)
+    name = re.escape(_plain(PurePosixPath(run).name.removeprefix("rtrain-"))[: LONGEST + 1 + DIGITS])
+    pattern = re.compile(rf"(rtrain-{name}(?:-[0-9a-f]{{{DIGITS}}})?)(?:-try-\d+)?")
+    bases = sorted({match[1] for job in jobs if (match := pattern.fullmatch(job))})
+    if len(bases) > 1:
+        names = ", ".join(base.removeprefix("rtrain-") for base in bases)
+        raise ConfigError([Problem("run", run, f"several jobs are called so: {names}", "write one of these names")])
+    return attempts(bases[0], jobs) if bases else []
 
 
 def decide(base: str, statuses: Mapping[str, str]) -> Attach | Start:

@@ -1,5 +1,6 @@
 """What a job takes along: the files of the folder that git tracks, and nothing else."""
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -39,11 +40,17 @@ class Upload:
 
 def of(folder: Path, most: int = MOST_BYTES) -> Upload:
     """The files of the git work tree that `folder` is the root of; of rtrain's own, those that a job needs. Raises
-    `UserError` where it is none, and where they are more than `most` bytes."""
+    `UserError` where it is none, where they are more than `most` bytes, and where a link leads to what is not tracked:
+    what it leads to would go along."""
     tracked = _git(folder, "ls-files", "-z")
+    own = {folder.resolve() / name for name in tracked}
     if OWN in tracked:
         tracked = [name for name in tracked if not name.startswith(NOT_NEEDED)]
-    files = [(name, (folder / name).lstat().st_size) for name in tracked if (folder / name).is_file()]
+    there = [name for name in tracked if (folder / name).is_file()]
+    for name in there:
+        if (leads := (folder / name).resolve()) not in own:
+            raise UserError(f"{folder / name} leads to {leads}, which git does not track here; take it out of git")
+    files = [(name, (folder / name).stat().st_size) for name in there]
     found = Upload(
         folder,
         tuple(sorted(files, key=lambda file: (-file[1], file[0]))),
@@ -71,13 +78,17 @@ def copied(upload: Upload) -> Iterator[Path]:
 
 def _git(folder: Path, *words: str) -> list[str]:
     try:
-        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False)
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, check=False)
     except FileNotFoundError:
         raise UserError("git is not here, by which the files of a job are chosen; install it") from None
     if done.returncode:
-        reason = done.stderr.strip().splitlines()
+        reason = done.stderr.decode(errors="replace").strip().splitlines()
         raise UserError(
             f"{folder} is no git work tree ({reason[-1] if reason else 'git failed'}); call it from a checkout, or use "
             "ray job submit, which takes the whole folder along"
         )
-    return [name for name in done.stdout.split("\0") if name]
+    try:
+        return [name.decode() for name in done.stdout.split(b"\0") if name]
+    except UnicodeDecodeError as error:
+        name = ascii(os.fsdecode(error.object))
+        raise UserError(f"{folder}: the name {name} is no UTF-8, and Ray takes no such file along; rename it") from None

@@ -1,5 +1,6 @@
 """What a rehearsal has come to: measured on the cluster, judged here, and told. Pure."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -51,8 +52,8 @@ class Weights:
     difference: float
     """Norm of the difference, over the norm of the weights."""
     same_workers: bool
-    """Whether every start had the workers of the undisturbed run: then the weights must be identical, else they are
-    equal up to rounding."""
+    """Whether every start had the workers of the undisturbed run: then the weights must be identical. Else they are
+    equal up to rounding where nothing is dropped, and with dropout as far apart as two masks make them."""
 
 
 @dataclass
@@ -122,6 +123,8 @@ class Certificate:
                 found.append("other rows than those of the undisturbed run were trained on")
             if self.weights is None or (self.weights.same_workers and not self.weights.identical):
                 found.append("other weights than those of the undisturbed run, with the same workers")
+            if self.weights is not None and not math.isfinite(self.weights.difference):
+                found.append("weights that are no finite numbers")
             if self.most_at_a_time > self.plan.most:
                 found.append(f"{self.most_at_a_time} worker nodes at a time, and the file allows {self.plan.most}")
             if self.scale_down_s is None:
@@ -153,6 +156,11 @@ class Certificate:
             ]
         if plan.watcher is None:
             found.append("a spot notice: the file starts no watcher, so that none would be heard")
+        if self.weights is not None and not self.weights.same_workers:
+            found.append(
+                "whether the weights are the undisturbed run's: a start had other workers, for which dropout drops "
+                "other activations, so that their difference is told and not judged"
+            )
         return found
 
     def to_document(self) -> dict[str, Any]:
