@@ -45,7 +45,7 @@ class Replica:
     def __init__(self, settings: Serve):
         self._settings, self._lasting = settings, Lasting(settings)
         self._versions = Versions(self._make, self._beside)
-        self._change: asyncio.Task[None] | None = None
+        self._changes: set[asyncio.Task[None]] = set()
         self._counting: asyncio.Task[None] | None = None
         direct.install(self._versions, most_requests(settings))
 
@@ -74,7 +74,9 @@ class Replica:
             if self._lasting.door is not None:
                 self._counting = asyncio.create_task(self._count_replicas())
         else:
-            self._change = asyncio.create_task(self._become(wish["artifact"]))
+            change = asyncio.create_task(self._become(wish["artifact"]))
+            self._changes.add(change)  # asyncio alone keeps no task from being collected
+            change.add_done_callback(self._changes.discard)
 
     async def _become(self, artifact: str) -> None:
         try:

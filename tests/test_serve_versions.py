@@ -118,6 +118,22 @@ def test_a_damaged_candidate_changes_nothing(folders: tuple[str, str], tmp_path:
     run(check)
 
 
+def test_a_wish_that_was_taken_back_while_it_was_loaded_is_not_carried_out(folders: tuple[str, str]) -> None:
+    first, second = folders
+
+    async def check(versions: Versions, client: httpx.AsyncClient) -> None:
+        await versions.become(first)
+        old = await version(client)
+        for wishes in ([second, first], [second, first, second, first]):
+            await asyncio.gather(*(versions.become(folder) for folder in wishes))
+            assert await version(client) == old
+            assert versions.candidate is None
+        await asyncio.gather(*(versions.become(folder) for folder in (second, first, second)))
+        assert await version(client) != old
+
+    run(check)
+
+
 def test_before_the_first_version_there_is_no_answer() -> None:
     async def check(versions: Versions, client: httpx.AsyncClient) -> None:
         with pytest.raises(RuntimeError, match="no artefact is loaded yet"):
