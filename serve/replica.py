@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 import ray.serve
+import ray.serve.exceptions
 from fastapi import FastAPI
 
 from rtrain.config import Serve
@@ -40,7 +41,8 @@ def most_requests(settings: Serve) -> int:
 
 @ray.serve.ingress()
 class Replica:
-    """Answers with the artefact that Ray hands it as `user_config`; a bad one never takes traffic."""
+    """Answers with the artefact that Ray hands it as `user_config`; a bad one never takes traffic. What others ask it
+    by Ray is `async`, and so runs on the loop, where requests are counted: the rest Ray runs in threads."""
 
     def __init__(self, settings: Serve):
         self._settings, self._lasting = settings, Lasting(settings)
@@ -119,7 +121,7 @@ class Replica:
         if current is not None and not current.service.ready:
             raise RuntimeError("an engine call has not returned within the deadline")
 
-    def exposition(self) -> str:
+    async def exposition(self) -> str:
         return self._lasting.telemetry.exposition()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -129,14 +131,18 @@ class Replica:
     async def _count_replicas(self) -> None:
         """Each sees its own part of a key's requests. How many there are is up to whoever deploys them, and changes."""
         door = self._lasting.door
-        context = ray.serve.get_replica_context()
-        handle = ray.serve.get_deployment_handle(context.deployment, context.app_name)
         while door is not None:
             await asyncio.sleep(COUNT_S)
-            with contextlib.suppress(ray.exceptions.RayError):  # one that ends just now is counted next time
-                door.shared_by(len(await handle.broadcast("serves").results_async()))
+            with contextlib.suppress(ray.exceptions.RayError, ray.serve.exceptions.RayServeException):
+                door.shared_by(len(await of_all("serves")))
 
     async def _sum_of_replicas(self) -> str:
-        context = ray.serve.get_replica_context()
-        handle = ray.serve.get_deployment_handle(context.deployment, context.app_name)
-        return sum_expositions(await handle.broadcast("exposition").results_async())
+        return sum_expositions(await of_all("exposition"))
+
+
+async def of_all(method: str) -> list[Any]:
+    """What each replica of this application answers; one that ends just now is left out."""
+    context = ray.serve.get_replica_context()
+    handle = ray.serve.get_deployment_handle(context.deployment, context.app_name)
+    found = await handle.broadcast(method).results_async(return_exceptions=True)
+    return [one for one in found if not isinstance(one, BaseException)]
