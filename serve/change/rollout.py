@@ -80,9 +80,9 @@ class Standing:
 
 def rates(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Requests and texts a second, and the share of the time in which engines worked, of the replicas in both."""
-    earlier = {one["process"]: one for one in before if one["version"]}
+    earlier = {one["replica"]: one for one in before if one["version"]}
     found = {"requests": 0.0, "texts": 0.0, "busy": 0.0}
-    both = [(earlier[one["process"]], one) for one in after if one["version"] and one["process"] in earlier]
+    both = [(earlier[one["replica"]], one) for one in after if one["version"] and one["replica"] in earlier]
     for old, new in both:
         seconds = new["seconds"] - old["seconds"]
         found["requests"] += (sum(new["requests"].values()) - sum(old["requests"].values())) / seconds

@@ -85,6 +85,8 @@ class Telemetry:
     def __init__(self, exemplars: bool = False):
         """`exemplars`: a request's trace, or its number, beside the bucket that it fell into."""
         self._exemplars, self._began = exemplars, time.monotonic()
+        # Not the process' number: two containers, or nodes, may have the same.
+        self._replica = uuid.uuid4().hex
         self.registry = CollectorRegistry()
         counter = functools.partial(Counter, registry=self.registry)
         histogram = functools.partial(Histogram, registry=self.registry)
@@ -136,13 +138,14 @@ class Telemetry:
             yield from drift.collect()
 
     def totals(self) -> dict[str, Any]:
-        """Since the replica's start: seconds, requests by status, texts, seconds of the engine."""
+        """The replica's own name; since its start: seconds, requests by status, texts, seconds of the engine."""
         requests: Counted[str] = Counted()
         for family in self.requests.collect():
             for sample in family.samples:
                 if sample.name.endswith("_total"):
                     requests[sample.labels["status"]] += int(sample.value)
         return {
+            "replica": self._replica,
             "seconds": time.monotonic() - self._began,
             "requests": dict(requests),
             "texts": int(_value(self.rows)),
