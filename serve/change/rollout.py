@@ -29,6 +29,7 @@ from rtrain.config import Serve
 from rtrain.errors import UserError
 from rtrain.run import shown
 from serve.change import judge
+from serve.change.versions import Plan
 from serve.door import access
 
 logger = logging.getLogger(__name__)
@@ -107,8 +108,7 @@ class Rollout:
 
     def begin(self, artifact: Path) -> None:
         """Serve the first artefact; returns when its replicas are up. Raises what Ray raises where one fails."""
-        self._decide(artifact)
-        self._served.append(artifact)
+        self._decide([artifact])
 
     def update(self, artifact: Path, aim: judge.Aim | None = None) -> str:
         """Answer with the artefact from now on, or, with an aim, as soon as it has proven itself; says so. Raises
@@ -118,9 +118,7 @@ class Rollout:
             made, old = self._admitted(artifact)
             if aim is None:
                 self._load(artifact, old)
-                said = self._switch(artifact, made, old)
-                self._served.append(artifact)
-                return said
+                return self._switch([*self._served, artifact], made, old)
             self._trial = Standing(made.version, aim, judge.State(time.monotonic()))
             self._end_trial.clear()
             self._thread = threading.Thread(
@@ -144,9 +142,7 @@ class Rollout:
                 raise UserError("nothing was served before: there is nothing to go back to")
             made, old = self._admitted(self._served[-2])
             self._load(self._served[-2], old)
-            said = self._switch(self._served[-2], made, old)
-            self._served.pop()
-        return said
+            return self._switch(self._served[:-1], made, old)
 
     def status(self) -> dict[str, Any]:
         """What is served and tried, and what each replica tells of itself; `rates` are those of one second."""
@@ -201,13 +197,15 @@ class Rollout:
             handle.broadcast("drop").results(timeout_s=SWITCH_S)
             raise UserError(f"{shown(artifact)} is not served, {old.version} goes on: {refusals[0]}")
 
-    def _switch(self, artifact: Path, made: Artifact, old: Artifact) -> str:
+    def _switch(self, served: list[Path], made: Artifact, old: Artifact) -> str:
+        """To the last of `served`. Raises `UserError` where replicas are late; it is decided all the same."""
         handle: Any = ray.serve.get_app_handle(self.name)
-        self._decide(artifact)
+        self._decide(served)
         give_up = time.monotonic() + SWITCH_S
-        while not self._all_serve(handle, artifact):
+        while not self._all_serve(handle, served[-1]):
             if time.monotonic() > give_up:
-                raise UserError(f"not every replica answers with {made.version} after {SWITCH_S:.0f} s; see Ray's logs")
+                late = f"not every replica answers with {made.version} after {SWITCH_S:.0f} s"
+                raise UserError(f"{late}, which they are to do; see Ray's logs, or go back by --rollback")
             time.sleep(POLL_S)
         return f"{made.version} answers in place of {old.version}"
 
@@ -221,32 +219,26 @@ class Rollout:
         """Carry the trial out, to its end."""
         began = False
         while not trial.state.over:
-            plan = {
-                "candidate": str(artifact),
-                "share": trial.aim.share,
-                "slower": trial.aim.slower,
-                "weight": trial.state.weight,
-            }
+            plan = Plan(str(artifact), trial.aim.share, trial.aim.slower, trial.state.weight)
             try:
-                told = self._told("follow", plan, timeout_s=LOAD_S)
-            except (ray.exceptions.RayError, TimeoutError) as error:
+                told = self._told("follow", plan._asdict(), timeout_s=LOAD_S)
+                now = time.monotonic()
+                if not began:  # it counts from when all have loaded it
+                    began, trial.state = True, judge.State(now)
+                trial.look([report for report in told if report], now)  # what one that has ended saw is lost
+            except Exception as error:  # whatever Ray raises: the candidate has to be dropped
                 trial.state = judge.dropped(trial.state, f"its replicas did not answer ({type(error).__name__})")
                 break
-            now = time.monotonic()
-            if not began:  # it counts from when all have loaded it
-                began, trial.state = True, judge.State(now)
-            trial.look([report for report in told if report], now)  # what one that has ended saw is lost
             if not trial.state.over and self._end_trial.wait(WATCH_S):
                 trial.state = judge.dropped(trial.state, f"dropped by hand; {old.version} goes on")
         try:
             if trial.state.stage == "promoted":
-                self._switch(artifact, made, old)
-                self._served.append(artifact)
+                self._switch([*self._served, artifact], made, old)
             else:
                 self._told("drop")
         except Exception as error:  # whatever Ray raises: the trial's end says so
             logger.exception("the end of the trial of %s", made.version)
-            trial.state = replace(trial.state, stage="dropped", reason=f"{type(error).__name__}: {error}")
+            trial.state = replace(trial.state, reason=f"{type(error).__name__}: {error}")
 
     def _loaded(self, handle: Any, artifact: Path) -> list[str]:
         """Why replicas refuse the artefact; empty where all have loaded and proven it."""
@@ -256,6 +248,8 @@ class Rollout:
             return [f"a replica did not answer ({type(error).__name__})"]
         return [reason for reason in found if reason]
 
-    def _decide(self, artifact: Path) -> None:
-        decided = self._deployment.options(user_config={"artifact": str(artifact)}).bind(self._settings)
+    def _decide(self, served: list[Path]) -> None:
+        """Tell Ray, and so the replicas there are and those to come, to answer with the last of `served`."""
+        self._served = served  # first: whatever becomes of it, Ray may have been told, and one has to get back
+        decided = self._deployment.options(user_config={"artifact": str(served[-1])}).bind(self._settings)
         ray.serve.run(decided, name=self.name, route_prefix="/", logging_config=self._logging)
