@@ -406,8 +406,8 @@ def test_the_share_of_a_process_is_rounded_up(path: Path, processes: int, share:
     assert [rates.wait_s(key) == 0 for _ in range(20)] == [True] * share + [False] * (20 - share)
 
 
-def test_whoever_comes_back_when_told_is_let_in(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1_000_000.25
+@pytest.mark.parametrize("now", [1_000_000.0, 1_000_000.25, 1_763_925_533.9])
+def test_whoever_comes_back_when_told_is_let_in(path: Path, monkeypatch: pytest.MonkeyPatch, now: float) -> None:
     monkeypatch.setattr(time, "time", lambda: now)
     add(path, "shop", rate="6/minute")
     [key] = read(path)

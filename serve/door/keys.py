@@ -42,6 +42,8 @@ OPEN = frozenset({"/", "/page.css", "/page.js", "/v2/health/live", "/v2/health/r
 """Paths that need no key: what watches an endpoint has none, and the page holds no word of the model."""
 LOOK_S = 1.0
 """Least seconds between two looks at the file."""
+LATER_S = 0.01
+"""Seconds after which a window has room, once it has moved on: at that very time it has none yet."""
 MOST_BYTES = 10_000_000
 """Of a file of keys. It is read between two requests, so that a larger one would hold them up."""
 _BEARER = re.compile(rb"(?i:bearer) +(rtrain_([0-9a-f]{8})_[A-Za-z0-9_-]{43})")
@@ -275,7 +277,7 @@ class Rates:
         # Rounded up: a rate that is below the number of processes lets one in by each.
         if window.remaining and self._limiter.hit(whole, key.id, cost=min(self.processes, window.remaining)):
             return 0
-        return max(1, math.floor(window.reset_time - time.time()) + 1)  # at that very time none is free yet
+        return max(1, math.ceil(window.reset_time - time.time() + LATER_S))
 
 
 class Door:
