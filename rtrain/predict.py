@@ -77,11 +77,15 @@ class Predictor:
         predictor.check_golden()
         return predictor
 
-    def flaw(self, value: Input) -> str | None:
+    def flaw(self, value: object) -> str | None:
         """Why an input cannot be read, as the end of a sentence, or None."""
+        if not isinstance(value, str | Mapping):
+            return "is no text; send a text"
         if not isinstance(value, str) and self.task.fields[0] not in value:
             return f"has other names; send {' and '.join(self.task.fields)}"
         text, pair = _texts(value, self.task)
+        if not all(isinstance(part, str) for part in (text, pair or "")):
+            return "holds something else than texts; send texts"
         if self.task.needs_pair and pair is None:
             return f"lacks one of two texts; send {' and '.join(self.task.fields)}"
         if self.task.needs_pair and not (pair or "").strip():

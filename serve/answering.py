@@ -156,14 +156,12 @@ class Service:
     ) -> tuple[dict[str, Any], int]:
         """The reply of the Open Inference Protocol, over HTTP or gRPC, and how many texts were cut."""
         task, artifact = self.predictor.task, self.predictor.artifact
+        wanted = asked.wanted(task.output)
         texts = asked.texts(task.fields, binary, self.settings.max_inputs)
         answers, cut = await self.answers(
             texts, deadline, lambda place: f"inputs.0.data.{place}", {"top_k": 1}, record, client
         )
-        tensors = protocol.tensors(answers, task.output)
-        if asked.outputs:
-            wanted = {output.name for output in asked.outputs}
-            tensors = [tensor for tensor in tensors if tensor["name"] in wanted]
+        tensors = [tensor for tensor in protocol.tensors(answers, task.output) if tensor["name"] in wanted]
         reply = {"model_name": artifact.name, "model_version": artifact.version, "outputs": tensors}
         return (reply if asked.id is None else {**reply, "id": asked.id}), cut
 

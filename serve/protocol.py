@@ -1,7 +1,7 @@
 """The Open Inference Protocol (KServe, Triton), version 2: its messages, and texts and answers as its tensors."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -100,6 +100,16 @@ class InferRequest(Open):
     inputs: Annotated[list[InputTensor], Field(min_length=1, max_length=2)]
     """One tensor of texts; or two, where a question is about two texts, named as the model's metadata names them."""
     outputs: list[RequestedOutput] | None = None
+
+    def wanted(self, output: str) -> Collection[str]:
+        """The names of the tensors to answer with; `output` is the task's kind of output. Raises `RequestError` where
+        the model has no tensor of a name."""
+        had = output_tensors(output)
+        asked = [one.name for one in self.outputs or ()]
+        for place, name in enumerate(asked):
+            if name not in had:
+                raise RequestError(422, f"no output {name}; this model has {', '.join(had)}", f"outputs.{place}.name")
+        return asked or had
 
     def texts(self, fields: tuple[str, str], binary: bytes = b"", most: int = 256) -> list[Input]:
         """What is asked. `fields` are the names of the task's two texts, `binary` is what followed the JSON; it is

@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 import ray.serve
+import ray.serve.exceptions
 from fastapi import FastAPI
 
 from rtrain.config import Serve
@@ -46,7 +47,8 @@ def most_requests(settings: Serve, models: int = 1) -> int:
 @ray.serve.ingress()
 class Replica:
     """Answers with the artefacts that Ray hands it as `user_config`, `{"models": {NAME: FOLDER}}`; a bad one never
-    takes traffic. Which models there are is settled when it is made: others are another deployment."""
+    takes traffic. Which models there are is settled when it is made: others are another deployment. What others ask it
+    by Ray is `async`, and so runs on the loop, where requests are counted: the rest Ray runs in threads."""
 
     def __init__(self, settings: Serve, names: Sequence[str]):
         self._settings, self._door = settings, guard.door(settings)
@@ -86,7 +88,7 @@ class Replica:
                 self._counting = asyncio.create_task(self._count_replicas())
         else:
             change = asyncio.create_task(self._become(wish["models"]))
-            self._changes.add(change)
+            self._changes.add(change)  # asyncio alone keeps no task from being collected
             change.add_done_callback(self._changes.discard)
 
     async def _become(self, models: dict[str, str]) -> None:
@@ -133,7 +135,7 @@ class Replica:
         if self._models.loaded and not self._models.ready:
             raise RuntimeError("an engine call has not returned within the deadline")
 
-    def exposition(self) -> str:
+    async def exposition(self) -> str:
         return self._models.exposition()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -141,14 +143,18 @@ class Replica:
 
     async def _count_replicas(self) -> None:
         """Each sees its own part of a key's requests. How many there are is up to whoever deploys them, and changes."""
-        context = ray.serve.get_replica_context()
-        handle = ray.serve.get_deployment_handle(context.deployment, context.app_name)
         while self._door is not None:
             await asyncio.sleep(COUNT_S)
-            with contextlib.suppress(ray.exceptions.RayError):  # one that ends just now is counted next time
-                self._door.shared_by(len(await handle.broadcast("serves").results_async()))
+            with contextlib.suppress(ray.exceptions.RayError, ray.serve.exceptions.RayServeException):
+                self._door.shared_by(len(await of_all("serves")))
 
     async def _sum_of_replicas(self) -> str:
-        context = ray.serve.get_replica_context()
-        handle = ray.serve.get_deployment_handle(context.deployment, context.app_name)
-        return sum_expositions(await handle.broadcast("exposition").results_async())
+        return sum_expositions(await of_all("exposition"))
+
+
+async def of_all(method: str) -> list[Any]:
+    """What each replica of this application answers; one that ends just now is left out."""
+    context = ray.serve.get_replica_context()
+    handle = ray.serve.get_deployment_handle(context.deployment, context.app_name)
+    found = await handle.broadcast(method).results_async(return_exceptions=True)
+    return [one for one in found if not isinstance(one, BaseException)]

@@ -309,7 +309,7 @@ def parse(model: type[Request], body: bytes, most_texts: int = 256) -> Request:
         return model.model_validate_json(body)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    reason = first["msg"]
+    reason = first["msg"].removeprefix("Value error, ")  # pydantic's word for an error of ours
     if first["type"] == "json_invalid":
         if body.startswith(_BYTE_ORDER_MARKS) or b"\x00" in body[:2]:
             reason = "UTF-16 or a byte order mark; send plain UTF-8"

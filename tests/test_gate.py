@@ -17,6 +17,7 @@ from rtrain.gate import gate, sides, static, told
 from tests import gating
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.gating import Gated
+from tests.tiny import make_artifact
 from tests.trained import ROWS, TEST_ROWS, Trained
 
 pytestmark = pytest.mark.ray
@@ -192,6 +193,14 @@ def test_mistakes_are_told_from_verdicts(gated: Gated, tmp_path: Path) -> None:
         sides.find(alone[0], alone[1], {})
     with pytest.raises(ConfigError, match=r"data\.label: says how a file is read, and none is named"):
         sides.find(gated.int8, gated.float_one, {"data.label": "intent"})
+
+
+def test_a_file_that_cannot_be_read_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
+    one, other = (make_artifact(tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    (tmp_path / "rows.csv").write_text("text,kind\na,b\n")
+    for name, said in (("nothing.csv", r"data\.path="), ("rows.csv", r"data\.label=")):
+        with pytest.raises(ConfigError, match=said):
+            sides.find(one, other, {"data.path": str(tmp_path / name)})
 
 
 def test_limits_are_those_of_the_recipe(gated: Gated) -> None:

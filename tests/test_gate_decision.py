@@ -72,6 +72,14 @@ def test_answers_lost_and_won_elsewhere_are_seen() -> None:
     assert word(flipped=Flipped(54, 0, 1.0))[0] == "promote"
 
 
+def test_a_few_right_answers_refuse_nothing() -> None:
+    held, (reason,) = word(flipped=Flipped(1, 0, 1.0), right=1)
+    assert held == "hold"
+    assert reason.endswith("2.0% may be lost, and this may be chance: more rows tell")
+    assert word(flipped=Flipped(19, 0, 1.0), right=19)[0] == "hold"
+    assert word(flipped=Flipped(20, 0, 1.0), right=20)[0] == "refuse"
+
+
 def test_one_bad_slice_is_enough() -> None:
     bad = Slice("language", "de", replace(score(-0.2, spread=0.1, p=0.004), rows=80))
     refused, (reason,) = word(slices=(bad, Slice("language", "en", score(0.01))))

@@ -257,6 +257,19 @@ def test_a_file_is_read_as_the_artefact_s_own_rows_were(tmp_path: Path, capsys: 
     assert "school" not in shown
 
 
+@pytest.mark.parametrize("facts", [{}, {"outside": "other", "threshold": 0.1}])
+def test_an_answer_that_is_no_number_is_wrong(facts: dict[str, Any]) -> None:
+    nothing = float("nan")
+    outcomes = Ragged.even(np.array([[nothing, nothing], [nothing, 1.0], [2.0, 1.0]]))
+    targets, head = Ragged.even(np.zeros((3, 1))), Head(("a", "b"), facts)
+    metric = by_output.metric_for("classes")
+    assert metric.scores(outcomes, targets, head)["accuracy"] == pytest.approx(1 / 3)
+    assert metric.right is not None
+    assert metric.right(outcomes, targets, head).tolist() == [False, False, True]
+    several = Head(("m=a", "m=b"), {"heads": [["m", 2]]})
+    assert by_output.metric_for("heads").scores(outcomes, targets, several)["mean_accuracy"] == pytest.approx(1 / 3)
+
+
 def test_labels_that_the_artefact_lacks_are_wrong_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The artefact gives no label at all; every row has one that it does not know."""
     head = Head(("a", "b"), {"threshold": 0.999999})
@@ -270,7 +283,7 @@ def test_labels_that_the_artefact_lacks_are_wrong_and_told(tmp_path: Path, capsy
     assert found.right is not None
     assert not found.right.any()
     cli.main(["evaluate", str(folder), "--data", str(path)])
-    assert "labels that the artefact lacks, in 30 rows: 'zzz'" in capsys.readouterr().out
+    assert "labels that the artefact lacks, in 30 rows, such as 'zzz'\n" in capsys.readouterr().out
 
 
 def test_entities_of_a_type_that_the_artefact_lacks_are_missed(tmp_path: Path) -> None:

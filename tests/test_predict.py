@@ -114,6 +114,11 @@ def test_a_model_without_token_types_answers_too(tmp_path: Path) -> None:
         ({"text": ""}, "is empty; send a text"),
         ({"text": " ", "text_pair": "x"}, "is empty; send a text"),
         ("bad \ud800", "is not valid Unicode (a lone surrogate); send UTF-8 text"),
+        (None, "is no text; send a text"),
+        (3, "is no text; send a text"),
+        (["a", "b"], "is no text; send a text"),
+        ({"text": None}, "holds something else than texts; send texts"),
+        ({"text": "a", "text_pair": 3}, "holds something else than texts; send texts"),
         ({"text": "good", "text_pair": "bad \udfff"}, "is not valid Unicode (a lone surrogate); send UTF-8 text"),
     ],
 )

@@ -101,6 +101,7 @@ SEVERAL = Head(("m=a", "m=b", "n=c", "n=d"), {"heads": [["m", 2], ["n", 2]]})
         ("multi_label", Head(("a", "b")), [[-5, -2], [-3, -4]], [[-2, -5], [-4, -3]], 0),  # none is given
         ("multi_head", SEVERAL, [[9, -9, 1, -1], [9, -9, 1, -1]], [[9, -9, -1, 1], [8, -8, 2, -2]], 1 / 2),
         ("regression", Head(("score",), {"mean": 3.0, "std": 2.0}), [[1.0], [2.0]], [[1.04], [2.06]], 1 / 2),
+        ("regression", Head(("score",), {"mean": 3.0, "std": 2.0}), [[1.0], [2.0]], [[float("nan")], [2.0]], 1 / 2),
     ],
 )
 def test_an_answer_is_another_where_the_task_decides_otherwise(

@@ -78,13 +78,26 @@ def test_a_certificate_and_its_key_go_together(given: str, lacking: str) -> None
 
 def test_paths_stay_right_in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = access.absolute(Serve(keys="keys.json", tls_cert="../cert.pem", tls_key="/key.pem"))
-    assert [found.keys, found.tls_cert, found.tls_key] == [
+    found = access.absolute(Serve(keys="keys.json", tls_cert="../cert.pem", tls_key="/key.pem", access_log="asked.log"))
+    assert [found.keys, found.tls_cert, found.tls_key, found.access_log] == [
         f"{tmp_path}/keys.json",
         f"{tmp_path}/../cert.pem",
         "/key.pem",
+        f"{tmp_path}/asked.log",
     ]
-    assert access.absolute(Serve()) == Serve()
+    for plain in (Serve(), Serve(access_log="-")):
+        assert access.absolute(plain) == plain
+
+
+def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "nowhere" / "asked.log", tmp_path):
+        with pytest.raises(
+            ConfigError, match=r"serve\.access_log=.*: no line can be written to it: .*; name a file in"
+        ):
+            access.check(Serve(access_log=str(path)))
+    for good in (str(tmp_path / "asked.log"), "-"):
+        access.check(Serve(access_log=good))
+    assert (tmp_path / "asked.log").read_bytes() == b""
 
 
 def test_the_command_shown_asks_for_what_the_endpoint_asks_for() -> None:

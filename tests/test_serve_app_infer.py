@@ -2,14 +2,17 @@
 
 import json
 import struct
+from pathlib import Path
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
+from rtrain.config import Serve
 from rtrain.predict import Predictor
+from serve.app import build_app
 from tests import serving
-from tests.serving import TEXT, call, error, tensor
+from tests.serving import HEADS, TEXT, call, error, predictor_of, tensor
 from tests.tiny import CORPUS
 
 app, predictor = serving.app, serving.predictor  # fixtures
@@ -62,6 +65,26 @@ def test_infer_gives_the_outputs_that_were_asked_for_and_ignores_what_other_serv
     answer = call(app, "POST", "/v2/models/tiny/infer", json=document).json()
     assert [output["name"] for output in answer["outputs"]] == ["label"]
     assert sorted(answer) == ["model_name", "model_version", "outputs"]
+
+
+@pytest.mark.parametrize("task", sorted(HEADS))
+def test_an_output_that_the_model_lacks_is_refused_before_it_works(task: str, tmp_path: Path) -> None:
+    predictor = predictor_of(tmp_path, task)
+    app = build_app(predictor, Serve())
+    described = call(app, "GET", "/v2/models/tiny").json()
+    had = [output["name"] for output in described["outputs"]]
+    inputs = [{**tensor([TEXT], [1]), "name": one["name"]} for one in described["inputs"]]
+    for name in ("label", "score", "answer"):
+        document = {"inputs": inputs, "outputs": [{"name": had[0]}, {"name": name}]}
+        response = call(app, "POST", "/v2/models/tiny/infer", json=document)
+        if name in had:
+            assert {output["name"] for output in response.json()["outputs"]} == {had[0], name}
+            continue
+        message = f"no output {name}; this model has {', '.join(had)}"
+        found = error("invalid", message, "outputs.1.name", path="/v2")
+        assert (response.status_code, response.json()) == (422, found)
+    calls = app.state.service.batcher.stats.calls
+    assert calls == len(had)
 
 
 def binary_request(app: FastAPI, data: bytes, shape: list[int], json_length: str | None = None) -> httpx.Response:

@@ -36,6 +36,23 @@ def test_a_question_is_answered_and_an_error_is_handed_on(tmp_path: Path) -> Non
         control.ask(8000, {}, folder)
 
 
+def test_an_answer_may_be_longer_than_a_question(tmp_path: Path) -> None:
+    folder, long = str(tmp_path / "own"), "é" * 300_000
+    with control.listening(8000, lambda question: long, folder):
+        assert control.ask(8000, {"status": True}, folder) == long
+
+
+def test_one_port_is_one_endpoint_s_whatever_its_address(tmp_path: Path) -> None:
+    folder = str(tmp_path / "own")
+    with control.listening(8000, lambda question: "the first one", folder):
+        with (
+            pytest.raises(UserError, match="has port 8000 at another address"),
+            control.listening(8000, answer, folder),
+        ):
+            pass
+        assert control.ask(8000, {}, folder) == "the first one"
+
+
 def test_a_socket_that_was_left_behind_is_replaced(tmp_path: Path) -> None:
     folder = str(tmp_path / "own")
     control.path(8000, folder).write_text("")

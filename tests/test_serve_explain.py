@@ -103,7 +103,7 @@ def test_a_number_is_explained(tmp_path: Path) -> None:
     ("parameters", "message", "field"),
     [
         ({"explain": True, "label": "d"}, "the model has no label 'd'; known: a, b, c", "parameters.label"),
-        ({"label": "a"}, "Value error, label says what to explain; send explain: true with it", "parameters"),
+        ({"label": "a"}, "label says what to explain; send explain: true with it", "parameters"),
         ({"explain": 1}, "Input should be a valid boolean", "parameters.explain"),
     ],
 )

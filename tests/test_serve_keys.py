@@ -62,7 +62,11 @@ def test_a_revoked_key_is_gone_and_the_others_stay(path: Path) -> None:
         ("x" * 65, None, "is no name"),
         ("shop\n", None, "is no name"),
         ("shop", "fast", "'fast' is no rate; write e.g. 100/minute or 5/second"),
-        ("shop", "0/minute", "a rate lets one request in at least"),
+        ("shop", "0/minute", "'0/minute' is no rate; write e.g. 100/minute or 5/second"),
+        ("shop", "5/0minute", "is no rate"),
+        ("shop", "5/minute;1/second", "is no rate"),
+        ("shop", "5/fortnight", "is no rate"),
+        ("shop", f"1{40 * '0'}/second", "is no rate"),
         ("twin", None, "has a key named twin already; take another name, or revoke that one first"),
     ],
 )
@@ -84,6 +88,32 @@ def test_keys_that_are_added_at_a_time_are_all_there(path: Path) -> None:
     for thread in threads:
         thread.join()
     assert {key.name for key in read(path)} == {f"key-{number}" for number in range(12)}
+
+
+@pytest.mark.parametrize("rate", ["1/second", "100/2 minutes", "5 per hour", "5/10hours", "999999999/year"])
+def test_a_rate_is_one_number_and_one_span(rate: str) -> None:
+    assert keys.parsed(rate).amount == int(rate.replace("/", " ").split()[0])
+
+
+def test_a_file_that_another_user_has_or_anyone_may_replace_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(path, "shop")
+    path.parent.chmod(0o777)
+    with pytest.raises(UserError, match="its folder is open to all"):
+        read(path)
+    path.parent.chmod(0o1777)  # as /tmp is: there only its owner replaces a file
+    assert len(read(path)) == 1
+    fstat = os.fstat
+
+    def foreign(file: int) -> os.stat_result:
+        facts = [*fstat(file)]
+        facts[stat.ST_UID] = os.getuid() + 1
+        return os.stat_result(facts)
+
+    monkeypatch.setattr(os, "fstat", foreign)
+    with pytest.raises(UserError, match="is another user's, who may write it"):
+        read(path)
 
 
 def test_a_link_to_the_file_stays_a_link(path: Path) -> None:
@@ -362,9 +392,32 @@ def test_a_rate_follows_the_number_of_processes(path: Path) -> None:
                 return count
         raise AssertionError("no limit")
 
-    for processes, share in ((3, 4), (2, 6), (0, 12)):  # none has answered: there is this one
+    # What was let in counts on, however many there are.
+    for processes, more in ((3, 4), (2, 0), (4, 0), (0, 0)):  # none has answered: there is this one
         door.shared_by(processes)
-        assert admitted() == share
+        assert admitted() == more
+
+
+@pytest.mark.parametrize(("processes", "share"), [(1, 12), (2, 6), (5, 3), (12, 1), (50, 1)])
+def test_the_share_of_a_process_is_rounded_up(path: Path, processes: int, share: int) -> None:
+    add(path, "shop", rate="12/hour")
+    [key] = read(path)
+    rates = Rates(processes)
+    assert [rates.wait_s(key) == 0 for _ in range(20)] == [True] * share + [False] * (20 - share)
+
+
+@pytest.mark.parametrize("now", [1_000_000.0, 1_000_000.25, 1_763_925_533.9])
+def test_whoever_comes_back_when_told_is_let_in(path: Path, monkeypatch: pytest.MonkeyPatch, now: float) -> None:
+    monkeypatch.setattr(time, "time", lambda: now)
+    add(path, "shop", rate="6/minute")
+    [key] = read(path)
+    for processes in (1, 4):
+        rates, refused = Rates(processes), 0
+        for _ in range(50):
+            if wait_s := rates.wait_s(key):
+                refused, now = refused + 1, now + wait_s
+                assert rates.wait_s(key) == 0
+        assert refused > 10
 
 
 def test_a_key_whose_rate_is_changed_has_the_new_one_at_once(path: Path) -> None:

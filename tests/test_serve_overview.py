@@ -8,9 +8,9 @@ from serve.change.rollout import Standing, rates
 DRIFT = {"distance": {"tokens": 0.05, "score": 0.31}, "evidence": 3.0, "alarms": 1, "rows": 100}
 
 
-def replica(version: str | None, process: int = 1, **others: Any) -> dict[str, Any]:
+def replica(version: str | None, name: int = 1, **others: Any) -> dict[str, Any]:
     if version is None:
-        return {"process": process, "version": None}
+        return {"process": 7, "version": None}
     told = {
         "seconds": 10.0,
         "requests": {"200": 1200, "503": 3},
@@ -21,7 +21,7 @@ def replica(version: str | None, process: int = 1, **others: Any) -> dict[str, A
         "drift": DRIFT,
         "candidate": None,
     }
-    return {"process": process, "version": version, **told, **others}
+    return {"process": 7, "replica": str(name), "version": version, **told, **others}
 
 
 def test_all_is_told_in_a_line_each() -> None:

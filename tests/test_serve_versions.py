@@ -138,6 +138,20 @@ def test_files_that_its_maker_did_not_record_are_never_read(folders: tuple[str, 
     assert not place.exists()
     pickle.loads((added / "model.pkl").read_bytes())
     assert place.exists(), "the test's own pickle does nothing"
+def test_a_wish_that_was_taken_back_while_it_was_loaded_is_not_carried_out(folders: tuple[str, str]) -> None:
+    first, second = folders
+
+    async def check(versions: Versions, client: httpx.AsyncClient) -> None:
+        await versions.become(first)
+        old = await version(client)
+        for wishes in ([second, first], [second, first, second, first]):
+            await asyncio.gather(*(versions.become(folder) for folder in wishes))
+            assert await version(client) == old
+            assert versions.candidate is None
+        await asyncio.gather(*(versions.become(folder) for folder in (second, first, second)))
+        assert await version(client) != old
+
+    run(check)
 
 
 def test_before_the_first_version_there_is_no_answer() -> None:

@@ -126,5 +126,6 @@ def evaluate(
     report = score.run(folder, settings) if into is None else scored.run(folder, settings, into, overwrite)
     rate = f"{report['bad_rows']} bad rows, {report['rows_per_second']} rows/s"
     unknown = report["unknown_labels"]
-    named = f"; labels that the artefact lacks, in {unknown['rows']} rows: {', '.join(unknown['examples'])}, ..."
+    where = f"{unknown['rows']} row{'' if unknown['rows'] == 1 else 's'}"
+    named = f"; labels that the artefact lacks, in {where}, such as {' and '.join(unknown['examples'])}"
     show(report, as_json, f"{scores.text(report)}\n\n{rate}{named if unknown['rows'] else ''}", then("serve", folder))

@@ -115,7 +115,7 @@ def apart(found: Decided, expected: Decided) -> Apart:
 def flips(left: Sequence[Any], right: Sequence[Any]) -> float:
     """The share of answers that are others; numbers are where they differ by more than `NUMBER_FLIPS`."""
     others = [
-        abs(one - other) > NUMBER_FLIPS if isinstance(one, float) else one != other
+        not abs(one - other) <= NUMBER_FLIPS if isinstance(one, float) else one != other
         for one, other in zip(left, right, strict=True)
     ]
     return float(np.mean(others)) if others else 0.0

@@ -147,7 +147,7 @@ def _lost(flipped: Flipped, right: int, most: float) -> Finding:
     )
     if share <= most:
         return Finding("promote", told)
-    if wilson(flipped.lost, right)[0] > most:
+    if right >= LEAST and wilson(flipped.lost, right)[0] > most:
         return Finding("refuse", told)
     return Finding("hold", f"{told}, and this may be chance: more rows tell")
 

@@ -7,6 +7,7 @@ from typing import Any
 from rtrain import artifact, config as configuration, score
 from rtrain.artifact import Artifact
 from rtrain.config import Gate
+from rtrain.data import records
 from rtrain.data.stores.store import Store, open_store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.gate.gate import Sides
@@ -34,6 +35,7 @@ def find(candidate: Path, base: Path, overrides: Mapping[str, Any]) -> tuple[Sid
     of_rows = {name: value for name, value in overrides.items() if name.startswith("data.")}
     if "data.path" in of_rows:
         rows: Any = score.settings(base_made, of_rows)
+        records.inspect(rows)  # before two models are loaded for them
     elif of_rows:
         fix = "write --data with a file of rows, or leave it out"
         raise ConfigError([Problem(min(of_rows), None, "says how a file is read, and none is named", fix)])

@@ -62,7 +62,7 @@ def classes(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
 
 def additive_classes(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
     logits, true = outcomes.matrix(len(head.labels)), _whole(targets.values)
-    predicted = logits.argmax(axis=1)
+    predicted = classification.best(logits)
     found = _named(classification.additive(true, predicted, len(head.labels)), ("accuracy", *MACRO))
     if "outside" not in head.facts:
         return found
@@ -135,7 +135,7 @@ def heads(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
 def additive_heads(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
     parts, names, presence = [], [], []
     for name, own, logits, true in tables.of_heads(outcomes, targets, head):
-        part = classification.additive(np.maximum(true, -1), logits.argmax(axis=1), len(own))
+        part = classification.additive(np.maximum(true, -1), classification.best(logits), len(own))
         present = part.rows.multiply((true != IGNORED).astype(np.float64)[:, None]).tocsr()
         parts.append(_named(Additive(present, part.score), ("accuracy", "macro_f1"), f"{name}_"))
         names.append(f"{name}_accuracy")

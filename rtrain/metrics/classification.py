@@ -26,6 +26,14 @@ class ClassScores(NamedTuple):
 
 # ------------------------------------------------------------------------------------------------------- single label
 
+NONE = -3
+"""No class, and no target either."""
+
+
+def best(logits: Floats) -> Ints:
+    """The class of each row of [rows, classes]; `NONE` where one of its logits is no number, which orders nothing."""
+    return np.where(np.isnan(logits).any(axis=1), NONE, logits.argmax(axis=1))
+
 
 def confusion(true: Ints, predicted: Ints, classes: int) -> Ints:
     """Counts [true, predicted], (classes + 1, classes). The last row has the rows whose label is no class (-1)."""

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from rtrain.batch import IGNORED, OUTSIDE, Head, Ragged
 from rtrain.metrics import tables
+from rtrain.metrics.classification import best
 
 Bools = npt.NDArray[np.bool_]
 
@@ -15,7 +16,7 @@ def classes(outcomes: Ragged, targets: Ragged, head: Head) -> Bools:
     """The class, or that the row is outside of all classes."""
     chances, true = tables.chances_of(outcomes, head), targets.values.astype(np.int64)
     least = tables.threshold_of(head) if {"outside", "threshold"} <= head.facts.keys() else 0.0
-    right: Bools = np.where(chances.max(axis=1, initial=0.0) < least, OUTSIDE, chances.argmax(axis=1)) == true
+    right: Bools = np.where(chances.max(axis=1, initial=0.0) < least, OUTSIDE, best(chances)) == true
     return right
 
 
@@ -30,7 +31,7 @@ def heads(outcomes: Ragged, targets: Ragged, head: Head) -> Bools:
     """The label of every head of which the row has one."""
     right = np.ones(len(outcomes), dtype=np.bool_)
     for _, _, logits, true in tables.of_heads(outcomes, targets, head):
-        right &= (true == IGNORED) | (logits.argmax(axis=1) == true)
+        right &= (true == IGNORED) | (best(logits) == true)
     return right
 
 

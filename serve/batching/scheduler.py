@@ -105,7 +105,8 @@ class Scheduler:
 
         Where the queue is full, a client may still wait with its share: the limits over the number of clients there.
         One that has nothing there is always let in: its request could come back for ever and find no room. So n clients
-        exceed the limits by the factor 1 + 1/2 + ... + 1/n at most, beside a request of each.
+        fill 1 + 1/2 + ... + 1/n times the limits at most, beside a request of each: the first one had all of them for
+        its share when it came, the second a half, the last the nth part.
         """
         client = rows[0].client
         lanes = self._waiting.get(client)

@@ -19,7 +19,7 @@ from rtrain.errors import UserError
 FOLDER = "/tmp/rtrain-{user}"
 """Short, since a socket's path has at most 107 bytes."""
 LONGEST = 1 << 16
-"""Bytes of a question."""
+"""Bytes of a question. What answers is the user's own, and may tell of any number of replicas."""
 TIMEOUT_S = 300.0
 """Seconds that an answer may take: an artefact is loaded and proven by every replica first."""
 POLL_S = 0.2
@@ -40,7 +40,9 @@ def path(port: int, folder: str = FOLDER) -> Path:
 
 @contextlib.contextmanager
 def listening(port: int, act: Act, folder: str = FOLDER) -> Iterator[None]:
-    """For the block, answer each question with what `act` says; an error that a user can act on goes to who asked."""
+    """For the block, answer each question with what `act` says; an error that a user can act on goes to who asked.
+    Raises `UserError` where an endpoint of this user's has that port already, at another address."""
+    _refuse_taken(port, folder)
     place = path(port, folder)
     place.unlink(missing_ok=True)
     over = threading.Event()
@@ -66,6 +68,21 @@ def listening(port: int, act: Act, folder: str = FOLDER) -> Iterator[None]:
             place.unlink(missing_ok=True)
 
 
+def _refuse_taken(port: int, folder: str) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(POLL_S)
+        try:
+            client.connect(str(path(port, folder)))
+        except (FileNotFoundError, ConnectionRefusedError):  # none, or one that was left behind
+            return
+        except TimeoutError:
+            pass
+    raise UserError(
+        f"a `rtrain serve` of this user's has port {port} at another address, and a command names an endpoint by its "
+        "port alone; take another port"
+    )
+
+
 def ask(port: int, question: dict[str, Any], folder: str = FOLDER) -> str:
     """What the endpoint on that port says. Raises `UserError` with its error, and where there is none."""
     place = path(port, folder)
@@ -74,7 +91,7 @@ def ask(port: int, question: dict[str, Any], folder: str = FOLDER) -> str:
         try:
             client.connect(str(place))
             client.sendall(json.dumps(question).encode() + b"\n")
-            answer = json.loads(_line(client))
+            answer = json.loads(_line(client, None))
         except (FileNotFoundError, ConnectionRefusedError):
             raise UserError(
                 f"no `rtrain serve` of this user's answers on port {port}; name its port by --port"
@@ -89,7 +106,7 @@ def ask(port: int, question: dict[str, Any], folder: str = FOLDER) -> str:
 def _answer(client: socket.socket, act: Act) -> None:
     client.settimeout(TIMEOUT_S)
     try:
-        answer = {"said": act(json.loads(_line(client)))}
+        answer = {"said": act(json.loads(_line(client, LONGEST)))}
     except UserError as error:
         answer = {"error": str(error)}
     except json.JSONDecodeError:
@@ -99,11 +116,12 @@ def _answer(client: socket.socket, act: Act) -> None:
     client.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def _line(client: socket.socket) -> bytes:
-    read = b""
-    while not read.endswith(b"\n") and len(read) < LONGEST:
-        part = client.recv(1 << 12)
+def _line(client: socket.socket, most: int | None) -> bytes:
+    """What comes to the end of a line, of at most so many bytes or of any number."""
+    read = bytearray()
+    while not read.endswith(b"\n") and (most is None or len(read) < most):
+        part = client.recv(1 << 16)
         if not part:
             break
         read += part
-    return read
+    return bytes(read)

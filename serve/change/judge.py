@@ -16,7 +16,7 @@ from serve.watching.drift import most_likely
 WEIGHTS = (0.05, 0.25)
 """Shares of the requests that a candidate answers before it answers all of them."""
 WEIGHTED_REQUESTS = 50
-"""Requests that it has answered at the end of a step, or of as many steps times this number."""
+"""Requests that a candidate answers in each step; they are counted on, so that the second one ends at twice as many."""
 WEIGHTED_S = 60.0
 """Seconds after which a step ends all the same: where few requests come, few can be lost."""
 DOUBT = 0.01

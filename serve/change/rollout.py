@@ -27,6 +27,7 @@ from rtrain.errors import UserError
 from rtrain.run import shown
 from serve.change import judge
 from serve.change.application import Application
+from serve.change.versions import Plan
 from serve.door import access
 
 logger = logging.getLogger(__name__)
@@ -80,9 +81,9 @@ class Standing:
 
 def rates(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Requests and texts a second, and the share of the time in which engines worked, of the replicas in both."""
-    earlier = {one["process"]: one for one in before if one["version"]}
+    earlier = {one["replica"]: one for one in before if one["version"]}
     found = {"requests": 0.0, "texts": 0.0, "busy": 0.0}
-    both = [(earlier[one["process"]], one) for one in after if one["version"] and one["process"] in earlier]
+    both = [(earlier[one["replica"]], one) for one in after if one["version"] and one["replica"] in earlier]
     for old, new in both:
         seconds = new["seconds"] - old["seconds"]
         found["requests"] += (sum(new["requests"].values()) - sum(old["requests"].values())) / seconds
@@ -117,9 +118,7 @@ class Rollout:
             made, old = self._admitted(artifact)
             if aim is None:
                 self._load(artifact, old)
-                said = self._switch(artifact, made, old)
-                self._served.append(artifact)
-                return said
+                return self._switch([*self._served, artifact], made, old)
             self._trial = Standing(made.version, aim, judge.State(time.monotonic()))
             self._end_trial.clear()
             self._thread = threading.Thread(
@@ -143,9 +142,7 @@ class Rollout:
                 raise UserError("nothing was served before: there is nothing to go back to")
             made, old = self._admitted(self._served[-2])
             self._load(self._served[-2], old)
-            said = self._switch(self._served[-2], made, old)
-            self._served.pop()
-        return said
+            return self._switch(self._served[:-1], made, old)
 
     def document(self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What is served and tried, from what the replicas have told of themselves, twice."""
@@ -194,12 +191,15 @@ class Rollout:
             self._application.asked("drop", self.model)
             raise UserError(f"{shown(artifact)} is not served, {old.version} goes on: {refusals[0]}")
 
-    def _switch(self, artifact: Path, made: Artifact, old: Artifact) -> str:
-        self._application.decide(self.model, artifact)
+    def _switch(self, served: list[Path], made: Artifact, old: Artifact) -> str:
+        """To the last of `served`. Raises `UserError` where replicas are late; it is decided all the same."""
+        self._served = served  # first: whatever becomes of it, Ray may have been told, and one has to get back
+        self._application.decide(self.model, served[-1])
         give_up = time.monotonic() + SWITCH_S
-        while not self._all_serve(artifact):
+        while not self._all_serve(served[-1]):
             if time.monotonic() > give_up:
-                raise UserError(f"not every replica answers with {made.version} after {SWITCH_S:.0f} s; see Ray's logs")
+                late = f"not every replica answers with {made.version} after {SWITCH_S:.0f} s"
+                raise UserError(f"{late}, which they are to do; see Ray's logs, or go back by --rollback")
             time.sleep(POLL_S)
         return f"{made.version} answers in place of {old.version}"
 
@@ -214,33 +214,27 @@ class Rollout:
         """Carry the trial out, to its end."""
         began = False
         while not trial.state.over:
-            plan = {
-                "candidate": str(artifact),
-                "share": trial.aim.share,
-                "slower": trial.aim.slower,
-                "weight": trial.state.weight,
-            }
+            plan = Plan(str(artifact), trial.aim.share, trial.aim.slower, trial.state.weight)
             try:
-                told = self._application.told("follow", self.model, plan, timeout_s=LOAD_S)
-            except (ray.exceptions.RayError, TimeoutError) as error:
+                told = self._application.told("follow", self.model, plan._asdict(), timeout_s=LOAD_S)
+                now = time.monotonic()
+                if not began:  # it counts from when all have loaded it
+                    began, trial.state = True, judge.State(now)
+                # What one that has ended saw is lost.
+                trial.look([report for report in told if not isinstance(report, BaseException)], now)
+            except Exception as error:  # whatever Ray raises: the candidate has to be dropped
                 trial.state = judge.dropped(trial.state, f"its replicas did not answer ({type(error).__name__})")
                 break
-            now = time.monotonic()
-            if not began:  # it counts from when all have loaded it
-                began, trial.state = True, judge.State(now)
-            # What one that has ended saw is lost.
-            trial.look([report for report in told if not isinstance(report, BaseException)], now)
             if not trial.state.over and self._end_trial.wait(WATCH_S):
                 trial.state = judge.dropped(trial.state, f"dropped by hand; {old.version} goes on")
         try:
             if trial.state.stage == "promoted":
-                self._switch(artifact, made, old)
-                self._served.append(artifact)
+                self._switch([*self._served, artifact], made, old)
             else:
                 self._application.told("drop", self.model)
         except Exception as error:  # whatever Ray raises: the trial's end says so
             logger.exception("the end of the trial of %s", made.version)
-            trial.state = replace(trial.state, stage="dropped", reason=f"{type(error).__name__}: {error}")
+            trial.state = replace(trial.state, reason=f"{type(error).__name__}: {error}")
 
     def _refusals(self, artifact: Path) -> list[str]:
         """Why replicas refuse the artefact; empty where all have loaded and proven it."""

@@ -59,6 +59,8 @@ class Versions:
     def __init__(self, make: Make):
         self._make = make
         self._one_at_a_time = asyncio.Lock()
+        self._wish = ""
+        """The folder that `become` was last asked for."""
         self.current: Version | None = None
         self.candidate: Version | None = None
         self.trial: Trial | None = None
@@ -66,13 +68,18 @@ class Versions:
         """Share of the requests that the candidate answers."""
 
     async def load(self, folder: str) -> str:
-        """Make the artefact the candidate, and give its version's name. Raises what loading it raises; whatever
-        answers goes on."""
+        """Make the artefact the candidate, unless it answers already, and give its version's name. Raises what loading
+        it raises; whatever answers goes on."""
         async with self._one_at_a_time:
-            if self.candidate is None or self.candidate.folder != folder:
-                self.drop()
-                self.candidate = Version(folder, await self._make(Path(folder)))
-            return self.candidate.service.predictor.artifact.version
+            if self.current is not None and self.current.folder == folder:
+                return self.current.name
+            return (await self._loaded(folder)).name
+
+    async def _loaded(self, folder: str) -> Version:
+        if self.candidate is None or self.candidate.folder != folder:
+            self.drop()
+            self.candidate = Version(folder, await self._make(Path(folder)))
+        return self.candidate
 
     def drop(self) -> None:
         """Forget the candidate; what it has accepted it still answers."""
@@ -93,14 +100,20 @@ class Versions:
         self.weight = plan.weight
 
     async def become(self, folder: str) -> None:
-        """Answer with that artefact: at once where it is the candidate, else as soon as it is loaded."""
-        if self.current is not None and self.current.folder == folder:
-            return
-        await self.load(folder)
-        self._end_trial()
-        old, self.current, self.candidate = self.current, self.candidate, None
-        if old is not None and old.requests == 0:
-            old.service.close()
+        """Answer with that artefact: at once where it is the candidate, else as soon as it is loaded, unless another
+        one is wished by then."""
+        self._wish = folder
+        async with self._one_at_a_time:
+            if self._wish != folder or (self.current is not None and self.current.folder == folder):
+                return
+            loaded = await self._loaded(folder)
+            if self._wish != folder:
+                self.drop()
+                return
+            self._end_trial()
+            old, self.current, self.candidate = self.current, loaded, None
+            if old is not None and old.requests == 0:
+                old.service.close()
 
     def status(self) -> dict[str, Any]:
         """What a person wants to know of this replica."""

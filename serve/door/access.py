@@ -12,6 +12,7 @@ from rtrain.config import Serve
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.network import int8
 from rtrain.run import shown
+from serve.watching.access_log import STDERR
 
 
 def check(settings: Serve, say: Callable[[str], None] = lambda line: None) -> None:
@@ -52,14 +53,23 @@ def _check_files(settings: Serve) -> None:
             reason = f"with serve.tls_key={settings.tls_key} it cannot be used: {error.strerror or error}"
             fix = "both are files in PEM, the key without a passphrase, and belong together"
             problems.append(Problem("serve.tls_cert", settings.tls_cert, reason, fix))
+    if settings.access_log is not None and settings.access_log != STDERR:
+        try:
+            Path(settings.access_log).open("ab").close()
+        except OSError as error:
+            fix = "name a file in a folder that is there and that this user may write, or - for stderr"
+            reason = f"no line can be written to it: {error.strerror}"
+            problems.append(Problem("serve.access_log", settings.access_log, reason, fix))
     if problems:
         raise ConfigError(problems)
 
 
 def absolute(settings: Serve) -> Serve:
     """With paths that stay right in another folder and in other processes."""
-    named = {name: getattr(settings, name) for name in ("keys", "tls_cert", "tls_key")}
-    paths = {name: str(Path(path).expanduser().absolute()) for name, path in named.items() if path is not None}
+    named = {name: getattr(settings, name) for name in ("keys", "tls_cert", "tls_key", "access_log")}
+    paths = {
+        name: str(Path(path).expanduser().absolute()) for name, path in named.items() if path not in (None, STDERR)
+    }
     return settings.model_copy(update=paths)
 
 

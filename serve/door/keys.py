@@ -16,6 +16,7 @@ import math
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,9 +42,12 @@ OPEN = frozenset({"/", "/page.css", "/page.js", "/models.js", "/v2/health/live",
 """Paths that need no key: what watches an endpoint has none, and the page holds no word of the model."""
 LOOK_S = 1.0
 """Least seconds between two looks at the file."""
+LATER_S = 0.01
+"""Seconds after which a window has room, once it has moved on: at that very time it has none yet."""
 MOST_BYTES = 10_000_000
 """The largest file of keys. It is read between two requests, so that a larger one would hold them up."""
 _BEARER = re.compile(rb"(?i:bearer) +(rtrain_([0-9a-f]{8})_[A-Za-z0-9_-]{43})")
+_RATE = re.compile(r"[1-9]\d{0,8} ?(/|per) ?([1-9]\d{0,3} ?)?(second|minute|hour|day|month|year)s?", re.ASCII)
 _FOREIGN_WRITES = 0o022
 _NOBODY = bytes(32)
 
@@ -64,8 +68,8 @@ class Key(Closed):
     @pydantic.field_validator("rate")
     @classmethod
     def _known(cls, rate: str | None) -> str | None:
-        if rate is not None and parsed(rate).amount < 1:
-            raise ValueError("a rate lets one request in at least")
+        if rate is not None:
+            parsed(rate)
         return rate
 
     @functools.cached_property
@@ -88,28 +92,32 @@ class _File(Closed):
 @functools.lru_cache(1024)
 def parsed(rate: str) -> limits.RateLimitItem:
     """A rate like 100/minute or 5/second; raises `ValueError` for anything else."""
-    try:
-        return limits.parse(rate)
-    except ValueError:
-        raise ValueError(f"{quoted(rate)} is no rate; write e.g. 100/minute or 5/second") from None
+    if not _RATE.fullmatch(rate):  # `limits` takes the first of several, and spans of no seconds
+        raise ValueError(f"{quoted(rate)} is no rate; write e.g. 100/minute or 5/second")
+    return limits.parse(rate)
 
 
 # ----------------------------------------------------------------------------------------------------------- the file
 
 
 def read(path: Path) -> tuple[Key, ...]:
-    """The keys of a file. Raises `UserError` where it is missing, torn, or can be written by others: whoever writes it
+    """The keys of a file. Raises `UserError` where it is missing, torn, or others may write or replace it: whoever does
     lets himself in."""
     try:
         with path.open("rb") as file:
-            mode, data = os.fstat(file.fileno()).st_mode, file.read(MOST_BYTES + 1)
+            facts, data = os.fstat(file.fileno()), file.read(MOST_BYTES + 1)
+        folder = Path(os.path.realpath(path)).parent.stat()
     except FileNotFoundError:
         hint = meant(path) or f"make one: rtrain serve keys add {path} NAME"
         raise UserError(f"there is no file of keys {path}; {hint}") from None
     except OSError as error:
         raise UserError(f"the file of keys {path} cannot be read: {error.strerror}") from None
-    if mode & _FOREIGN_WRITES:
+    if facts.st_mode & _FOREIGN_WRITES:
         raise UserError(f"others may write the file of keys {path}, and so let themselves in; chmod 600 {path}")
+    if facts.st_uid not in (os.getuid(), 0):
+        raise UserError(f"the file of keys {path} is another user's, who may write it; make a copy that is this user's")
+    if folder.st_mode & stat.S_IWOTH and not folder.st_mode & stat.S_ISVTX:
+        raise UserError(f"others may replace the file of keys {path}: its folder is open to all; chmod o-w the folder")
     if len(data) > MOST_BYTES:
         raise UserError(f"the file of keys {path} has more than {MOST_BYTES:,} bytes")
     try:
@@ -262,7 +270,8 @@ def find(keys: Mapping[str, Key], authorization: Sequence[bytes]) -> Key | None:
 class Rates:
     """How often each key has asked, in sliding windows of this process.
 
-    `processes` share a key's rate out among them, since each sees only its own part of the requests.
+    `processes` share a key's rate out among them, since each sees only its own part of the requests: here a request
+    counts for as many.
     """
 
     def __init__(self, processes: int = 1):
@@ -275,10 +284,11 @@ class Rates:
         if key.rate is None:
             return 0
         whole = parsed(key.rate)
-        part = type(whole)(math.ceil(whole.amount / self.processes), whole.multiples)
-        if self._limiter.hit(part, key.id):
+        window = self._limiter.get_window_stats(whole, key.id)
+        # Rounded up: a rate that is below the number of processes lets one in by each.
+        if window.remaining and self._limiter.hit(whole, key.id, cost=min(self.processes, window.remaining)):
             return 0
-        return max(1, math.ceil(self._limiter.get_window_stats(part, key.id).reset_time - time.time()))
+        return max(1, math.ceil(window.reset_time - time.time() + LATER_S))
 
 
 class Door:

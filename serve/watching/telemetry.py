@@ -104,6 +104,8 @@ class Telemetry(Requests):
     def __init__(self, exemplars: bool = False):
         super().__init__(exemplars)
         self._began = time.monotonic()
+        # Not the process' number: two containers, or nodes, may have the same.
+        self._replica = uuid.uuid4().hex
         counter = functools.partial(Counter, registry=self.registry)
         histogram = functools.partial(Histogram, registry=self.registry)
         self.versions = counter("rtrain_version_requests", "Requests by version of the model.", ["version", "status"])
@@ -150,13 +152,14 @@ class Telemetry(Requests):
             yield from drift.collect()
 
     def totals(self) -> dict[str, Any]:
-        """Since the replica's start: seconds, requests by status, texts, seconds of the engine."""
+        """The replica's own name; since its start: seconds, requests by status, texts, seconds of the engine."""
         requests: Counted[str] = Counted()
         for family in self.requests.collect():
             for sample in family.samples:
                 if sample.name.endswith("_total"):
                     requests[sample.labels["status"]] += int(sample.value)
         return {
+            "replica": self._replica,
             "seconds": time.monotonic() - self._began,
             "requests": dict(requests),
             "texts": int(_value(self.rows)),
