@@ -154,7 +154,8 @@ def test_a_copy_that_was_changed_is_set_aside_and_an_older_one_taken(
 def test_what_comes_back_damaged_once_is_fetched_again(
     ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy, whole, spoilt = claimed((tmp_path / "mounted").as_uri()), LocalFileSystem.get_file, []
+    copy, whole = claimed((tmp_path / "mounted").as_uri()), LocalFileSystem.get_file
+    spoilt: list[str] = []
     start(ground, tmp_path / "run", kill=4, replica=copy, **EVERY)
     shutil.rmtree(tmp_path / "run")
 

@@ -1,6 +1,6 @@
 """How a run whose strategy is left open comes to one: by its own rows, and by what Ray says of the nodes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from rtrain.errors import ConfigError
 from rtrain.network import device
 from rtrain.runs import strategy
 from tests.test_training_loop import make_ground, recipe_of
+from tune import search, study
 
 GB = 1e9
 
@@ -64,3 +65,9 @@ def test_the_fewest_workers_have_room_too(ground: Path, monkeypatch: pytest.Monk
 def test_settings_that_are_given_stay(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, told = decided(ground, monkeypatch, {}, shard=2)
     assert (config.recipe.train.shard, told) == (2, None)
+
+
+@pytest.mark.parametrize("check", [search.check, study.check])
+def test_trials_that_share_nodes_leave_nothing_open(check: Callable[[Config], None]) -> None:
+    with pytest.raises(ConfigError, match=r"trials share the memory of nodes.*rtrain plan --search"):
+        check(configuration.load("intent", {"train.strategy": "auto"}))

@@ -10,7 +10,7 @@ import ray.exceptions
 import ray.serve
 
 from serve import replica
-from serve.watching.sums import sum_expositions
+from serve.watching.sums import exposition, sum_expositions
 from serve.watching.telemetry import Telemetry
 
 
@@ -35,10 +35,11 @@ def test_metrics_are_those_of_the_replicas_that_answer(monkeypatch: pytest.Monke
             ended = ray.exceptions.ActorDiedError()
             if not return_exceptions:
                 raise ended
-            return [one.exposition(), ended, one.exposition()]
+            told = exposition({"tiny": one.registry})
+            return [told, ended, told]
 
     context = SimpleNamespace(deployment="rtrain", app_name="tiny")
     monkeypatch.setattr(ray.serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(ray.serve, "get_deployment_handle", lambda *given: Handle())
     found = asyncio.run(replica.of_all("exposition"))
-    assert "rtrain_rows_total 6.0" in sum_expositions(found)
+    assert 'rtrain_rows_total{model="tiny"} 6.0' in sum_expositions(found)

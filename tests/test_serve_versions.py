@@ -138,6 +138,8 @@ def test_files_that_its_maker_did_not_record_are_never_read(folders: tuple[str, 
     assert not place.exists()
     pickle.loads((added / "model.pkl").read_bytes())
     assert place.exists(), "the test's own pickle does nothing"
+
+
 def test_a_wish_that_was_taken_back_while_it_was_loaded_is_not_carried_out(folders: tuple[str, str]) -> None:
     first, second = folders
 
