@@ -154,7 +154,8 @@ def test_a_copy_that_was_changed_is_set_aside_and_an_older_one_taken(
 def test_what_comes_back_damaged_once_is_fetched_again(
     ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy, whole, spoilt = claimed((tmp_path / "mounted").as_uri()), LocalFileSystem.get_file, []
+    copy, whole = claimed((tmp_path / "mounted").as_uri()), LocalFileSystem.get_file
+    spoilt: list[str] = []
     start(ground, tmp_path / "run", kill=4, replica=copy, **EVERY)
     shutil.rmtree(tmp_path / "run")
 
@@ -335,11 +336,11 @@ def test_a_run_that_came_back_in_part_is_brought_back_again(
     def failing(files: LocalFileSystem, path: str, *rest: Any, **options: Any) -> Any:
         if path.endswith(name):
             raise error
-        return whole[call](files, path, *rest, **options)
+        return whole(files, path, *rest, **options)
 
-    whole = {one: getattr(LocalFileSystem, one) for one in ("get_file", "cat_file")}
-    for call in ("cat_file",) if name == replica.LOG else ("get_file",):
-        monkeypatch.setattr(LocalFileSystem, call, failing)
+    call = "cat_file" if name == replica.LOG else "get_file"  # the log is read in pieces
+    whole = getattr(LocalFileSystem, call)
+    monkeypatch.setattr(LocalFileSystem, call, failing)
     with pytest.raises((Unreachable, KeyboardInterrupt)):
         copy.restore(back)
     monkeypatch.undo()
