@@ -169,7 +169,7 @@ def test_every_window_of_every_group_answers_for_itself(kind: torch.dtype, toler
     parts = [torch.randn(shape, dtype=torch.float64).to(kind).requires_grad_() for _ in range(3)]
     asked, known, held = parts
     alone = [part.detach().double().requires_grad_() for part in parts]
-    found = attention.packed(torch.nn.Module(), asked, known, held, None, layout=chosen)[0]
+    found = attention.packed(torch.nn.Module(), parts[0], parts[1], parts[2], None, layout=chosen)[0]
     query, key, value = (part.split(chosen.sizes.tolist(), 2) for part in alone)
     each = [torch.softmax(q @ k.transpose(2, 3) * 8**-0.5, -1) @ v for q, k, v in zip(query, key, value, strict=True)]
     expected = torch.cat(each, 2).transpose(1, 2)
