@@ -167,7 +167,6 @@ def test_every_window_of_every_group_answers_for_itself(kind: torch.dtype, toler
     torch.manual_seed(0)
     shape = (1, 2, int(chosen.sizes.sum()), 8)
     parts = [torch.randn(shape, dtype=torch.float64).to(kind).requires_grad_() for _ in range(3)]
-    asked, known, held = parts
     alone = [part.detach().double().requires_grad_() for part in parts]
     found = attention.packed(torch.nn.Module(), parts[0], parts[1], parts[2], None, layout=chosen)[0]
     query, key, value = (part.split(chosen.sizes.tolist(), 2) for part in alone)
