@@ -1,14 +1,18 @@
 """A network that is trained while it rounds: its levels and their gradients, where quantizers begin, and an int8 graph
 that answers as the network does."""
 
+import os
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from torch.multiprocessing.spawn import spawn
 
 from rtrain import artifact, config
 from rtrain.batch import Tokens, padded
@@ -17,6 +21,7 @@ from rtrain.compress.ranges import Range
 from rtrain.config import Distill, with_overrides
 from rtrain.data.order import deal
 from rtrain.errors import ConfigError, UserError
+from rtrain.exchange import whole
 from rtrain.network import beside, device, model, pooling, rounding
 from rtrain.network.rounding import Quantizer, Quantizers
 from rtrain.predict import Predictor, Torch
@@ -204,16 +209,26 @@ def taught(made: Made, folder: Path) -> Tokens:
     return replace(tokens, teacher=answers.astype(np.float32))
 
 
-def train(network: Any, tokens: Tokens, made: Made, updates: int, rate: float, rows: int = 8) -> None:
-    """`rows`: those of a pass."""
-    recipe = config.load("intent", {"optim.lr": rate}).recipe
+def train(
+    network: Any,
+    tokens: Tokens,
+    made: Made,
+    updates: int,
+    rate: float,
+    rows: int = 8,
+    worker_of: tuple[int, int] = (0, 1),
+    shard: int = 0,
+) -> None:
+    """`rows`: those of a pass; `worker_of`: number of this worker and of all."""
+    recipe = config.load("intent", {"optim.lr": rate, "train.shard": shard}).recipe
+    rank, world = worker_of
     exchange = choose.build(network, recipe.train)
     optimizer = optim.of_run(exchange, recipe)
     loss = losses.for_run(base.get("classification"), Distill(teacher="v1", alpha=1.0), made.store.manifest.head)
     drawn = np.random.default_rng(0)
     for _ in range(updates):
         update = tokens.pick(np.sort(drawn.choice(len(tokens), 16, replace=False)))
-        passes = [update.pick(chosen) for chosen in deal(update.lengths, 1, 0, rows)]
+        passes = [update.pick(chosen) for chosen in deal(update.lengths, world, rank, rows)]
         step.run_update(exchange, optimizer, loss, passes, pad_id=0, precision="fp64", clip_norm=1.0)
 
 
@@ -248,6 +263,39 @@ def test_widths_do_not_depend_on_how_an_update_is_cut_into_passes(made: Made) ->
         train(network, tokens, made, updates=2, rate=1e-3, rows=rows)
         found.append(network.state_dict()[rounding.WIDTHS])
     assert (found[0] - found[1]).norm() <= 1e-3 * found[0].norm()
+
+
+SHARDS = (0, 2, 3)
+"""Values of `train.shard`."""
+
+
+def _worker(rank: int, folder: Path, made: Made, quantizers: Quantizers) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    limit = timedelta(seconds=300)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=limit)
+    try:
+        tokens = taught(made, made.folder)
+        for shard in SHARDS:
+            network = student(made.folder, quantizers)
+            train(network, tokens, made, updates=2, rate=1e-3, worker_of=(rank, 2), shard=shard)
+            widths = whole.full(network.state_dict()[rounding.WIDTHS])
+            np.save(folder / f"{rank}-{shard}.npy", widths.numpy())
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_workers_learn_the_widths_of_one_however_they_share_weights(made: Made, tmp_path: Path) -> None:
+    quantizers = ranges.measure(network_of(made), made.store, 0, ROWS)
+    network = student(made.folder, quantizers)
+    train(network, taught(made, made.folder), made, updates=2, rate=1e-3)
+    alone = network.state_dict()[rounding.WIDTHS].numpy()
+    spawn(_worker, args=(tmp_path, made, quantizers), nprocs=2)
+    for shard in SHARDS:
+        first, second = (np.load(tmp_path / f"{rank}-{shard}.npy") for rank in (0, 1))
+        assert np.array_equal(first, second)
+        assert np.linalg.norm(first - alone) <= 1e-8 * np.linalg.norm(alone)
 
 
 def test_a_run_measures_once_what_it_begins_to_round_by(made: Made, tmp_path: Path) -> None:
