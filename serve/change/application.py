@@ -42,9 +42,9 @@ class Application:
     def decide(self, model: str, artifact: Path) -> None:
         """The replicas that there are, and each that is started later, are to answer with that artefact."""
         with self._one_at_a_time:
-            decided = {**self.decided, model: artifact}
-            self._run(decided)
-            self.decided = decided
+            # First: whatever becomes of it, Ray may have been told, and the next decision is about another model.
+            self.decided = {**self.decided, model: artifact}
+            self._run(self.decided)
 
     def told(self, method: str, *given: Any, timeout_s: float = ASK_S) -> list[Any]:
         """What each replica answers; what it raises, a `ray.exceptions.RayError` where it has ended."""
