@@ -130,7 +130,7 @@ def row(what: str, fitted: bool, foretold: float, taken: float) -> dict[str, Any
 
 
 def least(workers: Sequence[Sequence[Sequence[Taken]]], place: int, clock: str) -> float:
-    """Of a job's rounds the least, of the worker that took the most."""
+    """The least of a job's rounds, for the worker that took the most."""
     found: list[float] = [min(getattr(one, clock) for one in worker[place]) for worker in workers]
     return max(found)
 

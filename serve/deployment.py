@@ -101,7 +101,7 @@ class Endpoint:
         raise UserError("this endpoint knows the questions update, rollback and status")
 
     def _rollout(self, model: str | None, folder: Path | None = None) -> Rollout:
-        """Of the model of that name; without one of the only model, or of the only one that the artefact in `folder`
+        """That of the model of that name; without one of the only model, or of the only one that the artefact in `folder`
         is another version of."""
         own = {name: rtrain.artifact.read(one.artifact, verify=False).name for name, one in self.rollouts.items()}
         if model is None and len(own) > 1 and folder is not None:

@@ -11,7 +11,7 @@ from rtrain.run import shown
 from serve.door import access
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""Of one of several models: it stands in paths."""
+"""The name of one of several models: it stands in paths."""
 _GIVEN = re.compile(r"([^/=:]+)=(.+)")
 
 

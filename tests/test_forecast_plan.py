@@ -94,7 +94,7 @@ def test_nodes_that_are_taken_away_faster_than_they_train_never_end() -> None:
 
 
 def needs(folder: Path, config: Config, workers: int, *totals: float) -> list[tuple[Way, Need]]:
-    """Of as many ways as there are `totals`, in GB."""
+    """Needs of as many ways as there are `totals`, in GB."""
     ways = islice(plan.ways(config, folder, workers), len(totals))
     return [(way, Need(total * GB, 0, 0, 0)) for way, total in zip(ways, totals, strict=True)]
 
@@ -175,7 +175,7 @@ def test_hours_are_rows_by_the_pace(cluster: layouts.Cluster) -> None:
 
 
 def test_a_search_takes_its_budget_and_its_end(cluster: layouts.Cluster) -> None:
-    """Of 100 hours a full run: 8 of them and 4 for the end, by default."""
+    """With 100 hours a full run, 8 of them and 4 for the end by default."""
     full = 2 * -(-10_000 // 32) * 32
 
     def hours(trials: int = 1, **tune: float) -> float:

@@ -76,7 +76,7 @@ def test_more_errors_than_by_chance_are_too_many() -> None:
         seen = GOOD._replace(requests=40, errors=errors, old_requests=5000, old_errors=120)
         return follow(State(began=0.0), seen, AIM, 1.0).stage
 
-    # Of 40 requests one in 42 fails by chance: 4 or more in 1.5 % of all cases, 5 or more in 0.3 %.
+    # Where one in 42 fails by chance, of 40 requests 4 or more in 1.5 % of all cases, 5 or more in 0.3 %.
     assert [stage(errors) for errors in (3, 4, 5, 40)] == ["weighted", "weighted", "dropped", "dropped"]
 
 

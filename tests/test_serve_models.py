@@ -337,7 +337,7 @@ def test_two_models_are_served_and_each_is_changed_by_itself(tmp_path: Path) -> 
             endpoint.change({"rollback": True, "model": "topic"})
         with pytest.raises(UserError, match=r"is called topic, and clients of this endpoint ask for mood"):
             endpoint.change({"update": str(second), "model": "mood"})
-        # Of another version it is clear which one is meant, whatever it is called here.
+        # With another version it is clear which one is meant, whatever it is called here.
         assert endpoint.change({"update": str(second)}) == f"{new} answers in place of {old}"
         assert versions() == {"mood": mood, "subject": new}
         assert client.post("/models/subject/predict", json=QUESTION).headers["x-model-version"] == new

@@ -34,7 +34,7 @@ SMALL: dict[str, int] = {"hidden_size": 512, "num_hidden_layers": 8, "num_attent
 ROWS = 4
 """Texts of a worker's update."""
 TOKENS, FEW_TOKENS = 128, 8
-"""Of each."""
+"""One for each."""
 MIB = 1 << 20
 TASK, LABELS = base.get("classification"), ("a", "b", "c")
 
@@ -149,7 +149,7 @@ def check(found: dict[str, dict[str, float]], size: float) -> None:
     """That each takes less than the one before, and those that cut the weights build no more than their share."""
     peaks = [found[name]["peak"] for name in LAYOUTS]
     assert peaks == sorted(peaks, reverse=True)
-    # Of a whole model: weights, gradient and two moments. In shares: half of them.
+    # A whole model has weights, gradient and two moments. In shares: half of them.
     assert found["shard 3"]["rest"] < 0.6 * found["shard 0"]["rest"]
     assert found["tensor 2"]["peak"] < 0.65 * found["shard 0"]["peak"]
     for name in CUT:

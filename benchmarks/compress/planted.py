@@ -31,7 +31,7 @@ def part(work: Work, sets: Sequence[Set], keep: Keep) -> dict[str, Any]:
 
 
 def measured(run: Run, folder: Path, keep: Keep) -> dict[str, Any]:
-    """Of a finished run of a BERT: scores and flips as it is and with the outlier, by each way to int8."""
+    """For a finished run of a BERT, scores and flips as it is and with the outlier, by each way to int8."""
     harmed = planted(run, folder / "run")
     whole = quantized(run, folder / "whole")
     plain, back = (quantized(harmed, folder / name, given) for name, given in WAYS.items())

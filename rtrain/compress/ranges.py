@@ -140,7 +140,7 @@ class _Seen:
 
     def __init__(self) -> None:
         self.groups: dict[int, list[str]] = {}
-        """Of the first row: identity of a tensor -> the layers that read it."""
+        """For the first row, identity of a tensor -> the layers that read it."""
         self.inputs: dict[str, Range] = {}
         self.outputs: dict[str, Range] = {}
         self.tables: list[str] = []

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FILE = "quantizers.safetensors"
 """In the artefact of a network that has learned to be rounded."""
 LEVELS, WEIGHT_LEVELS = 256, 255
-"""Of activations, and of weights, which are as many on either side of 0."""
+"""Levels of activations, and of weights, which are as many on either side of 0."""
 SMALLEST = 1e-12
 """In place of the largest number of a row of zeros."""
 GAIN = 30.0
@@ -41,7 +41,7 @@ Side = Literal["input", "output"]
 
 @dataclass(frozen=True)
 class Quantizer:
-    """Of one tensor of activations: `LEVELS` whole multiples of `step`."""
+    """The levels of one tensor of activations: `LEVELS` whole multiples of `step`."""
 
     side: Side
     layers: tuple[str, ...]

@@ -17,7 +17,7 @@ ASK_S = 30.0
 
 
 class Application:
-    """Of several threads: each model changes by itself."""
+    """Asked by several threads: each model changes by itself."""
 
     def __init__(
         self,

@@ -203,7 +203,7 @@ def expected_gain(dimensions: Sequence[Dimension], told: Sequence[Told], seed: i
     scores = np.array([score for _, score in known])
     mean, deviation = scores.mean(), scores.std()
     tried = [point for point, _ in inside]
-    # Of more points than are looked at a walk would see one corner: those in which the first settings are lowest.
+    # A walk over more points than are looked at would see one corner: those in which the first settings are lowest.
     few = finite(dimensions) and sum(1 for _ in islice(walk(dimensions), CANDIDATES + 1)) <= CANDIDATES
     candidates = walk(dimensions) if few else spread(dimensions, CANDIDATES, seed)
     fresh = [point for point in islice(candidates, CANDIDATES) if _first([point], tried)]

@@ -21,7 +21,7 @@ FLAGS = ("--resume", "--new", "--json", "--search")
 ENTRY = "rtrain.cluster.jobs.entry"
 LONGEST = 60
 DIGITS = 8
-"""Of the digest that tells jobs apart whose runs have one name."""
+"""Digits of the digest that tells jobs apart whose runs have one name."""
 
 
 def option(words: Sequence[str], name: str) -> str | None:

@@ -82,7 +82,7 @@ class Room:
     """Memory, where a worker has least of it."""
 
     bytes: float
-    """Of a node's that workers may take, or of a GPU's."""
+    """Those of a node that workers may take, or those of a GPU."""
     workers: int
     """Those that share it; 1 on a GPU."""
     device: str = "cpu"
