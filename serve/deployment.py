@@ -101,8 +101,8 @@ class Endpoint:
         raise UserError("this endpoint knows the questions update, rollback and status")
 
     def _rollout(self, model: str | None, folder: Path | None = None) -> Rollout:
-        """That of the model of that name; without one of the only model, or of the only one that the artefact in `folder`
-        is another version of."""
+        """That of the model of that name; without a name that of the only model, or of the only one of which the
+        artefact in `folder` is another version."""
         own = {name: rtrain.artifact.read(one.artifact, verify=False).name for name, one in self.rollouts.items()}
         if model is None and len(own) > 1 and folder is not None:
             made = rtrain.artifact.read(folder, verify=False).name

@@ -19,6 +19,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "rtrain.signals",
         "rtrain.events",
         "rtrain.ray_internals",
+        "rtrain.torch_internals",
         "rtrain.drafts",
         "rtrain.batch",
         "rtrain.words",

@@ -1,8 +1,7 @@
-"""Private names of Ray and torch: each still exists, means the same, and stands in one module."""
+"""Private names of Ray: each still exists and means the same. Those of Ray and torch stand in a module each."""
 
 import asyncio
 import inspect
-import logging
 import re
 import socket
 from pathlib import Path
@@ -11,104 +10,25 @@ from typing import Any, ClassVar
 
 import psutil
 import pytest
-import torch
 
-from rtrain import ray_internals
+from rtrain import ray_internals, torch_internals
 
 ROOT = Path(__file__).resolve().parents[1]
 PRIVATE = re.compile(r"\b(ray|torch)(\.\w+)*\._\w+|\bray\.[\w.]*_internal\b|_set_params_and_buffers|__internal_head__")
 
 
-def test_private_names_stand_in_one_module() -> None:
+def test_private_names_stand_in_their_modules() -> None:
     found = {
         f"{path.relative_to(ROOT)}: {line.strip()}"
         for folder in ("rtrain", "serve", "tune")
         for path in (ROOT / folder).rglob("*.py")
-        if path.name != "ray_internals.py"
+        if path.name not in ("ray_internals.py", "torch_internals.py")
         for line in path.read_text().splitlines()
         if PRIVATE.search(line)
     }
     assert found == set()
-    assert PRIVATE.search(Path(ray_internals.__file__).read_text())
-
-
-# --------------------------------------------------------------------------------------------------------------- torch
-
-
-def test_multiply_is_a_product_in_place() -> None:
-    tensors = [torch.arange(3.0), torch.ones(2, 2)]
-    ray_internals.multiply(tensors, 0.5)
-    assert [tensor.tolist() for tensor in tensors] == [[0.0, 0.5, 1.0], [[0.5, 0.5], [0.5, 0.5]]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_softmax_s_gradient_is_autograd_s(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    scores = torch.randn(2, 3, 5).to(dtype).requires_grad_()
-    answer, gradient = torch.softmax(scores, -1), torch.randn(2, 3, 5).to(dtype)
-    (expected,) = torch.autograd.grad(answer, scores, gradient)
-    found = ray_internals.softmax_backward(gradient, answer.detach())
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def test_fake_tensors_have_shapes_and_their_memory_is_counted_by_what_it_is_for() -> None:
-    """A product of [64, 100] with the weights [50, 100]: forward it keeps its input and makes the answer."""
-    with ray_internals.fake_tensors():
-        layer = torch.nn.Linear(100, 50, bias=False)
-        given = torch.ones(64, 100)
-
-        def run() -> None:
-            (layer(given) ** 2).sum().backward()
-
-        peak = ray_internals.peak_bytes(layer, run)
-        with pytest.raises(ray_internals.asks_for_numbers()):
-            given.sum().item()
-        with pytest.raises(ray_internals.asks_for_numbers()):
-            given.nonzero()
-        assert layer.weight.shape == (50, 100)
-        assert layer.weight.grad is not None
-    assert peak["Parameter"] == 4 * 50 * 100
-    assert {"Buffer", "Gradient", "Activation", "Temp", "Total"} <= peak.keys()
-    assert 4 * 64 * 50 <= peak["Activation"] + peak["Temp"] <= 4 * (4 * 64 * 50 + 50 * 100) + 1024
-    assert peak["Total"] == sum(size for kind, size in peak.items() if kind != "Total")
-
-
-def test_what_is_left_out_is_not_in_the_buckets() -> None:
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    try:
-        module, sizes = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)), list[int]()
-        ray_internals.leave_out(module, ["0.weight"])
-        model = DistributedDataParallel(module)
-        ray_internals.take_times(model)
-        assert ray_internals.unhidden_seconds(model) == 0.0
-
-        def sent(bucket: Any) -> Any:
-            sizes.append(bucket.buffer().numel())
-            future: Any = torch.futures.Future()
-            future.set_result(bucket.buffer())
-            return future
-
-        model.register_comm_hook(None, lambda state, bucket: sent(bucket))
-        model(torch.ones(1, 3)).sum().backward()
-        assert sum(sizes) == sum(one.numel() for one in module.parameters()) - 15
-        for _ in range(3):  # the times of an exchange are taken from the next one's forward pass on
-            model(torch.ones(1, 3)).sum().backward()
-        assert {
-            "avg_backward_comm_time",
-            "avg_backward_compute_comm_overlap_time",
-        } <= model._get_ddp_logging_data().keys()
-        assert 0 < ray_internals.unhidden_seconds(model) < 1
-    finally:
-        dist.destroy_process_group()
-
-
-# ----------------------------------------------------------------------------------------------------------------- Ray
+    for module in (ray_internals, torch_internals):
+        assert PRIVATE.search(Path(str(module.__file__)).read_text())
 
 
 def test_the_trainer_s_two_habits_are_still_methods_that_it_calls() -> None:
@@ -165,15 +85,6 @@ def test_what_ray_knows_of_its_cluster(ray_session: Path) -> None:
 def _monitors(process: psutil.Process, session: str) -> bool:
     words = " ".join(process.info["cmdline"] or [])
     return "log_monitor.py" in words and session in words
-
-
-def test_the_logger_that_is_hushed_is_torch_s() -> None:
-    import torch.distributed.tensor._redistribute as redistributes
-
-    before = redistributes.logger.level
-    ray_internals.hush_redistribution()
-    assert redistributes.logger.level == logging.ERROR
-    redistributes.logger.setLevel(before)
 
 
 @pytest.mark.ray

@@ -18,8 +18,9 @@ import pydantic
 import yaml
 from pydantic import BaseModel
 
+from rtrain.config import contradictions
 from rtrain.config.deploy import Deploy, deploy_contradictions
-from rtrain.config.recipe import Recipe, recipe_contradictions
+from rtrain.config.recipe import Recipe
 from rtrain.errors import ConfigError, Problem, UserError, meant
 
 
@@ -142,7 +143,7 @@ def parse(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
         except pydantic.ValidationError as error:
             problems += [_problem(details) for details in error.errors()]
     if len(parts) == 2:
-        problems += [*recipe_contradictions(parts[0]), *deploy_contradictions(parts[1])]
+        problems += [*contradictions.of_recipe(parts[0]), *deploy_contradictions(parts[1])]
     if problems:
         raise ConfigError(problems)
     recipe, deploy = parts

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rtrain import ray_internals
+from rtrain import torch_internals
 from rtrain.batch import Tokens
 from rtrain.exchange import ranks, whole
 from rtrain.exchange.alive import Watch
@@ -105,7 +105,7 @@ class Replicas:
 
     def multiply(self, factor: "float | torch.Tensor") -> None:
         if found := [whole.local(one) for one in self.collected()]:
-            ray_internals.multiply(found, factor)
+            torch_internals.multiply(found, factor)
 
     def own_square(self) -> float | None:
         return None if self.distributed else self._first

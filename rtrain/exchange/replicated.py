@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rtrain import ray_internals
+from rtrain import torch_internals
 from rtrain.exchange import compression, transport
 from rtrain.exchange.alive import Watch
 from rtrain.exchange.exchange import Work
@@ -42,10 +42,10 @@ class Replicated(Replicas):
             from torch.nn.parallel import DistributedDataParallel
 
             if table:
-                ray_internals.leave_out(module, [table[0]])
+                torch_internals.leave_out(module, [table[0]])
             # gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them all per update.
             self.model = DistributedDataParallel(module, gradient_as_bucket_view=True)
-            ray_internals.take_times(self.model)
+            torch_internals.take_times(self.model)
             self._transport = self._carried(by, compressed)
             state = (self._transport, self._spent, self.own)
             self.model.register_comm_hook(state, lambda state, bucket: _started(state, bucket))
@@ -119,7 +119,7 @@ class Replicated(Replicas):
 
     def multiply(self, factor: "float | torch.Tensor") -> None:
         if found := [one.grad for one in self._others() if one.grad is not None]:
-            ray_internals.multiply(found, factor)
+            torch_internals.multiply(found, factor)
         if self.rows is not None:
             self.rows.gradient = self.rows.gradient * factor
 

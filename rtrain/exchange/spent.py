@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rtrain import ray_internals
+from rtrain import torch_internals
 from rtrain.exchange.timeline import SENDS, WAITS, Timeline
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Spent:
         """Mean seconds of an exchange by `model`, without what is hidden behind the backward pass."""
         from torch.nn.parallel import DistributedDataParallel
 
-        after = ray_internals.unhidden_seconds(model) if isinstance(model, DistributedDataParallel) else 0.0
+        after = torch_internals.unhidden_seconds(model) if isinstance(model, DistributedDataParallel) else 0.0
         return self._waited / max(1, self.exchanges) + after
 
     def told(self, model: "torch.nn.Module", gradient: "list[torch.Tensor]") -> dict[str, Any]:

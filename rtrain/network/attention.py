@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rtrain.network import dropout as masks, precision
 from rtrain.network.layout import Layout
-from rtrain.ray_internals import softmax_backward
+from rtrain.torch_internals import softmax_backward
 
 if TYPE_CHECKING:
     import torch

@@ -155,8 +155,8 @@ def rounded() -> Any:
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-            """Of a value between the first and the last level as if it were not rounded; of the step, by each value,
-            the distance to its level in steps, and beyond the levels the outermost one."""
+            """The gradient of a value between the first and the last level is as if it were not rounded; to that of the
+            step each value adds its distance to its level in steps, and beyond the levels the outermost level."""
             values, step = ctx.saved_tensors
             [gradient] = gradients
             place = values / step + ctx.zero

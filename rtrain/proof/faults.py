@@ -46,7 +46,7 @@ def processes(class_name: str) -> list[int]:
 
 
 def neighbours(train: Train, workers: int) -> dict[str, int]:
-    """Of each kind of group in which workers share a model or its gradients, a rank with which rank 0 is in such a
+    """For each kind of group in which workers share a model or its gradients, a rank with which rank 0 is in such a
     group and in no other. Empty where every worker has the whole model: all of them are alike then."""
     tensor = train.tensor
     found = {f"tensor={tensor}": 1} if tensor > 1 else {}

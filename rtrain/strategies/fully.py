@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rtrain import ray_internals
+from rtrain import torch_internals
 from rtrain.batch import Tokens
 from rtrain.exchange.alive import Watch
 from rtrain.exchange.exchange import Work
@@ -41,7 +41,7 @@ class Fully(Cut):
         from torch.distributed.fsdp import fully_shard
 
         super().__init__(module, watch, say, tensor=tensor, sequence=sequence)
-        ray_internals.hush_redistribution()
+        torch_internals.hush_redistribution()
         # Nothing writes into what a pass answers.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         self._parts: Any = [*(layerwise.layers(getattr(module, "base_model", module)) or ()), module]

@@ -61,8 +61,8 @@ class Meter:
 
 
 def busiest(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """One report of what several engines of a replica report, each with threads of its own: that of the one with most to do. None
-    of them may have too little, so that their mean would hide it."""
+    """One report for the several engines of a replica, each with threads of its own: that of the one with most to do.
+    None of them may have too little, so that their mean would hide it."""
 
     def demand(report: Mapping[str, float]) -> float:
         load = Load(report[QUEUED], report[SPEED], report[BUSY])

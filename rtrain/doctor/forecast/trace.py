@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain import ray_internals
+from rtrain import torch_internals
 from rtrain.batch import Tokens, single
 from rtrain.config import Model
 from rtrain.errors import UserError
@@ -74,7 +74,7 @@ def of_pass(
     """
     import torch
 
-    with ray_internals.fake_tensors():
+    with torch_internals.fake_tensors():
         network: Any = model.shaped(folder, task, outputs, chosen).train()
         if recomputed:
             model.keep_inputs_alone(network)
@@ -99,8 +99,8 @@ def of_pass(
             (-torch.log_softmax(logits.float().flatten(0, -2), -1)[:, 0].sum()).backward()
 
         try:
-            peak = ray_internals.peak_bytes(network, run)
-        except ray_internals.asks_for_numbers() as error:
+            peak = torch_internals.peak_bytes(network, run)
+        except torch_internals.asks_for_numbers() as error:
             kind = type(network).__name__
             raise Untraceable(f"model.name: {kind} computes what depends on its numbers ({error})") from None
         table = 0 if rows is None else rows.weight.nbytes

@@ -1,0 +1,111 @@
+"""Every private name of torch that rtrain uses, each by a function that says what it means.
+
+A new version may take any of them away: `tests/test_torch_internals.py` asks that each still exists and means the same.
+Torch is not imported before a function is called.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def leave_out(module: "torch.nn.Module", names: Sequence[str]) -> None:
+    """Let DistributedDataParallel, when it is made of `module`, not exchange the parameters of these names."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(names))
+
+
+EXCHANGES_APART = 10
+"""Passes with an exchange from one whose time is taken to the next."""
+
+
+def take_times(model: "torch.nn.parallel.DistributedDataParallel") -> None:
+    """Take the times of every tenth exchange, and of the first ten; otherwise torch takes those of every hundredth."""
+    model._set_ddp_runtime_logging_sample_rate(EXCHANGES_APART)
+
+
+def unhidden_seconds(model: "torch.nn.parallel.DistributedDataParallel") -> float:
+    """Mean seconds for which sending gradients went on after the backward pass, by the exchanges whose times were
+    taken; 0 where none was."""
+    found = model._get_ddp_logging_data()
+    whole, hidden = (float(found.get(f"avg_backward_{name}", 0)) for name in ("comm_time", "compute_comm_overlap_time"))
+    return max(0.0, whole - hidden) / 1e9
+
+
+def multiply(tensors: "Sequence[torch.Tensor]", factor: "float | torch.Tensor") -> None:
+    """Multiply each tensor by `factor`, in place, in one call for all of them."""
+    import torch
+
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def hush_redistribution() -> None:
+    """Leave out what torch says, on every rank, where a tensor that is cut two ways is gathered one way after the
+    other: it is rare, and for a checkpoint."""
+    import logging
+
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def softmax_backward(gradient: "torch.Tensor", answer: "torch.Tensor") -> "torch.Tensor":
+    """Gradient of a softmax's input over the last axis, from that of its `answer`, in one pass over both."""
+    import torch
+
+    found: torch.Tensor = torch._softmax_backward_data(gradient, answer, -1, answer.dtype)
+    return found
+
+
+def fake_tensors() -> "contextlib.AbstractContextManager[Any]":
+    """A context in which a tensor that is made has a shape, a type and a device, and no numbers: it takes no memory,
+    and what is computed of it takes no time."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def asks_for_numbers() -> tuple[type[Exception], ...]:
+    """What computations raise that depend on the numbers of fake tensors, or that these do not know."""
+    from torch._subclasses import fake_tensor
+
+    return (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedFakeTensorException,
+        fake_tensor.UnsupportedOperatorException,
+    )
+
+
+def peak_bytes(network: "torch.nn.Module", run: Callable[[], None]) -> dict[str, int]:
+    """Bytes of all tensors of `network`, and of those that `run` makes, at the moment when they were most: of the
+    `Parameter`s, `Buffer`s, `Gradient`s, `Activation`s, of what is `Temp`orary in the backward pass, and the `Total`.
+    """
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    class Tracker(MemTracker):
+        """It keeps no peak of each module, which takes most of the time, and bears weights that are not trained."""
+
+        def _track_module_params_and_buffers(
+            self, module: "torch.nn.Module", install_grad_hooks: bool = True
+        ) -> tuple[int, int]:
+            trained = all(one.requires_grad for one in module.parameters())
+            return super()._track_module_params_and_buffers(module, install_grad_hooks and trained)
+
+        def _update_peak_stats(self, peak_state: Any) -> None:
+            for device, now in self._curr_mem_snap.items():
+                if self._peak_mem.get(device, 0) < now["Total"]:
+                    self._peak_mem[device], self._peak_mem_snap[device] = now["Total"], dict(now)
+
+    tracker = Tracker()
+    tracker.track_external(network)
+    with tracker:
+        run()
+    found: dict[str, int] = {}
+    for of_device in tracker.get_tracker_snapshot("peak").values():
+        for kind, size in of_device.items():
+            name = str(getattr(kind, "value", kind))
+            found[name] = found.get(name, 0) + size
+    return found

@@ -1,0 +1,92 @@
+"""Private names of torch: each still exists and means the same."""
+
+import logging
+import socket
+from typing import Any
+
+import pytest
+import torch
+
+from rtrain import torch_internals
+
+
+def test_multiply_is_a_product_in_place() -> None:
+    tensors = [torch.arange(3.0), torch.ones(2, 2)]
+    torch_internals.multiply(tensors, 0.5)
+    assert [tensor.tolist() for tensor in tensors] == [[0.0, 0.5, 1.0], [[0.5, 0.5], [0.5, 0.5]]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_softmax_s_gradient_is_autograd_s(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(2, 3, 5).to(dtype).requires_grad_()
+    answer, gradient = torch.softmax(scores, -1), torch.randn(2, 3, 5).to(dtype)
+    (expected,) = torch.autograd.grad(answer, scores, gradient)
+    found = torch_internals.softmax_backward(gradient, answer.detach())
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_fake_tensors_have_shapes_and_their_memory_is_counted_by_what_it_is_for() -> None:
+    """A product of [64, 100] with the weights [50, 100]: forward it keeps its input and makes the answer."""
+    with torch_internals.fake_tensors():
+        layer = torch.nn.Linear(100, 50, bias=False)
+        given = torch.ones(64, 100)
+
+        def run() -> None:
+            (layer(given) ** 2).sum().backward()
+
+        peak = torch_internals.peak_bytes(layer, run)
+        with pytest.raises(torch_internals.asks_for_numbers()):
+            given.sum().item()
+        with pytest.raises(torch_internals.asks_for_numbers()):
+            given.nonzero()
+        assert layer.weight.shape == (50, 100)
+        assert layer.weight.grad is not None
+    assert peak["Parameter"] == 4 * 50 * 100
+    assert {"Buffer", "Gradient", "Activation", "Temp", "Total"} <= peak.keys()
+    assert 4 * 64 * 50 <= peak["Activation"] + peak["Temp"] <= 4 * (4 * 64 * 50 + 50 * 100) + 1024
+    assert peak["Total"] == sum(size for kind, size in peak.items() if kind != "Total")
+
+
+def test_what_is_left_out_is_not_in_the_buckets() -> None:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        module, sizes = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)), list[int]()
+        torch_internals.leave_out(module, ["0.weight"])
+        model = DistributedDataParallel(module)
+        torch_internals.take_times(model)
+        assert torch_internals.unhidden_seconds(model) == 0.0
+
+        def sent(bucket: Any) -> Any:
+            sizes.append(bucket.buffer().numel())
+            future: Any = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        model.register_comm_hook(None, lambda state, bucket: sent(bucket))
+        model(torch.ones(1, 3)).sum().backward()
+        assert sum(sizes) == sum(one.numel() for one in module.parameters()) - 15
+        for _ in range(3):  # the times of an exchange are taken from the next one's forward pass on
+            model(torch.ones(1, 3)).sum().backward()
+        assert {
+            "avg_backward_comm_time",
+            "avg_backward_compute_comm_overlap_time",
+        } <= model._get_ddp_logging_data().keys()
+        assert 0 < torch_internals.unhidden_seconds(model) < 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_logger_that_is_hushed_is_torch_s() -> None:
+    import torch.distributed.tensor._redistribute as redistributes
+
+    before = redistributes.logger.level
+    torch_internals.hush_redistribution()
+    assert redistributes.logger.level == logging.ERROR
+    redistributes.logger.setLevel(before)
