@@ -50,10 +50,15 @@ def document(artifacts: Mapping[str, Path], settings: Serve) -> dict[str, Any]:
                     {
                         "name": "rtrain",
                         **number,
-                        "ray_actor_options": {"num_cpus": settings.threads * len(folders)},
+                        "ray_actor_options": actor_options(settings, settings.threads * len(folders)),
                         "user_config": {"models": dict(folders)},
                     }
                 ],
             }
         ],
     }
+
+
+def actor_options(settings: Serve, cpus: int) -> dict[str, Any]:
+    """What Ray is told of a replica's place: the CPUs that it reserves, and the labels of its node."""
+    return {"num_cpus": cpus, **({"label_selector": dict(settings.labels)} if settings.labels else {})}

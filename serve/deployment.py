@@ -29,7 +29,7 @@ from rtrain import ray_internals
 from rtrain.cluster import supply
 from rtrain.config import Serve
 from rtrain.errors import ConfigError, UserError
-from serve import named
+from serve import declared, named
 from serve.change import judge, rollout, scaling
 from serve.change.application import Application
 from serve.change.rollout import Rollout
@@ -103,12 +103,13 @@ class Endpoint:
     def _rollout(self, model: str | None, folder: Path | None = None) -> Rollout:
         """That of the model of that name; without a name that of the only model, or of the only one of which the
         artefact in `folder` is another version."""
-        own = {name: rtrain.artifact.read(one.artifact, verify=False).name for name, one in self.rollouts.items()}
-        if model is None and len(own) > 1 and folder is not None:
-            made = rtrain.artifact.read(folder, verify=False).name
-            own = {name: artifact for name, artifact in own.items() if artifact == made} or own
-        found = [name for name in own if model in (None, name)]
-        if len(found) == 1:
+        if model in self.rollouts:
+            return self.rollouts[model]
+        found = list(self.rollouts)
+        if model is None and len(found) > 1 and folder is not None:
+            made, own = _called(folder), {name: _called(one.artifact) for name, one in self.rollouts.items()}
+            found = [name for name in found if own[name] == made] or found
+        if model is None and len(found) == 1:
             return self.rollouts[found[0]]
         names = ", ".join(self.rollouts)
         if model is None:
@@ -187,6 +188,10 @@ def start(
     return endpoint
 
 
+def _called(artifact: Path) -> str:
+    return rtrain.artifact.read(artifact, verify=False).name
+
+
 def _configured(
     settings: Serve, models: int, front: ingress.Ingress | None, quiet: LoggingConfig, tell: Callable[[str], None]
 ) -> ray.serve.Deployment:
@@ -200,11 +205,7 @@ def _configured(
     configured = ray.serve.deployment(
         name=DEPLOYMENT,
         **_number(settings),
-        ray_actor_options={
-            "num_cpus": cpus,
-            **({"label_selector": labels} if labels else {}),
-            **_environment(front),
-        },
+        ray_actor_options={**declared.actor_options(settings, cpus), **_environment(front)},
         max_ongoing_requests=ongoing,
         max_queued_requests=ongoing,
         backpressure_config=BackpressureConfig(status_code=503, retry_after_s=1),

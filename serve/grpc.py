@@ -64,9 +64,11 @@ class Desk(Protocol):
 
 
 @asynccontextmanager
-async def serving(desk: Desk, settings: Serve, port: int, door: "keys.Door | None" = None) -> AsyncIterator[int]:
+async def serving(
+    desk: Desk, settings: Serve, port: int, door: "keys.Door | None" = None, models: int = 1
+) -> AsyncIterator[int]:
     """Listen while the context is open; gives the port. At its end requests in progress are answered first. `door` asks
-    for keys, in the metadata `authorization`; with a certificate clients encrypt.
+    for keys, in the metadata `authorization`; with a certificate clients encrypt. `models`: how many answer.
 
     Raises RuntimeError where the port is in use.
     """
@@ -74,7 +76,7 @@ async def serving(desk: Desk, settings: Serve, port: int, door: "keys.Door | Non
     server = grpc.aio.server(
         options=[("grpc.max_receive_message_length", settings.max_body_bytes + OVERHEAD_BYTES)],
         # As many as reach the HTTP application; more are answered RESOURCE_EXHAUSTED.
-        maximum_concurrent_rpcs=settings.max_queue_rows + 2 * settings.max_batch_rows,
+        maximum_concurrent_rpcs=(settings.max_queue_rows + 2 * settings.max_batch_rows) * models,
     )
     interface.add_GRPCInferenceServiceServicer_to_server(Servicer(desk, door), server)
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -67,7 +67,7 @@ class Replica:
             return nullcontext()
         grpc = importlib.import_module("serve.grpc")  # its libraries are an extra
         opened: AbstractAsyncContextManager[Any] = grpc.serving(
-            models, self._settings, self._settings.grpc_port, self._door
+            models, self._settings, self._settings.grpc_port, self._door, len(models.names)
         )
         return opened
 

@@ -10,6 +10,7 @@ import rtrain.artifact
 from rtrain import config
 from rtrain.errors import ConfigError, Problem
 from serve import named
+from serve.declared import actor_options
 from serve.deployment import (
     CONSTRUCTOR_ATTEMPTS,
     DEPLOYMENT,
@@ -34,7 +35,7 @@ def application(arguments: Mapping[str, Any]) -> ray.serve.Application:
     configured = ray.serve.deployment(
         name=DEPLOYMENT,
         user_config={"models": {name: str(folder) for name, folder in artifacts.items()}},
-        ray_actor_options={"num_cpus": settings.threads * len(artifacts)},
+        ray_actor_options=actor_options(settings, settings.threads * len(artifacts)),
         max_ongoing_requests=ongoing,
         max_queued_requests=ongoing,
         health_check_period_s=HEALTH_PERIOD_S,

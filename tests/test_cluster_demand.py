@@ -18,6 +18,7 @@ from rtrain import config, ray_internals
 from rtrain.cluster import supply
 from rtrain.cluster.demand import EXPIRE_S, REPEAT_S, Bundle, Demand, places, told
 from rtrain.cluster.supply import Node
+from rtrain.run import Run
 from rtrain.runs import driver
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,7 +99,7 @@ def test_a_run_asks_from_its_start_to_its_end_and_only_where_there_is_an_autosca
     prepared: Any = SimpleNamespace(
         device=SimpleNamespace(workers=10, device="cpu"),
         config=config.load("intent", {"train.workers": 10, "train.min_workers": 1}),
-        run=SimpleNamespace(name="run"),
+        run=Run(Path("runs/run")),
     )
     for known in (None, document):
         monkeypatch.setattr(supply, "autoscaler", lambda known=known: known)

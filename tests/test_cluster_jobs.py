@@ -38,6 +38,21 @@ WITHIN_S = 900
         (["evaluate"], None, "rtrain-evaluate-"),
     ],
 )
+@pytest.mark.parametrize("name", ["intent", "rtrain-a", "x" * 70])
+def test_a_run_s_jobs_are_found_by_its_name(name: str) -> None:
+    own = naming.identity((), PurePosixPath(f"/shared/runs/{name}"))
+    jobs = [own, f"{own}-try-2", "rtrain-another-01234567"]
+    for asked in (name, f"/shared/runs/{name}", own):
+        assert naming.meant(asked, jobs) == jobs[:2]
+
+
+def test_an_endpoint_of_other_models_is_another_job() -> None:
+    asked = [("/a/m",), ("/a/m", "/b/m"), ("/a/m", "/c/m"), ("--insecure", "/d/m")]
+    assert len({naming.identity(("serve", *words), None) for words in asked}) == len(asked)
+    again = ("serve", "--set", "serve.replicas=2", "/a/m/")
+    assert naming.identity(again, None) == naming.identity(("serve", "/a/m"), None)
+
+
 def test_a_job_is_called_after_its_run(words: list[str], run: str | None, name: str) -> None:
     found = naming.run_of(words)
     job = naming.identity(words, found)

@@ -190,3 +190,13 @@ def test_a_refusal_comes_without_torch_and_at_once() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "2 []"
     assert "train.workers=999" in done.stderr
+
+
+def test_nodes_without_the_labels_have_no_room() -> None:
+    found = document({"small": ({"CPU": 4}, 8), "large": ({"CPU": 16}, 2)}, limit=8)
+    found["available_node_types"]["large"]["labels"] = {"for": "workers"}
+    cluster = layouts.of_document(found, {"for": "workers"})
+    assert [(kind.name, kind.node) for kind in cluster.kinds] == [("small", {}), ("large", {"CPU": 16.0})]
+    assert layouts.laid_out(configured({"train.workers": 8}), cluster).workers == 8
+    with pytest.raises(ConfigError):
+        layouts.laid_out(configured({"train.workers": 8}), layouts.of_document(found, {"for": "nobody"}))

@@ -336,7 +336,6 @@ def test_an_artefact_that_has_learned_is_not_calibrated(made: Made, tmp_path: Pa
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        ({"train.workers": 2, "train.tensor": 2}, "train.tensor=2 cuts the layers that round"),
         ({"distill.hidden": 1.0}, "distill.hidden learns the states"),
         ({"quantize.engine": "onnxruntime"}, "onnxruntime makes no graph of it"),
     ],

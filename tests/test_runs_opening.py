@@ -277,7 +277,8 @@ def others(name: str, value: Any) -> Iterator[Any]:
         yield not value
     elif isinstance(value, int | float):
         yield from (value + 1, value + 1e-3, value / 2 or 0.1)
-    yield from ([{"optim.lr": 1e-4}], [7], [0.5], ["other"], "other", 2, 9, 0.25, {"optim.lr": [1e-4, 1e-3]})
+    yield from ([{"optim.lr": 1e-4}], [7], [0.5], ["other"], "other", 2, 9, 0.25)
+    yield from ({"optim.lr": [1e-4, 1e-3]}, {"for": "this"})
 
 
 @pytest.mark.parametrize("name", sorted(set(config.dotted_names())))

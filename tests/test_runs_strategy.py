@@ -1,6 +1,6 @@
 """How a run whose strategy is left open comes to one: by its own rows, and by what Ray says of the nodes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,12 @@ from rtrain import config as configuration
 from rtrain.cluster import supply
 from rtrain.config import Config
 from rtrain.data.stores.store import Store
+from rtrain.doctor.forecast import fitting
+from rtrain.doctor.forecast.memory import Need
 from rtrain.errors import ConfigError
 from rtrain.network import device
 from rtrain.runs import strategy
+from rtrain.strategies import ways
 from tests.test_training_loop import make_ground, recipe_of
 from tune import search, study
 
@@ -30,8 +33,8 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def decided(
     ground: Path, monkeypatch: pytest.MonkeyPatch, node: Mapping[str, float], **train: Any
 ) -> tuple[Config, dict[str, Any] | None]:
-    monkeypatch.setattr(supply, "here", lambda: [node])
-    monkeypatch.setattr(supply, "may", lambda kind: [])
+    monkeypatch.setattr(supply, "here", lambda labels: [node])
+    monkeypatch.setattr(supply, "may", lambda kind, labels: [])
     config = replace(configuration.load("intent"), recipe=recipe_of(ground, workers=4, **train))
     store = Store(next((ground / ".tokens").iterdir()))
     return strategy.decided(config, device.Choice("cpu", 4), store, ground / "encoder")
@@ -55,11 +58,25 @@ def test_what_fits_nowhere_is_refused_and_so_is_what_nobody_knows(
         decided(ground, monkeypatch, {"CPU": 4.0}, strategy="auto")
 
 
-def test_the_fewest_workers_have_room_too(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = {"CPU": 8.0, "memory": 64 * GB}
-    _, told = decided(ground, monkeypatch, node, strategy="auto", min_workers=3)
+def test_the_fewest_workers_and_all_of_them_have_room(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    first = fitting.first
+
+    def seen(needs: Iterable[tuple[ways.Way, Need]], room: fitting.Room) -> fitting.Choice:
+        asked.append(room.workers)
+        return first(needs, room)
+
+    monkeypatch.setattr(fitting, "first", seen)
+    node = {"CPU": 3.0, "memory": 64 * GB}
+    _, told = decided(ground, monkeypatch, node, strategy="auto", min_workers=2)
     assert told is not None
-    assert told["workers"] == 3
+    assert asked == [2, 3, 3]  # 2 workers; 3, which fill the node; and 4, of which 3 share it
+
+
+def test_the_way_of_several_numbers_of_workers_has_room_for_each() -> None:
+    alone, many = ways.Way(0, gradient_checkpointing=True), ways.Way(3)
+    assert ways.joined([alone, many]) == ways.Way(3, gradient_checkpointing=True)
+    assert ways.joined([many]) == many
 
 
 def test_settings_that_are_given_stay(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:

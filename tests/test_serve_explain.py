@@ -150,7 +150,7 @@ def test_ordinary_requests_do_not_wait_for_an_explanation(app: FastAPI, held: He
     asyncio.run(main())
     [thread] = held.threads
     assert thread.startswith("explain")
-    assert "rtrain_explain_seconds_count 1.0" in app.state.service.exposition().splitlines()
+    assert 'rtrain_explain_seconds_count{model="tiny"} 1.0' in app.state.service.exposition().splitlines()
 
 
 def test_too_many_explanations_are_refused_and_the_rest_made(app: FastAPI, held: Held) -> None:

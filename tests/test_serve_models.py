@@ -335,7 +335,7 @@ def test_two_models_are_served_and_each_is_changed_by_itself(tmp_path: Path) -> 
             endpoint.change({"rollback": True})
         with pytest.raises(UserError, match="no model of the name topic is served here; there are mood, subject"):
             endpoint.change({"rollback": True, "model": "topic"})
-        with pytest.raises(UserError, match=r"is called topic, and clients of this endpoint ask for mood"):
+        with pytest.raises(UserError, match=r"is called topic, and what answers as mood is called"):
             endpoint.change({"update": str(second), "model": "mood"})
         # With another version it is clear which one is meant, whatever it is called here.
         assert endpoint.change({"update": str(second)}) == f"{new} answers in place of {old}"

@@ -119,9 +119,9 @@ def test_nothing_runs_as_root_and_the_entry_point_is_the_command() -> None:
 
 @pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False), (None, False)])
 def test_the_health_check_follows_the_endpoint(status: int | None, healthy: bool) -> None:
-    from serve import app
+    from serve import base
 
-    assert "/v2/health/ready" in Path(app.__file__).read_text(encoding="utf-8")
+    assert "/v2/health/ready" in Path(base.__file__).read_text(encoding="utf-8")
 
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

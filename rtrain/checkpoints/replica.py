@@ -24,8 +24,8 @@ from rtrain.config import Cluster
 from rtrain.errors import UserError
 
 OWNER = "owner"
-FILES = ("config.yaml", "decisions.json")
-"""The files of the run folder that a resume reads, beside the log and the checkpoints."""
+FILES = ("config.yaml", "decisions.json", "quantizers.safetensors")
+"""The files of the run folder that a resume reads, beside the log and the checkpoints; the first is always there."""
 LOG, PARTS = "events.jsonl", "events"
 HELD = (*FILES, "checkpoints", "artifact")
 """What of a run is here, beside its log."""

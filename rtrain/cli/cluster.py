@@ -309,7 +309,7 @@ def fetch(
     name = Path(run).name
     if name in ("", ".."):
         raise ConfigError([Problem("run", run, "names no run", "write its folder, or its name with --storage")])
-    target = (to or Path("runs") / name).absolute()
+    target = (to or Path("runs") / name).expanduser().absolute()
     if storage is not None:
         size = Replica(storage, name).fetch(target)
         if (lines := stored.log(name, storage)) is not None:

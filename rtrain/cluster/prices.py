@@ -4,6 +4,7 @@ Without a file (`cluster.prices`), prices on demand are those of `cluster.instan
 (`metadata: {prices: ...}`). A plan, a run's report and a search's budget count by the same table.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ def read(file: Path) -> dict[str, Price]:
         raise ConfigError([Problem("cluster.prices", str(file), "no such file", fix)])
     try:
         document = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError([Problem("cluster.prices", str(file), f"no YAML ({error})", "write it again")]) from None
     found: dict[str, Price] = {}
     problems: list[Problem] = []
@@ -82,7 +83,7 @@ def read(file: Path) -> dict[str, Price]:
 
 
 def _is_price(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 HEAD: Final = """\

@@ -4,6 +4,7 @@ They stand where post-training quantization puts them: before each linear layer,
 after queries and keys, whose products attention computes.
 """
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +42,6 @@ def problems(recipe: Recipe, weights: Path) -> list[Problem]:
     kind = transformers.AutoConfig.from_pretrained(weights, local_files_only=True, trust_remote_code=False).model_type
     reasons = {
         f"{kind} has other attention than {', '.join(LINEARS)}": kind not in LINEARS,
-        f"train.tensor={recipe.train.tensor} cuts the layers that round": recipe.train.tensor > 1,
         "distill.hidden learns the states of a student that does not round": recipe.distill.hidden > 0,
         f"{recipe.quantize.engine} makes no graph of it": not engines.get(recipe.quantize.engine).learns,
     }
@@ -60,7 +60,7 @@ def begin(prepared: Prepared) -> None:
     task, labels = base.get(recipe.task), store.manifest.labels
     network = model.build(prepared.model, task, labels, recipe.train.seed, recipe.model, pack=False)
     found = measure(network, store, model.pad_id(prepared.model), recipe.quantize.calibration_rows)
-    draft = path.with_name(f".{path.name}")
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     found.write(draft)
     draft.rename(path)
 

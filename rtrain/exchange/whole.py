@@ -17,8 +17,9 @@ def here(tensor: "torch.Tensor") -> bool:
 
 
 def device(module: "torch.nn.Module") -> "torch.device":
-    """Where the weights are that this worker has."""
-    return next(one.device for one in module.parameters() if here(one))
+    """Where the weights are that this worker has; `meta`, where nobody has any."""
+    every = list(module.parameters())
+    return next((one.device for one in every if here(one)), every[0].device)
 
 
 def full(tensor: "torch.Tensor") -> "torch.Tensor":

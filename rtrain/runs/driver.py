@@ -1,5 +1,6 @@
 """From a configuration to a finished run, on the Ray that the process is connected to."""
 
+import hashlib
 import time
 import uuid
 from collections.abc import Callable
@@ -64,10 +65,12 @@ def fit(
     for event in said_of_rows(run):
         say(event)  # logged before the run was followed
     told = events.Follow([(run.folder, {})], on_event), trackers.following(prepared.config, run, say)
+    file = prepared.config.deploy.cluster.prices
+    dollars = {name: one.on_demand for name, one in prices.read(Path(file)).items()} if file else None
     with opening.hold(run), told[0], told[1], notice.Asked(run) as asked, _Asking(prepared) as asking:
         plan.workers.taken(run)
-        if file := prepared.config.deploy.cluster.prices:
-            run.append(cost.PRICES, dollars={name: one.on_demand for name, one in prices.read(Path(file)).items()})
+        if dollars is not None:
+            run.append(cost.PRICES, dollars=dollars)
         try:
             _attempts(prepared, plan, say, asked, asking)
         except (KeyboardInterrupt, SystemExit, TryAgain):
@@ -207,7 +210,10 @@ class _Asking:
         self._spare = supply.data_cpus(prepared.config.deploy.cluster.data_cpus, self._most)
         self.labels = prepared.config.deploy.cluster.labels
         asks = prepared.config.recipe.train.min_workers is not None and supply.autoscaler() is not None
-        self.demand = Demand(ray_internals.Requests(f"rtrain-{prepared.run.name}"), self.labels) if asks else None
+        # By the whole path: runs of one name would take each other's nodes away.
+        whose = hashlib.sha256(str(prepared.run.folder).encode()).hexdigest()[:8]
+        requests = ray_internals.Requests(f"rtrain-{prepared.run.name}-{whose}")
+        self.demand = Demand(requests, self.labels) if asks else None
 
     def __call__(self) -> None:
         if self.demand is not None:

@@ -23,31 +23,31 @@ def decided(config: Config, chosen: device.Choice, store: Store, model: Path) ->
     recipe = config.recipe
     if recipe.train.strategy == "manual":
         return config, None
-    workers = recipe.train.min_workers or chosen.workers
-    room = fitting.room([*supply.here(), *supply.may(chosen.device)], chosen.device, workers)
-    if room is None:
-        reason = f"nobody says how much memory the cluster's {supply.NEEDS[chosen.device]}s have for workers"
-        fix = "write manual, with train.shard or train.tensor"
-        raise ConfigError([Problem("train.strategy", "auto", reason, fix)])
-    found = fitting.first(
-        fitting.needs(
-            recipe,
-            model,
-            ways.possible(recipe, model, workers),
-            _passes(config, chosen, store),
-            workers,
-            chosen.device,
-        ),
-        room,
-    )
-    told = {
-        "why": found.why,
-        "settings": found.way.settings,
-        "workers": workers,
-        "bytes": round(room.taken(found.need)),
-        "room": round(room.bytes),
+    labels = config.deploy.cluster.labels
+    nodes = [*supply.here(labels), *supply.may(chosen.device, labels)]
+    passes = _passes(config, chosen, store)
+
+    def fits(workers: int) -> tuple[fitting.Choice, dict[str, Any]]:
+        room = fitting.room(nodes, chosen.device, workers)
+        if room is None:
+            reason = f"nobody says how much memory the cluster's {supply.NEEDS[chosen.device]}s have for workers"
+            fix = "write manual, with train.shard or train.tensor"
+            raise ConfigError([Problem("train.strategy", "auto", reason, fix)])
+        tried = ways.possible(recipe, model, workers)
+        found = fitting.first(fitting.needs(recipe, model, tried, passes, workers, chosen.device), room)
+        taken = {"bytes": round(room.taken(found.need)), "room": round(room.bytes)}
+        return found, {"why": found.why, "settings": found.way.settings, "workers": workers, **taken}
+
+    # The fewest have the largest shares, all of them crowd a node, and as many as fill a node take most of it.
+    least = recipe.train.min_workers or chosen.workers
+    filling = (supply.count([node], chosen.device) for node in nodes)
+    numbers = {least, chosen.workers, *(min(max(number, least), chosen.workers) for number in filling)}
+    found = [fits(workers) for workers in sorted(numbers)]
+    way = ways.joined([choice.way for choice, _ in found])
+    told = next((told for choice, told in found if choice.way == way), found[-1][1])
+    return configuration.with_overrides(config, {"train.strategy": "manual", **way.settings}), told | {
+        "settings": way.settings
     }
-    return configuration.with_overrides(config, {"train.strategy": "manual", **found.way.settings}), told
 
 
 def _passes(config: Config, chosen: device.Choice, store: Store) -> fitting.Pass:

@@ -43,6 +43,9 @@ def problems(recipe: Recipe, model: Path) -> list[Problem]:
     if recipe.distill.relations:
         reason = f"with {asked[-1]} no worker has all of the student's heads"
         found.append(Problem("distill.relations", recipe.distill.relations, reason, "write 0, or train.tensor=1"))
+    if recipe.distill.quantization_aware:
+        reason = f"with {asked[-1]} no worker has the whole of a layer that rounds"
+        found.append(Problem("distill.quantization_aware", True, reason, "write false, or train.tensor=1"))
     if recipe.distill.hidden and train.sequence:
         reason = "with train.sequence=true no worker has all of the student's tokens"
         found.append(Problem("distill.hidden", recipe.distill.hidden, reason, "write 0, or train.sequence=false"))

@@ -74,6 +74,7 @@ def problems(recipe: Recipe, model: Path) -> list[Problem]:
         ("train.min_workers", train.min_workers, None, "workers come and go in groups"),
         ("distill.relations", distill.relations, 0, "no worker has all of the student's layers"),
         ("distill.hidden", distill.hidden, 0, "no worker has all of the student's layers"),
+        ("distill.quantization_aware", distill.quantization_aware, False, "no worker has all of the layers that round"),
         ("model.freeze", recipe.model.freeze, "none", "stages before the last one would have nothing to train"),
     ):
         if value != neutral:

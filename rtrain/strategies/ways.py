@@ -1,6 +1,6 @@
 """The ways in which a model may lie on a run's workers, the cheapest first: those that exchange and compute least."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -49,6 +49,13 @@ class Way:
         return train.model_copy(
             update={"strategy": "manual", "tensor": self.tensor, **told, "workers": workers, "min_workers": least}
         )
+
+
+def joined(ways: Sequence[Way]) -> Way:
+    """The way that takes no more memory than any of these: as many shares as the most, layers recomputed where one
+    does."""
+    again = any(way.gradient_checkpointing for way in ways)
+    return Way(max(way.shard for way in ways), max(way.tensor for way in ways), again)
 
 
 def own(train: Train, workers: int) -> Way:

@@ -96,7 +96,6 @@ class Rollout:
     """What an application answers with for one model, and what it answered with before."""
 
     def __init__(self, application: Application, model: str, settings: Serve):
-        """To be made when the application answers."""
         self._application, self.model, self._settings = application, model, settings
         self._served = [application.decided[model]]
         self._one_at_a_time = threading.Lock()
@@ -181,8 +180,8 @@ class Rollout:
         access.admit(made, artifact, self._settings)
         if made.name != old.name:
             raise UserError(
-                f"{shown(artifact)} is called {made.name}, and clients of this endpoint ask for {old.name}; "
-                "serve it at another port"
+                f"{shown(artifact)} is called {made.name}, and what answers as {self.model} is called {old.name}; "
+                "serve it under another name, or at another port"
             )
         return made, old
 

@@ -62,7 +62,9 @@ def storage_of(words: Sequence[str], run: Path) -> str | None:
     source = str(known) if known.is_file() else str(named) if named.is_file() else given or config.recipe_names()[0]
     try:
         overrides = dict(config.parse_assignment(text) for text in naming.assignments(words))
-        storage = config.load(source, overrides).deploy.cluster.storage
+        # The run's own file has resolved what else the words set, and would contradict it.
+        told = {name: value for name, value in overrides.items() if name == "cluster.storage"}
+        storage = config.load(source, told).deploy.cluster.storage
     except UserError:
         return None
     return storage if storage is None or "://" in storage else os.path.abspath(os.path.expanduser(storage))

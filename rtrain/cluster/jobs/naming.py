@@ -16,7 +16,7 @@ MAKE_RUNS = (*SUPERVISED, "demo")
 LOGS = ".jobs"
 """Folder beside the runs, with a log for each."""
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
-FLAGS = ("--resume", "--new", "--json", "--search")
+FLAGS = ("--resume", "--new", "--json", "--search", "--insecure", "--ungated")
 """Options of these verbs that take no value."""
 ENTRY = "rtrain.cluster.jobs.entry"
 LONGEST = 60
@@ -42,17 +42,22 @@ def assignments(words: Sequence[str]) -> list[str]:
     return [text for _, text in sorted(behind + joined)]
 
 
-def given(words: Sequence[str]) -> str | None:
-    """The recipe or the run that a verb is given: its first word that is no option, nor the value of one."""
-    value_follows = False
+def arguments(words: Sequence[str]) -> list[str]:
+    """What a verb is given: its words that are no options, nor the values of some."""
+    found, value_follows = [], False
     for word in words[1:]:
         if value_follows:
             value_follows = False
         elif word.startswith("-"):
             value_follows = "=" not in word and word not in FLAGS
         else:
-            return word
-    return None
+            found.append(word)
+    return found
+
+
+def given(words: Sequence[str]) -> str | None:
+    """The recipe or the run that a verb is given: the first of its `arguments`."""
+    return next(iter(arguments(words)), None)
 
 
 def run_of(words: Sequence[str]) -> PurePosixPath | None:
@@ -73,10 +78,10 @@ def log_of(run: PurePosixPath) -> PurePosixPath:
 
 def identity(words: Sequence[str], run: PurePosixPath | None) -> str:
     """What the job is called: the run's name, of an endpoint that of what it serves too, else the verb's; and a digest
-    of the run's whole path, of the artefact's, or of all words. It is the same for the same request alone."""
-    served = words[1] if len(words) > 1 and words[0] == "serve" else None
-    name = run.name if run else served_name(served) if served else words[0] if words else "job"
-    asked = str(run or (served and served.rstrip("/")) or shlex.join(words))
+    of the run's whole path, of all artefacts', or of all words. It is the same for the same request alone."""
+    served = [word.rstrip("/") for word in arguments(words)] if words[:1] == ["serve"] else []
+    name = run.name if run else served_name(served[0]) if served else words[0] if words else "job"
+    asked = str(run or shlex.join(served or words))
     return f"rtrain-{_plain(name)[:LONGEST]}-{hashlib.sha256(asked.encode()).hexdigest()[:DIGITS]}"
 
 
@@ -115,12 +120,16 @@ def meant(run: str, jobs: Sequence[str]) -> list[str]:
     name is that of several runs."""
     if run.startswith("/"):
         return attempts(identity((), PurePosixPath(run)), jobs)
-    name = re.escape(_plain(PurePosixPath(run).name.removeprefix("rtrain-"))[: LONGEST + 1 + DIGITS])
-    pattern = re.compile(rf"(rtrain-{name}(?:-[0-9a-f]{{{DIGITS}}})?)(?:-try-\d+)?")
+    plain = _plain(PurePosixPath(run).name)
+    # A run's name is cut; a job's own has `rtrain-` before it, and a digest behind it.
+    lengths = (LONGEST, LONGEST + 1 + DIGITS)
+    names = {one[:length] for one in (plain, plain.removeprefix("rtrain-")) for length in lengths}
+    any_of = "|".join(map(re.escape, sorted(names)))
+    pattern = re.compile(rf"(rtrain-(?:{any_of})(?:-[0-9a-f]{{{DIGITS}}})?)(?:-try-\d+)?")
     bases = sorted({match[1] for job in jobs if (match := pattern.fullmatch(job))})
     if len(bases) > 1:
-        names = ", ".join(base.removeprefix("rtrain-") for base in bases)
-        raise ConfigError([Problem("run", run, f"several jobs are called so: {names}", "write one of these names")])
+        several = ", ".join(base.removeprefix("rtrain-") for base in bases)
+        raise ConfigError([Problem("run", run, f"several jobs are called so: {several}", "write one of these names")])
     return attempts(bases[0], jobs) if bases else []
 
 

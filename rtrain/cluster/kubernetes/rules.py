@@ -33,7 +33,6 @@ ENUMS: Mapping[str, tuple[str, ...]] = {
     "effect": ("NoSchedule", "PreferNoSchedule", "NoExecute"),
 }
 """Values that Kubernetes and KubeRay take, of fields that their schemas leave open or may."""
-ENTRY = "rtrain.cluster.jobs.entry"
 MODES = ("ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod")
 QUANTITY = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([KMGTPE]i|[munkMGTPE]|[eE][+-]?\d+)?")
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -252,10 +251,10 @@ def jobs(documents: Documents, around: Around) -> Found:
         if walk.kind(document) != "RayJob":
             continue
         entry = str(document.get("spec", "entrypoint", default=""))
-        again = ENTRY in entry or "--resume" in entry
+        again = naming.ENTRY in entry or "--resume" in entry
         if not again:
             what = "the entry point begins anew where it is tried again"
-            yield document.line("spec", "entrypoint"), what, f"start it by python -m {ENTRY} VERB ..."
+            yield document.line("spec", "entrypoint"), what, f"start it by python -m {naming.ENTRY} VERB ..."
         if not document.get("spec", "backoffLimit"):
             yield (
                 document.line("spec", "backoffLimit"),
@@ -271,7 +270,7 @@ def jobs(documents: Documents, around: Around) -> Found:
         except ValueError as error:
             yield line, f"the entry point is no command: {error}", "mend its quotes"
             continue
-        verb = words[words.index(ENTRY) + 1 :] if ENTRY in words else []
+        verb = words[words.index(naming.ENTRY) + 1 :] if naming.ENTRY in words else []
         if verb and around.verbs and verb[0] not in around.verbs:
             yield line, f"rtrain has no verb {verb[0]}", f"it has {', '.join(sorted(around.verbs))}"
         try:

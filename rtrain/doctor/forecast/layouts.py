@@ -44,9 +44,10 @@ class Cluster:
     """The autoscaler's file, with what its provider would add to it."""
 
 
-def of_document(document: Mapping[str, Any]) -> Cluster:
-    """The nodes of a cluster's file. Where it says nothing of a node's processors and GPUs, its instance type has
-    them, as clouds' providers fill it in. Raises `ConfigError` for what is no file of Ray's launcher."""
+def of_document(document: Mapping[str, Any], labels: supply.Labels = supply.ANY) -> Cluster:
+    """The nodes of a cluster's file; those without the labels that workers need are there, and have no room. Where it
+    says nothing of a node's processors and GPUs, its instance type has them, as clouds' providers fill it in. Raises
+    `ConfigError` for what is no file of Ray's launcher."""
     kinds = document.get("available_node_types")
     if not isinstance(kinds, dict) or not all(isinstance(kind, dict) for kind in kinds.values()):
         reason, fix = "names no available_node_types", "write one with rtrain cluster init --cloud aws"
@@ -60,6 +61,8 @@ def of_document(document: Mapping[str, Any]) -> Cluster:
         instance = BY_NAME.get((node.instance if node else None) or "")
         has = {"CPU": instance.cpus, "GPU": instance.gpus} if instance else {}
         resources = {key: value for key, value in has.items() if value} | (kind.get("resources") or {})
+        if not supply.has(kind.get("labels"), labels):
+            resources = {}
         filled["available_node_types"][name] = {**kind, "resources": resources}
         most = 1 if name == head else min(limit, int(number(kind.get("max_workers", limit), f"{name}.max_workers")))
         counted = {key: number(value, f"{name}.resources.{key}") for key, value in resources.items()}

@@ -27,9 +27,9 @@ START_S: Final = 30.0
 USABLE: Final = 0.65
 """Share of a node's memory that workers may take: Ray's object store has up to 30 %, the system the rest."""
 FORWARD: Final = 1 / 3
+"""An evaluation's share of a training pass: it has no backward pass."""
 FINAL_RUNS: Final = 4.0
 """Full runs of a search's end, unless `tune.final_rows` says another number of rows."""
-"""An evaluation's share of a training pass: it has no backward pass."""
 CURVE: Final = (1, 8, 64, 512, 4096)
 """Workers that a plan tells the efficiency of."""
 RECOMPUTED: Final = 4 / 3
