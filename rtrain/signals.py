@@ -39,6 +39,9 @@ def owned() -> Iterator[None]:
 
 def ended() -> tuple[str, int]:
     """What ended the command that a KeyboardInterrupt has ended: in words, and as its exit code."""
+    # Python ends as if by SIGINT, whatever the exit code, where the error has passed an `exec` of text, as dataclasses
+    # make while a module is imported; the next one makes it forget that.
+    exec("")
     return ("ended by SIGTERM", TERMINATED) if _received else ("interrupted", INTERRUPTED)
 
 

@@ -79,7 +79,7 @@ def log_of(run: PurePosixPath) -> PurePosixPath:
 def identity(words: Sequence[str], run: PurePosixPath | None) -> str:
     """What the job is called: the run's name, of an endpoint that of what it serves too, else the verb's; and a digest
     of the run's whole path, of all artefacts', or of all words. It is the same for the same request alone."""
-    served = [word.rstrip("/") for word in arguments(words)] if words[:1] == ["serve"] else []
+    served = [word.rstrip("/") for word in arguments(words)] if [*words[:1]] == ["serve"] else []
     name = run.name if run else served_name(served[0]) if served else words[0] if words else "job"
     asked = str(run or shlex.join(served or words))
     return f"rtrain-{_plain(name)[:LONGEST]}-{hashlib.sha256(asked.encode()).hexdigest()[:DIGITS]}"
