@@ -86,7 +86,7 @@ def make_search(
 
 
 def answered(run: Run, right: float, rows: int = 60, seed: int = 0) -> None:
-    """Answers of a run that was trained to its end, about that share of them right. Of one seed, a larger share has
+    """Answers of a run that was trained to its end, about that share of them right. With one seed a larger share has
     right what a smaller one has; another seed is right on other rows."""
     target = np.random.default_rng(0).integers(0, len(LABELS), rows)
     luck = np.random.default_rng([1, seed])

@@ -168,7 +168,11 @@ def _run(folder: Path, name: str, rank: int) -> dict[str, Any]:
     chosen: dict[str, Any] = {"save_every": 1, "keep": 9, "world": 2, "rank": rank, "workers": 2, "transport": "stock"}
     if before is not None:
         test_training_loop.start(ground, folder / name, kill=KILLED_AT, **chosen, **LAYOUTS[before])
-    ran = test_training_loop.start(ground, folder / name, **chosen, **LAYOUTS[after])
+    return told(test_training_loop.start(ground, folder / name, **chosen, **LAYOUTS[after]))
+
+
+def told(ran: test_training_loop.Ran) -> dict[str, Any]:
+    """What a run has come to, as the tests compare it."""
     assert ran.outcome is not None
     return {
         "from": ran.recorder.of("started")[0]["update"],

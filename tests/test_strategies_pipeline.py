@@ -22,7 +22,7 @@ from rtrain.strategies import choose
 from rtrain.training import layerwise, losses, step
 from tests import test_tasks_masked_lm, test_training_loop
 from tests.test_exchange_transport import joined, run
-from tests.test_strategies import UPDATES, Dying, Kept, kept, recipe, share_of, trained, weights_of
+from tests.test_strategies import UPDATES, Dying, Kept, kept, recipe, share_of, told, trained, weights_of
 from tests.test_training_step import LOSS, TASK, distance, make_network, make_still_encoder, norm
 from tests.tiny import make_masked
 
@@ -182,16 +182,6 @@ def _run(folder: Path, name: str, rank: int) -> dict[str, Any] | None:
     if before not in (None, ONE):
         _start(folder, name, before, rank, kill=KILLED_AT)
     return None if after == ONE else told(_start(folder, name, after, rank))
-
-
-def told(ran: test_training_loop.Ran) -> dict[str, Any]:
-    assert ran.outcome is not None
-    return {
-        "from": ran.recorder.of("started")[0]["update"],
-        "scores": ran.outcome.scores,
-        "ledger": ran.outcome.ledger,
-        "losses": [fields["loss"] for fields in ran.recorder.of("evaluated") if "loss" in fields],
-    }
 
 
 Results = tuple[list[dict[str, Any]], Path]

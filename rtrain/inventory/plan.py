@@ -49,7 +49,7 @@ class Removal:
 
 
 def of_run(known: Known, keep: Keep, inventory: Inventory) -> list[Removal]:
-    """What goes of a run. Of a search, what goes of its trials follows."""
+    """What goes of a run. With a search, what goes of its trials follows."""
     return _of(known, keep, inventory, {one.run.folder for one in (known, *known.trials)})
 
 

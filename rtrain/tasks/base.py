@@ -71,7 +71,7 @@ class Task(Protocol):
     """What the loop, the compressors and the endpoint need to know of a task, and all that they know.
 
     A model gives its outputs per window, [windows, outputs], or per token, [tokens, outputs], in the order of
-    `Tokens.ids`: the task's `by_token` says which. Of the tokens, only those that `wanted` names have outputs.
+    `Tokens.ids`: the task's `by_token` says which. Only those tokens that `wanted` names have outputs.
     """
 
     name: str

@@ -17,7 +17,7 @@ class Shape(NamedTuple):
 
 
 def shape(body: bytes, most_values: int) -> Shape:
-    """The shape of `body`. Of one that has more than `most_values` nothing is counted further, and the depth is 0: what
+    """The shape of `body`. Nothing is counted further in one that has more than `most_values`, and its depth is 0: what
     this costs is bounded by the length and by `most_values`."""
     # A value has a name at most, so that it is two texts.
     bare, texts = _STRING.subn(b"", body, 2 * most_values + 1)

@@ -163,8 +163,8 @@ def _noise(table: Table, first: int, other: int, by_row: Sequence[Floats], neste
 
 
 def pseudo_values(held: Held) -> Floats:
-    """What each row adds to the score, (rows,): n times the score of all n rows, less n - 1 times that without it. Of a
-    mean these are the rows' own values."""
+    """What each row adds to the score, (rows,): n times the score of all n rows, less n - 1 times that without it. For
+    a mean these are the rows' own values."""
     rows, count = held.worth.rows, len(held.worth)
     if count < 2:
         return np.full(count, held.score)

@@ -19,7 +19,7 @@ CHEAPEST = {"training": "fastest", "latency": "one of the least latency", "bytes
 
 
 def of(search: Run) -> str:
-    """The verdict on a search in one sentence. Of one that has not chosen, how far it has come."""
+    """The verdict on a search in one sentence; of one that has not chosen, how far it has come."""
     history = replay(read(search.trials))
     target = configuration.load(str(search.config)).deploy.tune.target
     return told(history, target)
