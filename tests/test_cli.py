@@ -1,5 +1,6 @@
 """The command line as a user meets it: its verbs, its exit codes, and what it says to bad input."""
 
+import ast
 import json
 import os
 import socket
@@ -10,7 +11,7 @@ import pytest
 import yaml
 
 from rtrain import config
-from rtrain.cli import app as cli
+from rtrain.cli import app as cli, options
 from rtrain.proof import ledger
 from rtrain.run import Run
 from rtrain.runs import opening
@@ -97,6 +98,19 @@ def test_verbs_are_these() -> None:
         *("gate", "inspect", "verify", "drill", "profile", "report", "compare", "runs", "clean", "export", "import"),
         *("plan", "cluster", "serve keys", "serve status"),
     }
+
+
+def test_every_option_that_stands_for_a_setting_is_known() -> None:
+    """One that is missing there ends in a KeyError, and only where the option is given."""
+    used = set[str]()
+    for path in sorted(Path(options.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(func=ast.Name("configured" | "overrides_of"), keywords=named):
+                    used |= {each.arg for each in named if each.arg}
+                case ast.Assign(targets=[ast.Name("short")], value=ast.Dict(keys=names)):
+                    used |= {name.value for name in names if isinstance(name, ast.Constant)}
+    assert {"shadow", "keys", "workers"} <= used <= set(options.SHORT)
 
 
 def test_recipes_show_prints_the_commented_yaml(run: Cli) -> None:

@@ -1,13 +1,17 @@
 """A command asks a running endpoint over a socket of its user's alone."""
 
+import json
+import socket
 import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rtrain.cli import app as cli
+from rtrain.config import Serve
 from rtrain.errors import UserError
-from serve.change import control
+from serve.change import control, judge
 
 
 def answer(question: dict[str, Any]) -> str:
@@ -64,3 +68,17 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(UserError, match="is not a folder of this user's alone"):
         control.path(8000, str(tmp_path))
+
+
+def test_the_command_asks_for_a_trial_by_its_share_of_the_texts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with control.listening(port, json.dumps):
+        for given in (["--shadow", "0.25"], ["--set", "serve.shadow=0.5"], []):
+            cli.main(["serve", str(tmp_path), "--update", "--port", str(port), *given])
+    asked = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    aim = judge.Aim.of(Serve())
+    wanted = [[*aim._replace(share=0.25)], [*aim._replace(share=0.5)], None]
+    assert asked == [{"update": str(tmp_path), "model": None, "trial": trial} for trial in wanted]

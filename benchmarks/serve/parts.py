@@ -126,7 +126,7 @@ def shadow(work: Work, share: float = 0.2) -> dict[str, Any]:
             endless = ("--set", "serve.shadow_rows=1000000", "--set", "serve.shadow_s=100000")
             one.command("--update", str(candidate), "--shadow", str(share), *endless)
             both = open_loop(one, work, 0.7 * most, turn, client)
-            seen = json.loads(one.command("status", "--json"))["trial"]["seen"]
+            seen = json.loads(one.command("status", "--json"))["models"][0]["trial"]["seen"]
             one.command("--rollback")
             rounds.append(
                 {

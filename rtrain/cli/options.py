@@ -67,6 +67,7 @@ SHORT = {
     "keys": "serve.keys",
     "insecure": "serve.insecure",
     "ungated": "serve.ungated",
+    "shadow": "serve.shadow",
 }
 """Setting by the name of its own option."""
 
