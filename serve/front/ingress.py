@@ -31,7 +31,7 @@ from rtrain.config import Serve
 from rtrain.errors import ConfigError, Problem
 from serve import schema
 from serve.door import access
-from serve.front import haproxy
+from serve.front import haproxy, supervisor
 
 HEADER_S = 5
 """Seconds in which the header of a request has to arrive; its body has until `serve.deadline_s`."""
@@ -156,7 +156,7 @@ def find(host: str, body_s: int, pair: bytes = b"") -> Found | str:
         certificate.write_bytes(pair)
     executable = folder / "haproxy"
     front = haproxy.Front(haproxy.bound(host), HEADER_S, body_s, str(folder), str(certificate) if pair else "")
-    executable.write_text(haproxy.script(sys.executable, binary, front))
+    executable.write_text(supervisor.script(sys.executable, binary, front))
     executable.chmod(0o700)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
