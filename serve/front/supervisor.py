@@ -141,12 +141,11 @@ class Supervisor:
 
     def _starts_again(self, code: int) -> bool:
         """Start a successor to a HAProxy that has died, and say so."""
+        self._deaths.append(time.monotonic())
         told = self._told or code == 0 or -code in ENDING
-        now = time.monotonic()
-        often = len(self._deaths) == MOST_DEATHS and now - self._deaths[0] < WITHIN_S
+        often = len(self._deaths) == MOST_DEATHS and self._deaths[-1] - self._deaths[0] < WITHIN_S
         if told or often or self._listener is None:
             return False
-        self._deaths.append(now)
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
         sys.stderr.write(f"HAProxy has ended {how}, and is started again\n")
         sys.stderr.flush()
