@@ -28,7 +28,7 @@ from serve.front.address import free_address
 from serve.front.haproxy import Front, UnknownFile, bound, rewrite
 from tests.certificates import make_certificate
 
-FRONT = Front("127.0.0.1", 5, 10, "/pages")
+FRONT = Front("127.0.0.1", 5, 10, "/pages", 64)
 SOCKET = Path("/own.sock")
 FOUND = ingress.Found(Path("/nowhere"), 1234, 2, 1024)
 
@@ -91,6 +91,8 @@ def test_the_file_opens_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
     assert [line for line in after if line.startswith("errorfile")] == [
         f"errorfile {status} /pages/{status}.http" for status in haproxy.PAGES
     ]
+    [limit] = [line for line in after if line.startswith("http-request return status 503 content-type application")]
+    assert limit.endswith("{ be_conn gt 128 }")  # of two replicas
     # What is left is Ray's, word for word.
     added = (
         "timeout http-request",
@@ -98,6 +100,7 @@ def test_the_file_opens_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
         "option http-ignore-probes",
         "errorfile",
         "stats socket",
+        "http-request return status 503",
     )
     assert [line for line in after if line not in before and not line.startswith(added)] == []
 
@@ -223,10 +226,10 @@ def serving(handler: type[Replica]) -> Iterator[int]:
 
 @contextlib.contextmanager
 def proxy(
-    servers: list[int], pair: bytes = b"", fallback: int = 0
+    servers: list[int], pair: bytes = b"", fallback: int = 0, most: int = 64
 ) -> Iterator[tuple[int, Path, subprocess.Popen[bytes]]]:
     """Port, folder and process of HAProxy as Ray starts it, with one second for a header."""
-    found = ingress.find("127.0.0.1", 2, pair)
+    found = ingress.find("127.0.0.1", 2, most, pair)
     assert isinstance(found, ingress.Found), found
     folder = found.folder
     executable = folder / "haproxy"
@@ -310,6 +313,32 @@ def test_a_replica_that_refuses_connections_is_passed_by() -> None:
     gone = free_address("127.0.0.1", 0).port
     with serving(Replica) as good, proxy([gone, good]) as (port, _, _):
         assert [ask(port) for _ in range(6)] == [(200, str(good))] * 6
+
+
+def test_more_than_the_replicas_take_is_refused_at_once_on_a_connection_that_stays() -> None:
+    with serving(Replica) as one, serving(Replica) as two, proxy([one, two], most=1) as (port, _, _):
+        answers: list[tuple[int, str]] = []
+        taken = [threading.Thread(target=lambda: answers.append(ask(port, 2.0))) for _ in range(2)]
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        with contextlib.closing(connection):
+            refused = set[socket.socket]()
+            for client in taken:
+                assert answers == []
+                client.start()
+                time.sleep(0.3)
+            for _ in range(3):
+                connection.request("POST", "/predict", "0")
+                answer = connection.getresponse()
+                assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+                assert json.loads(answer.read())["error"]["type"] == "overloaded"
+                refused.add(connection.sock)
+            assert answers == []  # they were not waited for
+            for client in taken:
+                client.join()
+            assert sorted(answers) == sorted([(200, str(one)), (200, str(two))])
+            connection.request("POST", "/predict", "0")
+            assert connection.getresponse().status == 200
+            assert refused == {connection.sock}
 
 
 @pytest.mark.parametrize("there", [True, False])

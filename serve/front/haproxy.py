@@ -10,6 +10,8 @@ from pathlib import Path
 
 PAGES = (500, 502, 503, 504)
 """Errors that HAProxy answers by a file, `<status>.http`. Its 400 and 408, of what is no request yet, are its own."""
+BUSY = "busy.json"
+"""The file that answers, with status 503, what is more than the replicas take."""
 
 
 class UnknownFile(ValueError):
@@ -28,6 +30,8 @@ class Front:
     """Seconds in which its body has to, or as much of it as a buffer of HAProxy's holds (15 kB)."""
     pages: str
     """Folder of the files that answer errors."""
+    most: int
+    """Requests that a replica takes at a time."""
     certificate: str = ""
     """File of the certificate and its key, where clients are to encrypt."""
 
@@ -39,9 +43,9 @@ def bound(host: str) -> str:
 
 def rewrite(text: str, front: Front, socket: Path) -> str:
     """Ray's file, closed: no page of statistics or metrics on a port, an admin socket of the owner's alone at the path
-    `socket`, no log on the syslog port, the address that was asked for, a time-out for headers, our own errors, and no
-    way to Ray's own proxy where no replica is up: it would hold a request until its deadline, and 503 says at once to
-    come again.
+    `socket`, no log on the syslog port, the address that was asked for, a time-out for headers, our own errors, no more
+    requests for the replicas than they take, and no way to Ray's own proxy where no replica is up: it would hold a
+    request until its deadline, and 503 says at once to come again.
 
     Raises `UnknownFile` where a line that is to be changed does not stand there exactly once, and where anything but
     the endpoint would listen afterwards, or stand in for replicas.
@@ -75,12 +79,26 @@ def rewrite(text: str, front: Front, socket: Path) -> str:
     text = re.sub(r"^    # Fallback to .*\n    server \S+ \S+ check backup\n", "", text, flags=re.MULTILINE)
     if re.search(r"^\s*server\s.*\sbackup\b", text, re.MULTILINE):
         raise UnknownFile("Ray Serve's file for HAProxy has a server beside the replicas that rtrain does not know")
+    text = re.sub(r"^backend .*\n(?:    .*\n?)*", lambda found: _limited(found[0], front), text, flags=re.MULTILINE)
     opened = re.findall(r"^\s*bind\s+(.*)$", text, re.MULTILINE)
     known = rf"{re.escape(front.host)}:\d+(?: proto h2|{re.escape(tls)})?"
     others = [one for one in opened if not re.fullmatch(known, one)]
     if others:
         raise UnknownFile(f"Ray Serve's file for HAProxy opens {', '.join(others)}, which rtrain does not know")
     return text
+
+
+def _limited(backend: str, front: Front) -> str:
+    """A backend that answers 503 where its replicas have all that they take. They would say so themselves, each time
+    for some of the time that an answer takes; and where more connections come at once than a replica's socket holds,
+    one fails, by which HAProxy takes the replica for gone: then nobody is answered."""
+    servers = len(re.findall(r"^    server ", backend, re.MULTILINE))
+    if not servers:
+        return backend
+    first, rest = backend.split("\n", 1)
+    page = f"content-type application/json file {front.pages}/{BUSY} hdr retry-after 1 hdr cache-control no-cache"
+    limit = f"    http-request return status 503 {page} if {{ be_conn gt {servers * front.most} }}"
+    return f"{first}\n{limit}\n{rest}"
 
 
 def admin_socket(text: str) -> Path:

@@ -60,10 +60,11 @@ def script(python: str, binary: str, front: Front) -> str:
 
 def main() -> None:
     """Be HAProxy, for the arguments that follow those of `script`."""
-    binary, host, header_s, body_s, pages, certificate, *given = sys.argv[1:]
+    binary, host, header_s, body_s, pages, most, certificate, *given = sys.argv[1:]
     os.umask(0o177)
     try:
-        supervisor = Supervisor(binary, Front(host, int(header_s), int(body_s), pages, certificate), given)
+        front = Front(host, int(header_s), int(body_s), pages, int(most), certificate)
+        supervisor = Supervisor(binary, front, given)
         sys.exit(supervisor.run())
     except (UnknownFile, OSError) as error:  # Ray shows what stands on stderr
         sys.exit(str(error))
