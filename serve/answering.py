@@ -51,7 +51,6 @@ class Service:
         self.spans = tracing.spans(settings, predictor.artifact)
         self.access_log = AccessLog(settings.access_log)
         self.telemetry = (lasting or Lasting(settings, guard.door(settings))).telemetry
-        self.encoder = Encoder(predictor)
         limits = Limits(
             batch_rows=settings.max_batch_rows,
             batch_tokens=settings.max_batch_tokens,
@@ -61,6 +60,7 @@ class Service:
         )
         run = functools.partial(predictor.run, most_tokens=settings.max_batch_tokens)
         self.batcher = Batcher(run, limits, self.telemetry.on_call)
+        self.encoder = Encoder(predictor, self.batcher.count_dropped)
         self._drift = Watch(predictor)
         self.telemetry.watch(self.batcher, self._drift)
         self._meter = Meter(time.monotonic())
@@ -121,7 +121,7 @@ class Service:
             raise RequestError(413, f"a text of {longest} characters; send at most {most}", where)
         try:
             with self.spans.part("tokens"):
-                encoded = await self.encoder.encode(texts)
+                encoded = await self.encoder.encode(texts, deadline, record.has_left)
             with self.spans.part("engine"):
                 outputs = await self.batcher.submit(encoded, deadline, client)
         except InputError as error:

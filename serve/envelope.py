@@ -27,6 +27,8 @@ CLIENT_GONE = 499
 """Status in the metrics (nginx's) of a request whose client left before the answer."""
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 """What a client may send as x-request-id; in place of anything else it gets one of ours."""
+HAS_LEFT = "has_left"
+"""Of `scope["state"]`, where the server knows: whether the client has left."""
 HEADERS = (b"traceparent", b"tracestate", b"x-request-id")
 
 
@@ -39,6 +41,8 @@ class Record:
     tokens: int = 0
     cut: int = 0
     """Texts that were longer than the model reads."""
+    has_left: Callable[[], bool] = lambda: False
+    """Whether the client is known to have left."""
 
 
 class Envelope:
@@ -70,7 +74,9 @@ class Envelope:
         given = {name: value for name, value in scope["headers"] if name in HEADERS}
         asked = given.get(b"x-request-id", b"")
         record = Record(asked.decode() if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex)
-        scope.setdefault("state", {})["record"] = record
+        state = scope.setdefault("state", {})
+        state["record"] = record
+        record.has_left = state.get(HAS_LEFT, record.has_left)
         carrier = {name.decode(): value.decode("latin-1") for name, value in given.items()}
         with self._spans.request(carrier) as span:
             await self._answer(scope, receive, send, record, span)

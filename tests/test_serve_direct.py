@@ -8,13 +8,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvloop
 from starlette.responses import PlainTextResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rtrain import ray_internals
+from rtrain.config import Serve
+from rtrain.predict import Predictor
 from rtrain.ray_internals import ReplicaServer
+from serve.app import build_app
 from serve.front import direct
 from serve.front.address import free_address
+from tests import serving as model
+
+predictor = model.predictor  # fixture
 
 MOST = 2
 
@@ -41,12 +48,12 @@ async def proxy_s(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def serving(application: Application, counted: list[int]) -> AsyncIterator[int]:
+async def serving(application: ASGIApp, counted: list[int], most: int = MOST) -> AsyncIterator[int]:
     """The application behind the server; gives its port."""
     port = free_address("127.0.0.1", 0).port
     options = SimpleNamespace(host="127.0.0.1", port=port, root_path="", keep_alive_timeout_s=5)
     given = ReplicaServer(proxy_s, counted.append, options, asyncio.get_running_loop())
-    task, server = await direct._serving(given, direct.Direct(application, given, MOST))
+    task, server = await direct._serving(given, direct.Direct(application, given, most))
     try:
         yield port
     finally:
@@ -150,6 +157,39 @@ def test_a_thousand_clients_that_leave_leave_no_place_taken(monkeypatch: pytest.
         assert [(await one)[0] for one in [asyncio.create_task(ask(port)) for _ in range(MOST)]] == [200] * MOST
 
     run(check, within_s=60)
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_texts_of_clients_that_have_left_are_not_tokenised(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop], predictor: Predictor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred send a text each and leave while the replica is busy; one stays."""
+    tokenised: list[str] = []
+    encode = predictor.encode
+    monkeypatch.setattr(predictor, "encode", lambda texts: tokenised.extend(texts) or encode(texts))
+    app = build_app(predictor, Serve())
+
+    async def check(counted: list[int], port: int) -> None:
+        left = b'{"inputs": "it has left"}'
+        head = f"POST /predict HTTP/1.1\r\nhost: here\r\ncontent-length: {len(left)}\r\n\r\n".encode()
+        clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+        assert (await ask(port, body=b'{"inputs": "hello"}'))[0] == 200  # all are accepted
+        for client in clients:  # the server's loop waits for this one
+            client.sendall(head + left)
+            client.close()
+        assert (await ask(port, body=b'{"inputs": "hello"}'))[0] == 200
+        assert tokenised == ["hello"] * 2
+        assert app.state.service.batcher.stats.dropped == 100
+        assert app.state.service.telemetry.totals()["requests"] == {"499": 100, "200": 2}
+
+    async def main() -> None:
+        counted = list[int]()
+        async with serving(app, counted, most=200) as port:
+            await asyncio.wait_for(check(counted, port), 10)
+        assert sum(counted) == 0
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(main())
 
 
 def test_a_port_in_use_is_told_as_ray_expects_it() -> None:

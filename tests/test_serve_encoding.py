@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from rtrain.batch import Encoded
 from rtrain.predict import InputError, Predictor
 from rtrain.tasks.base import Input
+from serve.batching.batcher import Expired
 from serve.batching.encoding import Encoder
 from tests import serving
 from tests.tiny import CORPUS
@@ -67,9 +69,35 @@ def test_long_texts_go_to_another_thread_and_many_short_ones_take_turns(calls: C
     assert found == [predictor.encode(texts) for texts in requests]
 
 
+def test_texts_of_who_has_left_or_whose_deadline_has_passed_are_counted_and_not_tokenised(
+    calls: Calls, predictor: Predictor
+) -> None:
+    dropped: list[int] = []
+
+    async def main() -> list[Any]:
+        encoder, now = Encoder(predictor, dropped.append), asyncio.get_running_loop().time()
+        requests = [
+            encoder.encode([CORPUS[0]], has_left=lambda: True),
+            encoder.encode([CORPUS[1], CORPUS[2]], deadline=now),
+            encoder.encode(["x" * 30_000] * 4, deadline=now),
+            encoder.encode([CORPUS[3]], deadline=now + 60),
+        ]
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    gone, late, long, kept = asyncio.run(main())
+    assert isinstance(gone, asyncio.CancelledError)
+    assert isinstance(late, Expired)
+    assert isinstance(long, Expired)
+    assert kept == predictor.encode([CORPUS[3]])
+    assert calls.texts[0] == [CORPUS[3]]
+    assert sorted(dropped) == [1, 2, 4]
+
+
 def test_a_request_that_nobody_awaits_is_not_tokenised(calls: Calls, predictor: Predictor) -> None:
+    dropped: list[int] = []
+
     async def main() -> None:
-        encoder = Encoder(predictor)
+        encoder = Encoder(predictor, dropped.append)
         gone = asyncio.create_task(encoder.encode([CORPUS[0]]))
         kept = asyncio.create_task(encoder.encode([CORPUS[1]]))
         await asyncio.sleep(0)
@@ -78,3 +106,26 @@ def test_a_request_that_nobody_awaits_is_not_tokenised(calls: Calls, predictor: 
 
     asyncio.run(main())
     assert calls.texts[0] == [CORPUS[1]]
+    assert dropped == [1]
+
+
+def test_long_texts_that_wait_for_a_thread_are_not_tokenised_once_nobody_awaits_them(
+    calls: Calls, predictor: Predictor
+) -> None:
+    dropped: list[int] = []
+
+    async def main() -> None:
+        busy = threading.Event()
+        with ThreadPoolExecutor(1) as threads:
+            asyncio.get_running_loop().set_default_executor(threads)
+            threads.submit(busy.wait)
+            gone = asyncio.create_task(Encoder(predictor, dropped.append).encode(["x" * 30_000]))
+            await asyncio.sleep(0.01)
+            gone.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await gone
+            busy.set()
+
+    asyncio.run(main())
+    assert calls.texts == []
+    assert dropped == [1]

@@ -3,10 +3,7 @@
 import contextlib
 import http.client
 import json
-import os
 import re
-import shlex
-import signal
 import socket
 import ssl
 import stat
@@ -14,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,18 +23,25 @@ from ray.serve._private import constants, haproxy as theirs
 from ray.serve.config import HTTPOptions
 
 from rtrain.config import Serve
-from serve.front import haproxy, ingress
+from serve.front import haproxy, ingress, supervisor
 from serve.front.address import free_address
 from serve.front.haproxy import Front, UnknownFile, bound, rewrite
 from tests.certificates import make_certificate
 
-FRONT = Front("127.0.0.1", 5, 10, "/pages")
+FRONT = Front("127.0.0.1", 5, 10, "/pages", 64)
+SOCKET = Path("/own.sock")
 FOUND = ingress.Found(Path("/nowhere"), 1234, 2, 1024)
 
 
 def ray_file(folder: Path, port: int, servers: list[int], fallback: int = 0) -> str:
     """The file that Ray Serve writes for an application with these servers, and its own proxy at the port `fallback`,
     with our settings; it lies in `folder`."""
+    ray_api(folder, port, servers, fallback)._generate_config_file_internal()
+    return (folder / "haproxy.cfg").read_text()
+
+
+def ray_api(folder: Path, port: int, servers: list[int], fallback: int = 0) -> theirs.HAProxyApi:
+    """What writes that file, and starts HAProxy with it."""
     given = {
         name.removeprefix("RAY_SERVE_HAPROXY_").lower(): value
         for name, value in ingress.environment(FOUND._replace(folder=folder), Serve()).items()
@@ -59,8 +63,7 @@ def ray_file(folder: Path, port: int, servers: list[int], fallback: int = 0) -> 
     )
     api = theirs.HAProxyApi(config, config_file_path=str(folder / "haproxy.cfg"))
     api.set_backend_configs({backend.name: backend})
-    api._generate_config_file_internal()
-    return (folder / "haproxy.cfg").read_text()
+    return api
 
 
 # ---------------------------------------------------------------------------------------------------------- the change
@@ -75,12 +78,12 @@ def test_every_setting_is_one_that_ray_reads() -> None:
 
 def test_the_file_opens_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
     theirs_text = ray_file(tmp_path, 8000, [30000, 30001])
-    text = rewrite(theirs_text, FRONT)
+    text = rewrite(theirs_text, FRONT, SOCKET)
     before, after = ([line.strip() for line in one.splitlines()] for one in (theirs_text, text))
     assert [line for line in before if line.startswith("bind")] == ["bind :9101", "bind 127.0.0.1:8000", "bind *:8404"]
     assert [line for line in after if line.startswith("bind")] == ["bind 127.0.0.1:8000"]
     [admin] = [line for line in after if line.startswith("stats socket")]
-    assert admin == f"stats socket {tmp_path}/admin.sock mode 600 level admin expose-fd listeners"
+    assert admin == "stats socket /own.sock mode 600 level admin expose-fd listeners"
     assert "timeout http-request 5s" in after
     assert "option redispatch 1" in after
     assert "retry-on conn-failure empty-response" in after
@@ -88,6 +91,8 @@ def test_the_file_opens_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
     assert [line for line in after if line.startswith("errorfile")] == [
         f"errorfile {status} /pages/{status}.http" for status in haproxy.PAGES
     ]
+    [limit] = [line for line in after if line.startswith("http-request return status 503 content-type application")]
+    assert limit.endswith("{ be_conn gt 128 }")  # of two replicas
     # What is left is Ray's, word for word.
     added = (
         "timeout http-request",
@@ -95,6 +100,7 @@ def test_the_file_opens_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
         "option http-ignore-probes",
         "errorfile",
         "stats socket",
+        "http-request return status 503",
     )
     assert [line for line in after if line not in before and not line.startswith(added)] == []
 
@@ -104,22 +110,22 @@ def test_the_file_opens_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
     [("0.0.0.0", "bind 0.0.0.0:80"), ("::1", "bind [::1]:80"), ("::", "bind [::]:80"), ("name", "bind name:80")],
 )
 def test_the_address_is_the_one_that_was_asked_for(tmp_path: Path, host: str, line: str) -> None:
-    text = rewrite(ray_file(tmp_path, 80, [30000]), replace(FRONT, host=bound(host)))
+    text = rewrite(ray_file(tmp_path, 80, [30000]), replace(FRONT, host=bound(host)), SOCKET)
     assert re.findall(r"^ +(bind .*)$", text, re.M) == [line]
 
 
 def test_ray_s_own_proxy_stands_in_for_no_replica(tmp_path: Path) -> None:
     theirs_text = ray_file(tmp_path, 8000, [30000], fallback=8500)
     assert "server fallback 127.0.0.1:8500 check backup\n" in theirs_text
-    text = rewrite(theirs_text, FRONT)
+    text = rewrite(theirs_text, FRONT, SOCKET)
     assert re.findall(r"^ +(server .*:\d+) check", text, re.M) == ["server replica-30000 127.0.0.1:30000"]
-    assert rewrite(ray_file(tmp_path, 8000, [30000]), FRONT) == text
+    assert rewrite(ray_file(tmp_path, 8000, [30000]), FRONT, SOCKET) == text
     with pytest.raises(UnknownFile, match="a server beside the replicas"):
-        rewrite(theirs_text.replace("check backup", "backup check"), FRONT)
+        rewrite(theirs_text.replace("check backup", "backup check"), FRONT, SOCKET)
 
 
 def test_a_certificate_is_on_the_one_line_that_listens(tmp_path: Path) -> None:
-    text = rewrite(ray_file(tmp_path, 443, [30000]), replace(FRONT, certificate="/its/tls.pem"))
+    text = rewrite(ray_file(tmp_path, 443, [30000]), replace(FRONT, certificate="/its/tls.pem"), SOCKET)
     assert re.findall(r"^ +(bind .*)$", text, re.M) == [
         "bind 127.0.0.1:443 ssl crt /its/tls.pem alpn http/1.1 ssl-min-ver TLSv1.2"
     ]
@@ -134,20 +140,20 @@ def test_a_file_without_a_line_that_is_changed_is_refused(tmp_path: Path, line: 
     lines = [one for one in text.splitlines(keepends=True) if not one.strip().startswith(line)]
     assert len(lines) < len(text.splitlines())
     with pytest.raises(UnknownFile, match="0 times in the form that rtrain knows"):
-        rewrite("".join(lines), FRONT)
+        rewrite("".join(lines), FRONT, SOCKET)
 
 
 @pytest.mark.parametrize("line", ["bind *:9999", "bind :9999 ssl", "bind 127.0.0.10:9999"])
 def test_a_file_that_opens_something_new_is_refused(tmp_path: Path, line: str) -> None:
     text = ray_file(tmp_path, 8000, [30000]) + f"frontend new\n    {line}\n"
     with pytest.raises(UnknownFile, match=re.escape(f"opens {line.removeprefix('bind ')}, which")):
-        rewrite(text, FRONT)
+        rewrite(text, FRONT, SOCKET)
 
 
 def test_an_unknown_file_is_told_on_stderr_and_nothing_starts(tmp_path: Path) -> None:
     (tmp_path / "haproxy.cfg").write_text("global\n")
     executable = tmp_path / "haproxy"
-    executable.write_text(haproxy.script(sys.executable, "/bin/true", FRONT))
+    executable.write_text(supervisor.script(sys.executable, "/bin/true", FRONT))
     executable.chmod(0o700)
     done = subprocess.run(
         [executable, "-db", "-f", tmp_path / "haproxy.cfg"], capture_output=True, text=True, check=False
@@ -220,10 +226,10 @@ def serving(handler: type[Replica]) -> Iterator[int]:
 
 @contextlib.contextmanager
 def proxy(
-    servers: list[int], pair: bytes = b"", fallback: int = 0
+    servers: list[int], pair: bytes = b"", fallback: int = 0, most: int = 64
 ) -> Iterator[tuple[int, Path, subprocess.Popen[bytes]]]:
     """Port, folder and process of HAProxy as Ray starts it, with one second for a header."""
-    found = ingress.find("127.0.0.1", 2, pair)
+    found = ingress.find("127.0.0.1", 2, most, pair)
     assert isinstance(found, ingress.Found), found
     folder = found.folder
     executable = folder / "haproxy"
@@ -232,13 +238,18 @@ def proxy(
     ray_file(folder, port, servers, fallback)
     with subprocess.Popen([executable, "-db", "-f", folder / "haproxy.cfg", "-dR"]) as process:
         try:
-            give_up = time.monotonic() + 10
-            while not listens(port) and time.monotonic() < give_up:
-                time.sleep(0.02)
+            wait_until(lambda: listens(port))
             yield port, folder, process
         finally:
             ingress.drain(folder, 0.0)
             ingress.remove(folder)
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> bool:
+    give_up = time.monotonic() + timeout_s
+    while not (met := condition()) and time.monotonic() < give_up:
+        time.sleep(0.01)
+    return bool(met)
 
 
 def listens(port: int) -> bool:
@@ -274,10 +285,12 @@ def test_nothing_is_open_but_the_endpoint_and_a_socket_of_the_owner_s() -> None:
     with serving(Replica) as server, proxy([server]) as (port, folder, process):
         assert ask(port) == (200, str(server))
         own = psutil.Process(process.pid)
-        opened = [one.laddr for one in own.net_connections() if one.status == psutil.CONN_LISTEN]
-        assert opened == [("127.0.0.1", port)]
+        found = [one for each in (own, *own.children()) for one in each.net_connections()]
+        assert [one.laddr for one in found if one.status == psutil.CONN_LISTEN] == [("127.0.0.1", port)]
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert stat.S_IMODE((folder / "admin.sock").stat().st_mode) == 0o600
+        assert wait_until((folder / "admin.sock").exists)
+        sockets = [one for one in folder.iterdir() if one.is_socket()]
+        assert [stat.S_IMODE(one.stat().st_mode) for one in sockets] == [0o600] * 2
         assert str(folder / "haproxy.cfg") in own.cmdline()  # by this Ray tells its own
     assert not folder.exists()
 
@@ -300,6 +313,32 @@ def test_a_replica_that_refuses_connections_is_passed_by() -> None:
     gone = free_address("127.0.0.1", 0).port
     with serving(Replica) as good, proxy([gone, good]) as (port, _, _):
         assert [ask(port) for _ in range(6)] == [(200, str(good))] * 6
+
+
+def test_more_than_the_replicas_take_is_refused_at_once_on_a_connection_that_stays() -> None:
+    with serving(Replica) as one, serving(Replica) as two, proxy([one, two], most=1) as (port, _, _):
+        answers: list[tuple[int, str]] = []
+        taken = [threading.Thread(target=lambda: answers.append(ask(port, 2.0))) for _ in range(2)]
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        with contextlib.closing(connection):
+            refused = set[socket.socket]()
+            for client in taken:
+                assert answers == []
+                client.start()
+                time.sleep(0.3)
+            for _ in range(3):
+                connection.request("POST", "/predict", "0")
+                answer = connection.getresponse()
+                assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+                assert json.loads(answer.read())["error"]["type"] == "overloaded"
+                refused.add(connection.sock)
+            assert answers == []  # they were not waited for
+            for client in taken:
+                client.join()
+            assert sorted(answers) == sorted([(200, str(one)), (200, str(two))])
+            connection.request("POST", "/predict", "0")
+            assert connection.getresponse().status == 200
+            assert refused == {connection.sock}
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -326,23 +365,3 @@ def test_what_was_accepted_is_answered_at_the_end() -> None:
         assert not listens(port)
         client.join()
         assert answers == [(200, str(server))]
-
-
-def test_haproxy_ends_with_the_process_that_manages_it() -> None:
-    found = ingress.find("127.0.0.1", 2)
-    assert isinstance(found, ingress.Found)
-    folder = found.folder
-    ray_file(folder, free_address("127.0.0.1", 0).port, [1])
-    command = shlex.join([str(folder / "haproxy"), "-db", "-f", str(folder / "haproxy.cfg"), "-dR"])
-    with subprocess.Popen(["/bin/sh", "-c", f"{command} & wait"]) as manager:
-        try:
-            give_up = time.monotonic() + 10
-            while not (folder / "admin.sock").exists() and time.monotonic() < give_up:
-                time.sleep(0.02)
-            [started] = ingress.running(folder)
-            os.kill(manager.pid, signal.SIGKILL)
-            psutil.wait_procs([psutil.Process(started)], timeout=5)
-            assert list(ingress.running(folder)) == []
-        finally:
-            ingress.drain(folder, 0.0)
-            ingress.remove(folder)

@@ -38,7 +38,8 @@ class Stats:
     """Those of the rows, padding included."""
     seconds: float = 0.0
     dropped: int = 0
-    """Rows whose client had gone, or whose deadline had passed or was too near, before the engine saw them."""
+    """Rows whose client had gone, or whose deadline had passed or was too near, before the engine saw them; those that
+    were not tokenised for that too."""
     failures: int = 0
     """Engine calls that raised."""
 
@@ -91,6 +92,10 @@ class Batcher:
     @property
     def waiting_tokens(self) -> int:
         return self._queue.tokens
+
+    def count_dropped(self, rows: int) -> None:
+        """Count rows that were given up before they came here."""
+        self.stats.dropped += rows
 
     @property
     def busy(self) -> bool:

@@ -1,16 +1,20 @@
 """Texts to tokens: requests that arrive together are tokenised together.
 
 The answers of one engine call leave together, and so do the next requests of those who got them. A call of the
-tokenizer for all of them costs less than one for each.
+tokenizer for all of them costs less than one for each. Nothing is tokenised whose client has left, or whose deadline
+has passed, while it waited.
 """
 
 import asyncio
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from rtrain.batch import Encoded
 from rtrain.predict import Predictor
 from rtrain.tasks.base import Input
+from serve.batching.batcher import Expired
 
 INLINE_CHARACTERS = 20_000
 """Most characters tokenised at once on the event loop; a request of more goes to another thread: half a second of it
@@ -20,40 +24,77 @@ would hold up every other request."""
 class _Waiting(NamedTuple):
     texts: Sequence[Input]
     characters: int
+    deadline: float
+    has_left: Callable[[], bool]
     found: "asyncio.Future[list[Encoded]]"
 
 
 class Encoder:
     """Belongs to one event loop."""
 
-    def __init__(self, predictor: Predictor):
-        self._predictor = predictor
-        self._waiting: list[_Waiting] = []
+    def __init__(self, predictor: Predictor, on_drop: Callable[[int], None] = lambda texts: None):
+        """`on_drop` is told how many texts of a request were not tokenised, since nobody would have had the answer."""
+        self._predictor, self._on_drop = predictor, on_drop
+        self._waiting: deque[_Waiting] = deque()
 
-    async def encode(self, texts: Sequence[Input]) -> list[Encoded]:
-        """Tokens of each text. Raises InputError, with the text's place in this request."""
+    async def encode(
+        self, texts: Sequence[Input], deadline: float = math.inf, has_left: Callable[[], bool] = lambda: False
+    ) -> list[Encoded]:
+        """Tokens of each text. `deadline` is on the loop's clock; `has_left`: whether the client is known to have left,
+        for which this is cancelled. Raises InputError, with the text's place in this request, or Expired."""
         characters = sum(map(characters_of, texts))
         if characters > INLINE_CHARACTERS:
-            return await asyncio.to_thread(self._predictor.encode, texts)
+            return await self._encode_apart(texts, deadline)
         loop = asyncio.get_running_loop()
         if not self._waiting:
-            # After the steps of all tasks that this turn of the loop has woken: they may bring texts too.
-            loop.call_soon(self._encode)
-        self._waiting.append(_Waiting(texts, characters, loop.create_future()))
+            # After the steps of all tasks that this turn of the loop has woken: they may bring texts too. And after the
+            # next turn, in which it is told of clients that have left as soon as they had asked.
+            loop.call_soon(loop.call_soon, self._encode)
+        self._waiting.append(_Waiting(texts, characters, deadline, has_left, loop.create_future()))
         return await self._waiting[-1].found
+
+    async def _encode_apart(self, texts: Sequence[Input], deadline: float) -> list[Encoded]:
+        """On another thread; all of them may be busy for a while."""
+        loop, begun = asyncio.get_running_loop(), False
+
+        def encode() -> list[Encoded]:
+            nonlocal begun
+            if loop.time() >= deadline:
+                raise _expired()
+            begun = True
+            return self._predictor.encode(texts)
+
+        try:
+            return await asyncio.to_thread(encode)
+        finally:
+            if not begun:
+                self._on_drop(len(texts))
 
     def _encode(self) -> None:
         """Tokenise what has come, as far as it may be done at once, and the rest in the next turn."""
-        count, characters = 0, 0
-        for one in self._waiting:
-            characters += one.characters
-            if count and characters > INLINE_CHARACTERS:
-                break
-            count += 1
-        taken, self._waiting = self._waiting[:count], self._waiting[count:]
-        if self._waiting:
-            asyncio.get_running_loop().call_soon(self._encode)
-        self._answer([one for one in taken if not one.found.done()])
+        loop = asyncio.get_running_loop()
+        taken: list[_Waiting] = []
+        characters = 0
+        while self._waiting:
+            one = self._waiting[0]
+            if self._is_awaited(one, loop.time()):
+                if taken and characters + one.characters > INLINE_CHARACTERS:
+                    loop.call_soon(self._encode)
+                    break
+                characters += one.characters
+                taken.append(one)
+            else:
+                self._on_drop(len(one.texts))
+            self._waiting.popleft()
+        if taken:
+            self._answer(taken)
+
+    def _is_awaited(self, one: _Waiting, now: float) -> bool:
+        if not one.found.done() and one.has_left():
+            one.found.cancel()
+        elif not one.found.done() and one.deadline <= now:
+            one.found.set_exception(_expired())
+        return not one.found.done()
 
     def _answer(self, taken: list[_Waiting]) -> None:
         try:
@@ -68,6 +109,10 @@ class Encoder:
         else:
             for one in taken:
                 one.found.set_result([next(encoded) for _ in one.texts])
+
+
+def _expired() -> Expired:
+    return Expired("the deadline passed before the texts could be tokenised")
 
 
 def characters_of(text: Input) -> int:

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rtrain import ray_internals
 from rtrain.ray_internals import ReplicaServer
 from serve.door import guard
+from serve.envelope import HAS_LEFT
 from serve.schema import RequestError
 
 PROXY_PATHS = "/-/"
@@ -74,6 +75,7 @@ class Direct:
             await guard.answer(error, guard.route(scope))(scope, receive, send)
             return
         client = _Client(receive)
+        scope.setdefault("state", {})[HAS_LEFT] = client.has_left
         self._now += 1
         self._track(1)
         try:
@@ -103,6 +105,18 @@ class _Client:
             assert asked is not None
             self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look, asked)
         return message
+
+    def has_left(self) -> bool:
+        """By what the server has been told so far."""
+        if self._watch is None and not self.gone:
+            step: Any = self._receive()
+            try:
+                step.send(None)  # as far as it comes without waiting
+            except StopIteration as found:
+                self.gone = found.value["type"] == "http.disconnect"
+            else:
+                step.close()
+        return self.gone
 
     def forget(self) -> None:
         if self._timer is not None:

@@ -1,23 +1,17 @@
 """What is changed in the file that Ray Serve writes for HAProxy, before HAProxy reads it.
 
-Ray starts HAProxy anew at every change of replicas, by the executable that RAY_SERVE_HAPROXY_BINARY_PATH names. Ours
-runs this module as a program: it rewrites the file in place, refuses one that it does not know, and becomes HAProxy
-under the same process id, by which Ray tells its own. It imports the standard library alone, since each change waits
-for it.
+Ray starts HAProxy anew at every change of replicas, by the executable that RAY_SERVE_HAPROXY_BINARY_PATH names: ours,
+`supervisor`, which hands a changed copy of the file to HAProxy, and refuses one that it does not know.
 """
 
-import ctypes
-import os
 import re
-import shlex
-import signal
-import sys
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 PAGES = (500, 502, 503, 504)
 """Errors that HAProxy answers by a file, `<status>.http`. Its 400 and 408, of what is no request yet, are its own."""
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+BUSY = "busy.json"
+"""The file that answers, with status 503, what is more than the replicas take."""
 
 
 class UnknownFile(ValueError):
@@ -36,6 +30,8 @@ class Front:
     """Seconds in which its body has to, or as much of it as a buffer of HAProxy's holds (15 kB)."""
     pages: str
     """Folder of the files that answer errors."""
+    most: int
+    """Requests that a replica takes at a time."""
     certificate: str = ""
     """File of the certificate and its key, where clients are to encrypt."""
 
@@ -45,10 +41,11 @@ def bound(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def rewrite(text: str, front: Front) -> str:
-    """Ray's file, closed: no page of statistics or metrics on a port, an admin socket of the owner's alone, no log on
-    the syslog port, the address that was asked for, a time-out for headers, our own errors, and no way to Ray's own
-    proxy where no replica is up: it would hold a request until its deadline, and 503 says at once to come again.
+def rewrite(text: str, front: Front, socket: Path) -> str:
+    """Ray's file, closed: no page of statistics or metrics on a port, an admin socket of the owner's alone at the path
+    `socket`, no log on the syslog port, the address that was asked for, a time-out for headers, our own errors, no more
+    requests for the replicas than they take, and no way to Ray's own proxy where no replica is up: it would hold a
+    request until its deadline, and 503 says at once to come again.
 
     Raises `UnknownFile` where a line that is to be changed does not stand there exactly once, and where anything but
     the endpoint would listen afterwards, or stand in for replicas.
@@ -61,7 +58,10 @@ def rewrite(text: str, front: Front) -> str:
     header = f"    timeout http-request {front.header_s}s\n    option http-ignore-probes"
     changes = {
         "the log on the syslog port": (r"^    log \S+ local0 info\n", ""),
-        "the admin socket": (r"^(    stats socket \S+ mode )666( level admin expose-fd listeners)$", r"\g<1>600\2"),
+        "the admin socket": (
+            r"^(    stats socket )\S+( mode )666( level admin expose-fd listeners)$",
+            rf"\g<1>{socket}\g<2>600\3",
+        ),
         "the clients' time-out": (r"^    timeout client \d+s$", rf"\g<0>\n{header}"),
         "the errors": (r"^    errorfile 502 .*\n    errorfile 503 .*\n    errorfile 504 .*$", errors),
         "the port of metrics": (r"^frontend prometheus\n    bind :\d+\n(?:    .*\n)*", ""),
@@ -79,6 +79,7 @@ def rewrite(text: str, front: Front) -> str:
     text = re.sub(r"^    # Fallback to .*\n    server \S+ \S+ check backup\n", "", text, flags=re.MULTILINE)
     if re.search(r"^\s*server\s.*\sbackup\b", text, re.MULTILINE):
         raise UnknownFile("Ray Serve's file for HAProxy has a server beside the replicas that rtrain does not know")
+    text = re.sub(r"^backend .*\n(?:    .*\n?)*", lambda found: _limited(found[0], front), text, flags=re.MULTILINE)
     opened = re.findall(r"^\s*bind\s+(.*)$", text, re.MULTILINE)
     known = rf"{re.escape(front.host)}:\d+(?: proto h2|{re.escape(tls)})?"
     others = [one for one in opened if not re.fullmatch(known, one)]
@@ -87,26 +88,24 @@ def rewrite(text: str, front: Front) -> str:
     return text
 
 
-def script(python: str, binary: str, front: Front) -> str:
-    """A shell script that Ray takes for HAProxy: `main` of this module for that binary."""
-    command = [python, "-I", "-S", str(Path(__file__).resolve()), binary, *map(str, astuple(front))]
-    return f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'
+def _limited(backend: str, front: Front) -> str:
+    """A backend that answers 503 where its replicas have all that they take. They would say so themselves, each time
+    for some of the time that an answer takes; and where more connections come at once than a replica's socket holds,
+    one fails, by which HAProxy takes the replica for gone: then nobody is answered."""
+    servers = len(re.findall(r"^    server ", backend, re.MULTILINE))
+    if not servers:
+        return backend
+    first, rest = backend.split("\n", 1)
+    page = f"content-type application/json file {front.pages}/{BUSY} hdr retry-after 1 hdr cache-control no-cache"
+    limit = f"    http-request return status 503 {page} if {{ be_conn gt {servers * front.most} }}"
+    return f"{first}\n{limit}\n{rest}"
 
 
-def main(arguments: list[str]) -> None:
-    """Rewrite the file that follows `-f`, and become HAProxy."""
-    binary, host, header_s, body_s, pages, certificate, *given = arguments
-    front = Front(host, int(header_s), int(body_s), pages, certificate)
-    path = Path(given[given.index("-f") + 1])
-    path.write_text(rewrite(path.read_text(encoding="utf-8"), front), encoding="utf-8")
-    # HAProxy would outlive the process that manages it, and go on with servers that are gone: with that process it
-    # finishes what it has, and ends.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
-    os.execv(binary, [binary, *given])
+def admin_socket(text: str) -> Path:
+    """The socket on which Ray asks, by its file, which `rewrite` knows."""
+    return Path(re.findall(r"^    stats socket (\S+)", text, re.MULTILINE)[0])
 
 
-if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (UnknownFile, OSError) as error:  # Ray shows what stands on stderr
-        sys.exit(str(error))
+def names_servers(text: str) -> bool:
+    """Whether a file names a replica."""
+    return re.search(r"^\s*server\s", text, re.MULTILINE) is not None

@@ -31,7 +31,7 @@ from rtrain.config import Serve
 from rtrain.errors import ConfigError, Problem
 from serve import schema
 from serve.door import access
-from serve.front import haproxy
+from serve.front import haproxy, supervisor
 
 HEADER_S = 5
 """Seconds in which the header of a request has to arrive; its body has until `serve.deadline_s`."""
@@ -74,9 +74,10 @@ class Ingress:
             on_head(remove, END_S, self.folder)
 
 
-def choose(settings: Serve, tell: Tell) -> Ingress | None:
-    """HAProxy where it can be had, by `serve.ingress`; None for Ray's own proxy. `tell` gets the reason, where that was
-    not asked for. Raises `ConfigError` where HAProxy was asked for and cannot be had."""
+def choose(settings: Serve, most: int, tell: Tell) -> Ingress | None:
+    """HAProxy where it can be had, by `serve.ingress`; None for Ray's own proxy. `most`: requests that a replica takes
+    at a time. `tell` gets the reason, where Ray's was not asked for. Raises `ConfigError` where HAProxy was asked for
+    and cannot be had."""
     if settings.ingress == "stock":
         return None
     several = several_nodes()
@@ -84,7 +85,7 @@ def choose(settings: Serve, tell: Tell) -> Ingress | None:
         # HAProxy reaches replicas on other nodes over the network, where whoever else is there could ask them.
         found: Found | str = "replicas on other nodes would listen on the network, and serve.host is this machine alone"
     else:
-        found = on_head(find, END_S, settings.host, math.ceil(settings.deadline_s), pair(settings))
+        found = on_head(find, END_S, settings.host, math.ceil(settings.deadline_s), most, pair(settings))
     if isinstance(found, Found):
         host = "0.0.0.0" if several else "127.0.0.1"
         return Ingress(host, environment(found, settings), found.folder)
@@ -130,7 +131,7 @@ def pair(settings: Serve) -> bytes:
     return Path(settings.tls_cert).read_bytes() + b"\n" + Path(settings.tls_key).read_bytes()
 
 
-def find(host: str, body_s: int, pair: bytes = b"") -> Found | str:
+def find(host: str, body_s: int, most: int, pair: bytes = b"") -> Found | str:
     """Look for HAProxy, and make its folder with our executable; the reason, where it cannot be had.
     `pair`: certificate and key, which stay in that folder."""
     if sys.platform != "linux":
@@ -150,13 +151,14 @@ def find(host: str, body_s: int, pair: bytes = b"") -> Found | str:
         return f"no folder for it can be made: {error}"
     for status, page in error_pages().items():
         (folder / f"{status}.http").write_bytes(page)
+    (folder / haproxy.BUSY).write_text(error_body(503, "too many requests are waiting; try again in 1 s"))
     certificate = folder / "tls.pem"
     if pair:
         certificate.touch(0o600)
         certificate.write_bytes(pair)
     executable = folder / "haproxy"
-    front = haproxy.Front(haproxy.bound(host), HEADER_S, body_s, str(folder), str(certificate) if pair else "")
-    executable.write_text(haproxy.script(sys.executable, binary, front))
+    front = haproxy.Front(haproxy.bound(host), HEADER_S, body_s, str(folder), most, str(certificate) if pair else "")
+    executable.write_text(supervisor.script(sys.executable, binary, front))
     executable.chmod(0o700)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -229,15 +231,15 @@ def error_pages() -> dict[int, bytes]:
     """Answers of HAProxy itself, in the one form of our errors, by the status that HAProxy gives them. A replica that
     ended in mid-answer (HAProxy's 502) is answered 503: another try may do."""
     said = {
-        500: (500, "Internal Server Error", schema.ERROR_TYPES[500], "the proxy failed on this request"),
-        502: (503, "Service Unavailable", schema.ERROR_TYPES[503], "the replica ended before it had answered"),
-        503: (503, "Service Unavailable", schema.ERROR_TYPES[503], "no replica can answer now"),
-        504: (504, "Gateway Timeout", schema.ERROR_TYPES[504], "the deadline passed before the replica had answered"),
+        500: (500, "Internal Server Error", "the proxy failed on this request"),
+        502: (503, "Service Unavailable", "the replica ended before it had answered"),
+        503: (503, "Service Unavailable", "no replica can answer now"),
+        504: (504, "Gateway Timeout", "the deadline passed before the replica had answered"),
     }
     assert set(said) == set(haproxy.PAGES)
     pages = {}
-    for status, (code, reason, kind, message) in said.items():
-        body = json.dumps({"error": {"type": kind, "message": message, "field": None}}, separators=(",", ":"))
+    for status, (code, reason, message) in said.items():
+        body = error_body(code, message)
         again = ["retry-after: 1"] if code == 503 else []
         lines = [
             f"HTTP/1.1 {code} {reason}",
@@ -248,3 +250,9 @@ def error_pages() -> dict[int, bytes]:
         ]
         pages[status] = "\r\n".join(lines).encode()
     return pages
+
+
+def error_body(status: int, message: str) -> str:
+    """The body of an error, in the one form of all of them."""
+    said = {"error": {"type": schema.ERROR_TYPES[status], "message": message, "field": None}}
+    return json.dumps(said, separators=(",", ":"))

@@ -1,0 +1,255 @@
+"""The program that Ray Serve starts as HAProxy: it starts HAProxy by a file that it has closed, and starts it again
+where it dies.
+
+Ray itself looks every second whether its HAProxy answers and, after three misses, starts the process that manages it
+anew, which takes many seconds in which nobody listens. To Ray this program is HAProxy: it has the process id that Ray
+knows, hands signals on, ends with HAProxy where that was told to end, and answers on the admin socket, since Ray asks
+there which process answers. HAProxy that dies too often is left to Ray.
+
+Where the process that manages it dies, HAProxy goes on with the replicas it knows until its successor takes over. What
+that one is given first names no replica yet, and would answer 404: it begins with the file of the one before.
+
+The standard library alone is imported, since each change of replicas waits for it.
+"""
+
+import collections
+import contextlib
+import ctypes
+import os
+import re
+import selectors
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import astuple
+from pathlib import Path
+
+from serve.front.haproxy import Front, UnknownFile, admin_socket, names_servers, rewrite
+
+MOST_DEATHS, WITHIN_S = 5, 10.0
+"""HAProxy that dies for this time in so many seconds is not started again."""
+MOST_LEFT_S = 60.0
+"""Seconds for which HAProxy goes on without the process that manages it."""
+LOOK_S = 0.25
+"""Seconds between two looks whether the node's Ray is still there, once the process that manages HAProxy is not."""
+READY_S = 0.01
+"""Seconds between two looks whether a HAProxy that was started answers."""
+ANSWER_S = 4.0
+"""Seconds in which HAProxy answers a command; Ray waits for 5."""
+MOST_BYTES = 1 << 16
+"""Of a command, and of a part of an answer."""
+ENDING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+"""HAProxy ends by them, by the first one softly: it takes no more connections, and ends with the last answer."""
+LEFT = signal.SIGHUP
+"""The process that has started this one has died."""
+PAUSING = (signal.SIGTTOU, signal.SIGTTIN)
+"""By them a HAProxy that takes over has the one before let go of its ports, and take them again."""
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def script(python: str, binary: str, front: Front) -> str:
+    """A shell script that Ray takes for HAProxy: `main` of this module for that binary."""
+    # Last on the path: there may be anything beside this package.
+    code = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); from {__spec__.name} import main; main()"
+    command = [python, "-I", "-S", "-c", code, binary, *map(str, astuple(front))]
+    return f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'
+
+
+def main() -> None:
+    """Be HAProxy, for the arguments that follow those of `script`."""
+    binary, host, header_s, body_s, pages, most, certificate, *given = sys.argv[1:]
+    os.umask(0o177)
+    try:
+        front = Front(host, int(header_s), int(body_s), pages, int(most), certificate)
+        supervisor = Supervisor(binary, front, given)
+        sys.exit(supervisor.run())
+    except (UnknownFile, OSError) as error:  # Ray shows what stands on stderr
+        sys.exit(str(error))
+
+
+class Supervisor:
+    def __init__(self, binary: str, front: Front, given: list[str]):
+        """`given`: HAProxy's own arguments. Raises `UnknownFile` as `rewrite` does."""
+        given = list(given)
+        place = given.index("-f") + 1
+        path = Path(given[place])
+        self._socket = _own_socket(path, os.getpid())
+        text = path.read_text(encoding="utf-8")
+        closed = rewrite(text, front, self._socket)
+        self._ray_socket = admin_socket(text)
+        if "-sf" not in given and (before := _process(_ask(self._ray_socket))):
+            given += ["-sf", str(before), "-x", str(self._ray_socket)]
+            if not names_servers(closed):
+                last = _own_file(path, before).read_text(encoding="utf-8")
+                closed = last.replace(str(_own_socket(path, before)), str(self._socket))
+        # A copy: Ray writes its own anew before each change, and that one opens what it should not.
+        self._file = _own_file(path, os.getpid())
+        self._file.write_text(closed, encoding="utf-8")
+        given[place] = str(self._file)
+        if "-x" in given:
+            given[given.index("-x") + 1] = str(_own_socket(path, int(given[given.index("-sf") + 1])))
+        self._command, self._successor = [binary, *given], [binary, *_alone(given)]
+        self._haproxy: subprocess.Popen[bytes] | None = None
+        self._answers = self._told = False
+        self._node = int((_stat(os.getppid()) or ["", "1"])[1])
+        self._node_began = _stat(self._node)[19:20]
+        self._left: float | None = None
+        self._listener: socket.socket | None = None
+        self._deaths: collections.deque[float] = collections.deque(maxlen=MOST_DEATHS)
+
+    def run(self) -> int:
+        """HAProxy's exit code, once it has ended by itself, or was told to, or dies too often."""
+        woken, wakes = socket.socketpair()
+        for end in (woken, wakes):
+            end.setblocking(False)
+        signal.set_wakeup_fd(wakes.fileno())
+        for one in (*ENDING, *PAUSING):
+            signal.signal(one, self._hand_on)
+        signal.signal(LEFT, self._is_left)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        _when_parent_dies(LEFT)
+        selector = selectors.DefaultSelector()
+        selector.register(woken, selectors.EVENT_READ)
+        try:
+            self._haproxy = subprocess.Popen(self._command, preexec_fn=_end_with_parent)
+            while (code := self._haproxy.poll()) is None or self._starts_again(code):
+                ready = selector.select(READY_S if not self._answers else LOOK_S if self._left else None)
+                with contextlib.suppress(BlockingIOError):
+                    woken.recv(MOST_BYTES)
+                if not self._answers:
+                    self._greet(selector)
+                for key, _ in ready:
+                    if key.fileobj is self._listener:
+                        self._relay()
+                if self._left and self._answers and not self._told:
+                    self._look(self._left)
+            return code if code >= 0 else 128 - code
+        finally:
+            for one in (self._file, self._socket):
+                one.unlink(missing_ok=True)
+
+    def _is_left(self, number: int, frame: object) -> None:
+        self._left = time.monotonic()
+
+    def _hand_on(self, number: int, frame: object = None) -> None:
+        self._told |= number in ENDING
+        # One that has just begun would be stopped by what it does not know yet.
+        if self._haproxy is not None and (self._answers or number in ENDING):
+            self._haproxy.send_signal(number)
+
+    def _starts_again(self, code: int) -> bool:
+        """Start a successor to a HAProxy that has died, and say so."""
+        self._deaths.append(time.monotonic())
+        told = self._told or code == 0 or -code in ENDING
+        often = len(self._deaths) == MOST_DEATHS and self._deaths[-1] - self._deaths[0] < WITHIN_S
+        if told or often or self._listener is None:
+            return False
+        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        sys.stderr.write(f"HAProxy has ended {how}, and is started again\n")
+        sys.stderr.flush()
+        self._answers = False
+        self._haproxy = subprocess.Popen(self._successor, preexec_fn=_end_with_parent)
+        return True
+
+    def _greet(self, selector: selectors.BaseSelector) -> None:
+        """Where HAProxy answers by now, have Ray ask this process from here on, in place of the one before."""
+        assert self._haproxy is not None
+        if _process(_ask(self._socket)) != self._haproxy.pid:
+            return
+        self._answers = True
+        if self._told:  # while it did not listen yet, maybe
+            self._haproxy.send_signal(signal.SIGUSR1)
+        if self._listener is None:
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.setblocking(False)
+            made = f"{self._ray_socket}.{os.getpid()}"
+            self._listener.bind(made)
+            self._listener.listen()
+            os.rename(made, self._ray_socket)  # as HAProxy takes over: at no moment there is none
+            selector.register(self._listener, selectors.EVENT_READ)
+
+    def _relay(self) -> None:
+        """Have HAProxy answer a command of Ray's."""
+        assert self._listener is not None
+        assert self._haproxy is not None
+        with contextlib.suppress(OSError), self._listener.accept()[0] as client:
+            client.settimeout(ANSWER_S)
+            # Left in the socket: where there is no answer, Ray's read fails, as it would without a HAProxy.
+            if answer := _ask(self._socket, client.recv(MOST_BYTES, socket.MSG_PEEK)):
+                client.recv(MOST_BYTES)
+                own = f"Pid: {self._haproxy.pid}\n".encode()
+                client.sendall(re.sub(rb"^" + own, f"Pid: {os.getpid()}\n".encode(), answer, flags=re.MULTILINE))
+
+    def _look(self, left: float) -> None:
+        """Since then nobody manages HAProxy: end it where no successor can come, or could not listen beside it."""
+        assert self._haproxy is not None
+        if time.monotonic() - left > MOST_LEFT_S or _stat(self._node)[19:20] != self._node_began:
+            self._hand_on(signal.SIGUSR1)
+        elif not _ask(self._socket):
+            self._told = True
+            self._haproxy.kill()
+
+
+def _ask(at: Path, command: bytes = b"show info\n") -> bytes:
+    """What HAProxy answers to a command on a socket; nothing, where it gives no answer in time."""
+    answer = b""
+    try:
+        with socket.socket(socket.AF_UNIX) as asked:
+            asked.settimeout(ANSWER_S)
+            asked.connect(str(at))
+            asked.sendall(command)
+            while part := asked.recv(MOST_BYTES):
+                answer += part
+    except OSError:
+        return b""
+    return answer
+
+
+def _process(answer: bytes) -> int | None:
+    """Who answers, by the answer to `show info`."""
+    found = re.search(rb"^Pid: (\d+)$", answer, re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def _own_file(file: Path, process: int) -> Path:
+    """By which the supervisor with that process id has started HAProxy, beside Ray's file."""
+    return file.with_name(f"{file.name}.{process}")
+
+
+def _own_socket(file: Path, process: int) -> Path:
+    """On which the HAProxy of that supervisor answers. A socket's path has at most 107 bytes."""
+    return file.with_name(f"{process}.sock")
+
+
+def _alone(given: list[str]) -> list[str]:
+    """HAProxy's arguments without those by which it takes over from others: they have ended, or have been told to."""
+    kept, left_out = [], False
+    for word in given:
+        if word.startswith("-"):
+            left_out = word in ("-sf", "-x")
+        if not left_out:
+            kept.append(word)
+    return kept
+
+
+def _stat(process: int) -> list[str]:
+    """What Linux tells of a process, from its state on (proc_pid_stat(5)): the second is its parent, the 20th when it
+    has begun. Nothing where it has ended."""
+    try:
+        found = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+    return [] if found[0] == "Z" else found
+
+
+def _when_parent_dies(number: int) -> None:
+    """Have this process get that signal."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def _end_with_parent() -> None:
+    """HAProxy would go on with servers that are gone."""
+    _when_parent_dies(signal.SIGUSR1)

@@ -1,0 +1,219 @@
+"""HAProxy that dies is started again, and one that was told to end is not; for Ray Serve, whose own code starts, asks
+and ends it here, without a Ray, nothing has happened."""
+
+import asyncio
+import contextlib
+import http.client
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from ray.serve._private import haproxy as theirs
+
+from serve.front import ingress, supervisor
+from serve.front.address import free_address
+from tests.test_serve_haproxy import Replica, ask, listens, proxy, ray_api, ray_file, serving, wait_until
+
+
+def haproxy_of(process: int) -> psutil.Process:
+    """The one that the supervisor of that process id has started."""
+    [found] = psutil.Process(process).children()
+    assert found.name() == "haproxy"
+    return found
+
+
+def kill_haproxy_of(process: int) -> None:
+    """Returns once its successor listens."""
+    dead = haproxy_of(process)
+    dead.kill()
+
+    def is_back() -> bool:
+        found = psutil.Process(process).children()
+        return any(one.pid != dead.pid and one.net_connections() for one in found)
+
+    assert wait_until(is_back)
+
+
+def test_haproxy_that_is_killed_is_started_again_until_it_is_told_to_end() -> None:
+    with serving(Replica) as server, proxy([server]) as (port, folder, process):
+        assert wait_until((folder / "admin.sock").exists)
+        for _ in range(3):
+            kill_haproxy_of(process.pid)
+            assert ask(port) == (200, str(server))
+        ingress.drain(folder, 5.0)
+        assert process.wait(timeout=5) == 0
+        assert not listens(port)
+        assert {one.name for one in folder.iterdir() if str(process.pid) in one.name} == set()
+
+
+def test_what_dies_again_and_again_is_left_to_ray() -> None:
+    with serving(Replica) as server, proxy([server]) as (port, folder, process):
+        assert wait_until((folder / "admin.sock").exists)
+        for _ in range(supervisor.MOST_DEATHS - 1):
+            kill_haproxy_of(process.pid)
+        haproxy_of(process.pid).kill()
+        assert process.wait(timeout=5) == 128 + signal.SIGKILL
+        assert not listens(port)
+
+
+@pytest.mark.parametrize("number", supervisor.ENDING)
+@pytest.mark.parametrize("to_haproxy", [False, True])
+def test_haproxy_that_was_told_to_end_is_not_started_again(number: signal.Signals, to_haproxy: bool) -> None:
+    with serving(Replica) as server, proxy([server]) as (_, folder, process):
+        assert wait_until((folder / "admin.sock").exists)
+        os.kill(haproxy_of(process.pid).pid if to_haproxy else process.pid, number)
+        process.wait(timeout=5)
+        assert list(ingress.running(folder)) == []
+
+
+def test_haproxy_that_is_killed_while_it_ends_is_not_started_again() -> None:
+    with serving(Replica) as server, proxy([server]) as (port, folder, process):
+        assert wait_until((folder / "admin.sock").exists)
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\n\r\n1")  # one second
+            time.sleep(0.2)
+            process.send_signal(signal.SIGUSR1)
+            assert wait_until(lambda: not listens(port))
+            haproxy_of(process.pid).kill()
+            assert process.wait(timeout=5) == 128 + signal.SIGKILL
+            assert list(ingress.running(folder)) == []
+
+
+def test_haproxy_ends_with_its_supervisor() -> None:
+    with serving(Replica) as server, proxy([server]) as (_, folder, process):
+        assert wait_until((folder / "admin.sock").exists)
+        process.kill()
+        assert wait_until(lambda: not list(ingress.running(folder)))
+
+
+@contextlib.contextmanager
+def managed(servers: list[int]) -> Iterator[tuple[int, Path, subprocess.Popen[bytes], int]]:
+    """Port and folder of a HAProxy, and a process in the place of the node's Ray; below that one there is another in
+    the place of Ray's manager, whose process id is the last."""
+    found = ingress.find("127.0.0.1", 2)
+    assert isinstance(found, ingress.Found), found
+    folder, port = found.folder, free_address("127.0.0.1", 0).port
+    ray_file(folder, port, servers)
+    haproxy = shlex.join([str(folder / "haproxy"), "-db", "-f", str(folder / "haproxy.cfg"), "-dR"])
+    with subprocess.Popen(["/bin/sh", "-c", f"/bin/sh -c {shlex.quote(f'{haproxy} & wait')} & exec sleep 60"]) as node:
+        try:
+            assert wait_until((folder / "admin.sock").exists)
+            [manager] = psutil.Process(node.pid).children()
+            yield port, folder, node, manager.pid
+        finally:
+            node.kill()
+            ingress.drain(folder, 0.0)
+            ingress.remove(folder)
+
+
+def test_haproxy_goes_on_without_its_manager_until_that_one_s_successor_knows_the_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def drive(folder: Path, port: int, server: int, manager: int) -> list[tuple[int, str]]:
+        api = ray_api(folder, port, [server])
+        backends = api.backend_configs
+        with asking(port) as answers:
+            os.kill(manager, signal.SIGKILL)
+            await asyncio.sleep(0.5)
+            assert len(list(ingress.running(folder))) == 2
+            api.set_backend_configs({})  # as Ray begins: it is told of replicas later
+            await api.start()
+            assert await asyncio.to_thread(wait_until, lambda: len(list(ingress.running(folder))) == 2)
+            await asyncio.sleep(0.1)
+            api.set_backend_configs(backends)
+            await api.reload()
+        await api.stop()
+        return answers
+
+    with serving(Replica) as server, managed([server]) as (port, folder, _, manager):
+        monkeypatch.setattr(theirs, "get_haproxy_binary", lambda: str(folder / "haproxy"))
+        answers = asyncio.run(drive(folder, port, server, manager))
+        assert len(answers) > 20
+        assert answers == [(200, str(server))] * len(answers)
+
+
+def test_haproxy_ends_with_the_node_s_ray() -> None:
+    with serving(Replica) as server, managed([server]) as (port, folder, node, manager):
+        node.kill()
+        time.sleep(0.5)
+        assert ask(port) == (200, str(server))
+        os.kill(manager, signal.SIGKILL)
+        assert wait_until(lambda: not list(ingress.running(folder)))
+
+
+@pytest.mark.slow
+def test_haproxy_that_hangs_gives_way_to_its_manager_s_successor() -> None:
+    with serving(Replica) as server, managed([server]) as (port, folder, _, manager):
+        [hung] = psutil.Process(manager).children()[0].children()
+        hung.suspend()
+        os.kill(manager, signal.SIGKILL)
+        assert wait_until(lambda: not list(ingress.running(folder)))
+        assert not listens(port)
+
+
+@contextlib.contextmanager
+def asking(port: int) -> Iterator[list[tuple[int, str]]]:
+    """What a client gets that asks again and again for the block."""
+    over, answers = threading.Event(), list[tuple[int, str]]()
+
+    def ask_on() -> None:
+        while not over.wait(0.01):
+            try:
+                answers.append(ask(port))
+            except (OSError, http.client.HTTPException) as error:
+                answers.append((0, repr(error)))
+
+    client = threading.Thread(target=ask_on)
+    client.start()
+    try:
+        yield answers
+    finally:
+        over.set()
+        client.join()
+
+
+def test_to_ray_a_haproxy_that_was_started_again_is_the_one_that_it_has_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It goes on to replace it without the loss of a request."""
+    found = ingress.find("127.0.0.1", 2)
+    assert isinstance(found, ingress.Found), found
+    folder, port = found.folder, free_address("127.0.0.1", 0).port
+    monkeypatch.setattr(theirs, "get_haproxy_binary", lambda: str(folder / "haproxy"))
+
+    async def drive(server: int) -> list[tuple[int, str]]:
+        api = ray_api(folder, port, [server])
+        await api.start()
+        assert api._proc is not None
+        started = [api._proc.pid]
+        await asyncio.to_thread(kill_haproxy_of, started[0])
+        assert await api._get_running_pid() == started[0]
+        assert await api.is_running()
+        [stats] = (await api.get_all_stats()).values()
+        assert [one.is_up for one in stats.values()] == [True]
+        with asking(port) as answers:
+            for _ in range(2):
+                await api.reload()
+                started.append(api._proc.pid)
+                assert await asyncio.to_thread(wait_until, lambda: not psutil.pid_exists(started[-2]))
+        assert api.count_haproxy_processes() == 1
+        await api.stop()
+        return answers
+
+    try:
+        with serving(Replica) as server:
+            answers = asyncio.run(drive(server))
+            assert answers == [(200, str(server))] * len(answers)
+            assert len(answers) > 10
+        assert wait_until(lambda: not list(ingress.running(folder)))
+    finally:
+        ingress.drain(folder, 0.0)
+        ingress.remove(folder)
