@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple
 import pyarrow
 
 from rtrain.config import Data, assignment
-from rtrain.data.formats import digests, files, parts, readers
+from rtrain.data.formats import addresses, digests, files, parts, readers
 from rtrain.data.formats.addresses import opened, path_of
 from rtrain.data.formats.files import ROLES, Piece
 from rtrain.data.formats.values import not_words, string, text_of
@@ -146,8 +146,9 @@ def columns_of(piece: Piece) -> tuple[str, ...]:
 def _columns(field: str, piece: Piece) -> tuple[str, ...]:
     """Names of the file's columns. Raises `ConfigError` if there are none, or two of one name."""
     try:
-        files.refuse_several(field, piece.uri)
-        found = list(readers.COLUMNS.get(piece.format) or _header(field, piece))
+        with addresses.asked(field, piece.uri):
+            files.refuse_several(field, piece.uri)
+            found = list(readers.COLUMNS.get(piece.format) or _header(field, piece))
     except DAMAGED as error:
         fix = "write the file again, or set data.format to what it is"
         raise ConfigError(
@@ -248,10 +249,12 @@ def whole(piece: Piece) -> Iterator[None]:
     """Around the reading of a file: damage in it becomes a `UserError`."""
     try:
         yield
-    except DAMAGED as error:
+    except Exception as error:
+        if not isinstance(error, DAMAGED) and not addresses.is_of_storage(error):
+            raise
         # Damage is not one bad row: nobody knows how many rows are lost behind it.
         raise UserError(
-            f"{piece.uri} cannot be read to its end ({_first_line(error)}); copy or write it again"
+            f"{piece.uri} cannot be read to its end ({addresses.said(error)}); copy or write it again"
         ) from None
 
 
