@@ -47,6 +47,22 @@ def test_a_store_holds_every_row_once_with_its_label(tmp_path: Path, encoder: Pa
     assert found == expected
 
 
+def test_a_slice_may_be_called_as_what_says_where_a_row_came_from(tmp_path: Path, encoder: Path) -> None:
+    """Else it would stand in the place of file and line, and no slice would be made of it."""
+    path = tmp_path / "rows.csv"
+    lines = [f"{text},{label},shop {number % 2},{number % 3}" for number, (text, label) in enumerate(labelled_rows(90))]
+    path.write_text("\n".join(["text,label,source,line", *lines]) + "\n")
+    recipe = recipe_of(path, slices=["source", "line"])
+    made = make_store(recipe, encoder, tmp_path)
+    place = made.places("test", np.array([0])).rpartition(":")
+    assert place[0] == str(path)
+    given = lines[int(place[2]) - 2].split(",")
+    assert {name: values[0].as_py() for name, values in made.slices("test").items()} == {
+        "source": given[2],
+        "line": given[3],
+    }
+
+
 def test_bad_rows_are_kept_in_quarantine_with_file_and_line(tmp_path: Path, encoder: Path) -> None:
     rows = labelled_rows(100)
     rows[10] = ("", "login")
