@@ -57,7 +57,10 @@ def read(run: Run) -> dict[str, Any] | None:
 def _read(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # cut off: they are measured again
+        return None
     return found if found["schema_version"] == SCHEMA_VERSION else None
 
 
