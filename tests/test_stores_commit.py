@@ -157,6 +157,22 @@ def test_rows_without_a_validation_row_are_refused(tmp_path: Path, encoder: Path
         store_of(tmp_path, rows, encoder)
 
 
+@pytest.mark.parametrize("value", ["", "one contract"])
+def test_rows_of_one_group_are_refused_with_the_column_that_holds_them_together(
+    tmp_path: Path, encoder: Path, value: str
+) -> None:
+    """As of a SQuAD file without titles: more rows of that kind would not help."""
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label,doc\n" + "".join(f"{text},{label},{value}\n" for text, label in labelled_rows(90)))
+    with pytest.raises(UserError, match=r"Rows with one value of the column 'doc', .*data\.split_by"):
+        make_store(recipe_of(path, split_by="doc"), encoder, tmp_path)
+
+
+def test_rows_of_one_text_are_refused_with_what_holds_them_together(tmp_path: Path, encoder: Path) -> None:
+    with pytest.raises(UserError, match="Rows of one text are all in one split"):
+        store_of(tmp_path, [("hello", "ab"[number % 2]) for number in range(90)], encoder)
+
+
 def hash_of(row: Row) -> int:
     return content_hashes(Record(1, row[0], None, row[1], None))[0]
 
