@@ -55,8 +55,8 @@ def _together(recipe: Recipe) -> str:
     if recipe.data.split_by is None:
         return "Rows of one text are all in one split"
     return (
-        f"Rows with one value of the column {recipe.data.split_by!r}, blank ones too, are all in one split: where it has "
-        "few values, name another column by data.split_by, or null to go by the texts"
+        f"Rows with one value of the column {recipe.data.split_by!r}, blank ones too, are all in one split: where it "
+        "has few values, name another column by data.split_by, or null to go by the texts"
     )
 
 
