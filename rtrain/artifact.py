@@ -135,13 +135,23 @@ def read(folder: Path, verify: bool = True) -> Artifact:
         raise ArtifactError(f"{folder} is no artefact (no {NAME}); {hint}")
     if verify and (problem := manifest.damage(folder)) is not None:
         raise ArtifactError(f"artefact {folder} is damaged: {problem}; make it again or copy it whole")
-    document = json.loads(path.read_text(encoding="utf-8"))
+    document = document_of(folder)
     if document.get("schema_version") != SCHEMA_VERSION:
         raise ArtifactError(
             f"artefact {folder} is of schema {document.get('schema_version')}, this rtrain reads {SCHEMA_VERSION}"
         )
     document["labels"], document["golden"] = tuple(document["labels"]), tuple(document["golden"])
     return Artifact(**document)
+
+
+def document_of(folder: Path) -> dict[str, Any]:
+    """artifact.json as it stands, of whatever schema. Raises `ArtifactError` where it is cut off."""
+    path = folder / NAME
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ArtifactError(f"{path} cannot be read ({error}); make the artefact again or copy it whole") from None
+    return found
 
 
 def size_mb(folder: Path, engine: str) -> float:

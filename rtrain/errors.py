@@ -56,9 +56,15 @@ class TryAgain(UserError):
     exit_code = 75
 
 
+def visible(text: str) -> str:
+    """The text with escapes in place of what steers a terminal or is half of a character: hostile text cannot write on
+    it. Letters of every script stay as they are, so that their readers know their own files and labels."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
 def quoted(value: object, limit: int = 60) -> str:
-    """A value of a row on one line and in ASCII, so that hostile text cannot write on the terminal."""
-    shown = ascii(value)
+    """A value of a row on one line, as `visible` has it."""
+    shown = repr(value)  # which escapes the same
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
 
@@ -79,6 +85,6 @@ def meant(path: Path) -> str | None:
 
 
 def _short(value: Any, limit: int = 80) -> str:
-    """`value` on one line, control characters escaped, so that hostile text cannot write on the terminal."""
-    text = str(value).encode("unicode_escape").decode("ascii") if isinstance(value, str) else repr(value)
+    """`value` on one line, as `visible` has it."""
+    text = visible(value) if isinstance(value, str) else repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

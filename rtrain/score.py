@@ -36,6 +36,7 @@ class Answered:
     """Rows in the order that was asked for."""
 
     outputs: list[Floats]
+    """Empty where they were not to be kept."""
     outcomes: Ragged
 
 
@@ -51,19 +52,28 @@ def scores(predictor: Predictor, answered: Answered, store: Store, split: str = 
 
 
 def answer(
-    predictor: Predictor, lengths: Int32s, read: Callable[[Ints], Tokens], batch_rows: int = BATCH_ROWS
+    predictor: Predictor,
+    lengths: Int32s,
+    read: Callable[[Ints], Tokens],
+    batch_rows: int = BATCH_ROWS,
+    *,
+    keep: bool = True,
 ) -> Answered:
-    """The answers to rows of these lengths; `read` gives the tokens of those at some places."""
+    """The answers to rows of these lengths; `read` gives the tokens of those at some places. Outputs are not kept
+    without `keep`: of masked text a row has one for each piece of the vocabulary and each mask, a megabyte and more."""
     task, head = predictor.task, predictor.head
     outputs: dict[int, Floats] = {}
     outcomes: dict[int, Any] = {}
     for places in batches(lengths, np.argsort(lengths, kind="stable"), batch_rows, MOST_TOKENS):
         tokens = task.prepare(read(places), head, SEED, 0)
         found = task.outputs(predictor.run_tokens(tokens), tokens, head)
-        outputs.update(zip(places.tolist(), found, strict=True))
+        if keep:
+            outputs.update(zip(places.tolist(), found, strict=True))
         outcomes.update(zip(places.tolist(), task.outcomes(found, tokens, head), strict=True))
     rows = range(len(lengths))
-    return Answered([outputs[row] for row in rows], Ragged.of([outcomes[row] for row in rows], np.float64))
+    return Answered(
+        [outputs[row] for row in rows] if keep else [], Ragged.of([outcomes[row] for row in rows], np.float64)
+    )
 
 
 def settings(made: Artifact, overrides: Mapping[str, Any]) -> Data:
@@ -85,7 +95,7 @@ class Measured:
     rows: list[Record]
     """All rows of the file. A row that could not be used has its reason, and no answer."""
     answers: list[Any]
-    """In the task's HTTP form, of the rows without a reason."""
+    """In the task's HTTP form, of the rows without a reason; none of masked text, of which a row has no one answer."""
     right: npt.NDArray[np.bool_] | None
     """Whether each of these answers is right; None for a task whose answers are nearer to the truth or farther."""
 
@@ -108,14 +118,16 @@ def measured(folder: Path, data: Data) -> Measured:
     start = time.perf_counter()
     asked = ask(predictor, good)
     tokens, targets = asked.tokens, asked.targets
-    lengths = tokens.lengths_of_rows
-    answered = answer(predictor, lengths, tokens.pick)
+    lengths, has_answers = tokens.lengths_of_rows, task.output != "tokens"
+    answered = answer(predictor, lengths, tokens.pick, keep=has_answers)
     seconds = time.perf_counter() - start
     columns = {name: [row.slices[place] for row in good] for place, name in enumerate(data.slices)}
     outcomes = asked.outcomes(task, answered.outcomes)
     found = measure(task, asked.head, "file", outcomes, targets, lengths, columns)
-    answers = task.decode(answered.outputs, asked.inputs, asked.encoded, predictor.head, {})
-    found["scores"] |= task.judge(answers, [row.label for row in good])
+    answers: list[Any] = []
+    if has_answers:
+        answers = task.decode(answered.outputs, asked.inputs, asked.encoded, predictor.head, {})
+        found["scores"] |= task.judge(answers, [row.label for row in good])
     report = {
         **found,
         "bad_rows": len(rows) - len(good),

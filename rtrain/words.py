@@ -35,6 +35,7 @@ Span = tuple[int, int]
 _END = re.compile(
     r"""[.!?\u2026\u0964\u0965\u061f\u06d4]+["'\u2019\u201d\xbb)\]]*(?=\s)|[\u3002\uff01\uff1f]+[\u300d\u300f\u2019\u201d\uff09]*|\n\s*"""
 )
+_NEXT = re.compile(r"\s*(\S)")
 _TITLES = frozenset({"mr", "mrs", "ms", "dr", "prof", "st", "vs"})
 
 
@@ -59,7 +60,8 @@ def _ends(text: str, match: re.Match[str], capitals: bool) -> bool:
     before = re.search(r"\w*$", text[max(0, match.start() - 20) : match.start()])
     word = before[0] if before else ""
     initial = len(word) == 1 and (word.isupper() or (word.isalpha() and not capitals))
-    goes_on = capitals and text[match.end() :].lstrip()[:1].islower()
+    following = _NEXT.match(text, match.end())
+    goes_on = capitals and following is not None and following[1].islower()
     return not (goes_on or word.lower() in _TITLES or initial)
 
 

@@ -14,6 +14,7 @@ import pytest
 from rtrain import score
 from rtrain.batch import Head
 from rtrain.cli import app as cli
+from rtrain.cli.output import answer_text
 from rtrain.predict import Predictor
 from tests.answering import MESSY, read_csv, read_jsonl, texts, write_csv, write_jsonl
 from tests.conftest import write_rows
@@ -46,6 +47,27 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
 
 
 # --------------------------------------------------------------------------------------------------------------- texts
+
+
+@pytest.mark.parametrize(
+    ("answer", "line"),
+    [
+        ([{"label": "a", "score": 0.5}, {"label": "b", "score": 0.25}], "a\t0.5000\tb\t0.2500"),
+        (
+            {"intent": [{"label": "buy", "score": 0.5}], "mood": [{"label": "good", "score": 0.25}]},
+            "intent\tbuy\t0.5000\tmood\tgood\t0.2500",
+        ),
+        ({"answer": "two\nlines\tand more", "score": 0.5, "start": 3, "end": 9}, "two lines and more\t0.5000\t3\t9"),
+        (
+            {"summary_text": "One. Two.", "sentences": [{"text": "One.", "score": 0.5, "start": 0, "end": 4}]},
+            "One. Two.\tOne.\t0.5000\t0\t4",
+        ),
+        (2.0, "2.0000"),
+        ([], ""),
+    ],
+)
+def test_an_answer_of_any_task_is_one_line_of_columns(answer: Any, line: str) -> None:
+    assert answer_text(answer) == line
 
 
 def test_a_blank_line_has_an_empty_answer_and_a_reason(

@@ -74,6 +74,13 @@ def test_json_lines_hold_no_number_that_json_has_not(tmp_path: Path, number: str
         }
 
 
+def test_a_map_of_a_parquet_file_holds_none_either(tmp_path: Path) -> None:
+    """Arrow gives it as a list of pairs, and these as tuples."""
+    maps = pa.array([[("a", float("nan")), ("b", 1.0)]], pa.map_(pa.string(), pa.float64()))
+    pyarrow.parquet.write_table(pa.table({"text": ["a"], "map": maps}), tmp_path / "a.parquet")
+    assert json.loads(written(tmp_path / "a.parquet", "jsonl"))["map"] == [["a", None], ["b", 1.0]]
+
+
 @pytest.mark.parametrize("format", ["csv", "jsonl", "parquet"])
 def test_lists_in_lists_without_end_are_texts(tmp_path: Path, format: Format) -> None:
     deep = "[" * 700 + "]" * 700

@@ -7,7 +7,7 @@ import pytest
 
 from rtrain.report import baseline, collect
 from rtrain.run import Run
-from tests.conftest import labelled_rows
+from tests.conftest import labelled_rows, write_rows
 from tests.reports import make_answered, make_run
 
 
@@ -128,3 +128,25 @@ def test_runs_on_the_same_rows_share_them(tmp_path: Path, monkeypatch: pytest.Mo
 def test_there_are_none_of_other_answers_or_before_the_end(tmp_path: Path) -> None:
     assert baseline.ensure(Run(make_answered(tmp_path / "labels", "multi_label"))) is None
     assert baseline.ensure(Run(make_run(tmp_path / "begun", trained=False))) is None
+
+
+# --------------------------------------------------------------------------------------------- texts in other scripts
+
+
+@pytest.mark.parametrize("words", [("我 的 卡", "在 哪 里"), ("😀 👍", "👎"), ("a b", "c d")])
+def test_texts_without_a_word_of_two_letters_are_told_apart(words: tuple[str, str]) -> None:
+    """BERT's kin spell Chinese with blanks between the characters, and scikit-learn's words have two letters."""
+    texts = [f"{word} {'x y z'[:number]}" for number in range(4) for word in words]
+    labels, values = [0, 1] * 4, [0.0, 1.0] * 4
+    assert baseline.labels((texts, labels), (texts, labels), texts).tolist() == labels
+    found = baseline.numbers((texts, values), (texts, values), texts)
+    assert max(found[::2]) < 0.5 < min(found[1::2])
+
+
+def test_texts_of_unknown_pieces_alone_leave_the_one_answer(tmp_path: Path) -> None:
+    """The tiny encoder knows no Chinese character, so that TF-IDF has nothing to learn from."""
+    rows = [(f"{'卡丢' if number % 2 else '退款'}{chr(0x4E00 + number)}", "ab"[number % 2]) for number in range(120)]
+    path = write_rows(tmp_path / "chinese.csv", rows)
+    columns = {"data.path": str(path), "data.text": "text", "data.label": "label", "data.slices": []}
+    found = measured(make_answered(tmp_path, "classification", **columns))
+    assert list(found) == [baseline.ONE_ANSWER]

@@ -158,6 +158,12 @@ def test_what_is_no_assignment_is_refused(text: str, reason: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("field", ["data.slices", "report.trackers"])
+def test_one_name_in_the_place_of_a_list_is_refused_with_the_list(field: str) -> None:
+    [problem] = problems(INTENT, {field: "language"})
+    assert str(problem) == f"{field}=language: no list; write {field}=[language]"
+
+
 @pytest.mark.parametrize("value", ["a", " Text", "null", "", "'a", "a=b", "Comment #2", "Straße: 1", ["a", "b: c"]])
 def test_an_assignment_that_is_printed_is_read_as_what_was_meant(value: str | list[str]) -> None:
     assert config.parse_assignment(config.assignment("data.label", value)) == ("data.label", value)

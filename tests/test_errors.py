@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.errors import ConfigError, Problem, UserError, quoted
 
 
 @pytest.mark.parametrize(
@@ -13,6 +13,8 @@ from rtrain.errors import ConfigError, Problem, UserError
         (None, "data.path: gone; write another"),
         (7, "data.path=7: gone; write another"),
         ("rows.csv", "data.path=rows.csv: gone; write another"),
+        ("données/文件.csv", "data.path=données/文件.csv: gone; write another"),
+        ("\udcff\x00", r"data.path=\udcff\x00: gone; write another"),
         (["a", 1], "data.path=['a', 1]: gone; write another"),
         ("a\nb\x1b[31m\u202e", r"data.path=a\nb\x1b[31m\u202e: gone; write another"),
         ("x" * 81, f"data.path={'x' * 77}...: gone; write another"),
@@ -21,6 +23,10 @@ from rtrain.errors import ConfigError, Problem, UserError
 )
 def test_a_problem_is_one_line(value: object, shown: str) -> None:
     assert str(Problem("data.path", value, "gone", "write another")) == shown
+
+
+def test_a_value_of_a_row_is_shown_in_its_own_script() -> None:
+    assert quoted("退款 مرحبا\x1b[2J\u202e\ud83d") == "'退款 مرحبا\\x1b[2J\\u202e\\ud83d'"
 
 
 def test_a_configuration_error_holds_all_problems_and_survives_pickling() -> None:

@@ -95,3 +95,45 @@ def test_addresses_stay_and_paths_become_absolute(tmp_path: Path, monkeypatch: p
     address = f"https://bucket.example/rows.csv?{QUERY}"
     found = opening.absolute(config.load("intent", {"data.path": "rows [final].csv", "data.test": address})).recipe.data
     assert (found.path, found.test) == (str(tmp_path / "rows [final].csv"), address)
+
+
+class Refusing(Quiet):
+    """Answers as the path says: /403.csv with 403."""
+
+    def do_GET(self) -> None:
+        self.send_error(int(Path(self.path.partition("?")[0]).stem))
+
+    do_HEAD = do_GET
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("status", [401, 403, 500])
+def test_an_address_that_is_refused_is_a_problem_of_its_setting(refusing: str, status: int) -> None:
+    with pytest.raises(ConfigError) as refused:
+        records.inspect(Data(path=f"{refusing}/{status}.csv?{QUERY}"))
+    [problem] = refused.value.problems
+    assert problem.field == "data.path"
+    assert f"the server answers {status}" in problem.reason
+    assert "Signature" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("http://127.0.0.1:9/rows.csv", "cannot be read"),  # the port to discard, where nobody listens
+        ("nothing://rows.csv", "no such kind of address"),
+        ("smb://host/rows.csv", "not installed"),
+    ],
+)
+def test_an_address_that_cannot_be_asked_is_a_problem_too(address: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        records.inspect(Data(path=address))

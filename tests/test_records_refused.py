@@ -62,6 +62,14 @@ def test_missing_columns_are_named_together_with_those_there_are(tmp_path: Path)
     ]
 
 
+def test_names_of_columns_cannot_write_on_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("текст,\x1b[2J\n1,2\n", encoding="utf-8")
+    assert r"a.csv has текст, \x1b[2J;" in str(problems(Data(path=str(path)))[0])
+    path.write_text("text,\x1b[2J,\x1b[2J\n1,2,3\n", encoding="utf-8")
+    assert r"two columns are called \x1b[2J;" in str(problems(Data(path=str(path)))[0])
+
+
 @pytest.mark.parametrize(("sign", "shown"), [(";", "';'"), ("\t", "a tab"), ("|", "'|'")])
 def test_a_file_whose_columns_another_sign_parts_is_told_so(tmp_path: Path, sign: str, shown: str) -> None:
     path = tmp_path / "a.csv"

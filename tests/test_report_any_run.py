@@ -13,7 +13,7 @@ from rtrain.errors import UserError
 from rtrain.report import html
 from rtrain.run import Run
 from rtrain.runs import driver
-from tests.reports import Page, answers_of, make_run, page_of, write_predictions, write_scores
+from tests.reports import Page, answers_of, make_answered, make_run, page_of, write_predictions, write_scores
 
 LABELS = ("login", "parcel", "refund")
 LIMIT = 3_000_000
@@ -65,6 +65,24 @@ def test_a_file_of_other_columns_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"{path} cannot be read"):
         html.write(Run(run))
     assert not (run / "report.html").exists()
+
+
+@pytest.mark.parametrize("name", ["scores-test.json", "artifact/artifact.json"])
+def test_a_file_that_is_cut_off_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    run = make_answered(tmp_path, "classification", **{"report.attributions": 0})
+    (run / name).write_text('{"schema_version": 1,\n')
+    with pytest.raises(UserError, match=rf"{run / name} cannot be read"):
+        html.make(Run(run))
+
+
+def test_what_is_cut_off_and_can_be_measured_again_is(tmp_path: Path) -> None:
+    run = Run(make_answered(tmp_path, "classification"))
+    html.make(run)
+    for path in (run.baselines, run.attributions("test")):
+        whole = path.read_text()
+        path.write_text(whole[:50])
+        html.make(run)
+        assert path.read_text() == whole
 
 
 def test_a_report_that_fails_is_said_and_does_not_fail_the_run(tmp_path: Path) -> None:

@@ -47,6 +47,22 @@ def test_a_store_holds_every_row_once_with_its_label(tmp_path: Path, encoder: Pa
     assert found == expected
 
 
+def test_a_slice_may_be_called_as_what_says_where_a_row_came_from(tmp_path: Path, encoder: Path) -> None:
+    """Else it would stand in the place of file and line, and no slice would be made of it."""
+    path = tmp_path / "rows.csv"
+    lines = [f"{text},{label},shop {number % 2},{number % 3}" for number, (text, label) in enumerate(labelled_rows(90))]
+    path.write_text("\n".join(["text,label,source,line", *lines]) + "\n")
+    recipe = recipe_of(path, slices=["source", "line"])
+    made = make_store(recipe, encoder, tmp_path)
+    place = made.places("test", np.array([0])).rpartition(":")
+    assert place[0] == str(path)
+    given = lines[int(place[2]) - 2].split(",")
+    assert {name: values[0].as_py() for name, values in made.slices("test").items()} == {
+        "source": given[2],
+        "line": given[3],
+    }
+
+
 def test_bad_rows_are_kept_in_quarantine_with_file_and_line(tmp_path: Path, encoder: Path) -> None:
     rows = labelled_rows(100)
     rows[10] = ("", "login")
@@ -139,6 +155,22 @@ def test_rows_without_a_validation_row_are_refused(tmp_path: Path, encoder: Path
     rows = [row for row in labelled_rows(40) if ALONE.at("train", hash_of(row)) == "train"]
     with pytest.raises(UserError, match=f"{len(rows)} training rows leave no validation row; give more rows"):
         store_of(tmp_path, rows, encoder)
+
+
+@pytest.mark.parametrize("value", ["", "one contract"])
+def test_rows_of_one_group_are_refused_with_the_column_that_holds_them_together(
+    tmp_path: Path, encoder: Path, value: str
+) -> None:
+    """As of a SQuAD file without titles: more rows of that kind would not help."""
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label,doc\n" + "".join(f"{text},{label},{value}\n" for text, label in labelled_rows(90)))
+    with pytest.raises(UserError, match=r"Rows with one value of the column 'doc', .*data\.split_by"):
+        make_store(recipe_of(path, split_by="doc"), encoder, tmp_path)
+
+
+def test_rows_of_one_text_are_refused_with_what_holds_them_together(tmp_path: Path, encoder: Path) -> None:
+    with pytest.raises(UserError, match="Rows of one text are all in one split"):
+        store_of(tmp_path, [("hello", "ab"[number % 2]) for number in range(90)], encoder)
 
 
 def hash_of(row: Row) -> int:

@@ -11,7 +11,7 @@ import tokenizers
 import torch
 import transformers
 
-from rtrain import config
+from rtrain import artifact, config, score
 from rtrain.batch import IGNORED, Head, Ragged, Tokens, single
 from rtrain.config import Distill
 from rtrain.data import packing
@@ -242,6 +242,26 @@ def test_from_documents_to_answers(encoder: Path, tmp_path: Path) -> None:
     assert ([len(one), len(none), len(two)], len(one[0])) == ([1, 0, 2], 3)
     chances = [entry["score"] for entry in one[0]]
     assert chances == sorted(chances, reverse=True)
+
+
+def test_scores_of_a_file_keep_no_logit_of_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """30,522 of them for each mask: ten thousand rows of a real vocabulary would take more than ten gigabytes."""
+    (tmp_path / "rows.csv").write_text("text\n" + "\n".join(line.replace(",", "") for line in CORPUS) + "\n")
+    tokenizer = load_tokenizer(make_encoder(tmp_path / "encoder"), 32)
+    folder = make_task_artifact(
+        tmp_path / "artifact", "masked_lm", TASK.head({}, tokenizer), data={"text": "text", "label": None}
+    )
+    kept: list[score.Answered] = []
+
+    def answer(*given: Any, **named: Any) -> score.Answered:
+        kept.append(score_answer(*given, **named))
+        return kept[-1]
+
+    score_answer = score.answer
+    monkeypatch.setattr(score, "answer", answer)
+    found = score.measured(folder, score.settings(artifact.read(folder), {"data.path": str(tmp_path / "rows.csv")}))
+    assert found.report["scores"]["rows"] == len(CORPUS)
+    assert (found.answers, [one.outputs for one in kept]) == ([], [[]])
 
 
 def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:

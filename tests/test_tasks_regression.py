@@ -40,7 +40,7 @@ def batch(targets: list[float], teacher: list[list[float]] | None = None) -> Tok
     return single(ones, ones, ones, np.array(targets), np.arange(len(targets), dtype=np.uint64), answers)
 
 
-@pytest.mark.parametrize("label", ["seven", "", "nan", "inf", "-inf", "1,5", "0x10"])
+@pytest.mark.parametrize("label", ["seven", "", "nan", "inf", "-inf", "1,5", "0x10", "1_000"])
 def test_a_score_that_is_no_number_is_named(label: str) -> None:
     assert TASK.flaw("text", None, label) == f"the score {label!r} is not a number; correct it or remove the row"
 
@@ -87,6 +87,16 @@ def test_an_artefact_whose_step_is_the_smallest_gap_has_a_scale() -> None:
 def test_one_score_for_all_rows_is_refused() -> None:
     with pytest.raises(UserError, match=r"data\.label: the training rows have one score only \(3\.0\)"):
         TASK.head({"3": 5, "3.0": 1})
+
+
+@pytest.mark.parametrize(("first", "step"), [(1.7e9, 1), (1e6, 0.1), (-2e7, 1)])
+def test_scores_that_float32_cannot_tell_apart_are_refused(first: float, step: float) -> None:
+    """A hundred Unix times would be two targets."""
+    values = [first + step * number for number in range(100)]
+    with pytest.raises(UserError, match=r"rounded to float32 they are no longer the same. Subtract -?[12]"):
+        TASK.head({str(value): 1 for value in values})
+    TASK.head({str(value - first): 1 for value in values})
+    TASK.head({str(value): 1 for value in [*values, first / 2]})  # beside that spread such steps do not count
 
 
 def test_the_loss_is_the_squared_error_in_standard_deviations() -> None:

@@ -13,6 +13,7 @@ import torch
 from rtrain import config
 from rtrain.batch import IGNORED, Head, Ragged, Tokens
 from rtrain.config import Distill
+from rtrain.data import tokens
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.exchange.replicated import Replicated
@@ -246,3 +247,12 @@ def test_from_a_file_to_an_answer(task: str, settings: dict[str, Any], labels: t
             "intent": pytest.approx(1),
             "mood": pytest.approx(1),
         }
+
+
+@pytest.mark.parametrize("task", ["classification", "multi_label", "regression"])
+def test_several_columns_of_labels_are_refused_by_a_task_that_reads_one(task: str) -> None:
+    overrides = {"task": task, "data.path": "rows.csv", "data.label": ["intent", "mood"]}
+    [problem] = tokens.problems(config.load("intent", overrides).recipe)
+    assert problem.field == "data.label"
+    assert "task=multi_head" in problem.fix
+    assert tokens.problems(config.load("intent", {**overrides, "task": "multi_head"}).recipe) == []

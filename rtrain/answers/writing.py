@@ -114,7 +114,7 @@ def _json(document: dict[str, Any]) -> str:
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):  # a map of Arrow's is a list of pairs
         return [_finite(inner) for inner in value]
     return {name: _finite(inner) for name, inner in value.items()} if isinstance(value, dict) else value
 

@@ -1,7 +1,11 @@
 """What verbs print on stdout."""
 
 import json
+import re
 from typing import Any
+
+_APART = re.compile(r"[\t\r\n]+")
+"""What parts the columns and the lines that are printed."""
 
 
 def show(document: Any, as_json: bool, *lines: str) -> None:
@@ -10,12 +14,17 @@ def show(document: Any, as_json: bool, *lines: str) -> None:
 
 
 def answer_text(answer: Any) -> str:
-    """Labels and scores of a text, a number, or an answer in words, tab-separated."""
+    """Labels and scores of a text, those of each head behind its name, a number, or an answer in words: tab-separated,
+    on one line."""
     if isinstance(answer, float):
         return f"{answer:.4f}"
     if isinstance(answer, list):
         return "\t".join(answer_text(entry) for entry in answer)
-    return "\t".join(f"{value:.4f}" if isinstance(value, float) else str(value) for value in answer.values())
+    if isinstance(answer, dict):
+        heads = all(isinstance(value, list) for value in answer.values())
+        parts = ((f"{name}\t" if heads else "", answer_text(value)) for name, value in answer.items())
+        return "\t".join(name + text for name, text in parts)
+    return _APART.sub(" ", str(answer))
 
 
 def given(answer: Any, least: float | None, top: int | None) -> Any:

@@ -273,4 +273,6 @@ def _problem(details: Any) -> Problem:
         return _unknown(field, details["input"], details["ctx"]["known"])
     if details["type"] == "missing":
         return Problem(field, None, "missing", "add it")
+    if details["type"] == "tuple_type" and isinstance(details["input"], str):
+        return Problem(field, details["input"], "no list", f"write {field}=[{details['input']}]")
     return Problem(field, details["input"], reason, "correct the value")

@@ -23,11 +23,11 @@ from typing import IO, Any, NamedTuple
 import pyarrow
 
 from rtrain.config import Data, assignment
-from rtrain.data.formats import digests, files, parts, readers
+from rtrain.data.formats import addresses, digests, files, parts, readers
 from rtrain.data.formats.addresses import opened, path_of
 from rtrain.data.formats.files import ROLES, Piece
 from rtrain.data.formats.values import not_words, string, text_of
-from rtrain.errors import ConfigError, Problem, UserError, quoted
+from rtrain.errors import ConfigError, Problem, UserError, quoted, visible
 
 
 class Record(NamedTuple):
@@ -146,8 +146,9 @@ def columns_of(piece: Piece) -> tuple[str, ...]:
 def _columns(field: str, piece: Piece) -> tuple[str, ...]:
     """Names of the file's columns. Raises `ConfigError` if there are none, or two of one name."""
     try:
-        files.refuse_several(field, piece.uri)
-        found = list(readers.COLUMNS.get(piece.format) or _header(field, piece))
+        with addresses.asked(field, piece.uri):
+            files.refuse_several(field, piece.uri)
+            found = list(readers.COLUMNS.get(piece.format) or _header(field, piece))
     except DAMAGED as error:
         fix = "write the file again, or set data.format to what it is"
         raise ConfigError(
@@ -156,7 +157,7 @@ def _columns(field: str, piece: Piece) -> tuple[str, ...]:
     if not any(name.strip() for name in found):
         raise ConfigError([Problem(field, piece.uri, "no header line", "name the columns in the first line")])
     if twice := sorted({name for name in found if found.count(name) > 1}):
-        reason = f"two columns are called {', '.join(twice)}"
+        reason = f"two columns are called {visible(', '.join(twice))}"
         raise ConfigError([Problem(field, piece.uri, reason, "give each column a name of its own")])
     return tuple(found)
 
@@ -196,11 +197,11 @@ def _missing(data: Data, columns: tuple[str, ...], name: str) -> list[Problem]:
         if column not in columns:
             meant = _meant(column, columns)
             setting = shlex.quote(_setting(data, field, column, meant) if meant else f"data.{field}=COLUMN")
-            fix = f"did you mean --set {setting}?" if meant else f"write --set {setting}"
+            fix = f"did you mean --set {visible(setting)}?" if meant else f"write --set {setting}"
             if len(columns) == 1 and (sign := next((one for one in ";\t|" if one in columns[0]), None)):
                 shown = "a tab" if sign == "\t" else repr(sign)
                 fix = f"its columns look parted by {shown}: write it with commas, or with tabs as a .tsv"
-            there = ", ".join(one if one.strip() else UNNAMED for one in columns)
+            there = ", ".join(visible(one) if one.strip() else UNNAMED for one in columns)
             problems.append(Problem(f"data.{field}", column, "no such column", f"{name} has {there}; {fix}"))
     return problems
 
@@ -248,10 +249,12 @@ def whole(piece: Piece) -> Iterator[None]:
     """Around the reading of a file: damage in it becomes a `UserError`."""
     try:
         yield
-    except DAMAGED as error:
+    except Exception as error:
+        if not isinstance(error, DAMAGED) and not addresses.is_of_storage(error):
+            raise
         # Damage is not one bad row: nobody knows how many rows are lost behind it.
         raise UserError(
-            f"{piece.uri} cannot be read to its end ({_first_line(error)}); copy or write it again"
+            f"{piece.uri} cannot be read to its end ({addresses.said(error)}); copy or write it again"
         ) from None
 
 

@@ -28,9 +28,13 @@ def changed_files(source: records.Source, shards: list[dict[str, Any]], root: Pa
 
 def empty_splits(recipe: Recipe, rows: Mapping[str, int]) -> None:
     """Raise `UserError` if a split has no rows, unless the settings ask for that; `rows` counts them by split."""
+    together = _together(recipe)
     if not rows["train"]:
         where = f"column {recipe.data.split!r}" if recipe.data.split else "data.path"
-        raise UserError(f"{where}: no row to train on; {rows['valid']} are for validation, {rows['test']} for the test")
+        why = "" if recipe.data.split else f". {together}"
+        raise UserError(
+            f"{where}: no row to train on; {rows['valid']} are for validation, {rows['test']} for the test{why}"
+        )
     if recipe.data.split is not None and not rows["test"]:
         raise UserError(f"data.split: no row of column {recipe.data.split!r} is for the test; name some `test`")
     if rows["valid"] or recipe.data.valid_share == 0:
@@ -41,7 +45,18 @@ def empty_splits(recipe: Recipe, rows: Mapping[str, int]) -> None:
             "a tenth of the training rows, or 0 to train on all rows and keep the last weights"
         )
     raise UserError(
-        f"data.path: {rows['train']} training rows leave no validation row; give more rows (30 are a sane least)"
+        f"data.path: {rows['train']} training rows leave no validation row; give more rows (30 are a sane least). "
+        f"{together}"
+    )
+
+
+def _together(recipe: Recipe) -> str:
+    """Which rows stay in one split: of few different ones all may."""
+    if recipe.data.split_by is None:
+        return "Rows of one text are all in one split"
+    return (
+        f"Rows with one value of the column {recipe.data.split_by!r}, blank ones too, are all in one split: where it "
+        "has few values, name another column by data.split_by, or null to go by the texts"
     )
 
 

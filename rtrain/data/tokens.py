@@ -72,6 +72,10 @@ def problems(recipe: Recipe) -> list[Problem]:
     if recipe.data.outside is not None and not task.finds_outside:
         reason = f"{task.name} does not tell rows that belong to none of its labels"
         found.append(Problem("data.outside", recipe.data.outside, reason, "remove it"))
+    if isinstance(recipe.data.label, tuple) and task.output != "heads":
+        reason = f"several columns, and {task.name} reads one: each combination would be a label of its own"
+        fix = "name one, or add task=multi_head to have an answer for each"
+        found.append(Problem("data.label", list(recipe.data.label), reason, fix))
     return found
 
 

@@ -63,6 +63,9 @@ def measure(both: Both, store: Store | None, base: Path) -> list[dict[str, Any]]
     if store is None or lacking:
         return [asdict(one) for one in (*found, *(Rival(name, absent=lacking) for name in (TFIDF, STATIC)))]
     rows = _rows(store, base / "tokenizer.json", task.output)
+    if not baseline.is_read(rows.train[0]):
+        unread = "the base knows no piece of the training rows"
+        return [asdict(one) for one in (*found, *(Rival(name, absent=unread) for name in (TFIDF, STATIC)))]
     for name, fit in ((TFIDF, _tfidf), (STATIC, _static)):
         if name == STATIC and not static.is_installed():
             found.append(Rival(name, absent=f"{static.PACKAGE} is not installed (the extra bench has it)"))

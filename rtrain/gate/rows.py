@@ -29,7 +29,6 @@ from rtrain.metrics.scores import LENGTH
 from rtrain.metrics.slices import quantiles
 from rtrain.predict import Predictor
 from rtrain.report.stats import sample
-from rtrain.runs.predictions import slices as slice_columns
 from rtrain.training.evaluate import SEED
 
 MOST_ROWS = 10_000
@@ -152,8 +151,7 @@ def of_store(
         head, answered = _by_name(predictor, answered, store.manifest.head, (base, candidate))
         return Side(predictor, mine, answered, targets, head, np.zeros(len(positions), dtype=np.bool_))
 
-    origins = store.origins(split)
-    columns = {name: origins[name].take(positions).to_pylist() for name in slice_columns(store, split)}
+    columns = {name: values.take(positions).to_pylist() for name, values in store.slices(split).items()}
     otherwise = 0 if alike else _otherwise(*read)
     source = f"{split} rows of the run" if among is None else f"held-back {split} rows"
     return Both(side(base, read[0]), side(candidate, read[1]), columns, source, otherwise)

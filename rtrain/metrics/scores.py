@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rtrain.batch import Head, Int32s, Ragged
+from rtrain.errors import UserError
 from rtrain.metrics import bootstrap, slices
 from rtrain.metrics.additive import Additive
 from rtrain.metrics.by_output import Metric, metric_for
@@ -104,10 +105,14 @@ def write(path: Path, document: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """The document; None where the run is not finished, or is older than these files."""
+    """The document; None where the run is not finished, or is older than these files. Raises `UserError` where the file
+    is cut off."""
     if not path.is_file():
         return None
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read ({error}); copy it again, or remove it and go without it") from None
     return found
 
 

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration, engines
+from rtrain import artifact, config as configuration, engines
 from rtrain.data.stores.store import open_store
 from rtrain.report import answer_rows
 from rtrain.run import Run
@@ -22,7 +22,10 @@ def read(run: Run, split: str, version: str | None) -> dict[str, Any] | None:
     path = run.attributions(split)
     if not path.is_file():
         return None
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # cut off: they are computed again
+        return None
     current = found["schema_version"] == SCHEMA_VERSION and found["artifact"] == version
     return found if current else None
 
@@ -35,13 +38,12 @@ def ensure(run: Run) -> Path | None:
     """
     config = configuration.load(str(run.config))
     most, answers = config.deploy.report.attributions, answer_rows.newest(run)
-    path = run.artifact / "artifact.json"
-    if not most or answers is None or not path.is_file():
+    if not most or answers is None or not run.finished:
         return None
     from rtrain.explain import targets
     from rtrain.tasks import base
 
-    made = json.loads(path.read_text(encoding="utf-8"))
+    made = artifact.document_of(run.artifact)
     if not engines.get(made["engine"]).gradients or base.get(made["task"]).output not in targets.KINDS:
         return None
     hardest = answers.hardest(most)
@@ -54,7 +56,7 @@ def ensure(run: Run) -> Path | None:
     from rtrain.predict import Predictor
 
     tokens = open_store(store).read(answers.split, hardest)
-    found = rows.explain(Predictor.load(path.parent), tokens, config.recipe.data.text_pair is not None)
+    found = rows.explain(Predictor.load(run.artifact), tokens, config.recipe.data.text_pair is not None)
     explained = [
         {"row": position, **row} for position, row in zip(hardest.tolist(), found["rows"], strict=False)
     ]  # the first rows only, where the budget was too small for all

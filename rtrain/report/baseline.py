@@ -10,6 +10,7 @@ larger is better}}, ...]}. Made once, when a run has ended, from its token store
 """
 
 import json
+import re
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -34,6 +35,8 @@ MOST_ROWS, MOST_TOKENS = 10_000, 500_000
 """Most rows and tokens of a split that are used: it takes some ten seconds for a few labels, a minute for a hundred."""
 CHOICES_OF_C = (0.1, 1.0, 10.0)
 CHOICES_OF_ALPHA = (0.1, 1.0, 10.0)
+WORD, BETWEEN_BLANKS = r"(?u)\b\w\w+\b", r"\S+"
+"""What counts as a word of TF-IDF: scikit-learn's own two letters or more, or anything between blanks."""
 
 Rows = tuple[Sequence[str], Sequence[str] | Sequence[int]]
 """(texts, labels or their numbers)."""
@@ -54,7 +57,10 @@ def read(run: Run) -> dict[str, Any] | None:
 def _read(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # cut off: they are measured again
+        return None
     return found if found["schema_version"] == SCHEMA_VERSION else None
 
 
@@ -99,7 +105,8 @@ def _measure(store: Store, output: str, tokenizer: Path) -> dict[str, Any]:
         train = targets["train"]
         answers[ONE_ANSWER] = {split: _one_answer(train, len(rows), output, head) for split, rows in chosen.items()}
         texts = {split: _texts(store, split, rows, tokenizer) for split, rows in chosen.items()}
-        if "valid" in chosen and (output == "number" or len(np.unique(train.values)) > 1):
+        varied = output == "number" or len(np.unique(train.values)) > 1
+        if "valid" in chosen and varied and is_read(texts["train"]):
             answers[TFIDF] = _linear(texts, targets, output, head)
     baselines = [
         {
@@ -119,6 +126,11 @@ def rows(store: Store, split: str, tokenizer: Path) -> tuple[list[str], Ragged]:
     """The rows of a split that are used: what the encoder read of their texts, and their targets."""
     chosen = _chosen(store, split)
     return _texts(store, split, chosen, tokenizer), store.targets(split).take(chosen)
+
+
+def is_read(texts: Sequence[str]) -> bool:
+    """Whether the encoder knew a piece of any text, which TF-IDF needs too: of emoji it may know none."""
+    return any(text.strip() for text in texts)
 
 
 def certain(places: npt.NDArray[Any], head: Head) -> Ragged:
@@ -204,7 +216,7 @@ def labels(train: Rows, valid: Rows, texts: Sequence[str]) -> npt.NDArray[Any]:
 
 def fitted_labels(train: Rows, valid: Rows) -> Callable[[Sequence[str]], npt.NDArray[Any]]:
     """A linear support vector machine on TF-IDF, which labels texts; C as in `best_machine`."""
-    features = _features()
+    features = _features(train[0])
     matrix = features.fit_transform(train[0])
     best = best_machine(matrix, train[1], features.transform(valid[0]), valid[1])
     return lambda texts: np.asarray(best.predict(features.transform(texts)))
@@ -237,7 +249,7 @@ def fitted_numbers(train: Scored, valid: Scored) -> Callable[[Sequence[str]], np
     """
     from sklearn.linear_model import Ridge
 
-    features = _features()
+    features = _features(train[0])
     matrix = features.fit_transform(train[0])
     held_out, true = features.transform(valid[0]), np.asarray(valid[1], dtype=np.float64)
     # The conjugate-gradient solver draws nothing at random and needs no dense matrix.
@@ -258,11 +270,15 @@ def tags(train: Iterable[Tagged], sentences: Iterable[Sequence[Hashable]]) -> li
     return [[most.get(word, "O") for word in words] for words in sentences]
 
 
-def _features() -> Any:
+def _features(texts: Sequence[str]) -> Any:
+    """TF-IDF of words and of characters. Where most texts have no word of two letters, each character is one: the
+    tokenizers of BERT's kin put blanks between those of Chinese."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.pipeline import make_union
 
+    having = sum(re.search(WORD, text) is not None for text in texts)
+    pattern = WORD if 2 * having >= len(texts) else BETWEEN_BLANKS
     return make_union(
-        TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True),
+        TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, token_pattern=pattern),
         TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 5), sublinear_tf=True),
     )

@@ -1,13 +1,12 @@
 """What is known of a run: its folder, read once, for all sections of the report."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rtrain import config as configuration
+from rtrain import artifact, config as configuration
 from rtrain.batch import Ints
 from rtrain.config import Config
 from rtrain.data.stores.store import Store
@@ -111,8 +110,4 @@ def _tokenizer(run: Run, config: Config) -> Path | None:
 
 
 def _artifact(run: Run) -> dict[str, Any] | None:
-    path = run.artifact / "artifact.json"
-    if not path.is_file():
-        return None
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    return artifact.document_of(run.artifact) if run.finished else None

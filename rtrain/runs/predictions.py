@@ -56,16 +56,11 @@ def write(
         "score": pa.array(described.score, pa.float64(), from_pandas=True),
         "loss": pa.array(described.loss, pa.float64(), from_pandas=True),
     }
-    for name in slices(store, split):
-        columns[name if name not in columns else f"{name} (slice)"] = origins[name]
+    for name, values in store.slices(split).items():
+        columns[name if name not in columns else f"{name} (slice)"] = values
     draft = path.with_name(f".{path.name}")
     pyarrow.parquet.write_table(pa.table(columns), draft)
     draft.rename(path)
-
-
-def slices(store: Store, split: str) -> list[str]:
-    """Columns by whose values the scores are given apart."""
-    return [name for name in store.origins(split).column_names if name not in ("source", "line")]
 
 
 def measured(
@@ -73,8 +68,7 @@ def measured(
 ) -> dict[str, Any]:
     """The scores of the split, of its slices, and its tables; `alive` as in `rtrain.metrics.scores.measure`. Where rows
     of it are training rows too, also the scores without them."""
-    origins = store.origins(split)
-    columns = {name: origins[name].to_pylist() for name in slices(store, split)}
+    columns = {name: values.to_pylist() for name, values in store.slices(split).items()}
     lengths = store.column(split, "length")
     targets, seen = store.targets(split), store.seen(split)
     document = scores.measure(task, head, split, outcomes, targets, lengths, columns, alive)

@@ -24,6 +24,8 @@ EXAMPLES = (
 )
 MOST_STEPS = 100
 """Training scores with more steps than this are no scale of grades."""
+FINEST = 1e-3
+"""Largest part of a standard deviation by which float32, in which targets are kept, may round a score."""
 ROUNDING = 1e-5
 """Part of a step by which a grade may lie beside its place: float32 has 7 digits, of which the scale takes 2."""
 
@@ -34,7 +36,7 @@ class Regression(PooledTask):
 
     def flaw(self, text: str, pair: str | None, label: str) -> str | None:
         try:
-            value = float(label)
+            value = math.nan if "_" in label else float(label)  # Python reads 1_000 as a thousand
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
@@ -59,6 +61,12 @@ class Regression(PooledTask):
         values, weights = np.array(sorted(rows)), np.array([rows[value] for value in sorted(rows)], dtype=np.float64)
         mean = float(np.average(values, weights=weights))
         std = float(np.sqrt(np.average((values - mean) ** 2, weights=weights)))
+        if np.spacing(np.abs(values).max().astype(np.float32)) > FINEST * std:
+            raise UserError(
+                f"data.label: the training rows' scores, {values[0]:.15g} to {values[-1]:.15g}, differ by too little "
+                f"beside their size: rounded to float32 they are no longer the same. Subtract {values[0]:.15g} from "
+                "each, in the test rows too."
+            )
         scale = {"lowest": float(values[0]), "highest": float(values[-1]), "step": _step(values)}
         return Head(("score",), {"mean": mean, "std": std, **scale})
 

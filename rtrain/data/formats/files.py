@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import fsspec
 
 from rtrain import hub
+from rtrain.data.formats import addresses
 from rtrain.data.formats.addresses import is_glob, path_of, suffix
 from rtrain.errors import ConfigError, Problem
 
@@ -53,7 +54,14 @@ def find(field: str, uri: str, format: str | None, role: str, root: Path | None)
     `field` is the setting that holds the address, for the messages. A data set of the hub is read from its copy under
     `root` if there is one. Raises `ConfigError` if nothing is found, a format is unknown or a file is empty.
     """
-    filesystem, path = fsspec.core.url_to_fs(uri)
+    filesystem, path = addresses.filesystem(field, uri)
+    with addresses.asked(field, uri):
+        return _found(field, uri, filesystem, path, format, role, root)
+
+
+def _found(
+    field: str, uri: str, filesystem: Any, path: str, format: str | None, role: str, root: Path | None
+) -> list[Piece]:
     if filesystem.isdir(path) and (format == "datasets" or _is_datasets(filesystem, path)):
         return _datasets_pieces(field, filesystem, path, role)
     # Plain files come before globs: a file may be called `rows [final].csv`, and a `?` in a URL begins its query.

@@ -188,7 +188,10 @@ def _write_indexes(
         listed = {name: pa.array(values[chosen]) for name, values in index.items()}
         write(f"index-{split}.arrow", {**listed, "targets": store.lists(columns.joined(targets.pop(split)))})
         origins = {"source": columns.named(names, rows.shard[chosen]), "line": pa.array(rows.lines[chosen])}
-        slices = {name: columns.chosen(rows.table[SLICE + name], mask) for name in job.recipe.data.slices}
+        slices = {
+            f"{name}{store.SLICED}" if name in origins else name: columns.chosen(rows.table[SLICE + name], mask)
+            for name in job.recipe.data.slices
+        }
         write(f"rows-{split}.arrow", {**origins, **slices})
         if split != "train" and "key" in rows.table.column_names:
             write(f"seen-{split}.arrow", {"seen": pa.array(_seen(rows, mask))})

@@ -45,6 +45,8 @@ SHARDS_OPEN = 1280
 
 PLACES = 5
 """How many rows a message names."""
+ORIGINS, SLICED = ("source", "line"), " (slice)"
+"""Columns of `rows-*.arrow` that say where a row came from, and what is added to the name of a slice called so."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +145,14 @@ class Store:
 
     def origins(self, split: str) -> pa.Table:
         """Where each row came from, in index order: `source` (text), `line` (integer), a text column for each of
-        `data.slices`."""
+        `data.slices` (`slices` has these by their names)."""
         return self._open(f"rows-{split}.arrow")
+
+    def slices(self, split: str) -> dict[str, pa.ChunkedArray]:
+        """The rows' values of each of `data.slices`, in index order."""
+        origins = self.origins(split)
+        of = {f"{name}{SLICED}": name for name in ORIGINS}
+        return {of.get(column, column): origins[column] for column in origins.column_names if column not in ORIGINS}
 
     def seen(self, split: str) -> npt.NDArray[np.bool_] | None:
         """Whether each held-out row is a training row too (`rtrain.data.overlap`).
