@@ -1,17 +1,18 @@
 """Attention inside a pack: by a kernel for windows of any length where a GPU has one. Elsewhere windows of about equal
-length are padded and multiplied together, and taken apart again.
+length are padded and multiplied together, and taken apart again; where attention is local, as ModernBERT's is in two
+layers of three, pieces of windows are.
 
 Dropout of attention weights is as the model's configuration says, on every path: where it is not 0, a GPU trains by
 torch's fused kernel over padded groups, since the other one knows none. `model.attention_dropout: 0` makes it the
 faster one; evaluation, which drops nothing, takes that in any case.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from rtrain.network import dropout as masks, precision
-from rtrain.network.layout import Layout
+from rtrain.network.layout import Group, Layout
 from rtrain.torch_internals import softmax_backward
 
 if TYPE_CHECKING:
@@ -23,19 +24,24 @@ LANES = 16
 """Numbers of fp32 in a vector of 512 bits."""
 FLASH_DIM = 256
 """Most numbers of a head's vector that flash attention takes; it wants a multiple of 8."""
+SQUARE = 512
+"""Most tokens that a token reads where a CPU trains by plain products, which keep the square of a window's attention
+weights for the backward pass: of 8,192 tokens 268 MB for each head of each layer, in fp32. Without dropout torch's
+kernel trains such windows faster too (measured with 2,048 tokens and 6 heads of 64: 249 ms against 403)."""
 
 
 def kernel_for(
-    device: str, capability: tuple[int, int], dtype: str, dim: int, *, dropout: float, trains: bool
+    device: str, capability: tuple[int, int], dtype: str, dim: int, *, dropout: float, trains: bool, reads: int = 0
 ) -> Kernel:
-    """How attention inside a pack is computed. Pure.
+    """How attention inside a pack is computed. Pure. `reads`: most tokens that a token reads.
 
     `varlen`, a GPU's flash attention over the pack as it is (Dao 2023, arXiv:2307.08691), knows no dropout. `plain`
-    products train faster on a CPU than torch's fused kernel does. `fused` is that kernel, over padded groups; it holds
-    no square of a window, of which an evaluation's large passes would take gigabytes.
+    products train faster on a CPU than torch's fused kernel does, but for long windows. `fused` is that kernel, over
+    padded groups; it holds no square of a window, of which an evaluation's large passes would take gigabytes. With
+    dropout it does.
     """
     if device == "cpu":
-        return "plain" if trains else "fused"
+        return "plain" if trains and (dropout or reads <= SQUARE) else "fused"
     flash = device == "cuda" and capability >= precision.AMPERE and dtype in ("bfloat16", "float16")
     return "varlen" if flash and not dropout and dim % 8 == 0 and dim <= FLASH_DIM else "fused"
 
@@ -57,16 +63,22 @@ def packed(
     scaling: float | None = None,
     layout: Layout | None = None,
     draw: "Callable[[tuple[int, ...], float, torch.dtype], torch.Tensor]" = masks.mask,
+    sliding_window: int | None = None,
     **named: Any,
 ) -> "tuple[torch.Tensor, torch.Tensor | None]":
     """Transformers' attention interface: `query`, `key`, `value` [1, heads, tokens, dim] -> [1, tokens, heads, dim].
 
-    Without a layout the tensors are padded, as everywhere else. `draw`: what gives dropout's masks to plain attention.
+    Without a layout the tensors are padded, as everywhere else, and the mask says what is read. `draw`: what gives
+    dropout's masks to plain attention. `sliding_window`: tokens that a token reads on either side, itself included;
+    None for all.
     """
     import torch
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if layout is None:
+        if sliding_window is not None and attention_mask is None:
+            places = torch.arange(query.shape[2], device=query.device)
+            attention_mask = (places[:, None] - places).abs() < sliding_window
         answer: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **named
         )
@@ -74,6 +86,7 @@ def packed(
     rate = dropout if module.training else 0.0
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     heads, count, dim = query.shape[1:]
+    reach = None if sliding_window is None else sliding_window - 1
     name = kernel_for(
         query.device.type,
         _capability(query.device),
@@ -81,17 +94,19 @@ def packed(
         dim,
         dropout=rate,
         trains=torch.is_grad_enabled() and query.requires_grad,
+        reads=layout.longest if reach is None else min(layout.longest, 2 * reach + 1),
     )
     if name == "varlen":
         from torch.nn.attention.varlen import varlen_attn
 
-        return by_window(query, key, value, layout, scale, varlen_attn), None
+        return by_window(query, key, value, layout, scale, varlen_attn, reach), None
+    groups = layout.groups if reach is None else layout.within(reach)
     q, k, v = (part.transpose(1, 2).reshape(count * heads, dim) for part in (query, key, value))
     found: torch.Tensor
     if name == "plain":
-        found = _plain().apply(q, k, v, layout, scale, rate, draw)
+        found = _plain().apply(q, k, v, groups, heads, scale, rate, draw)
     else:
-        found = _fused(q, k, v, layout, scale, rate)
+        found = _fused(q, k, v, groups, heads, scale, rate)
     return found.view(1, count, heads, dim), None
 
 
@@ -102,25 +117,34 @@ def by_window(
     layout: Layout,
     scale: float,
     kernel: Callable[..., Any],
+    reach: int | None = None,
 ) -> "torch.Tensor":
-    """[1, heads, tokens, dim] -> [1, tokens, heads, dim] by a kernel that is called as torch's `varlen_attn`."""
+    """[1, heads, tokens, dim] -> [1, tokens, heads, dim] by a kernel that is called as torch's `varlen_attn`. `reach`:
+    tokens that a token reads on either side; None for all."""
     parts = [part[0].transpose(0, 1) for part in (query, key, value)]
-    answer: torch.Tensor = kernel(*parts, layout.ends, layout.ends, layout.longest, layout.longest, scale=scale)
+    near = {} if reach is None else {"window_size": (reach, reach)}
+    answer: torch.Tensor = kernel(*parts, layout.ends, layout.ends, layout.longest, layout.longest, scale=scale, **near)
     return answer[None]
 
 
 def _fused(
-    query: "torch.Tensor", key: "torch.Tensor", value: "torch.Tensor", layout: Layout, scale: float, rate: float
+    query: "torch.Tensor",
+    key: "torch.Tensor",
+    value: "torch.Tensor",
+    groups: Sequence[Group],
+    heads: int,
+    scale: float,
+    rate: float,
 ) -> "torch.Tensor":
-    """Attention by torch's fused kernels, group by group; the arguments are [tokens * heads, dim]."""
+    """Attention by torch's fused kernels, group by group; the tensors are [tokens * heads, dim]."""
     import torch
 
-    heads, dim, found = layout.heads, query.shape[-1], []
-    for group in layout.groups:
+    dim, found = query.shape[-1], []
+    for group in groups:
         own = slice(group.start * heads, group.stop * heads)
-        q, k, v = (
-            part[own].index_select(0, group.gather).view(group.windows, heads, group.width, dim)
-            for part in (query, key, value)
+        q = query[own].index_select(0, group.gather).view(group.windows, heads, group.width, dim)
+        k, v = (
+            part[own].index_select(0, group.read).view(group.windows, heads, group.reads, dim) for part in (key, value)
         )
         bias = None if group.bias is None else group.bias.to(query.dtype)
         answer = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=rate, scale=scale)
@@ -148,13 +172,13 @@ def _plain() -> Any:
 
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
-            *parts, layout, scale, rate, draw = arguments
-            heads, dim = layout.heads, parts[0].shape[-1]
+            *parts, groups, heads, scale, rate, draw = arguments
+            dim = parts[0].shape[-1]
             found, kept = torch.empty_like(parts[2]), []
-            for group in layout.groups:
+            for group in groups:
                 own = slice(group.start * heads, group.stop * heads)
-                shape = (group.windows * heads, group.width, dim)
-                query, key, value = (part[own].index_select(0, group.gather).view(shape) for part in parts)
+                query = parts[0][own].index_select(0, group.gather).view(-1, group.width, dim)
+                key, value = (part[own].index_select(0, group.read).view(-1, group.reads, dim) for part in parts[1:])
                 query.mul_(scale)
                 scores = torch.bmm(query, key.transpose(1, 2))
                 if group.bias is not None:
@@ -167,20 +191,20 @@ def _plain() -> Any:
                 torch.index_select(answer.view(-1, dim), 0, group.scatter, out=found[own])
                 kept += [query, key, value, weights, mask]
             ctx.save_for_backward(*kept)
-            ctx.layout, ctx.scale = layout, scale
+            ctx.groups, ctx.heads, ctx.scale = groups, heads, scale
             return found
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-            kept, layout = ctx.saved_tensors, ctx.layout
-            heads, dim = layout.heads, gradients[0].shape[-1]
+            kept, heads = ctx.saved_tensors, ctx.heads
+            dim = gradients[0].shape[-1]
             found = [torch.empty_like(gradients[0]) for _ in range(3)]
-            for place, group in enumerate(layout.groups):
+            for place, group in enumerate(ctx.groups):
                 own = slice(group.start * heads, group.stop * heads)
                 query, key, value, weights, mask = kept[5 * place : 5 * place + 5]
                 # Padding's answers get no gradient: nothing reads them, but all sums below run over padding too.
                 answer = gradients[0][own].index_select(0, group.gather).view(query.shape)
-                if group.bias is not None:
+                if group.real is not None:
                     answer.view(group.windows, -1, group.width, dim).mul_(group.real.to(answer.dtype))
                 dropped = weights if mask is None else weights * mask
                 of_value = torch.bmm(dropped.transpose(1, 2), answer)
@@ -191,8 +215,13 @@ def _plain() -> Any:
                 of_scores = softmax_backward(of_weights.to(within), weights.to(within)).to(weights.dtype)
                 of_query = torch.bmm(of_scores, key).mul_(ctx.scale)
                 of_key = torch.bmm(of_scores.transpose(1, 2), query)
-                for part, of_part in zip(found, (of_query, of_key, of_value), strict=True):
-                    torch.index_select(of_part.view(-1, dim), 0, group.scatter, out=part[own])
-            return (*found, None, None, None, None)
+                torch.index_select(of_query.view(-1, dim), 0, group.scatter, out=found[0][own])
+                for part, of_part in zip(found[1:], (of_key, of_value), strict=True):
+                    if group.pieces:
+                        # What nobody reads has gradients of zero: padding, and what is too far away.
+                        part[own].zero_().index_add_(0, group.read, of_part.view(-1, dim))
+                    else:
+                        torch.index_select(of_part.view(-1, dim), 0, group.scatter, out=part[own])
+            return (*found, *(None,) * 5)
 
     return Plain

@@ -133,7 +133,7 @@ def _as_trained(
 ) -> "transformers.PreTrainedModel":
     """`drawn`: names of the weights that were not read."""
     if pack and packed.supports(model):
-        head = "tokens" if task.by_token else "mean" if mean else "first"
+        head = "tokens" if task.by_token else "mean" if mean or pooling.means(model) else "first"
         packed.enable(model, head, fast_dropout=fast_dropout)
     attend(model, training=True)
     if mean:
@@ -147,10 +147,12 @@ def attend(network: Any, *, training: bool) -> None:
     """How a CPU computes attention: by plain matrix products to train, by torch's fused kernel to answer.
 
     Fused, with dropout or a backward pass, it trained 1.0 to 1.3 times fewer tokens per second at 20 to 512 tokens. It
-    holds no square of the text, of which an evaluation's large passes would take gigabytes. A GPU's is always fused.
+    holds no square of the text, of which an evaluation's large passes would take gigabytes. A GPU's is always fused,
+    and so is local attention: by plain products, padding that reads nothing answers with what is no number.
     """
     if getattr(network, "_supports_sdpa", False) and not packed.enabled(network):
-        plain = training and whole.device(network).type == "cpu"
+        local = getattr(network.config, "sliding_window", None) is not None
+        plain = training and whole.device(network).type == "cpu" and not local
         network.set_attn_implementation("eager" if plain else "sdpa")
 
 
@@ -184,6 +186,10 @@ def _dropout(folder: Path, share: float) -> dict[str, Any]:
     return dict.fromkeys(names, share)
 
 
+AFTER_PADDING = ("camembert", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl")
+"""Architectures that count positions from `pad_token_id` + 1 on: so many places of their tables are no text's."""
+
+
 def check_architecture(folder: Path, max_tokens: int) -> list[Problem]:
     """What can be known of a model folder before a process starts."""
     config = json.loads((folder / "config.json").read_text())
@@ -198,6 +204,8 @@ def check_architecture(folder: Path, max_tokens: int) -> list[Problem]:
             )
         )
     positions = config.get("max_position_embeddings")
+    if positions and config.get("model_type") in AFTER_PADDING:
+        positions -= config.get("pad_token_id", 1) + 1
     if positions and max_tokens > positions:
         problems.append(
             Problem(

@@ -36,6 +36,7 @@ FIRST_POSITION: Mapping[str, Callable[[Any], int]] = {
     "roberta": lambda config: config.pad_token_id + 1,
     "xlm-roberta": lambda config: config.pad_token_id + 1,
     "camembert": lambda config: config.pad_token_id + 1,
+    "modernbert": lambda config: 0,
 }
 """Architectures whose encoders are known to give the same answers packed, and the position of a text's first token."""
 
@@ -91,10 +92,13 @@ def inputs_of(network: Any, tokens: Tokens, device: "torch.device") -> tuple[dic
 
 
 def mask(**named: Any) -> Any:
-    """The mask of padded inputs, in the form that Transformers asks for; a pack has none."""
-    from transformers.masking_utils import eager_mask
+    """The mask of padded inputs, in the form that Transformers asks for; a pack has none.
 
-    return None if named["attention_mask"] is None else eager_mask(**named)
+    As truth values: of a token of padding that reads none of a text, numbers would make an answer that is no number.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    return None if named["attention_mask"] is None else sdpa_mask(**named)
 
 
 def _by_window(head: str, encoder: Any, inputs: Any, named: Mapping[str, Any], output: Any) -> Any:

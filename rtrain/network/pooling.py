@@ -26,8 +26,9 @@ def pool_by_mean(network: "transformers.PreTrainedModel") -> None:
     """Give the head the mean of the text's tokens in place of its first token's vector.
 
     That is what sentence encoders are trained with (Reimers and Gurevych 2019, arXiv:1908.10084): their mean tells
-    texts apart before any fine-tuning, their first token does not. A pooler, of BERT and its kin, is dropped. Raises
-    `UserError` for a network that does not tell its encoder from its head.
+    texts apart before any fine-tuning, their first token does not. A pooler, of BERT and its kin, is dropped; a head
+    that takes a mean of its own, ModernBERT's, reads the first place instead. Raises `UserError` for a network that
+    does not tell its encoder from its head.
     """
     encoder: Any = network.base_model
     if encoder is network:
@@ -35,7 +36,14 @@ def pool_by_mean(network: "transformers.PreTrainedModel") -> None:
         raise UserError(f"model.pooling=mean: {kind} does not tell its encoder from its head; write model.pooling=own")
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None
+    if means(network):
+        network.config.classifier_pooling = "cls"
     encoder.register_forward_hook(_mean, with_kwargs=True)
+
+
+def means(network: "transformers.PreTrainedModel") -> bool:
+    """Whether the network's own head reads the mean of the tokens."""
+    return getattr(network.config, "classifier_pooling", None) == "mean"
 
 
 def _mean(module: "torch.nn.Module", inputs: Any, named: Mapping[str, Any], output: Any) -> Any:

@@ -1,0 +1,202 @@
+"""ModernBERT without padding: local and global attention, rotary positions; answers and gradients are those with it."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from rtrain.config import Model
+from rtrain.network import attention, layout, model, packed
+from rtrain.tasks import base
+from rtrain.training import step
+from tests.test_network_packed import HEADS, LENGTHS, WORDS, difference, rows
+
+REACH = 4
+"""Tokens that a token reads on either side, in two layers of three."""
+
+
+def config(**settings: Any) -> transformers.ModernBertConfig:
+    return transformers.ModernBertConfig(
+        **{
+            **{"vocab_size": WORDS, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 4},
+            **{"num_attention_heads": 3, "max_position_embeddings": 8192, "local_attention": 2 * REACH},
+            **{"pad_token_id": 0, "bos_token_id": 2, "cls_token_id": 2, "eos_token_id": 3, "sep_token_id": 3},
+            # Wider than usual, so that a token which reads one too many has visibly another answer.
+            **{"initializer_range": 0.3, "num_labels": 4},
+            **settings,
+        }
+    )
+
+
+def pair(head: str, **settings: Any) -> tuple[Any, Any]:
+    """A network and its packed twin, in float64, without dropout. With padding by torch's fused attention: plain
+    products answer padding, where it reads no text, with what is no number."""
+    made = []
+    for packs in (False, True):
+        torch.manual_seed(1)
+        chosen = config(**settings)
+        chosen.num_labels = 2 if head == "ForQuestionAnswering" else 4
+        network: Any = getattr(transformers, f"ModernBert{head}")(chosen).double().eval()
+        network.set_attn_implementation("sdpa")
+        if packs:
+            assert packed.supports(network)
+            reads = "mean" if settings.get("classifier_pooling") == "mean" else "first"
+            packed.enable(network, reads if HEADS[head] == "first" else HEADS[head])
+        made.append(network)
+    return made[0], made[1]
+
+
+WAYS = {"whole": (128, 512), "pieces": (2 * REACH, 512), "fused": (2 * REACH, 1)}
+"""(PIECE, SQUARE): windows as they are, under a mask; cut into pieces; and these by torch's kernel in training too."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_answers_and_gradients_are_those_with_padding(
+    head: str, way: str, pooling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of 1 to 64 tokens, of which most are longer than what a token reads."""
+    monkeypatch.setattr(layout, "GROUP_WASTE", {"cpu": 500})  # several groups in so small a pass
+    monkeypatch.setattr(layout, "PIECE", WAYS[way][0])
+    monkeypatch.setattr(attention, "SQUARE", WAYS[way][1])
+    plain, packs = pair(head, classifier_pooling=pooling)
+    tokens = rows(LENGTHS)
+    wanted = np.array([0, 3, 40, 41, 150]) if head == "ForMaskedLM" else None
+    answers = [step.forward(network, tokens, 0, "fp32", wanted) for network in (plain, packs)]
+    assert answers[1].shape == answers[0].shape
+    torch.testing.assert_close(answers[1], answers[0], rtol=1e-10, atol=1e-12)
+    weights = torch.randn(answers[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    for answer in answers:
+        (answer * weights).sum().backward()
+    assert difference(packs, plain) < 1e-12
+    with torch.inference_mode():  # by another kernel
+        alone = step.forward(packs, tokens, 0, "fp32", wanted)
+    torch.testing.assert_close(alone, answers[0].detach(), rtol=1e-10, atol=1e-12)
+
+
+def test_a_token_reads_no_further_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout's pieces, told apart by values that are one for one token and zero for all others."""
+    monkeypatch.setattr(layout, "PIECE", 8)
+    sizes = [37, 18, 9, 5, 3, 1]
+    chosen = layout.layout_of(rows(sizes), 2, torch.device("cpu"))
+    groups = chosen.within(REACH)
+    assert [group.pieces for group in groups] == [True, False]
+    assert (groups[0].windows, groups[0].width, groups[0].reads) == (5 + 3 + 2, 8, 8 + 2 * REACH)
+    count = sum(sizes)
+    unit = torch.eye(count, dtype=torch.float64).expand(1, 2, count, count)
+    same = torch.zeros(1, 2, count, count, dtype=torch.float64)
+    found, _ = attention.packed(torch.nn.Module(), same, same, unit, None, layout=chosen, sliding_window=REACH + 1)
+    places, window = torch.arange(count), torch.repeat_interleave(torch.tensor(sizes))
+    near = (window[:, None] == window) & ((places[:, None] - places).abs() <= REACH)
+    expected = near / near.sum(1, keepdim=True).double()
+    torch.testing.assert_close(found[0].transpose(0, 1), expected.expand(2, -1, -1), rtol=1e-12, atol=0)
+
+
+def test_short_windows_are_not_cut() -> None:
+    chosen = layout.layout_of(rows([9, 5, 3]), 2, torch.device("cpu"))
+    assert chosen.within(8) is chosen.groups
+    assert chosen.within(4) is chosen.within(4)
+    assert [group.pieces for group in chosen.within(4)] == [True]
+
+
+def test_the_gradient_of_local_attention_with_dropout_is_the_one_of_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "PIECE", 4)
+    chosen = layout.layout_of(rows([9, 3, 3, 1]), 2, torch.device("cpu"))
+    module = torch.nn.Module()
+
+    def answer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)  # the same masks for every call
+        return attention.packed(module, query, key, value, None, dropout=0.3, layout=chosen, sliding_window=3)[0]
+
+    query, key, value = (torch.randn(1, 2, 16, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    assert torch.autograd.gradcheck(answer, (query, key, value))
+
+
+def test_what_a_window_s_pieces_cost_grows_with_its_length() -> None:
+    def squares(tokens: int) -> int:
+        groups = layout.layout_of(rows([tokens]), 1, torch.device("cpu")).within(64)
+        return sum(group.windows * group.width * group.reads for group in groups)
+
+    assert squares(8192) == 64 * 128 * 256
+    assert squares(8192) == 4 * squares(2048)
+
+
+@pytest.mark.parametrize(
+    ("reads", "dropout", "trains", "kernel"),
+    [(512, 0.0, True, "plain"), (513, 0.0, True, "fused"), (513, 0.1, True, "plain"), (9, 0.0, False, "fused")],
+)
+def test_long_windows_are_trained_by_the_kernel_that_keeps_no_square(
+    reads: int, dropout: float, trains: bool, kernel: str
+) -> None:
+    chosen = attention.kernel_for("cpu", (0, 0), "float32", 64, dropout=dropout, trains=trains, reads=reads)
+    assert chosen == kernel
+
+
+def test_a_pass_without_rows_has_a_gradient_of_zero() -> None:
+    _, packs = pair("ForSequenceClassification")
+    (step.forward(packs, step.idle(0), 0, "fp32") * 0).sum().backward()
+    gradients = [one.grad for one in packs.parameters() if one.grad is not None]
+    assert gradients
+    assert not any(bool(one.any()) for one in gradients)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_padding_that_reads_no_text_answers_with_numbers(training: bool) -> None:
+    """With padding longer than what a token reads, as a network that is not packed is trained and answers."""
+    torch.manual_seed(1)
+    network: Any = transformers.ModernBertForSequenceClassification(config()).eval()
+    model.attend(network, training=training)
+    tokens = rows([40, 2])
+    found = step.forward(network, tokens, 0, "fp32")
+    assert torch.isfinite(found).all()
+    alone = step.forward(network, tokens.pick([1]), 0, "fp32")
+    torch.testing.assert_close(found[1:], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_packed_network_may_be_asked_with_padding_and_without_a_mask() -> None:
+    plain, packs = pair("ForSequenceClassification")
+    ids = torch.from_numpy(np.random.default_rng(0).integers(5, WORDS, (2, 40)))
+    mask = (torch.arange(40) < torch.tensor([[40], [7]])).long()
+    with torch.inference_mode():
+        for named in ({}, {"attention_mask": mask}):
+            torch.testing.assert_close(packs(ids, **named).logits, plain(ids, **named).logits, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("own", ["cls", "mean"])
+@pytest.mark.parametrize("asked", ["own", "mean"])
+def test_heads_read_what_is_asked_for(tmp_path: Path, own: str, asked: Literal["own", "mean"]) -> None:
+    """A head that takes the mean by itself, and `model.pooling=mean`; packed and padded."""
+    torch.manual_seed(1)
+    transformers.ModernBertModel(config(classifier_pooling=own)).save_pretrained(tmp_path)
+    tokens, found = rows(LENGTHS), {}
+    for packs in (True, False):
+        chosen = Model(pooling=asked)
+        network: Any = (
+            model.build(tmp_path, base.get("classification"), ("a", "b"), 0, chosen, pack=packs).double().eval()
+        )
+        assert packed.enabled(network) is packs
+        found[packs] = step.forward(network, tokens, 0, "fp32")
+        # The encoder alone for the first window, and the head on its first answer or their mean.
+        encoder: Any = network.base_model
+        encoder._forward_hooks.clear()
+        hidden = encoder(torch.from_numpy(tokens.ids[: LENGTHS[0]].astype(np.int64))[None]).last_hidden_state
+        read = hidden.mean(1) if "mean" in (own, asked) else hidden[:, 0]
+        expected = network.classifier(network.head(read))
+        torch.testing.assert_close(found[packs][:1], expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found[True], found[False], rtol=1e-10, atol=1e-12)
+
+
+def test_by_window_tells_a_kernel_how_far_a_token_reads() -> None:
+    chosen, told = layout.layout_of(rows([5, 3]), 2, torch.device("cpu")), dict[str, Any]()
+
+    def kernel(query: torch.Tensor, *_: Any, **named: Any) -> torch.Tensor:
+        told.update(named)
+        return query
+
+    query = torch.randn(1, 2, 8, 4)
+    attention.by_window(query, query, query, chosen, 0.5, kernel, reach=3)
+    assert told == {"scale": 0.5, "window_size": (3, 3)}
