@@ -13,6 +13,7 @@ from rtrain import env
 
 if TYPE_CHECKING:
     from rtrain.runs.kept import Kept
+    from tests.heads import Head
     from tests.trained import Trained
 
 # Compiled graphs are a user's own to keep.
@@ -26,6 +27,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # No test asks the model hub; those of it have a hub of their own.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Half of the tests' processor time is the start of processes.
+STARTUP = str(Path(__file__).parent / "startup")
+if STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))
 
 
 TOGETHER = {
@@ -96,6 +101,15 @@ def kept_workers(ray_session: Path, request: pytest.FixtureRequest) -> Iterator[
     yield made
     made.end()
     ray.kill(office)
+
+
+@pytest.fixture(scope="session")
+def head() -> Iterator["Head"]:
+    """A head as cluster.yaml starts it, with its job API."""
+    from tests.heads import started
+
+    with started() as made:
+        yield made
 
 
 Row = tuple[str, str]

@@ -17,7 +17,7 @@ from rtrain.cli import app as cli
 from rtrain.cli.output import answer_text
 from rtrain.predict import Predictor
 from tests.answering import MESSY, read_csv, read_jsonl, texts, write_csv, write_jsonl
-from tests.conftest import write_rows
+from tests.conftest import STARTUP, write_rows
 from tests.test_cli import Cli, run
 from tests.tiny import CORPUS, make_artifact, make_task_artifact
 
@@ -163,7 +163,7 @@ def test_rows_go_through_a_pipe(artifact: Path, tmp_path: Path) -> None:
         input=(tmp_path / "rows.jsonl").read_bytes(),
         capture_output=True,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": f"{root}:{STARTUP}"},
         check=True,
     )
     found = [json.loads(line) for line in done.stdout.splitlines()]
@@ -179,7 +179,7 @@ def test_a_reader_that_has_enough_ends_it_quietly(artifact: Path, tmp_path: Path
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": f"{root}:{STARTUP}"},
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None

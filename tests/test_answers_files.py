@@ -24,6 +24,7 @@ from rtrain.batch import Head
 from rtrain.errors import ConfigError, UserError
 from rtrain.predict import Predictor
 from tests.answering import MESSY, asked, read_csv, read_jsonl, read_parquet, texts, write_csv, write_jsonl
+from tests.conftest import STARTUP
 from tests.tiny import CORPUS, make_artifact, make_task_artifact
 
 EMPTY = "column 'text' is empty; write a text or remove the row"
@@ -406,7 +407,7 @@ def test_a_killed_command_is_resumed_without_a_row_lost_or_twice(artifact: Path,
     write_csv(tmp_path / "rows.csv", texts(20_000))
     command = [sys.executable, "-m", "rtrain", "predict", str(artifact), "--data", "rows.csv", "--out", "a.csv"]
     root = Path(files.__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    environment = {**os.environ, "PYTHONPATH": f"{root}:{STARTUP}"}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE) as process:
         log, deadline = tmp_path / ".a.csv.portions" / "portions.jsonl", time.monotonic() + 120
         while not (log.exists() and log.read_bytes().count(b"\n") >= 1):

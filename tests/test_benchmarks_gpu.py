@@ -17,7 +17,7 @@ import torch
 from benchmarks.gpu import __main__ as command, memory, profile, report, runner, score
 from benchmarks.gpu.bench import largest
 from benchmarks.gpu.resume import differing
-from tests.conftest import labelled_rows, write_rows
+from tests.conftest import STARTUP, labelled_rows, write_rows
 from tests.test_imports import ROOT
 from tests.tiny import make_encoder
 
@@ -37,7 +37,7 @@ CONTEXT = "please help with the parcel that was due on monday and nobody came to
 
 
 def start(*arguments: object) -> "subprocess.Popen[str]":
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{STARTUP}", "OMP_NUM_THREADS": "1"}
     given = [sys.executable, "-c", WITHOUT, *map(str, arguments)]
     return subprocess.Popen(given, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -17,8 +17,8 @@ from rtrain.cli import cluster
 from rtrain.cluster.jobs import client, entry, launcher, naming, stored, upload
 from rtrain.cluster.jobs.naming import Attach, Start
 from rtrain.errors import ConfigError, Ended, TryAgain, UserError
-from tests.conftest import labelled_rows, write_rows
-from tests.test_job import Head, head  # noqa: F401
+from tests.conftest import STARTUP, labelled_rows, write_rows
+from tests.heads import Head
 from tests.tiny import make_encoder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -474,9 +474,9 @@ def test_ctrl_c_leaves_the_job_running_and_says_how_to_come_back() -> None:
 # ------------------------------------------------------------------------------------------------- on a real head
 
 
-def ask(head: Head, *words: str, token: str | None = None) -> subprocess.CompletedProcess[str]:  # noqa: F811
+def ask(head: Head, *words: str, token: str | None = None) -> subprocess.CompletedProcess[str]:
     """`rtrain cluster ...` of a user who has the token, or another one."""
-    environ = {**head.environ, "RAY_API_SERVER_ADDRESS": head.api, "PYTHONPATH": str(ROOT)}
+    environ = {**head.environ, "RAY_API_SERVER_ADDRESS": head.api, "PYTHONPATH": f"{ROOT}:{STARTUP}"}
     if token is not None:
         (head.folder / "another").write_text(token)
         environ["RAY_AUTH_TOKEN_PATH"] = str(head.folder / "another")
@@ -492,7 +492,7 @@ def ask(head: Head, *words: str, token: str | None = None) -> subprocess.Complet
 
 
 @pytest.fixture(scope="module")
-def command(head: Head) -> list[str]:  # noqa: F811
+def command(head: Head) -> list[str]:
     """A training of seconds, into a folder that the head sees."""
     data, model = write_rows(head.folder / "rows.csv", labelled_rows(203)), make_encoder(head.folder / "encoder")
     settings = ["train.precision=fp32", "train.epochs=1", "train.workers=1", "report.attributions=0"]
@@ -513,7 +513,7 @@ def own_lines(done: "subprocess.CompletedProcess[str]") -> str:
 
 @pytest.mark.ray
 @pytest.mark.timeout(3600)
-def test_a_job_is_watched_asked_for_again_and_read_when_the_cluster_is_gone(head: Head, command: list[str]) -> None:  # noqa: F811
+def test_a_job_is_watched_asked_for_again_and_read_when_the_cluster_is_gone(head: Head, command: list[str]) -> None:
     submit = ("submit", "--folder", str(ROOT), "--most-mb", "20")
     refused = ask(head, *submit, "--", *command, token="0" * 64)
     assert (refused.returncode, "asks for the cluster's token" in refused.stderr) == (1, True), refused.stderr
@@ -538,7 +538,7 @@ def test_a_job_is_watched_asked_for_again_and_read_when_the_cluster_is_gone(head
     assert own_lines(again) in beside.stdout
     kept = subprocess.run(
         [sys.executable, "-m", "rtrain", "cluster", "logs", "made", "--storage", f"file://{head.folder}/storage"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:1"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{STARTUP}", "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:1"},
         cwd=head.folder,
         capture_output=True,
         text=True,
@@ -549,7 +549,7 @@ def test_a_job_is_watched_asked_for_again_and_read_when_the_cluster_is_gone(head
 
 @pytest.mark.ray
 @pytest.mark.timeout(3600)
-def test_a_job_that_is_going_on_is_not_started_twice_and_is_stopped(head: Head, command: list[str]) -> None:  # noqa: F811
+def test_a_job_that_is_going_on_is_not_started_twice_and_is_stopped(head: Head, command: list[str]) -> None:
     out = head.folder / "runs" / "long"
     words = [str(out) if word == str(head.folder / "runs" / "made") else word for word in command]
     words += ["--set", "train.epochs=500"]
@@ -572,7 +572,7 @@ def test_a_job_that_is_going_on_is_not_started_twice_and_is_stopped(head: Head, 
 
 
 def test_no_head_is_said_in_a_line(tmp_path: Path) -> None:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:1"}
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{STARTUP}", "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:1"}
     environ["RAY_AUTH_MODE"] = "disabled"
     done = subprocess.run(
         [sys.executable, "-m", "rtrain", "cluster", "status"],

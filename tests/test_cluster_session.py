@@ -18,6 +18,7 @@ from rtrain.cluster.session import (
 )
 from rtrain.cluster.supply import DATA_CPUS, data_cpus
 from rtrain.errors import ConfigError
+from tests.conftest import STARTUP
 
 ROOT = Path(__file__).resolve().parents[1]
 MB = 1 << 20
@@ -76,7 +77,12 @@ def test_a_container_s_shared_memory_is_enough(tmp_path: Path) -> None:
         pytest.skip("needs the right to mount a file system (unshare --mount)")
     command = ["unshare", "--mount", sys.executable, "-m", "tests.small_shm", str(tmp_path)]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{STARTUP}"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == "104857600 bytes through the store"

@@ -1,13 +1,10 @@
 """A student that learns inside its teacher, on two workers: the weights of one, and a map that both exchange."""
 
-import os
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch.multiprocessing.spawn import spawn
 
 from rtrain.batch import Tokens
 from rtrain.config import load
@@ -17,6 +14,7 @@ from rtrain.network import beside
 from rtrain.strategies import choose
 from rtrain.training import optim, step
 from tests.test_compress_distill_losses import BOTH, rows_of, student_of
+from tests.workers import joined, run
 
 SHARDS = (0, 2, 3)
 """Values of `train.shard`."""
@@ -39,10 +37,7 @@ def _trained(folder: Path, world: int, rank: int, shard: int = 0) -> None:
 
 
 def _worker(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    rendezvous = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2, timeout=timedelta(seconds=300))
+    joined(rank, 2, folder)
     try:
         for shard in SHARDS:
             _trained(folder, 2, rank, shard)
@@ -54,7 +49,7 @@ def test_two_workers_end_with_the_weights_of_one(tmp_path: Path) -> None:
     student, _, _ = student_of(tmp_path, "bert", **BOTH)  # writes both models
     before = {name: value.clone() for name, value in student.state_dict().items()}
     _trained(tmp_path, 1, 0)
-    spawn(_worker, args=(tmp_path,), nprocs=2)
+    run(_worker, (tmp_path,), 2)
     alone = load_file(tmp_path / "1-0-0")
     moved = torch.cat([(alone[name] - before[name]).flatten() for name in alone])
     for shard in SHARDS:

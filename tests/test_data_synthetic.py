@@ -18,6 +18,7 @@ import pytest
 
 from rtrain.data import synthetic
 from rtrain.data.synthetic import INTENTS, LANGUAGES, SENTIMENTS, Message
+from tests.conftest import STARTUP
 
 # The bytes for seed 0. They change only when the grammar does: then measure the difficulty again before pinning anew.
 SHA256 = {
@@ -50,7 +51,7 @@ def test_bytes_are_pinned(tmp_path: Path) -> None:
 def test_bytes_do_not_depend_on_the_hash_seed(tmp_path: Path, hash_seed: str) -> None:
     code = "import sys, pathlib; from rtrain.data import synthetic; synthetic.write(pathlib.Path(sys.argv[1]))"
     root = Path(synthetic.__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(root)}
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{root}:{STARTUP}"}
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment, timeout=60)
     assert {name: digest(tmp_path / name) for name in SHA256} == SHA256
 

@@ -10,8 +10,8 @@ import pytest
 from rtrain.cli import app as cli
 from rtrain.cluster import session
 from tests.conftest import labelled_rows, write_rows
+from tests.heads import free_ports
 from tests.test_docs import COMMANDS, Command
-from tests.test_job import free_ports
 from tests.tiny import make_encoder
 
 pytestmark = [pytest.mark.ray, pytest.mark.serve]

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch.distributed as dist
 
 from rtrain.checkpoints import saver
 from rtrain.checkpoints.replica import Replica
@@ -19,16 +21,21 @@ from rtrain.config import Optim
 from rtrain.exchange import alive, ranks
 from rtrain.exchange.alive import Watch
 from rtrain.training import optim
+from tests import workers
+from tests.processes import end
 from tests.test_checkpoints_checkpoint import make_network, train
 from tests.test_checkpoints_saver import state
 
 ROOT = Path(__file__).resolve().parents[1]
-STALL_S = 2.0
-GROUP_S = 4.0
+STALL_S = 1.5
+GROUP_S = 3.0
 """After which the process group's own calls fail."""
-LONG_S = 6.0
+LONG_S = 4.0
 BUSY = 4
 """In place of `alive.BUSY`: longer than the long work, and short enough to see a hang in it end."""
+
+pytestmark = pytest.mark.usefixtures("programs", "groups")
+"""All begin at once: what they do is to wait."""
 
 # ----------------------------------------------------------------------------------------------------------- one worker
 
@@ -41,22 +48,7 @@ alive.SETUP_S, alive.BUSY = 0.0, 4
 watch = alive.Watch(Path(sys.argv[1]), 1.0)
 """
 HANG_WITH_THE_LOCK = "import ctypes; ctypes.PyDLL(None).sleep(1000)"
-
-
-def watched(tmp_path: Path, script: str) -> tuple[int, str, str]:
-    """Exit code of a process with a watch of one second, what it printed, and the traceback that the watch left."""
-    done = subprocess.run(
-        [sys.executable, "-c", SIGNS + script, str(tmp_path / "stalled")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    return done.returncode, done.stdout, (tmp_path / "stalled").read_text()
-
-
-def test_signs_of_life_put_the_end_off_and_other_work_needs_fewer(tmp_path: Path) -> None:
-    script = """
+LIVES = """
 for _ in range(3):
     watch.passes()
     time.sleep(0.6)
@@ -71,22 +63,43 @@ watch.stop()
 time.sleep(1.5)
 print("through")
 """
-    assert watched(tmp_path, script) == (0, "through\n", "")
+SCRIPTS = {
+    "lives": LIVES,
+    "no pass": "time.sleep(1000)",
+    "busy": "with watch.busy(): time.sleep(1000)",
+    "busy, with the lock": f"with watch.busy(): {HANG_WITH_THE_LOCK}",
+    "after it": "with watch.busy(): pass\nprint('out', flush=True); time.sleep(3)\nprint('never', flush=True)",
+}
+Programs = dict[str, tuple[subprocess.Popen[str], Path]]
 
 
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        ("time.sleep(1000)", ""),
-        ("with watch.busy(): time.sleep(1000)", ""),
-        (f"with watch.busy(): {HANG_WITH_THE_LOCK}", ""),
-        ("with watch.busy(): pass\nprint('out', flush=True); time.sleep(3)\nprint('never', flush=True)", "out\n"),
-    ],
-    ids=["no pass", "busy", "busy, with the lock", "after it"],
-)
-def test_what_hangs_is_ended_also_in_other_work(tmp_path: Path, script: str, said: str) -> None:
-    code, printed, traceback = watched(tmp_path, script)
-    assert (code, printed) == (1, said)
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    """A process for each of `SCRIPTS`, with a watch of one second that leaves its traceback in a file."""
+    folder, found = tmp_path_factory.mktemp("watched"), Programs()
+    for name, script in SCRIPTS.items():
+        command = [sys.executable, "-c", SIGNS + script, str(folder / name)]
+        found[name] = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True), folder / name
+    yield found
+    for process, _ in found.values():
+        end(process)
+
+
+def watched(programs: Programs, name: str) -> tuple[int, str, str]:
+    """Exit code of a process, what it printed, and the traceback that its watch left."""
+    process, file = programs[name]
+    printed, _ = process.communicate(timeout=60)
+    return process.returncode, printed, file.read_text()
+
+
+def test_signs_of_life_put_the_end_off_and_other_work_needs_fewer(programs: Programs) -> None:
+    assert watched(programs, "lives") == (0, "through\n", "")
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "lives"])
+def test_what_hangs_is_ended_also_in_other_work(programs: Programs, name: str) -> None:
+    code, printed, traceback = watched(programs, name)
+    assert (code, printed) == (1, "out\n" if name == "after it" else "")
     assert "Timeout" in traceback
     assert "<string>" in traceback
 
@@ -114,14 +127,8 @@ def test_the_setup_may_take_its_time_until_the_first_pass(tmp_path: Path, monkey
 
 def joined(rank: int, world: int, folder: Path) -> Watch:
     """In a process of its own: a member of a group, with a watch."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
     alive.BUSY, alive.SETUP_S = BUSY, STALL_S
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    limit = timedelta(seconds=60)  # the processes start one after another on a busy machine
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world, timeout=limit)
+    workers.joined(rank, world, folder)
     dist.barrier()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=GROUP_S), dist.group.WORLD)
     return Watch(folder / f"stalled-{rank}", STALL_S)
@@ -199,53 +206,84 @@ def stop(rank: int, world: int, folder: Path) -> list[Any]:
     return [ranks.decided(joined(rank, world, folder), decide)]
 
 
-def started(case: Callable[..., Any], world: int, folder: Path) -> list[tuple[int | None, str, str]]:
-    """By rank: exit code (None: it had to be killed), what the case returned, and the end of what it wrote."""
-    script = (
-        f"import os; from pathlib import Path; from {case.__module__} import {case.__name__} as case; "
-        f"print(case({{}}, {world}, Path({str(folder)!r})), flush=True); "
-        "os._exit(0)"  # at once: Gloo aborts a process that is still ending when another member has gone
-    )
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [
-        subprocess.Popen([sys.executable, "-c", script.format(rank)], cwd=ROOT, **pipes) for rank in range(world)
-    ]
-    found: list[tuple[int | None, str, str]] = []
-    for process in reversed(processes):  # rank 0 is the one that may hang
-        try:
-            said, errors = process.communicate(timeout=90 if process is not processes[0] else 30)
-            found.append((process.returncode, said.strip(), errors[-2000:]))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            found.append((None, "", ""))
+Case = Callable[[int, int, Path], list[Any]]
+Group = tuple[list[Any], Path]
+Ended = list[tuple[int | None, str, str]]
+"""By rank: exit code (None: it had to be killed), what the case returned, and the end of what was written."""
+
+
+def _does(rank: int, world: int, folder: Path, case: Case) -> None:
+    with (folder / f"errors-{rank}").open("wb") as errors:
+        os.dup2(errors.fileno(), sys.stderr.fileno())
+    (folder / f"said-{rank}").write_text(str(case(rank, world, folder)))
+    os._exit(0)  # at once: Gloo aborts a process that is still ending when another member has gone
+
+
+def begun(case: Case, world: int, folder: Path) -> Group:
+    context = workers.forking()
+    processes = [context.Process(target=_does, args=(rank, world, folder, case)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    return processes, folder
+
+
+def ended(group: Group) -> Ended:
+    processes, folder = group
+    found: Ended = []
+    for rank, process in reversed([*enumerate(processes)]):  # rank 0 is the one that may be stopped
+        give_up = time.monotonic() + 90
+        while process.is_alive() and time.monotonic() < give_up and not (rank == 0 and _is_stopped(process.pid)):
+            process.join(0.1)
+        code = process.exitcode
+        process.kill()
+        process.join()
+        said, errors = (folder / f"{what}-{rank}" for what in ("said", "errors"))
+        found.append((code, said.read_text() if said.is_file() else "", errors.read_text()[-2000:]))
     return found[::-1]
 
 
-def test_others_wait_for_one_that_works_longer_than_a_stall_and_than_their_group_would(tmp_path: Path) -> None:
-    found = started(long_work, 3, tmp_path)
+def _is_stopped(pid: int) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+
+
+CASES: dict[Case, int] = {long_work: 3, failures: 2, hang: 2, stop: 2}
+"""And how many processes each takes."""
+Groups = dict[Case, Group]
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
+    found = {case: begun(case, world, tmp_path_factory.mktemp(case.__name__)) for case, world in CASES.items()}
+    yield found
+    for group in found.values():
+        ended(group)
+
+
+def test_others_wait_for_one_that_works_longer_than_a_stall_and_than_their_group_would(groups: Groups) -> None:
+    found = ended(groups[long_work])
     assert [(code, said) for code, said, _ in found] == [(0, f"[{10 * rank}, {10 * rank}, 42]") for rank in range(3)]
 
 
-def test_where_one_fails_all_fail_and_its_own_error_is_its_own(tmp_path: Path) -> None:
+def test_where_one_fails_all_fail_and_its_own_error_is_its_own(groups: Groups) -> None:
     elsewhere = "Elsewhere: another worker failed; its own error says why"
-    found = started(failures, 2, tmp_path)
+    found = ended(groups[failures])
     assert [(code, said) for code, said, _ in found] == [
         (0, str([elsewhere, "ValueError: of rank 0", "ValueError", 7])),
         (0, str(["ValueError: of rank 1", elsewhere, "Elsewhere", 7])),
     ]
 
 
-def test_a_worker_that_hangs_in_its_work_is_ended_by_its_watch_and_the_others_with_it(tmp_path: Path) -> None:
-    (code, said, _), (other, _, errors) = started(hang, 2, tmp_path)
+def test_a_worker_that_hangs_in_its_work_is_ended_by_its_watch_and_the_others_with_it(groups: Groups) -> None:
+    (code, said, _), (other, _, errors) = ended(groups[hang])
+    folder = groups[hang][1]
     assert (code, said) == (1, "")
-    assert "sleep" in (tmp_path / "stalled-0").read_text() or "hang" in (tmp_path / "stalled-0").read_text()
-    assert (other, (tmp_path / "stalled-1").read_text()) == (1, "")
+    assert "sleep" in (folder / "stalled-0").read_text() or "hang" in (folder / "stalled-0").read_text()
+    assert (other, (folder / "stalled-1").read_text()) == (1, "")
     assert "RuntimeError" in errors
 
 
-def test_nobody_waits_for_a_worker_that_is_stopped(tmp_path: Path) -> None:
-    (code, _, _), (other, said, _) = started(stop, 2, tmp_path)
+def test_nobody_waits_for_a_worker_that_is_stopped(groups: Groups) -> None:
+    (code, _, _), (other, said, _) = ended(groups[stop])
     assert code is None
     assert (other, said) == (1, "")
 

@@ -7,8 +7,6 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable
-from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -17,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from rtrain.exchange import compression, transport
 from rtrain.exchange.replicated import Replicated
+from tests.workers import begun, joined, run
 
 WORLDS = (2, 3)
 NUMBERS = 3 * transport.CHUNK // 2 + 77
@@ -45,18 +44,6 @@ class Network(torch.nn.Module):
         for layer in self.layers:
             value = torch.tanh(layer(value))
         return value
-
-
-def joined(rank: int, world: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous-{world}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
 
 
 def vectors(rank: int, seed: int = 0, kind: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -177,20 +164,6 @@ def _ran_once() -> Results | Exception:
         return error
     places = [(world, rank) for world in WORLDS for rank in range(world)]
     return {(world, rank): json.loads((folder / f"{world}-{rank}.json").read_text()) for world, rank in places}, folder
-
-
-def run(work: Callable[..., None], arguments: tuple[Any, ...], processes: int, within: float = 240.0) -> None:
-    """Run `work(rank, *arguments)` in processes; raises where one failed, and where they do not end."""
-    context = spawn(work, args=arguments, nprocs=processes, join=False)
-    end = time.monotonic() + within
-    try:
-        while not context.join(timeout=1):
-            if time.monotonic() > end:
-                raise TimeoutError("workers that should have ended have not")
-    finally:
-        for process in context.processes:
-            process.kill()
-            process.join()
 
 
 def on_workers() -> Results:
@@ -335,7 +308,7 @@ def _killed(rank: int, folder: Path) -> None:
 
 def test_the_others_fail_at_once_when_a_worker_is_killed(tmp_path: Path) -> None:
     before = sorted(os.listdir("/dev/shm"))
-    context = spawn(_killed, args=(tmp_path,), nprocs=3, join=False)
+    context = begun(_killed, (tmp_path,), 3)
     for process in context.processes:
         process.join(timeout=120)
     assert [process.exitcode for process in context.processes] == [0, 0, -signal.SIGKILL]

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import STARTUP
+
 ROOT = Path(__file__).resolve().parent.parent
 PROXIES = [f"{kind}_proxy" for kind in ("http", "https", "all", "no")]
 OURS = ("PYTHON", "TORCH_INDEX", "NEED_GB", "ARGS", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
@@ -262,7 +264,7 @@ def run_pytest(folder: Path, text: str) -> tuple[int, str]:
     (folder / "test_it.py").write_text(textwrap.dedent(text))
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow: may be skipped\n")
     command = [sys.executable, "-m", "pytest", "-p", "tests.strict_skips", "-p", "no:cacheprovider", "-q", str(folder)]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{STARTUP}"}
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout + done.stderr
 

@@ -12,7 +12,7 @@ from rtrain.network import precision
 from rtrain.network.precision import Native
 from rtrain.run import Run
 from rtrain.runs import worker
-from tests.test_exchange_ranks import joined, started
+from tests.test_exchange_ranks import begun, ended, joined
 
 INTEL = "processor\t: 0\nflags\t\t: fpu sse2 avx2 avx512f {}\nbugs\t\t: none\n\nprocessor\t: 1\nflags\t\t: fpu\n"
 ARM = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd {}\nCPU part\t: 0xd40\n"
@@ -158,7 +158,7 @@ def _fits(rank: int, watch: Any, folder: Path) -> int | None:
 
 
 def test_workers_that_do_not_see_what_was_decided_compute_in_rank_zero_s_choice_or_refuse(tmp_path: Path) -> None:
-    (_, first, errors), (_, second, more) = started(apart, 2, tmp_path)
+    (_, first, errors), (_, second, more) = ended(begun(apart, 2, tmp_path))
     assert first == str(["fp32", "bf16", "fp16", "4096"]), errors
     refused = "train.precision=bf16: this processor has no native bf16"
     assert second.startswith(f"['fp32', '{refused}"), more

@@ -37,7 +37,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Config:
     for name, part in (("a", rows[:7]), ("b", rows[7:190]), ("c", rows[190:])):
         write_rows(folder / "rows" / f"{name}.csv", part)
     overrides = {"data.path": str(folder / "rows"), "model.name": str(make_encoder(folder / "encoder"))}
-    return config.load("intent", overrides)
+    return config.load("intent", {**overrides, "train.rows_per_update": 13})
 
 
 @pytest.fixture(scope="module")
@@ -70,21 +70,21 @@ def test_every_layout_trains_the_same(report: verify.Report) -> None:
 
 @pytest.mark.ray
 def test_layouts_differ_in_passes_and_nothing_else(report: verify.Report, settings: Config, ray_session: Path) -> None:
-    assert (report.rows, report.rows_per_update, report.updates) == (125, 31, 5)
+    assert (report.rows, report.rows_per_update, report.updates) == (53, 13, 5)
     passes = {case.name: measured.most_passes for case, measured in report.cases if not case.bug}
-    # Those of rank 0, which has 15 of the 31 rows of an update where there are two workers.
+    # Those of rank 0, which has 6 of the 13 rows of an update where there are two workers.
     several = ("2 x 3", "2 x 3, resized from 1", *LAID_OUT)
-    expected = {"1 x 8": 4, "1 x 3": 11, "2 x 8": 2, **dict.fromkeys(several, 5)}
+    expected = {"1 x 8": 2, "1 x 3": 5, "2 x 8": 1, **dict.fromkeys(several, 2)}
     # Two workers of one replica have all of an update's rows.
     replica = tuple(f"2 x 3, {name}" for name in ("tensor 2", "sequence", "pipeline"))
-    assert passes == expected | {name: 11 for name in several if name.startswith(replica)}
+    assert passes == expected | {name: 5 for name in several if name.startswith(replica)}
     store = Store(next((ray_session / "verify" / ".tokens").iterdir()))
-    order, link = Order(store.manifest.digest, 125, 31, 1, settings.recipe.train.seed), GENESIS
+    order, link = Order(store.manifest.digest, 53, 13, 1, settings.recipe.train.seed), GENESIS
     for number in range(order.updates):
         link = chain(link, rows_digest(number, store.column("train", "row_id")[order.positions(number)]))
     assert {measured.order_digest for _, measured in report.cases} == {link.hex()}
     rows = {case.name: measured.rows for case, measured in report.cases if not case.bug}
-    assert rows == {name: 63 if "from" in name else 125 for name in passes}
+    assert rows == {name: 27 if "from" in name else 53 for name in passes}
 
 
 @pytest.mark.ray
@@ -97,7 +97,7 @@ def test_every_planted_bug_is_seen(report: verify.Report) -> None:
     assert seen == BUGS + SHARED_BUGS == list(planted.BUGS)
     assert report.unseen == []
     assert "9 of 9 planted bugs seen" in report.text()
-    assert of(report, "2 x 3, dropped tail row").rows < 125
+    assert of(report, "2 x 3, dropped tail row").rows < 53
     assert of(report, "2 x 3, stale embedding row").workers_differ == 1
     # Why there are two figures: AdamW hardly heeds that a gradient is twice as large as it should be.
     for name in ("double exchange", "shard 3, gradient twice"):

@@ -1,9 +1,7 @@
 """A network that is trained while it rounds: its levels and their gradients, where quantizers begin, and an int8 graph
 that answers as the network does."""
 
-import os
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch.multiprocessing.spawn import spawn
 
 from rtrain import artifact, config
 from rtrain.batch import Tokens, padded
@@ -35,6 +32,7 @@ from tests import gating, quantizing
 from tests.outliers import plant
 from tests.quantizing import Made
 from tests.tiny import make_encoder
+from tests.workers import joined, run
 
 ROWS = 48
 """Training rows by which quantizers begin."""
@@ -270,10 +268,7 @@ SHARDS = (0, 2, 3)
 
 
 def _worker(rank: int, folder: Path, made: Made, quantizers: Quantizers) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    limit = timedelta(seconds=300)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=limit)
+    joined(rank, 2, folder)
     try:
         tokens = taught(made, made.folder)
         for shard in SHARDS:
@@ -291,7 +286,7 @@ def test_two_workers_learn_the_widths_of_one_however_they_share_weights(made: Ma
     network = student(made.folder, quantizers)
     train(network, taught(made, made.folder), made, updates=2, rate=1e-3)
     alone = network.state_dict()[rounding.WIDTHS].numpy()
-    spawn(_worker, args=(tmp_path, made, quantizers), nprocs=2)
+    run(_worker, (tmp_path, made, quantizers), 2)
     for shard in SHARDS:
         first, second = (np.load(tmp_path / f"{rank}-{shard}.npy") for rank in (0, 1))
         assert np.array_equal(first, second)

@@ -70,7 +70,7 @@ def settings(task: str, folder: Path) -> Config:
     train = {"workers": 2, "epochs": 2, "precision": "fp32", "rows_per_update": 16, "aggregation_frequency": None}
     overrides = {f"train.{name}": value for name, value in train.items()} | {"optim.lr": 3e-3, "task": task}
     overrides |= {"model.name": str(make_encoder(folder / "encoder")), **rows_of(task, folder)}
-    overrides |= {"distill.layers": 1, "distill.epochs": 1, "quantize.calibration_rows": 16}
+    overrides |= {"distill.layers": 1, "distill.epochs": 1, "quantize.calibration_rows": 16, "gate.seconds": 0.5}
     return config.load(recipes.get(task, "intent"), overrides)
 
 

@@ -1,16 +1,20 @@
 """The endpoint on Ray Serve, over real sockets: what it refuses, what it answers, what it leaves behind."""
 
+import atexit
 import contextlib
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 
 import httpx
 import numpy as np
@@ -42,11 +46,20 @@ MAX_BODY_BYTES = 50_000
 
 def openvino_artifact(folder: Path, seed: int = 0) -> Path:
     """The tiny model as a graph of the int8 artefacts' engine (not quantized: that is tested elsewhere)."""
+    shutil.copytree(_converted(seed), folder, dirs_exist_ok=True)
+    return folder
+
+
+@cache
+def _converted(seed: int) -> Path:
+    """It takes seconds, and many tests want one."""
     import openvino
     import torch
     import transformers
     from openvino.tools.ovc import convert_model  # `openvino` lacks it where an artefact was answered before
 
+    folder = Path(mkdtemp(prefix="rtrain-converted-"))
+    atexit.register(shutil.rmtree, folder)
     made = rtrain.artifact.read(make_artifact(folder, LABELS, seed))
     model = transformers.BertForSequenceClassification.from_pretrained(folder).eval()
     names = ("input_ids", "attention_mask", "token_type_ids")
@@ -219,27 +232,6 @@ def test_an_artefact_that_answers_otherwise_than_recorded_is_refused(artifact: P
 
 @pytest.mark.serve
 @pytest.mark.usefixtures("ray_session")
-def test_close_leaves_no_actor_process_port_or_folder(artifact: Path) -> None:
-    told: list[str] = []
-    with start(artifact, Serve(ungated=True, port=0), name="short", tell=told.append) as endpoint:
-        assert httpx.get(endpoint.url + "/v2/health/ready").json() == {"ready": True}
-        names = ("ServeController", "HAProxyManager", "ProxyActor", "ServeReplica")
-        actors = [process for name in names for process in processes(f"ray::{name}")]
-        assert len(actors) == len(serve_actors()) == 4
-        proxies = processes("haproxy.cfg")  # two for a moment, where it has just been told of the replica
-        given = proxies[-1].cmdline()
-        folder = Path(given[given.index("-f") + 1]).parents[1]
-        assert folder.is_dir()
-    assert told == []
-    assert serve_actors() == []
-    assert not is_listening(endpoint.url)
-    assert not folder.exists()
-    assert psutil.wait_procs([*actors, *proxies], timeout=20)[1] == []
-    endpoint.close()
-
-
-@pytest.mark.serve
-@pytest.mark.usefixtures("ray_session")
 def test_without_haproxy_the_stock_proxy_takes_over_and_one_line_says_so(
     artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,9 +259,15 @@ def grpc_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def endpoint(artifact: Path, grpc_port: int, ray_session: None) -> Iterator[Endpoint]:
+def told() -> list[str]:
+    """What the endpoint has said."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def endpoint(artifact: Path, grpc_port: int, told: list[str], ray_session: Path) -> Iterator[Endpoint]:
     settings = Serve(ungated=True, port=0, grpc_port=grpc_port, replicas=REPLICAS, max_body_bytes=MAX_BODY_BYTES)
-    with start(artifact, settings) as endpoint:
+    with start(artifact, settings, tell=told.append) as endpoint:
         yield endpoint
 
 
@@ -421,3 +419,22 @@ def test_a_second_endpoint_on_the_same_ray_is_refused_and_the_first_goes_on(endp
     with pytest.raises(UserError, match="runs Ray Serve already; close that endpoint first"):
         start(artifact, Serve(ungated=True, port=0))
     assert httpx.post(endpoint.url + "/predict", json={"inputs": "hello"}).status_code == 200
+
+
+@pytest.mark.serve
+def test_close_leaves_no_actor_process_port_or_folder(endpoint: Endpoint, told: list[str]) -> None:
+    """The last of this file: it closes the endpoint of those before it."""
+    names = ("ServeController", "HAProxyManager", "ProxyActor", "ServeReplica")
+    actors = [process for name in names for process in processes(f"ray::{name}")]
+    assert len(actors) == len(serve_actors()) == 3 + REPLICAS
+    proxies = processes("haproxy.cfg")
+    given = proxies[-1].cmdline()
+    folder = Path(given[given.index("-f") + 1]).parents[1]
+    assert folder.is_dir()
+    endpoint.close()
+    assert told == []
+    assert serve_actors() == []
+    assert not is_listening(endpoint.url)
+    assert not folder.exists()
+    assert psutil.wait_procs([*actors, *proxies], timeout=20)[1] == []
+    endpoint.close()

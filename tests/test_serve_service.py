@@ -45,7 +45,7 @@ env.prepare()
 import ray, ray.serve
 from ray.serve.schema import ServeDeploySchema
 from rtrain.cluster.kubernetes import manifests
-from tests.test_job import free_ports
+from tests.heads import free_ports
 from serve import service
 *_, document = yaml.safe_load_all(manifests.text(manifests.Settings(artifact=sys.argv[1])))
 config = yaml.safe_load(document["spec"]["serveConfigV2"])

@@ -21,9 +21,9 @@ from rtrain.network import model
 from rtrain.strategies import choose
 from rtrain.training import losses, optim, step
 from tests import test_tasks_masked_lm, test_training_loop
-from tests.test_exchange_transport import joined, run
 from tests.test_training_step import LOSS, TASK, distance, make_network, make_rows, make_still_encoder, norm, pick
 from tests.tiny import make_masked
+from tests.workers import joined, run
 
 UPDATES = (13, 2, 1, 12)
 """Rows of the updates, in passes of three; the third leaves one replica idle."""

@@ -5,7 +5,6 @@ weights or exchanges gradients; rank 3 is in none with it. So some meet a fault 
 """
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -20,10 +19,10 @@ from rtrain.config import load
 from rtrain.exchange.alive import Watch
 from rtrain.proof import drill, faults
 from tests import test_runs_recovery, test_training_loop
-from tests.test_exchange_transport import joined
 from tests.test_strategies import weights_of
 from tests.test_training_loop import UPDATES, fingerprint
 from tests.test_training_step import make_still_encoder, norm
+from tests.workers import forking, joined
 
 WORKERS = 4
 Layout = dict[str, Any]
@@ -66,8 +65,7 @@ def started(folder: Path, name: str, layout: Layout, number: int | None = None, 
     place = folder / "starts" / name
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.test_training_loop"])
+    context = forking()
     arguments = (folder, name, layout, number, fault)
     processes = [context.Process(target=_worker, args=(rank, *arguments)) for rank in range(WORKERS)]
     others = [one for rank, one in enumerate(processes) if number is None or rank != fault[0]]

@@ -17,8 +17,8 @@ from rtrain.config import Recipe, load
 from rtrain.doctor.forecast import memory, trace
 from rtrain.strategies.ways import Way
 from rtrain.tasks import base
-from tests.test_exchange_transport import joined, run
 from tests.tiny import make_encoder, make_tokenizer
+from tests.workers import joined, run
 
 LAYOUTS: dict[str, Way] = {
     "shard 0": Way(),
@@ -113,7 +113,7 @@ def measured(folder: Path, together: tuple[tuple[str, ...], ...], tokens: int) -
     make_encoder(folder / "tiny")
     try:
         for names in together:
-            run(_worker, (folder, names, tokens), 2, within=900.0)
+            run(_worker, (folder, names, tokens), 2, within=900.0, anew=True)
             (folder / "rendezvous-2").unlink()
             for name in names:
                 each = [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(2)]

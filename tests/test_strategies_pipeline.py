@@ -21,10 +21,10 @@ from rtrain.network import model
 from rtrain.strategies import choose
 from rtrain.training import layerwise, losses, step
 from tests import test_tasks_masked_lm, test_training_loop
-from tests.test_exchange_transport import joined, run
 from tests.test_strategies import UPDATES, Dying, Kept, kept, recipe, share_of, told, trained, weights_of
 from tests.test_training_step import LOSS, TASK, distance, make_network, make_still_encoder, norm
 from tests.tiny import make_masked
+from tests.workers import joined, run
 
 pytestmark = pytest.mark.timeout(900)
 """Four processes and their trainings before the first test: on a machine that is busy otherwise they take minutes."""

@@ -17,7 +17,8 @@ from rtrain.config import Recipe, load
 from rtrain.strategies import choose, shares
 from rtrain.training import optim
 from tests import test_training_loop
-from tests.test_exchange_transport import Network, joined, run
+from tests.test_exchange_transport import Network
+from tests.workers import joined, run
 
 WORLDS = (2, 3)
 RADAM = {"name": "radam", "layer_decay": 0.8}

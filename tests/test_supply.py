@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from rtrain.cluster import session, supply
+from tests.conftest import STARTUP
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -143,7 +144,7 @@ def test_a_run_takes_what_is_free_and_says_why_a_gpu_is_left_alone(tmp_path: Pat
     environment = {
         **os.environ,
         "RAY_AUTH_MODE": "disabled",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{ROOT}:{STARTUP}",
         supply.AUTOSCALER_FILE: str(file),
     }
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "runs")]

@@ -4,7 +4,6 @@ import atexit
 import json
 import os
 import shutil
-import time
 from datetime import timedelta
 from functools import lru_cache
 from hashlib import sha256
@@ -15,7 +14,6 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from rtrain.batch import Head, Tokens
 from rtrain.checkpoints.loss_scale import Scale
@@ -36,6 +34,7 @@ from tests.test_training_step import (
     norm,
     pick,
 )
+from tests.workers import run
 
 # Rows of the updates that worker processes train on, in passes of at most 3: with two workers the third update leaves
 # one idle, with three the second one does too.
@@ -54,7 +53,6 @@ def _worker(rank: int, folder: Path) -> None:
     for world in sorted(WORLDS, reverse=True):
         if rank < world:
             _in_world(rank, world, folder)
-    (folder / f"left-{rank}").touch()
 
 
 def _in_world(rank: int, world: int, folder: Path) -> None:
@@ -227,14 +225,7 @@ def _run_workers() -> Results:
     make_still_encoder(folder / "encoder")
     test_training_evaluate.make_scored_store(folder / "store", folder / "encoder")
     test_training_loop.make_ground(folder / "loop")
-    context = spawn(_worker, args=(folder,), nprocs=max(WORLDS), join=False)
-    end = time.monotonic() + 240  # tenfold what a quiet machine takes
-    while not context.join(timeout=1):  # raises where a process failed
-        if time.monotonic() > end:
-            for process in context.processes:
-                process.kill()
-            left = [rank for rank in range(max(WORLDS)) if (folder / f"left-{rank}").is_file()]
-            raise TimeoutError(f"of three workers only {left} ended")
+    run(_worker, (folder,), max(WORLDS))
     found = {
         (world, rank): json.loads((folder / f"{world}-{rank}.json").read_text())
         for world in WORLDS

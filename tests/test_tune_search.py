@@ -143,6 +143,13 @@ def test_frozen_trials_have_a_checkpoint_of_their_rung_and_no_artefact(found: se
         assert not run.finished
 
 
+def test_best_yaml_is_what_the_winner_was_trained_by(found: search.Found) -> None:
+    best, made = (config.load(str(path)).recipe for path in (found.search.best, found.winner.config))
+    assert best.identity() == made.identity()
+    assert best.identity() != config.load(str(found.search.config)).recipe.identity() or found.best.number == 0
+
+
+@pytest.mark.slow
 def test_best_yaml_trains_the_winner_again_and_it_is_the_same_to_the_last_bit(
     found: search.Found, ray_session: Path
 ) -> None:

@@ -20,8 +20,8 @@ import pytest
 from rtrain import __version__, config, manifest
 from serve.front.address import Address
 from tests.conftest import labelled_rows, write_rows
+from tests.heads import free_ports
 from tests.processes import end
-from tests.test_job import free_ports
 from tests.tiny import make_encoder
 
 pytestmark = [pytest.mark.ray, pytest.mark.serve, pytest.mark.timeout(600)]
