@@ -123,3 +123,9 @@ def test_what_is_no_part_or_no_time_is_refused() -> None:
     for wrong in (["--only", "nothing"], ["--rounds", "0"], ["--seconds", "0"]):
         with pytest.raises(SystemExit):
             parse(["student", "parent", *wrong])
+
+
+def test_a_flood_s_log_is_read_to_its_last_whole_line() -> None:
+    found = load.logged("1795472932000000\t200\t1500\n1795472932000100\t503\t250\n1795472932000200\t-1\t90\n17954729")
+    assert found.ms == {200: [1.5], 503: [0.25], 0: [0.09]}
+    assert found.requests == 3

@@ -9,7 +9,7 @@ overload  4 and 20 times the load: answers, rejections, memory
 kills     ten replicas killed at 70 % load
 soak      70 % load for minutes: memory and errors
 
-`results` are written after each part; wrk has to be installed.
+`results` are written after each part; wrk has to be installed, and h2load for `overload`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Clients of an endpoint: a closed loop by wrk, and an open loop whose requests begin when they are due.
+"""Clients of an endpoint: a closed loop by wrk, an open loop whose requests begin when they are due, a flood by h2load.
 
 An open loop by a public tool would start all of its connections at once and tick them together; ours draws the gaps
 between requests from an exponential distribution (Poisson arrivals), with the rate and a seed alone. A latency counts
@@ -6,6 +6,7 @@ from the moment at which the request was due, so that a client that comes late h
 """
 
 import asyncio
+import contextlib
 import json
 import math
 import random
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,6 +25,10 @@ LATE_S = 0.01
 """A request that begins later than this after it was due is a late one."""
 MOST_LATE = 0.01
 """Share of late requests beyond which the client, not the endpoint, was measured."""
+MOST_CONNECTIONS = 3800
+"""Of a flood; the endpoint takes 4,096."""
+WAIT_S = 20.0
+"""Seconds that a flood may last beyond its time."""
 
 SCRIPT = """
 wrk.method = "POST"
@@ -71,6 +77,33 @@ def closed(url: str, texts: Sequence[str], connections: int, seconds: float, cor
         "p99_ms": found["p99_us"] / 1e3,
         "errors": found["errors"],
     }
+
+
+def flooded(url: str, text: str, rate: float, seconds: float, core: int | None = None) -> "Open":
+    """What h2load sees at `rate` requests a second, more than the endpoint can answer: a client in Python would be late
+    itself. A connection that waits asks nothing further, so that there are as many of them as rate and limits allow.
+    Milliseconds count from when a request was sent."""
+    if shutil.which("h2load") is None:
+        raise SystemExit("h2load is not installed (Debian: apt-get install nghttp2-client)")
+    connections = max(1, min(MOST_CONNECTIONS, round(rate)))
+    with tempfile.TemporaryDirectory() as folder:
+        content, log = Path(folder, "body.json"), Path(folder, "log.tsv")
+        content.write_bytes(body(text))
+        command = ["h2load", "--h1", "-t1", f"-c{connections}", f"--rps={rate / connections}", f"-D{seconds:.0f}"]
+        given = [f"--data={content}", "--header=content-type: application/json", f"--log-file={log}", url]
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may wait for ever for a connection that was refused
+            timeout = seconds + WAIT_S
+            subprocess.run([*pinned(core), *command, *given], stdout=subprocess.DEVNULL, check=True, timeout=timeout)
+        return logged(log.read_text())
+
+
+def logged(text: str) -> "Open":
+    """h2load's log, a line each: microseconds of the epoch, status (-1: no answer), microseconds to the answer."""
+    found = Open()
+    for line in text.splitlines():
+        if len(parts := line.split("\t")) == 3:  # the last may be cut off
+            found.add(max(0, int(parts[1])), int(parts[2]) / 1e3)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------ open loop

@@ -160,13 +160,12 @@ def overload(work: Work, times: Sequence[int] = (4, 20)) -> dict[str, Any]:
         most = capacity(one, work, client)
         for factor in times:
             before = one.memory_mb()
-            given = {"url": one.url, "texts": list(work.texts), "rate": factor * most, "seconds": work.seconds}
-            loop = load.opened_on(client, **given, void=False)
+            loop = load.flooded(one.url, work.texts[0], factor * most, work.seconds, client)
             found[f"{factor}x"] = {
                 "by_status": {str(status): len(ms) for status, ms in sorted(loop.ms.items())},
+                "answers_of_capacity": len(loop.ms.get(200, [])) / (most * work.seconds),
                 "accepted_p99_ms": loop.percentile(0.99),
                 "rejected_p99_ms": loop.percentile(0.99, 503),
-                "late": loop.share_late(),
                 "memory_grown_mb": one.memory_mb() - before,
             }
     return {"capacity": most, **found}
