@@ -31,7 +31,7 @@ from serve.front.haproxy import Front, UnknownFile, admin_socket, names_servers,
 
 MOST_DEATHS, WITHIN_S = 5, 10.0
 """HAProxy that dies for this time in so many seconds is not started again."""
-MOST_LEFT_S = 60.0
+MOST_LEFT_S = 120.0
 """Seconds for which HAProxy goes on without the process that manages it."""
 LOOK_S = 0.25
 """Seconds between two looks whether the node's Ray is still there, once the process that manages HAProxy is not."""
