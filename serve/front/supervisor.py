@@ -106,8 +106,8 @@ class Supervisor:
         for end in (woken, wakes):
             end.setblocking(False)
         signal.set_wakeup_fd(wakes.fileno())
-        for one in (*ENDING, *PAUSING):
-            signal.signal(one, self._hand_on)
+        for number in (*ENDING, *PAUSING):
+            signal.signal(number, self._hand_on)
         signal.signal(LEFT, self._is_left)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         os.setpgid(0, 0)  # Ray kills the group of a process that has died
@@ -129,8 +129,8 @@ class Supervisor:
                     self._look(self._left)
             return code if code >= 0 else 128 - code
         finally:
-            for one in (self._file, self._socket):
-                one.unlink(missing_ok=True)
+            for made in (self._file, self._socket):
+                made.unlink(missing_ok=True)
 
     def _is_left(self, number: int, frame: object) -> None:
         self._left = time.monotonic()
