@@ -44,8 +44,9 @@ logger = logging.getLogger(__name__)
 DEPLOYMENT = "rtrain"
 CONSTRUCTOR_ATTEMPTS = 1
 """What fails while an artefact is loaded fails again; Ray's default of 20 attempts takes minutes."""
-HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 5.0
-"""A hung replica is replaced after three misses; Ray's defaults need two minutes for that."""
+HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 5.0
+"""A dead replica is replaced after the next question, a hung one after three misses; Ray's defaults need ten seconds
+and two minutes for that."""
 READY_TIMEOUT_S = 60.0
 RAY_SERVE = {
     # Ray ends a proxy that is not up after 5 s, which a busy machine needs for its imports.

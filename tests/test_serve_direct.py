@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +13,11 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rtrain import ray_internals
+from rtrain.batch import Encoded
 from rtrain.config import Serve
 from rtrain.predict import Predictor
 from rtrain.ray_internals import ReplicaServer
+from rtrain.tasks.base import Input
 from serve.app import build_app
 from serve.front import direct
 from serve.front.address import free_address
@@ -164,9 +166,14 @@ def test_texts_of_clients_that_have_left_are_not_tokenised(
     loop_factory: Callable[[], asyncio.AbstractEventLoop], predictor: Predictor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hundred send a text each and leave while the replica is busy; one stays."""
-    tokenised: list[str] = []
+    tokenised: list[Input] = []
     encode = predictor.encode
-    monkeypatch.setattr(predictor, "encode", lambda texts: tokenised.extend(texts) or encode(texts))
+
+    def noted(texts: Sequence[Input]) -> list[Encoded]:
+        tokenised.extend(texts)
+        return encode(texts)
+
+    monkeypatch.setattr(predictor, "encode", noted)
     app = build_app(predictor, Serve())
 
     async def check(counted: list[int], port: int) -> None:

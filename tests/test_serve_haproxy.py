@@ -46,7 +46,7 @@ def ray_api(folder: Path, port: int, servers: list[int], fallback: int = 0) -> t
         name.removeprefix("RAY_SERVE_HAPROXY_").lower(): value
         for name, value in ingress.environment(FOUND._replace(folder=folder), Serve()).items()
     }
-    names = ("retry_on", "socket_path", "server_state_base", "server_state_file")
+    names = ("retry_on", "health_check_inter", "socket_path", "server_state_base", "server_state_file")
     numbers = (
         *("retries", "nbthread", "maxconn", "hard_stop_after_s", "observe_error_limit"),
         *("timeout_connect_s", "timeout_client_s", "timeout_server_s"),
@@ -87,6 +87,7 @@ def test_the_file_opens_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
     assert "timeout http-request 5s" in after
     assert "option redispatch 1" in after
     assert "retry-on conn-failure empty-response" in after
+    assert len(re.findall(r"default-server .*\binter 2s\b", text)) == 1
     assert [line for line in after if line.startswith("log ")] == ["log global"] * len(re.findall("log global", text))
     assert [line for line in after if line.startswith("errorfile")] == [
         f"errorfile {status} /pages/{status}.http" for status in haproxy.PAGES

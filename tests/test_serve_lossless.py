@@ -2,6 +2,7 @@
 once more. By hand: the figures are on stderr."""
 
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -28,7 +29,8 @@ KILLS = 10
 
 def tell(what: str, seen: Seen, **others: object) -> None:
     errors, again = (Counter(one[:60] for one in found) for found in (seen.errors, seen.again))
-    told = {"requests": seen.versions.total() + len(seen.errors), "slowest_s": round(seen.slowest_s, 2), **others}
+    asked = {"requests": seen.versions.total() + len(seen.errors), "slowest_s": round(seen.slowest_s, 2)}
+    told = {**asked, "outage_s": round(seen.outage_s, 2), "load": os.getloadavg()[0], **others}
     sys.stderr.write(f"\n{what}: {told}, raw {dict(errors)}, after one more try {dict(again)}\n")
 
 
@@ -82,19 +84,33 @@ def test_replicas_that_are_killed_under_load(tmp_path: Path, copies: int) -> Non
         assert seen.again == []
 
 
-@pytest.mark.parametrize("what", ["haproxy.cfg", "ray::HAProxyManager", "ray::ServeController"])
+HAPROXY, SUPERVISOR, MANAGER, CONTROLLER = (
+    "haproxy.cfg.",
+    "haproxy.cfg -d",
+    "ray::HAProxyManager",
+    "ray::ServeController",
+)
+
+
+@pytest.mark.parametrize("what", [HAPROXY, SUPERVISOR, MANAGER, CONTROLLER])
 def test_the_proxy_and_the_controller_are_killed_under_load(tmp_path: Path, what: str) -> None:
+    def up() -> list[psutil.Process]:
+        return [one for one in processes(what) if one.status() != psutil.STATUS_ZOMBIE]
+
     with (
         start(openvino_artifact(tmp_path), Serve(ungated=True, port=0, replicas=2)) as endpoint,
         load(endpoint.port, pause_s=0.02, again=True) as seen,
     ):
         time.sleep(2)
-        victims = [one for one in processes(what) if one.status() != psutil.STATUS_ZOMBIE]
-        assert victims
-        for one in victims:
-            one.kill()
-        time.sleep(25)
+        [victim] = up()
+        victim.kill()
+        began = time.monotonic()
+        assert deployment._until(lambda: up() not in ([], [victim]), 120), "none takes its place"
+        back = time.monotonic() - began
+        time.sleep(10)
         late = len(seen.errors)
         time.sleep(5)
         assert len(seen.errors) == late, "it does not come back"
-    tell(f"{what} killed", seen)
+    tell(f"{what} killed", seen, back_s=round(back, 1))
+    if what in (MANAGER, CONTROLLER):
+        assert seen.errors == []

@@ -42,6 +42,13 @@ class Seen:
     again: list[str] = field(default_factory=list)
     """What was no 200 the second time either, of clients that ask once more."""
     slowest_s: float = 0.0
+    failed_at: list[float] = field(default_factory=list)
+    """Moments of the monotonic clock at which questions were asked that failed."""
+
+    @property
+    def outage_s(self) -> float:
+        """From the first question that failed to the last one."""
+        return max(self.failed_at) - min(self.failed_at) if self.failed_at else 0.0
 
 
 @contextmanager
@@ -71,6 +78,7 @@ def load(port: int, pause_s: float = 0.0, again: bool = False) -> Iterator[Seen]
                 seen.slowest_s = max(seen.slowest_s, time.monotonic() - began)
                 if problem:
                     seen.errors.append(problem)
+                    seen.failed_at.append(began)
                     seen.again += [second] if second else []
                 else:
                     seen.versions[version] += 1

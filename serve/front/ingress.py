@@ -36,6 +36,9 @@ from serve.front import haproxy, supervisor
 HEADER_S = 5
 """Seconds in which the header of a request has to arrive; its body has until `serve.deadline_s`."""
 CONNECT_S = 1
+CHECK_S = 2
+"""Seconds between two questions of HAProxy's whether a replica is well, and for the answer; one that leaves two of them
+without an answer is passed by."""
 RETRIES = 2
 """How often a request goes on to another replica where one has refused it, or has ended without an answer. All our
 requests may be answered twice. A request that ends replicas ends three at the most."""
@@ -216,6 +219,7 @@ def environment(found: Found, settings: Serve) -> dict[str, str]:
         "HARD_STOP_AFTER_S": deadline + 2,
         "RETRY_ON": RETRIED,
         "RETRIES": RETRIES,
+        "HEALTH_CHECK_INTER": f"{CHECK_S}s",
         "OBSERVE_ERROR_LIMIT": 1,  # the first refusal says that a replica is gone, and the next one is asked
     }
     others = {

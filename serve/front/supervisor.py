@@ -7,7 +7,7 @@ knows, hands signals on, ends with HAProxy where that was told to end, and answe
 there which process answers. HAProxy that dies too often is left to Ray.
 
 Where the process that manages it dies, HAProxy goes on with the replicas it knows until its successor takes over. What
-that one is given first names no replica yet, and would answer 404: it begins with the file of the one before.
+a successor is given first names no replica yet, and would answer 404: it begins with the file of the one before.
 
 The standard library alone is imported, since each change of replicas waits for it.
 """
@@ -31,7 +31,7 @@ from serve.front.haproxy import Front, UnknownFile, admin_socket, names_servers,
 
 MOST_DEATHS, WITHIN_S = 5, 10.0
 """HAProxy that dies for this time in so many seconds is not started again."""
-MOST_LEFT_S = 60.0
+MOST_LEFT_S = 120.0
 """Seconds for which HAProxy goes on without the process that manages it."""
 LOOK_S = 0.25
 """Seconds between two looks whether the node's Ray is still there, once the process that manages HAProxy is not."""
@@ -80,11 +80,12 @@ class Supervisor:
         text = path.read_text(encoding="utf-8")
         closed = rewrite(text, front, self._socket)
         self._ray_socket = admin_socket(text)
-        if "-sf" not in given and (before := _process(_ask(self._ray_socket))):
-            given += ["-sf", str(before), "-x", str(self._ray_socket)]
-            if not names_servers(closed):
-                last = _own_file(path, before).read_text(encoding="utf-8")
-                closed = last.replace(str(_own_socket(path, before)), str(self._socket))
+        if "-sf" not in given:  # the first one of a process that manages it
+            if before := _process(_ask(self._ray_socket)):
+                given += ["-sf", str(before), "-x", str(self._ray_socket)]
+            last = _last(path)
+            if names_servers(last) and not names_servers(closed):
+                closed = last.replace(str(admin_socket(last)), str(self._socket))
         # A copy: Ray writes its own anew before each change, and that one opens what it should not.
         self._file = _own_file(path, os.getpid())
         self._file.write_text(closed, encoding="utf-8")
@@ -106,10 +107,11 @@ class Supervisor:
         for end in (woken, wakes):
             end.setblocking(False)
         signal.set_wakeup_fd(wakes.fileno())
-        for one in (*ENDING, *PAUSING):
-            signal.signal(one, self._hand_on)
+        for number in (*ENDING, *PAUSING):
+            signal.signal(number, self._hand_on)
         signal.signal(LEFT, self._is_left)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        os.setpgid(0, 0)  # Ray kills the group of a process that has died
         _when_parent_dies(LEFT)
         selector = selectors.DefaultSelector()
         selector.register(woken, selectors.EVENT_READ)
@@ -128,8 +130,8 @@ class Supervisor:
                     self._look(self._left)
             return code if code >= 0 else 128 - code
         finally:
-            for one in (self._file, self._socket):
-                one.unlink(missing_ok=True)
+            for made in (self._file, self._socket):
+                made.unlink(missing_ok=True)
 
     def _is_left(self, number: int, frame: object) -> None:
         self._left = time.monotonic()
@@ -217,6 +219,13 @@ def _process(answer: bytes) -> int | None:
 def _own_file(file: Path, process: int) -> Path:
     """By which the supervisor with that process id has started HAProxy, beside Ray's file."""
     return file.with_name(f"{file.name}.{process}")
+
+
+def _last(file: Path) -> str:
+    """By what the last supervisor that goes on, or was killed, has started HAProxy; others have removed it."""
+    found = file.parent.glob(f"{file.name}.[0-9]*")
+    newest = max(found, key=lambda one: one.stat().st_mtime, default=None)
+    return newest.read_text(encoding="utf-8") if newest else ""
 
 
 def _own_socket(file: Path, process: int) -> Path:
