@@ -184,6 +184,14 @@ def _dropout(folder: Path, share: float) -> dict[str, Any]:
     return dict.fromkeys(names, share)
 
 
+FROM_PAD = (
+    *("camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+"""Types of models that count positions from behind that of padding, and so read fewer tokens than they have positions:
+RoBERTa and its kin 512 of 514."""
+
+
 def check_architecture(folder: Path, max_tokens: int) -> list[Problem]:
     """What can be known of a model folder before a process starts."""
     config = json.loads((folder / "config.json").read_text())
@@ -198,6 +206,8 @@ def check_architecture(folder: Path, max_tokens: int) -> list[Problem]:
             )
         )
     positions = config.get("max_position_embeddings")
+    if positions and config.get("model_type") in FROM_PAD:
+        positions -= config.get("pad_token_id", 1) + 1
     if positions and max_tokens > positions:
         problems.append(
             Problem(
