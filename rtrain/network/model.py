@@ -93,7 +93,7 @@ def build(
     pack: bool = True,
     fast_dropout: bool = True,
 ) -> "transformers.PreTrainedModel":
-    """The encoder of `folder` with a new head for `labels`, or its own head where it already has these labels.
+    """The encoder of `folder` with a new head for `labels`, or its own head where that has as many outputs.
 
     The head's random weights are a function of `seed` alone, so every rank and every resume starts from the same.
     Of `chosen`, what is to stay as it is asks for no gradient. `pack`: compute no padding, where the architecture can;
