@@ -79,6 +79,7 @@ def test_a_map_of_a_parquet_file_holds_none_either(tmp_path: Path) -> None:
     maps = pa.array([[("a", float("nan")), ("b", 1.0)]], pa.map_(pa.string(), pa.float64()))
     pyarrow.parquet.write_table(pa.table({"text": ["a"], "map": maps}), tmp_path / "a.parquet")
     assert json.loads(written(tmp_path / "a.parquet", "jsonl"))["map"] == [["a", None], ["b", 1.0]]
+    assert written(tmp_path / "a.parquet", "csv").decode().splitlines()[1] == 'a,"[[""a"", null], [""b"", 1.0]]",'
 
 
 @pytest.mark.parametrize("format", ["csv", "jsonl", "parquet"])

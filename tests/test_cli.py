@@ -1,6 +1,7 @@
 """The command line as a user meets it: its verbs, its exit codes, and what it says to bad input."""
 
 import ast
+import errno
 import json
 import os
 import socket
@@ -217,6 +218,16 @@ def test_verify_ledger_of_no_run_is_refused(run: Cli, tmp_path: Path) -> None:
     code, _, err = run("verify", "--ledger", "nowhere")
     assert code == 1
     assert f"--ledger: {tmp_path / 'nowhere'} holds no run" in err
+
+
+def test_a_full_disk_is_one_line_in_any_verb(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a write, which names no file
+
+    monkeypatch.setattr(ledger, "check", full)
+    code, _, err = run("verify", "--ledger", "run")
+    assert code == 1
+    assert err == "rtrain: No space left on device; make room on the disk that is written to, and try again\n"
 
 
 @pytest.mark.parametrize("passed", [True, False])

@@ -42,6 +42,23 @@ def test_a_model_without_attention_dropout_refuses_a_setting(tmp_path: Path) -> 
     assert "FNetConfig has no dropout of attention weights" in problem.reason
 
 
+@pytest.mark.parametrize(("kind", "reads"), [("roberta", 18), ("mpnet", 18), ("bert", 20)])
+def test_a_model_reads_as_many_tokens_as_it_has_positions_for(tmp_path: Path, kind: str, reads: int) -> None:
+    """RoBERTa and its kin leave out those up to that of padding: 514 positions are 512 tokens."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    settings = transformers.AutoConfig.for_model(
+        kind, vocab_size=9, pad_token_id=1, max_position_embeddings=20, **sizes
+    )
+    settings.save_pretrained(tmp_path)
+    network = transformers.AutoModel.from_config(settings)
+    network(input_ids=torch.full((1, reads), 5))
+    with pytest.raises((IndexError, RuntimeError)):
+        network(input_ids=torch.full((1, reads + 1), 5))
+    assert model.check_architecture(tmp_path, reads) == []
+    [problem] = model.check_architecture(tmp_path, reads + 1)
+    assert problem.reason == f"the model reads {reads} tokens at most"
+
+
 def test_attention_by_plain_products_answers_as_the_fused_one_does(encoder: Path) -> None:
     plain: Any = transformers.AutoModelForSequenceClassification.from_pretrained(encoder).eval()
     model.attend(plain, training=True)

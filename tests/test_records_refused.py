@@ -70,6 +70,18 @@ def test_names_of_columns_cannot_write_on_the_terminal(tmp_path: Path) -> None:
     assert r"two columns are called \x1b[2J;" in str(problems(Data(path=str(path)))[0])
 
 
+def test_columns_of_one_name_are_refused_and_so_are_those_without(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    fix = "give each column a name of its own, or remove it"
+    for header, reason in (
+        ("text,label,,,", "3 columns have no name"),
+        ("text,text,label, , ", "two columns are called text and 2 columns have no name"),
+    ):
+        path.write_text(f"{header}\na,b,c,d,e\n")
+        [problem] = problems(Data(path=str(path)))
+        assert (problem.reason, problem.fix) == (reason, fix)
+
+
 @pytest.mark.parametrize(("sign", "shown"), [(";", "';'"), ("\t", "a tab"), ("|", "'|'")])
 def test_a_file_whose_columns_another_sign_parts_is_told_so(tmp_path: Path, sign: str, shown: str) -> None:
     path = tmp_path / "a.csv"

@@ -227,3 +227,15 @@ def test_what_can_only_be_a_path_is_asked_of_no_hub(path: str, tmp_path: Path, m
     monkeypatch.delattr(hub, "dataset")
     [problem] = problems(Data(path=path))
     assert problem.reason == "no such file, folder or glob"
+
+
+def test_a_file_beside_its_own_compressed_copy_is_refused(tmp_path: Path) -> None:
+    """As `gzip -k` leaves it: each row would be trained on twice."""
+    content = b"text,label\na,b\n"
+    (tmp_path / "rows.csv").write_bytes(content)
+    (tmp_path / "rows.csv.GZ").write_bytes(gzip.compress(content))
+    (tmp_path / "more.csv.gz").write_bytes(gzip.compress(content))
+    for path in (tmp_path, tmp_path / "*"):
+        [problem] = problems(Data(path=str(path)))
+        assert problem.reason == "rows.csv and rows.csv.GZ look like the same rows twice"
+    assert len(records.inspect(Data(path=str(tmp_path / "*.csv"))).pieces) == 1

@@ -1,6 +1,8 @@
 """The page of any run: unfinished, damaged, huge, and of texts that are meant to break it."""
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,21 @@ def test_what_is_cut_off_and_can_be_measured_again_is(tmp_path: Path) -> None:
         path.write_text(whole[:50])
         html.make(run)
         assert path.read_text() == whole
+
+
+def test_a_page_that_does_not_fit_on_the_disk_is_said_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, trained=False)
+
+    def full(path: Path, data: bytes) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # of a write, which names no file
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(UserError, match=rf"{run}/report.html cannot be written \(No space left on device\); make room"):
+        html.make(Run(run))
+    assert not [path for path in run.iterdir() if "report" in path.name]
 
 
 def test_a_report_that_fails_is_said_and_does_not_fail_the_run(tmp_path: Path) -> None:

@@ -72,3 +72,9 @@ def test_distinctive_terms_are_those_of_the_group() -> None:
     """Term 0 is frequent everywhere; term 1 belongs to group 0, term 2 to group 1; term 3 occurs once."""
     counts = np.array([[50, 20, 0, 1], [50, 0, 20, 0]])
     assert stats.distinctive(counts) == [[1], [2]]
+
+
+def test_a_single_term_sets_no_group_apart() -> None:
+    """Its odds are those of all against nothing."""
+    assert stats.distinctive(np.array([[3], [2]])) == [[], []]
+    assert stats.distinctive(np.zeros((2, 0), dtype=np.int64)) == [[], []]

@@ -7,6 +7,7 @@ Where these have several types, or are objects, a Parquet file holds them as tex
 
 import functools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -132,9 +133,25 @@ def text(value: Any) -> str:
     """A value as it stands in csv, or in a column of texts: nothing for null, JSON for lists and objects."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, list | dict):
-        return json.dumps(value, ensure_ascii=False, default=string)
-    return string(value)
+    return as_json(value) if isinstance(value, list | dict) else string(value)
+
+
+def as_json(value: Any) -> str:
+    """JSON with null for NaN and infinity at any depth: it has neither, and most readers stop at them. Arrow files
+    often say by NaN that there is no value; Python's parser takes both, and 1e999 for infinity."""
+    dump = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False, default=string)
+    try:
+        return dump(value)
+    except ValueError:
+        return dump(_finite(value))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list | tuple):  # a map of Arrow's is a list of pairs
+        return [_finite(inner) for inner in value]
+    return {name: _finite(inner) for name, inner in value.items()} if isinstance(value, dict) else value
 
 
 def array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:

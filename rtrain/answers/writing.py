@@ -2,19 +2,15 @@
 
 import csv
 import io
-import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet
 
-from rtrain.answers.columns import Layout, array, text
+from rtrain.answers.columns import Layout, array, as_json, text
 from rtrain.answers.source import Chunk
-from rtrain.data.formats.values import string
 from rtrain.errors import ConfigError, Problem
 
 Format = Literal["csv", "jsonl", "parquet"]
@@ -83,7 +79,7 @@ def _jsonl(layout: Layout, chunk: Chunk, added: Added) -> bytes:
     for row, answer in zip(rows, zip(*added, strict=True), strict=True):
         # The row's own columns win: a stream may bring a name late that an answer's column has.
         document = {**row, **{name: value for name, value in zip(layout.added, answer, strict=True) if name not in row}}
-        lines.append(_json(document) + "\n")
+        lines.append(as_json(document) + "\n")
     return "".join(lines).encode("utf-8", "replace")
 
 
@@ -99,24 +95,6 @@ def _texts(table: pa.Table, name: str) -> list[Any]:
             raw = column.cast(pa.large_binary()).to_pylist()
             return [None if value is None else value.decode("utf-8", "replace") for value in raw]
         return column.cast(pa.string()).to_pylist()  # type: ignore[no-any-return]
-
-
-def _json(document: dict[str, Any]) -> str:
-    """A line with null for NaN and infinity at any depth: JSON has neither, and most readers stop at them. Arrow files
-    often say by NaN that there is no value; Python's parser takes both, and 1e999 for infinity."""
-    dump = partial(json.dumps, ensure_ascii=False, allow_nan=False, default=string)
-    try:
-        return dump(document)
-    except ValueError:
-        return dump(_finite(document))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, list | tuple):  # a map of Arrow's is a list of pairs
-        return [_finite(inner) for inner in value]
-    return {name: _finite(inner) for name, inner in value.items()} if isinstance(value, dict) else value
 
 
 def _table(layout: Layout, chunk: Chunk, added: Added) -> pa.Table:

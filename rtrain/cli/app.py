@@ -1,5 +1,6 @@
 """The command line: which verbs there are. Each parses, calls one function, and prints."""
 
+import errno
 import signal
 import sys
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ app.command(name="import")(runs.import_)
 app.command(name="serve status")(serve.status)
 
 FAILED, USAGE = 1, 2
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -80,6 +82,9 @@ def _run(arguments: Sequence[str] | None) -> int | None:
     except typer.TyperException as error:
         return _said(f"{error.format_message()} (rtrain --help lists what there is)", USAGE)
     except OSError as error:
+        if error.errno in FULL:  # of a write, which names no file
+            where = f"{error.filename}: " if error.filename else ""
+            return _said(f"{where}{error.strerror}; make room on the disk that is written to, and try again", FAILED)
         if error.filename is None:  # no file that the user can do something about
             raise
         return _said(f"{error.filename}: {error.strerror}", FAILED)

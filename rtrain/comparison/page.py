@@ -10,13 +10,12 @@ from rtrain.comparison.flips import Flip, Kind
 from rtrain.comparison.measure import Against
 from rtrain.comparison.settings import Setting
 from rtrain.comparison.training import Curves, Point
-from rtrain.errors import UserError
 from rtrain.metrics.by_output import metric_for
 from rtrain.report import stats
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Card, Cards, Cell, Figure, Note, Section, Table, Tile
 from rtrain.report.drawing.charts import Bar, Line
-from rtrain.report.drawing.page import render
+from rtrain.report.drawing.page import render, write as write_page
 from rtrain.report.drawing.svg import score_name, short
 from rtrain.run import Run
 
@@ -37,13 +36,7 @@ def default(found: Compared) -> Path:
 
 def write(found: Compared, path: Path) -> Path:
     """Write the page, whole or not at all. Raises `UserError` where it cannot be written."""
-    draft = path.with_name(f".{path.name}.draft")
-    try:
-        draft.write_bytes(page(found).encode("utf-8", "backslashreplace"))
-        draft.rename(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); name another file with --out") from None
-    return path
+    return write_page(path, page(found), "name another file with --out")
 
 
 def page(found: Compared) -> str:

@@ -157,8 +157,12 @@ def _columns(field: str, piece: Piece) -> tuple[str, ...]:
     if not any(name.strip() for name in found):
         raise ConfigError([Problem(field, piece.uri, "no header line", "name the columns in the first line")])
     if twice := sorted({name for name in found if found.count(name) > 1}):
-        reason = f"two columns are called {visible(', '.join(twice))}"
-        raise ConfigError([Problem(field, piece.uri, reason, "give each column a name of its own")])
+        named = [visible(name) for name in twice if name.strip()]
+        reasons = [f"two columns are called {', '.join(named)}"] if named else []
+        if len(named) < len(twice):  # as tables have them that end in empty columns
+            reasons.append(f"{sum(not name.strip() for name in found)} columns have no name")
+        fix = "give each column a name of its own, or remove it"
+        raise ConfigError([Problem(field, piece.uri, " and ".join(reasons), fix)])
     return tuple(found)
 
 

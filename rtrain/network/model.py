@@ -93,7 +93,7 @@ def build(
     pack: bool = True,
     fast_dropout: bool = True,
 ) -> "transformers.PreTrainedModel":
-    """The encoder of `folder` with a new head for `labels`, or its own head where it already has these labels.
+    """The encoder of `folder` with a new head for `labels`, or its own head where that has as many outputs.
 
     The head's random weights are a function of `seed` alone, so every rank and every resume starts from the same.
     Of `chosen`, what is to stay as it is asks for no gradient. `pack`: compute no padding, where the architecture can;
@@ -186,8 +186,12 @@ def _dropout(folder: Path, share: float) -> dict[str, Any]:
     return dict.fromkeys(names, share)
 
 
-AFTER_PADDING = ("camembert", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl")
-"""Architectures that count positions from `pad_token_id` + 1 on: so many places of their tables are no text's."""
+AFTER_PADDING = (
+    *("camembert", "data2vec-text", "esm", "ibert", "luke", "mpnet", "roberta", "roberta-prelayernorm"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+"""Architectures that count positions from `pad_token_id` + 1 on: so many places of their tables are no text's, and
+RoBERTa reads 512 tokens by its table of 514."""
 
 
 def check_architecture(folder: Path, max_tokens: int) -> list[Problem]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rtrain.errors import UserError
 from rtrain.report import attributions, baseline, collect
-from rtrain.report.drawing.page import render
+from rtrain.report.drawing.page import render, write as write_page
 from rtrain.report.live.progress import say
 from rtrain.report.sections import answers, certificate, curves, data, hardest, outcome, settings, slices, timing
 from rtrain.run import Run
@@ -16,21 +16,19 @@ def make(run: Run) -> Path:
     Raises as `write` does.
     """
     collect.read(run)  # refuses a folder without a run before anything is measured
-    baseline.ensure(run)
-    try:
-        attributions.ensure(run)
-    except UserError as error:
-        say(f"no attributions: {error}")
+    for name, ensure in (("baselines", baseline.ensure), ("attributions", attributions.ensure)):
+        try:
+            ensure(run)
+        except UserError as error:
+            say(f"no {name}: {error}")
+        except OSError as error:
+            say(f"no {name}: they cannot be kept ({error.strerror})")
     return write(run)
 
 
 def write(run: Run) -> Path:
-    """Make the run's report.html. Raises `UserError` for a folder that holds no run."""
-    path = run.report
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_bytes(page(collect.read(run)).encode("utf-8", "backslashreplace"))
-    draft.rename(path)  # a reader never sees half a page
-    return path
+    """Make the run's report.html. Raises `UserError` for a folder that holds no run, or that cannot be written to."""
+    return write_page(run.report, page(collect.read(run)))
 
 
 def page(run: collect.Collected) -> str:

@@ -110,8 +110,10 @@ def distinctive(counts: Ints, most: int = 5) -> list[list[int]]:
     """For each group the places of the terms that occur in it more often than elsewhere; `counts` is [groups, terms].
 
     The measure is the log-odds ratio with an informative Dirichlet prior, as a z-score (Monroe et al. 2008,
-    "Fightin' Words"): a rare term has to occur more than once.
+    "Fightin' Words"): a rare term has to occur more than once. A single term sets no group apart.
     """
+    if counts.shape[1] < 2:
+        return [[] for _ in counts]
     prior = 0.01 * counts.sum(axis=0) + 1e-3
     total, found = counts.sum(axis=0), []
     for group in counts:

@@ -10,7 +10,7 @@ from rtrain.metrics.by_output import metric_for
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Cell, Figure, Section, Step, Steps, Table, Tile
 from rtrain.report.drawing.charts import Dot
-from rtrain.report.drawing.page import render
+from rtrain.report.drawing.page import render, write as write_page
 from rtrain.report.drawing.svg import duration, short
 from rtrain.run import Run
 from rtrain.tasks import base
@@ -43,11 +43,7 @@ def write(search: Run) -> Path:
         raise UserError(
             f"{search} is a search of which no trial has begun; rtrain tune --resume --out {search} goes on"
         )
-    path = search.search_page
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_bytes(page(search, history, verdict.of(search)).encode("utf-8", "backslashreplace"))
-    draft.rename(path)  # a reader never sees half a page
-    return path
+    return write_page(search.search_page, page(search, history, verdict.of(search)))
 
 
 def page(search: Run, history: History, told: str) -> str:

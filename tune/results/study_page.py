@@ -9,7 +9,7 @@ from rtrain.errors import UserError
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table, Tile
 from rtrain.report.drawing.charts import Dot
-from rtrain.report.drawing.page import render
+from rtrain.report.drawing.page import render, write as write_page
 from rtrain.run import Run
 from tune.results import study_table
 from tune.results.study_table import FIRST
@@ -23,11 +23,7 @@ def write(study: Run) -> Path:
     kept = study.study_table
     if not kept.is_file():
         raise UserError(f"{study} is a study that has not ended; rtrain tune --resume --out {study} goes on")
-    path = study.study_page
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(page(study.name, json.loads(kept.read_text(encoding="utf-8"))), encoding="utf-8")
-    draft.rename(path)  # a reader never sees half a page
-    return path
+    return write_page(study.study_page, page(study.name, json.loads(kept.read_text(encoding="utf-8"))))
 
 
 def page(name: str, document: Mapping[str, Any]) -> str:

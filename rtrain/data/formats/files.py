@@ -15,7 +15,7 @@ import fsspec
 
 from rtrain import hub
 from rtrain.data.formats import addresses
-from rtrain.data.formats.addresses import is_glob, path_of, suffix
+from rtrain.data.formats.addresses import COMPRESSIONS, is_glob, path_of, suffix
 from rtrain.errors import ConfigError, Problem
 
 SUFFIXES = {
@@ -80,6 +80,7 @@ def _found(
         raise ConfigError([Problem(field, uri, "no such file, folder or glob", _nearby(filesystem, path))])
     if not files:
         raise ConfigError([Problem(field, uri, "no data file in it", f"expected {', '.join(sorted(SUFFIXES))}")])
+    _refuse_packed_beside(field, uri, files)
     pieces = []
     for name in sorted(files):
         known = format or SUFFIXES.get(suffix(name))
@@ -95,6 +96,15 @@ def _found(
             raise ConfigError([Problem(field, name, "the file is empty", "write a header line and rows, or remove it")])
         pieces.append(Piece(filesystem.unstrip_protocol(name), known, role))
     return pieces
+
+
+def _refuse_packed_beside(field: str, uri: str, files: Iterable[str]) -> None:
+    """Raise `ConfigError` for a file with its own compressed copy beside it, whose rows would be read twice."""
+    plain = set(files)
+    for name in sorted(plain):
+        if name.lower().endswith(COMPRESSIONS) and (own := name.rpartition(".")[0]) in plain:
+            reason = f"{Path(own).name} and {Path(name).name} look like the same rows twice"
+            raise ConfigError([Problem(field, uri, reason, "remove one of the two, or name the files by a glob")])
 
 
 def tells_format(name: str) -> bool:

@@ -7,11 +7,14 @@ by the template (`autoescape`) and by `svg.tag`; control characters are shown as
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
+from rtrain.errors import UserError
 from rtrain.report.drawing.blocks import Section, Tile
 from rtrain.report.drawing.svg import visible
 
@@ -24,6 +27,21 @@ def render(name: str, about: str, tiles: Sequence[Tile], sections: Sequence[Sect
     outcome in a sentence."""
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     return str(_template().render(name=name, about=about, lead=lead, made=made, tiles=tiles, sections=sections))
+
+
+def write(path: Path, text: str, fix: str = "make room there, or the folder writable") -> Path:
+    """Write a page, whole or not at all: a reader never sees half of one. Raises `UserError` where it cannot be
+    written."""
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        draft.write_bytes(text.encode("utf-8", "backslashreplace"))
+        draft.rename(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); {fix}") from None
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+    return path
 
 
 def _template() -> Any:
