@@ -1,6 +1,7 @@
 """Shared by all tests: the environment before any heavy import, one Ray per session, small files of rows."""
 
 import csv
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -42,12 +43,18 @@ TOGETHER = {
 """What runs in one process, by words in the test files; the first that fits. Those that share a Ray and a trained run;
 those that share a Ray; those that start Rays of their own, as programs; those that look at one start of three workers.
 Two trainings at a time are what two cores bear."""
+FIRST = (
+    *("ray", "trained", "programs", "workers"),
+    *(f"tests/test_{name}.py" for name in ("strategies_memory", "quantize_fallback", "forecast_memory", "signals")),
+)
+"""What begins before the files with most tests: groups, and files whose few tests take long. Begun last, any would run
+on alone, when the other process has nothing left to do."""
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Tests of one file run in one process, and so do the files that `TOGETHER` names. The two groups that share a
-    Ray begin, side by side and each in a process that has had none; then the programs, then the files with most
+    Ray begin, side by side and each in a process that has had none; then the rest of `FIRST`, then the files with most
     tests."""
     from xdist.scheduler import LoadScopeScheduling
 
@@ -58,13 +65,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next((name for name, words in TOGETHER.items() if any(word in text for word in words)), path)
 
         def _assign_work_unit(self, node: Any) -> None:
-            # Begun last, any would run on alone for minutes, when the other process has nothing left to do.
-            for name in ("programs", "trained", "ray"):
+            for name in reversed(FIRST):
                 if name in self.workqueue:
                     self.workqueue.move_to_end(name, last=False)
             super()._assign_work_unit(node)
 
     return ByFile(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests are no garbage: not to be looked at whenever Python looks for some."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -103,9 +115,10 @@ def kept_workers(ray_session: Path, request: pytest.FixtureRequest) -> Iterator[
     ray.kill(office)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def head() -> Iterator["Head"]:
-    """A head as cluster.yaml starts it, with its job API."""
+    """A head as cluster.yaml starts it, with its job API. Kept for the session, it would idle for minutes, which takes
+    more of a core than to start it twice."""
     from tests.heads import started
 
     with started() as made:

@@ -29,6 +29,7 @@ import rtrain.artifact
 import rtrain.predict
 from rtrain import manifest
 from rtrain.artifact import ArtifactError
+from rtrain.compress.graphs import unreported
 from rtrain.config import Serve
 from rtrain.errors import ConfigError, UserError
 from rtrain.predict import Predictor
@@ -53,6 +54,7 @@ def openvino_artifact(folder: Path, seed: int = 0) -> Path:
 @cache
 def _converted(seed: int) -> Path:
     """It takes seconds, and many tests want one."""
+    unreported()
     import openvino
     import torch
     import transformers

@@ -4,7 +4,7 @@ import atexit
 import json
 import os
 import shutil
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -50,6 +50,11 @@ RUNS: dict[str, tuple[str | None, str]] = {
     "tensor, killed": ("tensor 2", "tensor 2"),
     "3, killed, then tensor": ("shard 3", "tensor 2"),
 }
+
+
+SLOW = ("2, killed, then 3", "3, killed, then 0")
+"""Runs of the slow tests: `rtrain verify` shows in its own test that shard 3 goes on from shard 2, and the whole model
+from a pipeline."""
 
 
 STILL = "still"
@@ -119,6 +124,16 @@ def guessed(folder: Path, family: str, layout: str | None) -> dict[str, torch.Te
     return seen.found
 
 
+def runs(slow: bool) -> list[str]:
+    """Those that are done together: what the others are compared with is among both."""
+    return [name for name in RUNS if name == "0" or (name in SLOW) == slow]
+
+
+def _slow_worker(rank: int, folder: Path) -> None:
+    joined(rank, 2, folder)
+    (folder / f"{rank}.json").write_text(json.dumps({"runs": {name: _run(folder, name, rank) for name in runs(True)}}))
+
+
 def _worker(rank: int, folder: Path) -> None:
     joined(rank, 2, folder)
     found: dict[str, Any] = {"updates": {}, "runs": {}, "said": {}}
@@ -137,7 +152,7 @@ def _worker(rank: int, folder: Path) -> None:
     for family in FAMILIES:
         for name in SHARES:
             torch.save(guessed(folder, family, name), folder / f"{family}-{name}-{rank}.pt")
-    for name in RUNS:
+    for name in runs(slow=False):
         found["runs"][name] = _run(folder, name, rank)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     (folder / f"died-{rank}").write_text(_left_alone(rank, folder))
@@ -185,8 +200,8 @@ def told(ran: test_training_loop.Ran) -> dict[str, Any]:
 Results = tuple[list[dict[str, Any]], Path]
 
 
-@lru_cache(maxsize=1)
-def _ran_once() -> Results | Exception:
+@cache
+def _ran_once(slow: bool) -> Results | Exception:
     folder = Path(mkdtemp(prefix="rtrain-strategies-"))
     atexit.register(shutil.rmtree, folder)
     try:
@@ -198,14 +213,14 @@ def _ran_once() -> Results | Exception:
             make_masked(folder / family, family)
         trained(Replicas(make_network(folder / "encoder")), folder / "alone")
         trained(Replicas(make_network(folder / "encoder", "encoder")), folder / "alone, frozen")
-        run(_worker, (folder,), 2)
+        run(_slow_worker if slow else _worker, (folder,), 2)
     except Exception as error:
         return error
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], folder
 
 
-def on_workers() -> Results:
-    found = _ran_once()
+def on_workers(slow: bool = False) -> Results:
+    found = _ran_once(slow)
     if isinstance(found, Exception):
         raise found
     return found
@@ -292,9 +307,11 @@ def test_a_run_in_shares_resumes_bit_for_bit_with_dropout(name: str) -> None:
     assert results[0]["runs"][f"{name}, killed"]["scores"] == results[1]["runs"][name]["scores"]
 
 
-@pytest.mark.parametrize("name", [one for one in RUNS if ", then " in one])
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=pytest.mark.slow if one in SLOW else ()) for one in RUNS if ", then " in one]
+)
 def test_a_run_goes_on_in_another_layout(name: str) -> None:
-    results, folder = on_workers()
+    results, folder = on_workers(slow=name in SLOW)
     assert [found["runs"][name]["from"] for found in results] == [KILLED_AT] * 2
     plain, last = results[0]["runs"]["0"], test_training_loop.UPDATES
     assert {found["runs"][name]["ledger"] for found in results} == {plain["ledger"]}

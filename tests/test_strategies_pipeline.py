@@ -4,7 +4,7 @@ layouts."""
 import atexit
 import json
 import shutil
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -67,6 +67,9 @@ RUNS: dict[str, tuple[str | None, str]] = {
 }
 OTHERS: dict[str, dict[str, Any]] = {"shard 0": {}, "shard 3": {"shard": 3}, "tensor": {"tensor": 2}, ONE: {}}
 DROPPING = ("1f1b", "1f1b, killed", "gpipe")
+SLOW = ("1f1b, then shard 0", "shard 3, then gpipe", "1f1b, then tensor", "1f1b, then 1 worker")
+"""Runs of the slow tests: `rtrain verify` shows in its own test that the whole model goes on from a pipeline, and a
+pipeline from another layout."""
 
 
 class _Noticing(step.Observer):
@@ -96,6 +99,15 @@ def guessed(folder: Path, family: str, layout: str | None) -> dict[str, torch.Te
     return {**seen.found, **({} if table.is_meta else {"table": table})}
 
 
+def runs(slow: bool) -> list[str]:
+    return [name for name in RUNS if (name in SLOW) == slow]
+
+
+def _slow_worker(rank: int, folder: Path) -> None:
+    joined(rank, 2, folder)
+    (folder / f"{rank}.json").write_text(json.dumps({"runs": {name: _run(folder, name, rank) for name in runs(True)}}))
+
+
 def _worker(rank: int, folder: Path) -> None:
     found: dict[str, Any] = {"updates": {}, "said": {}, "spans": {}, "runs": {}}
     for world, layouts in ((4, FOUR), (2, TWO)):
@@ -118,7 +130,7 @@ def _worker(rank: int, folder: Path) -> None:
         if world == 2:
             found["seeds"] = _seeds(folder)
             found["notices"] = _notices(folder, rank)
-            for name in RUNS:
+            for name in runs(slow=False):
                 found["runs"][name] = _run(folder, name, rank)
             (folder / f"{rank}.json").write_text(json.dumps(found))
             (folder / f"died-{rank}").write_text(_left_alone(rank, folder))
@@ -187,8 +199,8 @@ def _run(folder: Path, name: str, rank: int) -> dict[str, Any] | None:
 Results = tuple[list[dict[str, Any]], Path]
 
 
-@lru_cache(maxsize=1)
-def _ran_once() -> Results | Exception:
+@cache
+def _ran_once(slow: bool) -> Results | Exception:
     folder = Path(mkdtemp(prefix="rtrain-pipelines-"))
     atexit.register(shutil.rmtree, folder)
     try:
@@ -200,12 +212,13 @@ def _ran_once() -> Results | Exception:
             make_masked(folder / family, family, layers=LAYERS)
         trained(Replicas(make_network(folder / "encoder")), folder / "alone")
         whole = told(_start(folder, "whole", ONE, 0))
-        for name in RUNS:
+        for name in runs(slow):
             if RUNS[name][0] == ONE:
                 _start(folder, name, ONE, 0, kill=KILLED_AT)
-        run(_worker, (folder,), 4, within=800.0)
-        results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
-        for name in RUNS:
+        processes = 2 if slow else 4
+        run(_slow_worker if slow else _worker, (folder,), processes, within=800.0)
+        results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
+        for name in runs(slow):
             if RUNS[name][1] == ONE:
                 results[0]["runs"][name] = results[1]["runs"][name] = told(_start(folder, name, ONE, 0))
         results[0]["runs"]["whole"] = whole
@@ -214,8 +227,8 @@ def _ran_once() -> Results | Exception:
     return results, folder
 
 
-def on_workers() -> Results:
-    found = _ran_once()
+def on_workers(slow: bool = False) -> Results:
+    found = _ran_once(slow)
     if isinstance(found, Exception):
         raise found
     return found
@@ -328,9 +341,11 @@ def test_another_schedule_of_the_same_stages_is_the_same_run_bit_for_bit() -> No
     assert files_of(folder, "1f1b") == files_of(folder, "gpipe")
 
 
-@pytest.mark.parametrize("name", [one for one in RUNS if ", then " in one])
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=pytest.mark.slow if one in SLOW else ()) for one in RUNS if ", then " in one]
+)
 def test_a_run_goes_on_in_another_layout(name: str) -> None:
-    results, folder = on_workers()
+    results, folder = on_workers(slow=name in SLOW)
     assert [found["runs"][name]["from"] for found in results[:2]] == [KILLED_AT] * 2
     whole, last = results[0]["runs"]["whole"], test_training_loop.UPDATES
     assert {found["runs"][name]["ledger"] for found in results[:2]} == {whole["ledger"]}

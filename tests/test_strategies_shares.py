@@ -40,6 +40,12 @@ RUNS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "bf16": (None, BF16 | STOCK),
     "bf16 by memory, killed": (BF16 | MEMORY, BF16 | MEMORY),
 }
+OF_THREE = ("plain", "auto", "memory", "sharded", "sharded by memory", "plain, resumed sharded")
+"""Those of three workers too, whose gradients are added in the transport's order."""
+
+
+def runs(world: int) -> list[str]:
+    return [name for name in RUNS if world == 2 or name in OF_THREE]
 
 
 def _worker(rank: int, folder: Path) -> None:
@@ -47,7 +53,7 @@ def _worker(rank: int, folder: Path) -> None:
         if rank < world:
             joined(rank, world, folder)
             found = {
-                "runs": {name: _run(folder, name, world, rank) for name in RUNS},
+                "runs": {name: _run(folder, name, world, rank) for name in runs(world)},
                 "bytes": {by: _bytes(world, rank, by) for by in ("stock", "shared_memory")},
             }
             (folder / f"{world}-{rank}.json").write_text(json.dumps(found))
@@ -149,12 +155,9 @@ SAME = [
     (2, "bf16 by memory, killed", "bf16"),
     (3, "auto", "plain"),
     (3, "sharded", "plain"),
-    (3, "sharded, resumed plain", "plain"),
     (3, "plain, resumed sharded", "plain"),
-    (3, "memory, killed", "memory"),
     (3, "sharded by memory", "memory"),
 ]
-"""Three workers' gradients are added in the transport's order."""
 
 
 @pytest.mark.parametrize(("world", "name", "like"), SAME)
@@ -168,7 +171,8 @@ def test_every_checkpoint_is_the_same(world: int, name: str, like: str) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_runs_are_what_their_names_say(world: int) -> None:
     results, folder = on_workers()
-    for name, (before, after) in RUNS.items():
+    for name in runs(world):
+        before, after = RUNS[name]
         for rank in range(world):
             found = results[world, rank]["runs"][name]
             assert found["from"] == (0 if before is None else KILLED_AT)
@@ -177,7 +181,8 @@ def test_the_runs_are_what_their_names_say(world: int) -> None:
             assert used == (["shared_memory"] if asked == "shared_memory" else [])
             assert [0 < event["error"] < 2.0**-7 for event in found["compressed"]] == [True] * ("bf16" in name)
             assert len(found["sharded"]) == ("shard" in after)
-    assert checkpoints(folder, world, "bf16")[0] != checkpoints(folder, world, "plain")[0]
+    if "bf16" in runs(world):
+        assert checkpoints(folder, world, "bf16")[0] != checkpoints(folder, world, "plain")[0]
 
 
 @pytest.mark.parametrize("by", ["stock", "shared_memory"])

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from rtrain.compress.graphs import unreported
+
 if TYPE_CHECKING:
     import transformers
 
@@ -59,6 +61,7 @@ def openvino_float(network: "transformers.PreTrainedModel", example: Inputs) -> 
 
 def openvino_int8(network: "transformers.PreTrainedModel", example: Inputs, samples: Sequence[Inputs]) -> Answer:
     """NNCF's post-training quantization with its defaults, compiled without hints."""
+    unreported()
     import nncf
 
     with contextlib.redirect_stdout(io.StringIO()):
@@ -67,6 +70,7 @@ def openvino_int8(network: "transformers.PreTrainedModel", example: Inputs, samp
 
 
 def _converted(network: Any, example: Inputs) -> Any:
+    unreported()
     import openvino
     import torch
     from openvino.tools.ovc import convert_model  # `openvino` lacks it where an artefact was answered before

@@ -80,9 +80,17 @@ def quantize(library: Any, graph: Any, samples: Sequence[Sample]) -> Any:
     )
 
 
+def unreported() -> None:
+    """Let OpenVINO's converter and NNCF do without the library that they report each step by, to their makers, from
+    where nobody was asked: some 35 processes for one conversion, and a second of waiting for them. Called before either
+    is imported."""
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # then its import fails
+
+
 @contextlib.contextmanager
 def by_nncf() -> Iterator[Any]:
     """NNCF's module, while it works: it draws its progress and its log on stdout, which belongs to --json."""
+    unreported()
     import nncf
 
     nncf.set_log_level(logging.ERROR)

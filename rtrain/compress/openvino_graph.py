@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rtrain import predict
-from rtrain.compress.graphs import Sample, by_nncf, quantize
+from rtrain.compress.graphs import Sample, by_nncf, quantize, unreported
 from rtrain.errors import UserError
 from rtrain.network.rounding import LEVELS, SMALLEST, WEIGHT_LEVELS, Quantizers
 
@@ -92,6 +92,7 @@ class Quantized:
 
 def export(network: "transformers.PreTrainedModel", sample: Sample) -> Exported:
     """The float graph: `rtrain.compress.graphs.Export`."""
+    unreported()
     import openvino
     import torch
 
