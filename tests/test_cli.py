@@ -110,7 +110,7 @@ def test_every_option_that_stands_for_a_setting_is_known() -> None:
                 case ast.Call(func=ast.Name("configured" | "overrides_of"), keywords=named):
                     used |= {each.arg for each in named if each.arg}
                 case ast.Assign(targets=[ast.Name("short")], value=ast.Dict(keys=names)):
-                    used |= {name.value for name in names if isinstance(name, ast.Constant)}
+                    used |= {str(name.value) for name in names if isinstance(name, ast.Constant)}
     assert {"shadow", "keys", "workers"} <= used <= set(options.SHORT)
 
 

@@ -98,7 +98,7 @@ def test_haproxy_ends_with_its_supervisor() -> None:
 def managed(servers: list[int]) -> Iterator[tuple[int, Path, subprocess.Popen[bytes], int]]:
     """Port and folder of a HAProxy, and a process in the place of the node's Ray; below that one there is another in
     the place of Ray's manager, whose process id is the last."""
-    found = ingress.find("127.0.0.1", 2)
+    found = ingress.find("127.0.0.1", 2, 64)
     assert isinstance(found, ingress.Found), found
     folder, port = found.folder, free_address("127.0.0.1", 0).port
     ray_file(folder, port, servers)
@@ -208,7 +208,7 @@ def test_to_ray_a_haproxy_that_was_started_again_is_the_one_that_it_has_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It goes on to replace it without the loss of a request."""
-    found = ingress.find("127.0.0.1", 2)
+    found = ingress.find("127.0.0.1", 2, 64)
     assert isinstance(found, ingress.Found), found
     folder, port = found.folder, free_address("127.0.0.1", 0).port
     monkeypatch.setattr(theirs, "get_haproxy_binary", lambda: str(folder / "haproxy"))
