@@ -179,7 +179,7 @@ def test_haproxy_that_hangs_gives_way_to_its_manager_s_successor() -> None:
         [hung] = psutil.Process(manager).children()[0].children()
         hung.suspend()
         os.kill(manager, signal.SIGKILL)
-        assert wait_until(lambda: not list(ingress.running(folder)))
+        assert wait_until(lambda: not list(ingress.running(folder)), 60)
         assert not listens(port)
 
 
