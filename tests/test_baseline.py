@@ -1,6 +1,7 @@
 """The baselines: each learns what it can learn from a few rows, and chooses on the validation rows."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -147,6 +148,6 @@ def test_texts_of_unknown_pieces_alone_leave_the_one_answer(tmp_path: Path) -> N
     """The tiny encoder knows no Chinese character, so that TF-IDF has nothing to learn from."""
     rows = [(f"{'卡丢' if number % 2 else '退款'}{chr(0x4E00 + number)}", "ab"[number % 2]) for number in range(120)]
     path = write_rows(tmp_path / "chinese.csv", rows)
-    columns = {"data.path": str(path), "data.text": "text", "data.label": "label", "data.slices": []}
+    columns: dict[str, Any] = {"data.path": str(path), "data.text": "text", "data.label": "label", "data.slices": []}
     found = measured(make_answered(tmp_path, "classification", **columns))
     assert list(found) == [baseline.ONE_ANSWER]
