@@ -332,6 +332,26 @@ def test_a_slice_without_entities_is_no_worst_slice(runs: dict[str, collect.Coll
     assert slices.told(runs["regression"], every) == every
 
 
+@pytest.mark.parametrize(
+    ("task", "nothing", "something"),
+    [("multi_label", ([], []), ([], ["login"])), ("multi_head", (["", ""], ["a", "b"]), (["", "b"], ["a", "c"]))],
+)
+def test_nor_is_a_slice_of_which_no_row_counts(
+    runs: dict[str, collect.Collected], task: str, nothing: tuple[Any, Any], something: tuple[Any, Any]
+) -> None:
+    """Its F1, or accuracy, is 0 of 0: rows that have no label, and get none."""
+    found = runs[task].answers
+    assert found is not None
+    sides = [np.empty(len(found), dtype=object) for _ in range(2)]
+    for row in range(len(found)):
+        for side, value in zip(sides, nothing if row % 2 else something, strict=True):
+            side[row] = value
+    column = ["empty" if row % 2 else "full" for row in range(len(found))]
+    changed = replace(runs[task], answers=replace(found, target=sides[0], prediction=sides[1], slices={"part": column}))
+    every = [slices.Slice(f"part: {name}", 20, 0.0, (0.0, 0.0)) for name in ("empty", "full")]
+    assert [one.name for one in slices.told(changed, every)] == ["part: full"]
+
+
 def test_a_fine_scale_has_no_confusion_of_its_steps(runs: dict[str, collect.Collected]) -> None:
     run = runs["regression"]
     assert run.scores is not None

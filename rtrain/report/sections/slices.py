@@ -1,7 +1,7 @@
 """Where the model is worse than on the whole: scores by length and by every further column of the rows."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,15 @@ FEWEST = 10
 """Rows below which quartiles say nothing."""
 SHOWN = 15
 MOST_COLUMNS, MOST_BOXES = 6, 12
+
+
+COUNTS: dict[str, Callable[[Any, Any], bool]] = {
+    "classes": lambda true, said: True,
+    "labels": lambda true, said: bool(len(true) or len(said)),
+    "heads": lambda true, said: any(true),
+    "tags": lambda true, said: {*true, *said} != {"O"},
+}
+"""Whether a row counts in the score of its slice, by its target and its answer; other kinds count every row."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +105,15 @@ def slices(scores: dict[str, Any], judged: bool = True) -> list[Slice]:
 
 
 def told(run: Collected, found: Sequence[Slice]) -> list[Slice]:
-    """The slices without those in which no entity is true or found: their F1 is 0, and yet nothing is wrong there."""
+    """The slices without those in which nothing counts, no entity or label that is true or given, no row inside of the
+    classes: their score is 0, and yet nothing is wrong there."""
     answers = run.answers
-    if answers is None or run.output != "tags":
+    if answers is None or run.output not in COUNTS:
         return list(found)
     columns = {LENGTH: quantiles(answers.tokens), **answers.slices}
-    some = np.array([{*true, *said} != {"O"} for true, said in zip(answers.target, answers.prediction, strict=True)])
+    counts, outside = COUNTS[run.output], run.config.recipe.data.outside
+    pairs = zip(answers.target, answers.prediction, strict=True)
+    some = np.array([counts(true, said) and not (outside and true == outside) for true, said in pairs], dtype=np.bool_)
     empty = set()
     for column, values in columns.items():
         of_value = np.array(values, dtype=object)
