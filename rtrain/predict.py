@@ -32,7 +32,9 @@ MOST_TOKENS = 1 << 14
 """Most tokens of one engine call, padding included, since its memory grows with them: a text of 64 windows of 384
 tokens has 24,576, and 32 such texts 786,432. Texts of many windows go in smaller groups, and the windows of one text in
 several calls."""
-
+SQUARES = 512
+"""Most squares of texts' lengths in one engine call, per token that it may have: attention may hold one of each head.
+Two texts of 8,192 tokens have 16 times those of 32 texts of 512, and are no faster together than one by one."""
 
 REVISION_DIGITS = 12
 """Digits of a SHA-256 in hex, as in an artefact's version."""
@@ -236,11 +238,12 @@ def side_by_side(copies: Sequence[Predictor], encoded: Sequence[Encoded], batch_
 
 
 def parts(lengths: Sequence[int], most_tokens: int) -> Iterator[slice]:
-    """Consecutive windows of at most `most_tokens` tokens, padded to the longest of them; a longer window is alone."""
+    """Consecutive windows of at most `most_tokens` tokens, padded to the longest, and of `SQUARES` times as many
+    squares of them; a longer window is alone."""
     start, longest = 0, 0
     for place, length in enumerate(lengths):
         longest = max(longest, length)
-        if place > start and (place + 1 - start) * longest > most_tokens:
+        if place > start and (place + 1 - start) * longest * max(1, longest / SQUARES) > most_tokens:
             yield slice(start, place)
             start, longest = place, length
     if start < len(lengths):

@@ -80,10 +80,11 @@ def test_it_takes_about_the_seconds_that_it_may(cost: float, seconds: float) -> 
 def test_rows_are_spread_over_buckets_of_lengths() -> None:
     lengths = [5] * 40 + [16, 17, 600]
     found = latency.chosen(lengths)
-    assert list(found) == ["up to 16 tokens", "up to 32 tokens", "more than 512 tokens"]
+    assert list(found) == ["up to 16 tokens", "up to 32 tokens", "up to 1024 tokens"]
     assert len(found["up to 16 tokens"]) == latency.MOST
     assert found["up to 32 tokens"] == [41]
     assert latency.bucket(512) == "up to 512 tokens"
+    assert latency.bucket(8192) == "more than 4096 tokens"
 
 
 def test_the_interval_of_nine_leaves_out_the_outermost_two() -> None:

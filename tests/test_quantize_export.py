@@ -49,13 +49,14 @@ def test_the_float_graph_is_compared_on_every_length(made: Made, static: Quantiz
 
 
 def test_rows_of_every_length_hold_the_shortest_and_the_longest_of_each() -> None:
-    lengths = np.array([5, 40, 16, 17, 32, 600, 9, 513], dtype=np.int32)
+    lengths = np.array([5, 40, 16, 17, 32, 600, 9, 8192, 513], dtype=np.int32)
     found = {name: lengths[rows].tolist() for name, rows in export_check.of_every_length(lengths, most=2)}
     assert found == {
         "up to 16 tokens": [5, 16],
         "up to 32 tokens": [17, 32],
         "up to 64 tokens": [40],
-        "more than 512 tokens": [513, 600],
+        "up to 1024 tokens": [513, 600],
+        "more than 4096 tokens": [8192],
     }
 
 

@@ -142,6 +142,7 @@ def test_a_rule_speaks_where_its_facts_are_there_and_only_there(rule: str) -> No
 
 def test_long_texts_are_read_in_windows_where_no_encoder_is_longer() -> None:
     assert "data.window=512" in str(advice.read_longer(replace(FINE, cut=500, max_tokens=512)))
+    assert "data.window=4096" in str(advice.read_longer(replace(FINE, cut=500, max_tokens=4096)))
     many = replace(FINE, cut=500, max_tokens=128, windows=True, max_windows=8)
     assert "data.max_windows=16" in str(advice.read_longer(many))
 

@@ -120,6 +120,14 @@ def test_parts_are_all_windows_in_their_order_under_the_budget(lengths: list[int
     assert all(count == 1 or count * longest <= most for count, longest in sizes)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "calls"), [([512] * 40, [32, 8]), ([1024] * 10, [8, 2]), ([2048] * 3, [2, 1]), ([8192, 8192], [1, 1])]
+)
+def test_long_windows_share_fewer_calls(lengths: list[int], calls: list[int]) -> None:
+    """The squares of their lengths are as many as of 32 windows of 512 tokens."""
+    assert [part.stop - part.start for part in parts(lengths, predict.MOST_TOKENS)] == calls
+
+
 class Recorded:
     """An engine, and the tokens of each of its calls, padding included."""
 

@@ -52,6 +52,29 @@ def make_encoder(folder: Path, seed: int = 0, layers: int = 2) -> Path:
     return folder
 
 
+def make_modern(folder: Path, seed: int = 0, **settings: Any) -> Path:
+    """The same of ModernBERT, for texts of up to 8,192 tokens: in the second layer of two, tokens read 16 on either
+    side."""
+    import torch
+    import transformers
+
+    make_tokenizer(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformers.ModernBertModel(modern(**settings)).save_pretrained(folder)
+    return folder
+
+
+def modern(**settings: Any) -> "transformers.ModernBertConfig":
+    import transformers
+
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    # The numbers that `make_tokenizer` gives them.
+    special = {"pad_token_id": 0, "cls_token_id": 2, "bos_token_id": 2, "sep_token_id": 3, "eos_token_id": 3}
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 8192, "local_attention": 32, "initializer_range": 0.2}
+    return transformers.ModernBertConfig(**{**small, **special, **sizes, **settings})
+
+
 def make_artifact(folder: Path, labels: Sequence[str] = ("a", "b", "c"), seed: int = 0) -> Path:
     """A complete float artefact with random weights, golden answers and manifest included."""
     import torch

@@ -24,6 +24,8 @@ WIDTHS = ("hidden_size", "dim")
 HEADS = ("num_attention_heads", "n_heads")
 INNERS = ("intermediate_size", "hidden_dim")
 """Names by which configurations call these: of most models, and of DistilBERT."""
+BY_LAYER = ("layer_types",)
+"""Names of lists with an entry for each layer: ModernBERT's attention is local in some and global in others."""
 
 
 def start(teacher: Path, chosen: Distill, root: Path) -> Path:
@@ -42,7 +44,9 @@ def start(teacher: Path, chosen: Distill, root: Path) -> Path:
     if layers > depth or (as_large and chosen.unlabelled is None and not chosen.quantization_aware):
         fix = f"write {depth - 1} or less" if layers >= depth > 1 else "name another one with distill.student"
         raise ConfigError([Problem("distill.layers", chosen.layers, f"the teacher has {depth} layers", fix)])
+    kept = chosen_layers(depth, layers)
     after = {**document, counted: layers}
+    after |= {name: [document[name][layer] for layer in kept] for name in BY_LAYER if name in document}
     if chosen.width is not None:
         after |= narrower(document, chosen.width)
     made = artifact.read(teacher, verify=False)
@@ -52,7 +56,7 @@ def start(teacher: Path, chosen: Distill, root: Path) -> Path:
     draft = root / f".{final.name}.{uuid.uuid4().hex[:8]}"
     draft.mkdir(parents=True)
     try:
-        weights = keep_layers(load_file(teacher / "model.safetensors"), chosen_layers(depth, layers))
+        weights = keep_layers(load_file(teacher / "model.safetensors"), kept)
         if chosen.width is not None:
             block = _named(document, WIDTHS)[1] // _named(document, HEADS)[1]
             weights = narrowed(weights, _shapes(made.task, after), block)

@@ -18,7 +18,7 @@ LEAST_ROUNDS, MOST_ROUNDS = 9, 51
 """With nine, the interval leaves out the fastest and the slowest round: a hiccup of the machine spoils one."""
 FEWEST, MOST = 3, 12
 """Texts of a bucket that are asked in each round."""
-BUCKETS = (16, 32, 64, 128, 256, 512)
+BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Most tokens of a text of each bucket; longer texts share one more."""
 
 Ask = Callable[[int], object]

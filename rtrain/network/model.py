@@ -116,13 +116,16 @@ def shaped(folder: Path, task: base.Task, outputs: int, chosen: Model | None = N
     """A network as `build` makes it, by the folder's configuration alone: of its weights only the shapes count, under
     torch's fake tensors say. `outputs`: numbers that the head answers with, where it is not as wide as a vocabulary."""
     import transformers
+    from transformers.initialization import no_init_weights
 
     chosen = chosen or Model()
     settings = {} if chosen.attention_dropout is None else _dropout(folder, chosen.attention_dropout)
     known = transformers.AutoConfig.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False, num_labels=outputs, **settings
     )
-    model = getattr(transformers, task.auto_model).from_config(known, trust_remote_code=False)
+    with no_init_weights():  # ModernBERT's are drawn until all of them are small enough: it asks for their numbers
+        model = getattr(transformers, task.auto_model).from_config(known, trust_remote_code=False)
+    model.tie_weights()
     head = [name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")]
     mean = _pooling(chosen, task, folder) == "mean"
     return _as_trained(model, task, chosen, head, mean, pack=True, fast_dropout=False)

@@ -25,7 +25,7 @@ STILL_RISING = 0.05
 EARLY_BEST = 0.6
 """The best update is early where it lies before this share of all."""
 LONGEST = 512
-"""Tokens that most encoders read at once; longer texts are read in windows."""
+"""Tokens that most encoders read at once. What is longer is read in windows, of as many tokens as this one reads."""
 FEW_ROWS = 50
 """Training rows of a label below which more of them are the first remedy."""
 LANGUAGES = ("lang", "language", "locale")
@@ -159,7 +159,7 @@ def read_longer(facts: Facts) -> Step | None:
     if 2 * facts.max_tokens <= LONGEST:
         setting = f"data.max_tokens={2 * facts.max_tokens}"
     else:
-        setting = f"data.window={min(facts.max_tokens, LONGEST)}"
+        setting = f"data.window={facts.max_tokens}"
     return Step(f"Read longer: {setting}", f"{share} were cut at {facts.max_tokens} tokens", again(facts, setting))
 
 
