@@ -1,0 +1,133 @@
+"""Hostile requests over sockets, through HAProxy and Ray Serve: none is answered 5xx, and none ends a process. By hand:
+the figures are on stderr."""
+
+import contextlib
+import re
+import select
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from rtrain.config import Serve
+from serve.deployment import Endpoint, start
+from tests import hostile
+from tests.hostile import Case
+from tests.test_serve_deployment import openvino_artifact, processes
+from tests.test_serve_rollout import replicas
+
+pytestmark = [pytest.mark.slow, pytest.mark.serve, pytest.mark.usefixtures("ray_session")]
+
+PATIENCE_S = 20.0
+MORE_S = 0.3
+"""After which a server that has not answered is told that no more comes."""
+FRAMED = (b"content-length", b"transfer-encoding")
+
+
+@pytest.fixture(scope="module")
+def endpoint(ray_session: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    artifact = openvino_artifact(tmp_path_factory.mktemp("artifact"))
+    with start(artifact, Serve(ungated=True, port=0, replicas=2)) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def nothing_dies(endpoint: Endpoint) -> Iterator[None]:
+    def alive() -> set[psutil.Process]:
+        return {*replicas(), *processes("haproxy.cfg"), *processes("ray::HAProxyManager")}
+
+    before: set[psutil.Process] = set()
+    while len(before) < 5 or alive() != before:  # HAProxy is replaced as replicas come
+        before = alive()
+        time.sleep(3)
+    yield
+    assert alive() == before
+    answer = httpx.post(f"{endpoint.url}/predict", json={"inputs": "hello"}, trust_env=False)
+    assert answer.status_code == 200
+
+
+def on_the_wire(case: Case) -> bytes:
+    """The case as a client would send it that cares for no rule: of the body only a half where the client leaves."""
+    target = case.path.encode("utf-8", "surrogateescape") + (b"?" + case.query if case.query else b"")
+    lines = [case.method.encode() + b" " + target + b" HTTP/1.1"]
+    names = {name.lower() for name, _ in case.headers}
+    headers = [*case.headers, (b"connection", b"close")]
+    if b"host" not in names:
+        headers.append((b"host", b"here"))
+    body = case.body
+    if not names.intersection(FRAMED):
+        if case.cuts:
+            chunks = [message["body"] for message in case.messages() if message.get("body")]
+            body = b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+            headers.append((b"transfer-encoding", b"chunked"))
+        else:
+            headers.append((b"content-length", b"%d" % len(body)))
+    lines += [name + b": " + value for name, value in headers]
+    return b"\r\n".join((*lines, b"", body[: len(body) // 2] if case.leaves else body))
+
+
+def status_of(port: int, case: Case) -> int:
+    """Of the answer; 0 where the connection was ended without one."""
+    said = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as client:
+        with contextlib.suppress(OSError):  # it was cut off
+            client.sendall(on_the_wire(case))
+            if not case.leaves and not select.select([client], [], [], MORE_S)[0]:
+                client.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            while not case.leaves and (part := client.recv(1 << 16)):
+                said += part
+    statuses = [int(found) for found in re.findall(rb"^HTTP/1\.1 (\d+) ", said, re.MULTILINE)]
+    return next((status for status in statuses if status >= 200), 0)
+
+
+def test_five_thousand_hostile_requests_are_the_client_s_fault(endpoint: Endpoint, nothing_dies: None) -> None:
+    statuses: Counter[int] = Counter()
+    for case in hostile.by_hand():
+        statuses[status_of(endpoint.port, case)] += 1
+
+    @given(hostile.CASES)
+    @settings(max_examples=3500, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    def ask(case: Case) -> None:
+        statuses[status_of(endpoint.port, case)] += 1
+
+    ask()
+    sys.stderr.write(f"\n{statuses.total()} hostile requests: {dict(sorted(statuses.items()))}\n")
+    assert statuses.total() >= 5000
+    assert [status for status in statuses if status >= 500] == []
+    assert len(statuses) >= 8, "the cases reach too little"
+
+
+def test_requests_made_from_the_openapi_document_are_answered_as_it_says(
+    endpoint: Endpoint, nothing_dies: None
+) -> None:
+    import schemathesis
+    from schemathesis import GenerationMode
+    from schemathesis.checks import CHECKS
+
+    document: Any = schemathesis.openapi.from_url(f"{endpoint.url}/openapi.json")
+    # No schema says which labels there are, nor that a text is not empty.
+    excluded = [CHECKS.get_one("positive_data_acceptance")]
+    asked: Counter[int] = Counter()
+
+    def ask(case: Any) -> None:
+        asked[case.call_and_validate(excluded_checks=excluded).status_code] += 1
+
+    examples = settings(max_examples=550, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+        for operation in (found.ok() for found in document.get_all_operations()):
+            if mode == GenerationMode.POSITIVE or operation.method == "post":  # without a body nothing can be wrong
+                name = {"name": "tiny"} if "{name}" in operation.path else None
+                cases: Any = given(operation.as_strategy(mode, path_parameters=name))
+                examples(cases(ask))()
+    sys.stderr.write(f"\n{asked.total()} requests by schemathesis: {dict(sorted(asked.items()))}\n")
+    assert asked.total() >= 2000
+    assert [status for status in asked if status >= 500] == []
