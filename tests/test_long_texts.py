@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 
 from rtrain import artifact, config, predict
@@ -14,9 +15,11 @@ from rtrain.config import Distill, Model, Serve
 from rtrain.data.stores.store import Store
 from rtrain.doctor.forecast import trace
 from rtrain.network import model, packed
+from rtrain.training import step
 from serve.app import build_app
 from tests import quantizing, serving
 from tests.conftest import labelled_rows, write_rows
+from tests.test_network_packed import rows
 from tests.test_training_loop import TASK, UPDATES, fingerprint, start
 from tests.tiny import CORPUS, make_modern, make_store, modern
 
@@ -132,3 +135,25 @@ def test_more_tokens_than_the_model_has_positions_are_refused_by_name(tmp_path: 
     assert problems(tmp_path / "roberta", 513) == [
         "data.max_tokens: the model reads 512 tokens at most; write 512 or less"
     ]
+
+
+# ---------------------------------------------------------------------------------------------------------- Longformer
+
+
+def test_longformer_answers_a_text_the_same_beside_others(tmp_path: Path) -> None:
+    """Padded, to its own windows too; the first token reads all, and all read it, as Transformers chooses."""
+    sizes: dict[str, Any] = {
+        **{"vocab_size": 300, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3},
+        **{"intermediate_size": 32, "max_position_embeddings": 514, "attention_window": [16, 16], "pad_token_id": 1},
+        **{"type_vocab_size": 1, "initializer_range": 0.3},
+    }
+    config = transformers.LongformerConfig(**sizes)
+    config.save_pretrained(tmp_path)
+    assert [len(problems(tmp_path, tokens)) for tokens in (512, 513)] == [0, 1]
+    torch.manual_seed(0)
+    network: Any = transformers.LongformerForSequenceClassification(config).double().eval()
+    model.attend(network, training=True)
+    tokens = rows([100, 30, 5])  # two rows, the first of two windows
+    together = step.forward(network, tokens, 1, "fp32")
+    alone = [step.forward(network, tokens.pick([number]), 1, "fp32") for number in (0, 1)]
+    torch.testing.assert_close(torch.cat(alone), together, rtol=1e-10, atol=1e-12)

@@ -189,7 +189,7 @@ def _dropout(folder: Path, share: float) -> dict[str, Any]:
     return dict.fromkeys(names, share)
 
 
-AFTER_PADDING = ("camembert", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl")
+AFTER_PADDING = ("camembert", "longformer", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl")
 """Architectures that count positions from `pad_token_id` + 1 on: so many places of their tables are no text's."""
 
 
