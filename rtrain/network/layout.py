@@ -163,7 +163,8 @@ class Layout:
     def _scatter(self, real: "npt.NDArray[np.bool_]") -> Ints:
         """Where each token of a padded group [windows, width] is, for each head, in [windows, heads, width]."""
         row, column = np.nonzero(real)
-        return ((row[:, None] * self.heads + np.arange(self.heads)) * real.shape[1] + column[:, None]).ravel()
+        places: Ints = (row[:, None] * self.heads + np.arange(self.heads)) * real.shape[1] + column[:, None]
+        return places.ravel()
 
 
 def _biased(read: "npt.NDArray[np.bool_]") -> Floats:

@@ -190,7 +190,7 @@ def _dropout(folder: Path, share: float) -> dict[str, Any]:
 
 
 AFTER_PADDING = (
-    *("camembert", "data2vec-text", "esm", "ibert", "luke", "mpnet", "roberta", "roberta-prelayernorm"),
+    *("camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm"),
     *("xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
 """Architectures that count positions from `pad_token_id` + 1 on: so many places of their tables are no text's, and

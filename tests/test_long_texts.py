@@ -1,0 +1,159 @@
+"""Texts of up to 8,192 tokens: trained, stopped and resumed, exported to int8 and served; or refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from rtrain import artifact, config, predict
+from rtrain.artifact import Artifact
+from rtrain.compress import export_check, student
+from rtrain.config import Distill, Model, Serve
+from rtrain.data.stores.store import Store
+from rtrain.doctor.forecast import trace
+from rtrain.network import model, packed
+from rtrain.training import step
+from serve.app import build_app
+from tests import quantizing, serving
+from tests.conftest import labelled_rows, write_rows
+from tests.test_network_packed import rows
+from tests.test_training_loop import TASK, UPDATES, fingerprint, start
+from tests.tiny import CORPUS, make_modern, make_store, modern
+
+LONGEST = 8192
+WORDS = " ".join(CORPUS).split()
+
+
+def text_of(tokens: int, seed: int = 0) -> str:
+    """A text of about so many tokens, or a few more."""
+    return " ".join(np.random.default_rng(seed).choice(WORDS, tokens))
+
+
+def make_ground(folder: Path, *lengths: int, most: int = LONGEST, **settings: Any) -> Path:
+    """An encoder and a store of rows of many lengths, among them these; `most` tokens are read of a text."""
+    make_modern(folder / "encoder", **settings)
+    rows = [
+        (f"{text} {text_of(10 * number % 170, number)}", label)
+        for number, (text, label) in enumerate(labelled_rows(58))
+    ]
+    for number, length in enumerate(lengths):
+        rows[7 * number] = (f"{rows[7 * number][0]} {text_of(length, number)}", rows[7 * number][1])
+    write_rows(folder / "rows.csv", rows)
+    read = {"data.path": str(folder / "rows.csv"), "data.max_tokens": most}
+    make_store(config.load("intent", read).recipe, folder / "encoder", folder)
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+def test_a_killed_run_over_long_texts_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """With dropout, by local and by global attention, in windows of both kernels that train on a CPU."""
+    ground = make_ground(tmp_path / "ground", 1100, 700, 1500, 400, embedding_dropout=0.1, mlp_dropout=0.1)
+    straight = start(ground, tmp_path / "straight", save_every=1)
+    assert straight.outcome is not None
+    assert packed.enabled(straight.network)
+    assert start(ground, tmp_path / "killed", save_every=1, kill=4).outcome is None
+    resumed = start(ground, tmp_path / "killed", save_every=1)
+    assert resumed.recorder.of("started")[0]["update"] == 4
+    assert resumed.outcome == straight.outcome
+    assert fingerprint(tmp_path / "killed", UPDATES) == fingerprint(tmp_path / "straight", UPDATES)
+
+
+def test_memory_of_long_texts_is_foretold_without_their_squares(tmp_path: Path) -> None:
+    """Of 4 times the tokens, 4 times the activations: no layer keeps a square from its forward pass."""
+    make_modern(tmp_path)
+    found = [trace.of_pass(tmp_path, TASK, Model(), [length]).activations for length in (2048, 8192)]
+    assert found[1] < 4.2 * found[0]
+
+
+def test_a_student_s_layers_read_as_far_as_its_teacher_s(tmp_path: Path) -> None:
+    """Of four layers, which read all, near, near and all tokens, the second and the last."""
+    make_modern(tmp_path / "encoder", num_hidden_layers=4)
+    teacher = make_artifact(tmp_path / "encoder", tmp_path / "teacher", ("a", "b"))
+    folder = student.start(teacher, Distill(layers=2), tmp_path / "students")
+    made: Any = model.build(folder, TASK, ("a", "b"), 0)
+    assert [layer.attn.sliding_window for layer in made.model.layers] == [17, None]
+    taught: Any = model.build(teacher, TASK, ("a", "b"), 0)
+    for own, place in enumerate((1, 3)):
+        assert made.model.layers[own].mlp.Wi.weight.equal(taught.model.layers[place].mlp.Wi.weight)
+
+
+# ------------------------------------------------------------------------------------------------------------ answers
+
+
+def make_artifact(encoder: Path, folder: Path, labels: tuple[str, ...], most: int = LONGEST, **facts: Any) -> Path:
+    """With random weights, for texts of at most so many tokens."""
+    model.build(encoder, TASK, labels, seed=1).save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes((encoder / "tokenizer.json").read_bytes())
+    artifact.write(folder, Artifact("long", TASK.name, labels, most, "torch", facts=facts), predict.golden_logits)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("longest", "bucket"),
+    [(1500, "up to 2048 tokens"), pytest.param(LONGEST, "more than 4096 tokens", marks=pytest.mark.slow)],
+)
+def test_a_long_text_is_exported_and_served_by_int8(tmp_path: Path, longest: int, bucket: str) -> None:
+    """The float graph answers training rows of every length as PyTorch does (`export_check`), or nothing is made."""
+    folder = make_ground(tmp_path, longest, 900, longest // 3, most=longest)
+    store = Store(next((folder / ".tokens").iterdir()))
+    names = [name for name, _ in export_check.of_every_length(store.column("train", "length"))]
+    assert names[-1] == bucket
+    head = store.manifest.head
+    made = make_artifact(folder / "encoder", folder / "artifact", head.labels, longest, **head.facts)
+    int8 = quantizing.complete(quantizing.Made(made, store), folder / "int8", calibration_rows=8)
+    predictors = [predict.Predictor.load(folder, threads=1) for folder in (made, int8)]
+    text = text_of(longest)
+    assert [len(one.encode([text])[0].ids) for one in predictors] == [longest, longest]
+    exact, told = (one([text])[0] for one in predictors)
+    assert told[0]["label"] == exact[0]["label"]
+    assert told[0]["score"] == pytest.approx(exact[0]["score"], abs=0.05)
+    [served] = serving.predict(build_app(predictors[1], Serve()), text)
+    assert [one["label"] for one in served] == [one["label"] for one in told]
+    assert [one["score"] for one in served] == pytest.approx([one["score"] for one in told], abs=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+def problems(folder: Path, tokens: int) -> list[str]:
+    return [f"{one.field}: {one.reason}; {one.fix}" for one in model.check_architecture(folder, tokens)]
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused_by_name(tmp_path: Path) -> None:
+    modern(max_position_embeddings=4096).save_pretrained(tmp_path / "modern")
+    assert problems(tmp_path / "modern", 4096) == []
+    assert problems(tmp_path / "modern", 4097) == [
+        "data.max_tokens: the model reads 4096 tokens at most; write 4096 or less"
+    ]
+    transformers.RobertaConfig(max_position_embeddings=514).save_pretrained(tmp_path / "roberta")
+    assert problems(tmp_path / "roberta", 512) == []
+    assert problems(tmp_path / "roberta", 513) == [
+        "data.max_tokens: the model reads 512 tokens at most; write 512 or less"
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------- Longformer
+
+
+def test_longformer_answers_a_text_the_same_beside_others(tmp_path: Path) -> None:
+    """Padded, to its own windows too; the first token reads all, and all read it, as Transformers chooses."""
+    sizes: dict[str, Any] = {
+        **{"vocab_size": 300, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3},
+        **{"intermediate_size": 32, "max_position_embeddings": 514, "attention_window": [16, 16], "pad_token_id": 1},
+        **{"type_vocab_size": 1, "initializer_range": 0.3},
+    }
+    config = transformers.LongformerConfig(**sizes)
+    config.save_pretrained(tmp_path)
+    assert [len(problems(tmp_path, tokens)) for tokens in (512, 513)] == [0, 1]
+    torch.manual_seed(0)
+    network: Any = transformers.LongformerForSequenceClassification(config).double().eval()
+    model.attend(network, training=True)
+    tokens = rows([100, 30, 5])  # two rows, the first of two windows
+    together = step.forward(network, tokens, 1, "fp32")
+    alone = [step.forward(network, tokens.pick([number]), 1, "fp32") for number in (0, 1)]
+    torch.testing.assert_close(torch.cat(alone), together, rtol=1e-10, atol=1e-12)
