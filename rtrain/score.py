@@ -27,6 +27,8 @@ from rtrain.training.evaluate import SEED
 
 ABSENT = -100.0
 """Logit of a label that a side lacks."""
+MASKED_TOKENS = 1 << 11
+"""Most tokens of an engine call on masked text: one of XLM-R's 250,000 pieces takes a megabyte for each of them."""
 EXAMPLES = 3
 """Most labels that are named of those that an artefact lacks."""
 
@@ -64,7 +66,8 @@ def answer(
     task, head = predictor.task, predictor.head
     outputs: dict[int, Floats] = {}
     outcomes: dict[int, Any] = {}
-    for places in batches(lengths, np.argsort(lengths, kind="stable"), batch_rows, MOST_TOKENS):
+    most = MOST_TOKENS if keep else MASKED_TOKENS
+    for places in batches(lengths, np.argsort(lengths, kind="stable"), batch_rows, most):
         tokens = task.prepare(read(places), head, SEED, 0)
         found = task.outputs(predictor.run_tokens(tokens), tokens, head)
         if keep:

@@ -57,6 +57,8 @@ def test_a_model_reads_as_many_tokens_as_it_has_positions_for(tmp_path: Path, ki
     assert model.check_architecture(tmp_path, reads) == []
     [problem] = model.check_architecture(tmp_path, reads + 1)
     assert problem.reason == f"the model reads {reads} tokens at most"
+    assert model.check_architecture(tmp_path, 20, begun=True) == []  # as it was allowed
+    assert model.check_architecture(tmp_path, 21, begun=True) != []
 
 
 def test_attention_by_plain_products_answers_as_the_fused_one_does(encoder: Path) -> None:

@@ -99,6 +99,11 @@ def test_scores_that_float32_cannot_tell_apart_are_refused(first: float, step: f
     TASK.head({str(value): 1 for value in [*values, first / 2]})  # beside that spread such steps do not count
 
 
+@pytest.mark.parametrize("first", [202_601, 100_000, 16_000_000])
+def test_large_whole_scores_that_float32_holds_are_learned(first: int) -> None:
+    TASK.head({str(first + number): 1 for number in range(12)})
+
+
 def test_the_loss_is_the_squared_error_in_standard_deviations() -> None:
     # Targets 5, 9, 1 are 0, 2, -2 standard deviations from the mean.
     logits = torch.tensor([[1.0], [2.5], [-2.0]], dtype=torch.float64)

@@ -255,4 +255,5 @@ def test_several_columns_of_labels_are_refused_by_a_task_that_reads_one(task: st
     [problem] = tokens.problems(config.load("intent", overrides).recipe)
     assert problem.field == "data.label"
     assert "task=multi_head" in problem.fix
+    assert tokens.problems(config.load("intent", overrides).recipe, begun=True) == []
     assert tokens.problems(config.load("intent", {**overrides, "task": "multi_head"}).recipe) == []

@@ -74,7 +74,7 @@ def train(
     from rtrain.report.live.progress import Line, after, summary_text
     from rtrain.runs import driver, preparing
 
-    source, _ = preparing.check(config, folder.parent, labels=reuse != "resume")
+    source, _ = preparing.check(config, folder.parent, begun=reuse == "resume")
     with resumable(folder, "train"), Line(context.obj) as line, session(config, folder.parent, line):
         line(events.doing("reading the rows", "rows"))
         prepared = preparing.prepare(config, folder, reuse, source=source)
@@ -109,7 +109,7 @@ def tune(
     from tune import search
 
     search.check(config)
-    preparing.check(config, folder.parent, labels=reuse != "resume")
+    preparing.check(config, folder.parent, begun=reuse == "resume")
     searched(context, config, folder, reuse, as_json, ("tune",), lambda winner: after(winner, "train"))
 
 
@@ -121,7 +121,7 @@ def _study(context: typer.Context, config: Any, folder: Path, reuse: Any, as_jso
     from tune import study
 
     study.check(config)
-    preparing.check(config, folder.parent, labels=reuse != "resume")
+    preparing.check(config, folder.parent, begun=reuse == "resume")
     with resumable(folder, "tune"), Line(context.obj) as line, session(config, folder.parent, line):
         line(events.doing("reading the rows", "rows"))
         found = study.run(config, folder, reuse, on_event=line)

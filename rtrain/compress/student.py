@@ -24,6 +24,8 @@ WIDTHS = ("hidden_size", "dim")
 HEADS = ("num_attention_heads", "n_heads")
 INNERS = ("intermediate_size", "hidden_dim")
 """Names by which configurations call these: of most models, and of DistilBERT."""
+FUSED = ("modernbert",)
+"""Architectures whose query, key and value, or gate and input, are one matrix."""
 BY_LAYER = ("layer_types",)
 """Names of lists with an entry for each layer: ModernBERT's attention is local in some and global in others."""
 
@@ -48,6 +50,10 @@ def start(teacher: Path, chosen: Distill, root: Path) -> Path:
     after = {**document, counted: layers}
     after |= {name: [document[name][layer] for layer in kept] for name in BY_LAYER if name in document}
     if chosen.width is not None:
+        if document.get("model_type") in FUSED:
+            fix = "leave it out, and write distill.layers"
+            reason = "its layers have several matrices in one, which cannot be made narrower in step"
+            raise ConfigError([Problem("distill.width", chosen.width, reason, fix)])
         after |= narrower(document, chosen.width)
     made = artifact.read(teacher, verify=False)
     final = root / "-".join(map(str, [made.version, layers, *([] if chosen.width is None else [f"w{chosen.width}"])]))

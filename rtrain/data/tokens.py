@@ -65,14 +65,15 @@ def _model_digest(name: str) -> str:
     return " ".join(digests.file_digest(str(path)) for path in files) or name
 
 
-def problems(recipe: Recipe) -> list[Problem]:
-    """Settings that shape the rows and that the recipe's task cannot follow."""
+def problems(recipe: Recipe, begun: bool = False) -> list[Problem]:
+    """Settings that shape the rows and that the recipe's task cannot follow. A run that has `begun` may have several
+    columns in one label, as it was allowed."""
     task = base.get(recipe.task)
     found = variants.problems(recipe, task)
     if recipe.data.outside is not None and not task.finds_outside:
         reason = f"{task.name} does not tell rows that belong to none of its labels"
         found.append(Problem("data.outside", recipe.data.outside, reason, "remove it"))
-    if isinstance(recipe.data.label, tuple) and task.output != "heads":
+    if isinstance(recipe.data.label, tuple) and task.output != "heads" and not begun:
         reason = f"several columns, and {task.name} reads one: each combination would be a label of its own"
         fix = "name one, or add task=multi_head to have an answer for each"
         found.append(Problem("data.label", list(recipe.data.label), reason, fix))

@@ -197,8 +197,9 @@ AFTER_PADDING = (
 RoBERTa reads 512 tokens by its table of 514."""
 
 
-def check_architecture(folder: Path, max_tokens: int) -> list[Problem]:
-    """What can be known of a model folder before a process starts."""
+def check_architecture(folder: Path, max_tokens: int, begun: bool = False) -> list[Problem]:
+    """What can be known of a model folder before a process starts. A run that has `begun` may have as many tokens as
+    the table has places, as it was allowed."""
     config = json.loads((folder / "config.json").read_text())
     problems = []
     if "auto_map" in config:
@@ -211,8 +212,8 @@ def check_architecture(folder: Path, max_tokens: int) -> list[Problem]:
             )
         )
     positions = config.get("max_position_embeddings")
-    if positions and config.get("model_type") in AFTER_PADDING:
-        positions -= config.get("pad_token_id", 1) + 1
+    if positions and config.get("model_type") in AFTER_PADDING and not begun:
+        positions -= (config.get("pad_token_id", 1) or 0) + 1
     if positions and max_tokens > positions:
         problems.append(
             Problem(

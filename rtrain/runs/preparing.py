@@ -60,28 +60,33 @@ class Prepared:
 
 
 def check(
-    config: Config, root: Path | None = None, source: records.Source | None = None, labels: bool = True
+    config: Config,
+    root: Path | None = None,
+    source: records.Source | None = None,
+    labels: bool = True,
+    begun: bool = False,
 ) -> tuple[records.Source, Path]:
     """Everything that can be refused before Ray starts, all at once: files, columns, labels, model, precision.
 
     What was copied from the hub under `root` is not asked for again, and the files of a `source` that was found before
-    are not looked at again. Without `labels` those of the rows are not: a run that is resumed reads them as it did.
+    are not looked at again. Without `labels` those of the rows are not. A run that has `begun` reads labels as it did,
+    and is not refused what was allowed when it began: its settings cannot be changed any more.
     """
     problems: list[Any] = [
-        *tokens.problems(config.recipe),
+        *tokens.problems(config.recipe, begun),
         *losses.problems(config.recipe),
         *model.problems(config.recipe),
     ]
     folder = None
     try:
         source = source or unlabelled.source(config.recipe, root)
-        if labels:
+        if labels and not begun:
             problems += separators.problems(config.recipe, separators.shown(config.recipe, source))
     except ConfigError as error:
         problems += error.problems
     try:
         folder = model.resolve(config.recipe.model.name, root)
-        problems += model.check_architecture(folder, config.recipe.data.window_tokens)
+        problems += model.check_architecture(folder, config.recipe.data.window_tokens, begun)
         problems += allowed.problems(config.recipe, folder)
     except ConfigError as error:
         problems += error.problems
@@ -114,7 +119,7 @@ def prepare(
         with opening.hold(run):  # what is being trained is refused before hours of reading its rows
             pass
     created = run.first("created")
-    source, weights = nodes.share(config, *check(config, root, source, labels=False), root)
+    source, weights = nodes.share(config, *check(config, root, source, labels=False, begun=created is not None), root)
     source = source.beside(root)
     config = model.resolved(config, weights)
     config, label_column = (config, None) if created else separated(config, source)

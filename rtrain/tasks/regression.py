@@ -61,7 +61,7 @@ class Regression(PooledTask):
         values, weights = np.array(sorted(rows)), np.array([rows[value] for value in sorted(rows)], dtype=np.float64)
         mean = float(np.average(values, weights=weights))
         std = float(np.sqrt(np.average((values - mean) ** 2, weights=weights)))
-        if np.spacing(np.abs(values).max().astype(np.float32)) > FINEST * std:
+        if np.abs(values.astype(np.float32).astype(np.float64) - values).max() > FINEST * std:
             raise UserError(
                 f"data.label: the training rows' scores, {values[0]:.15g} to {values[-1]:.15g}, differ by too little "
                 f"beside their size: rounded to float32 they are no longer the same. Subtract {values[0]:.15g} from "

@@ -6,6 +6,7 @@ by the template (`autoescape`) and by `svg.tag`; control characters are shown as
 
 import re
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import resources
@@ -32,15 +33,14 @@ def render(name: str, about: str, tiles: Sequence[Tile], sections: Sequence[Sect
 def write(path: Path, text: str, fix: str = "make room there, or the folder writable") -> Path:
     """Write a page, whole or not at all: a reader never sees half of one. Raises `UserError` where it cannot be
     written."""
-    draft = path.with_name(f".{path.name}.draft")
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.draft")  # the run's end and a command may write it
     try:
         draft.write_bytes(text.encode("utf-8", "backslashreplace"))
         draft.rename(path)
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); {fix}") from None
-    finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
+        raise UserError(f"{path} cannot be written ({error.strerror}); {fix}") from None
     return path
 
 
