@@ -208,5 +208,5 @@ def test_a_start_that_cannot_be_written_leaves_nothing(
 def test_fused_matrices_are_not_made_narrower(tmp_path: Path) -> None:
     """Parts of one would be kept that the next one does not read."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "modernbert", "num_hidden_layers": 4}))
-    with pytest.raises(ConfigError, match=r"distill\.width: 32; its layers have several matrices in one"):
+    with pytest.raises(ConfigError, match=r"distill\.width=32: its layers have several matrices in one"):
         starting.start(tmp_path, Distill(layers=2, width=32), tmp_path)
