@@ -137,6 +137,8 @@ class Endpoint:
         ray.serve.shutdown()
         # The proxy is told to go before the controller goes, and may outlive it by a moment.
         _until(lambda: not _actors(), CLOSE_TIMEOUT_S)
+        if self._front is not None:
+            self._front.drain(0.0)  # what its manager has started since
         _until(self._address.is_free, CLOSE_TIMEOUT_S)
         if self._front is not None:
             self._front.remove()

@@ -92,8 +92,7 @@ def test_the_file_opens_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
     assert [line for line in after if line.startswith("errorfile")] == [
         f"errorfile {status} /pages/{status}.http" for status in haproxy.PAGES
     ]
-    [limit] = [line for line in after if line.startswith("http-request return status 503 content-type application")]
-    assert limit.endswith("{ be_conn gt 128 }")  # of two replicas
+    assert "http-request set-var(txn.most) nbsrv,mul(64)" in after  # of each that is up
     # What is left is Ray's, word for word.
     added = (
         "timeout http-request",
@@ -101,7 +100,9 @@ def test_the_file_opens_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
         "option http-ignore-probes",
         "errorfile",
         "stats socket",
-        "http-request return status 503",
+        "http-request return status 503 content-type application/json file /pages/busy",
+        "http-request set-var(txn.most)",
+        *("acl full", "acl up", "acl v2", "acl health"),
     )
     assert [line for line in after if line not in before and not line.startswith(added)] == []
 
@@ -333,6 +334,14 @@ def test_more_than_the_replicas_take_is_refused_at_once_on_a_connection_that_sta
                 assert (answer.status, answer.headers["retry-after"]) == (503, "1")
                 assert json.loads(answer.read())["error"]["type"] == "overloaded"
                 refused.add(connection.sock)
+            connection.request("POST", "/v2/models/a/infer", "0")
+            answer = connection.getresponse()
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+            assert len(answer.headers["x-request-id"]) == 36
+            assert json.loads(answer.read())["error"].startswith("too many requests")
+            connection.request("GET", "/v2/health/ready")
+            answer = connection.getresponse()
+            assert (answer.status, answer.read()) == (200, b"success")
             assert answers == []  # they were not waited for
             for client in taken:
                 client.join()

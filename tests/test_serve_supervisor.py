@@ -183,6 +183,22 @@ def test_haproxy_that_hangs_gives_way_to_its_manager_s_successor() -> None:
         assert not listens(port)
 
 
+def test_a_supervisor_whose_parent_has_died_before_it_began_ends() -> None:
+    with serving(Replica) as server:
+        found = ingress.find("127.0.0.1", 2, 64)
+        assert isinstance(found, ingress.Found), found
+        folder, port = found.folder, free_address("127.0.0.1", 0).port
+        ray_file(folder, port, [server])
+        later = '(sleep 0.5; exec "$0" "$@" 2>/dev/null >&2) & echo $!'
+        given = ["sh", "-c", later, folder / "haproxy", "-db", "-f", folder / "haproxy.cfg", "-dR"]
+        orphan = int(subprocess.run(given, stdout=subprocess.PIPE, check=True).stdout)
+        try:
+            assert wait_until(lambda: not supervisor._stat(orphan), 60)
+            assert list(ingress.running(folder)) == []
+        finally:
+            ingress.remove(folder)
+
+
 @contextlib.contextmanager
 def asking(port: int) -> Iterator[list[tuple[int, str]]]:
     """What a client gets that asks again and again for the block."""

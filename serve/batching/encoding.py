@@ -65,7 +65,10 @@ class Encoder:
             return self._predictor.encode(texts)
 
         try:
-            return await asyncio.to_thread(encode)
+            async with asyncio.timeout_at(deadline if deadline < math.inf else None):
+                return await asyncio.to_thread(encode)
+        except TimeoutError:
+            raise _expired() from None
         finally:
             if not begun:
                 self._on_drop(len(texts))

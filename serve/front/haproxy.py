@@ -10,8 +10,8 @@ from pathlib import Path
 
 PAGES = (500, 502, 503, 504)
 """Errors that HAProxy answers by a file, `<status>.http`. Its 400 and 408, of what is no request yet, are its own."""
-BUSY = "busy.json"
-"""The file that answers, with status 503, what is more than the replicas take."""
+BUSY, BUSY_V2 = "busy.json", "busy-v2.json"
+"""The files that answer, with status 503, what is more than the replicas take: the second one under `/v2`."""
 
 
 class UnknownFile(ValueError):
@@ -92,13 +92,24 @@ def _limited(backend: str, front: Front) -> str:
     """A backend that answers 503 where its replicas have all that they take. They would say so themselves, each time
     for some of the time that an answer takes; and where more connections come at once than a replica's socket holds,
     one fails, by which HAProxy takes the replica for gone: then nobody is answered."""
-    servers = len(re.findall(r"^    server ", backend, re.MULTILINE))
-    if not servers:
+    if not names_servers(backend):
         return backend
     first, rest = backend.split("\n", 1)
-    page = f"content-type application/json file {front.pages}/{BUSY} hdr retry-after 1 hdr cache-control no-cache"
-    limit = f"    http-request return status 503 {page} if {{ be_conn gt {servers * front.most} }}"
-    return f"{first}\n{limit}\n{rest}"
+    headers = "hdr retry-after 1 hdr cache-control no-cache hdr x-request-id %[uuid]"
+    body = f"status 503 content-type application/json file {front.pages}"
+    answers = [
+        f"http-request return {body}/{page} {headers} if up full {which}"
+        for page, which in ((BUSY, "!v2"), (BUSY_V2, "v2 !health"))
+    ]
+    lines = [
+        f"http-request set-var(txn.most) nbsrv,mul({front.most})",
+        "acl full be_conn,sub(txn.most) gt 0",
+        "acl up nbsrv gt 0",
+        "acl v2 path_reg '^(/models/[^/]+)?/v2(/|$)'",
+        "acl health path_reg '^(/models/[^/]+)?/v2/health/'",
+        *answers,
+    ]
+    return "\n".join([first, *(f"    {line}" for line in lines), rest])
 
 
 def admin_socket(text: str) -> Path:

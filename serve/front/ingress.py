@@ -154,7 +154,9 @@ def find(host: str, body_s: int, most: int, pair: bytes = b"") -> Found | str:
         return f"no folder for it can be made: {error}"
     for status, page in error_pages().items():
         (folder / f"{status}.http").write_bytes(page)
-    (folder / haproxy.BUSY).write_text(error_body(503, "too many requests are waiting; try again in 1 s"))
+    busy = "too many requests are waiting; try again in 1 s"
+    (folder / haproxy.BUSY).write_text(error_body(503, busy))
+    (folder / haproxy.BUSY_V2).write_text(json.dumps({"error": busy}))
     certificate = folder / "tls.pem"
     if pair:
         certificate.touch(0o600)
@@ -183,6 +185,8 @@ def drain(folder: Path, seconds: float) -> None:
 
 
 def remove(folder: Path) -> None:
+    """With what was started since HAProxy was drained, by a manager that was starting then."""
+    drain(folder, 0.0)
     shutil.rmtree(folder, ignore_errors=True)
 
 

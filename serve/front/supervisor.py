@@ -15,6 +15,7 @@ The standard library alone is imported, since each change of replicas waits for 
 import collections
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import selectors
@@ -35,6 +36,8 @@ MOST_LEFT_S = 120.0
 """Seconds for which HAProxy goes on without the process that manages it."""
 LOOK_S = 0.25
 """Seconds between two looks whether the node's Ray is still there, once the process that manages HAProxy is not."""
+MOST_MISSES = 3
+"""Such looks at which HAProxy gives no answer, before it is taken for hung."""
 READY_S = 0.01
 """Seconds between two looks whether a HAProxy that was started answers."""
 ANSWER_S = 4.0
@@ -73,6 +76,7 @@ def main() -> None:
 class Supervisor:
     def __init__(self, binary: str, front: Front, given: list[str]):
         """`given`: HAProxy's own arguments. Raises `UnknownFile` as `rewrite` does."""
+        self._parent = os.getppid()
         given = list(given)
         place = given.index("-f") + 1
         path = Path(given[place])
@@ -95,9 +99,10 @@ class Supervisor:
         self._command, self._successor = [binary, *given], [binary, *_alone(given)]
         self._haproxy: subprocess.Popen[bytes] | None = None
         self._answers = self._told = False
-        self._node = int((_stat(os.getppid()) or ["", "1"])[1])
+        self._node = int((_stat(self._parent) or ["", "1"])[1])
         self._node_began = _stat(self._node)[19:20]
         self._left: float | None = None
+        self._misses = 0
         self._listener: socket.socket | None = None
         self._deaths: collections.deque[float] = collections.deque(maxlen=MOST_DEATHS)
 
@@ -113,10 +118,11 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         os.setpgid(0, 0)  # Ray kills the group of a process that has died
         _when_parent_dies(LEFT)
+        self._is_left()  # it may have died before
         selector = selectors.DefaultSelector()
         selector.register(woken, selectors.EVENT_READ)
         try:
-            self._haproxy = subprocess.Popen(self._command, preexec_fn=_end_with_parent)
+            self._haproxy = self._started(self._command)
             while (code := self._haproxy.poll()) is None or self._starts_again(code):
                 ready = selector.select(READY_S if not self._answers else LOOK_S if self._left else None)
                 with contextlib.suppress(BlockingIOError):
@@ -126,15 +132,21 @@ class Supervisor:
                 for key, _ in ready:
                     if key.fileobj is self._listener:
                         self._relay()
-                if self._left and self._answers and not self._told:
+                if self._left and not self._told:
                     self._look(self._left)
             return code if code >= 0 else 128 - code
         finally:
             for made in (self._file, self._socket):
                 made.unlink(missing_ok=True)
 
-    def _is_left(self, number: int, frame: object) -> None:
-        self._left = time.monotonic()
+    def _is_left(self, number: int = LEFT, frame: object = None) -> None:
+        """Whatever has sent the signal, or none: it is what it says where this process has another parent."""
+        if os.getppid() != self._parent or self._parent == 1:
+            self._left = time.monotonic()
+
+    @staticmethod
+    def _started(command: list[str]) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(command, preexec_fn=functools.partial(_end_with_parent, os.getpid()))
 
     def _hand_on(self, number: int, frame: object = None) -> None:
         self._told |= number in ENDING
@@ -153,7 +165,7 @@ class Supervisor:
         sys.stderr.write(f"HAProxy has ended {how}, and is started again\n")
         sys.stderr.flush()
         self._answers = False
-        self._haproxy = subprocess.Popen(self._successor, preexec_fn=_end_with_parent)
+        self._haproxy = self._started(self._successor)
         return True
 
     def _greet(self, selector: selectors.BaseSelector) -> None:
@@ -188,11 +200,14 @@ class Supervisor:
     def _look(self, left: float) -> None:
         """Since then nobody manages HAProxy: end it where no successor can come, or could not listen beside it."""
         assert self._haproxy is not None
-        if time.monotonic() - left > MOST_LEFT_S or _stat(self._node)[19:20] != self._node_began:
+        began = _stat(self._node)[19:20]
+        if time.monotonic() - left > MOST_LEFT_S or not began or began != self._node_began:
             self._hand_on(signal.SIGUSR1)
-        elif not _ask(self._socket):
-            self._told = True
-            self._haproxy.kill()
+        elif self._answers:
+            self._misses = 0 if _ask(self._socket) else self._misses + 1
+            if self._misses == MOST_MISSES:
+                self._told = True
+                self._haproxy.kill()
 
 
 def _ask(at: Path, command: bytes = b"show info\n") -> bytes:
@@ -223,9 +238,11 @@ def _own_file(file: Path, process: int) -> Path:
 
 def _last(file: Path) -> str:
     """By what the last supervisor that goes on, or was killed, has started HAProxy; others have removed it."""
-    found = file.parent.glob(f"{file.name}.[0-9]*")
-    newest = max(found, key=lambda one: one.stat().st_mtime, default=None)
-    return newest.read_text(encoding="utf-8") if newest else ""
+    found = [(0.0, "")]
+    for one in file.parent.glob(f"{file.name}.[0-9]*"):
+        with contextlib.suppress(OSError):  # its supervisor ends just now
+            found.append((one.stat().st_mtime, one.read_text(encoding="utf-8")))
+    return max(found)[1]
 
 
 def _own_socket(file: Path, process: int) -> Path:
@@ -259,6 +276,8 @@ def _when_parent_dies(number: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(parent: int) -> None:
     """HAProxy would go on with servers that are gone."""
     _when_parent_dies(signal.SIGUSR1)
+    if os.getppid() != parent:  # it has died before
+        os._exit(1)
