@@ -190,7 +190,7 @@ def test_a_supervisor_whose_parent_has_died_before_it_began_ends() -> None:
         folder, port = found.folder, free_address("127.0.0.1", 0).port
         ray_file(folder, port, [server])
         later = '(sleep 0.5; exec "$0" "$@" 2>/dev/null >&2) & echo $!'
-        given = ["sh", "-c", later, folder / "haproxy", "-db", "-f", folder / "haproxy.cfg", "-dR"]
+        given = ["sh", "-c", later, str(folder / "haproxy"), "-db", "-f", str(folder / "haproxy.cfg"), "-dR"]
         orphan = int(subprocess.run(given, stdout=subprocess.PIPE, check=True).stdout)
         try:
             assert wait_until(lambda: not supervisor._stat(orphan), 60)
