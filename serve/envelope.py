@@ -28,7 +28,7 @@ CLIENT_GONE = 499
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 """What a client may send as x-request-id; in place of anything else it gets one of ours."""
 HAS_LEFT = "has_left"
-"""Of `scope["state"]`, where the server knows: whether the client has left."""
+"""The key of `scope["state"]` that says, where the server knows, whether the client has left."""
 HEADERS = (b"traceparent", b"tracestate", b"x-request-id")
 
 

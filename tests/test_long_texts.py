@@ -64,14 +64,14 @@ def test_a_killed_run_over_long_texts_resumes_bit_for_bit(tmp_path: Path) -> Non
 
 
 def test_memory_of_long_texts_is_foretold_without_their_squares(tmp_path: Path) -> None:
-    """Of 4 times the tokens, 4 times the activations: no layer keeps a square from its forward pass."""
+    """Four times the tokens have four times the activations: no layer keeps a square from its forward pass."""
     make_modern(tmp_path)
     found = [trace.of_pass(tmp_path, TASK, Model(), [length]).activations for length in (2048, 8192)]
     assert found[1] < 4.2 * found[0]
 
 
 def test_a_student_s_layers_read_as_far_as_its_teacher_s(tmp_path: Path) -> None:
-    """Of four layers, which read all, near, near and all tokens, the second and the last."""
+    """Four layers read all, near, near and all tokens; the student has the second and the last."""
     make_modern(tmp_path / "encoder", num_hidden_layers=4)
     teacher = make_artifact(tmp_path / "encoder", tmp_path / "teacher", ("a", "b"))
     folder = student.start(teacher, Distill(layers=2), tmp_path / "students")

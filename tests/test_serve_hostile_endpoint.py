@@ -75,7 +75,7 @@ def on_the_wire(case: Case) -> bytes:
 
 
 def status_of(port: int, case: Case) -> int:
-    """Of the answer; 0 where the connection was ended without one."""
+    """The answer's; 0 where the connection was ended without one."""
     said = b""
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as client:
         with contextlib.suppress(OSError):  # it was cut off

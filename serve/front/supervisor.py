@@ -43,7 +43,7 @@ READY_S = 0.01
 ANSWER_S = 4.0
 """Seconds in which HAProxy answers a command; Ray waits for 5."""
 MOST_BYTES = 1 << 16
-"""Of a command, and of a part of an answer."""
+"""Largest size of a command, and of a part of an answer."""
 ENDING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 """HAProxy ends by them, by the first one softly: it takes no more connections, and ends with the last answer."""
 LEFT = signal.SIGHUP
