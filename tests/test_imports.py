@@ -24,7 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "rtrain.batch",
         "rtrain.words",
     ),
-    ("rtrain.engines", "rtrain.manifest"),
+    ("rtrain.documents", "rtrain.engines", "rtrain.manifest"),
     (
         "rtrain.config",
         "rtrain.recipes",

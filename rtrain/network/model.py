@@ -1,18 +1,17 @@
 """Encoder and head: from the packaged MiniLM, a Transformers folder, or a model hub name."""
 
 import hashlib
-import json
 from collections.abc import Collection
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rtrain import hub
+from rtrain import documents, hub
 from rtrain.config import Config, Model, Recipe, with_overrides
 from rtrain.errors import ConfigError, Problem
 from rtrain.exchange import whole
-from rtrain.network import frozen, packed, pooling, sentence
+from rtrain.network import frozen, heads, packed, pooling, sentence
 from rtrain.tasks import base
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def build(
     pack: bool = True,
     fast_dropout: bool = True,
 ) -> "transformers.PreTrainedModel":
-    """The encoder of `folder` with a new head for `labels`, or its own head where that has as many outputs.
+    """The encoder of `folder` with a new head for `labels`, or its own head where that answers them.
 
     The head's random weights are a function of `seed` alone, so every rank and every resume starts from the same.
     Of `chosen`, what is to stay as it is asks for no gradient. `pack`: compute no padding, where the architecture can;
@@ -109,7 +108,9 @@ def build(
     names = {"id2label": dict(enumerate(labels)), "label2id": {label: number for number, label in enumerate(labels)}}
     auto = getattr(transformers, task.auto_model)
     model, read = pooling.load(auto, folder, new_head=True, **(names if labels else {}), **settings)
-    return _as_trained(model, task, chosen, read["missing_keys"], mean, pack, fast_dropout)
+    drawn = read["missing_keys"]
+    heads.fit(model, heads.places(documents.read(folder / "config.json"), task.auto_model, labels), drawn)
+    return _as_trained(model, task, chosen, drawn, mean, pack, fast_dropout)
 
 
 def shaped(folder: Path, task: base.Task, outputs: int, chosen: Model | None = None) -> "transformers.PreTrainedModel":
@@ -200,7 +201,7 @@ RoBERTa reads 512 tokens by its table of 514."""
 def check_architecture(folder: Path, max_tokens: int, begun: bool = False) -> list[Problem]:
     """What can be known of a model folder before a process starts. A run that has `begun` may have as many tokens as
     the table has places, as it was allowed."""
-    config = json.loads((folder / "config.json").read_text())
+    config = documents.read(folder / "config.json")
     problems = []
     if "auto_map" in config:
         problems.append(
@@ -248,4 +249,4 @@ def problems(recipe: Recipe) -> list[Problem]:
 
 
 def pad_id(folder: Path) -> int:
-    return int(json.loads((folder / "config.json").read_text()).get("pad_token_id") or 0)
+    return int(documents.read(folder / "config.json").get("pad_token_id") or 0)

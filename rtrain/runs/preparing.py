@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rtrain import config as configuration
+from rtrain import config as configuration, documents
 from rtrain.checkpoints import replica
 from rtrain.cluster import preflight, supply
 from rtrain.config import Config, Recipe
@@ -15,7 +15,7 @@ from rtrain.data.order import Order, refuse_other, version
 from rtrain.data.stores import commit
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.network import device, model, precision
+from rtrain.network import device, heads, model, precision
 from rtrain.report import label_counts, versions
 from rtrain.report.live import trackers
 from rtrain.run import Run
@@ -30,7 +30,7 @@ DEVICE = "device"
 
 TOLD = (
     *("tokenised", "tokens_reused", "strategy", "vocabulary", "bad_rows"),
-    *("unlabelled", "label_column", "labels", "overlap"),
+    *("unlabelled", "label_column", "head", "labels", "overlap"),
 )
 """What is logged of a run's rows before it is followed, the first or the second of these first."""
 
@@ -137,6 +137,7 @@ def prepare(
     if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config, chosen_device.device)]:
         raise ConfigError(problems)
     config, laid_out = strategy.decided(config, chosen_device, store, weights)
+    task = base.get(config.recipe.task)
     with opening.claimed(run, reuse) as run:
         if run.folder != chosen_folder:
             _refuse_copied(config, run)
@@ -176,7 +177,9 @@ def prepare(
             run.append("unlabelled", **store.manifest.unlabelled, confidence=config.recipe.distill.confidence)
         if label_column:
             run.append("label_column", **label_column)
-        for found in label_counts.told(store, base.get(frozen.recipe.task).output):
+        if head := heads.told(documents.read(weights / "config.json"), task.auto_model, store.manifest.labels):
+            run.append("head", **head)
+        for found in label_counts.told(store, task.output):
             run.append("labels", **found)
         for found in _overlaps(frozen.recipe, store):
             run.append("overlap", **found)

@@ -11,6 +11,8 @@ from rtrain.metrics.slices import LEAST
 Event = dict[str, Any]
 MOST_SMALL = 5
 """Small slices that are named in a line."""
+MOST_ANSWERS = 8
+"""Labels of a model that is trained further that are named in a line."""
 SPLITS = {"valid": "validation", "test": "test"}
 
 
@@ -50,6 +52,13 @@ def label_column(event: Event) -> str:
     looks = f"{event['rows']:,} {of} look like lists" + (f", e.g. {example}" if sign else "")
     option = f" --set \"data.separator='{sign}'\"" if sign else ""
     return f"{looks}, and each is learned as one label; for several labels per text: --set task=multi_label{option}"
+
+
+def head(event: Event) -> str:
+    """That the folder's head is not taken over, since it answers other labels."""
+    answers = event["answers"]
+    named = ", ".join(answers[:MOST_ANSWERS]) + (", ..." if len(answers) > MOST_ANSWERS else "")
+    return f"the model's head is begun anew: it answered {named}, which are not the labels of the rows"
 
 
 def labels(event: Event) -> str:
@@ -158,11 +167,12 @@ def of(event: Event) -> str | None:
     return TEXTS[kind](event)
 
 
-ROWS = ("bad_rows", "unlabelled", "label_column", "labels", "overlap", "vocabulary")
+ROWS = ("bad_rows", "unlabelled", "label_column", "head", "labels", "overlap", "vocabulary")
 """Kinds that are about the rows, not about what was learned from them."""
 TEXTS: Mapping[str, Callable[[Event], str | None]] = {
     "bad_rows": bad_rows,
     "label_column": label_column,
+    "head": head,
     "labels": labels,
     "overlap": overlap,
     "unlabelled": unlabelled,
