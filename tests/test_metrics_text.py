@@ -1,4 +1,4 @@
-"""Summary scores against arithmetic by hand; the libraries' own numbers; lead and oracle."""
+"""Summary scores against arithmetic by hand; the libraries' own numbers; lead."""
 
 import numpy as np
 import pytest
@@ -71,28 +71,6 @@ def test_lead_takes_the_first_sentences_that_the_budget_allows() -> None:
 
 def test_pick_takes_the_best_first_and_keeps_the_texts_order() -> None:
     assert text.pick([3, 1, 0], text.lengths(SENTENCES), Budget(sentences=2)) == [1, 3]
-
-
-def test_oracle_chooses_what_the_reference_says() -> None:
-    assert text.oracle(SENTENCES, "Pay us. You may use it.", Budget(sentences=3)) == [0, 2]
-    assert text.oracle(SENTENCES, "pay us", Budget(sentences=3)) == [2]  # a second sentence would only cost precision
-    assert text.oracle(SENTENCES, "nothing shared", Budget(sentences=3)) == []
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.lists(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=5).map(" ".join), min_size=1, max_size=5),
-    st.lists(st.sampled_from("abcdef"), min_size=1, max_size=6).map(" ".join),
-    st.integers(1, 3),
-)
-def test_oracle_is_no_worse_than_the_best_single_sentence(sentences: list[str], reference: str, most: int) -> None:
-    def value(positions: list[int]) -> float:
-        found = text.additive_rouge([" ".join(sentences[position] for position in positions)], [reference]).scores()
-        return found["rouge1"] + found["rouge2"]
-
-    chosen = text.oracle(sentences, reference, Budget(sentences=most))
-    assert len(chosen) <= most
-    assert value(chosen) >= max(value([position]) for position in range(len(sentences))) - 1e-12
 
 
 @pytest.mark.parametrize("settings", [{}, {"sentences": 2, "words": 10}, {"words": 0}, {"sentences": -1}])

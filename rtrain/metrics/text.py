@@ -1,4 +1,4 @@
-"""Summaries against references: ROUGE, BLEU, and the two yardsticks of extractive systems, lead and oracle.
+"""Summaries against references: ROUGE, BLEU, and the choice of sentences under a budget.
 
 ROUGE (Lin 2004) is Google's `rouge-score`, with Porter stemming; its words are a-z and 0-9, so that it is for
 English. BLEU (Papineni et al. 2002) is `sacrebleu`'s, over the corpus, with its tokenisation 13a. An extractive
@@ -76,34 +76,6 @@ def pick(order: Sequence[int], words: Sequence[int], budget: Budget) -> list[int
 def lengths(texts: Sequence[str]) -> list[int]:
     """Words of each, by blanks: what a budget counts."""
     return [len(text.split()) for text in texts]
-
-
-def oracle(sentences: Sequence[str], reference: str, budget: Budget) -> list[int]:
-    """Positions that a greedy search by the reference itself chooses: labels to train on, and a ceiling to report.
-
-    As in Nallapati, Zhai and Zhou 2017: add the sentence that raises the mean of the F1 of ROUGE-1 and ROUGE-2 most
-    (of equals the first), while one does and the budget allows it. Greedy, so not always the best choice of all.
-    """
-    # Each sentence is cut into words and stemmed once: the words of joined sentences are the joined words.
-    words, wanted, sizes = [rouge_words(sentence) for sentence in sentences], rouge_words(reference), lengths(sentences)
-
-    def value(positions: Sequence[int]) -> float:
-        return sum(rouge([word for position in sorted(positions) for word in words[position]], wanted, ROUGES[:2]))
-
-    chosen: list[int] = []
-    best = 0.0
-    while True:
-        used = [sizes[position] for position in chosen]
-        open_ = [p for p in range(len(sentences)) if p not in chosen and budget.allows(used, sizes[p])]
-        if not open_:
-            break
-        values = [value([*chosen, position]) for position in open_]
-        top = int(np.argmax(values))
-        if values[top] <= best:
-            break
-        best = values[top]
-        chosen.append(open_[top])
-    return sorted(chosen)
 
 
 # -------------------------------------------------------------------------------- by words, one text at a time

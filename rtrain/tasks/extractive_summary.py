@@ -19,6 +19,7 @@ from rtrain.batch import Encoded, Floats, Head, Outputs, Ragged, Tokens
 from rtrain.errors import UserError
 from rtrain.metrics import summary_rows, text as scores
 from rtrain.metrics.additive import Floats as Wide, Ints
+from rtrain.metrics.oracle import oracle
 from rtrain.tasks import base
 from rtrain.tasks.base import Column, Described, Input, Targets
 from rtrain.tasks.classification import divergence
@@ -66,7 +67,7 @@ class ExtractiveSummary(Defaults):
         """The numbers that `rtrain.metrics.summary_rows` describes."""
         spans = sentence_spans(text)
         sentences = [text[start:end] for start, end in spans]
-        taken = scores.oracle(sentences, label, scores.Budget(sentences=max(1, len(sentences))))
+        taken = oracle(sentences, label, scores.Budget(sentences=max(1, len(sentences))))
         return summary_rows.write(sentences, places(encoded, spans), taken, label)
 
     def targets(self, labels: Sequence[str], marks: Ragged, head: Head) -> Targets:
