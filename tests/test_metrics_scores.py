@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rtrain import artifact, score
-from rtrain.batch import IGNORED, Head, Ragged
+from rtrain.batch import IGNORED, Encoded, Head, Ragged, Window, pack
 from rtrain.cli import app as cli
 from rtrain.errors import ConfigError
 from rtrain.metrics import by_output, scores, summary_rows
@@ -268,6 +268,32 @@ def test_an_answer_that_is_no_number_is_wrong(facts: dict[str, Any]) -> None:
     assert metric.right(outcomes, targets, head).tolist() == [False, False, True]
     several = Head(("m=a", "m=b"), {"heads": [["m", 2]]})
     assert by_output.metric_for("heads").scores(outcomes, targets, several)["mean_accuracy"] == pytest.approx(1 / 3)
+
+
+def test_labels_of_an_answer_that_is_no_number_are_wrong() -> None:
+    """Whatever is true of them: no label of the first row, the label of the second one."""
+    nothing = float("nan")
+    outcomes = Ragged.even(np.array([[nothing, nothing], [nothing, -9.0], [9.0, -9.0]]))
+    targets, head = Ragged.even(np.array([[0.0, 0.0], [1.0, 0.0], [1.0, 0.0]])), Head(("a", "b"))
+    metric = by_output.metric_for("labels")
+    assert metric.scores(outcomes, targets, head)["subset_accuracy"] == pytest.approx(1 / 3)
+    assert metric.scores(outcomes, targets, head)["micro_f1"] == pytest.approx(2 / 5)  # 1 right, 2 too many, 1 missed
+    assert metric.right is not None
+    assert metric.right(outcomes, targets, head).tolist() == [False, False, True]
+    assert base.get("multi_label").calibrate(outcomes, targets, head) == {"threshold": pytest.approx(0.5, abs=0.001)}
+
+
+def test_tags_of_an_answer_that_is_no_number_are_wrong() -> None:
+    """Of a word without an entity too, which the first of all tags would answer rightly."""
+    task, head = base.get("token_tags"), Head(("O", "B-PER"))
+    outputs = [np.array([[np.nan, np.nan], [1.0, np.nan], [-9.0, 9.0]], dtype=np.float32)]
+    targets = Ragged.of([[0, 0, 1]], np.float32)
+    words = pack([Encoded([5, 6, 7], [Window(3, 3)], False, [(0, 1), (2, 3), (4, 5)])])
+    tokens = replace(words, targets=targets.values, counts=targets.counts)
+    outcomes, metric = task.outcomes(outputs, tokens, head), by_output.metric_for("tags")
+    assert metric.scores(outcomes, targets, head)["word_accuracy"] == pytest.approx(1 / 3)
+    assert metric.right is not None
+    assert metric.right(outcomes, targets, head).tolist() == [False]
 
 
 def test_labels_that_the_artefact_lacks_are_wrong_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -211,9 +211,11 @@ def threshold_of(head: Head) -> float:
 
 
 def labels_given(outcomes: Ragged, targets: Ragged, head: Head) -> tuple[Bools, Bools]:
-    """For rows with several labels, which are true and which are given; [rows, labels] each."""
+    """For rows with several labels, which are true and which are given; [rows, labels] each. A logit that is no number
+    is a wrong answer, whatever is true."""
     size, chance = len(head.labels), threshold_of(head)
-    return targets.matrix(size) > 0, outcomes.matrix(size) >= np.log(chance / (1 - chance))
+    true, logits = targets.matrix(size) > 0, outcomes.matrix(size)
+    return true, np.where(np.isnan(logits), ~true, logits >= np.log(chance / (1 - chance)))
 
 
 def of_heads(outcomes: Ragged, targets: Ragged, head: Head) -> Iterator[tuple[str, tuple[str, ...], Floats, Ints]]:

@@ -81,7 +81,9 @@ class MultiLabel(PooledTask):
     def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
         """The chance from which a label is given: the one of the best micro F1, half-way to the next lower chance."""
         size = len(head.labels)
-        chances, true = sigmoid(outcomes.matrix(size)).ravel(), targets.matrix(size).ravel() > 0
+        # A chance that is no number is at the end of the order: no threshold is between it and another.
+        chances = np.nan_to_num(sigmoid(outcomes.matrix(size)).ravel(), nan=0.0)
+        true = targets.matrix(size).ravel() > 0
         if not true.any():
             return {}
         order = np.argsort(-chances, kind="stable")

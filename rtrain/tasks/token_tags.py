@@ -13,6 +13,7 @@ import numpy as np
 from rtrain.batch import IGNORED, Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens
 from rtrain.errors import UserError, quoted
 from rtrain.metrics.calibration import softmax
+from rtrain.metrics.classification import best
 from rtrain.metrics.entities import entities
 from rtrain.tasks import base
 from rtrain.tasks.base import Column, Described, Input, Targets
@@ -111,15 +112,15 @@ class TokenTags(Defaults):
         return np.split(logits, np.cumsum(tokens.lengths_of_rows)[:-1])
 
     def outcomes(self, outputs: Outputs, tokens: Tokens, head: Head) -> Ragged:
-        """For each word: the tag, its chance, and the word's loss."""
+        """For each word: the tag (no tag's number where a logit is no number), its chance, and the word's loss."""
         rows = []
         for output, targets in zip(outputs, tokens.labelled, strict=True):
             answered = targets != IGNORED
             chances, true = softmax(output[answered]), targets[answered].astype(np.int64)
-            found, place = chances.argmax(axis=1), np.arange(len(true))
+            place = np.arange(len(true))
             with np.errstate(divide="ignore"):  # a tag that training lacks has probability 0 and an endless loss
                 loss = -np.log(np.where(true >= 0, chances[place, true], 0.0))
-            rows.append(np.stack([found, chances[place, found], loss], axis=1))
+            rows.append(np.stack([best(chances), chances.max(axis=1), loss], axis=1))
         return Ragged.of(rows, np.float64)
 
     def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
