@@ -1,6 +1,8 @@
 """What `rtrain clean` removes, what it never removes, and what a kill in the middle of it leaves."""
 
+import errno
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -134,6 +136,34 @@ def test_checkpoints_stay_while_what_would_be_left_is_damaged(tmp_path: Path, ru
     (still.checkpoints / "update-00000020" / "model.safetensors").write_bytes(b"c" * stock.WEIGHTS)
     assert run("clean", "runs/open", "--keep", "best")[0] == 0
     assert len(list(still.checkpoints.iterdir())) == 1
+
+
+def test_it_goes_on_past_a_file_that_cannot_be_read(tmp_path: Path, run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays, with what depends on it, and is told, while what else was asked for goes."""
+    unread, other = (stock.make(tmp_path / "runs" / name) for name in ("a", "b"))
+    bad, whole = unread.artifact / "model.safetensors", Path.open
+
+    def failing(path: Path, *rest: Any, **options: Any) -> Any:
+        if path == bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return whole(path, *rest, **options)
+
+    monkeypatch.setattr(Path, "open", failing)
+    code, out, err = run("clean", "runs")
+    assert (code, f"stays: checkpoints: artifact is not known to be whole ({bad} cannot be read" in out) == (1, True)
+    assert "rtrain: files of a cannot be read; what depends on them stays, as listed\n" in err
+    assert (unread.checkpoints.exists(), other.checkpoints.exists()) == (True, False)
+    monkeypatch.undo()
+    assert run("clean", tmp_path / "runs")[0] == 0
+    assert not unread.checkpoints.exists()
+
+
+def test_it_goes_on_past_what_cannot_be_removed(tmp_path: Path) -> None:
+    held, other = (stock.make(tmp_path / "runs" / name) for name in ("a", "b"))
+    removals = plan.of_root(walk.look(tmp_path / "runs"), "artifact")
+    with opening.hold(held), pytest.raises(UserError, match="runs/a is being trained by process"):
+        removal.carry_out(removals)
+    assert (held.checkpoints.exists(), other.checkpoints.exists()) == (True, False)
 
 
 def test_a_run_that_is_being_trained_is_left_alone(tmp_path: Path) -> None:

@@ -97,9 +97,14 @@ def clean(
     if parts and not dry:
         _ask(keep, yes, len([removed for removed in removals if removed.whole]))
         removal.carry_out(removals)
+    unread = [removed.name for removed in removals if removed.unread]
     if as_json:
         show(table.removals_document(removals, dry), True, "")
-    elif dry and parts:
+    if unread:
+        raise UserError(f"files of {', '.join(unread)} cannot be read; what depends on them stays, as listed")
+    if as_json:
+        return
+    if dry and parts:
         options = f"{' --keep ' + keep.value if keep is not Keep.ARTIFACT else ''}{' --stores' if stores else ''}"
         print(f"next: rtrain clean {shown(folder)}{options}{' --yes' if keep is Keep.NONE else ''}")
     else:

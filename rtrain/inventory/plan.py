@@ -37,6 +37,8 @@ class Removal:
     """What cannot be done afterwards, in words."""
     stays: tuple[str, ...] = ()
     """What was asked for and is left, with the reason."""
+    unread: bool = False
+    """Whether it is left because a file cannot be read, which is to be mended first."""
 
     @property
     def size(self) -> int:
@@ -118,10 +120,16 @@ def _checked(removal: Removal) -> Removal:
         held = [checkpoint.path_of(run.checkpoints, update) for update in checkpoint.updates(run.checkpoints)]
         places += [path for path in held if path not in going]
     for place in places:
-        if wrong := manifest.damage(place):
+        try:
+            wrong, unread = manifest.damage(place), None
+        except manifest.Unreadable as error:
+            wrong, unread = str(error), error
+        if wrong:
             parts = tuple(part for part in removal.parts if part.what != sizes.CHECKPOINTS)
-            reason = f"checkpoints: {place.name} is damaged ({wrong}), and they may be all that is left of it"
-            return replace(removal, parts=parts, lost=(), stays=(*removal.stays, reason))
+            flaw = f"is damaged ({wrong})" if unread is None else f"is not known to be whole ({wrong})"
+            reason = f"checkpoints: {place.name} {flaw}, and they may be all that is left of it"
+            stays = (*removal.stays, reason)
+            return replace(removal, parts=parts, lost=(), stays=stays, unread=unread is not None)
     return removal
 
 

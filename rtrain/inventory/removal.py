@@ -15,16 +15,22 @@ from rtrain.runs import opening
 
 
 def carry_out(removals: Iterable[Removal]) -> int:
-    """Remove the parts; returns their bytes. Raises `UserError` where the disk refuses, or a run is being trained."""
-    freed = 0
+    """Remove the parts; returns their bytes. Raises `UserError` where the disk refuses, or a run is being trained, with
+    each of these, when all the others are removed."""
+    freed, refused = 0, []
     for removal in removals:
         if not removal.parts:
             continue
-        if removal.run is None:
-            _each(removal.parts)
-        else:
-            _of_run(removal, removal.run.run)
-        freed += removal.size
+        try:
+            if removal.run is None:
+                _each(removal.parts)
+            else:
+                _of_run(removal, removal.run.run)
+            freed += removal.size
+        except UserError as error:
+            refused.append(str(error))
+    if refused:
+        raise UserError("\n".join(refused))
     return freed
 
 
