@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from rtrain import config
+from rtrain.cli import options
 from rtrain.config import Config
 from rtrain.config.data import OneOf
 from rtrain.errors import ConfigError, UserError
@@ -183,6 +184,17 @@ def test_a_strategy_is_chosen_once(tmp_path: Path) -> None:
     run.append("strategy", why="it fits")
     train = opening.choose(run.folder, auto, "resume")[1].recipe.train
     assert (train.strategy, train.shard) == ("manual", 2)
+
+
+def test_a_strategy_that_was_chosen_is_left_open_without_the_recipe_s_name_too(tmp_path: Path) -> None:
+    run, auto = Run(tmp_path / "run"), ["train.strategy=auto", "train.keep=3"]
+    opening.freeze(run, made(train__shard=2, model__pooling="mean"))
+    with pytest.raises(ConfigError, match=r"train\.shard=2: train\.strategy=auto chooses it"):
+        options.opened(None, auto, str(run.folder), True, False)
+    run.append("strategy", why="it fits")
+    opened, folder, reuse = options.opened(None, auto, str(run.folder), True, False)
+    train = opened.recipe.train
+    assert (folder, reuse, train.strategy, train.shard, train.keep) == (run.folder, "resume", "manual", 2, 3)
 
 
 def test_a_run_of_before_there_was_a_choice_of_pooling_keeps_its_own(used: Path) -> None:

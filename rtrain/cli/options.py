@@ -107,10 +107,16 @@ def opened(
 
     A resumed run's configuration is its own, with what is named here. The folder is the one that will be written.
     """
+    from rtrain import config as configuration
+    from rtrain.run import Run
     from rtrain.runs import opening
 
     reuse = reuse_of(resume, new)
-    config = configured(_recipe(recipe, out, reuse), assignments, **short)
+    own, overrides = _recipe(recipe, out, reuse), overrides_of(assignments, **short)
+    if recipe is None and out and reuse == "resume":
+        # The settings are the run's own: beside what it has decided, leaving it open would contradict it.
+        overrides = opening.asked_of(Run(opening.folder_for("", out)), overrides)
+    config = configuration.load(own, overrides)
     folder = opening.folder_for(f"{config.recipe.name}{suffix}", out)
     config = opening.absolute(config, folder if reuse == "resume" else None)
     leave_to_supervisor(config, folder, reuse)

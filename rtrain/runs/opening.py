@@ -218,14 +218,18 @@ def _numbered(folder: Path) -> Path:
     return candidate
 
 
+def asked_of(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a resume names, without those that leave open what the run has decided: that stays."""
+    decided = (*LEFT_OPEN, *(["train.strategy"] if run.first("strategy") else []))
+    return {name: value for name, value in settings.items() if not (name in decided and value == "auto")}
+
+
 def _resumed(folder: Path, new: Config) -> Config:
     """The stored run with what `new` names; what would change its weights is refused by name."""
     old = stored(folder)
     new = replace(configuration.with_overrides(new, _taken_over(old, new)), named=new.named)
-    asked = {name: value for name, value in configuration.flat(new).items() if name in new.named}
-    # What is left open now stays as the run has it.
-    left_open = (*LEFT_OPEN, *(["train.strategy"] if Run(folder).first("strategy") else []))
-    asked = {name: value for name, value in asked.items() if not (name in left_open and value == "auto")}
+    named = {name: value for name, value in configuration.flat(new).items() if name in new.named}
+    asked = asked_of(Run(folder), named)
     # Where neither is asked for, they are the run's own: another number of workers must not change its rows.
     if any(asked.get(name) is not None for name in (ROWS, FREQUENCY)):
         asked = {ROWS: None, FREQUENCY: None, **asked}
