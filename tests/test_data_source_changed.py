@@ -20,7 +20,7 @@ from rtrain.config import Config
 from rtrain.data import order, pieces, records, tokens
 from rtrain.data.formats import digests, files
 from rtrain.data.stores import shards
-from rtrain.errors import UserError
+from rtrain.errors import ConfigError, UserError
 from rtrain.proof import ledger
 from rtrain.runs import opening, preparing
 from rtrain.tasks.encode import load_tokenizer
@@ -378,3 +378,37 @@ def test_what_cannot_be_read_of_a_file_that_is_as_it_was_is_told_as_it_is(ground
     path.write_bytes(whole[:-12])
     with pytest.raises(UserError, match=r"rows.csv.gz cannot be read to its end \(Compressed file ended"):
         preparing.prepare(settings(ground, **{"data.path": str(path)}), ground / "runs" / "run")
+
+
+# ------------------------------------------------------------------------------------- what was allowed when it began
+
+
+def nothing(*given: object) -> list[Any]:
+    return []
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "overrides", "reason"),
+    [
+        (files, "_refuse_packed_beside", {}, "0.csv and 0.csv.gz look like the same rows twice"),
+        (tokens, "problems", {"data.label": ["label", "more"]}, "each combination would be a label of its own"),
+    ],
+)
+def test_a_run_that_began_before_a_check_is_resumed_as_it_was(
+    ground: Path, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, overrides: dict[str, Any], reason: str
+) -> None:
+    """Its rows and settings cannot be changed any more. Another run is refused."""
+    for path in ground.rglob("*.csv"):
+        header, *lines = path.read_text().splitlines()
+        path.write_text("".join([f"{header},more\n", *(f"{line},same\n" for line in lines)]))
+    if where is files:
+        (ground / "parts" / "0.csv.gz").write_bytes(gzip.compress((ground / "parts" / "0.csv").read_bytes()))
+    asked, folder = settings(ground, **overrides), ground / "runs" / "run"
+    with monkeypatch.context() as before:
+        before.setattr(where, name, nothing)
+        began = preparing.prepare(asked, folder)
+    again = preparing.prepare(asked, folder, "resume")
+    assert again.store.manifest.digest == began.store.manifest.digest
+    assert again.store.rows("train") > 0
+    with pytest.raises(ConfigError, match=reason):
+        preparing.prepare(asked, ground / "runs" / "other")

@@ -159,7 +159,7 @@ class _Search:
         self._ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
         self._planned = self._trials()
         self._steering = len(held_back.steering(prepared.store, self._tune.held_back))
-        source = records.inspect(prepared.config.recipe.data, self._task.tokens_root)
+        source = records.inspect(prepared.config.recipe.data, self._task.tokens_root, begun=True)
         self._parts = judged.parts(prepared.config, source, prepared.store)
         with self._record.following(), slots.opened(self._config, self._task, count) as open_slots:
             self._work(open_slots, self._halving)

@@ -109,10 +109,11 @@ class Source:
 # ------------------------------------------------------------------------------------------- before a process starts
 
 
-def inspect(data: Data, root: Path | None = None) -> Source:
+def inspect(data: Data, root: Path | None = None, begun: bool = False) -> Source:
     """Find the files and check their columns. Raises `ConfigError` with every problem found.
 
-    A data set of the hub is read from its copy under `root` if there is one.
+    A data set of the hub is read from its copy under `root` if there is one. The rows of a run that has `begun` are
+    not refused what was allowed when it began.
     """
     if data.path is None:
         raise ConfigError([Problem("data.path", None, "not given", "write --data FILE")])
@@ -124,7 +125,7 @@ def inspect(data: Data, root: Path | None = None) -> Source:
         if uri is None:
             continue
         try:
-            found = files.find(field, uri, data.format, role, root)
+            found = files.find(field, uri, data.format, role, root, begun)
             pieces += found
             for piece in found:
                 seen = _columns(field, piece)

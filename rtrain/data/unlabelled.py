@@ -46,27 +46,28 @@ def without_labels(data: Data, path: str | None) -> Data:
     return data.model_copy(update={**neutral, **splits, "path": path, "format": None if told else data.format})
 
 
-def inspect(data: Data, path: str, setting: str, root: Path | None = None) -> records.Source:
+def inspect(data: Data, path: str, setting: str, root: Path | None = None, begun: bool = False) -> records.Source:
     """The files of rows without labels. Raises `ConfigError` with every problem found, which name `setting`."""
     try:
-        found = records.inspect(without_labels(data, path), root)
+        found = records.inspect(without_labels(data, path), root, begun)
     except ConfigError as error:
         problems = [replace(one, field=one.field.replace("data.path", setting)) for one in error.problems]
         raise ConfigError(problems) from None
     return replace(found, pieces=tuple(piece for piece in found.pieces if piece.role == "train"))
 
 
-def source(recipe: Recipe, root: Path | None = None) -> records.Source:
-    """All files of a run's rows; of a student's, those of `distill.unlabelled` too. Raises `ConfigError`."""
+def source(recipe: Recipe, root: Path | None = None, begun: bool = False) -> records.Source:
+    """All files of a run's rows; of a student's, those of `distill.unlabelled` too. Raises `ConfigError`. `begun` as
+    `records.inspect` has it."""
     path = recipe.distill.unlabelled if recipe.distill.teacher else None
     problems: list[Problem] = []
     found, further = records.Source((), ()), records.Source((), ())
     try:
-        found = records.inspect(recipe.data, root)
+        found = records.inspect(recipe.data, root, begun)
     except ConfigError as error:
         problems += error.problems
     try:
-        further = further if path is None else inspect(recipe.data, path, SETTING, root)
+        further = further if path is None else inspect(recipe.data, path, SETTING, root, begun)
     except ConfigError as error:
         problems += error.problems
     if problems:

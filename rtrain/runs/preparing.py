@@ -79,7 +79,7 @@ def check(
     ]
     folder = None
     try:
-        source = source or unlabelled.source(config.recipe, root)
+        source = source or unlabelled.source(config.recipe, root, begun)
         if labels and not begun:
             problems += separators.problems(config.recipe, separators.shown(config.recipe, source))
     except ConfigError as error:

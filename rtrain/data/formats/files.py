@@ -48,15 +48,19 @@ class Piece(NamedTuple):
     role: str
 
 
-def find(field: str, uri: str, format: str | None, role: str, root: Path | None) -> list[Piece]:
+def find(field: str, uri: str, format: str | None, role: str, root: Path | None, begun: bool = False) -> list[Piece]:
     """The files of the address `uri`, sorted by name; a data set with several splits gives each file its split's role.
 
     `field` is the setting that holds the address, for the messages. A data set of the hub is read from its copy under
-    `root` if there is one. Raises `ConfigError` if nothing is found, a format is unknown or a file is empty.
+    `root` if there is one. Raises `ConfigError` if nothing is found, a format is unknown or a file is empty; and for a
+    compressed file beside the same one unpacked, unless the rows are those of a run that has `begun` with both.
     """
     filesystem, path = addresses.filesystem(field, uri)
     with addresses.asked(field, uri):
-        return _found(field, uri, filesystem, path, format, role, root)
+        found = _found(field, uri, filesystem, path, format, role, root)
+    if not begun:
+        _refuse_packed_beside(field, uri, found)
+    return found
 
 
 def _found(
@@ -80,7 +84,6 @@ def _found(
         raise ConfigError([Problem(field, uri, "no such file, folder or glob", _nearby(filesystem, path))])
     if not files:
         raise ConfigError([Problem(field, uri, "no data file in it", f"expected {', '.join(sorted(SUFFIXES))}")])
-    _refuse_packed_beside(field, uri, files)
     pieces = []
     for name in sorted(files):
         known = format or SUFFIXES.get(suffix(name))
@@ -98,9 +101,9 @@ def _found(
     return pieces
 
 
-def _refuse_packed_beside(field: str, uri: str, files: Iterable[str]) -> None:
+def _refuse_packed_beside(field: str, uri: str, pieces: Iterable[Piece]) -> None:
     """Raise `ConfigError` for a file with its own compressed copy beside it, whose rows would be read twice."""
-    plain = set(files)
+    plain = {piece.uri for piece in pieces}
     for name in sorted(plain):
         if name.lower().endswith(COMPRESSIONS) and (own := name.rpartition(".")[0]) in plain:
             reason = f"{Path(own).name} and {Path(name).name} look like the same rows twice"
