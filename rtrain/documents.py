@@ -7,12 +7,17 @@ from typing import Any
 from rtrain.errors import UserError
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises `UserError` where it is cut off, no JSON, or no object."""
+def value(path: Path) -> Any:
+    """What a JSON file holds. Raises `UserError` where it is cut off, or no JSON."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}); copy it whole, or make it again") from None
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds. Raises `UserError` where it holds none."""
+    found = value(path)
     if not isinstance(found, dict):
         raise UserError(f"{path} holds a {type(found).__name__} in place of an object; copy it whole, or make it again")
     return found

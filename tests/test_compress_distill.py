@@ -16,7 +16,7 @@ from rtrain import artifact
 from rtrain.batch import single
 from rtrain.compress import student as starting
 from rtrain.config import Distill
-from rtrain.errors import ConfigError
+from rtrain.errors import ConfigError, UserError
 from rtrain.network import model
 from rtrain.tasks import base
 from rtrain.training import layerwise
@@ -108,6 +108,19 @@ def test_a_start_is_made_once_for_a_teacher_and_a_depth(teacher: Path, tmp_path:
     other = make_artifact(tmp_path / "other", seed=7)
     assert starting.start(other, Distill(layers=1), tmp_path / "starts").name != start.name
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []  # no draft is left
+
+
+def test_a_start_of_another_version_is_told_and_made_again_once_it_is_removed(tmp_path: Path) -> None:
+    """ModernBERT's of before kept the kinds of all of its teacher's layers, which transformers refuses."""
+    teacher = make_artifact(tmp_path / "teacher")
+    start = starting.start(teacher, Distill(layers=1), tmp_path / "starts")
+    document = json.loads((start / "config.json").read_text())
+    (start / "config.json").write_text(json.dumps({**document, "layer_types": ["full_attention"] * 2}))
+    with pytest.raises(UserError, match=rf"{start} was made by another version of rtrain; remove the folder"):
+        starting.start(teacher, Distill(layers=1), tmp_path / "starts")
+    shutil.rmtree(start)
+    starting.start(teacher, Distill(layers=1), tmp_path / "starts")
+    assert json.loads((start / "config.json").read_text()) == document
 
 
 @pytest.mark.parametrize("layers", [2, 3, 12])

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rtrain import artifact
+from rtrain import artifact, documents
 from rtrain.config import Distill
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.runs.worker import TOKENIZER_FILES
@@ -32,10 +32,11 @@ BY_LAYER = ("layer_types",)
 
 def start(teacher: Path, chosen: Distill, root: Path) -> Path:
     """A Transformers folder with every n-th layer of the teacher and its other weights, as narrow as is asked for;
-    addressed by all three. Raises `ConfigError` where that is not smaller than the teacher."""
+    addressed by all three. Raises `ConfigError` where that is not smaller than the teacher, and `UserError` where an
+    older version has left another one at that address: of ModernBERT, with more kinds of layers than layers."""
     from safetensors.torch import load_file, save_file
 
-    document = json.loads((teacher / "config.json").read_text())
+    document = documents.read(teacher / "config.json")
     counted = next((name for name in DEPTHS if name in document), None)
     if counted is None:
         raise UserError(f"{teacher}: its config.json does not count its layers, so none can be left out")
@@ -58,6 +59,8 @@ def start(teacher: Path, chosen: Distill, root: Path) -> Path:
     made = artifact.read(teacher, verify=False)
     final = root / "-".join(map(str, [made.version, layers, *([] if chosen.width is None else [f"w{chosen.width}"])]))
     if (final / "config.json").is_file():
+        if documents.read(final / "config.json") != after:
+            raise UserError(f"{final} was made by another version of rtrain; remove the folder, and it is made again")
         return final
     draft = root / f".{final.name}.{uuid.uuid4().hex[:8]}"
     draft.mkdir(parents=True)
