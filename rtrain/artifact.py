@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rtrain import engines, manifest
+from rtrain import documents, engines, manifest
 from rtrain.errors import UserError, meant
 
 NAME = "artifact.json"
@@ -146,12 +146,10 @@ def read(folder: Path, verify: bool = True) -> Artifact:
 
 def document_of(folder: Path) -> dict[str, Any]:
     """artifact.json as it stands, of whatever schema. Raises `ArtifactError` where it is cut off."""
-    path = folder / NAME
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ArtifactError(f"{path} cannot be read ({error}); make the artefact again or copy it whole") from None
-    return found
+        return documents.read(folder / NAME)
+    except UserError as error:
+        raise ArtifactError(str(error)) from None
 
 
 def size_mb(folder: Path, engine: str) -> float:

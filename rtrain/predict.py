@@ -1,7 +1,6 @@
 """An artefact and texts -> answers, by the engine that artifact.json names. An int8 artefact needs no torch."""
 
 import hashlib
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rtrain import artifact, engines, manifest
+from rtrain import artifact, documents, engines, manifest
 from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
 from rtrain.batch import Encoded, Floats, Head, Ints, Outputs, Tokens, batches, pack, padded
 from rtrain.errors import UserError
@@ -281,7 +280,7 @@ def _revisions(folder: Path, artifact: Artifact) -> dict[str, str]:
 
 
 def _pad_id(folder: Path) -> int:
-    return int(json.loads((folder / "config.json").read_text()).get("pad_token_id") or 0)
+    return int(documents.read(folder / "config.json").get("pad_token_id") or 0)
 
 
 class Torch:

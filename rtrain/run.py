@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rtrain import events
+from rtrain import documents, events
 from rtrain.errors import UserError, meant
 
 ARTIFACT = "artifact.json"
@@ -211,8 +211,7 @@ class Run:
         from them what was just written.
         """
         path = self.folder / "decisions.json"
-        found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-        return found
+        return documents.read(path) if path.is_file() else {}
 
     def decide(self, name: str, value: Any) -> Any:
         """The decision of that name: what was decided before, else `value`, which is then kept."""

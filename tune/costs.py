@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from rtrain import documents
 from rtrain.data.formats import digests
 
 NAME = "costs.json"
@@ -53,7 +54,7 @@ class Costs:
 
     def __init__(self, search: Path, cost: str):
         self._path, self._measure = search / NAME, OF[cost]
-        self._known: dict[str, float] = json.loads(self._path.read_text("utf-8")) if self._path.is_file() else {}
+        self._known: dict[str, float] = documents.read(self._path) if self._path.is_file() else {}
 
     def of(self, model: Path) -> float:
         shape = digests.file_digest(str(model / "config.json"))

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from rtrain import ray_internals
-from rtrain.errors import Problem
+from rtrain.errors import Problem, UserError
 
 Node = Mapping[str, float]
 Labels = Mapping[str, str]
@@ -169,8 +169,14 @@ def autoscaler() -> Mapping[str, Any] | None:
     given = os.environ.get(AUTOSCALER_FILE, "")
     if given.startswith("{"):
         return dict(json.loads(given))
-    if given and Path(given).expanduser().is_file():
-        return dict(yaml.safe_load(Path(given).expanduser().read_text(encoding="utf-8")))
+    if given and (file := Path(given).expanduser()).is_file():
+        try:
+            found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"{AUTOSCALER_FILE}={given}: the file is no YAML ({error}); see rtrain cluster lint"
+            ) from None
+        return found if isinstance(found, dict) else None
     groups = ray_internals.cluster_config()
     if not groups:
         return None

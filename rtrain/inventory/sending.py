@@ -64,7 +64,7 @@ def verdicts(run: Run, int8: bool = False) -> list[Verdict]:
     found = []
     for folder in [run.int8] if int8 else [run.artifact, run.int8]:
         if (folder / ARTIFACT).is_file():
-            document = json.loads((folder / ARTIFACT).read_text(encoding="utf-8"))  # of whatever schema
+            document = artifact.document_of(folder)
             gate, version = document.get("gate"), document["version"]
             own = gate is not None and gate.get("version") == version
             found.append(Verdict(folder, gate["verdict"] if own else None, artifact.refusal(gate, version)))

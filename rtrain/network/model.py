@@ -54,6 +54,22 @@ def _check_folder(folder: Path) -> None:
     ]
     if problems:
         raise ConfigError(problems)
+    documents.read(folder / "config.json")
+    sentence.pooling_of(folder)
+    _check_weights(folder)
+
+
+def _check_weights(folder: Path) -> None:
+    """Raise `ConfigError` for weights that are cut off: a file's header says how long it is."""
+    import safetensors
+
+    for path in sorted(folder.glob("model*.safetensors")):
+        try:
+            with safetensors.safe_open(path, framework="numpy"):
+                pass
+        except safetensors.SafetensorError as error:
+            reason = f"{path.name} cannot be read ({error})"
+            raise ConfigError([Problem("model.name", str(folder), reason, "copy it whole, or make it again")]) from None
 
 
 @lru_cache(maxsize=1)

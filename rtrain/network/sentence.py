@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rtrain import documents
 from rtrain.artifact import NAME
 from rtrain.network.pooling import FACT
 
@@ -58,4 +59,4 @@ def write(folder: Path, pooling: str, width: int, max_tokens: int) -> None:
 
 
 def _json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return documents.value(path) if path.is_file() else {}

@@ -1,10 +1,10 @@
 """What no strategy can do, or not with a given model. Pure, but for the model's config.json."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rtrain import documents
 from rtrain.config import Recipe
 from rtrain.errors import Problem
 from rtrain.network import cuts
@@ -49,7 +49,7 @@ def problems(recipe: Recipe, model: Path) -> list[Problem]:
     if recipe.distill.hidden and train.sequence:
         reason = "with train.sequence=true no worker has all of the student's tokens"
         found.append(Problem("distill.hidden", recipe.distill.hidden, reason, "write 0, or train.sequence=false"))
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config = documents.read(model / "config.json")
     return found + _of_tensor(train.tensor, train.workers, config)
 
 

@@ -1,12 +1,12 @@
 """The orders in which passes go through the stages of a pipeline, and what no pipeline can do. Pure, but for the
 model's config.json."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rtrain import documents
 from rtrain.config import Recipe, Train
 from rtrain.errors import Problem
 from rtrain.network import cuts
@@ -80,7 +80,7 @@ def problems(recipe: Recipe, model: Path) -> list[Problem]:
         if value != neutral:
             written = "leave it out" if neutral is None else f"write {str(neutral).lower()}"
             found.append(Problem(name, value, f"{with_it} {reason}", f"{written}, or train.pipeline=1"))
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config = documents.read(model / "config.json")
     return found + _of_stages(train, config)
 
 

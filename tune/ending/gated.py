@@ -1,11 +1,10 @@
 """The gate at the end of a search: the winner beside the recipe's own settings, on rows that have steered no rung."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rtrain import artifact, reference
+from rtrain import artifact, documents, reference
 from rtrain.config import Config
 from rtrain.data.stores.store import open_store
 from rtrain.gate import gate
@@ -58,7 +57,7 @@ def is_computed_alike(one: Path, other: Path) -> bool:
 
 def _computed(folder: Path) -> tuple[Any, ...]:
     made = artifact.read(folder, verify=False)
-    document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    document = documents.read(folder / "config.json")
     network = {name: value for name, value in document.items() if name not in NAMES}
     facts = {name: fact for name, fact in made.facts.items() if name != reference.ABSTAIN}  # follows from the weights
     return made.engine, made.max_tokens, facts, network, (folder / "tokenizer.json").read_bytes()

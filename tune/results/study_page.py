@@ -1,10 +1,10 @@
 """study.html of a study of aggregation frequencies: its table, what fewer exchanges buy, and what they cost."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rtrain import documents
 from rtrain.errors import UserError
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table, Tile
@@ -23,7 +23,7 @@ def write(study: Run) -> Path:
     kept = study.study_table
     if not kept.is_file():
         raise UserError(f"{study} is a study that has not ended; rtrain tune --resume --out {study} goes on")
-    return write_page(study.study_page, page(study.name, json.loads(kept.read_text(encoding="utf-8"))))
+    return write_page(study.study_page, page(study.name, documents.read(kept)))
 
 
 def page(name: str, document: Mapping[str, Any]) -> str:

@@ -3,7 +3,6 @@
 Rows are read and counted as the run will read them; of a sample the tokens are counted by the run's own tokenizer.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from rtrain import documents
 from rtrain.batch import Ints
 from rtrain.config import Recipe
 from rtrain.data import packing, records
@@ -134,7 +134,7 @@ NAMES: Final = {
 
 def of_model(folder: Path) -> Shape:
     """The sizes in a model's config.json. Raises `ConfigError` where it has other names for them."""
-    known = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    known = documents.read(folder / "config.json")
     found = {key: next((known[name] for name in names if name in known), None) for key, names in NAMES.items()}
     if lacking := [NAMES[key][0] for key, value in found.items() if value is None]:
         reason = f"its config.json has no {', '.join(lacking)}"

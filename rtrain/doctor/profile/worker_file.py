@@ -1,11 +1,11 @@
 """What a profiled worker has left (`rtrain.training.watched`), read."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rtrain import documents
 from rtrain.exchange.timeline import Span
 from rtrain.training.stages import Window
 
@@ -35,7 +35,7 @@ class Worker:
 
 
 def read(path: Path) -> Worker:
-    document = json.loads(path.read_text(encoding="utf-8"))
+    document = documents.read(path)
     updates = tuple(_update(one) for one in document.pop("windows"))
     return Worker(**document, updates=updates)
 

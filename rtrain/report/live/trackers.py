@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rtrain import config as configuration, events
+from rtrain import config as configuration, documents, events
 from rtrain.config import Config
 from rtrain.errors import Problem, UserError
 from rtrain.run import Run
@@ -189,7 +189,7 @@ class MLflow:
     def _open(self, experiment: str, uri: str, run: Run) -> tuple[str, bool]:
         """(id of the tracker's run, whether it is new). The id is kept in the run folder, for its address."""
         path, address = run.folder / RUN_ID, hide(uri)
-        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        known = documents.read(path) if path.is_file() else {}
         if run_id := known.get(address):
             self._client.update_run(run_id, status="RUNNING")
             return str(run_id), False
