@@ -4,7 +4,7 @@ Texts with one label or a number: TF-IDF of words and of characters with a linea
 answer that suits the training rows best. Tagged words: the tag that each word has most often. Other kinds of answer
 have none; a summary's scores hold those of the first sentences already.
 
-{"schema_version": 1, "headline": name of the score, "trained_on": rows, "baselines": [{"name", "scores": {split: value,
+{"schema_version": 2, "headline": name of the score, "trained_on": rows, "baselines": [{"name", "scores": {split: value,
 larger is better}}, ...]}. Made once, when a run has ended, from its token store: rows past `MOST_ROWS`, and tokens past
 `MOST_TOKENS`, are left out by a fixed draw, so that a large run's report takes seconds too.
 """
@@ -28,7 +28,8 @@ from rtrain.report import stats
 from rtrain.run import Run
 from rtrain.tasks import base
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Documents of before may be by words that texts without blanks have not: measured again where the rows are there."""
 NAME = "baselines.json"
 TFIDF, ONE_ANSWER, TAGS = "TF-IDF and a linear model", "one answer to every text", "each word's most frequent tag"
 MOST_ROWS, MOST_TOKENS = 10_000, 500_000
@@ -61,7 +62,11 @@ def _read(path: Path) -> dict[str, Any] | None:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:  # cut off: they are measured again
         return None
-    return found if found["schema_version"] == SCHEMA_VERSION else None
+    return found if found["schema_version"] <= SCHEMA_VERSION else None
+
+
+def _is_current(found: dict[str, Any] | None) -> bool:
+    return found is not None and found["schema_version"] == SCHEMA_VERSION
 
 
 def ensure(run: Run) -> Path | None:
@@ -70,20 +75,21 @@ def ensure(run: Run) -> Path | None:
     Returns the file, or None where there is nothing to measure. The figures belong to the rows alone, so they are kept
     beside the token store: other runs on the same rows, a search's winner or a student, read them there.
     """
-    path, tokenizer = run.baselines, run.artifact / "tokenizer.json"
-    if read(run) is not None:
+    path, tokenizer, known = run.baselines, run.artifact / "tokenizer.json", read(run)
+    if _is_current(known):
         return path
     if not tokenizer.is_file() or (place := run.store) is None:
-        return None
+        return None if known is None else path
     store = open_store(place)
     output = base.get(configuration.load(str(run.config)).recipe.task).output
     if output not in ("classes", "number", "tags") or "outside" in store.manifest.head.facts or not store.rows("train"):
         return None  # a row outside of all classes is told by a threshold, which these have not
     shared = place.with_name(f".{place.name}.{output}.{NAME}")
-    if (found := _read(shared)) is None:
+    if not _is_current(found := _read(shared)):
         head = {"schema_version": SCHEMA_VERSION, "headline": metric_for(output).headline}
         found = {**head, **_measure(store, output, tokenizer)}
         _write(shared, found)
+    assert found is not None
     _write(path, found)
     return path
 
