@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rtrain import __version__, artifact, manifest
 from rtrain.errors import UserError
@@ -64,7 +65,7 @@ def verdicts(run: Run, int8: bool = False) -> list[Verdict]:
     found = []
     for folder in [run.int8] if int8 else [run.artifact, run.int8]:
         if (folder / ARTIFACT).is_file():
-            document = artifact.document_of(folder)
+            document: Any = artifact.document_of(folder)
             gate, version = document.get("gate"), document["version"]
             own = gate is not None and gate.get("version") == version
             found.append(Verdict(folder, gate["verdict"] if own else None, artifact.refusal(gate, version)))
