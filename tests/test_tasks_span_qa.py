@@ -13,7 +13,7 @@ import torch
 from rtrain import config, score
 from rtrain.batch import Encoded, Head, Ragged, Tokens, Window, pack
 from rtrain.exchange.replicated import Replicated
-from rtrain.metrics import by_output
+from rtrain.metrics import by_output, tables
 from rtrain.network import model
 from rtrain.predict import Predictor
 from rtrain.run import Run
@@ -148,6 +148,26 @@ def test_no_answer_is_right_where_there_is_none() -> None:
     assert found == {"f1": pytest.approx(2.5 / 4), "exact_match": 0.5, "answered": 0.75, "rows": 4}
     always = by_output.spans(rows, nothing, Head(HEAD.labels, {"no_answer": False}))
     assert always["f1"] == pytest.approx(1.5 / 4)
+
+
+def test_an_answer_that_is_no_number_is_wrong(encoder: Path) -> None:
+    """Of a question without an answer too, to which none would be right; and no threshold is made of it."""
+    tokens, logits = rows_of(encoder)
+    nothing = np.full_like(logits.numpy(), np.nan)
+    found = TASK.outcomes(TASK.outputs(nothing, tokens, HEAD), tokens, HEAD)
+    for facts in ({"no_answer": True}, {"no_answer": False}, {"no_answer": True, "threshold": 3.0}):
+        head = Head(HEAD.labels, facts)
+        assert by_output.spans(found, tokens.labelled, head)["f1"] == 0
+        assert TASK.calibrate(found, tokens.labelled, head) == {}
+        assert all(one == slice(0, 1) for one in TASK.describe(found, tokens.labelled, head).prediction)
+    assert "no_answer" not in tables.spans(found, tokens.labelled, HEAD)
+    rows = Ragged.of([outcome(1, 2, True), outcome(0, math.nan, False), outcome(0, -1, False)], np.float64)
+    targets = Ragged.of([[]] * 3, np.float32)
+    assert by_output.spans(rows, targets, HEAD)["f1"] == pytest.approx(2 / 3)
+    assert TASK.calibrate(rows, targets, HEAD) == {"threshold": 0.5}
+    curve = tables.spans(rows, targets, HEAD)["no_answer"]["curve"]
+    assert [point["answered"] for point in curve] == pytest.approx([1 / 3, 2 / 3, 1])
+    assert [point["f1"] for point in curve] == pytest.approx([1 / 3, 2 / 3, 1 / 3])
 
 
 def test_the_threshold_is_the_best_of_the_validation_rows() -> None:

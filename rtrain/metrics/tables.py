@@ -160,7 +160,7 @@ def spans(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
         own = lengths[inside]
         means = {"f1": float(f1[inside].mean()), "exact_match": float(exact[inside].mean())}
         found["by_length"].append({"low": int(own.min()), "high": int(own.max()), "rows": int(inside.sum()), **means})
-    if head.facts.get("no_answer") and len(rows):
+    if head.facts.get("no_answer") and not np.isnan(rows[:, 2]).all():
         silent = float(np.mean(~given[~there])) if (~there).any() else None
         curve = _no_answer(rows[:, 0], rows[:, 1], rows[:, 2], there)
         found["no_answer"] = {"rows": int((~there).sum()), "silent": silent, "threshold": least_margin(head), **curve}
@@ -169,6 +169,9 @@ def spans(outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
 
 def _no_answer(f1: Floats, exact: Floats, margin: Floats, there: Bools) -> dict[str, Any]:
     """Scores at thresholds from above all margins, where nothing is answered, to below all, where everything is."""
+    # A margin that is no number is an answer at each threshold, and wrong.
+    known, every = ~np.isnan(margin), len(margin)
+    f1, exact, margin, there = f1[known], exact[known], margin[known], there[known]
     order = np.argsort(-margin, kind="stable")
     sums = [
         np.concatenate([[0.0], np.cumsum((np.where(there, part, 0.0) - ~there)[order])]) + (~there).sum()
@@ -183,9 +186,9 @@ def _no_answer(f1: Floats, exact: Floats, margin: Floats, there: Bools) -> dict[
     points = [
         {
             "threshold": float(edges[end] + edges[end + 1]) / 2,
-            "f1": float(sums[0][end]) / len(margin),
-            "exact_match": float(sums[1][end]) / len(margin),
-            "answered": float(end) / len(margin),
+            "f1": float(sums[0][end]) / every,
+            "exact_match": float(sums[1][end]) / every,
+            "answered": float(end + every - len(margin)) / every,
         }
         for end in ends.tolist()
     ]
@@ -237,7 +240,7 @@ def answers_of(outcomes: Ragged, head: Head) -> tuple[Floats, Floats, Bools, Boo
     """For each question: F1, exact match, whether an answer is given, whether there is one. Where there is none, giving
     none scores 1."""
     rows, least = outcomes.matrix(7), least_margin(head)
-    given = rows[:, 2] > (-np.inf if least is None else least)
+    given = ~(rows[:, 2] <= (-np.inf if least is None else least))  # one that is no number too: it is wrong
     there = rows[:, 3] > 0
     f1, exact = (np.where(given & there, rows[:, column], ~given & ~there) for column in (0, 1))
     return f1.astype(np.float64), exact.astype(np.float64), given, there

@@ -155,7 +155,9 @@ class SpanQA(Defaults):
                 (one.ids[begin + a : begin + b + 1] for begin, (a, b) in zip(starts, wanted, strict=True) if b > 0),
                 None,
             )
-            exact, f1 = (0.0, 0.0) if gold is None else _overlap(one.ids[best.first : best.last + 1], gold)
+            exact, f1 = 0.0, 0.0
+            if gold is not None and not np.isnan(best.margin):
+                exact, f1 = _overlap(one.ids[best.first : best.last + 1], gold)
             logs = [np.log(softmax(part.T)) for part in np.split(output, starts[1:])]
             loss = -np.mean(
                 [log[side, place[side]] for log, place in zip(logs, wanted, strict=True) for side in (0, 1)]
@@ -166,6 +168,7 @@ class SpanQA(Defaults):
     def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
         """The margin above which an answer is given: that of the best mean F1, half-way between two rows' margins."""
         rows = outcomes.matrix(7)
+        rows = rows[~np.isnan(rows[:, 2])]
         if not head.facts["no_answer"] or not len(rows):
             return {}
         order = np.argsort(-rows[:, 2], kind="stable")
@@ -187,7 +190,7 @@ class SpanQA(Defaults):
             wanted.append(next(held, ""))
         return Described(
             target=wanted,
-            prediction=[slice(int(row[5]), int(row[6]) + 1) if row[2] > least else "" for row in rows],
+            prediction=["" if row[2] <= least else slice(int(row[5]), int(row[6]) + 1) for row in rows],
             score=1 / (1 + np.exp(-np.clip(rows[:, 2], -700, 700))),
             loss=rows[:, 4],
         )
@@ -237,7 +240,8 @@ class _Span(NamedTuple):
     """Place of its first token in the row. `last` is the place of its last one, included."""
     last: int
     margin: float
-    """Its score minus the score of no answer; a score is the sum of a start's and an end's logit."""
+    """Its score minus the score of no answer; a score is the sum of a start's and an end's logit. NaN where a logit of
+    the row is: such an answer is wrong, whatever is right."""
     score: float
     """Chance of its start times that of its end, in its window."""
 
@@ -249,6 +253,8 @@ def threshold(head: Head) -> float:
 def _best(output: Floats, windows: Sequence[Window]) -> _Span:
     """The best span of all windows. The score of no answer is the lowest of the scores of the windows' first tokens,
     from the window that is surest that it holds an answer: a single window may hold it."""
+    if np.isnan(output).any():
+        return _Span(0, 0, np.nan, 0.0)
     best, nothing, begin = (-np.inf, 0, 0, 0.0), np.inf, 0
     for window in windows:
         logits = output[begin : begin + window.tokens].astype(np.float64)
