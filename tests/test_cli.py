@@ -372,10 +372,11 @@ def test_missing_file_and_missing_model_are_reported_together(run: Cli) -> None:
 
 
 def test_no_free_disk(run: Cli, tmp_path: Path) -> None:
-    """The weights are a file without content, larger than a ninth of any disk of a test machine."""
-    folder = make_encoder(tmp_path / "model")
-    (folder / "model-00002.safetensors").touch()
-    os.truncate(folder / "model-00002.safetensors", 10 << 40)
+    """The weights are a header and a hole, larger than a ninth of any disk of a test machine."""
+    folder, size = make_encoder(tmp_path / "model"), 10 << 40
+    header = json.dumps({"weight": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    (folder / "model-00002.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(folder / "model-00002.safetensors", 8 + len(header) + size)
     data = csv_of(tmp_path, labelled_rows(40))
     code, _, err = run("train", "intent", "--data", data, "--model", folder, "--out", "run")
     assert code == 1
