@@ -16,6 +16,7 @@ from rtrain.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
 from rtrain.batch import Encoded, Floats, Head, Ints, Outputs, Tokens, batches, pack, padded
 from rtrain.errors import UserError
 from rtrain.network import compiled, pooling
+from rtrain.network.auto import auto_class
 from rtrain.network.inputs import accepted
 from rtrain.tasks import base
 from rtrain.tasks.base import Input, Task
@@ -288,13 +289,11 @@ class Torch:
 
     def __init__(self, folder: Path, artifact: Artifact, threads: int | None):
         import torch
-        import transformers
 
         if threads is not None:
             torch.set_num_threads(threads)
-        auto = getattr(transformers, base.get(artifact.task).auto_model)
         self._torch = torch
-        network, _ = pooling.load(auto, folder)
+        network, _ = pooling.load(auto_class(base.get(artifact.task).auto_model), folder)
         if artifact.facts.get(pooling.FACT) == "mean":
             pooling.pool_by_mean(network)
         # Never trained: gradients are asked of inputs only, and what the weights' would need is not kept.

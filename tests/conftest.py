@@ -45,7 +45,7 @@ those that share a Ray; those that start Rays of their own, as programs; those t
 Two trainings at a time are what two cores bear."""
 FIRST = (
     *("ray", "trained", "programs", "workers"),
-    *(f"tests/test_{name}.py" for name in ("strategies_memory", "quantize_fallback", "forecast_memory", "signals")),
+    *(f"tests/test_{name}.py" for name in ("quantize_fallback", "forecast_memory", "signals")),
 )
 """What begins before the files with most tests: groups, and files whose few tests take long. Begun last, any would run
 on alone, when the other process has nothing left to do."""

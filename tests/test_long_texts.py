@@ -19,7 +19,7 @@ from rtrain.training import step
 from serve.app import build_app
 from tests import quantizing, serving
 from tests.conftest import labelled_rows, write_rows
-from tests.test_network_packed import rows
+from tests.packing import rows
 from tests.test_training_loop import TASK, UPDATES, fingerprint, start
 from tests.tiny import CORPUS, make_modern, make_store, modern
 

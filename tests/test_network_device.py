@@ -16,7 +16,7 @@ from rtrain.errors import ConfigError
 from rtrain.network import attention, device, layout, model
 from rtrain.tasks import base
 from rtrain.training import step
-from tests.test_network_packed import LENGTHS, rows
+from tests.packing import LENGTHS, rows
 from tests.tiny import make_encoder
 
 META = torch.device("meta")

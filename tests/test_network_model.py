@@ -1,5 +1,7 @@
 """What a model is built with."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from rtrain.network import model
 from rtrain.tasks import base
 from tests.tiny import make_encoder
 
+ROOT = Path(__file__).resolve().parents[1]
 TASK = base.get("classification")
 IDS = torch.tensor([[1, 5, 6, 7, 2, 0], [1, 5, 2, 0, 0, 0]])
 MASK = (IDS != 0).long()
@@ -74,3 +77,21 @@ def test_attention_by_plain_products_answers_as_the_fused_one_does(encoder: Path
             rtol=1e-5,
             atol=1e-6,
         )
+
+
+def test_a_network_is_built_and_scored_without_scipy(encoder: Path) -> None:
+    """In a fresh interpreter, as a worker's is: its import would be a tenth of a worker's start."""
+    script = f"""
+import sys
+from pathlib import Path
+import numpy as np
+import transformers
+from rtrain.metrics import classification
+from rtrain.network import model
+from rtrain.tasks import base
+model.build(Path({str(encoder)!r}), base.get("classification"), ("a", "b"), 0)
+classification.auc(np.array([0, 1]), np.eye(2))
+print("scipy" in sys.modules, transformers.utils.is_scipy_available())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "False True\n"

@@ -12,7 +12,7 @@ from rtrain.config import Model
 from rtrain.network import attention, layout, model, packed
 from rtrain.tasks import base
 from rtrain.training import step
-from tests.test_network_packed import HEADS, LENGTHS, WORDS, difference, rows
+from tests.packing import HEADS, LENGTHS, WORDS, agree, rows
 
 REACH = 4
 """Tokens that a token reads on either side, in two layers of three."""
@@ -64,18 +64,7 @@ def test_answers_and_gradients_are_those_with_padding(
     monkeypatch.setattr(layout, "PIECE", WAYS[way][0])
     monkeypatch.setattr(attention, "SQUARE", WAYS[way][1])
     plain, packs = pair(head, classifier_pooling=pooling)
-    tokens = rows(LENGTHS)
-    wanted = np.array([0, 3, 40, 41, 150]) if head == "ForMaskedLM" else None
-    answers = [step.forward(network, tokens, 0, "fp32", wanted) for network in (plain, packs)]
-    assert answers[1].shape == answers[0].shape
-    torch.testing.assert_close(answers[1], answers[0], rtol=1e-10, atol=1e-12)
-    weights = torch.randn(answers[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    for answer in answers:
-        (answer * weights).sum().backward()
-    assert difference(packs, plain) < 1e-12
-    with torch.inference_mode():  # by another kernel
-        alone = step.forward(packs, tokens, 0, "fp32", wanted)
-    torch.testing.assert_close(alone, answers[0].detach(), rtol=1e-10, atol=1e-12)
+    agree(plain, packs, head)
 
 
 def test_a_token_reads_no_further_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,14 @@ import torch
 import transformers
 from hypothesis import given, settings, strategies as st
 
-from rtrain.batch import Tokens
 from rtrain.config import Model
 from rtrain.errors import ConfigError
 from rtrain.network import attention, dropout, layout, model, packed
 from rtrain.tasks import base
 from rtrain.training import step
+from tests.packing import HEADS, LENGTHS, WORDS, agree, rows
 from tests.tiny import make_encoder
 
-WORDS = 300
 SMALL: dict[str, Any] = {
     **{"vocab_size": WORDS, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2},
     **{"num_attention_heads": 3, "max_position_embeddings": 80},
@@ -33,29 +32,6 @@ ARCHITECTURES: dict[str, Any] = {
     "Electra": lambda: transformers.ElectraConfig(**SMALL, embedding_size=24),
     "DistilBert": lambda: transformers.DistilBertConfig(**DISTILBERT),
 }
-HEADS = {
-    "ForSequenceClassification": "first",
-    "ForTokenClassification": "tokens",
-    "ForQuestionAnswering": "tokens",
-    "ForMaskedLM": "tokens",
-}
-
-
-def rows(lengths: list[int], seed: int = 0) -> Tokens:
-    """Rows of one or two windows with these lengths; no word is a padding token."""
-    random = np.random.default_rng(seed)
-    sizes = np.array(lengths, dtype=np.int32)
-    windows = np.array([2] * (len(lengths) // 3) + [1] * (len(lengths) - 2 * (len(lengths) // 3)), dtype=np.int32)
-    return Tokens(
-        ids=random.integers(5, WORDS, sizes.sum(), dtype=np.int32),
-        lengths=sizes,
-        second=random.integers(1, sizes + 1).astype(np.int32),
-        windows=windows,
-        targets=np.zeros(len(windows), dtype=np.float32),
-        counts=np.ones(len(windows), dtype=np.int32),
-        row_ids=np.arange(len(windows), dtype=np.uint64),
-        teacher=np.empty((len(windows), 0), dtype=np.float32),
-    )
 
 
 def pair(architecture: str, head: str) -> tuple[Any, Any]:
@@ -74,18 +50,6 @@ def pair(architecture: str, head: str) -> tuple[Any, Any]:
     return made[0], made[1]
 
 
-def difference(found: Any, expected: Any) -> float:
-    """Over all gradients jointly, as a share of their norm."""
-    pairs = [(a.grad, b.grad) for a, b in zip(found.parameters(), expected.parameters(), strict=True)]
-    assert all((a is None) == (b is None) for a, b in pairs)
-    there = [(a, b) for a, b in pairs if a is not None]
-    wrong = sum(float((a - b).square().sum()) for a, b in there)
-    return float((wrong / sum(float(b.square().sum()) for _, b in there)) ** 0.5)
-
-
-LENGTHS = [9, 2, 31, 31, 17, 5, 64, 3, 2, 12, 31, 1]
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("head", HEADS)
 def test_answers_and_gradients_are_those_with_padding(
@@ -93,20 +57,7 @@ def test_answers_and_gradients_are_those_with_padding(
 ) -> None:
     monkeypatch.setattr(layout, "GROUP_WASTE", {"cpu": 500})  # several groups in so small a pass
     plain, packs = pair(architecture, head)
-    tokens = rows(LENGTHS)
-    wanted = np.array([0, 3, 40, 41, 150]) if head == "ForMaskedLM" else None
-    answers = [
-        step.forward(network, tokens, plain.config.pad_token_id or 0, "fp32", wanted) for network in (plain, packs)
-    ]
-    assert answers[1].shape == answers[0].shape
-    torch.testing.assert_close(answers[1], answers[0], rtol=1e-10, atol=1e-12)
-    weights = torch.randn(answers[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    for answer in answers:
-        (answer * weights).sum().backward()
-    assert difference(packs, plain) < 1e-12
-    with torch.inference_mode():  # by another kernel
-        alone = step.forward(packs, tokens, 0, "fp32", wanted)
-    torch.testing.assert_close(alone, answers[0].detach(), rtol=1e-10, atol=1e-12)
+    agree(plain, packs, head, plain.config.pad_token_id or 0)
 
 
 def test_the_mean_is_that_with_padding(tmp_path: Path) -> None:

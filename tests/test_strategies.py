@@ -15,6 +15,7 @@ import torch
 from rtrain.batch import Head, Tokens
 from rtrain.checkpoints import checkpoint
 from rtrain.config import Distill, Recipe, load
+from rtrain.exchange import whole
 from rtrain.exchange.exchange import Exchange
 from rtrain.exchange.replicas import Replicas
 from rtrain.network import model
@@ -67,13 +68,34 @@ FAMILIES = ("bert", "distilbert", "roberta")
 the backward pass."""
 
 
+def held(network: torch.nn.Module) -> dict[str, int]:
+    """Bytes of weights and gradients that this worker has now."""
+    every = [one for one in network.parameters() if whole.here(one)]
+    grown = [one.grad for one in every if one.grad is not None]
+    return {name: sum(whole.local(one).nbytes for one in of) for name, of in (("weights", every), ("gradients", grown))}
+
+
+class Looking(losses.RunLoss):
+    """A loss that looks at what a worker has between a forward pass and its backward pass."""
+
+    def __init__(self, network: torch.nn.Module):
+        super().__init__(TASK, Distill(), Head())
+        self._network, self.held = network, dict[str, int]()
+
+    def __call__(self, logits: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        self.held = held(self._network)
+        return super().__call__(logits, tokens)
+
+
 class Kept(step.Observer):
-    """The gradients of an update, whole."""
+    """The gradients of an update, whole, and what this worker has of them."""
 
     def __init__(self) -> None:
         self.found: dict[str, torch.Tensor] = {}
+        self.held: dict[str, int] = {}
 
     def gradient(self, exchange: Exchange) -> None:
+        self.held = held(exchange.module)
         own = {name: one.grad for name, one in exchange.module.named_parameters() if one.grad is not None}
         self.found = {name: value.clone() for name, value in exchange.whole(own)}
 
@@ -94,11 +116,12 @@ def trained(exchange: Exchange, kept: Path, **train: Any) -> list[dict[str, Any]
     optimizer, found, gradients = optim.of_run(exchange, recipe(**train)), [], []
     for number, count in enumerate(UPDATES):
         share, rows = share_of(number, exchange.world, exchange.rank), step.row_sum(make_rows(count, number).row_ids)
-        seen = Kept()
+        seen, loss = Kept(), Looking(exchange.module)
         done = step.run_update(
-            exchange, optimizer, LOSS, share, pad_id=0, clip_norm=1.0, rows=rows, observer=seen, measures=True
+            exchange, optimizer, loss, share, pad_id=0, clip_norm=1.0, rows=rows, observer=seen, measures=True
         )
-        found.append({"loss": done.loss, "norm": done.gradient_norm, "rows": done.rows, "passes": done.passes})
+        each: dict[str, Any] = {"loss": done.loss, "norm": done.gradient_norm, "rows": done.rows, "passes": done.passes}
+        found.append(each | {"inside": loss.held, "after": seen.held})
         gradients.append(seen.found)
     weights = dict(exchange.whole({name: one.detach() for name, one in exchange.module.named_parameters()}))
     moments = dict(exchange.whole(checkpoint.moments_of(exchange.module, optimizer)))
@@ -283,6 +306,24 @@ def test_each_worker_has_half_of_the_optimizer_s_state(name: str) -> None:
     whole = sum(value.nbytes for key, value in kept(folder, "alone", "moments").items() if not key.endswith(":step"))
     assert 0 < sum(sizes) - whole < 0.01 * whole
     assert max(sizes) < 0.52 * sum(sizes)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_worker_has_its_share_of_weights_and_gradients(name: str) -> None:
+    """Between an update's passes and the optimizer's step, and within the last pass. Stage 2 has whole weights until
+    the passes are over; stage 3 those of the layer that computes, and what is in no layer."""
+    results, folder = on_workers()
+    size = sum(value.nbytes for value in kept(folder, "alone", "weights").values())
+    inside, after = ([found["updates"][name][0][when] for found in results] for when in ("inside", "after"))
+    if name in SHARDED:
+        for what in ("weights", "gradients"):
+            assert sum(one[what] for one in after) == size
+            assert max(one[what] for one in after) < 0.52 * size
+        assert all(one["weights"] == size if name == "shard 2" else one["weights"] < 0.75 * size for one in inside)
+    else:
+        share = (0.6, 0.75) if "tensor" in name else (1.0, 1.0)
+        assert all(one["weights"] <= share[0] * size and one["gradients"] <= share[1] * size for one in after)
+        assert [one["weights"] for one in inside] == [one["weights"] for one in after]
 
 
 def test_a_worker_whose_neighbour_dies_within_a_pass_ends_with_an_error() -> None:

@@ -1,13 +1,14 @@
 """What each strategy takes of a worker's memory: of a small encoder whose weights are most of it, and of one of 109
 million weights, beside the forecast."""
 
+import ctypes
 import gc
 import json
 import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from rtrain.batch import Tokens, single
 from rtrain.config import Recipe, load
 from rtrain.doctor.forecast import memory, trace
+from rtrain.exchange.exchange import Exchange
 from rtrain.strategies.ways import Way
 from rtrain.tasks import base
 from tests.tiny import make_encoder, make_tokenizer
@@ -84,21 +86,39 @@ def _worker(rank: int, folder: Path, names: tuple[str, ...], tokens: int) -> Non
         (folder / f"{name}-{rank}.json").write_text(json.dumps(told))
 
 
-def _trained(model: Path, name: str, tokens: int) -> dict[str, int]:
-    """Bytes at most until the exchange is there, after the last of three updates, and at most since the first."""
+def _builder(rank: int, folder: Path) -> None:
+    joined(rank, 2, folder)
+    libc = ctypes.CDLL(None)
+    assert all(libc.mallopt(what, 65536) for what in (-1, -3))  # freed memory goes back: M_TRIM_, M_MMAP_THRESHOLD
+    for name in CUT:
+        _built(folder / "tiny", name)
+        gc.collect()
+        before = anonymous()
+        (folder / f"{name}-{rank}.json").write_text(json.dumps(_built(folder / "model", name)[1] - before))
+
+
+def _built(model: Path, name: str) -> tuple[Exchange, int]:
+    """And the bytes at most until it is there."""
     from rtrain.network import model as networks
     from rtrain.strategies import choose
+
+    building = Peak()
+    exchange = choose.build(networks.build(model, TASK, LABELS, 0), recipe_of(LAYOUTS[name]).train)
+    return exchange, building.end()
+
+
+def _trained(model: Path, name: str, tokens: int) -> dict[str, int]:
+    """Bytes at most until the exchange is there, after the last of three updates, and at most since the first."""
     from rtrain.training import optim, step
     from tests.test_training_step import LOSS
 
-    recipe, building = recipe_of(LAYOUTS[name]), Peak()
-    network: Any = networks.build(model, TASK, LABELS, 0)
-    exchange = choose.build(network, recipe.train)
-    built, optimizer = building.end(), optim.of_run(exchange, recipe)
+    exchange, built = _built(model, name)
+    words: int = cast(Any, exchange.module).config.vocab_size
+    optimizer = optim.of_run(exchange, recipe_of(LAYOUTS[name]))
     for number in range(3):
         if number == 1:
             peak = Peak()
-        passes = [rows(10 * number + exchange.rank, tokens, network.config.vocab_size)]
+        passes = [rows(10 * number + exchange.rank, tokens, words)]
         step.run_update(exchange, optimizer, LOSS, passes, pad_id=0, clip_norm=1.0)
     most = peak.end()
     gc.collect()
@@ -156,6 +176,16 @@ def check(found: dict[str, dict[str, float]], size: float) -> None:
         assert found[name]["built"] < 0.75 * size
 
 
+def test_a_worker_builds_its_share_and_not_the_whole(tmp_path: Path) -> None:
+    make_encoder(tmp_path / "tiny")
+    size = make_model(tmp_path / "model", **SMALL, intermediate_size=2048)
+    run(_builder, (tmp_path,), 2)
+    for name in CUT:
+        for rank in range(2):
+            assert 0.4 * size < json.loads((tmp_path / f"{name}-{rank}.json").read_text()) / MIB < 0.75 * size
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_each_strategy_takes_less_than_the_one_before(tmp_path: Path) -> None:
     size = make_model(tmp_path / "model", **SMALL, intermediate_size=2048)

@@ -16,6 +16,7 @@ from rtrain.doctor.forecast.memory import Need
 from rtrain.proof import faults
 from rtrain.run import Run
 from rtrain.runs import driver, preparing
+from rtrain.runs.kept import Kept
 from rtrain.strategies.ways import Way
 from tests import trained
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.mark.ray
 def test_a_run_in_shards_that_memory_chose_is_paused_and_goes_on_in_another_layout(
-    ray_session: Path, monkeypatch: pytest.MonkeyPatch
+    ray_session: Path, kept_workers: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose = fitting.first
 
@@ -48,7 +49,7 @@ def test_a_run_in_shards_that_memory_chose_is_paused_and_goes_on_in_another_layo
         if event["kind"] == "progress" and not ranks:
             ranks.update({rank: faults.process_of(prepared.run, rank) for rank in range(2)})
 
-    driver.fit(prepared, until=8, on_event=look)
+    driver.fit(prepared, until=8, on_event=look, workers=kept_workers)
     assert len(set(ranks.values())) == 2  # what a drill of workers that share a model kills
     [told] = log.events("strategy")
     assert told["settings"]["train.shard"] == 2
@@ -58,7 +59,7 @@ def test_a_run_in_shards_that_memory_chose_is_paused_and_goes_on_in_another_layo
     other = config.with_overrides(prepared.config, {"train.shard": 0, "train.pipeline": 2})
     resumed = preparing.prepare(other, folder / "run", "resume")
     assert resumed.config.recipe.identity() == prepared.config.recipe.identity()
-    summary = driver.fit(resumed, reports=False)
+    summary = driver.fit(resumed, reports=False, workers=kept_workers)
     assert (summary["status"], summary["restarts"]) == ("finished", 1)
     assert [event["update"] for event in log.events("started")] == [0, 8]
     best = checkpoint.path_of(log.checkpoints, summary["best_update"]) / "model.safetensors"

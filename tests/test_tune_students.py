@@ -19,7 +19,7 @@ from tune.asking import space
 FEW = {"distill.layers": 1, "distill.epochs": 2, "distill.lr": 5e-3}
 SEARCH = {
     "tune.space": {"distill.temperature": [1.0, 4.0], "distill.alpha": [0.3, 0.9]},
-    "tune.trials": 3,
+    "tune.trials": 2,
     "tune.concurrent": 1,
     "tune.final_rows": 0,
     "tune.first_rung": 0.5,
@@ -58,7 +58,7 @@ def test_its_trials_are_students_of_that_teacher_with_the_settings_asked_for(
         for name in ("temperature", "alpha"):
             expected = trial.settings.get(f"distill.{name}", getattr(config.load("intent").recipe.distill, name))
             assert getattr(made.distill, name) == expected
-    assert len({tuple(sorted(trial.settings.items())) for trial in found.history.own}) == 3
+    assert len({tuple(sorted(trial.settings.items())) for trial in found.history.own}) == 2
     start = config.load(str(found.winner.config)).recipe.model.name
     assert {trial.cost for trial in found.history.own} == {costs.megabytes(Path(start))}  # all have one layer
 

@@ -96,9 +96,9 @@ def mcnemar(lost: int, won: int) -> float:
     both = lost + won
     if not both:
         return 1.0
-    from scipy.stats import binom
+    from scipy.special import bdtr
 
-    return float(min(1.0, 2 * binom.cdf(min(lost, won), both, 0.5)))
+    return float(min(1.0, 2 * bdtr(min(lost, won), both, 0.5)))
 
 
 def holm(values: Sequence[float]) -> list[float]:

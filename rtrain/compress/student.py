@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rtrain import artifact, documents
 from rtrain.config import Distill
 from rtrain.errors import ConfigError, Problem, UserError
+from rtrain.network.auto import auto_class
 from rtrain.runs.worker import TOKENIZER_FILES
 from rtrain.tasks import base
 from rtrain.training.layerwise import chosen_layers
@@ -112,7 +113,7 @@ def _shapes(task: str, document: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
     settings = transformers.AutoConfig.for_model(**document)
     with torch.device("meta"):
-        network = getattr(transformers, base.get(task).auto_model).from_config(settings, trust_remote_code=False)
+        network = auto_class(base.get(task).auto_model).from_config(settings, trust_remote_code=False)
     return {name: tuple(value.shape) for name, value in network.state_dict().items()}
 
 

@@ -91,7 +91,7 @@ def estimate(measured: Sequence[Measured]) -> Scale | None:
     The interval is Fieller's (1954): the ratios for which mean(trace - ratio x square) could be 0. None with fewer than
     three measurements, or where the mean of |G|^2 is not above 0: more rows would be needed to see any signal.
     """
-    from scipy.stats import t
+    from scipy.special import stdtrit
 
     count = len(measured)
     if count < 3:
@@ -100,7 +100,7 @@ def estimate(measured: Sequence[Measured]) -> Scale | None:
     trace, square = statistics.fmean(traces), statistics.fmean(squares)
     if square <= 0 or trace <= 0:
         return None
-    factor = float(t.ppf((1 + CONFIDENCE) / 2, count - 1)) ** 2 / count
+    factor = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) ** 2 / count
     # (trace - r square)^2 <= factor (var(trace) - 2 r cov + r^2 var(square)), a quadratic inequality in r.
     a = square**2 - factor * statistics.variance(squares)
     b = trace * square - factor * statistics.covariance(traces, squares)

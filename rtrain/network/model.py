@@ -12,6 +12,7 @@ from rtrain.config import Config, Model, Recipe, with_overrides
 from rtrain.errors import ConfigError, Problem
 from rtrain.exchange import whole
 from rtrain.network import frozen, heads, packed, pooling, sentence
+from rtrain.network.auto import auto_class
 from rtrain.tasks import base
 
 if TYPE_CHECKING:
@@ -115,15 +116,15 @@ def build(
     `fast_dropout`: there draw dropout's masks many at a time.
     """
     import torch
-    import transformers
 
     torch.manual_seed(seed)
     chosen = chosen or Model()
     mean = _pooling(chosen, task, folder) == "mean"
     settings = {} if chosen.attention_dropout is None else _dropout(folder, chosen.attention_dropout)
     names = {"id2label": dict(enumerate(labels)), "label2id": {label: number for number, label in enumerate(labels)}}
-    auto = getattr(transformers, task.auto_model)
-    model, read = pooling.load(auto, folder, new_head=True, **(names if labels else {}), **settings)
+    model, read = pooling.load(
+        auto_class(task.auto_model), folder, new_head=True, **(names if labels else {}), **settings
+    )
     drawn = read["missing_keys"]
     heads.fit(model, heads.places(documents.read(folder / "config.json"), task.auto_model, labels), drawn)
     return _as_trained(model, task, chosen, drawn, mean, pack, fast_dropout)
@@ -141,7 +142,7 @@ def shaped(folder: Path, task: base.Task, outputs: int, chosen: Model | None = N
         folder, local_files_only=True, trust_remote_code=False, num_labels=outputs, **settings
     )
     with no_init_weights():  # ModernBERT's are drawn until all of them are small enough: it asks for their numbers
-        model = getattr(transformers, task.auto_model).from_config(known, trust_remote_code=False)
+        model = auto_class(task.auto_model).from_config(known, trust_remote_code=False)
     model.tie_weights()
     head = [name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")]
     mean = _pooling(chosen, task, folder) == "mean"

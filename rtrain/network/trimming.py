@@ -17,6 +17,7 @@ import numpy as np
 from rtrain.batch import Ints
 from rtrain.errors import UserError
 from rtrain.network import vocabulary
+from rtrain.network.auto import auto_class
 from rtrain.network.sentence import MODULES, POOLING
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def tables_of(folder: Path) -> set[str]:
     for auto in HEADS:
         try:
             with torch.device("meta"):
-                network = getattr(transformers, auto).from_config(settings, trust_remote_code=False)
+                network = auto_class(auto).from_config(settings, trust_remote_code=False)
         except ValueError:  # the architecture has no such class
             continue
         modules = [network.get_input_embeddings(), network.get_output_embeddings()]

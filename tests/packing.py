@@ -1,0 +1,62 @@
+"""Rows for networks without padding, and what such a network is compared by with one that pads."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rtrain.batch import Tokens
+from rtrain.training import step
+
+WORDS = 300
+LENGTHS = [9, 2, 31, 31, 17, 5, 64, 3, 2, 12, 31, 1]
+HEADS = {
+    "ForSequenceClassification": "first",
+    "ForTokenClassification": "tokens",
+    "ForQuestionAnswering": "tokens",
+    "ForMaskedLM": "tokens",
+}
+"""What of the encoder's answer a head reads."""
+
+
+def rows(lengths: list[int], seed: int = 0) -> Tokens:
+    """Rows of one or two windows with these lengths; no word is a padding token."""
+    random = np.random.default_rng(seed)
+    sizes = np.array(lengths, dtype=np.int32)
+    windows = np.array([2] * (len(lengths) // 3) + [1] * (len(lengths) - 2 * (len(lengths) // 3)), dtype=np.int32)
+    return Tokens(
+        ids=random.integers(5, WORDS, sizes.sum(), dtype=np.int32),
+        lengths=sizes,
+        second=random.integers(1, sizes + 1).astype(np.int32),
+        windows=windows,
+        targets=np.zeros(len(windows), dtype=np.float32),
+        counts=np.ones(len(windows), dtype=np.int32),
+        row_ids=np.arange(len(windows), dtype=np.uint64),
+        teacher=np.empty((len(windows), 0), dtype=np.float32),
+    )
+
+
+def difference(found: Any, expected: Any) -> float:
+    """Over all gradients jointly, as a share of their norm."""
+    pairs = [(a.grad, b.grad) for a, b in zip(found.parameters(), expected.parameters(), strict=True)]
+    assert all((a is None) == (b is None) for a, b in pairs)
+    there = [(a, b) for a, b in pairs if a is not None]
+    wrong = sum(float((a - b).square().sum()) for a, b in there)
+    return float((wrong / sum(float(b.square().sum()) for _, b in there)) ** 0.5)
+
+
+def agree(plain: Any, packs: Any, head: str, padding: int = 0) -> None:
+    """Assert that two networks with the same weights give rows the same answers and gradients, the first with padding
+    by that token, the second without; the second also where it answers alone, by another kernel."""
+    tokens = rows(LENGTHS)
+    wanted = np.array([0, 3, 40, 41, 150]) if head == "ForMaskedLM" else None
+    answers = [step.forward(network, tokens, padding, "fp32", wanted) for network in (plain, packs)]
+    assert answers[1].shape == answers[0].shape
+    torch.testing.assert_close(answers[1], answers[0], rtol=1e-10, atol=1e-12)
+    weights = torch.randn(answers[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    for answer in answers:
+        (answer * weights).sum().backward()
+    assert difference(packs, plain) < 1e-12
+    with torch.inference_mode():
+        alone = step.forward(packs, tokens, 0, "fp32", wanted)
+    torch.testing.assert_close(alone, answers[0].detach(), rtol=1e-10, atol=1e-12)
