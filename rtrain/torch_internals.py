@@ -82,6 +82,7 @@ def asks_for_numbers() -> tuple[type[Exception], ...]:
 def peak_bytes(network: "torch.nn.Module", run: Callable[[], None]) -> dict[str, int]:
     """Bytes of all tensors of `network`, and of those that `run` makes, at the moment when they were most: of the
     `Parameter`s, `Buffer`s, `Gradient`s, `Activation`s, of what is `Temp`orary in the backward pass, and the `Total`.
+    What is on the meta device takes none.
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -104,8 +105,8 @@ def peak_bytes(network: "torch.nn.Module", run: Callable[[], None]) -> dict[str,
     with tracker:
         run()
     found: dict[str, int] = {}
-    for of_device in tracker.get_tracker_snapshot("peak").values():
-        for kind, size in of_device.items():
+    for device, of_device in tracker.get_tracker_snapshot("peak").items():
+        for kind, size in of_device.items() if device.type != "meta" else ():
             name = str(getattr(kind, "value", kind))
             found[name] = found.get(name, 0) + size
     return found

@@ -88,7 +88,8 @@ def _train(folder: Path, settings: dict[str, Any], updates: int) -> None:
     if settings.get("recomputed"):
         model.keep_inputs_alone(network)
     network.train()
-    train = Train(shard=settings.get("shard", 0), tensor=settings.get("tensor", 1), transport="stock")
+    told = {name: settings[name] for name in ("shard", "tensor", "pipeline", "schedule") if name in settings}
+    train = Train(**told, workers=settings["workers"], transport="stock")
     exchange = choose.build(network, train)
     optimizer = optim.of_run(exchange, Recipe(name="a", task=settings["task"], train=train))
     lengths = np.asarray(settings["lengths"], dtype=np.int32)

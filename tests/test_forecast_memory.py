@@ -4,13 +4,14 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rtrain.config import Model, Recipe
-from rtrain.doctor.forecast import fitting, memory, trace
+from rtrain.config import Model, Recipe, Train
+from rtrain.doctor.forecast import fitting, memory, stages, trace
 from rtrain.doctor.forecast.memory import needed, optimizer_bytes
 from rtrain.doctor.forecast.trace import Traced
 from rtrain.strategies.ways import STRATEGIES, Way
@@ -45,6 +46,14 @@ def test_a_worker_that_is_alone_has_all_of_it() -> None:
     assert (need.weights, need.gradients, need.optimizer) == (420 * MB, 400 * MB, 800 * MB)
     assert need.activations == pytest.approx(100 * MB * memory.KEPT)
     assert need.total == pytest.approx(1620 * MB + 100 * MB * memory.KEPT)
+
+
+def test_layers_that_are_computed_again_leave_as_many_holes_as_others() -> None:
+    """Fewer activations are alive at a time, but all of them come and go."""
+    again = replace(TRACED, activations=20 * MB)
+    held = needed(again, 1, passing=TRACED.activations).activations
+    assert held == pytest.approx(20 * MB + (memory.KEPT - 1) * 100 * MB)
+    assert needed(TRACED, 1, passing=TRACED.activations) == needed(TRACED, 1)
 
 
 def test_buckets_of_gradients_are_there_twice_for_a_moment() -> None:
@@ -176,6 +185,86 @@ def test_a_trace_takes_no_memory_of_its_own(encoder: Path) -> None:
     assert found.activations > 10_000 * MB
 
 
+# ------------------------------------------------------------------------------------------------- stages of a pipeline
+
+
+def pipeline(schedule: str, stages: int = 2) -> Train:
+    return Train(pipeline=stages, workers=stages, schedule=schedule)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "passes", "expected"),
+    [
+        ("gpipe", 6, [(0,) * 6, (1,) * 6, (2,) * 6]),
+        ("gpipe", 1, [(0,), (1,), (2,)]),
+        ("1f1b", 6, [(0, 0, 0), (1, 1), (2,)]),
+        ("1f1b", 1, [(0, 0, 0), (1, 1), (2,)]),  # idle passes are added
+        # As torch counts: 3 + 2 x (stages after this one) before the first backward pass, and the one that goes back.
+        ("interleaved", 6, [(0, 0, 0, 3, 3, 3, 0, 0), (1, 1, 1, 4, 4, 4), (2, 2, 2, 5)]),
+    ],
+)
+def test_a_stage_keeps_the_passes_that_its_schedule_begins(
+    schedule: str, passes: int, expected: list[tuple[int, ...]]
+) -> None:
+    assert [stages.kept(pipeline(schedule, 3), stage, passes) for stage in range(3)] == expected
+
+
+def test_passes_of_a_pipeline_are_small_enough_to_fill_it() -> None:
+    """Four for each stage, but of 256 tokens at least; where settings say how large they are, as these say."""
+    train, given = pipeline("1f1b"), (64,) * 32
+    assert stages.lengths(train, given, 4096.0) == (64,) * 8
+    assert stages.lengths(train, given, 64.0) == (64,) * 4
+    assert stages.lengths(train, given, 1e6) == given
+    assert stages.lengths(train.model_copy(update={"tokens_per_pass": 2048}), given, 4096.0) == given
+
+
+def test_stages_take_less_than_the_whole_and_by_their_schedule() -> None:
+    """A table in place of traces: a pass of a part keeps 10 MB, of which each further one adds 8."""
+
+    def of_pass(stage: trace.Stage, more_passes: bool) -> Traced:
+        asked.append((len(stage.kept), more_passes))
+        return replace(TRACED, activations=(2 + 8 * len(stage.kept)) * MB)
+
+    asked = list[tuple[int, bool]]()
+    activations = {
+        (schedule, stage): stages.of_stage(pipeline(schedule), stage, 8, of_pass).activations / MB
+        for schedule in ("gpipe", "1f1b", "interleaved")
+        for stage in (0, 1)
+    }
+    assert activations == {
+        **{("gpipe", 0): 66, ("gpipe", 1): 66, ("1f1b", 0): 18, ("1f1b", 1): 10},
+        **{("interleaved", 0): 42, ("interleaved", 1): 26},
+    }
+    # With gpipe no gradient is there when the first pass goes back.
+    assert asked == [(2, False), (1, False)] * 2 + [(2, True), (1, True), (4, True), (2, True), (3, True)]
+
+
+def test_a_stage_has_its_own_layers_and_one_has_the_embeddings(encoder: Path) -> None:
+    of_pass = partial(trace.of_pass, encoder, base.get("classification"), Model(), [64] * 16)
+    whole, parts = of_pass(), [stages.of_stage(pipeline("gpipe"), stage, 4, of_pass) for stage in (0, 1)]
+    assert sum(part.of_trained for part in parts) == whole.of_trained
+    assert [sum(part.layers) for part in parts] == [sum(whole.layers) / 2] * 2
+    assert parts[0].of_trained - parts[1].of_trained > 0.5 * whole.table  # beside the head
+    assert {part.checkpoint for part in parts} == {whole.checkpoint}
+    assert {part.table for part in parts} == {0}  # a pipeline exchanges the whole of it
+    for part in parts:  # half of the layers, four times
+        assert part.activations == pytest.approx(2 * whole.activations, rel=0.25)
+
+
+def test_a_plan_takes_the_fullest_stage(encoder: Path) -> None:
+    """Of 8 passes all are kept, or as many as there are stages; a whole model keeps one at a time."""
+
+    def activations(train: Train) -> float:
+        passes = fitting.Pass((64,) * 16, tokens_of_update=8 * 1024.0)
+        recipe = Recipe(name="a", task="classification", train=train.model_copy(update={"tokens_per_pass": 1024}))
+        [(_, need)] = fitting.needs(recipe, encoder, [Way()], passes, train.workers, "cpu")
+        return need.activations
+
+    every, few, whole = (activations(train) for train in (pipeline("gpipe"), pipeline("1f1b"), Train(workers=1)))
+    assert every > 3 * few
+    assert few == pytest.approx(whole, rel=0.25)  # half of the layers, twice
+
+
 # ------------------------------------------------------------------------------------ the first guess of a GPU's passes
 
 
@@ -263,18 +352,28 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("distilbert", {"task": "masked_lm", "lengths": [256] * 8, "precision": "bf16", "passes": 2}),
     ("roberta", {"task": "span_qa", "lengths": [384] * 6, "model": {"attention_dropout": 0.0}}),
     ("minilm6", {"task": "classification", "lengths": [512] * 16, "recomputed": True}),
+    (
+        "bert",
+        {
+            **{"task": "classification", "lengths": [128] * 4, "workers": 2, "passes": 8},
+            **{"pipeline": 2, "schedule": "gpipe"},
+        },
+    ),
 ]
 
 
 def foretold(folder: Path, settings: dict[str, Any]) -> float:
     """Bytes beside those of the process."""
     workers, recomputed = settings.get("workers", 1), settings.get("recomputed", False)
-    recipe = Recipe(name="a", task=settings["task"], model=Model(**settings.get("model", {})))
+    tokens = sum(settings["lengths"])
+    told = {name: settings[name] for name in ("pipeline", "schedule") if name in settings}
+    train = Train(**told, workers=workers, tokens_per_pass=tokens)
+    recipe = Recipe(name="a", task=settings["task"], model=Model(**settings.get("model", {})), train=train)
     passes = fitting.Pass(
         tuple(settings["lengths"]),
         settings.get("precision", "fp32"),
         settings.get("outputs", 2),
-        tokens_of_update=float(sum(settings["lengths"]) * settings.get("passes", 1) * workers),
+        tokens_of_update=float(tokens * settings.get("passes", 1) * workers / train.pipeline),
     )
     way = Way(settings.get("shard", 0), settings.get("tensor", 1), recomputed)
     [(_, need)] = fitting.needs(recipe, folder, [way], passes, workers, "cpu")

@@ -298,6 +298,7 @@ def test_a_plan_says_nodes_memory_hours_and_money(run: Cli, encoder: Path) -> No
     assert made["memory_mb"]["total"] == pytest.approx(sum(parts.values()), abs=0.5)
     assert parts["process"] == memory.PROCESS / 1e6
     assert made["updates"] == 5 * -(-10_000 // 128)
+    assert sum(made["seconds"].values()) == pytest.approx(3600 * made["hours"])
     assert [one["workers"] for one in made["scaling"]] == [1, 8, 64, 512, 4096]
     assert 0 < made["cost"]["spot_dollars"] < made["cost"]["dollars"] < 1
     _, text, _ = run(*given)

@@ -1,15 +1,16 @@
 """The first way to hold a model that fits into the workers' memory. What a way needs is traced and computed when it is
 asked for; which one is taken, and why, is pure."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Final
 
 from rtrain.cluster import supply
 from rtrain.config import Recipe
-from rtrain.doctor.forecast import memory, trace
+from rtrain.doctor.forecast import memory, stages, trace
 from rtrain.doctor.forecast.memory import Need
 from rtrain.doctor.forecast.pace import PEAK
 from rtrain.errors import ConfigError, Problem
@@ -49,12 +50,21 @@ def lengths(recipe: Recipe, device: str, longest: int) -> tuple[int, ...]:
 def needs(
     recipe: Recipe, folder: Path, ways: Iterable[Way], passes: Pass, workers: int, device: str
 ) -> Iterator[tuple[Way, Need]]:
-    """What each way takes of a worker of its fullest node. Ways that the network in `folder` cannot go are left out,
-    unless the recipe asks for them. Raises `Untraceable`."""
+    """What each way takes of a worker of its fullest node, of a pipeline the fullest stage. Ways that the network in
+    `folder` cannot go are left out, unless the recipe asks for them. Raises `Untraceable`."""
+    train = recipe.train.model_copy(update={"workers": workers})
+    if train.pipeline > 1:
+        passes = replace(passes, lengths=stages.lengths(train, passes.lengths, passes.tokens_of_update))
 
     @cache
     def traced(tensor: int, recomputed: bool, more: bool) -> trace.Traced:
         return of_pass(tensor=tensor, recomputed=recomputed, more_passes=more)
+
+    def staged(recomputed: bool) -> Need:
+        number = math.ceil(passes.tokens_of_update / (workers // train.pipeline) / sum(passes.lengths))
+        part = partial(of_pass, recomputed=recomputed)
+        every = (stages.of_stage(train, stage, number, part) for stage in range(train.pipeline))
+        return max((memory.needed(found, 1, saves=device == "cpu") for found in every), key=lambda need: need.total)
 
     task, own = base.get(recipe.task), recipe.train.gradient_checkpointing
     of_pass = partial(
@@ -66,7 +76,10 @@ def needs(
         # DistributedDataParallel's buckets have the gradients' memory from the first pass on.
         more = several or (way.tensor == 1 and workers > 1)
         try:
-            found = traced(way.tensor, way.gradient_checkpointing, more)
+            if train.pipeline > 1:
+                yield way, staged(way.gradient_checkpointing)
+                continue
+            found, whole = (traced(way.tensor, again, more) for again in (way.gradient_checkpointing, False))
         except ConfigError:  # a network that cannot compute its layers again
             if own == way.gradient_checkpointing:
                 raise
@@ -74,7 +87,12 @@ def needs(
         of_host = (device, workers) == ("cpu", 2) and recipe.train.transport != "stock"
         sent = "shared_memory" if of_host and way.tensor == 1 and way.shard < 2 else "stock"
         strategy, saves = way.strategy if replicas > 1 else "ddp", device == "cpu"
-        yield way, memory.needed(found, replicas, strategy, transport=sent, saves=saves, several=several)
+        yield (
+            way,
+            memory.needed(
+                *(found, replicas, strategy), transport=sent, saves=saves, several=several, passing=whole.activations
+            ),
+        )
 
 
 @dataclass(frozen=True)

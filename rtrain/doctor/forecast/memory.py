@@ -14,11 +14,11 @@ from rtrain.strategies.ways import STRATEGIES
 PROCESS: Final = 440_000_000
 """Bytes of a worker's process without any model: Python, torch, Transformers and Ray with their own memory, as measured
 on Linux with CPUs (torch 2.13, Ray 2.60). With CUDA it is two to three times as much, none of it on the GPU."""
-KEPT: Final = 1.4
+KEPT: Final = 1.3
 """What a process holds for the activations, over what is alive of them at a time. By rtrain's settings (`env.SETTINGS`)
-the C library keeps freed blocks of up to 64 MB, since the next pass wants them again, and they leave holes: 1.28 to
-1.59 in six trainings of four models, of which this is the middle. With MALLOC_MMAP_THRESHOLD_=65536, by which blocks
-are given back, one of them had 1.01. A GPU's allocator is asked by itself (`training.pass_size`)."""
+the C library keeps freed blocks of up to 64 MB, since the next pass wants them again, and they leave holes: 1.24 to
+1.46 in six trainings of five models, of which this leaves the least relative error. With MALLOC_MMAP_THRESHOLD_=65536,
+by which blocks are given back, one of them had 1.01. A GPU's allocator is asked by itself (`training.pass_size`)."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +69,19 @@ def needed(
     several: bool = False,
     process: float = PROCESS,
     kept: float = KEPT,
+    passing: float | None = None,
 ) -> Need:
     """The memory of a worker in an update; where several workers share a replica's layers, `traced` is of one of them.
 
     `transport`: by which gradients go, `shared_memory` or `stock`; `saves`: this worker writes checkpoints; `several`:
-    an update has several passes of a worker; `kept`: see `KEPT`. Raises `KeyError` for a strategy that is none of
-    `STRATEGIES`.
+    an update has several passes of a worker; `kept`: see `KEPT`. `passing`: bytes of activations that come and go in a
+    pass, and leave the holes: of layers that are computed again more than are alive at a time, for which None stands.
+    Raises `KeyError` for a strategy that is none of `STRATEGIES`.
     """
     STRATEGIES[strategy]
     alone = traced.of_trained
     moments = optimizer_bytes(traced.trained, replicas, strategy)
-    activations = traced.activations * kept
+    activations = traced.activations + (kept - 1) * (traced.activations if passing is None else passing)
     weights, gradients, gathered = float(traced.weights), float(traced.gradients), 0.0
     if strategy in ("ddp", "zero1"):
         # When the optimizer steps, all gradients are there, and no activation; when DistributedDataParallel makes its

@@ -241,6 +241,7 @@ def document(
             {"workers": one.workers, "update_s": one.seconds, "efficiency": one.efficiency} for one in found.curve
         ],
         "hours": total_h,
+        "seconds": {"train": found.train_s, "evaluate": found.evaluate_s, "start": found.start_s},
         "cost": None if cost is None else asdict(cost),
         "pace": pace.why,
         "notes": list(said),
