@@ -22,6 +22,7 @@ from tests.test_serve_rollout import ROOT, command, load, replicas
 
 pytestmark = [pytest.mark.slow, pytest.mark.serve]
 
+NAMES = ("rtrain_requests", "rtrain_haproxy_errors")
 LONG = "where is my parcel " * 2000
 """A text that takes so long that a client of this machine can ask for more than the engine does."""
 
@@ -60,6 +61,7 @@ def test_more_than_can_be_answered_is_refused_at_once_and_what_is_accepted_is_an
 
         with ThreadPoolExecutor(4) as pool:
             most = sum(pool.map(ask_for, [5.0] * 4)) / 5.0
+        seen = 0
         for factor in (4, 20):
             before = replicas()[0].memory_info().rss
             found = loops.opened_on(None, url=url, texts=[LONG], rate=factor * most, seconds=8.0, void=False)
@@ -68,11 +70,19 @@ def test_more_than_can_be_answered_is_refused_at_once_and_what_is_accepted_is_an
             times = {status: round(found.percentile(0.99, status)) for status in found.ms}
             told = {"capacity": round(most, 1), "p99_ms": times, "memory_mb": round(grown), "late": found.share_late()}
             sys.stderr.write(f"\n{factor} times the load: {counts}, {told}\n")
+            seen += counts[503] + found.again.get(503, 0)
             cut = counts.pop(0, 0)  # refused before their bodies were whole
             assert cut <= 0.01 * found.requests
             assert set(counts) <= {200, 503, 504}
             assert counts[200] > 0
             assert counts[503] > 0
+        metrics = httpx.get(f"{endpoint.url}/metrics", trust_env=False).text
+        by = {
+            name: sum(map(float, re.findall(rf'^{name}_total{{.*status="503"}} (.*)$', metrics, re.M)))
+            for name in NAMES
+        }
+        sys.stderr.write(f"\n{seen} refusals, counted: {by}\n")
+        assert seen <= sum(by.values()) <= 1.01 * seen + 50  # some were cut, or asked while the capacity was measured
 
 
 def test_an_endpoint_whose_cluster_store_dies_answers_on_until_ray_ends_it(tmp_path: Path) -> None:

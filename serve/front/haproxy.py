@@ -10,6 +10,10 @@ from pathlib import Path
 
 PAGES = (500, 502, 503, 504)
 """Errors that HAProxy answers by a file, `<status>.http`. Its 400 and 408, of what is no request yet, are its own."""
+COUNTED = (503, 504)
+"""The statuses of those answers, by which HAProxy counts them since it has begun; it tells replicas that are asked for
+their metrics, in the header ERRORS, e.g. `503=12 504=0`."""
+ERRORS = "x-haproxy-errors"
 BUSY, BUSY_V2 = "busy.json", "busy-v2.json"
 """The files that answer, with status 503, what is more than the replicas take: the second one under `/v2`."""
 
@@ -79,7 +83,7 @@ def rewrite(text: str, front: Front, socket: Path) -> str:
     text = re.sub(r"^    # Fallback to .*\n    server \S+ \S+ check backup\n", "", text, flags=re.MULTILINE)
     if re.search(r"^\s*server\s.*\sbackup\b", text, re.MULTILINE):
         raise UnknownFile("Ray Serve's file for HAProxy has a server beside the replicas that rtrain does not know")
-    text = re.sub(r"^backend .*\n(?:    .*\n?)*", lambda found: _limited(found[0], front), text, flags=re.MULTILINE)
+    text = re.sub(r"^backend .*\n(?:    .*\n?)*", lambda found: _own(found[0], front), text, flags=re.MULTILINE)
     opened = re.findall(r"^\s*bind\s+(.*)$", text, re.MULTILINE)
     known = rf"{re.escape(front.host)}:\d+(?: proto h2|{re.escape(tls)})?"
     others = [one for one in opened if not re.fullmatch(known, one)]
@@ -88,20 +92,40 @@ def rewrite(text: str, front: Front, socket: Path) -> str:
     return text
 
 
-def _limited(backend: str, front: Front) -> str:
-    """A backend that answers 503 where its replicas have all that they take. They would say so themselves, each time
-    for some of the time that an answer takes; and where more connections come at once than a replica's socket holds,
-    one fails, by which HAProxy takes the replica for gone: then nobody is answered."""
+def _own(backend: str, front: Front) -> str:
+    """A backend of replicas with our lines; any other one as it is."""
     if not names_servers(backend):
         return backend
     first, rest = backend.split("\n", 1)
+    return "\n".join([first, *(f"    {line}" for line in (*_counted(), *_limited(front))), rest])
+
+
+def _counted() -> list[str]:
+    """What HAProxy answers itself is counted, in a table of one row: no replica knows of it."""
+    told = " ".join(f"{status}=%[sc_get_gpc({place},0)]" for place, status in enumerate(COUNTED))
+    return [
+        f"stick-table type integer size 1 store gpc({len(COUNTED)})",
+        "http-request track-sc0 int(1)",
+        f'http-request set-header {ERRORS} "{told}" if {{ path /metrics }}',
+        "http-response set-var(txn.theirs) bool(true)",
+        *(
+            f"http-after-response sc-inc-gpc({place},0) if {{ status {status} }} !{{ var(txn.theirs) -m found }}"
+            for place, status in enumerate(COUNTED)
+        ),
+    ]
+
+
+def _limited(front: Front) -> list[str]:
+    """503 where the replicas have all that they take. They would say so themselves, each time for some of the time that
+    an answer takes; and where more connections come at once than a replica's socket holds, one fails, by which HAProxy
+    takes the replica for gone: then nobody is answered."""
     headers = "hdr retry-after 1 hdr cache-control no-cache hdr x-request-id %[uuid]"
     body = f"status 503 content-type application/json file {front.pages}"
     answers = [
         f"http-request return {body}/{page} {headers} if up full {which}"
         for page, which in ((BUSY, "!v2"), (BUSY_V2, "v2 !health"))
     ]
-    lines = [
+    return [
         f"http-request set-var(txn.most) nbsrv,mul({front.most})",
         "acl full be_conn,sub(txn.most) gt 0",
         "acl up nbsrv gt 0",
@@ -109,7 +133,6 @@ def _limited(backend: str, front: Front) -> str:
         "acl health path_reg '^(/models/[^/]+)?/v2/health/'",
         *answers,
     ]
-    return "\n".join([first, *(f"    {line}" for line in lines), rest])
 
 
 def admin_socket(text: str) -> Path:
