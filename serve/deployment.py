@@ -123,6 +123,11 @@ class Endpoint:
         if self._closed or not ray.is_initialized():
             return
         self._closed = True
+        if ray_internals.store_has_ended():  # Ray answers no question any more
+            if self._front is not None:
+                ingress.drain(self._front.folder, self._settings.deadline_s + 1)
+                ingress.remove(self._front.folder)
+            return
         for one in self.rollouts.values():
             one.close()
         if self._front is not None:
