@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import math
 import re
 import resource
 import socket
@@ -237,6 +238,20 @@ class Slow(Replica):
         self.answer(b"success")
 
 
+class Stalled(Replica):
+    """Answers requests, and HAProxy's questions too late from a second after its beginning on."""
+
+    began = math.inf
+
+    def do_GET(self) -> None:
+        Stalled.began = min(Stalled.began, time.monotonic())
+        if time.monotonic() > Stalled.began + 1:
+            time.sleep(ingress.CHECK_S + 1)
+            self.close_connection = True  # HAProxy has gone
+        else:
+            self.answer(b"success")
+
+
 @contextlib.contextmanager
 def serving(handler: type[Replica]) -> Iterator[int]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -351,6 +366,19 @@ def test_a_replica_that_refuses_connections_is_passed_by() -> None:
     gone = free_address("127.0.0.1", 0).port
     with serving(Replica) as good, proxy([gone, good]) as (port, _, _):
         assert [ask(port) for _ in range(6)] == [(200, str(good))] * 6
+
+
+def test_a_replica_without_time_for_questions_is_passed_by_where_there_is_another_one() -> None:
+    """It is busy, or hangs; where it is the only one, whoever asks is better served late than not at all."""
+    with (
+        serving(Stalled) as slow,
+        serving(Replica) as good,
+        proxy([slow]) as (lone, _, _),
+        proxy([slow, good]) as (both, _, _),
+    ):
+        time.sleep(3 * ingress.CHECK_S + 2)
+        assert [ask(lone) for _ in range(3)] == [(200, str(slow))] * 3
+        assert [ask(both) for _ in range(3)] == [(200, str(good))] * 3
 
 
 def test_more_than_the_replicas_take_is_refused_at_once_on_a_connection_that_stays() -> None:
