@@ -201,7 +201,6 @@ def cluster_config() -> list[tuple[str, dict[str, float], int]]:
 
 def session_folder() -> Path | None:
     """Where the Ray that this process is connected to keeps its files; None without a connection."""
-    import ray
     import ray._private.worker
 
     if not ray.is_initialized():
@@ -216,6 +215,14 @@ def end_log_monitor() -> None:
 
     node: Any = ray._private.worker._global_node
     node.kill_log_monitor(check_alive=False)
+
+
+def store_has_ended() -> bool:
+    """Whether the store (GCS) of a Ray that this process has started has ended; Ray ends a minute later."""
+    import ray._private.worker
+
+    node: Any = ray._private.worker._global_node
+    return node is not None and any(one.process.poll() is not None for one in node.all_processes.get("gcs_server", ()))
 
 
 def drop_forwarded_output() -> None:
@@ -338,11 +345,8 @@ def end_proxies(seconds: float) -> None:
 
 
 def _end_server(proxy: Any) -> None:
-    """In a proxy's process: end its HTTP server softly.
-
-    uvicorn ends connections that wait for a request at once. A client may just be sending one, which it would lose; so
-    each is first told, with its next answer, that this was the last.
-    """
+    """In a proxy's process: end its HTTP server softly. uvicorn ends connections that wait for a request at once, and a
+    client may just be sending one; so each is first told, with its next answer, that this was the last."""
     server = proxy._start_http_server_task.result()[1]
     last = (b"connection", b"close")
     server.config.encoded_headers = [*server.config.encoded_headers, last]

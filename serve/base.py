@@ -17,8 +17,10 @@ from serve import protocol, schema
 from serve.door import guard, keys
 from serve.door.access import is_loopback
 from serve.envelope import Envelope
+from serve.front.haproxy import ERRORS
 from serve.schema import RequestError
 from serve.watching.access_log import AccessLog
+from serve.watching.sums import with_haproxy
 from serve.watching.telemetry import OPEN_METRICS
 from serve.watching.tracing import Spans
 
@@ -118,12 +120,13 @@ def routes(desk: Desk, settings: Serve, exposition: Exposition | None) -> APIRou
         return reply(desk.index(asked.ready, request.state.models))
 
     @router.get("/metrics", response_class=Response)
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         """Prometheus' text form; with exemplars OpenMetrics', where one replica answers for itself."""
+        told = request.headers.get(ERRORS, "")
         if settings.exemplars and exposition is None:
-            return Response(desk.open_metrics(), media_type=OPEN_METRICS)
+            return Response(with_haproxy(desk.open_metrics(), told), media_type=OPEN_METRICS)
         text = desk.exposition() if exposition is None else await exposition()
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(with_haproxy(text, told), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return router
 

@@ -123,6 +123,11 @@ class Endpoint:
         if self._closed or not ray.is_initialized():
             return
         self._closed = True
+        if ray_internals.store_has_ended():  # Ray answers no question any more
+            if self._front is not None:
+                ingress.drain(self._front.folder, self._settings.deadline_s + 1)
+                ingress.remove(self._front.folder)
+            return
         for one in self.rollouts.values():
             one.close()
         if self._front is not None:
@@ -172,7 +177,7 @@ def start(
     if settings.grpc_port and not Address(settings.host, settings.grpc_port).is_free():
         place = f"port {settings.grpc_port} on {settings.host} is in use"
         raise UserError(f"serve.grpc_port: {place}; end the program that has it, or write another port")
-    front = ingress.choose(settings, most_requests(settings, len(artifacts)), tell)
+    front = ingress.choose(settings, most_requests(settings, len(artifacts)), most_replicas(settings), tell)
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     try:
         deployment = _configured(settings, len(artifacts), front, quiet, tell)

@@ -120,7 +120,7 @@ def test_texts_are_our_own_or_a_column_of_a_file(tmp_path: Path) -> None:
 
 
 def test_what_is_no_part_or_no_time_is_refused() -> None:
-    for wrong in (["--only", "nothing"], ["--rounds", "0"], ["--seconds", "0"]):
+    for wrong in (["--only", "nothing"], ["--rounds", "0"], ["--seconds", "0"], ["--minutes", "0"]):
         with pytest.raises(SystemExit):
             parse(["student", "parent", *wrong])
 
@@ -129,3 +129,9 @@ def test_a_flood_s_log_is_read_to_its_last_whole_line() -> None:
     found = load.logged("1795472932000000\t200\t1500\n1795472932000100\t503\t250\n1795472932000200\t-1\t90\n17954729")
     assert found.ms == {200: [1.5], 503: [0.25], 0: [0.09]}
     assert found.requests == 3
+
+
+def test_the_memory_s_slope_is_that_of_the_minutes_after_the_first_fifth() -> None:
+    filled = [(0.0, 0.0), (1.0, 500.0)]
+    assert parts.slope([*filled, *((minute, 400 + 2 * minute) for minute in range(2, 10))]) == pytest.approx(2)
+    assert math.isnan(parts.slope([(0.0, 1.0)]))

@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
-from rtrain import config
+from rtrain import config, ray_internals
 from rtrain.cluster import session
 from rtrain.cluster.session import (
     LEAST_STORE_BYTES,
@@ -17,7 +18,7 @@ from rtrain.cluster.session import (
     object_store,
 )
 from rtrain.cluster.supply import DATA_CPUS, data_cpus
-from rtrain.errors import ConfigError
+from rtrain.errors import ConfigError, UserError
 from tests.conftest import STARTUP
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -142,3 +143,18 @@ def test_of_two_commands_that_make_the_token_at_once_one_s_counts(token: Path) -
         patch.setattr(Path, "exists", lambda path: path != token and exists(path))
         session._make_token(token)
     assert token.read_text() == first
+
+
+def test_a_command_whose_own_ray_has_lost_its_store_ends_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+
+    def store_has_ended() -> bool:
+        looks.append(time.monotonic())
+        return len(looks) > 1
+
+    monkeypatch.setattr(ray_internals, "store_has_ended", store_has_ended)
+    monkeypatch.setattr(session, "KEPT_S", 0.5)
+    with pytest.raises(UserError, match="has died; start the command again"):
+        session.until_interrupted()
+    assert len(looks) == 2
+    assert time.monotonic() - looks[1] >= 0.5

@@ -63,6 +63,7 @@ def test_without_a_connection_there_is_no_session() -> None:
     import ray
 
     assert ray.is_initialized() or ray_internals.session_folder() is None
+    assert not ray_internals.store_has_ended()
 
 
 @pytest.mark.ray
@@ -78,6 +79,7 @@ def test_what_ray_knows_of_its_cluster(ray_session: Path) -> None:
     folder = ray_internals.session_folder()
     assert folder is not None
     assert (folder / "logs").is_dir()
+    assert not ray_internals.store_has_ended()
     ended = [process for process in psutil.process_iter(["cmdline"]) if _monitors(process, str(folder))]
     assert ended == []  # the session of these tests was started by rtrain, which ends it
 

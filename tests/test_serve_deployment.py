@@ -375,6 +375,10 @@ def test_routes_answer_through_the_proxy(endpoint: Endpoint, artifact: Path) -> 
         missing = client.get("/nowhere")
         assert missing.status_code == 404
         assert missing.json()["error"]["type"] == "not_found"
+        told = client.get("/metrics").text
+        assert [line for line in told.splitlines() if line.startswith("rtrain_haproxy_errors_total")] == [
+            f'rtrain_haproxy_errors_total{{status="{status}"}} 0.0' for status in (503, 504)
+        ]
 
 
 @pytest.mark.serve

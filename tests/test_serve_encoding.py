@@ -129,3 +129,22 @@ def test_long_texts_that_wait_for_a_thread_are_not_tokenised_once_nobody_awaits_
     asyncio.run(main())
     assert calls.texts == []
     assert dropped == [1]
+
+
+@pytest.mark.parametrize("failing", ["has_left", "on_drop"])
+def test_an_error_about_one_request_is_its_own_and_the_queue_goes_on(
+    calls: Calls, predictor: Predictor, failing: str
+) -> None:
+    def fails(*_: object) -> Any:
+        raise RuntimeError("no such connection")
+
+    async def main() -> list[Any]:
+        encoder = Encoder(predictor, fails) if failing == "on_drop" else Encoder(predictor)
+        bad = encoder.encode([CORPUS[0]], has_left=fails if failing == "has_left" else lambda: True)
+        requests = [encoder.encode([CORPUS[1]]), bad, encoder.encode([CORPUS[2]])]
+        found = await asyncio.gather(*requests, return_exceptions=True)
+        return [*found, await encoder.encode([CORPUS[3]])]
+
+    before, found, after, later = asyncio.run(asyncio.wait_for(main(), 10))
+    assert isinstance(found, RuntimeError if failing == "has_left" else asyncio.CancelledError)
+    assert [before, after, later] == [predictor.encode([CORPUS[place]]) for place in (1, 2, 3)]

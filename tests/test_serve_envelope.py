@@ -13,6 +13,7 @@ from rtrain.config import Serve
 from rtrain.predict import Predictor
 from serve.app import build_app
 from serve.door import keys
+from serve.front import haproxy
 from tests import serving
 from tests.serving import INFER, TEXT, Gate, call, client, tensor
 
@@ -125,3 +126,14 @@ def test_exemplars_are_off_and_name_a_request_where_they_are_on(predictor: Predi
         assert ('# {trace_id="mine"}' in response.text) == wanted
         assert response.headers["content-type"].startswith("application/openmetrics-text" if wanted else "text/plain")
         assert response.text.endswith("# EOF\n") == wanted
+
+
+@pytest.mark.parametrize("exemplars", [False, True])
+def test_errors_of_haproxy_s_own_stand_beside_those_of_the_replica(predictor: Predictor, exemplars: bool) -> None:
+    app = build_app(predictor, Serve(exemplars=exemplars))
+    alone = call(app, "GET", "/metrics", headers={haproxy.ERRORS: "nothing"}).text
+    assert "haproxy" not in alone
+    both = call(app, "GET", "/metrics", headers={haproxy.ERRORS: "503=12 504=0"}).text
+    assert 'rtrain_haproxy_errors_total{status="503"} 12.0' in both.splitlines()
+    assert 'rtrain_requests_total{model="tiny",route="/metrics",status="200"} 1.0' in both.splitlines()
+    assert (both.count("# EOF\n"), both.endswith("# EOF\n")) == (exemplars, exemplars)

@@ -3,7 +3,9 @@
 import contextlib
 import http.client
 import json
+import math
 import re
+import resource
 import socket
 import ssl
 import stat
@@ -33,18 +35,18 @@ SOCKET = Path("/own.sock")
 FOUND = ingress.Found(Path("/nowhere"), 1234, 2, 1024)
 
 
-def ray_file(folder: Path, port: int, servers: list[int], fallback: int = 0) -> str:
+def ray_file(folder: Path, port: int, servers: list[int], fallback: int = 0, taken: int = 350) -> str:
     """The file that Ray Serve writes for an application with these servers, and its own proxy at the port `fallback`,
-    with our settings; it lies in `folder`."""
-    ray_api(folder, port, servers, fallback)._generate_config_file_internal()
+    with our settings and so many connections; it lies in `folder`."""
+    ray_api(folder, port, servers, fallback, taken)._generate_config_file_internal()
     return (folder / "haproxy.cfg").read_text()
 
 
-def ray_api(folder: Path, port: int, servers: list[int], fallback: int = 0) -> theirs.HAProxyApi:
+def ray_api(folder: Path, port: int, servers: list[int], fallback: int = 0, taken: int = 350) -> theirs.HAProxyApi:
     """What writes that file, and starts HAProxy with it."""
     given = {
         name.removeprefix("RAY_SERVE_HAPROXY_").lower(): value
-        for name, value in ingress.environment(FOUND._replace(folder=folder), Serve()).items()
+        for name, value in ingress.environment(FOUND._replace(folder=folder), Serve(), taken).items()
     }
     names = ("retry_on", "health_check_inter", "socket_path", "server_state_base", "server_state_file")
     numbers = (
@@ -71,7 +73,7 @@ def ray_api(folder: Path, port: int, servers: list[int], fallback: int = 0) -> t
 
 def test_every_setting_is_one_that_ray_reads() -> None:
     read = Path(constants.__file__).read_text()
-    names = list(ingress.environment(FOUND, Serve()))
+    names = list(ingress.environment(FOUND, Serve(), 350))
     assert len(names) >= 15
     assert [name for name in names if f'"{name}"' not in read] == []
 
@@ -103,6 +105,8 @@ def test_the_file_opens_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
         "http-request return status 503 content-type application/json file /pages/busy",
         "http-request set-var(txn.most)",
         *("acl full", "acl up", "acl v2", "acl health"),
+        *("stick-table type integer size 1", "http-request track-sc0", "http-request set-header x-haproxy-errors"),
+        *("http-response set-var(txn.theirs)", "http-after-response sc-inc-gpc"),
     )
     assert [line for line in after if line not in before and not line.startswith(added)] == []
 
@@ -173,6 +177,24 @@ def test_pages_are_errors_of_our_form() -> None:
         assert set(json.loads(body)["error"]) == {"type", "message", "field"}
 
 
+@pytest.mark.parametrize(
+    ("requests", "files", "taken", "said"),
+    [
+        (1088, 20_000, 4096, ""),
+        (4 * 1088, 22_000, 8704, ""),
+        (4 * 1088, 20_000, 7948, "HAProxy takes 7,948 connections at a time in place of 8,704, since a process may "),
+        (1088, 1024, 358, "HAProxy takes 358 connections at a time in place of 4,096, since a process may open 1,024 "),
+        (64, 100, 1, "HAProxy takes 1 connections"),
+    ],
+)
+def test_connections_follow_what_the_replicas_take_as_far_as_files_allow(
+    requests: int, files: int, taken: int, said: str
+) -> None:
+    found, line = ingress.connections(requests, files)
+    assert found == taken
+    assert (line.startswith(said), bool(line)) == (True, bool(said))
+
+
 # ------------------------------------------------------------------------------------------------------------- running
 
 
@@ -182,7 +204,7 @@ class Replica(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self.answer(b"success")
+        self.answer(self.headers.get(haproxy.ERRORS, "success").encode())
 
     def do_POST(self) -> None:
         time.sleep(float(self.rfile.read(int(self.headers["content-length"]))))
@@ -216,6 +238,20 @@ class Slow(Replica):
         self.answer(b"success")
 
 
+class Stalled(Replica):
+    """Answers requests, and HAProxy's questions too late from a second after its beginning on."""
+
+    began = math.inf
+
+    def do_GET(self) -> None:
+        Stalled.began = min(Stalled.began, time.monotonic())
+        if time.monotonic() > Stalled.began + 1:
+            time.sleep(ingress.CHECK_S + 1)
+            self.close_connection = True  # HAProxy has gone
+        else:
+            self.answer(b"success")
+
+
 @contextlib.contextmanager
 def serving(handler: type[Replica]) -> Iterator[int]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -228,17 +264,19 @@ def serving(handler: type[Replica]) -> Iterator[int]:
 
 @contextlib.contextmanager
 def proxy(
-    servers: list[int], pair: bytes = b"", fallback: int = 0, most: int = 64
+    servers: list[int], pair: bytes = b"", fallback: int = 0, most: int = 64, taken: int = 350, files: int = 0
 ) -> Iterator[tuple[int, Path, subprocess.Popen[bytes]]]:
-    """Port, folder and process of HAProxy as Ray starts it, with one second for a header."""
+    """Port, folder and process of HAProxy as Ray starts it, with one second for a header; `files`: how many it may
+    open, where that is not what this process may."""
     found = ingress.find("127.0.0.1", 2, most, pair)
     assert isinstance(found, ingress.Found), found
     folder = found.folder
     executable = folder / "haproxy"
     executable.write_text(executable.read_text().replace(f" {ingress.HEADER_S} 2 {folder}", f" 1 2 {folder}"))
     port = free_address("127.0.0.1", 0).port
-    ray_file(folder, port, servers, fallback)
-    with subprocess.Popen([executable, "-db", "-f", folder / "haproxy.cfg", "-dR"]) as process:
+    ray_file(folder, port, servers, fallback, taken)
+    limit = ["prlimit", f"--nofile={files}"] if files else []
+    with subprocess.Popen([*limit, executable, "-db", "-f", folder / "haproxy.cfg", "-dR"]) as process:
         try:
             wait_until(lambda: listens(port))
             yield port, folder, process
@@ -297,6 +335,19 @@ def test_nothing_is_open_but_the_endpoint_and_a_socket_of_the_owner_s() -> None:
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("files", [500, 1024, 20_000])
+def test_it_starts_with_the_connections_that_files_allow(files: int) -> None:
+    files = min(files, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    taken, _ = ingress.connections(8 * 1088, files)
+    with serving(Replica) as server, proxy([server], taken=taken, files=files) as (port, folder, _):
+        assert ask(port) == (200, str(server))
+        assert wait_until((folder / "admin.sock").exists)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(folder / "admin.sock"))
+            client.sendall(b"show info\n")
+            assert f"\nMaxconn: {taken}\n".encode() in b"".join(iter(lambda: client.recv(1 << 12), b""))
+
+
 def test_half_a_header_is_cut_off() -> None:
     with serving(Replica) as server, proxy([server]) as (port, _, _):
         with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
@@ -315,6 +366,19 @@ def test_a_replica_that_refuses_connections_is_passed_by() -> None:
     gone = free_address("127.0.0.1", 0).port
     with serving(Replica) as good, proxy([gone, good]) as (port, _, _):
         assert [ask(port) for _ in range(6)] == [(200, str(good))] * 6
+
+
+def test_a_replica_without_time_for_questions_is_passed_by_where_there_is_another_one() -> None:
+    """It is busy, or hangs; where it is the only one, whoever asks is better served late than not at all."""
+    with (
+        serving(Stalled) as slow,
+        serving(Replica) as good,
+        proxy([slow]) as (lone, _, _),
+        proxy([slow, good]) as (both, _, _),
+    ):
+        time.sleep(3 * ingress.CHECK_S + 2)
+        assert [ask(lone) for _ in range(3)] == [(200, str(slow))] * 3
+        assert [ask(both) for _ in range(3)] == [(200, str(good))] * 3
 
 
 def test_more_than_the_replicas_take_is_refused_at_once_on_a_connection_that_stays() -> None:
@@ -362,6 +426,38 @@ def test_without_a_replica_the_answer_is_ours_and_says_at_once_when_to_come_agai
             answer = connection.getresponse()
             assert (answer.status, answer.headers["retry-after"]) == (503, "1")
             assert json.loads(answer.read())["error"]["message"] == "no replica can answer now"
+
+
+class Refusing(Replica):
+    """Answers 503 itself."""
+
+    def do_POST(self) -> None:
+        self.send_error(503)
+
+
+def told(port: int, path: str = "/metrics") -> str:
+    """What a replica hears of HAProxy's own errors."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    with contextlib.closing(connection):
+        connection.request("GET", path, headers={haproxy.ERRORS: "503=7 504=7"} if path == "/metrics" else {})
+        return connection.getresponse().read().decode()
+
+
+def test_what_it_answers_itself_is_told_to_who_is_asked_for_metrics() -> None:
+    with serving(Replica) as server, proxy([server], most=1) as (port, _, _):
+        taken = threading.Thread(target=ask, args=(port, 1.0))
+        taken.start()
+        time.sleep(0.3)
+        assert [ask(port)[0] for _ in range(3)] == [503] * 3
+        taken.join()
+        assert (told(port), told(port, "/v2")) == ("503=3 504=0", "success")
+    with serving(Refusing) as server, proxy([server]) as (port, _, _):
+        assert [ask(port)[0] for _ in range(3)] == [503] * 3
+        assert told(port) == "503=0 504=0"
+    with serving(Dying) as server, proxy([server]) as (port, _, _):
+        assert ask(port)[0] == 503
+        assert wait_until(lambda: told(port).endswith("504=0"))  # it is passed by for a moment
+        assert told(port) != "503=0 504=0"
 
 
 def test_what_was_accepted_is_answered_at_the_end() -> None:

@@ -133,6 +133,18 @@ def test_a_rush_is_met_and_given_back() -> None:
     assert turns == sorted(turns, reverse=True), "up, and then down, once each"
 
 
+@pytest.mark.parametrize("half_s", [20, 40, 60, 120, 300])
+@pytest.mark.parametrize("high", [1.5, 5.0])
+def test_a_load_that_comes_and_goes_is_followed_once_each_way_or_not_at_all(half_s: int, high: float) -> None:
+    """Ten square waves. Where the low half is shorter than the delay on the way down, the number stays up."""
+    endpoint, waves = Endpoint(), 10
+    endpoint.run(2 * half_s * waves, lambda now: high if now // half_s % 2 else 0.3)
+    ways = [after > before for before, after in itertools.pairwise(endpoint.targets) if after != before]
+    runs = [up for up, _ in itertools.groupby(ways)]
+    assert runs[0] is True
+    assert len(runs) <= (2 * waves if half_s >= endpoint.down_s else 2)
+
+
 # ------------------------------------------------------------------------------------------------------ the interface
 
 

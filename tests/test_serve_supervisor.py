@@ -164,6 +164,35 @@ def test_after_a_supervisor_that_was_killed_the_next_one_begins_with_its_replica
         assert asyncio.run(drive(folder, port, server)) == [(200, str(server))] * 3
 
 
+def test_the_last_replica_is_asked_on_until_there_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray names none while it tells the only one of another model; one that has gone is answered for at once."""
+    found = ingress.find("127.0.0.1", 2, 64)
+    assert isinstance(found, ingress.Found), found
+    folder, port = found.folder, free_address("127.0.0.1", 0).port
+    monkeypatch.setattr(theirs, "get_haproxy_binary", lambda: str(folder / "haproxy"))
+
+    async def drive(first: int, second: int) -> list[list[tuple[int, str]]]:
+        api, seen = ray_api(folder, port, [first]), []
+        await begin(api)
+        for servers in ([first], [], [second], []):
+            api.set_backend_configs(ray_api(folder, port, servers).backend_configs)
+            await api.reload()
+            with asking(port) as answers:
+                await asyncio.sleep(0.5)
+            seen.append(answers)
+        await api.stop()
+        return seen
+
+    try:
+        with serving(Replica) as first, serving(Replica) as second:
+            one, none, other, none_again = asyncio.run(drive(first, second))
+            assert {*one, *none} == {(200, str(first))}
+            assert {*other, *none_again} == {(200, str(second))}
+    finally:
+        ingress.drain(folder, 0.0)
+        ingress.remove(folder)
+
+
 def test_haproxy_ends_with_the_node_s_ray() -> None:
     with serving(Replica) as server, managed([server]) as (port, folder, node, manager):
         node.kill()

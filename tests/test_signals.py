@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import rtrain
 from rtrain.cli import answers, options
 from tests.tiny import make_artifact
 
@@ -59,3 +61,32 @@ def test_a_verb_without_ray_says_one_line_and_exits_143(tmp_path: Path) -> None:
         process.terminate()
         out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (143, "", "rtrain: ended by SIGTERM\n")
+
+
+SCRIPT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["rtrain"]
+STARTS = {
+    "python -m rtrain": "import runpy; runpy.run_module('rtrain', run_name='__main__', alter_sys=True)",
+    "rtrain": "from {} import {} as main; main()".format(*SCRIPT.split(":")),
+}
+CTRL_C = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.{handler})
+sys.meta_path.insert(0, Finder())
+sys.argv = ["rtrain", "--version"]
+"""
+"""Sends the signal while the command line is imported."""
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_ctrl_c_during_imports_ends_a_command_in_silence_unless_it_is_ignored(start: str) -> None:
+    def ended(handler: str) -> tuple[int, str, str]:
+        command = [sys.executable, "-c", CTRL_C.format(handler=handler) + STARTS[start]]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    assert ended("default_int_handler") == (130, "", "")
+    assert ended("SIG_IGN") == (0, f"{rtrain.__version__}\n", "")

@@ -60,6 +60,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=Path, help="csv file whose column `text` is asked (default: five texts)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds, interleaved")
     parser.add_argument("--seconds", type=float, default=5.0, help="seconds of a loop")
+    parser.add_argument("--minutes", type=float, default=15.0, help="minutes of the soak")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of rtrain serve")
     parser.add_argument("--only", action="append", choices=PARTS, help="a part; repeatable (default: all)")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/serve.json"), help="file of the results")
@@ -67,6 +68,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("rounds", "seconds"):
         if getattr(chosen, name) < 1:
             parser.error(f"--{name} {getattr(chosen, name)}: write 1 or more")
+    if chosen.minutes <= 0:
+        parser.error(f"--minutes {chosen.minutes}: write more than 0")
     return chosen
 
 
@@ -97,7 +100,8 @@ def main() -> None:
     texts = texts_of(chosen.rows)
     results = Results(chosen.out, rounds=chosen.rounds, seconds=chosen.seconds, texts=len(texts))
     artifacts = (chosen.student.absolute(), chosen.parent.absolute())
-    work = Work(*artifacts, texts, chosen.rounds, chosen.seconds, results.folder, tuple(chosen.set))
+    settings = tuple(chosen.set)
+    work = Work(*artifacts, texts, chosen.rounds, chosen.seconds, results.folder, settings, chosen.minutes)
     for name in chosen.only or PARTS:
         results.measure(name, at_once(PARTS[name], work))
     print(results if chosen.json else table(results.parts))

@@ -26,7 +26,7 @@ LATE_S = 0.01
 MOST_LATE = 0.01
 """Share of late requests beyond which the client, not the endpoint, was measured."""
 MOST_CONNECTIONS = 3800
-"""A flood has no more connections; the endpoint takes 4,096."""
+"""A flood has no more connections; the endpoint takes 4,096 at least."""
 WAIT_S = 20.0
 """Seconds that a flood may last beyond its time."""
 

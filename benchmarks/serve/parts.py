@@ -17,7 +17,7 @@ import psutil
 
 from benchmarks.serve import load
 from benchmarks.serve.load import Open, Void
-from benchmarks.serve.sides import Running, cores, raw, running, sides_of
+from benchmarks.serve.sides import Running, cores, memory_mb, raw, running, sides_of
 from rtrain import artifact as artifacts, predict
 
 MANY = 16
@@ -36,6 +36,8 @@ class Work:
     seconds: float
     folder: Path
     settings: Sequence[str] = ()
+    minutes: float = 15.0
+    """Of the soak."""
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -205,29 +207,35 @@ def kills(work: Work, number: int = 10, copies: int = 2) -> dict[str, Any]:
     }
 
 
-def soak(work: Work, minutes: float = 15.0) -> dict[str, Any]:
+def soak(work: Work) -> dict[str, Any]:
     """70 % of the load for a long time: the slope of the memory, and errors."""
     server, client = cores()
-    memory: list[tuple[float, float]] = []
+    memory: list[tuple[float, float, float]] = []
     with running(sides_of(work.student, work.parent, work.settings)["rtrain"], server, work.log("soak")) as one:
         most, began = capacity(one, work, client), time.monotonic()
         with ThreadPoolExecutor(1) as pool:
-            given = {"url": one.url, "texts": list(work.texts), "rate": 0.7 * most, "seconds": 60 * minutes}
+            given = {"url": one.url, "texts": list(work.texts), "rate": 0.7 * most, "seconds": 60 * work.minutes}
             asked = pool.submit(load.opened_on, client, **given, void=False)
             while not asked.done():
-                memory.append(((time.monotonic() - began) / 60, one.memory_mb()))
-                time.sleep(min(10.0, 6 * minutes))
+                memory.append(((time.monotonic() - began) / 60, one.memory_mb(), memory_mb(replicas(one))))
+                time.sleep(min(10.0, 6 * work.minutes))
             loop = asked.result()
-    # The first fifth fills what is filled once.
-    steady = memory[len(memory) // 5 :]
-    slope = statistics.linear_regression(*zip(*steady, strict=True)).slope if len(steady) > 1 else math.nan
     return {
-        "minutes": minutes,
+        "minutes": work.minutes,
+        "rate": 0.7 * most,
         "requests": loop.requests,
+        "by_status": {str(status): len(ms) for status, ms in sorted(loop.ms.items())},
         "errors": loop.requests - len(loop.ms.get(200, [])),
         "late": loop.share_late(),
         "p50_ms": loop.percentile(0.5),
         "p99_ms": loop.percentile(0.99),
-        "memory_mb_a_minute": slope,
-        "memory_mb": memory[-1][1] if memory else math.nan,
+        "memory_mb_a_minute": slope([(minute, mb) for minute, mb, _ in memory]),
+        "replicas_mb_a_minute": slope([(minute, mb) for minute, _, mb in memory]),
+        "memory": memory,
     }
+
+
+def slope(memory: Sequence[tuple[float, float]]) -> float:
+    """MB a minute, of minutes and MB; NaN of fewer than two. The first fifth fills what is filled once."""
+    steady = memory[len(memory) // 5 :]
+    return statistics.linear_regression(*zip(*steady, strict=True)).slope if len(steady) > 1 else math.nan

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,12 +76,16 @@ class Running:
         return done.stdout or done.stderr
 
     def memory_mb(self) -> float:
-        """Memory of all its processes; pages that they share are counted once (PSS)."""
-        total = 0
-        for one in self.tree():
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                total += one.memory_full_info().pss
-        return total / 1e6
+        return memory_mb(self.tree())
+
+
+def memory_mb(processes: Iterable[psutil.Process]) -> float:
+    """Memory of these processes; pages that they share are counted once (PSS)."""
+    total = 0
+    for one in processes:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            total += one.memory_full_info().pss
+    return total / 1e6
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of the console script and of `python -m rtrain`; `arguments` default to the command line's."""
+    """Run the command line; `arguments` default to the command line's."""
     env.prepare()
     with signals.owned():
         code = _run(arguments)

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +29,9 @@ aside, which nobody would use."""
 LEAST_STORE_BYTES = 128 << 20
 """Least size of an object store in shared memory: two streams of 64 MB. Ray itself refuses less than 75 MiB."""
 SHARED_MEMORY = "/dev/shm"
+KEPT_S = 30.0
+"""Seconds for which an endpoint goes on whose Ray has lost its store (GCS). After 60 Ray ends it where it stands, and
+requests that are answered by then, and Ray's own end, take some of them."""
 
 
 def package_root() -> Path:
@@ -138,7 +141,23 @@ def session(
         yield
     finally:
         say(events.doing("ending Ray" if named is None else "leaving Ray", "Ray"))
-        ray.shutdown()
+        if ray_internals.store_has_ended():
+            _end_without_store()
+        else:
+            ray.shutdown()
+
+
+def _end_without_store() -> None:
+    """End a private cluster that has lost its store, with what its own processes have started: Ray's agents would wait
+    for ever to tell the store that they end."""
+    import psutil
+    import ray
+
+    left = [one for child in psutil.Process().children() for one in child.children(recursive=True)]
+    ray.shutdown()
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _worker_env() -> dict[str, dict[str, str]]:
@@ -223,6 +242,11 @@ def _quiet() -> None:
 
 
 def until_interrupted() -> None:
-    """Wait until Ctrl-C or SIGTERM, which raise KeyboardInterrupt."""
-    while True:
+    """Wait until Ctrl-C or SIGTERM, which raise KeyboardInterrupt. Raises `UserError` where this command's own Ray has
+    lost its store, early enough that nothing of it is left behind."""
+    died: float | None = None
+    while died is None or time.monotonic() - died < KEPT_S:
         time.sleep(0.2)
+        if died is None and ray_internals.store_has_ended():
+            died = time.monotonic()
+    raise UserError("the store of this command's Ray (its GCS) has died; start the command again")

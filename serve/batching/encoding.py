@@ -6,6 +6,7 @@ has passed, while it waited.
 """
 
 import asyncio
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from rtrain.batch import Encoded
 from rtrain.predict import Predictor
 from rtrain.tasks.base import Input
 from serve.batching.batcher import Expired
+
+logger = logging.getLogger(__name__)
 
 INLINE_CHARACTERS = 20_000
 """Most characters tokenised at once on the event loop; a request of more goes to another thread: half a second of it
@@ -86,17 +89,24 @@ class Encoder:
                     break
                 characters += one.characters
                 taken.append(one)
-            else:
-                self._on_drop(len(one.texts))
             self._waiting.popleft()
         if taken:
             self._answer(taken)
 
     def _is_awaited(self, one: _Waiting, now: float) -> bool:
-        if not one.found.done() and one.has_left():
-            one.found.cancel()
-        elif not one.found.done() and one.deadline <= now:
-            one.found.set_exception(_expired())
+        """Raises nothing: an error about one request is its own, and must not keep those behind it waiting for ever."""
+        try:
+            if not one.found.done() and one.has_left():
+                one.found.cancel()
+            elif not one.found.done() and one.deadline <= now:
+                one.found.set_exception(_expired())
+            if one.found.done():
+                self._on_drop(len(one.texts))
+        except Exception as error:
+            if one.found.done():
+                logger.exception("texts that were dropped could not be counted")
+            else:
+                one.found.set_exception(error)
         return not one.found.done()
 
     def _answer(self, taken: list[_Waiting]) -> None:

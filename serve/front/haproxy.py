@@ -8,8 +8,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+PATIENCE = 1000
+"""Health checks without an answer, one after another, until the only replica counts as gone."""
 PAGES = (500, 502, 503, 504)
 """Errors that HAProxy answers by a file, `<status>.http`. Its 400 and 408, of what is no request yet, are its own."""
+COUNTED = (503, 504)
+"""The statuses of those answers, by which HAProxy counts them since it has begun; it tells replicas that are asked for
+their metrics, in the header ERRORS, e.g. `503=12 504=0`."""
+ERRORS = "x-haproxy-errors"
 BUSY, BUSY_V2 = "busy.json", "busy-v2.json"
 """The files that answer, with status 503, what is more than the replicas take: the second one under `/v2`."""
 
@@ -45,7 +51,8 @@ def rewrite(text: str, front: Front, socket: Path) -> str:
     """Ray's file, closed: no page of statistics or metrics on a port, an admin socket of the owner's alone at the path
     `socket`, no log on the syslog port, the address that was asked for, a time-out for headers, our own errors, no more
     requests for the replicas than they take, and no way to Ray's own proxy where no replica is up: it would hold a
-    request until its deadline, and 503 says at once to come again.
+    request until its deadline, and 503 says at once to come again. The only replica counts as up until it refuses
+    connections.
 
     Raises `UnknownFile` where a line that is to be changed does not stand there exactly once, and where anything but
     the endpoint would listen afterwards, or stand in for replicas.
@@ -79,7 +86,7 @@ def rewrite(text: str, front: Front, socket: Path) -> str:
     text = re.sub(r"^    # Fallback to .*\n    server \S+ \S+ check backup\n", "", text, flags=re.MULTILINE)
     if re.search(r"^\s*server\s.*\sbackup\b", text, re.MULTILINE):
         raise UnknownFile("Ray Serve's file for HAProxy has a server beside the replicas that rtrain does not know")
-    text = re.sub(r"^backend .*\n(?:    .*\n?)*", lambda found: _limited(found[0], front), text, flags=re.MULTILINE)
+    text = re.sub(r"^backend .*\n(?:    .*\n?)*", lambda found: _own(found[0], front), text, flags=re.MULTILINE)
     opened = re.findall(r"^\s*bind\s+(.*)$", text, re.MULTILINE)
     known = rf"{re.escape(front.host)}:\d+(?: proto h2|{re.escape(tls)})?"
     others = [one for one in opened if not re.fullmatch(known, one)]
@@ -88,20 +95,48 @@ def rewrite(text: str, front: Front, socket: Path) -> str:
     return text
 
 
-def _limited(backend: str, front: Front) -> str:
-    """A backend that answers 503 where its replicas have all that they take. They would say so themselves, each time
-    for some of the time that an answer takes; and where more connections come at once than a replica's socket holds,
-    one fails, by which HAProxy takes the replica for gone: then nobody is answered."""
+def _own(backend: str, front: Front) -> str:
+    """A backend of replicas with our lines; any other one as it is."""
     if not names_servers(backend):
         return backend
     first, rest = backend.split("\n", 1)
+    if len(re.findall(r"^    server ", rest, re.MULTILINE)) == 1:
+        # There is none to go to in its place. A process that loads a model, or has no processor, lacks the time for a
+        # check and answers requests late; one that has died refuses connections, which is known at once as ever.
+        rest, count = re.subn(r"^(    default-server .*\bfall )\d+\b", rf"\g<1>{PATIENCE}", rest, flags=re.MULTILINE)
+        if count != 1:
+            raise UnknownFile(
+                f"Ray Serve's file for HAProxy says {count} times after how many checks a replica is gone"
+            )
+    return "\n".join([first, *(f"    {line}" for line in (*_counted(), *_limited(front))), rest])
+
+
+def _counted() -> list[str]:
+    """What HAProxy answers itself is counted, in a table of one row: no replica knows of it."""
+    told = " ".join(f"{status}=%[sc_get_gpc({place},0)]" for place, status in enumerate(COUNTED))
+    return [
+        f"stick-table type integer size 1 store gpc({len(COUNTED)})",
+        "http-request track-sc0 int(1)",
+        f'http-request set-header {ERRORS} "{told}" if {{ path /metrics }}',
+        "http-response set-var(txn.theirs) bool(true)",
+        *(
+            f"http-after-response sc-inc-gpc({place},0) if {{ status {status} }} !{{ var(txn.theirs) -m found }}"
+            for place, status in enumerate(COUNTED)
+        ),
+    ]
+
+
+def _limited(front: Front) -> list[str]:
+    """503 where the replicas have all that they take. They would say so themselves, each time for some of the time that
+    an answer takes; and where more connections come at once than a replica's socket holds, one fails, by which HAProxy
+    takes the replica for gone: then nobody is answered."""
     headers = "hdr retry-after 1 hdr cache-control no-cache hdr x-request-id %[uuid]"
     body = f"status 503 content-type application/json file {front.pages}"
     answers = [
         f"http-request return {body}/{page} {headers} if up full {which}"
         for page, which in ((BUSY, "!v2"), (BUSY_V2, "v2 !health"))
     ]
-    lines = [
+    return [
         f"http-request set-var(txn.most) nbsrv,mul({front.most})",
         "acl full be_conn,sub(txn.most) gt 0",
         "acl up nbsrv gt 0",
@@ -109,7 +144,6 @@ def _limited(backend: str, front: Front) -> str:
         "acl health path_reg '^(/models/[^/]+)?/v2/health/'",
         *answers,
     ]
-    return "\n".join([first, *(f"    {line}" for line in lines), rest])
 
 
 def admin_socket(text: str) -> Path:

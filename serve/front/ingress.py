@@ -45,9 +45,11 @@ requests may be answered twice. A request that ends replicas ends three at the m
 RETRIED = "conn-failure empty-response"
 LEAVING_S = 1
 """Seconds for which a replica that is to end still takes requests, until HAProxy knows."""
-MOST_CONNECTIONS = 4096
-SPARE_FILES = 128
-"""Files that HAProxy has open beside the two of each connection."""
+LEAST_CONNECTIONS = 4096
+"""How many HAProxy takes at a time of few replicas."""
+FILES, SPARE_FILES = 2.5, 128
+"""Files that HAProxy asks for: of each connection, which has two and may take one of the pipes that there are for every
+fourth, and beside them. It does not start where it may not open so many."""
 TEMPORARY = "/tmp"
 """A socket's path has at most 107 bytes; Ray puts the 56 of a node's id into it, so that no longer folder will do."""
 END_S = 10.0
@@ -77,10 +79,10 @@ class Ingress:
             on_head(remove, END_S, self.folder)
 
 
-def choose(settings: Serve, most: int, tell: Tell) -> Ingress | None:
+def choose(settings: Serve, most: int, replicas: int, tell: Tell) -> Ingress | None:
     """HAProxy where it can be had, by `serve.ingress`; None for Ray's own proxy. `most`: requests that a replica takes
-    at a time. `tell` gets the reason, where Ray's was not asked for. Raises `ConfigError` where HAProxy was asked for
-    and cannot be had."""
+    at a time; `replicas`: how many there may be. `tell` gets the reason, where Ray's was not asked for, and a limit of
+    the machine's that is too low. Raises `ConfigError` where HAProxy was asked for and cannot be had."""
     if settings.ingress == "stock":
         return None
     several = several_nodes()
@@ -91,7 +93,10 @@ def choose(settings: Serve, most: int, tell: Tell) -> Ingress | None:
         found = on_head(find, END_S, settings.host, math.ceil(settings.deadline_s), most, pair(settings))
     if isinstance(found, Found):
         host = "0.0.0.0" if several else "127.0.0.1"
-        return Ingress(host, environment(found, settings), found.folder)
+        taken, line = connections(most * replicas, found.files)
+        if line:
+            tell(line)
+        return Ingress(host, environment(found, settings, taken), found.folder)
     if settings.ingress == "haproxy":
         raise ConfigError([Problem("serve.ingress", "haproxy", found, "write auto or stock")])
     tell(f"requests go through Ray Serve's own proxy, which takes longer than HAProxy: {found}")
@@ -203,8 +208,19 @@ def running(folder: Path) -> Iterator[int]:
 # -------------------------------------------------------------------------------------------------------------- pure
 
 
-def environment(found: Found, settings: Serve) -> dict[str, str]:
-    """Ray's settings for HAProxy."""
+def connections(requests: int, files: int) -> tuple[int, str]:
+    """How many connections HAProxy is to take at a time, and what to tell where its open files allow fewer. `requests`:
+    that the replicas answer at a time. There are as many connections again for those that are idle, and those that are
+    told to come again: what finds none waits without a word."""
+    wanted, possible = max(LEAST_CONNECTIONS, 2 * requests), max(1, int((files - SPARE_FILES) / FILES))
+    if possible >= wanted:
+        return wanted, ""
+    limit = f"a process may open {files:,} files here; raise that limit (ulimit -Hn)"
+    return possible, f"HAProxy takes {possible:,} connections at a time in place of {wanted:,}, since {limit}"
+
+
+def environment(found: Found, settings: Serve, taken: int) -> dict[str, str]:
+    """Ray's settings for HAProxy, which takes so many connections at a time."""
     folder, deadline = found.folder, math.ceil(settings.deadline_s)
     named = {
         "BINARY_PATH": folder / "haproxy",
@@ -215,7 +231,7 @@ def environment(found: Found, settings: Serve) -> dict[str, str]:
         "SERVER_STATE_FILE": folder / "server-state",
         "METRICS_ENABLED": 0,  # a datagram for each request, to a process of Python; /metrics has ours
         "NBTHREAD": max(1, min(2, found.cores)),
-        "MAXCONN": max(1, min(MOST_CONNECTIONS, (found.files - SPARE_FILES) // 2)),
+        "MAXCONN": taken,
         "TIMEOUT_CONNECT_S": CONNECT_S,
         # Our own deadline comes first, and its answer says what was late.
         "TIMEOUT_SERVER_S": deadline + 2,

@@ -7,7 +7,9 @@ knows, hands signals on, ends with HAProxy where that was told to end, and answe
 there which process answers. HAProxy that dies too often is left to Ray.
 
 Where the process that manages it dies, HAProxy goes on with the replicas it knows until its successor takes over. What
-a successor is given first names no replica yet, and would answer 404: it begins with the file of the one before.
+a successor is given first names no replica yet, and would answer 404; and while a replica is told of another model, Ray
+takes it out, though it answers, and has a file without replicas where it is the only one. In place of such a file the
+one before is taken: a replica that has really gone refuses connections, and is answered for at once.
 
 The standard library alone is imported, since each change of replicas waits for it.
 """
@@ -84,12 +86,12 @@ class Supervisor:
         text = path.read_text(encoding="utf-8")
         closed = rewrite(text, front, self._socket)
         self._ray_socket = admin_socket(text)
-        if "-sf" not in given:  # the first one of a process that manages it
-            if before := _process(_ask(self._ray_socket)):
-                given += ["-sf", str(before), "-x", str(self._ray_socket)]
-            last = _last(path)
-            if names_servers(last) and not names_servers(closed):
-                closed = last.replace(str(admin_socket(last)), str(self._socket))
+        # The first one of a process that manages it.
+        if "-sf" not in given and (before := _process(_ask(self._ray_socket))):
+            given += ["-sf", str(before), "-x", str(self._ray_socket)]
+        last = _last(path)
+        if names_servers(last) and not names_servers(closed):
+            closed = last.replace(str(admin_socket(last)), str(self._socket))
         # A copy: Ray writes its own anew before each change, and that one opens what it should not.
         self._file = _own_file(path, os.getpid())
         self._file.write_text(closed, encoding="utf-8")

@@ -1,12 +1,17 @@
-"""The metrics of several models, and those of several replicas, as the metrics of one endpoint."""
+"""The metrics of several models, those of several replicas, and HAProxy's, as the metrics of one endpoint."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+
+END = "# EOF\n"
+"""Of OpenMetrics' form, and not of the other one."""
 
 
 class Joined(NamedTuple):
@@ -61,3 +66,21 @@ def sum_expositions(texts: Iterable[str]) -> str:
         for (sample_name, labels), value in sums.items():
             families[name].add_sample(sample_name, dict(labels), value)
     return prometheus_client.generate_latest(_Families(list(families.values()))).decode()
+
+
+def with_haproxy(text: str, told: str) -> str:
+    """An exposition in either form, and the errors that HAProxy has answered itself; `told`: by itself, in the header
+    `haproxy.ERRORS`. Where it has told nothing the exposition is as it was."""
+    found = re.findall(r"(\d+)=(\d+)", told)
+    if not found:
+        return text
+    family = CounterMetricFamily(
+        "rtrain_haproxy_errors", "Errors that HAProxy answered itself, since it began.", labels=["status"]
+    )
+    for status, count in found:
+        family.add_metric([status], int(count))
+    if text.endswith(END):
+        added: bytes = openmetrics.generate_latest(_Families([family]))  # type: ignore[no-untyped-call]
+    else:
+        added = prometheus_client.generate_latest(_Families([family]))
+    return text.removesuffix(END) + added.decode()
