@@ -133,7 +133,8 @@ def test_more_tokens_than_the_model_has_positions_are_refused_by_name(tmp_path: 
     transformers.RobertaConfig(max_position_embeddings=514).save_pretrained(tmp_path / "roberta")
     assert problems(tmp_path / "roberta", 512) == []
     assert problems(tmp_path / "roberta", 513) == [
-        "data.max_tokens: the model reads 512 tokens at most; write 512 or less"
+        "data.max_tokens: the model reads 512 tokens at most; write 512 or less, or let its table of positions be "
+        "repeated: model.positions=513"
     ]
 
 

@@ -72,7 +72,9 @@ def _squad(source: str, rows: int, folder: Path) -> Path:
         kept.append(one)
         questions += len(one["qas"])
     out = folder / "few.json"
-    out.write_text(json.dumps({"data": [{"title": "", "paragraphs": kept}]}), encoding="utf-8")
+    # A title each: rows of one title are never parted, and one for all would leave no validation row.
+    titled = [{"title": str(number), "paragraphs": [one]} for number, one in enumerate(kept)]
+    out.write_text(json.dumps({"data": titled}), encoding="utf-8")
     return out
 
 

@@ -57,7 +57,9 @@ def teacher(work: Work, one: Set) -> Run:
     if work.rows is not None:
         arguments = few.arguments(arguments, work.rows, files)
     settings = {name: value for name, value in job.settings.items() if name not in UNLIKE}
-    values = {**settings, "train.epochs": work.epochs, "train.keep": 1, "report.attributions": 0}
+    # null: the recipes of some sets say how often gradients are exchanged, and their lines how many rows an update has.
+    cadence = {"train.aggregation_frequency": None, "train.epochs": work.epochs}
+    values = {**settings, **cadence, "train.keep": 1, "report.attributions": 0}
     return commands.train(folder / "teacher", job.recipe, arguments, values)
 
 

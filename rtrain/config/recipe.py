@@ -49,6 +49,10 @@ class Model(Section):
     packaged one, or a folder whose sentence-transformers files (`1_Pooling`, `modules.json`) say so. It is decided once
     and kept in the run. An artefact that reads the mean is answered by rtrain and refused by transformers;
     sentence-transformers loads its encoder."""
+    positions: Positive | None = None
+    """Tokens that the model's table of positions is to hold: a shorter one gets its rows repeated, so that BERT or
+    RoBERTa read texts of more than 512 tokens whole once they are trained on some. null, or no more than it has: as it
+    is. ModernBERT has no table and needs none."""
     freeze: Literal["none", "encoder"] = "none"
     """Which weights stay as they are: `encoder` trains the head alone, which is several times as fast. A masked
     language model's output embedding is its encoder's word embedding, so it stays too."""
@@ -170,7 +174,7 @@ ADDED = {"lr_scaling": "none", "lr_rows": None, "beta2_scaling": "none", "layer_
 can be resumed."""
 ADDED_TO_DATA: dict[str, Any] = {"outside": None, "valid_part": 0}
 """The same for `data`."""
-ADDED_TO_MODEL: dict[str, Any] = {"attention_dropout": None, "pooling": "own", "freeze": "none"}
+ADDED_TO_MODEL: dict[str, Any] = {"attention_dropout": None, "pooling": "own", "freeze": "none", "positions": None}
 """The same for `model`; `auto` has been replaced by what it stands for before a run is frozen."""
 
 

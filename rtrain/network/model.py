@@ -11,7 +11,7 @@ from rtrain import documents, hub
 from rtrain.config import Config, Model, Recipe, with_overrides
 from rtrain.errors import ConfigError, Problem
 from rtrain.exchange import whole
-from rtrain.network import frozen, heads, packed, pooling, sentence
+from rtrain.network import frozen, heads, packed, pooling, positions, sentence
 from rtrain.network.auto import auto_class
 from rtrain.tasks import base
 
@@ -127,6 +127,8 @@ def build(
     )
     drawn = read["missing_keys"]
     heads.fit(model, heads.places(documents.read(folder / "config.json"), task.auto_model, labels), drawn)
+    if chosen.positions is not None:
+        positions.lengthen(model, chosen.positions)
     return _as_trained(model, task, chosen, drawn, mean, pack, fast_dropout)
 
 
@@ -141,6 +143,9 @@ def shaped(folder: Path, task: base.Task, outputs: int, chosen: Model | None = N
     known = transformers.AutoConfig.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False, num_labels=outputs, **settings
     )
+    if chosen.positions is not None:
+        longer = chosen.positions + positions.first(known.to_dict())
+        known.max_position_embeddings = max(known.max_position_embeddings, longer)
     with no_init_weights():  # ModernBERT's are drawn until all of them are small enough: it asks for their numbers
         model = auto_class(task.auto_model).from_config(known, trust_remote_code=False)
     model.tie_weights()
@@ -207,19 +212,11 @@ def _dropout(folder: Path, share: float) -> dict[str, Any]:
     return dict.fromkeys(names, share)
 
 
-AFTER_PADDING = (
-    *("camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm"),
-    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
-)
-"""Architectures that count positions from `pad_token_id` + 1 on: so many places of their tables are no text's, and
-RoBERTa reads 512 tokens by its table of 514."""
-
-
-def check_architecture(folder: Path, max_tokens: int, begun: bool = False) -> list[Problem]:
+def check_architecture(folder: Path, max_tokens: int, begun: bool = False, asked: int | None = None) -> list[Problem]:
     """What can be known of a model folder before a process starts. A run that has `begun` may have as many tokens as
-    the table has places, as it was allowed."""
+    the table of positions has places, as it was allowed. `asked`: model.positions."""
     config = documents.read(folder / "config.json")
-    problems = []
+    problems = positions.problems(config, asked)
     if "auto_map" in config:
         problems.append(
             Problem(
@@ -229,18 +226,13 @@ def check_architecture(folder: Path, max_tokens: int, begun: bool = False) -> li
                 "use a model that transformers knows",
             )
         )
-    positions = config.get("max_position_embeddings")
-    if positions and config.get("model_type") in AFTER_PADDING and not begun:
-        positions -= (config.get("pad_token_id", 1) or 0) + 1
-    if positions and max_tokens > positions:
-        problems.append(
-            Problem(
-                "data.max_tokens",
-                max_tokens,
-                f"the model reads {positions} tokens at most",
-                f"write {positions} or less",
-            )
-        )
+    own = config.get("max_position_embeddings") if begun else positions.reached(config)
+    most = own and max(own, asked or 0)
+    if most and max_tokens > most:
+        fix = f"write {most} or less"
+        if config.get("model_type") in positions.TABLES:
+            fix += f", or let its table of positions be repeated: model.positions={max_tokens}"
+        problems.append(Problem("data.max_tokens", max_tokens, f"the model reads {most} tokens at most", fix))
     return problems
 
 

@@ -86,7 +86,8 @@ def check(
         problems += error.problems
     try:
         folder = model.resolve(config.recipe.model.name, root)
-        problems += model.check_architecture(folder, config.recipe.data.window_tokens, begun)
+        tokens_read, asked = config.recipe.data.window_tokens, config.recipe.model.positions
+        problems += model.check_architecture(folder, tokens_read, begun, asked)
         problems += allowed.problems(config.recipe, folder)
     except ConfigError as error:
         problems += error.problems

@@ -1,0 +1,147 @@
+"""A table of positions that is made longer: texts of more tokens than the model was made for are read whole."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from rtrain import artifact, config, predict
+from rtrain.artifact import Artifact
+from rtrain.batch import single
+from rtrain.config import Model
+from rtrain.doctor.forecast import trace
+from rtrain.errors import ConfigError
+from rtrain.network import model, packed, positions
+from rtrain.runs import preparing
+from rtrain.tasks import base
+from rtrain.training import step
+from tests.test_network_packed import ARCHITECTURES
+from tests.tiny import make_encoder
+
+TASK = base.get("classification")
+OWN, ASKED = 20, 70
+
+
+@pytest.fixture(scope="module", params=list(ARCHITECTURES))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An encoder of each architecture that reads `OWN` tokens."""
+    made = tmp_path_factory.mktemp(request.param)
+    chosen = ARCHITECTURES[request.param]()
+    chosen.max_position_embeddings = OWN + positions.first(chosen.to_dict())
+    torch.manual_seed(0)
+    transformers.AutoModel.from_config(chosen).save_pretrained(made)
+    return made
+
+
+def built(folder: Path, asked: int | None, pack: bool = False) -> Any:
+    return model.build(folder, TASK, ("a", "b"), 0, Model(positions=asked), pack=pack).double().eval()
+
+
+def ids(length: int) -> torch.Tensor:
+    return torch.arange(length)[None] % 50 + 5
+
+
+def table_of(network: Any) -> torch.Tensor:
+    weight: torch.Tensor = network.base_model.embeddings.position_embeddings.weight
+    return weight.detach()
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_short_texts_are_read_as_before_and_long_ones_whole(folder: Path, pack: bool) -> None:
+    own, longer = built(folder, None), built(folder, ASKED, pack)
+    assert packed.enabled(longer) == pack
+    start = positions.first(own.config.to_dict())
+    rows = table_of(longer)[start:]
+    assert longer.config.max_position_embeddings == start + ASKED == start + len(rows)
+    for place in range(ASKED):
+        assert rows[place].equal(table_of(own)[start + place % OWN])
+    assert table_of(longer)[:start].equal(table_of(own)[:start])
+    sizes = np.array([OWN, 7], dtype=np.int32)
+    tokens = single(np.arange(27, dtype=np.int32) % 50 + 5, sizes, sizes, np.zeros(2), np.arange(2, dtype=np.uint64))
+    with torch.inference_mode():
+        for same in (own, longer):
+            same.found = step.forward(same, tokens, own.config.pad_token_id or 0, "fp32")
+        torch.testing.assert_close(longer.found, own.found, rtol=1e-10, atol=1e-12)
+        assert longer(input_ids=ids(ASKED)).logits.isfinite().all()
+        for network, most in ((own, OWN), (longer, ASKED)):
+            with pytest.raises((IndexError, RuntimeError)):
+                network(input_ids=ids(most + 1))
+
+
+def test_all_of_the_table_is_trained(folder: Path) -> None:
+    network = built(folder, ASKED, pack=True)
+    sizes = np.array([ASKED], dtype=np.int32)
+    tokens = single(np.arange(ASKED, dtype=np.int32) % 50 + 5, sizes, sizes, np.zeros(1), np.arange(1, dtype=np.uint64))
+    step.forward(network, tokens, network.config.pad_token_id or 0, "fp32").sum().backward()
+    gradient = network.base_model.embeddings.position_embeddings.weight.grad
+    start = positions.first(network.config.to_dict())
+    assert int((gradient[start:].abs().sum(1) > 0).sum()) == ASKED
+
+
+def test_what_was_trained_is_read_again_as_it_is(folder: Path, tmp_path: Path) -> None:
+    """As a resumed run, a student and an artefact do: a table that is as long already is not made longer."""
+    network = built(folder, ASKED).float()
+    with torch.no_grad():
+        network.base_model.embeddings.position_embeddings.weight.normal_()
+    network.save_pretrained(tmp_path)
+    for asked in (None, OWN, ASKED):
+        assert table_of(built(tmp_path, asked)).float().equal(table_of(network))
+
+
+def test_memory_is_foretold_for_the_longer_table(folder: Path) -> None:
+    foretold, true = [], []
+    for asked in (ASKED, None):
+        foretold.append(trace.of_pass(folder, TASK, Model(positions=asked), [OWN]).weights)
+        network = built(folder, asked).float()
+        true.append(sum(one.nbytes for one in (*network.parameters(), *network.buffers())))
+    assert foretold == true
+
+
+def test_an_artefact_reads_long_texts_by_each_engine(tmp_path: Path) -> None:
+    """Transformers alone reads it too: nothing but the table's length is another."""
+    encoder = make_encoder(tmp_path / "encoder")
+    made = model.build(encoder, TASK, ("a", "b"), 0, Model(positions=300))
+    made.save_pretrained(tmp_path / "artifact")
+    (tmp_path / "artifact" / "tokenizer.json").write_bytes((encoder / "tokenizer.json").read_bytes())
+    artifact.write(tmp_path / "artifact", Artifact("long", TASK.name, ("a", "b"), 300, "torch"), predict.golden_logits)
+    predictor = predict.Predictor.load(tmp_path / "artifact", threads=1)
+    text = "the refund was late " * 100
+    encoded = predictor.encode([text])[0]
+    assert len(encoded.ids) == 300
+    [answers] = predictor([text])
+    alone = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "artifact").eval()
+    with torch.inference_mode():
+        expected = alone(input_ids=torch.tensor([encoded.ids])).logits.softmax(-1)[0]
+    assert sorted(one["score"] for one in answers) == pytest.approx(sorted(expected.tolist()), abs=1e-5)
+
+
+def test_what_has_no_table_is_refused(tmp_path: Path) -> None:
+    transformers.ModernBertConfig(max_position_embeddings=64).save_pretrained(tmp_path)
+    [problem] = model.check_architecture(tmp_path, 64, asked=65)
+    assert (problem.field, problem.fix) == ("model.positions", "write null")
+    assert "modernbert has no table of positions" in problem.reason
+    assert model.check_architecture(tmp_path, 64, asked=64) == []
+
+
+def test_a_run_of_longer_texts_is_told_of_the_table(tmp_path: Path) -> None:
+    encoder = make_encoder(tmp_path / "encoder")
+    own = json.loads((encoder / "config.json").read_text())["max_position_embeddings"]
+    rows = tmp_path / "rows.csv"
+    rows.write_text("text,label\n" + "".join(f"word {n},{'ab'[n % 2]}\n" for n in range(20)))
+    values: dict[str, Any] = {"model.name": str(encoder), "data.path": str(rows), "data.max_tokens": 2 * own}
+    with pytest.raises(ConfigError) as raised:
+        preparing.check(config.load("intent", values))
+    [problem] = raised.value.problems
+    assert problem.field == "data.max_tokens"
+    assert problem.fix.endswith(f"or let its table of positions be repeated: model.positions={2 * own}")
+    preparing.check(config.load("intent", {**values, "model.positions": 2 * own}))
+
+
+def test_runs_from_before_it_existed_are_resumed() -> None:
+    plain = config.load("intent", {}).recipe
+    assert "positions" not in plain.weights()["model"]
+    assert config.load("intent", {"model.positions": 1024}).recipe.identity() != plain.identity()
