@@ -203,10 +203,8 @@ def session_folder() -> Path | None:
     """Where the Ray that this process is connected to keeps its files; None without a connection."""
     import ray._private.worker
 
-    if not ray.is_initialized():
-        return None
     node: Any = ray._private.worker._global_node
-    return Path(node.get_session_dir_path())
+    return Path(node.get_session_dir_path()) if ray.is_initialized() else None
 
 
 def end_log_monitor() -> None:
