@@ -253,6 +253,25 @@ def test_widths_are_learned_and_the_graph_has_them(made: Made) -> None:
     assert np.abs(int8.logits(asked) - expected).max() <= 0.05
 
 
+def test_it_is_trained_in_half_precision_too(made: Made) -> None:
+    """By the gradient of single precision, but for what half precision costs a network that does not round."""
+    quantizers = ranges.measure(network_of(made), made.store, 0, ROWS)
+    tokens, task = made.store.read("train", np.arange(16)), base.get("classification")
+
+    def gradient(rounds: bool, precision: str) -> torch.Tensor:
+        network: Any = model.build(made.folder, task, artifact.read(made.folder).labels, 0).eval()
+        if rounds:
+            rounding.attach(network, quantizers)
+        step.forward(network, tokens, 0, precision).float().square().sum().backward()
+        return torch.cat([one.grad.flatten() for one in network.base_model.parameters() if one.grad is not None])
+
+    apart = []
+    for rounds in (False, True):
+        exact, half = gradient(rounds, "fp32"), gradient(rounds, "bf16")
+        apart.append(float((half - exact).norm() / exact.norm()))
+    assert apart[1] <= 3 * apart[0] <= 0.1
+
+
 def test_widths_do_not_depend_on_how_an_update_is_cut_into_passes(made: Made) -> None:
     quantizers = ranges.measure(network_of(made), made.store, 0, ROWS)
     tokens, found = taught(made, made.folder), []

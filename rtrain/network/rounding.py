@@ -138,7 +138,8 @@ def _linear(layer: Any, part: Any, place: int, output: int | None, values: "torc
     if smooth is not None:
         values, weight = values * smooth, weight / smooth
     answer = torch.nn.functional.linear(part(place, values), by_rows(weight), layer.bias)
-    return answer if output is None else part(output, answer)
+    # In half precision the answers of all layers have one type, in which attention multiplies them.
+    return answer if output is None else part(output, answer).to(answer.dtype)
 
 
 @lru_cache(maxsize=1)
