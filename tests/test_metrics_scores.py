@@ -13,7 +13,7 @@ from rtrain import artifact, score
 from rtrain.batch import IGNORED, Encoded, Head, Ragged, Window, pack
 from rtrain.cli import app as cli
 from rtrain.errors import ConfigError
-from rtrain.metrics import by_output, scores, summary_rows
+from rtrain.metrics import by_output, classification, scores, summary_rows
 from rtrain.predict import Predictor
 from rtrain.tasks import base
 from tests.tiny import make_artifact, make_task_artifact
@@ -280,7 +280,22 @@ def test_labels_of_an_answer_that_is_no_number_are_wrong() -> None:
     assert metric.scores(outcomes, targets, head)["micro_f1"] == pytest.approx(2 / 5)  # 1 right, 2 too many, 1 missed
     assert metric.right is not None
     assert metric.right(outcomes, targets, head).tolist() == [False, False, True]
-    assert base.get("multi_label").calibrate(outcomes, targets, head) == {"threshold": pytest.approx(0.5, abs=0.001)}
+    assert "mean_average_precision" not in metric.all(outcomes, targets, head)
+    calibrate = base.get("multi_label").calibrate
+    assert calibrate(outcomes, targets, head) == {"threshold": pytest.approx(0.5)}
+    # Ten true rows without a number, one true and one false with one: the threshold stays between these two.
+    many = Ragged.even(np.array([[nothing]] * 10 + [[2.2], [-2.2]]))
+    true = Ragged.even(np.array([[1.0]] * 11 + [[0.0]]))
+    assert calibrate(many, true, Head(("a",))) == {"threshold": pytest.approx(0.5)}
+    assert calibrate(Ragged.even(np.array([[nothing]])), Ragged.even(np.array([[1.0]])), Head(("a",))) == {}
+
+
+def test_scores_that_are_no_number_have_no_order() -> None:
+    """Else those rows would be the surest of every class."""
+    nothing = float("nan")
+    scores = np.array([[nothing, nothing], [nothing, nothing], [0.2, 0.8], [0.9, 0.1]])
+    mean, each = classification.auc(np.array([0, 0, 1, 1]), scores)
+    assert all(one is not None and np.isnan(one) for one in (mean, *each))
 
 
 def test_tags_of_an_answer_that_is_no_number_are_wrong() -> None:

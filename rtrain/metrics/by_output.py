@@ -117,8 +117,11 @@ def additive_labels(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
 
 
 def more_of_labels(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
-    """Mean average precision, where a label has rows; it needs no threshold."""
+    """Mean average precision, where a label has rows; it needs no threshold. Answers that are no number have no order,
+    and none."""
     size = len(head.labels)
+    if np.isnan(outcomes.values).any():
+        return {}
     found = classification.mean_average_precision(targets.matrix(size) > 0, outcomes.matrix(size))
     return {} if found is None else {"mean_average_precision": found}
 

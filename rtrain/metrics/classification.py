@@ -84,13 +84,13 @@ def auc(true: Ints, class_scores: Floats) -> tuple[float | None, list[float | No
 
 
 def _mean_ranks(values: Floats) -> Floats:
-    """The rank of each value in its column, from 1; ties have the mean of theirs. scipy's come with all of scipy.stats,
-    whose import takes longer than they do."""
+    """The rank of each value in its column, from 1; ties have the mean of theirs, and a column with a value that is no
+    number has none. scipy's come with all of scipy.stats, whose import takes longer than they do."""
     ranks = np.empty(values.shape)
     for place, column in enumerate(values.T):
         ordered = np.sort(column)
         below, up_to = (np.searchsorted(ordered, column, side) for side in ("left", "right"))
-        ranks[:, place] = (below + up_to + 1) / 2
+        ranks[:, place] = np.nan if np.isnan(ordered[-1:]).any() else (below + up_to + 1) / 2
     return ranks
 
 

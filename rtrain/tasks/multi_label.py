@@ -79,17 +79,18 @@ class MultiLabel(PooledTask):
         return {"loss": temperature**2 * (cross - own)}
 
     def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
-        """The chance from which a label is given: the one of the best micro F1, half-way to the next lower chance."""
+        """The chance from which a label is given: the one of the best micro F1, half-way to the next lower chance. A
+        chance that is no number is above none: what is true of it is missed by all of them."""
         size = len(head.labels)
-        # A chance that is no number is at the end of the order: no threshold is between it and another.
-        chances = np.nan_to_num(sigmoid(outcomes.matrix(size)).ravel(), nan=0.0)
-        true = targets.matrix(size).ravel() > 0
+        chances, true = sigmoid(outcomes.matrix(size)).ravel(), targets.matrix(size).ravel() > 0
+        known, wanted = ~np.isnan(chances), true.sum()
+        chances, true = chances[known], true[known]
         if not true.any():
             return {}
         order = np.argsort(-chances, kind="stable")
         right = np.cumsum(true[order])
         # F1 = 2 TP / (given + true) if the first n labels are given; only where the chance falls can the cut be.
-        f1 = 2 * right / (np.arange(1, len(order) + 1) + true.sum())
+        f1 = 2 * right / (np.arange(1, len(order) + 1) + wanted)
         falls = np.append(np.diff(chances[order]) < 0, True)
         last = int(np.argmax(np.where(falls, f1, -1.0)))
         lower = chances[order[last + 1]] if last + 1 < len(order) else 0.0
@@ -98,7 +99,7 @@ class MultiLabel(PooledTask):
     def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
         logits, true = outcomes.matrix(len(head.labels)), targets.matrix(len(head.labels))
         chances = sigmoid(logits)
-        given = chances >= threshold(head)
+        given = np.where(np.isnan(logits), true <= 0, chances >= threshold(head))  # wrong, as it is scored
         # softplus(-z) where the label applies, softplus(z) where not
         loss = np.logaddexp(0, np.where(true > 0, -logits, logits)).mean(axis=1)
         return Described(
