@@ -60,6 +60,14 @@ def test_the_same_labels_in_another_order_keep_their_weights(
     assert heads.told(documents.read(folder / "config.json"), base.get(task).auto_model, labels) is None
 
 
+def test_names_that_only_have_numbers_are_matched_where_they_are_the_labels() -> None:
+    """Labels are sorted as text, outputs by their numbers."""
+    names = [f"LABEL_{number}" for number in range(11)]
+    document = {"id2label": {str(number): name for number, name in enumerate(names)}}
+    auto = base.get("classification").auto_model
+    assert heads.places(document, auto, sorted(names)) == [0, 1, 10, *range(2, 10)]
+
+
 def test_a_head_with_other_labels_is_begun_anew_and_the_run_says_so(tmp_path: Path) -> None:
     task = base.get("classification")
     folder = made(tmp_path / "spam", "roberta", task.auto_model, ("spam", "ham"))
@@ -81,6 +89,7 @@ def test_a_head_with_other_labels_is_begun_anew_and_the_run_says_so(tmp_path: Pa
     ("task", "names", "labels"),
     [
         ("classification", ("LABEL_0", "LABEL_1"), ("bad", "good")),  # nobody has named them
+        ("classification", ("LABEL_0", "LABEL_1"), ("LABEL_0", "LABEL_1")),
         ("classification", ("bad", "good"), ("bad", "good")),
         ("regression", ("similarity",), ("score",)),  # a number, whatever it is called
         ("span_qa", ("yes", "no"), ("start", "end")),  # no names of its outputs

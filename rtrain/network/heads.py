@@ -27,14 +27,16 @@ def places(document: Mapping[str, Any], auto_model: str, labels: Sequence[str]) 
     """
     found = document.get("id2label") or {}
     names = [str(found[number]) for number in sorted(found, key=int)]
-    unnamed = not auto_model.endswith(NAMED) or all(map(_NUMBERED.fullmatch, names))
-    if unnamed or len(names) != len(labels) or len(labels) < 2:
+    if not auto_model.endswith(NAMED) or len(names) != len(labels) or len(labels) < 2:
         return list(range(len(labels)))
-    return [names.index(label) for label in labels] if set(names) == set(labels) else None
+    if set(names) == set(labels):
+        return [names.index(label) for label in labels]
+    return list(range(len(labels))) if all(map(_NUMBERED.fullmatch, names)) else None
 
 
 def told(document: Mapping[str, Any], auto_model: str, labels: Sequence[str]) -> dict[str, Any] | None:
-    """What a run's log is to say of a head that is there and is not taken over; None where nothing."""
+    """What a run's log is to say of a head with as many outputs that is not taken over, since it answers other labels;
+    None where nothing."""
     has_head = any(name.endswith(NAMED) for name in document.get("architectures") or ())
     if not has_head or places(document, auto_model, labels) is not None:
         return None

@@ -178,7 +178,8 @@ def prepare(
             run.append("unlabelled", **store.manifest.unlabelled, confidence=config.recipe.distill.confidence)
         if label_column:
             run.append("label_column", **label_column)
-        if head := heads.told(documents.read(weights / "config.json"), task.auto_model, store.manifest.labels):
+        head = heads.told(documents.read(weights / "config.json"), task.auto_model, store.manifest.labels)
+        if head and not created:  # the head of a resumed run goes on from its checkpoint
             run.append("head", **head)
         for found in label_counts.told(store, task.output):
             run.append("labels", **found)
