@@ -168,8 +168,9 @@ def test_few_questions_are_those_of_whole_passages(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "one.json.gz", "wt", encoding="utf-8") as file:
         json.dump({"data": [article]}, file)
     found = few.arguments(["--data", f"{tmp_path}/*.json.gz"], 5, tmp_path)
-    (only,) = json.loads(Path(found[1]).read_text(encoding="utf-8"))["data"]
-    assert [len(one["qas"]) for one in only["paragraphs"]] == [2, 2, 2]
+    articles = json.loads(Path(found[1]).read_text(encoding="utf-8"))["data"]
+    assert [[len(one["qas"]) for one in article["paragraphs"]] for article in articles] == [[2], [2], [2]]
+    assert len({article["title"] for article in articles}) == 3  # rows of one title are in one split
 
 
 def test_every_set_is_a_line_of_the_task_benchmark_and_can_be_thinned() -> None:

@@ -1,8 +1,11 @@
 """How many tokens the positions of a model reach, and a table of positions that is made longer."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from rtrain import documents
 from rtrain.errors import Problem
 
 AFTER_PADDING = (
@@ -53,11 +56,19 @@ def lengthen(network: Any, asked: int) -> None:
     table = embeddings.position_embeddings
     times = -(-asked // own)
     rows = torch.cat([table.weight.detach()[:start], *[table.weight.detach()[start:]] * times])[: start + asked]
-    made = torch.nn.Embedding.from_pretrained(rows, freeze=False, padding_idx=table.padding_idx)
-    embeddings.position_embeddings = made
+    table.weight, table.num_embeddings = torch.nn.Parameter(rows), start + asked
     # What a call without positions or second texts takes has one column for each place of the table.
     for name, value in dict(embeddings.named_buffers(recurse=False)).items():
         if value.shape == (1, start + own):
             filled = torch.arange(start + asked) if name == "position_ids" else torch.zeros(start + asked)
             embeddings.register_buffer(name, filled.to(value)[None], persistent=False)
     network.config.max_position_embeddings = start + asked
+
+
+def tell_tokenizer(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Let the tokenizer of a model folder, as transformers loads it, cut texts no sooner than the model with these
+    settings has to."""
+    path, most = folder / "tokenizer_config.json", reached(settings)
+    about = documents.read(path) if path.is_file() else {}
+    if most and about.get("model_max_length", most) < most:
+        path.write_text(json.dumps({**about, "model_max_length": most}, indent=2, ensure_ascii=False), encoding="utf-8")

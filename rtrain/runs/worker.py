@@ -23,7 +23,17 @@ from rtrain.exchange import ranks, whole
 from rtrain.exchange.alive import Watch
 from rtrain.metrics import scores
 from rtrain.metrics.by_output import metric_for
-from rtrain.network import beside, model, packed, pooling, precision as formats, rounding, sentence, trimming
+from rtrain.network import (
+    beside,
+    model,
+    packed,
+    pooling,
+    positions,
+    precision as formats,
+    rounding,
+    sentence,
+    trimming,
+)
 from rtrain.report import cost
 from rtrain.run import Run
 from rtrain.runs import machines, notice, predictions, recovery, smaller
@@ -342,6 +352,8 @@ def export(
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, draft / name)
+    if job.recipe.model.positions is not None:
+        positions.tell_tokenizer(draft, network.config.to_dict())
     max_tokens = reading_of(job.task, job.recipe.data).max_tokens
     if pooled := sentence_pooling(job.recipe, source):
         sentence.write(draft, pooled, network.config.hidden_size, max_tokens)
