@@ -388,21 +388,37 @@ def nothing(*given: object) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "overrides", "reason"),
+    ("where", "name", "packed", "overrides", "reason"),
     [
-        (files, "_refuse_packed_beside", {}, "0.csv and 0.csv.gz look like the same rows twice"),
-        (tokens, "problems", {"data.label": ["label", "more"]}, "each combination would be a label of its own"),
+        (files, "_refuse_packed_beside", "parts", {}, "data.path=.*0.csv and 0.csv.gz look like the same rows twice"),
+        (
+            *(files, "_refuse_packed_beside", "more"),
+            {"compress.vocabulary": "trim"},
+            "compress.unlabelled=.*0.csv and 0.csv.gz look like the same rows twice",
+        ),
+        (tokens, "problems", None, {"data.label": ["label", "more"]}, "each combination would be a label of its own"),
     ],
+    ids=["rows", "rows without labels", "label"],
 )
 def test_a_run_that_began_before_a_check_is_resumed_as_it_was(
-    ground: Path, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, overrides: dict[str, Any], reason: str
+    ground: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: Any,
+    name: str,
+    packed: str | None,
+    overrides: dict[str, Any],
+    reason: str,
 ) -> None:
     """Its rows and settings cannot be changed any more. Another run is refused."""
+    (ground / "more").mkdir()
+    write_rows(ground / "more" / "0.csv", ROWS[:10])
     for path in ground.rglob("*.csv"):
         header, *lines = path.read_text().splitlines()
         path.write_text("".join([f"{header},more\n", *(f"{line},same\n" for line in lines)]))
-    if where is files:
-        (ground / "parts" / "0.csv.gz").write_bytes(gzip.compress((ground / "parts" / "0.csv").read_bytes()))
+    if packed:
+        (ground / packed / "0.csv.gz").write_bytes(gzip.compress((ground / packed / "0.csv").read_bytes()))
+    if packed == "more":
+        overrides = {**overrides, "compress.unlabelled": str(ground / "more")}
     asked, folder = settings(ground, **overrides), ground / "runs" / "run"
     with monkeypatch.context() as before:
         before.setattr(where, name, nothing)

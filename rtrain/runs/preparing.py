@@ -124,7 +124,7 @@ def prepare(
     source = source.beside(root)
     config = model.resolved(config, weights)
     config, label_column = (config, None) if created else separated(config, source)
-    whole, weights = weights, smaller.trimmed(config.recipe, source, weights, root)
+    whole, weights = weights, smaller.trimmed(config.recipe, source, weights, root, created is not None)
     origin = commit.origin(config.recipe, source, weights)
     if created and created["data_digest"] != tokens.digest(config.recipe, source, weights):
         raise _other_rows(run, created, origin)
