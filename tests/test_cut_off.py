@@ -20,6 +20,8 @@ run = test_cli.run  # a fixture: the command line, in an empty folder
 Cli = test_cli.Cli
 
 MODEL = ("config.json", "model.safetensors", "modules.json", "1_Pooling/config.json")
+STOPPED = {"report": "artifact is of schema None", "train": "data.path=/data/rows.csv: no such file"}
+"""What stops a verb on a run of `tests.stock` as it is: its artefact is none, and its rows are nowhere."""
 ARTIFACT = ("artifact.json", "config.json", "tokenizer.json", "model.safetensors", manifest.NAME)
 
 
@@ -110,7 +112,8 @@ def test_of_what_is_written_by_hand(ground: Path, run: Cli, name: str, words: tu
     with pytest.raises(yaml.YAMLError):  # else it would be another file, and not one that is cut off
         yaml.safe_load((ground / name).read_text())
     code, out, err = run(*words)
-    assert (code in (1, 2), name.removesuffix(".yaml") in out + err or "--file: line 2" in err) == (True, True), err
+    rehearsed = "rehearse" in words and "--file: line 2" in err  # the option's own name stands for the file
+    assert (code in (1, 2), name in out + err or rehearsed) == (True, True), err
 
 
 def test_of_what_an_autoscaler_may_start(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +137,9 @@ def test_of_a_run(tmp_path: Path, run: Cli, verb: str, name: str) -> None:
     one.decide("precision", "bf16")
     cut(one.folder / name)
     words = {"runs": ["runs"], "clean": ["runs"], "report": ["runs/one"], "export": ["runs/one", "--out", "one.tar"]}
-    code, _, err = run(verb, *words.get(verb, ["--resume", "--out", "runs/one"]))
+    code, out, err = run(verb, *words.get(verb, ["--resume", "--out", "runs/one"]))
     assert code in (0, 1, 2), err
+    assert code == 0 or Path(name).name in out + err or STOPPED.get(verb, name) in err, err
 
 
 def test_of_a_run_s_decisions(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from rtrain import config
 from rtrain.config import Recipe
 from rtrain.data import records, separators
 from rtrain.data.separators import Found
-from rtrain.errors import UserError
+from rtrain.errors import ConfigError, UserError
 from rtrain.report.live import said
 from rtrain.runs import preparing
 from tests.conftest import write_rows
@@ -115,6 +115,10 @@ def test_what_is_not_clear_is_refused_with_the_signs_and_their_counts(tmp_path: 
         "write --set \"data.separator=';'\" (1 of them) or --set \"data.separator=','\" (5 of them); "
         "where they are whole labels, a sign that is in none: --set \"data.separator='@@'\""
     )
+    found, source = config.Config(recipe, config.load("intent").deploy), records.inspect(recipe.data)
+    with pytest.raises(ConfigError, match="hold a sign that may stand between several"):
+        preparing.separated(found, source)
+    assert preparing.separated(found, source, begun=True) == (found, None)
     for option in ("';'", "','", "'@@'"):  # as a shell hands them over
         assert config.loading.parse_assignment(f"data.separator={option}") == ("data.separator", option.strip("'"))
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rtrain.runs import opening, preparing
 from rtrain.tasks.encode import load_tokenizer
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.tiny import make_encoder
+from tune.trial import Task
 
 ROWS = labelled_rows(120)
 
@@ -388,21 +390,37 @@ def nothing(*given: object) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "overrides", "reason"),
+    ("where", "name", "packed", "overrides", "reason"),
     [
-        (files, "_refuse_packed_beside", {}, "0.csv and 0.csv.gz look like the same rows twice"),
-        (tokens, "problems", {"data.label": ["label", "more"]}, "each combination would be a label of its own"),
+        (files, "_refuse_packed_beside", "parts", {}, "data.path=.*0.csv and 0.csv.gz look like the same rows twice"),
+        (
+            *(files, "_refuse_packed_beside", "more"),
+            {"compress.vocabulary": "trim"},
+            "compress.unlabelled=.*0.csv and 0.csv.gz look like the same rows twice",
+        ),
+        (tokens, "problems", None, {"data.label": ["label", "more"]}, "each combination would be a label of its own"),
     ],
+    ids=["rows", "rows without labels", "label"],
 )
 def test_a_run_that_began_before_a_check_is_resumed_as_it_was(
-    ground: Path, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, overrides: dict[str, Any], reason: str
+    ground: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: Any,
+    name: str,
+    packed: str | None,
+    overrides: dict[str, Any],
+    reason: str,
 ) -> None:
     """Its rows and settings cannot be changed any more. Another run is refused."""
+    (ground / "more").mkdir()
+    write_rows(ground / "more" / "0.csv", ROWS[:10])
     for path in ground.rglob("*.csv"):
         header, *lines = path.read_text().splitlines()
         path.write_text("".join([f"{header},more\n", *(f"{line},same\n" for line in lines)]))
-    if where is files:
-        (ground / "parts" / "0.csv.gz").write_bytes(gzip.compress((ground / "parts" / "0.csv").read_bytes()))
+    if packed:
+        (ground / packed / "0.csv.gz").write_bytes(gzip.compress((ground / packed / "0.csv").read_bytes()))
+    if packed == "more":
+        overrides = {**overrides, "compress.unlabelled": str(ground / "more")}
     asked, folder = settings(ground, **overrides), ground / "runs" / "run"
     with monkeypatch.context() as before:
         before.setattr(where, name, nothing)
@@ -412,3 +430,20 @@ def test_a_run_that_began_before_a_check_is_resumed_as_it_was(
     assert again.store.rows("train") > 0
     with pytest.raises(ConfigError, match=reason):
         preparing.prepare(asked, ground / "runs" / "other")
+
+
+def test_a_further_trial_of_a_search_that_began_before_a_check_reads_its_rows(
+    ground: Path, monkeypatch: pytest.MonkeyPatch, jobs: list[Path]
+) -> None:
+    """A trial has not begun itself, but the search whose rows it reads has. Another search is refused."""
+    (ground / "parts" / "0.csv.gz").write_bytes(gzip.compress((ground / "parts" / "0.csv").read_bytes()))
+    document, root = config.to_document(settings(ground)), ground / "runs"
+    task = Task(document, frozenset(), root / "search", root)
+    with monkeypatch.context() as before:
+        before.setattr(files, "_refuse_packed_beside", nothing)
+        began = task.prepared(0, {})
+    taken_up, further = task.prepared(0, {}), task.prepared(1, {"optim.lr": 1e-3})
+    assert taken_up.store.folder == further.store.folder == began.store.folder
+    assert (further.run.name, further.config.recipe.optim.lr, len(jobs)) == ("trial-001", 1e-3, 1)
+    with pytest.raises(ConfigError, match=r"0\.csv and 0\.csv\.gz look like the same rows twice"):
+        replace(task, search=root / "other").prepared(0, {})

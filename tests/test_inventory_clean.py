@@ -1,5 +1,6 @@
 """What `rtrain clean` removes, what it never removes, and what a kill in the middle of it leaves."""
 
+import contextlib
 import errno
 import json
 import os
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -538,6 +540,34 @@ def test_the_command_line_lists_says_what_goes_and_removes_it(run: Cli, tmp_path
     assert [event["kind"] for event in events.read(tmp_path / "runs" / "a b")].count("cleaned") == 1
     code, out, _ = run("runs")
     assert "finished, cleaned (artifact kept)" in out
+
+
+def test_what_was_removed_is_told_where_something_was_not(
+    run: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run whose training begins after it was planned, and one whose artefact cannot be read."""
+    held, other, unread = (stock.make(tmp_path / "runs" / name) for name in ("a", "b", "c"))
+    checked, whole, bad = plan.checked, Path.open, unread.artifact / "model.safetensors"
+
+    def failing(path: Path, *rest: Any, **options: Any) -> Any:
+        if path == bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return whole(path, *rest, **options)
+
+    with contextlib.ExitStack() as training:
+
+        def late(removals: Iterable[Removal]) -> list[Removal]:
+            found = checked(removals)
+            training.enter_context(opening.hold(held))
+            return found
+
+        monkeypatch.setattr(Path, "open", failing)
+        monkeypatch.setattr(plan, "checked", late)
+        code, out, err = run("clean", "runs", "--json")
+    assert (code, [one["name"] for one in json.loads(out)["removed"]]) == (1, ["a", "b", "c"]), err
+    assert [one.checkpoints.exists() for one in (held, other, unread)] == [True, False, True]
+    assert "runs/a is being trained by process" in err
+    assert "files of c cannot be read; what depends on them stays, as listed" in err
 
 
 def test_whole_runs_go_only_when_someone_says_so(run: Cli, tmp_path: Path) -> None:

@@ -57,14 +57,15 @@ class Task:
         return config
 
     def prepared(self, number: int, settings: Mapping[str, Any]) -> preparing.Prepared:
-        """The run of a trial, begun or taken up."""
+        """The run of a trial, begun or taken up. Its rows are those of trial 0, which was checked as the search
+        began: what was allowed then is not refused to the others."""
         run = Run(self.search).trial(number)
         reuse: opening.Reuse = "resume" if run.exists else "refuse"
-        config = self.of(settings)
+        config, begun = self.of(settings), number > 0
         if self.teacher is None:
-            return preparing.prepare(config, run.folder, reuse, self.tokens_root)
+            return preparing.prepare(config, run.folder, reuse, self.tokens_root, begun=begun)
         teacher = distill.Teacher.read(self.teacher)
-        return distill.prepare(config, teacher, run.folder, reuse, tokens_root=self.tokens_root)
+        return distill.prepare(config, teacher, run.folder, reuse, tokens_root=self.tokens_root, begun=begun)
 
 
 def refused(config: Config) -> list[Problem]:

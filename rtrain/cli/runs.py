@@ -94,14 +94,19 @@ def clean(
     parts = [part for removed in removals for part in removed.parts]
     if single and not parts and (reasons := removals[0].stays):
         raise UserError(f"{folder} is left as it is: {'; '.join(reasons)}")
+    wrong = []
     if parts and not dry:
         _ask(keep, yes, len([removed for removed in removals if removed.whole]))
-        removal.carry_out(removals)
-    unread = [removed.name for removed in removals if removed.unread]
+        try:
+            removal.carry_out(removals)
+        except UserError as error:  # all the others are removed, and are to be told
+            wrong.append(str(error))
+    if unread := [removed.name for removed in removals if removed.unread]:
+        wrong.append(f"files of {', '.join(unread)} cannot be read; what depends on them stays, as listed")
     if as_json:
         show(table.removals_document(removals, dry), True, "")
-    if unread:
-        raise UserError(f"files of {', '.join(unread)} cannot be read; what depends on them stays, as listed")
+    if wrong:
+        raise UserError("\n".join(wrong))
     if as_json:
         return
     if dry and parts:

@@ -98,6 +98,7 @@ def prepare(
     *,
     tokens_root: Path | None = None,
     source: records.Source | None = None,
+    begun: bool = False,
     on_event: driver.OnEvent = lambda event: None,
 ) -> preparing.Prepared:
     """As `preparing.prepare`, for a student whose configuration is `started`: its teacher answers the rows, where it
@@ -107,7 +108,7 @@ def prepare(
     decided = precision.resolve("auto" if precision.problems(wanted, native) else wanted, native)
     alike = teacher.reads_alike(model.resolve(config.recipe.model.name, tokens_root or folder.parent))
     taught = partial(answers.teach, teacher.folder, teacher.made, decided, alike=alike, on_event=on_event)
-    prepared = preparing.prepare(config, folder, reuse, tokens_root, source=source, taught=taught)
+    prepared = preparing.prepare(config, folder, reuse, tokens_root, source, taught, begun)
     if config.recipe.distill.quantization_aware:
         ranges.begin(prepared)
     return replace(prepared, teacher=teacher.folder)

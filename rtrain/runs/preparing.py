@@ -106,13 +106,14 @@ def prepare(
     tokens_root: Path | None = None,
     source: records.Source | None = None,
     taught: tokens.Taught | None = None,
+    begun: bool = False,
 ) -> Prepared:
     """Check, make or reuse the token store, and open the run folder. The folder is written only when nothing is wrong,
     and while no other process holds the run; the store is made before that, since other runs share it.
 
     The store lies under `tokens_root`, by default the folder that holds the run, so that runs side by side share it.
     `source` is what `check` found, where that was asked already: there may be thousands of files. `taught` has a
-    student's teacher answer the rows.
+    student's teacher answer the rows. A run that is a part of what has `begun` is checked as that is.
     """
     chosen_folder, config = chosen(config, folder, reuse)
     run, root = Run(chosen_folder), tokens_root or chosen_folder.parent
@@ -120,11 +121,12 @@ def prepare(
         with opening.hold(run):  # what is being trained is refused before hours of reading its rows
             pass
     created = run.first("created")
-    source, weights = nodes.share(config, *check(config, root, source, labels=False, begun=created is not None), root)
+    begun = begun or created is not None
+    source, weights = nodes.share(config, *check(config, root, source, labels=False, begun=begun), root)
     source = source.beside(root)
     config = model.resolved(config, weights)
-    config, label_column = (config, None) if created else separated(config, source)
-    whole, weights = weights, smaller.trimmed(config.recipe, source, weights, root)
+    config, label_column = (config, None) if created else separated(config, source, begun)
+    whole, weights = weights, smaller.trimmed(config.recipe, source, weights, root, begun)
     origin = commit.origin(config.recipe, source, weights)
     if created and created["data_digest"] != tokens.digest(config.recipe, source, weights):
         raise _other_rows(run, created, origin)
@@ -196,10 +198,11 @@ def _refuse_copied(config: Config, run: Run) -> None:
         )
 
 
-def separated(config: Config, source: records.Source) -> tuple[Config, dict[str, Any] | None]:
-    """The configuration with the separator that the labels show, and what the log is to say of them, if anything."""
+def separated(config: Config, source: records.Source, begun: bool = False) -> tuple[Config, dict[str, Any] | None]:
+    """The configuration with the separator that the labels show, and what the log is to say of them, if anything.
+    `begun` as `prepare` has it."""
     recipe, shown = config.recipe, separators.shown(config.recipe, source)
-    if problems := separators.problems(recipe, shown):
+    if (problems := separators.problems(recipe, shown)) and not begun:
         raise ConfigError(problems)
     told = separators.told(recipe, shown)
     if told and told["what"] == "separator":

@@ -27,15 +27,15 @@ BLOCK = 8192
 """Rows of a store that are looked at a time."""
 
 
-def trimmed(recipe: Recipe, source: records.Source, weights: Path, root: Path) -> Path:
+def trimmed(recipe: Recipe, source: records.Source, weights: Path, root: Path, begun: bool = False) -> Path:
     """The folder of the model to train: `weights`, or its trimmed copy under `root` where `compress.vocabulary` says
     so. Needs Ray only where the rows were not read by the whole tokenizer before.
 
-    Where every piece is needed, it is `weights` too.
+    Where every piece is needed, it is `weights` too. `begun` as `records.inspect` has it.
     """
     if recipe.compress.vocabulary == "keep":
         return weights
-    at_least, further = recipe.compress.vocabulary_pieces, _unlabelled(recipe)
+    at_least, further = recipe.compress.vocabulary_pieces, _unlabelled(recipe, begun)
     made_of = tokens.digest(recipe, source, weights), at_least, further and further.digest()
     final = root / FOLDER / trimming.address(weights, *made_of)
     if final.is_dir():
@@ -56,11 +56,11 @@ def used(store: Store, split: str = "train") -> list[int]:
     return sorted(found)
 
 
-def _unlabelled(recipe: Recipe) -> records.Source | None:
+def _unlabelled(recipe: Recipe, begun: bool) -> records.Source | None:
     """The files of `compress.unlabelled`. Raises `ConfigError` with every problem found."""
     if recipe.compress.unlabelled is None:
         return None
-    return unlabelled.inspect(recipe.data, recipe.compress.unlabelled, SETTING)
+    return unlabelled.inspect(recipe.data, recipe.compress.unlabelled, SETTING, begun=begun)
 
 
 def used_by(source: records.Source, recipe: Recipe, weights: Path) -> list[int]:
