@@ -263,15 +263,12 @@ def test_holes_of_the_c_library_are_not_foretold_of_a_gpu(encoder: Path, monkeyp
         return traces[recomputed]
 
     monkeypatch.setattr(trace, "of_pass", kept)
-    activations, traced = list[float](), list[list[bool]]()
-    for device in ("gpu", "cpu"):
+    for device, expected in (("gpu", [True]), ("cpu", [True, False])):
         traces.clear()
         [(_, need)] = fitting.needs(recipe, encoder, ways, fitting.Pass((64,) * 256), 1, device)
-        activations.append(need.activations)
-        traced.append(list(traces))
-    assert traced == [[True], [True, False]]
-    again, whole = traces[True].activations, traces[False].activations
-    assert activations == pytest.approx([memory.KEPT * again, again + (memory.KEPT - 1) * whole])
+        assert list(traces) == expected
+        passing = traces[device == "gpu"].activations
+        assert need.activations == pytest.approx(traces[True].activations + (memory.KEPT - 1) * passing)
 
 
 def test_a_plan_takes_the_fullest_stage(encoder: Path) -> None:
