@@ -7,11 +7,13 @@ import signal
 def main() -> None:
     """Import the command line, and run it."""
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # else it is ignored, as in the background of a script
+    alone = before is signal.default_int_handler  # else it is ignored, as in the background of a script, or caught
+    if alone:
         signal.signal(signal.SIGINT, _end)
     from rtrain.cli import app
 
-    signal.signal(signal.SIGINT, before)
+    if alone:
+        signal.signal(signal.SIGINT, before)
     app.main()
 
 

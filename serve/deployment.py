@@ -125,7 +125,8 @@ class Endpoint:
         self._closed = True
         if ray_internals.store_has_ended():  # Ray answers no question any more
             if self._front is not None:
-                ingress.drain(self._front.folder, self._settings.deadline_s + 1)
+                # Ray ends its processes 60 s after the store's death, and half of that may have passed (`session`).
+                ingress.drain(self._front.folder, min(self._settings.deadline_s + 1, 15.0))
                 ingress.remove(self._front.folder)
             return
         for one in self.rollouts.values():

@@ -237,6 +237,8 @@ def test_stages_take_less_than_the_whole_and_by_their_schedule() -> None:
     }
     # With gpipe no gradient is there when the first pass goes back.
     assert asked == [(2, False), (1, False)] * 2 + [(2, True), (1, True), (4, True), (2, True), (3, True)]
+    # Three passes of the last stage's first part, and one of its second.
+    assert stages.of_stage(pipeline("interleaved", 3), 2, 9, of_pass).activations == 34 * MB
 
 
 def test_a_stage_has_its_own_layers_and_one_has_the_embeddings(encoder: Path) -> None:
@@ -249,6 +251,24 @@ def test_a_stage_has_its_own_layers_and_one_has_the_embeddings(encoder: Path) ->
     assert {part.table for part in parts} == {0}  # a pipeline exchanges the whole of it
     for part in parts:  # half of the layers, four times
         assert part.activations == pytest.approx(2 * whole.activations, rel=0.25)
+
+
+def test_holes_of_the_c_library_are_not_foretold_of_a_gpu(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And without them no pass that keeps all is traced."""
+    recipe, ways = Recipe(name="a", task="classification", train=Train(workers=1)), [Way(gradient_checkpointing=True)]
+    of_pass, traces = trace.of_pass, dict[bool, Traced]()
+
+    def kept(*given: Any, recomputed: bool, **more: Any) -> Traced:
+        traces[recomputed] = of_pass(*given, recomputed=recomputed, **more)
+        return traces[recomputed]
+
+    monkeypatch.setattr(trace, "of_pass", kept)
+    for device, expected in (("gpu", [True]), ("cpu", [True, False])):
+        traces.clear()
+        [(_, need)] = fitting.needs(recipe, encoder, ways, fitting.Pass((64,) * 256), 1, device)
+        assert list(traces) == expected
+        passing = traces[device == "gpu"].activations
+        assert need.activations == pytest.approx(traces[True].activations + (memory.KEPT - 1) * passing)
 
 
 def test_a_plan_takes_the_fullest_stage(encoder: Path) -> None:

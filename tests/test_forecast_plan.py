@@ -320,6 +320,16 @@ def test_a_layout_that_would_wait_for_ever_is_refused(run: Cli) -> None:
     assert "write --workers" in err
 
 
+@pytest.mark.parametrize(("workers", "pipeline", "said"), [(2, 4, "train.workers=2"), (3, 2, "train.workers=3")])
+def test_a_way_that_a_run_could_not_go_is_refused(
+    run: Cli, encoder: Path, workers: int, pipeline: int, said: str
+) -> None:
+    words = ("plan", "intent", "--model", encoder, "--rows", 1000, "--workers", workers)
+    code, out, err = run(*words, "--set", f"train.pipeline={pipeline}")
+    assert (code, out) == (2, "")
+    assert f"train.pipeline={pipeline}: it does not divide {said}" in err
+
+
 def test_a_price_file_is_written_once_and_read(run: Cli, encoder: Path, tmp_path: Path) -> None:
     assert run("plan", "--write-prices", "prices.yaml")[0] == 0
     assert run("plan", "--write-prices", "prices.yaml")[0] == 2

@@ -95,10 +95,12 @@ def _planned(
 ) -> dict[str, Any]:
     from rtrain.doctor.forecast import facts, pace as paces, plan as planning
     from rtrain.network import model as models
-    from rtrain.strategies import ways as strategies
+    from rtrain.strategies import allowed, ways as strategies
 
     recipe, root = config.recipe, Path("runs")
     folder = models.resolve(recipe.model.name, root)
+    if problems := allowed.problems(recipe, folder):
+        raise ConfigError(problems)
     shape = facts.of_model(folder)
     rows, tokens = given
     if rows is not None:

@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-PATIENCE = 1000
-"""Health checks without an answer, one after another, until the only replica counts as gone."""
+PATIENCE_S = 2
+"""Seconds after a request's deadline for which the only replica may still answer a health check."""
 PAGES = (500, 502, 503, 504)
 """Errors that HAProxy answers by a file, `<status>.http`. Its 400 and 408, of what is no request yet, are its own."""
 COUNTED = (503, 504)
@@ -33,7 +33,7 @@ class Front:
     header_s: int
     """Seconds in which the header of a request has to arrive."""
     body_s: int
-    """Seconds in which its body has to, or as much of it as a buffer of HAProxy's holds (15 kB)."""
+    """Seconds in which its body has to, or as much of it as a buffer of HAProxy's holds (15 kB): until the deadline."""
     pages: str
     """Folder of the files that answer errors."""
     most: int
@@ -51,8 +51,7 @@ def rewrite(text: str, front: Front, socket: Path) -> str:
     """Ray's file, closed: no page of statistics or metrics on a port, an admin socket of the owner's alone at the path
     `socket`, no log on the syslog port, the address that was asked for, a time-out for headers, our own errors, no more
     requests for the replicas than they take, and no way to Ray's own proxy where no replica is up: it would hold a
-    request until its deadline, and 503 says at once to come again. The only replica counts as up until it refuses
-    connections.
+    request until its deadline, and 503 says at once to come again. The only replica has more time for a health check.
 
     Raises `UnknownFile` where a line that is to be changed does not stand there exactly once, and where anything but
     the endpoint would listen afterwards, or stand in for replicas.
@@ -100,15 +99,12 @@ def _own(backend: str, front: Front) -> str:
     if not names_servers(backend):
         return backend
     first, rest = backend.split("\n", 1)
+    patient = list[str]()
     if len(re.findall(r"^    server ", rest, re.MULTILINE)) == 1:
         # There is none to go to in its place. A process that loads a model, or has no processor, lacks the time for a
-        # check and answers requests late; one that has died refuses connections, which is known at once as ever.
-        rest, count = re.subn(r"^(    default-server .*\bfall )\d+\b", rf"\g<1>{PATIENCE}", rest, flags=re.MULTILINE)
-        if count != 1:
-            raise UnknownFile(
-                f"Ray Serve's file for HAProxy says {count} times after how many checks a replica is gone"
-            )
-    return "\n".join([first, *(f"    {line}" for line in (*_counted(), *_limited(front))), rest])
+        # check and answers requests late; one that has died refuses connections, for which no check has to wait.
+        patient = [f"timeout check {front.body_s + PATIENCE_S}s"]
+    return "\n".join([first, *(f"    {line}" for line in (*patient, *_counted(), *_limited(front))), rest])
 
 
 def _counted() -> list[str]:

@@ -79,7 +79,9 @@ def needs(
             if train.pipeline > 1:
                 yield way, staged(way.gradient_checkpointing)
                 continue
-            found, whole = (traced(way.tensor, again, more) for again in (way.gradient_checkpointing, False))
+            found = traced(way.tensor, way.gradient_checkpointing, more)
+            # The holes are those of the C library: a GPU's memory has none of layers that are computed again.
+            passing = traced(way.tensor, False, more).activations if device == "cpu" else None
         except ConfigError:  # a network that cannot compute its layers again
             if own == way.gradient_checkpointing:
                 raise
@@ -89,9 +91,7 @@ def needs(
         strategy, saves = way.strategy if replicas > 1 else "ddp", device == "cpu"
         yield (
             way,
-            memory.needed(
-                *(found, replicas, strategy), transport=sent, saves=saves, several=several, passing=whole.activations
-            ),
+            memory.needed(*(found, replicas, strategy), transport=sent, saves=saves, several=several, passing=passing),
         )
 
 

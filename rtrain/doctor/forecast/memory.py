@@ -18,7 +18,8 @@ KEPT: Final = 1.3
 """What a process holds for the activations, over what is alive of them at a time. By rtrain's settings (`env.SETTINGS`)
 the C library keeps freed blocks of up to 64 MB, since the next pass wants them again, and they leave holes: 1.24 to
 1.46 in six trainings of five models, of which this leaves the least relative error. With MALLOC_MMAP_THRESHOLD_=65536,
-by which blocks are given back, one of them had 1.01. A GPU's allocator is asked by itself (`training.pass_size`)."""
+by which blocks are given back, one of them had 1.01. A GPU's allocator leaves holes of its own, and is foretold by the
+same factor until a run asks it (`training.pass_size`)."""
 
 
 @dataclass(frozen=True)

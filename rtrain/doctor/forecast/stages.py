@@ -59,8 +59,10 @@ def of_stage(train: Train, stage: int, passes: int, of_pass: Callable[..., Trace
         return of_pass(stage=Stage(parts, own, few), more_passes=more)
 
     some = traced(TRACED)
-    further = sum(max(0, count - TRACED) for count in number.values()) / len(own)
+    further = sum(max(0, count - TRACED) for count in number.values())
     if not further:
         return some
-    each = some.activations - traced(TRACED - 1).activations
+    # The last pass of those parts that have so many; a part with fewer is the same in both traces.
+    last = some.activations - traced(TRACED - 1).activations
+    each = last / sum(count >= TRACED for count in number.values())
     return replace(some, activations=some.activations + math.ceil(further * each))
