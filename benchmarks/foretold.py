@@ -46,7 +46,7 @@ SCORED = 500
 EVERY_ROWS = 512
 """Rows of training between two evaluations."""
 FEWEST_UPDATES = 3 * noise.EVERY
-"""Of a pilot, by which a noise scale can be told: with three measurements."""
+"""Updates of the shortest pilot that tells a noise scale: three measurements of it."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Work:
     folder: Path
     seeds: int
     share: float
-    """Of the rows of each part."""
+    """How much of the rows of each part is used."""
 
     def count(self, rows: int) -> int:
         return round(self.share * rows)

@@ -299,7 +299,7 @@ def test_scores_that_are_no_number_have_no_order() -> None:
 
 
 def test_tags_of_an_answer_that_is_no_number_are_wrong() -> None:
-    """Of a word without an entity too, which the first of all tags would answer rightly."""
+    """A word without an entity is one of them, which the first of all tags would answer rightly."""
     task, head = base.get("token_tags"), Head(("O", "B-PER"))
     outputs = [np.array([[np.nan, np.nan], [1.0, np.nan], [-9.0, 9.0]], dtype=np.float32)]
     targets = Ragged.of([[0, 0, 1]], np.float32)

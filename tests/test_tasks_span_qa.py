@@ -151,7 +151,7 @@ def test_no_answer_is_right_where_there_is_none() -> None:
 
 
 def test_an_answer_that_is_no_number_is_wrong(encoder: Path) -> None:
-    """Of a question without an answer too, to which none would be right; and no threshold is made of it."""
+    """A question without an answer is one of them, to which none would be right; no threshold is made of it."""
     tokens, logits = rows_of(encoder)
     nothing = np.full_like(logits.numpy(), np.nan)
     found = TASK.outcomes(TASK.outputs(nothing, tokens, HEAD), tokens, HEAD)

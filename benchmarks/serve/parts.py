@@ -37,7 +37,7 @@ class Work:
     folder: Path
     settings: Sequence[str] = ()
     minutes: float = 15.0
-    """Of the soak."""
+    """How long the soak lasts."""
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
