@@ -85,6 +85,10 @@ def meant(path: Path) -> str | None:
 
 
 def _short(value: Any, limit: int = 80) -> str:
-    """`value` on one line, as `visible` has it."""
+    """`value` on one line, as `visible` has it. The middle of a long one is left out: the end of a path says which file
+    is meant."""
     text = visible(value) if isinstance(value, str) else repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    if len(text) <= limit:
+        return text
+    begins = (limit - 3) // 2
+    return f"{text[:begins]}...{text[begins + 3 - limit :]}"

@@ -17,7 +17,11 @@ from rtrain.errors import ConfigError, Problem, UserError, quoted
         ("\udcff\x00", r"data.path=\udcff\x00: gone; write another"),
         (["a", 1], "data.path=['a', 1]: gone; write another"),
         ("a\nb\x1b[31m\u202e", r"data.path=a\nb\x1b[31m\u202e: gone; write another"),
-        ("x" * 81, f"data.path={'x' * 77}...: gone; write another"),
+        ("x" * 40 + "y" * 41, f"data.path={'x' * 38}...{'y' * 39}: gone; write another"),
+        (
+            "/data/" * 20 + "rows.csv",
+            f"data.path={('/data/' * 7)[:38]}...{('/data/' * 6 + 'rows.csv')[-39:]}: gone; write another",
+        ),
         ("x" * 80, f"data.path={'x' * 80}: gone; write another"),
     ],
 )
