@@ -18,8 +18,9 @@ REPLY = b"HTTP/1.1 %d OK\r\ncontent-length: 2\r\n\r\n{}"
 
 
 @contextmanager
-def answering(statuses: list[int]) -> Iterator[str]:
-    """Address of a server that answers with these statuses in turn, and cuts the connection at 0."""
+def answering(statuses: list[int], keeps: bool = True) -> Iterator[str]:
+    """Address of a server that answers with these statuses in turn, and cuts the connection at 0. One that keeps no
+    connection closes it after an answer without having said so."""
     ready, ended, found = threading.Event(), threading.Event(), []
 
     async def serve() -> None:
@@ -36,6 +37,8 @@ def answering(statuses: list[int]) -> Iterator[str]:
                 if not (status := next(given)):
                     break
                 writer.write(REPLY % status)
+                if not keeps:
+                    break
             writer.close()
 
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
@@ -66,6 +69,13 @@ def test_a_cut_connection_is_an_answer_of_0_and_is_tried_once_more() -> None:
         found = load.opened(url, ["a text"], rate=100, seconds=0.3, void=False)
     assert found.ms[0]
     assert found.retried == len(found.ms[0])
+
+
+def test_a_connection_that_the_server_has_closed_meanwhile_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "due", lambda *_: [0.2 * number for number in range(4)])
+    with answering([200], keeps=False) as url:
+        found = load.opened(url, ["a text"], rate=5, seconds=1, void=False)
+    assert {status: len(ms) for status, ms in found.ms.items()} == {200: 4}
 
 
 def test_arrivals_are_those_of_the_rate_and_the_seed() -> None:

@@ -155,7 +155,7 @@ class _Connections:
         """The status of the answer; 0 where the connection was cut or refused."""
         pair = None
         try:
-            pair = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port)
+            pair = self._taken() or await asyncio.open_connection(self._host, self._port)
             reader, writer = pair
             head = f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
             writer.write(head.encode() + f"content-length: {len(content)}\r\n\r\n".encode() + content)
@@ -171,6 +171,16 @@ class _Connections:
         else:
             self._idle.append(pair)
         return status
+
+    def _taken(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        """The connection that was used last. One that the server has closed because nothing was asked over it is passed
+        over, as every client of HTTP does: asked again, it would count as a lost request."""
+        while self._idle:
+            reader, writer = self._idle.pop()
+            if not reader.at_eof():
+                return reader, writer
+            writer.close()
+        return None
 
     def close(self) -> None:
         for _, writer in self._idle:

@@ -226,6 +226,7 @@ def soak(work: Work) -> dict[str, Any]:
         "requests": loop.requests,
         "by_status": {str(status): len(ms) for status, ms in sorted(loop.ms.items())},
         "errors": loop.requests - len(loop.ms.get(200, [])),
+        "errors_after_one_retry": sum(n for status, n in loop.again.items() if status != 200),
         "late": loop.share_late(),
         "p50_ms": loop.percentile(0.5),
         "p99_ms": loop.percentile(0.99),
