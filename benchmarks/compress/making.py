@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tasks
-from benchmarks.compress import few
+from benchmarks import few, tasks
 from benchmarks.search import commands
 from rtrain.run import Run
 

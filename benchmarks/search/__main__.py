@@ -41,7 +41,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.search", description=__doc__, formatter_class=form)
     parser.add_argument("data", nargs="?", help="folder that holds the sets, each in a folder of its name")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    parser.add_argument("--rows", type=int, default=3000, help="training rows of banking77")
+    parser.add_argument("--rows", type=int, default=3000, help="training rows of each set")
     parser.add_argument("--epochs", type=int, default=2, help="epochs of a full run of banking77")
     parser.add_argument("--searches", type=int, default=3, help="searches of banking77, each with another seed")
     parser.add_argument("--pool", type=int, default=24, help="full runs of random settings")

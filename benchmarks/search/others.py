@@ -1,10 +1,10 @@
-"""What a search at a small budget gains for other tasks: scores of essays, and questions."""
+"""What a search at a small budget gains for other tasks: scores of essays, and questions, of fewer rows."""
 
 import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import tasks
+from benchmarks import few, tasks
 from benchmarks.search import commands, parts
 from benchmarks.search.parts import Work
 
@@ -35,7 +35,7 @@ def measure(work: Work, keep: Any) -> dict[str, Any]:
         job = next(job for job in tasks.JOBS if job.name == one.job)
         folder = work.folder / "others" / job.folder
         (folder / "data").mkdir(parents=True, exist_ok=True)
-        arguments = job.prepare(work.data / job.folder, folder / "data")
+        arguments = few.arguments(job.prepare(work.data / job.folder, folder / "data"), work.rows, folder)
         made = commands.tune(folder / "search", job.recipe, arguments, VALUES)
         ended = parts.ended(made, 0, one.headline)
         found[one.job] = {
