@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import tasks
+from benchmarks import few, tasks
 from benchmarks.compress import (
     __main__ as command,
-    few,
     figures,
     latency,
     limit,
