@@ -153,14 +153,10 @@ def _run_own(name: str, work: Work, seed: int) -> dict[str, float]:
 
 
 def own_environment() -> dict[str, str]:
-    """The environment of rtrain's runs: rtrain itself sets what its processes need.
-
-    Ray gives its workers a lower priority (nice 15). Beside other work they would get a smaller share of the cores than
-    a peer's processes, and the ratio would measure the machine's load.
-    """
+    """The environment of rtrain's runs: rtrain itself sets what its processes need."""
     found = budgets.environment(Budget(), os.environ, ROOT)
     del found["OMP_NUM_THREADS"]
-    return {**found, "RAY_worker_niceness": "0"}
+    return found
 
 
 def run_all(

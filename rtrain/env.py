@@ -18,6 +18,9 @@ SETTINGS = {
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "1",
+    # Ray gives the workers of a cluster that it starts the priority of background work (nice 15). Beside one busy
+    # process of anybody's, a training or a replica would then get some 3 % of a core in place of half of it.
+    "RAY_worker_niceness": "0",
     # A thread of Tune that outlives an interrupted session would start another Ray with its next call.
     "RAY_ENABLE_AUTO_CONNECT": "0",
     # Tune swallows the first Ctrl-C and returns as if finished; without its handler, Python's own raises as always.

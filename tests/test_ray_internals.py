@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import os
 import re
 import socket
 from pathlib import Path
@@ -95,13 +96,12 @@ def test_what_ray_knows_of_an_actor_and_of_a_placement_group(ray_session: Path) 
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
     class Quiet:
-        def pid(self) -> int:
-            import os
-
-            return os.getpid()
+        def seen(self) -> tuple[int, int]:
+            return os.getpid(), os.nice(0)
 
     actor: Any = ray.remote(num_cpus=0)(Quiet).remote()
-    pid = ray.get(actor.pid.remote())
+    pid, niceness = ray.get(actor.seen.remote())
+    assert niceness == os.nice(0)  # no background work (env.SETTINGS)
     [known] = [one for one in ray_internals.actors() if one["Pid"] == pid]
     assert known["ActorClassName"].endswith("Quiet")
     assert (known["State"], known["JobID"]) == ("ALIVE", ray.get_runtime_context().get_job_id())
