@@ -11,7 +11,7 @@ from rtrain.config import Config
 from rtrain.data import records
 from rtrain.data.formats import digests
 from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.gate import gate
+from rtrain.gate import gate, sides
 from rtrain.network import model, pooling, precision
 from rtrain.runs import driver, group, opening, preparing
 from rtrain.tasks import base
@@ -75,8 +75,11 @@ def run(
     summary = driver.fit(prepared, until=until, workers=workers, on_event=on_event)
     if prepared.run.finished:
         store, threads = prepared.store, config.deploy.serve.threads
-        sides = gate.Sides(prepared.run.artifact, teacher.folder, store, store, threads)
-        summary["gate"] = gate.run(sides, config.recipe.gate, on_event=say)
+        # A trimmed student, or one by name, reads the rows as other tokens than its teacher.
+        whole = sides.trained_from(teacher.folder, teacher.made, beside=store)
+        further = () if whole is None else (whole,)
+        both = gate.Sides(prepared.run.artifact, teacher.folder, store, whole, threads, further)
+        summary["gate"] = gate.run(both, config.recipe.gate, on_event=say)
         gate.record(prepared.run.artifact, summary["gate"])
     return prepared.run.folder, summary
 

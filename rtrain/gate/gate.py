@@ -27,7 +27,7 @@ from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.gate import decision, footprint, latency, rivals as plain, rows
 from rtrain.gate.decision import Measured, Word
-from rtrain.gate.rows import Answers, Both, Judged, Unequal
+from rtrain.gate.rows import Answers, Both, Judged, Reading, Unequal
 from rtrain.network import int8
 from rtrain.predict import Predictor
 from rtrain.report.answer_rows import SPLITS
@@ -46,6 +46,8 @@ class Sides:
     """The rows that the base was trained on: the plain models are too."""
     threads: int = 1
     """Threads of each engine: as many as serve it."""
+    further: tuple[Store, ...] = ()
+    """Where the rows are a store's: others with the same rows, as one of the sides has read them."""
     known: Answers | None = None
     """The base's and the candidate's answers to all test rows of the store, where somebody has asked already."""
     among: tuple[str, Ints] | None = None
@@ -145,9 +147,10 @@ def _answers(sides: Sides, on_event: Say) -> tuple[Both | None, Judged, str]:
                 return None, Judged(None, (), None, 0, (), unscored), ""
             count = sides.rows.rows(split) if positions is None else len(positions)
             on_event(events.doing(f"both models answer {count:,} {split} rows", "answers"))
-            alike = rows.reading(sides.base, base) == rows.reading(sides.candidate, candidate)
+            readings = Reading.of(sides.base, base.artifact), Reading.of(sides.candidate, candidate.artifact)
             known = sides.known if split == "test" else None
-            both = rows.of_store(base, candidate, sides.rows, split, alike, known, positions)
+            stores = (sides.rows, *sides.further)
+            both = rows.of_store(base, candidate, stores, split, readings, known, positions)
     except Unequal as error:
         return None, nothing, str(error)
     return both, rows.judge(both), ""
