@@ -78,7 +78,7 @@ def run(
         # A trimmed student, or one by name, reads the rows as other tokens than its teacher.
         whole = sides.trained_from(teacher.folder, teacher.made, beside=store)
         further = () if whole is None else (whole,)
-        both = gate.Sides(prepared.run.artifact, teacher.folder, store, whole, threads, further)
+        both = gate.Sides(prepared.run.artifact, teacher.folder, store, whole, threads, further=further)
         summary["gate"] = gate.run(both, config.recipe.gate, on_event=say)
         gate.record(prepared.run.artifact, summary["gate"])
     return prepared.run.folder, summary

@@ -46,14 +46,14 @@ class Sides:
     """The rows that the base was trained on: the plain models are too."""
     threads: int = 1
     """Threads of each engine: as many as serve it."""
-    further: tuple[Store, ...] = ()
-    """Where the rows are a store's: others with the same rows, as one of the sides has read them."""
     known: Answers | None = None
     """The base's and the candidate's answers to all test rows of the store, where somebody has asked already."""
     among: tuple[str, Ints] | None = None
     """A split of the store and positions in it, in place of its test rows."""
     timed: bool = True
     """Whether latency is measured. Not of two models that are computed alike: a ratio would be the machine's."""
+    further: tuple[Store, ...] = ()
+    """Where the rows are a store's: others with the same rows, as one of the sides has read them."""
 
 
 def run(sides: Sides, settings: Gate, *, thorough: bool = False, on_event: Say = lambda event: None) -> dict[str, Any]:
