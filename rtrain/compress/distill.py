@@ -8,6 +8,7 @@ from typing import Any
 from rtrain import artifact, config as configuration, engines, events
 from rtrain.compress import ranges, student, teacher as answers
 from rtrain.config import Config
+from rtrain.config.recipe import OF_STUDENTS
 from rtrain.data import records
 from rtrain.data.formats import digests
 from rtrain.errors import ConfigError, Problem, UserError
@@ -17,8 +18,6 @@ from rtrain.runs import driver, group, opening, preparing
 from rtrain.tasks import base
 from rtrain.training import inner
 
-DERIVED = ("model.name", "train.epochs", "optim.lr", "distill.teacher")
-"""Settings of a student that follow from its teacher and from its other settings."""
 STARTS = ".students"
 """Folder beside the runs with what students start from."""
 
@@ -121,7 +120,7 @@ def settled(config: Config, folder: Path, reuse: opening.Reuse) -> Config:
     """What to distil by: `config`, or a resumed student's own configuration with what `config` names."""
     if reuse != "resume":
         return config
-    return preparing.chosen(replace(config, named=config.named.difference(DERIVED)), folder, reuse)[1]
+    return preparing.chosen(replace(config, named=config.named.difference(OF_STUDENTS)), folder, reuse)[1]
 
 
 def started(config: Config, teacher: Teacher, root: Path) -> Config:

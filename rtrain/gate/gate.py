@@ -103,7 +103,7 @@ def run(sides: Sides, settings: Gate, *, thorough: bool = False, on_event: Say =
         "reasons": list(told.reasons),
         "findings": [asdict(one) for one in told.findings],
         "version": made.version,
-        "against": {"name": base_made.name, "version": base_made.version, "folder": str(sides.base)},
+        "against": {"name": base_made.name, "version": base_made.version, "folder": str(sides.base.absolute())},
         "student": student,
         "rows": 0 if both is None else len(both.lengths),
         "source": "" if both is None else both.source,
