@@ -3,7 +3,7 @@ teacher's version, and read by every student, trial, seed and resume."""
 
 import math
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -98,8 +98,7 @@ def ensure_answers(
     # Every row is about to be read. A damaged store is refused here: from a data task it would come as a traceback.
     store.check(size_only=False)
     rows = store.rows("train")
-    # A local Ray counts more logical CPUs than the machine has; each teacher process uses a real one.
-    logical_per_real = ray.cluster_resources()["CPU"] / (env.cores() * len(ray.nodes()))
+    nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
     blocks = max(env.cores(), math.ceil(rows / BLOCK_ROWS))
     dataset = ray.data.range(rows, override_num_blocks=blocks).map_batches(
         partial(
@@ -110,7 +109,7 @@ def ensure_answers(
             ids=None if trimmed is None else trimming.old_ids(trimmed.kept),
         ),
         batch_size=TEACHER_ROWS,
-        num_cpus=max(1.0, logical_per_real),
+        num_cpus=logical_cpus(nodes, env.cores()),
     )
     draft = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
     # A line for each row, or for each of its tokens.
@@ -129,6 +128,15 @@ def ensure_answers(
         raise RuntimeError(f"the teacher answered {seen} of {rows} rows")
     draft.rename(final)
     return True
+
+
+def logical_cpus(nodes: Sequence[float], cores: int) -> float:
+    """What a process of one thread asks Ray for; `nodes`: the logical CPUs of each node, `cores`: of this machine.
+
+    A private Ray counts more CPUs than its machine has (`rtrain.cluster.session`). Nodes that others started count
+    their own, and they may have more than the machine that asks.
+    """
+    return max(1.0, nodes[0] / cores) if len(nodes) == 1 else 1.0
 
 
 def _answer(
