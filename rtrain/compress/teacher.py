@@ -1,9 +1,12 @@
 """A teacher's answers to all training rows of a store: computed once by a Ray Data job, kept beside the rows by the
 teacher's version, and read by every student, trial, seed and resume."""
 
+import errno
 import math
-import uuid
-from collections.abc import Callable, Sequence
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rtrain import artifact, env, events
+from rtrain import artifact, drafts, env, events
 from rtrain.batch import Head, Ints, batches
 from rtrain.config import Model
 from rtrain.data.stores.store import Store, open_store
@@ -76,10 +79,9 @@ def carry(source: Store, target: Store, version: str) -> None:
     places = order[np.minimum(np.searchsorted(known[order], wanted), len(known) - 1)]
     if not np.array_equal(known[places], wanted):
         raise UserError(f"{source.folder} and {target.folder} hold other rows; remove both and start again")
-    final = target.teacher_file(version)
-    draft = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.npy")
-    np.save(draft, source.teacher(version)[places], allow_pickle=False)
-    draft.rename(final)
+    known = source.teacher(version)
+    with _written(target.teacher_file(version), (len(places), known.shape[1])) as answers:
+        answers[:] = known[places]
 
 
 def ensure_answers(
@@ -111,23 +113,55 @@ def ensure_answers(
         batch_size=TEACHER_ROWS,
         num_cpus=logical_cpus(nodes, env.cores()),
     )
-    draft = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
     # A line for each row, or for each of its tokens.
     by_token = base.get(teacher.task).by_token
     shape = (store.manifest.tokens["train"] if by_token else rows, len(teacher.labels))
-    logits = np.lib.format.open_memmap(draft, mode="w+", dtype=np.float32, shape=shape)
     seen = 0
-    for batch in dataset.iter_batches(batch_size=None, batch_format="numpy"):
-        answers = [np.asarray(row).reshape(-1, shape[1]) for row in batch["logits"]]
-        positions = batch["position"]
-        logits[store.token_places(positions) if by_token else positions] = np.concatenate(answers)
-        seen += len(batch["position"])
-    logits.flush()
-    if seen != rows:
-        draft.unlink()
-        raise RuntimeError(f"the teacher answered {seen} of {rows} rows")
-    draft.rename(final)
+    with _written(final, shape) as logits:
+        for batch in dataset.iter_batches(batch_size=None, batch_format="numpy"):
+            answers = [np.asarray(row).reshape(-1, shape[1]) for row in batch["logits"]]
+            positions = batch["position"]
+            logits[store.token_places(positions) if by_token else positions] = np.concatenate(answers)
+            seen += len(batch["position"])
+        if seen != rows:
+            raise RuntimeError(f"the teacher answered {seen} of {rows} rows")
     return True
+
+
+@contextmanager
+def _written(final: Path, shape: tuple[int, int]) -> Iterator["np.memmap[Any, Any]"]:
+    """An array on the disk that has the name `final` once the block has ended. Where the block fails, nothing is left;
+    what a killed process has left goes too.
+
+    Raises `UserError` where the disk has no room, before anything is computed: an array that is written page by page
+    would end the process by a signal.
+    """
+    drafts.sweep(final)
+    draft = drafts.Draft(final)
+    try:
+        path = draft.folder / final.name
+        found = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
+        _hold_room(path)
+        yield found
+        found.flush()
+        path.rename(final)
+    finally:
+        shutil.rmtree(draft.folder, ignore_errors=True)
+        draft.release()
+
+
+def _hold_room(path: Path) -> None:
+    """Take the room on the disk that a file says it has."""
+    size = path.stat().st_size
+    try:
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"the teacher's answers take {size / 1e6:,.0f} MB, and {path.parent.parent} has no room"
+        ) from None
 
 
 def logical_cpus(nodes: Sequence[float], cores: int) -> float:
