@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rtrain import predict, score
 from rtrain.compress import teacher
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from tests.conftest import labelled_rows
 from tests.reports import settings
-from tests.tiny import make_store
+from tests.tiny import make_store, make_task_artifact
 
 
 @pytest.fixture
@@ -78,3 +79,12 @@ def test_what_a_killed_process_has_left_goes_with_the_next_one(store: Store) -> 
     assert len(left(store)) == 2
     teacher.carry(store, store, "v1")
     assert left(store) == ["teacher-v1.npy"]
+
+
+def test_answers_are_those_of_whole_precision(store: Store, tmp_path: Path) -> None:
+    """They are kept under the teacher's version alone: those for a student in bf16 were taken for one in fp32 too."""
+    folder = make_task_artifact(tmp_path / "teacher", "classification", store.manifest.head)
+    rows = np.arange(store.rows("train"))
+    found = teacher._answer({"id": rows}, store.folder, folder)
+    expected = score.on_split(predict.Predictor.load(folder), store, "train", found["position"]).outputs
+    assert np.abs(np.stack([row.reshape(-1) for row in found["logits"]]) - np.stack(expected)).max() <= 1e-5

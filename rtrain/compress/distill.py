@@ -13,7 +13,7 @@ from rtrain.data import records
 from rtrain.data.formats import digests
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.gate import gate, sides
-from rtrain.network import model, pooling, precision
+from rtrain.network import model, pooling
 from rtrain.runs import driver, group, opening, preparing
 from rtrain.tasks import base
 from rtrain.training import inner
@@ -105,11 +105,8 @@ def prepare(
 ) -> preparing.Prepared:
     """As `preparing.prepare`, for a student whose configuration is `started`: its teacher answers the rows, where it
     has not yet."""
-    # The teacher answers on processors, wherever the student is trained.
-    wanted, native = config.recipe.train.precision, precision.of_processor()
-    decided = precision.resolve("auto" if precision.problems(wanted, native) else wanted, native)
     alike = teacher.reads_alike(model.resolve(config.recipe.model.name, tokens_root or folder.parent))
-    taught = partial(answers.teach, teacher.folder, teacher.made, decided, alike=alike, on_event=on_event)
+    taught = partial(answers.teach, teacher.folder, teacher.made, alike=alike, on_event=on_event)
     prepared = preparing.prepare(config, folder, reuse, tokens_root, source, taught, begun)
     if config.recipe.distill.quantization_aware:
         ranges.begin(prepared)

@@ -34,6 +34,9 @@ TEACHER_TOKENS = 1 << 14
 hold 64 of the longest rows."""
 BLOCK_ROWS = 1024
 """Rows that one data task answers."""
+PRECISION = "fp32"
+"""Number format of the answers, whatever the student's: they are kept under the teacher's version alone, and students
+on other machines, or in another format, learn the same ones."""
 TEACHER_CPUS = 1
 """Threads of one teacher process."""
 
@@ -41,7 +44,6 @@ TEACHER_CPUS = 1
 def teach(
     folder: Path,
     made: artifact.Artifact,
-    decided: str,
     store: Store,
     weights: Path,
     other: Callable[[Path], Store],
@@ -64,10 +66,10 @@ def teach(
         )
     on_event(events.doing(f"the teacher answers {store.rows('train'):,} rows", "teacher"))
     if alike:
-        ensure_answers(store, folder, made, decided, trimming.read(weights))
+        ensure_answers(store, folder, made, trimming.read(weights))
         return
     own = other(folder)
-    ensure_answers(own, folder, made, decided)
+    ensure_answers(own, folder, made)
     carry(own, store, made.version)
 
 
@@ -85,7 +87,7 @@ def carry(source: Store, target: Store, version: str) -> None:
 
 
 def ensure_answers(
-    store: Store, folder: Path, teacher: artifact.Artifact, decided: str, trimmed: trimming.Trimmed | None = None
+    store: Store, folder: Path, teacher: artifact.Artifact, trimmed: trimming.Trimmed | None = None
 ) -> bool:
     """Logits of all training rows by the teacher, kept in the store; returns whether they had to be computed.
 
@@ -107,7 +109,6 @@ def ensure_answers(
             _answer,
             store=store.folder,
             folder=folder,
-            precision=decided,
             ids=None if trimmed is None else trimming.old_ids(trimmed.kept),
         ),
         batch_size=TEACHER_ROWS,
@@ -173,9 +174,7 @@ def logical_cpus(nodes: Sequence[float], cores: int) -> float:
     return max(1.0, nodes[0] / cores) if len(nodes) == 1 else 1.0
 
 
-def _answer(
-    batch: dict[str, Any], store: Path, folder: Path, precision: str, ids: Ints | None = None
-) -> dict[str, Any]:
+def _answer(batch: dict[str, Any], store: Path, folder: Path, ids: Ints | None = None) -> dict[str, Any]:
     """A data task: outputs for the rows at places `id` of the length order, with their positions in the index."""
     import torch
 
@@ -189,7 +188,7 @@ def _answer(
         if ids is not None:
             tokens = replace(tokens, ids=ids[tokens.ids].astype(np.int32))
         with torch.inference_mode():
-            logits = forward(network, tokens, pad_id, precision, task.wanted(tokens, head)).float().numpy()
+            logits = forward(network, tokens, pad_id, PRECISION, task.wanted(tokens, head)).float().numpy()
         answers[places] = [np.ascontiguousarray(row).ravel() for row in task.outputs(logits, tokens, head)]
     return {"position": positions, "logits": answers}
 
