@@ -192,9 +192,10 @@ def _graph_text(report: dict[str, Any]) -> list[str]:
         )
     if (back := report.get("fallback")) is not None:
         count, of = len(back["reverted"]), back["operations"]
+        short = "" if back["reached"] else f", more than the {back['most_flips']:.2%} that were asked for: not reached"
         lines.append(
             f"fall-back: {count} of {of} operations in float; of {back['rows']:,} training rows' answers "
-            f"{back['flips_before']:.2%} differed, now {back['flips']:.2%} ({back['seconds']:.0f} s)"
+            f"{back['flips_before']:.2%} differed, now {back['flips']:.2%}{short} ({back['seconds']:.0f} s)"
         )
         lines += [f"  in float: {name}" for name in back["reverted"]]
     if back and back["reverted"]:
