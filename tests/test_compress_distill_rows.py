@@ -262,7 +262,7 @@ def test_a_store_with_answers_asks_nobody(tmp_path: Path, encoder: Path, monkeyp
     monkeypatch.setattr(teaching, "ensure_answers", ensure)
     for _ in range(3):
         for store in (own, rows):
-            teaching.teach(teacher, made, "fp32", store, encoder, Store, alike=True)
+            teaching.teach(teacher, made, store, encoder, Store, alike=True)
     assert asked == [own.folder, rows.folder]
 
 
@@ -270,7 +270,7 @@ def test_rows_of_other_labels_are_refused(tmp_path: Path, encoder: Path) -> None
     own, _ = stores(settings(tmp_path, encoder).recipe, encoder, tmp_path)
     teacher = make_artifact(tmp_path / "teacher", ("no", "yes"))
     with pytest.raises(UserError, match="these rows have 3 labels, and the teacher"):
-        teaching.teach(teacher, artifact.read(teacher), "fp32", own, encoder, Store, alike=True)
+        teaching.teach(teacher, artifact.read(teacher), own, encoder, Store, alike=True)
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused

@@ -113,6 +113,7 @@ def _fall_back(job: Job, graph: Quantized, float_one: predict.Predictor, most_fl
         "flips_before": found.before.flips,
         "flips": found.after.flips,
         "most_flips": most_flips,
+        "reached": found.after.flips <= most_flips,
         "distance_before": found.before.distance,
         "distance": found.after.distance,
         "sensitivity": found.sensitivity,

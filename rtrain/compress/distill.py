@@ -8,17 +8,16 @@ from typing import Any
 from rtrain import artifact, config as configuration, engines, events
 from rtrain.compress import ranges, student, teacher as answers
 from rtrain.config import Config
+from rtrain.config.recipe import OF_STUDENTS
 from rtrain.data import records
 from rtrain.data.formats import digests
 from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.gate import gate
-from rtrain.network import model, pooling, precision
+from rtrain.gate import gate, sides
+from rtrain.network import model, pooling
 from rtrain.runs import driver, group, opening, preparing
 from rtrain.tasks import base
 from rtrain.training import inner
 
-DERIVED = ("model.name", "train.epochs", "optim.lr", "distill.teacher")
-"""Settings of a student that follow from its teacher and from its other settings."""
 STARTS = ".students"
 """Folder beside the runs with what students start from."""
 
@@ -75,8 +74,11 @@ def run(
     summary = driver.fit(prepared, until=until, workers=workers, on_event=on_event)
     if prepared.run.finished:
         store, threads = prepared.store, config.deploy.serve.threads
-        sides = gate.Sides(prepared.run.artifact, teacher.folder, store, store, threads)
-        summary["gate"] = gate.run(sides, config.recipe.gate, on_event=say)
+        # A trimmed student, or one by name, reads the rows as other tokens than its teacher.
+        whole = sides.trained_from(teacher.folder, teacher.made, beside=store)
+        further = () if whole is None else (whole,)
+        both = gate.Sides(prepared.run.artifact, teacher.folder, store, whole, threads, further=further)
+        summary["gate"] = gate.run(both, config.recipe.gate, on_event=say)
         gate.record(prepared.run.artifact, summary["gate"])
     return prepared.run.folder, summary
 
@@ -103,11 +105,8 @@ def prepare(
 ) -> preparing.Prepared:
     """As `preparing.prepare`, for a student whose configuration is `started`: its teacher answers the rows, where it
     has not yet."""
-    # The teacher answers on processors, wherever the student is trained.
-    wanted, native = config.recipe.train.precision, precision.of_processor()
-    decided = precision.resolve("auto" if precision.problems(wanted, native) else wanted, native)
     alike = teacher.reads_alike(model.resolve(config.recipe.model.name, tokens_root or folder.parent))
-    taught = partial(answers.teach, teacher.folder, teacher.made, decided, alike=alike, on_event=on_event)
+    taught = partial(answers.teach, teacher.folder, teacher.made, alike=alike, on_event=on_event)
     prepared = preparing.prepare(config, folder, reuse, tokens_root, source, taught, begun)
     if config.recipe.distill.quantization_aware:
         ranges.begin(prepared)
@@ -118,7 +117,7 @@ def settled(config: Config, folder: Path, reuse: opening.Reuse) -> Config:
     """What to distil by: `config`, or a resumed student's own configuration with what `config` names."""
     if reuse != "resume":
         return config
-    return preparing.chosen(replace(config, named=config.named.difference(DERIVED)), folder, reuse)[1]
+    return preparing.chosen(replace(config, named=config.named.difference(OF_STUDENTS)), folder, reuse)[1]
 
 
 def started(config: Config, teacher: Teacher, root: Path) -> Config:

@@ -19,11 +19,13 @@ from rtrain.batch import Head, Ints
 from rtrain.compress import calibrate, fallback, vocabulary
 from rtrain.config import Recipe
 from rtrain.config.recipe import Quantize
+from rtrain.data import records
 from rtrain.data.stores.store import Store
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.gate import gate, told
 from rtrain.network import int8, rounding
 from rtrain.run import Run
+from rtrain.runs import smaller
 from rtrain.tasks import base
 
 SERVED = ("tokenizer.json", "config.json")
@@ -55,6 +57,7 @@ def run(
         raise UserError(f"{parent_folder} is quantized already; name the run of its float parent")
     trims = recipe.compress.vocabulary == "trim" and "vocabulary" not in parent.lineage
     refuse(recipe.quantize.engine, trims, learned=(parent_folder / rounding.FILE).is_file())
+    further = smaller.further(recipe) if trims else None
     store = Store(store_folder)
     started = time.perf_counter()
     whole = out.resolve()  # behind a link, the folder that it names: what is published there is renamed
@@ -80,7 +83,7 @@ def run(
         )
         if trims:
             on_event(events.doing("trimming the vocabulary", "vocabulary"))
-            report |= _trim(draft, store, recipe.compress.vocabulary_pieces, report)
+            report |= _trim(draft, store, recipe, further, report)
         report["artefact_mb"] = round(sum(path.stat().st_size for path in draft.iterdir()) / 1e6, 2)
         report["gate"] = gate.run(
             gate.Sides(draft, parent_folder, store, store, threads, answered), recipe.gate, on_event=on_event
@@ -189,9 +192,10 @@ def _graph_text(report: dict[str, Any]) -> list[str]:
         )
     if (back := report.get("fallback")) is not None:
         count, of = len(back["reverted"]), back["operations"]
+        short = "" if back["reached"] else f", more than the {back['most_flips']:.2%} that were asked for: not reached"
         lines.append(
             f"fall-back: {count} of {of} operations in float; of {back['rows']:,} training rows' answers "
-            f"{back['flips_before']:.2%} differed, now {back['flips']:.2%} ({back['seconds']:.0f} s)"
+            f"{back['flips_before']:.2%} differed, now {back['flips']:.2%}{short} ({back['seconds']:.0f} s)"
         )
         lines += [f"  in float: {name}" for name in back["reverted"]]
     if back and back["reverted"]:
@@ -216,12 +220,14 @@ def _vocabulary_text(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def _trim(draft: Path, store: Store, at_least: int, report: dict[str, Any]) -> dict[str, Any]:
+def _trim(
+    draft: Path, store: Store, recipe: Recipe, further: records.Source | None, report: dict[str, Any]
+) -> dict[str, Any]:
     """Trim the int8 artefact of `draft` in its place; what its `report` is to say otherwise."""
     whole = draft.with_name(f"{draft.name}-whole")
     draft.rename(whole)
     try:
-        vocabulary.trim_by(whole, store, at_least, draft)
+        vocabulary.trim_by(whole, store, recipe, draft, further)
     finally:
         shutil.rmtree(whole)
     made = artifact.read(draft)

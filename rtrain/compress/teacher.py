@@ -1,9 +1,12 @@
 """A teacher's answers to all training rows of a store: computed once by a Ray Data job, kept beside the rows by the
 teacher's version, and read by every student, trial, seed and resume."""
 
+import errno
 import math
-import uuid
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rtrain import artifact, env, events
+from rtrain import artifact, drafts, env, events
 from rtrain.batch import Head, Ints, batches
 from rtrain.config import Model
 from rtrain.data.stores.store import Store, open_store
@@ -31,6 +34,9 @@ TEACHER_TOKENS = 1 << 14
 hold 64 of the longest rows."""
 BLOCK_ROWS = 1024
 """Rows that one data task answers."""
+PRECISION = "fp32"
+"""Number format of the answers, whatever the student's: they are kept under the teacher's version alone, and students
+on other machines, or in another format, learn the same ones."""
 TEACHER_CPUS = 1
 """Threads of one teacher process."""
 
@@ -38,7 +44,6 @@ TEACHER_CPUS = 1
 def teach(
     folder: Path,
     made: artifact.Artifact,
-    decided: str,
     store: Store,
     weights: Path,
     other: Callable[[Path], Store],
@@ -61,10 +66,10 @@ def teach(
         )
     on_event(events.doing(f"the teacher answers {store.rows('train'):,} rows", "teacher"))
     if alike:
-        ensure_answers(store, folder, made, decided, trimming.read(weights))
+        ensure_answers(store, folder, made, trimming.read(weights))
         return
     own = other(folder)
-    ensure_answers(own, folder, made, decided)
+    ensure_answers(own, folder, made)
     carry(own, store, made.version)
 
 
@@ -76,14 +81,13 @@ def carry(source: Store, target: Store, version: str) -> None:
     places = order[np.minimum(np.searchsorted(known[order], wanted), len(known) - 1)]
     if not np.array_equal(known[places], wanted):
         raise UserError(f"{source.folder} and {target.folder} hold other rows; remove both and start again")
-    final = target.teacher_file(version)
-    draft = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.npy")
-    np.save(draft, source.teacher(version)[places], allow_pickle=False)
-    draft.rename(final)
+    known = source.teacher(version)
+    with _written(target.teacher_file(version), (len(places), known.shape[1])) as answers:
+        answers[:] = known[places]
 
 
 def ensure_answers(
-    store: Store, folder: Path, teacher: artifact.Artifact, decided: str, trimmed: trimming.Trimmed | None = None
+    store: Store, folder: Path, teacher: artifact.Artifact, trimmed: trimming.Trimmed | None = None
 ) -> bool:
     """Logits of all training rows by the teacher, kept in the store; returns whether they had to be computed.
 
@@ -98,42 +102,79 @@ def ensure_answers(
     # Every row is about to be read. A damaged store is refused here: from a data task it would come as a traceback.
     store.check(size_only=False)
     rows = store.rows("train")
-    # A local Ray counts more logical CPUs than the machine has; each teacher process uses a real one.
-    logical_per_real = ray.cluster_resources()["CPU"] / (env.cores() * len(ray.nodes()))
+    nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
     blocks = max(env.cores(), math.ceil(rows / BLOCK_ROWS))
     dataset = ray.data.range(rows, override_num_blocks=blocks).map_batches(
         partial(
             _answer,
             store=store.folder,
             folder=folder,
-            precision=decided,
             ids=None if trimmed is None else trimming.old_ids(trimmed.kept),
         ),
         batch_size=TEACHER_ROWS,
-        num_cpus=max(1.0, logical_per_real),
+        num_cpus=logical_cpus(nodes, env.cores()),
     )
-    draft = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
     # A line for each row, or for each of its tokens.
     by_token = base.get(teacher.task).by_token
     shape = (store.manifest.tokens["train"] if by_token else rows, len(teacher.labels))
-    logits = np.lib.format.open_memmap(draft, mode="w+", dtype=np.float32, shape=shape)
     seen = 0
-    for batch in dataset.iter_batches(batch_size=None, batch_format="numpy"):
-        answers = [np.asarray(row).reshape(-1, shape[1]) for row in batch["logits"]]
-        positions = batch["position"]
-        logits[store.token_places(positions) if by_token else positions] = np.concatenate(answers)
-        seen += len(batch["position"])
-    logits.flush()
-    if seen != rows:
-        draft.unlink()
-        raise RuntimeError(f"the teacher answered {seen} of {rows} rows")
-    draft.rename(final)
+    with _written(final, shape) as logits:
+        for batch in dataset.iter_batches(batch_size=None, batch_format="numpy"):
+            answers = [np.asarray(row).reshape(-1, shape[1]) for row in batch["logits"]]
+            positions = batch["position"]
+            logits[store.token_places(positions) if by_token else positions] = np.concatenate(answers)
+            seen += len(batch["position"])
+        if seen != rows:
+            raise RuntimeError(f"the teacher answered {seen} of {rows} rows")
     return True
 
 
-def _answer(
-    batch: dict[str, Any], store: Path, folder: Path, precision: str, ids: Ints | None = None
-) -> dict[str, Any]:
+@contextmanager
+def _written(final: Path, shape: tuple[int, int]) -> Iterator["np.memmap[Any, Any]"]:
+    """An array on the disk that has the name `final` once the block has ended. Where the block fails, nothing is left;
+    what a killed process has left goes too.
+
+    Raises `UserError` where the disk has no room, before anything is computed: an array that is written page by page
+    would end the process by a signal.
+    """
+    drafts.sweep(final)
+    draft = drafts.Draft(final)
+    try:
+        path = draft.folder / final.name
+        found = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
+        _hold_room(path)
+        yield found
+        found.flush()
+        path.rename(final)
+    finally:
+        shutil.rmtree(draft.folder, ignore_errors=True)
+        draft.release()
+
+
+def _hold_room(path: Path) -> None:
+    """Take the room on the disk that a file says it has."""
+    size = path.stat().st_size
+    try:
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"the teacher's answers take {size / 1e6:,.0f} MB, and {path.parent.parent} has no room"
+        ) from None
+
+
+def logical_cpus(nodes: Sequence[float], cores: int) -> float:
+    """What a process of one thread asks Ray for; `nodes`: the logical CPUs of each node, `cores`: of this machine.
+
+    A private Ray counts more CPUs than its machine has (`rtrain.cluster.session`). Nodes that others started count
+    their own, and they may have more than the machine that asks.
+    """
+    return max(1.0, nodes[0] / cores) if len(nodes) == 1 else 1.0
+
+
+def _answer(batch: dict[str, Any], store: Path, folder: Path, ids: Ints | None = None) -> dict[str, Any]:
     """A data task: outputs for the rows at places `id` of the length order, with their positions in the index."""
     import torch
 
@@ -147,7 +188,7 @@ def _answer(
         if ids is not None:
             tokens = replace(tokens, ids=ids[tokens.ids].astype(np.int32))
         with torch.inference_mode():
-            logits = forward(network, tokens, pad_id, precision, task.wanted(tokens, head)).float().numpy()
+            logits = forward(network, tokens, pad_id, PRECISION, task.wanted(tokens, head)).float().numpy()
         answers[places] = [np.ascontiguousarray(row).ravel() for row in task.outputs(logits, tokens, head)]
     return {"position": positions, "logits": answers}
 

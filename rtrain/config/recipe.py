@@ -186,6 +186,10 @@ ADDED_TO_DISTILL: dict[str, Any] = {
 """The same for `distill`."""
 
 
+OF_STUDENTS = ("model.name", "train.epochs", "optim.lr", "distill.teacher")
+"""Settings of a student that follow from its teacher and from its other settings."""
+
+
 class Distill(Section):
     student: str | None = None
     """Model that the student starts from, named as model.name is. null: layers of the teacher."""

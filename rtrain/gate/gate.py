@@ -27,7 +27,7 @@ from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
 from rtrain.gate import decision, footprint, latency, rivals as plain, rows
 from rtrain.gate.decision import Measured, Word
-from rtrain.gate.rows import Answers, Both, Judged, Unequal
+from rtrain.gate.rows import Answers, Both, Judged, Reading, Unequal
 from rtrain.network import int8
 from rtrain.predict import Predictor
 from rtrain.report.answer_rows import SPLITS
@@ -52,6 +52,8 @@ class Sides:
     """A split of the store and positions in it, in place of its test rows."""
     timed: bool = True
     """Whether latency is measured. Not of two models that are computed alike: a ratio would be the machine's."""
+    further: tuple[Store, ...] = ()
+    """Where the rows are a store's: others with the same rows, as one of the sides has read them."""
 
 
 def run(sides: Sides, settings: Gate, *, thorough: bool = False, on_event: Say = lambda event: None) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def run(sides: Sides, settings: Gate, *, thorough: bool = False, on_event: Say =
         "reasons": list(told.reasons),
         "findings": [asdict(one) for one in told.findings],
         "version": made.version,
-        "against": {"name": base_made.name, "version": base_made.version, "folder": str(sides.base)},
+        "against": {"name": base_made.name, "version": base_made.version, "folder": str(sides.base.absolute())},
         "student": student,
         "rows": 0 if both is None else len(both.lengths),
         "source": "" if both is None else both.source,
@@ -145,9 +147,10 @@ def _answers(sides: Sides, on_event: Say) -> tuple[Both | None, Judged, str]:
                 return None, Judged(None, (), None, 0, (), unscored), ""
             count = sides.rows.rows(split) if positions is None else len(positions)
             on_event(events.doing(f"both models answer {count:,} {split} rows", "answers"))
-            alike = rows.reading(sides.base, base) == rows.reading(sides.candidate, candidate)
+            readings = Reading.of(sides.base, base.artifact), Reading.of(sides.candidate, candidate.artifact)
             known = sides.known if split == "test" else None
-            both = rows.of_store(base, candidate, sides.rows, split, alike, known, positions)
+            stores = (sides.rows, *sides.further)
+            both = rows.of_store(base, candidate, stores, split, readings, known, positions)
     except Unequal as error:
         return None, nothing, str(error)
     return both, rows.judge(both), ""

@@ -5,21 +5,17 @@ Only files are read: no engine is loaded and nothing is computed.
 
 import json
 import math
-import shlex
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rtrain import artifact, config, engines
+from rtrain import artifact, engines
 from rtrain.artifact import Artifact, ArtifactError
-from rtrain.config.recipe import Distill
-from rtrain.errors import ConfigError
 from rtrain.gate import told
 from rtrain.gate.graph import Graph, Part, part_of
-from rtrain.run import Run
+from rtrain.gate.reproduction import reproduce
 
 SCHEMA_VERSION = 1
 BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I8": 8, "U8": 8, "F8_E4M3": 8, "F8_E5M2": 8}
@@ -92,58 +88,6 @@ def _rest(folder: Path, made: Artifact, files: dict[str, int], parts: dict[str, 
     known = {"tokenizer": tokenizer, "graph": model - sum(part.bytes for part in parts.values())}
     total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return {**known, "other files": total - model - tokenizer}
-
-
-def reproduce(folder: Path, made: Artifact) -> list[str]:
-    """The commands that make the artefact again, from the files beside it; empty where it lies outside of its run, or
-    where a later version wrote settings there that this one does not know."""
-    run = Run(folder.absolute().parent)
-    if not run.exists:
-        return []
-    try:
-        return _commands(run, folder, made)
-    except ConfigError:
-        return []
-
-
-def _commands(run: Run, folder: Path, made: Artifact) -> list[str]:
-    found = []
-    if teacher := made.lineage.get("teacher"):
-        rest = shlex.join([*_sets(_distilled(run)), "--out", f"{run}-again"])
-        found.append(f"rtrain distill TEACHER {rest}  # TEACHER: the run of artefact {teacher}")
-    else:
-        found.append(shlex.join(["rtrain", "train", str(run.config), "--out", f"{run}-again"]))
-    if not engines.get(made.engine).gradients:
-        words = [str(run), *_sets(_quantized(run, made)), "--out", str(folder.absolute())]
-        found.append(shlex.join(["rtrain", "quantize", *words]))
-    return found
-
-
-def _distilled(run: Run) -> dict[str, Any]:
-    """What a student was distilled by otherwise than by default."""
-    kept, usual = config.flat(config.load(str(run.config))), config.dotted({"distill": Distill().model_dump()})
-    return {name: kept[name] for name in usual if name != "distill.teacher" and kept[name] != usual[name]}
-
-
-def _quantized(run: Run, made: Artifact) -> dict[str, Any]:
-    """What an int8 artefact was made by otherwise than its run's own settings say, as far as its lineage knows."""
-    recipe, lineage = config.load(str(run.config)).recipe, made.lineage
-    names = ("kind", "calibration_rows", "flips")
-    wanted = {f"quantize.{name}": lineage[name] for name in names if name in lineage} | {"quantize.engine": made.engine}
-    if "vocabulary" in lineage and "vocabulary" not in _lineage(run):
-        wanted["compress.vocabulary"] = "trim"
-    own = config.dotted({"quantize": recipe.quantize.model_dump(), "compress": recipe.compress.model_dump()})
-    return {name: value for name, value in wanted.items() if own[name] != value}
-
-
-def _lineage(run: Run) -> Mapping[str, Any]:
-    """That of the float artefact; empty where it is gone."""
-    return artifact.read(run.artifact, verify=False).lineage if (run.artifact / artifact.NAME).is_file() else {}
-
-
-def _sets(settings: Mapping[str, Any]) -> list[str]:
-    values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
-    return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
 
 
 # ---------------------------------------------------------------------------------------------------------------- text

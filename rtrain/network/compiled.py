@@ -11,7 +11,7 @@ from pathlib import Path
 from rtrain import env
 
 KEPT = 8
-"""Artefacts whose graphs are kept: those that were compiled last."""
+"""Artefacts whose graphs are kept: those that were loaded last."""
 
 
 def folder(version: str) -> Path | None:
@@ -24,7 +24,11 @@ def folder(version: str) -> Path | None:
         return None
     found = Path(root) / "openvino" / version
     if found.is_dir():
-        return found if os.access(found, os.R_OK | os.W_OK) else None
+        if not os.access(found, os.R_OK | os.W_OK):
+            return None
+        with contextlib.suppress(OSError):  # it may be another user's
+            os.utime(found)  # by which `_forget` knows when it was used
+        return found
     try:
         found.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         found.mkdir(exist_ok=True)
@@ -35,7 +39,7 @@ def folder(version: str) -> Path | None:
 
 
 def _forget(root: Path) -> None:
-    """Remove all but the newest `KEPT`. Another process may be doing the same."""
+    """Remove all but the `KEPT` that were used last. Another process may be doing the same."""
     with contextlib.suppress(OSError):
         ordered = sorted(root.iterdir(), key=lambda one: one.stat().st_mtime, reverse=True)
         for old in ordered[KEPT:]:

@@ -35,14 +35,14 @@ def trimmed(recipe: Recipe, source: records.Source, weights: Path, root: Path, b
     """
     if recipe.compress.vocabulary == "keep":
         return weights
-    at_least, further = recipe.compress.vocabulary_pieces, _unlabelled(recipe, begun)
-    made_of = tokens.digest(recipe, source, weights), at_least, further and further.digest()
+    at_least, more = recipe.compress.vocabulary_pieces, further(recipe, begun)
+    made_of = tokens.digest(recipe, source, weights), at_least, more and more.digest()
     final = root / FOLDER / trimming.address(weights, *made_of)
     if final.is_dir():
         return final
     labelled, taught = unlabelled.parted(source)
     store, _ = tokens.ensure(recipe, labelled, weights, root)
-    numbers = used(store) + (used_by(further, recipe, weights) if further else []) + used_by(taught, recipe, weights)
+    numbers = used(store) + (used_by(more, recipe, weights) if more else []) + used_by(taught, recipe, weights)
     ids = trimming.kept(weights, numbers, at_least)
     return weights if len(ids) == trimming.size(weights) else trimming.trim(weights, ids, final)
 
@@ -56,7 +56,7 @@ def used(store: Store, split: str = "train") -> list[int]:
     return sorted(found)
 
 
-def _unlabelled(recipe: Recipe, begun: bool) -> records.Source | None:
+def further(recipe: Recipe, begun: bool = False) -> records.Source | None:
     """The files of `compress.unlabelled`. Raises `ConfigError` with every problem found."""
     if recipe.compress.unlabelled is None:
         return None
