@@ -32,7 +32,7 @@ NODES = strategies.lists(
 
 @given(
     most=strategies.integers(1, 20),
-    spare=strategies.integers(0, 4),
+    spare=strategies.none() | strategies.integers(0, 4),
     device=strategies.sampled_from(["cpu", "gpu"]),
     may=NODES,
 )
@@ -41,7 +41,7 @@ def test_what_is_asked_for_is_the_whole_run_and_fits_what_may_come(
 ) -> None:
     workers = min(most, supply.fits(may, device, spare))
     asked = places(most, spare, device, may)
-    assert len(asked) == (workers + spare if workers else 0)
+    assert len(asked) == (workers + supply.data_cpus(spare, workers) if workers else 0)
     for name in ("CPU", "GPU"):
         assert sum(bundle.get(name, 0.0) for bundle in asked) <= sum(node[name] for node in may)
 
@@ -53,6 +53,8 @@ def test_workers_and_data_tasks_have_places_of_their_own() -> None:
     assert places(8, 2, "cpu", EIGHT * 4) == [{"CPU": 1.0}] * 10  # two nodes, and no third
     assert places(2, 2, "gpu", [{"CPU": 8.0, "GPU": 4.0}]) == [{"GPU": 1.0}] * 2 + [{"CPU": 1.0}] * 2
     assert places(4, 2, "cpu", [{"CPU": 2.0}]) == []
+    # Data tasks of 2 workers, and not of the 32 that it would rather have: those take 6 of the 4 CPUs.
+    assert places(32, None, "cpu", [{"CPU": 4.0}]) == [{"CPU": 1.0}] * 4
 
 
 class Book:

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, strategies
 
 from rtrain import config
-from rtrain.cluster import preflight
+from rtrain.cluster import demand, preflight, supply
 from rtrain.config import Recipe
 from rtrain.errors import UserError
+from rtrain.runs import notice
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -50,6 +52,26 @@ def test_workers_with_gpus_need_cpus_for_their_data_alone() -> None:
     assert preflight.capacity(recipe(8), 2, 2, "gpu") == []
     [problem] = preflight.capacity(recipe(8), 1, 2, "gpu")
     assert problem.reason == "data tasks need 2 logical CPUs beside the GPUs, the Ray cluster has 1"
+
+
+@given(
+    most=strategies.integers(1, 100),
+    share=strategies.floats(0, 1),
+    device=strategies.sampled_from(["cpu", "gpu"]),
+    asked=strategies.none() | strategies.integers(1, 6),
+    cpus=strategies.integers(0, 40),
+)
+def test_what_is_not_refused_starts_by_what_is_free(
+    most: int, share: float, device: str, asked: int | None, cpus: int
+) -> None:
+    """An elastic run waits for its least number; where that has room it must not wait for the data tasks of all."""
+    least = max(1, int(share * most))
+    node = {"CPU": float(cpus), "GPU": 100.0}
+    elastic = config.load("intent", {"train.workers": most, "train.min_workers": least}).recipe
+    refused = preflight.capacity(elastic, cpus, supply.data_cpus(asked, least), device)
+    workers = notice.wanted(most, least, device, asked)([node])
+    assert bool(refused) == (workers == 0)
+    assert bool(refused) == (demand.places(most, asked, device, [node]) == [] or workers < least)
 
 
 def test_a_full_disk_is_refused_also_for_a_folder_that_is_yet_to_be(

@@ -31,7 +31,19 @@ def test_a_worker_is_on_one_node() -> None:
     ],
 )
 def test_data_tasks_have_their_cpus_first(nodes: list[supply.Node], device: str, room: int) -> None:
-    assert supply.fits(nodes, device, spare=2) == room
+    assert supply.fits(nodes, device, 2) == room
+
+
+@pytest.mark.parametrize(("device", "cpus"), [("cpu", 1), ("gpu", 0)])
+@pytest.mark.parametrize("asked", [None, 1, 2, 5])
+def test_a_run_has_room_for_as_many_workers_as_there_are_cpus_for_their_data(
+    device: str, cpus: int, asked: int | None
+) -> None:
+    """The data tasks of more workers take more CPUs; those of fewer have room where those of all have none."""
+    for has in range(20):
+        node = {"CPU": float(has), "GPU": 32.0}
+        fitting = [n for n in range(1, 33) if n * cpus + supply.data_cpus(asked, n) <= has]
+        assert supply.fits([node], device, asked) == max(fitting, default=0), (has, asked)
 
 
 DOCUMENT = {
@@ -108,7 +120,7 @@ folder = Path(sys.argv[1])
 ray.init(address="local", num_cpus=6, num_gpus=1, include_dashboard=False, log_to_driver=False)
 others = placement_group([{"CPU": 2}])
 ray.get(others.ready())
-chosen = settings(folder, **{"train.workers": 4, "train.min_workers": 1, "train.epochs": 1})
+chosen = settings(folder, **{"train.workers": 32, "train.min_workers": 1, "train.epochs": 1})
 said = []
 found = driver.fit(preparing.prepare(chosen, folder / "run"), on_event=said.append)
 try:
@@ -133,8 +145,9 @@ ray.shutdown()
 
 @pytest.mark.ray
 def test_a_run_takes_what_is_free_and_says_why_a_gpu_is_left_alone(tmp_path: Path) -> None:
-    """Six CPUs of which others hold two, and a GPU of which a CPU build of torch can make nothing: an elastic run of
-    four workers starts with two, beside its two data tasks, and not with four that could never be placed."""
+    """Six CPUs of which others hold two, and a GPU of which a CPU build of torch can make nothing: an elastic run of up
+    to 32 workers starts with two, beside their data tasks. It neither takes four, which could never be placed, nor
+    waits until there are CPUs for the data tasks of 32."""
     from rtrain.network import device
 
     if device.usable():

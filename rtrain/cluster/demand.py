@@ -26,14 +26,15 @@ REPEAT_S, EXPIRE_S = 15.0, 45.0
 # ---------------------------------------------------------------------------------------------------------- decisions
 
 
-def places(most: int, spare: int, device: str, may: Sequence[Node]) -> list[Bundle]:
+def places(most: int, asked: int | None, device: str, may: Sequence[Node]) -> list[Bundle]:
     """The places of a run, each of one CPU or GPU; none where no worker will ever have one.
 
-    `most`: workers that the run may have. `spare`: CPUs of the data tasks. `may`: the nodes that there can be, with
-    those that are up: an autoscaler that is asked for more than these starts none of it.
+    `most`: workers that the run may have. `asked`: the setting `cluster.data_cpus`. `may`: the nodes that there can be,
+    with those that are up: an autoscaler that is asked for more than these starts none of it.
     """
-    workers: list[Bundle] = [{NEEDS[device]: 1.0}] * min(most, supply.fits(may, device, spare))
-    return workers and workers + [{NEEDS["cpu"]: 1.0}] * spare
+    workers = min(most, supply.fits(may, device, asked))
+    data: list[Bundle] = [{NEEDS["cpu"]: 1.0}] * supply.data_cpus(asked, workers)
+    return [{NEEDS[device]: 1.0}] * workers + data if workers else []
 
 
 def told(bundles: Sequence[Bundle], types: Mapping[str, Node], seconds: float) -> str:

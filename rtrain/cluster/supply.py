@@ -44,11 +44,12 @@ def count(nodes: Iterable[Node], device: str) -> int:
     return sum(int(node.get(NEEDS[device], 0.0)) for node in nodes)
 
 
-def fits(nodes: Sequence[Node], device: str, spare: int) -> int:
-    """How many workers the nodes have room for, beside the `spare` CPUs of the data tasks."""
-    if device == "cpu":
-        return max(0, count(nodes, "cpu") - spare)
-    return count(nodes, device) if count(nodes, "cpu") >= spare else 0
+def fits(nodes: Sequence[Node], device: str, asked: int | None) -> int:
+    """How many workers the nodes have room for, beside the data tasks of so many; `asked` as in `data_cpus`."""
+    cpus, places = count(nodes, "cpu"), count(nodes, device)
+    each = 1 if device == "cpu" else 0
+    room = (number for number in range(places, 0, -1) if number * each + data_cpus(asked, number) <= cpus)
+    return next(room, 0)
 
 
 def largest(nodes: Sequence[Node], types: Sequence[tuple[Node, int]], most_workers: int, device: str) -> int:

@@ -125,7 +125,7 @@ def _attempts(prepared: Prepared, plan: _Plan, say: OnEvent, asked: notice.Asked
     """
     run, train, cluster = prepared.run, prepared.config.recipe.train, prepared.config.deploy.cluster
     kind, least, most = prepared.device.device, train.min_workers, prepared.device.workers
-    wanted, ceiling = notice.wanted(most, least, kind, supply.data_cpus(cluster.data_cpus, most)), most
+    wanted, ceiling = notice.wanted(most, least, kind, cluster.data_cpus), most
     if prepared.device.why:
         run.append("device", device=kind, why=prepared.device.why)
     recovery, owners = Recovery(cluster.max_crashes), _owners(run, cluster)
@@ -207,7 +207,7 @@ class _Asking:
 
     def __init__(self, prepared: Prepared):
         self._most, self._kind = prepared.device.workers, prepared.device.device
-        self._spare = supply.data_cpus(prepared.config.deploy.cluster.data_cpus, self._most)
+        self._data_cpus = prepared.config.deploy.cluster.data_cpus
         self.labels = prepared.config.deploy.cluster.labels
         asks = prepared.config.recipe.train.min_workers is not None and supply.autoscaler() is not None
         # By the whole path: runs of one name would take each other's nodes away.
@@ -218,7 +218,7 @@ class _Asking:
     def __call__(self) -> None:
         if self.demand is not None:
             may = supply.may(self._kind, self.labels)
-            self.demand.want(places(self._most, self._spare, self._kind, may))
+            self.demand.want(places(self._most, self._data_cpus, self._kind, may))
 
     def __enter__(self) -> "_Asking":
         return self

@@ -141,10 +141,10 @@ class Watch:
             give(self._run, "resize")
 
 
-def wanted(most: int, least: int | None, device: str, spare: int) -> Wanted:
-    """Workers that nodes allow, of which data tasks take `spare` CPUs; see `recovery.workers_for`."""
-    return partial(_wanted, most, least, device, spare)
+def wanted(most: int, least: int | None, device: str, data_cpus: int | None) -> Wanted:
+    """Workers that nodes allow, beside the data tasks of as many (`cluster.data_cpus`); see `recovery.workers_for`."""
+    return partial(_wanted, most, least, device, data_cpus)
 
 
-def _wanted(most: int, least: int | None, device: str, spare: int, nodes: Sequence[supply.Node]) -> int:
-    return workers_for(most, least, supply.fits(nodes, device, spare))
+def _wanted(most: int, least: int | None, device: str, data_cpus: int | None, nodes: Sequence[supply.Node]) -> int:
+    return workers_for(most, least, supply.fits(nodes, device, data_cpus))

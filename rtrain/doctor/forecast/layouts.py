@@ -115,8 +115,9 @@ def laid_out(config: Config, cluster: Cluster, *, searches: bool = False) -> Lay
             )
             raise ConfigError([Problem("tune.concurrent", wanted, reason, f"write {fits}, or fewer train.workers")])
         trials = wanted or fits
-    most = supply.fits(supply.reachable(cluster.document, chosen.device), chosen.device, spare)
+    most = supply.fits(supply.reachable(cluster.document, chosen.device), chosen.device, asked)
     room = max(least, min(chosen.workers, most))
+    spare = supply.data_cpus(asked, room)
     return Layout(chosen.device, chosen.workers, room, least, spare, trials, chosen.why)
 
 
