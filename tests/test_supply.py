@@ -123,7 +123,7 @@ ray.init(
 )
 others = placement_group([{"CPU": 2}])
 ray.get(others.ready())
-chosen = settings(folder, **{"train.workers": 32, "train.min_workers": 1, "train.epochs": 1,
+chosen = settings(folder, **{"train.workers": 24, "train.min_workers": 1, "train.epochs": 1,
                             "cluster.data_labels": {"for": "data"}})
 said = []
 found = driver.fit(preparing.prepare(chosen, folder / "run"), on_event=said.append)
@@ -163,8 +163,8 @@ ray.shutdown()
 @pytest.mark.ray
 def test_a_run_takes_what_is_free_and_says_why_a_gpu_is_left_alone(tmp_path: Path) -> None:
     """Six CPUs of which others hold two, and a GPU of which a CPU build of torch can make nothing: an elastic run of up
-    to 32 workers starts with two, beside their data tasks. It neither takes four, which could never be placed, nor
-    waits until there are CPUs for the data tasks of 32."""
+    to 24 workers starts with two, beside their data tasks. It neither takes four, which could never be placed, nor
+    waits until there are CPUs for the data tasks of 24."""
     from rtrain.network import device
 
     if device.usable():
