@@ -127,11 +127,10 @@ class Requests:
 
         self._coordinator = DefaultAutoscalingCoordinator(name)
 
-    def ask(self, bundles: Sequence[Mapping[str, float]], labels: Mapping[str, str], expire_s: float) -> None:
-        """Have the cluster at least as large as these, on nodes with the labels, and all other requests together, for
-        `expire_s` seconds."""
-        selectors = [dict(labels) for _ in bundles]
-        self._coordinator.request_resources([dict(bundle) for bundle in bundles], expire_s, label_selectors=selectors)
+    def ask(self, bundles: Sequence[dict[str, float]], labels: Sequence[dict[str, str]], expire_s: float) -> None:
+        """Have the cluster at least as large as these, each on a node with its labels, and all other requests together,
+        for `expire_s` seconds."""
+        self._coordinator.request_resources(list(bundles), expire_s, label_selectors=list(labels))
 
     def take_back(self) -> None:
         self._coordinator.cancel_request()

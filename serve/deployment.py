@@ -207,7 +207,8 @@ def _configured(
     labels = settings.labels
     if problems := supply.absent("serve.labels", labels):
         raise ConfigError(problems)
-    cpus, line = reserved(settings, supply.free(labels=labels), supply.here(labels), supply.may("cpu", labels), models)
+    free = [host.has for host in supply.free() if supply.has(host.labels, labels)]
+    cpus, line = reserved(settings, free, supply.here(labels), supply.may("cpu", labels), models)
     if line:
         tell(line)
     ongoing = most_requests(settings, models)

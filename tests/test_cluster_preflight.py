@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, strategies
 
 from rtrain import config
-from rtrain.cluster import preflight
+from rtrain.cluster import demand, preflight, supply
 from rtrain.config import Recipe
-from rtrain.errors import UserError
+from rtrain.errors import Problem, UserError
+from rtrain.runs import notice
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,21 +37,47 @@ def test_a_row_for_every_worker_is_enough() -> None:
     assert preflight.rows(recipe(4), 4) == []
 
 
-@pytest.mark.parametrize(("cpus", "workers", "spare", "fix"), [(2, 2, 1, 1), (4, 8, 2, 2), (1, 2, 1, 1), (3, 3, 1, 2)])
+def capacity(of: Recipe, device: str, asked: int | None, cpus: int) -> list[Problem]:
+    """The problems on one node of so many CPUs, which has GPUs too, and no autoscaler."""
+    needs, hosts = supply.Needs(device, asked), [supply.Host({"CPU": float(cpus), "GPU": 100.0})]
+    return preflight.capacity(of, needs, hosts, supply.startable({}))
+
+
+@pytest.mark.parametrize(("cpus", "workers", "spare", "fix"), [(2, 2, 1, 1), (4, 8, 2, 2), (1, 2, 1, 0), (3, 3, 1, 2)])
 def test_a_layout_that_can_never_be_placed_is_refused(cpus: int, workers: int, spare: int, fix: int) -> None:
-    [problem] = preflight.capacity(recipe(workers), cpus, spare)
+    [problem] = capacity(recipe(workers), "cpu", spare, cpus)
     assert problem.reason == (f"workers and data tasks need {workers + spare} logical CPUs, the Ray cluster has {cpus}")
-    assert problem.fix == f"write --workers {fix}, or start nodes with more --num-cpus"
+    assert problem.fix == f"{f'write --workers {fix}, or ' if fix else ''}start nodes with more --num-cpus"
 
 
 def test_a_layout_that_just_fits_is_taken() -> None:
-    assert preflight.capacity(recipe(2), 3, 1) == []
+    assert capacity(recipe(2), "cpu", 1, 3) == []
 
 
 def test_workers_with_gpus_need_cpus_for_their_data_alone() -> None:
-    assert preflight.capacity(recipe(8), 2, 2, "gpu") == []
-    [problem] = preflight.capacity(recipe(8), 1, 2, "gpu")
+    assert capacity(recipe(8), "gpu", 2, 2) == []
+    [problem] = capacity(recipe(8), "gpu", 2, 1)
     assert problem.reason == "data tasks need 2 logical CPUs beside the GPUs, the Ray cluster has 1"
+
+
+@given(
+    most=strategies.integers(1, 100),
+    share=strategies.floats(0, 1),
+    device=strategies.sampled_from(["cpu", "gpu"]),
+    asked=strategies.none() | strategies.integers(1, 6),
+    cpus=strategies.integers(0, 40),
+)
+def test_what_is_not_refused_starts_by_what_is_free(
+    most: int, share: float, device: str, asked: int | None, cpus: int
+) -> None:
+    """An elastic run waits for its least number; where that has room it must not wait for the data tasks of all."""
+    least = max(1, int(share * most))
+    hosts, needs = [supply.Host({"CPU": float(cpus), "GPU": 100.0})], supply.Needs(device, asked)
+    elastic = config.load("intent", {"train.workers": most, "train.min_workers": least}).recipe
+    refused = capacity(elastic, device, asked, cpus)
+    workers = notice.wanted(most, least, needs)(hosts)
+    assert bool(refused) == (workers == 0)
+    assert bool(refused) == (len(demand.places(most, needs, hosts, supply.startable({}))) < least)
 
 
 def test_a_full_disk_is_refused_also_for_a_folder_that_is_yet_to_be(

@@ -77,7 +77,9 @@ def test_the_autoscaler_gets_the_same_cluster_of_another_cloud() -> None:
     made = PLAN.autoscaler_file("/tmp/book")
     prepared = prepare_config(json.loads(json.dumps(made)))
     validate_config(prepared)
-    assert supply.startable(made) == ([{"CPU": 0.0}], [({"CPU": 8.0}, 4)], 4)
+    heads, kinds, limit = supply.startable(made)
+    assert ([host.has for host in heads], limit) == ([{"CPU": 0.0}], 4)
+    assert [(host.has, most) for host, most in kinds.values()] == [({"CPU": 8.0}, 4)]
     assert made["provider"]["module"] == f"{provider.__name__}.{provider.Rehearsed.__name__}"
     assert not [name for name, commands in prepared.items() if name.endswith("_commands") and commands]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from rtrain import config
+from rtrain import config, ray_internals
 from rtrain.batch import Tokens
 from rtrain.data import ingest
 from rtrain.data.ingest import IngestMismatch, Share, Update, plan_update
@@ -178,6 +178,29 @@ def test_a_task_prepares_fewer_updates_where_they_are_large(
     assert 1 <= ingest._updates_per_task(share) <= most
     assert ingest._updates_per_task(replace(share, teacher="v1")) <= ingest._updates_per_task(share)
     assert (ingest._updates_per_task(share) == ingest.UPDATES_PER_TASK) == (rows_per_update == 64)
+
+
+def test_data_tasks_have_the_labels_that_are_asked_for(
+    store: Store, order: Order, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No task is started: the plan of the data set has them."""
+    monkeypatch.setattr(ray_internals, "stream_within", lambda cpus: None)
+    for labels in ({"for": "data"}, {}):
+        monkeypatch.setattr(ray_internals, "numbers", lambda *_: Planned())
+        options = ingest._dataset(Share(store.folder, order, 1, 0, 4, labels=labels), 0, 2).context.execution_options
+        assert options.label_selector == (labels or None)
+
+
+class Planned:
+    """A data set before it is read."""
+
+    def __init__(self) -> None:
+        import ray.data
+
+        self.context = ray.data.DataContext()
+
+    def map_batches(self, function: Any, **_: Any) -> "Planned":
+        return self
 
 
 def test_another_update_than_the_expected_one_is_never_trained_on(

@@ -34,7 +34,7 @@ def decided(
     ground: Path, monkeypatch: pytest.MonkeyPatch, node: Mapping[str, float], **train: Any
 ) -> tuple[Config, dict[str, Any] | None]:
     monkeypatch.setattr(supply, "here", lambda labels: [node])
-    monkeypatch.setattr(supply, "may", lambda kind, labels: [])
+    monkeypatch.setattr(supply, "types", lambda labels: {})
     config = replace(configuration.load("intent"), recipe=recipe_of(ground, workers=4, **train))
     store = Store(next((ground / ".tokens").iterdir()))
     return strategy.decided(config, device.Choice("cpu", 4), store, ground / "encoder")

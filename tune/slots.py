@@ -19,7 +19,7 @@ import ray
 import ray.tune
 
 from rtrain import ray_internals
-from rtrain.cluster import supply
+from rtrain.cluster import feasible, supply
 from rtrain.config import Config
 from rtrain.errors import ConfigError, Problem, UserError
 from rtrain.run import Run
@@ -56,17 +56,16 @@ def number(config: Config, device: str) -> int:
     Raises `ConfigError` where so many workers and data tasks do not fit, with the nearest number that does.
     """
     train, asked = config.recipe.train, config.deploy.tune.concurrent
-    spare = supply.data_cpus(config.deploy.cluster.data_cpus, train.workers)
-    labels = config.deploy.cluster.labels
-    cpus, room = supply.most("cpu", labels), supply.most(device, labels)
+    needs = supply.needs(config.deploy.cluster, device)
+    spare, room = needs.of(train.workers).data, supply.most(device, needs.labels)
     each = train.workers + spare if device == "cpu" else train.workers
-    fits = supply.slots(train.workers, spare, device, cpus, room)
+    fits = max(1, feasible.runs(supply.up(), supply.may_start(), needs, train.workers))
     if asked is None or asked <= fits:
         return asked or fits
-    needs = f"{asked} trials of {train.workers} workers need {asked * each} logical {supply.NEEDS[device]}s"
+    wanted = f"{asked} trials of {train.workers} workers need {asked * each} logical {supply.NEEDS[device]}s"
     with_data = f", {spare} a trial for data tasks" if device == "cpu" else ""
     nearest = f"write {fits}, or {max(1, room // asked - (spare if device == 'cpu' else 0))} for train.workers"
-    raise ConfigError([Problem("tune.concurrent", asked, f"{needs}{with_data}; the Ray cluster has {room}", nearest)])
+    raise ConfigError([Problem("tune.concurrent", asked, f"{wanted}{with_data}; the Ray cluster has {room}", nearest)])
 
 
 def _slot(settings: dict[str, Any], office: Any, task: Task) -> None:

@@ -76,7 +76,7 @@ def plan(
         raise ConfigError([Problem("--tokens", tokens, "is the length of rows that are not read", fix)])
     config = configured(recipe, assignments, data=data, valid=valid, test=test, model=model, workers=workers)
     document = planning.read_cluster(cluster)
-    nodes = layouts.of_document(document, config.deploy.cluster.labels)
+    nodes = layouts.of_document(document)
     layout = layouts.laid_out(config, nodes, searches=search)  # no torch until here: a refusal comes at once
     named = config.deploy.cluster.prices
     table = pricing.table(prices or (named and Path(named)), document.get("metadata"))

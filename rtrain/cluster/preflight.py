@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rtrain.cluster import feasible, supply
 from rtrain.config import Recipe
 from rtrain.errors import Problem, UserError
 
@@ -38,27 +39,30 @@ def rows(recipe: Recipe, train_rows: int) -> list[Problem]:
     return []
 
 
-def capacity(recipe: Recipe, cpus: int, spare: int, device: str = "cpu") -> list[Problem]:
+def capacity(recipe: Recipe, needs: supply.Needs, hosts: Sequence[supply.Host], may: supply.Startable) -> list[Problem]:
     """A problem if the cluster can never place the workers or their data tasks, which would then wait for ever.
 
-    `cpus`: logical CPUs of the cluster, with those that its autoscaler may start; workers with GPUs take none of them.
-    `spare`: logical CPUs that the data tasks need.
+    `hosts`: the nodes that are up. `may`: what its autoscaler may start. Of workers with GPUs at least one must have
+    room: a run without a least number takes as many as there can be (`network.device`).
     """
-    workers = recipe.train.min_workers or recipe.train.workers
-    if device != "cpu":
-        reason = f"data tasks need {spare} logical CPUs beside the GPUs, the Ray cluster has {cpus}"
+    train, with_gpus = recipe.train, needs.device != "cpu"
+    workers = train.min_workers or (1 if with_gpus else train.workers)
+    fitting = feasible.workers(hosts, may, needs, workers)
+    if fitting >= workers:
+        return []
+    need, room = needs.of(workers), needs.offered(hosts or may.heads)
+    fewer = f"write --workers {fitting}, or " if fitting else ""
+    if may.kinds:
+        of = f"{need.places} {supply.NEEDS[needs.device]}s for workers and {need.data} CPUs for their data tasks"
+        reason = f"no nodes that may be up together have {of}; there may be {feasible.told(may, needs)}"
+        fix = f"{fewer}{feasible.remedy(may, needs, need)} in the cluster's file"
+    elif with_gpus:
+        reason = f"data tasks need {need.data} logical CPUs beside the GPUs, the Ray cluster has {room.data}"
         fix = "start nodes with more --num-cpus"
-        return [Problem("train.workers", workers, reason, fix)] if cpus < spare else []
-    if cpus < workers + spare:
-        return [
-            Problem(
-                "train.workers",
-                workers,
-                f"workers and data tasks need {workers + spare} logical CPUs, the Ray cluster has {cpus}",
-                f"write --workers {max(1, cpus - spare)}, or start nodes with more --num-cpus",
-            )
-        ]
-    return []
+    else:
+        reason = f"workers and data tasks need {need.cpus} logical CPUs, the Ray cluster has {room.cpus}"
+        fix = f"{fewer}start nodes with more --num-cpus"
+    return [Problem("train.workers", workers, reason, fix)]
 
 
 ANSWER_S = 60.0

@@ -10,8 +10,8 @@ import contextlib
 import itertools
 import math
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,6 +77,8 @@ class Share:
     """Version of the teacher whose outputs go with each row; None without a teacher."""
     task_cpus: float = 1.0
     """Logical CPUs that a data task reserves."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Those of the nodes that data tasks may run on."""
     measures: bool = False
     """Deal the rows at random in the updates that measure the noise of gradients (`exchange.noise`)."""
 
@@ -163,6 +165,7 @@ def _dataset(share: Share, start: int, stop: int) -> "ray.data.Dataset":
     dataset.context.execution_no_progress_timeout_s = -1
     options = dataset.context.execution_options
     options.preserve_order = True
+    options.label_selector = dict(share.labels) or None
     options.resource_limits = ray.data.ExecutionResources(object_store_memory=STREAM_BYTES)
     return dataset
 

@@ -203,6 +203,7 @@ class _Worker:
             *(self.exchange.world, self.exchange.rank, most_rows, most_tokens, teacher),
             measures=self.job.measures,
             task_cpus=supply.task_cpus(start.config.deploy.cluster.data_cpus, self.exchange.workers),
+            labels=start.config.deploy.cluster.data_labels,
         )
         return lambda first, last: self._told(ingest.stream(share, first, last))
 

@@ -85,19 +85,19 @@ def choose(
         known = table.get(kind.instance.name) if kind.instance else None
         return 1.0 if known is None else known.spot if kind.is_spot else known.on_demand
 
-    places, spare = layout.room * layout.trials, layout.spare * layout.trials
     larger: list[str] = []
     for way, need in needs:
         room = holds(need, layout.device)
-        nodes = layouts.fewest(cluster, places, layout.device, spare, price, room)
+        nodes = layouts.fewest(cluster, layout.needs, layout.need, price, room)
         if nodes is not None:
             why = _why(config, way, larger)
-            return Chosen(way, why, need, nodes, layouts.dealt(cluster, nodes, places, layout.device, room))
+            crowded = layouts.dealt(cluster, nodes, layout.need.places, layout.needs, room)
+            return Chosen(way, why, need, nodes, crowded)
         larger.append(f"{way} would take {need.total / 1e6:,.0f} MB a worker")
     largest = max(
         (kind.instance.memory_gb for kind in cluster.kinds if kind.instance and kind.node.get("CPU", 0)), default=0
     )
-    reason = f"a worker needs {need.total / 1e9:.1f} GB even with {way}, and {places} do not fit"
+    reason = f"a worker needs {need.total / 1e9:.1f} GB even with {way}, and {layout.need.places} do not fit"
     fix = f"name nodes of more than {largest:g} GB, fewer workers, or --set train.tokens_per_pass=512"
     raise ConfigError([Problem("train.workers", config.recipe.train.workers, reason, fix)])
 
