@@ -81,6 +81,10 @@ class Certificate:
     """`gpu`: each worker took a GPU that was counted; else a CPU."""
     left_behind: Sequence[str]
     seconds: float
+    dollars_of_run: float | None = None
+    """What the nodes cost while the disturbed run went on, on demand; None where a price is not known."""
+    idled: int = 0
+    """Worker nodes that were ended as idle before the disturbed run had begun, which then needed as many anew."""
     errors: Sequence[str] = field(default=())
     """What broke the rehearsal off."""
 
@@ -90,10 +94,18 @@ class Certificate:
 
     @property
     def wanted_nodes(self) -> int | None:
-        """Worker nodes that the rehearsal needs in all: those of a run, and one in place of each that was taken."""
+        """Worker nodes that the rehearsal needs in all: those of a run, one in place of each that was taken, and those
+        that the next run needs anew."""
         if self.needed is None:
             return None
-        return max(self.needed, self.plan.least) + len(self.faults)
+        return max(self.needed, self.plan.least) + len(self.faults) + min(self.needed, self.idled)
+
+    def dollars_again(self, fault: Fault) -> float | None:
+        """What the updates cost that were computed again after a fault: their share of what the run's nodes cost."""
+        if self.dollars_of_run is None or not fault.is_over:
+            return None
+        computed = self.updates + sum(max(0, one.recomputed) for one in self.faults)
+        return round(self.dollars_of_run * fault.recomputed / max(1, computed), 6)
 
     @property
     def dollars(self) -> float | None:
@@ -127,6 +139,8 @@ class Certificate:
                 found.append("weights that are no finite numbers")
             if self.most_at_a_time > self.plan.most:
                 found.append(f"{self.most_at_a_time} worker nodes at a time, and the file allows {self.plan.most}")
+            if self.wanted_nodes is not None and self.started > self.wanted_nodes:
+                found.append(f"{self.started} worker nodes were started, where {self.wanted_nodes} do")
             if self.scale_down_s is None:
                 found.append("nodes without work were not ended")
         if self.rows is not None and (self.rows.lost or self.rows.repeated):
@@ -181,7 +195,9 @@ class Certificate:
             "scale_down_s": self.scale_down_s,
             "upload": dict(self.upload),
             "ports": [{**asdict(one), "allowed": one.allowed} for one in sorted(self.ports)],
-            "faults": [{**asdict(one), "passed": one.passed} for one in self.faults],
+            "faults": [
+                {**asdict(one), "passed": one.passed, "dollars_again": self.dollars_again(one)} for one in self.faults
+            ],
             "restarts": self.restarts,
             "updates": self.updates,
             "workers": list(self.workers),
@@ -189,6 +205,7 @@ class Certificate:
             "rows": None if self.rows is None else asdict(self.rows),
             "weights": None if self.weights is None else asdict(self.weights),
             "dollars": self.dollars,
+            "dollars_of_run": self.dollars_of_run,
             "dollars_an_hour_at_most": self.dollars_an_hour_at_most,
             "left_behind": list(self.left_behind),
             "not_rehearsed": self.not_rehearsed(),
@@ -210,7 +227,7 @@ class Certificate:
             f"worker nodes: {self.started} started, {needed}; {self.most_at_a_time} at a time, of {self.plan.most}; "
             f"first one after {_seconds(self.scale_up_s)}, idle ones gone after {_seconds(self.scale_down_s)}"
         )
-        lines += [_fault_text(fault) for fault in self.faults]
+        lines += [_fault_text(fault, self.dollars_again(fault)) for fault in self.faults]
         lines.append(f"{self.updates} updates, {self.restarts} restarts, workers {', '.join(map(str, self.workers))}")
         if self.rows is not None:
             order = "the undisturbed run's order" if self.rows.same_order else "ANOTHER ORDER"
@@ -258,14 +275,30 @@ def most_at_a_time(nodes: Sequence[Node]) -> int:
     return max((sum(one.asked <= node.asked < one.ended for one in nodes) for node in nodes), default=0)
 
 
-def _fault_text(fault: Fault) -> str:
+def dollars_between(nodes: Sequence[Node], begin: float, end: float) -> float | None:
+    """What these nodes cost from `begin` to `end`, seconds since the rehearsal began; None where a price is not
+    known."""
+    total = 0.0
+    for node in nodes:
+        if node.dollars is None:
+            return None
+        there = min(end, node.ended) - max(begin, node.asked)
+        total += node.dollars * max(0.0, there) / max(node.ended - node.asked, 1e-9)
+    return round(total, 6)
+
+
+def _fault_text(fault: Fault, dollars: float | None = None) -> str:
     what = {"notice": "spot notice", "kill": "killed without notice"}[fault.kind]
     if not fault.is_over:
         return f"{what} ({fault.node}): the run did not get over it"
     saved = "" if fault.seconds_to_checkpoint is None else f"checkpoint after {fault.seconds_to_checkpoint:.1f} s, "
+    joined = ""
+    if fault.seconds_after_join is not None:
+        joined = f", with all workers {fault.seconds_after_join:.1f} s after a node had joined"
+    price = "" if dollars is None else f" for {_dollars(dollars)}"
     return (
         f"{what} ({fault.node}) at update {fault.at_update}: {saved}training again after "
-        f"{fault.seconds_to_next_update:.1f} s, {fault.recomputed} updates computed again"
+        f"{fault.seconds_to_next_update:.1f} s{joined}, {fault.recomputed} updates computed again{price}"
     )
 
 

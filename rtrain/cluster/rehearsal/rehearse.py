@@ -5,6 +5,7 @@ a job there, twice: undisturbed, and with a spot notice and the loss of a node i
 weights, by the same rows, and nothing may be left when the cluster is taken down.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from rtrain.cluster import supply
 from rtrain.cluster.jobs import naming, upload
 from rtrain.cluster.rehearsal import certificate as certificates, plan as plans, ports
 from rtrain.cluster.rehearsal.certificate import Certificate, Rows, Weights
-from rtrain.cluster.rehearsal.faults import Kind, Saboteur
+from rtrain.cluster.rehearsal.faults import Kind, Saboteur, after_join
 from rtrain.cluster.rehearsal.plan import Plan
 from rtrain.cluster.rehearsal.up import Up, up
 from rtrain.errors import ConfigError, Problem, UserError
@@ -68,6 +69,8 @@ class Rehearsal:
         self._listeners: set[ports.Listener] = set()
         self._looked = 0.0
         self._first_job = 0.0
+        self._run_span = (0.0, 0.0)
+        """When the disturbed run was asked for and had ended, in seconds since the rehearsal began."""
         self._scale_down: float | None = None
         self._joined: dict[str, float] = {}
         self._saboteur: Saboteur | None = None
@@ -85,8 +88,10 @@ class Rehearsal:
             self._job(made, UNDISTURBED, files)
             updates = Run(self.out / UNDISTURBED).events("trained")[-1]["updates"]
             self._saboteur = Saboteur(made, self.wanted, updates)
+            asked = time.time() - self._begin
             try:
                 self._job(made, DISTURBED, files)
+                self._run_span = (asked, time.time() - self._begin)
                 self._await_idle(made)
             except _Broken as error:
                 errors.append(str(error))
@@ -155,6 +160,9 @@ class Rehearsal:
         first = min(came) - (self._first_job - self._begin) if came and not self.plan.least else None
         starts = run.events("started") if run.log.is_file() else []
         sizes = {event["workers"] for event in [*starts, *control.events("started")]}
+        for fault in saboteur.met:
+            fault.seconds_after_join = after_join(fault, self._joined.values())
+        began = starts[0]["time"] - self._begin if starts else math.inf
         settings = configuration.load(str(control.config))
         train = settings.recipe.train
         device = "gpu" if self.plan.counts_gpus and train.device != "cpu" else "cpu"
@@ -178,6 +186,8 @@ class Rehearsal:
             device=device,
             left_behind=made.left,
             seconds=round(time.time() - self._begin, 1),
+            dollars_of_run=certificates.dollars_between(nodes, *self._run_span),
+            idled=sum(node.end == certificates.ENDS["terminated"] and node.ended < began for node in workers_nodes),
             errors=errors,
         )
 

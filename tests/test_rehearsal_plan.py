@@ -1,0 +1,136 @@
+"""The rehearsal of a cluster's file: what it takes from the file, and with what its machines are started."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rtrain import env
+from rtrain.cluster import supply
+from rtrain.cluster.rehearsal import (
+    nodes as starts,
+    plan as plans,
+    provider,
+    rehearse,
+)
+from rtrain.cluster.rehearsal.book import Machine
+from rtrain.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
+PLAN = plans.of(TEXT)
+
+
+def test_the_file_s_types_limits_prices_and_options_are_taken() -> None:
+    [worker] = PLAN.kinds
+    assert (PLAN.head.name, PLAN.head.resources, PLAN.head.most) == ("head", {"CPU": 0.0}, 0)
+    assert (worker.name, worker.resources, worker.least, worker.most) == ("worker", {"CPU": 8.0}, 0, 4)
+    assert (worker.is_spot, worker.instance, worker.dollars) == (True, "c7i.2xlarge", 0.357)
+    assert (PLAN.most, PLAN.idle_s, PLAN.rehearsed_idle_s, PLAN.watcher) == (4, 300.0, plans.IDLE_S, "aws")
+    assert PLAN.head_options == ("--dashboard-host=127.0.0.1",)
+    assert PLAN.hook == "rtrain.cluster.session.on_node_start"
+
+
+def test_the_autoscaler_gets_the_same_cluster_of_another_cloud() -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    made = PLAN.autoscaler_file("/tmp/book")
+    prepared = prepare_config(json.loads(json.dumps(made)))
+    validate_config(prepared)
+    assert supply.startable(made) == ([{"CPU": 0.0}], [({"CPU": 8.0}, 4)], 4)
+    assert made["provider"]["module"] == f"{provider.__name__}.{provider.Rehearsed.__name__}"
+    assert not [name for name, commands in prepared.items() if name.endswith("_commands") and commands]
+
+
+def changed(**settings: Any) -> str:
+    """cluster.yaml with other top-level settings."""
+    return yaml.safe_dump({**yaml.safe_load(TEXT), **settings})
+
+
+def test_declared_gpus_labels_and_own_prices_are_taken() -> None:
+    kind = {"node_config": {"InstanceType": "x9.large"}, "labels": {"for": "training"}, "min_workers": 1}
+    types = {"head": {"resources": {"CPU": 0}, "node_config": {}}, "gpu": {**kind, "resources": {"CPU": 8, "GPU": 1}}}
+    plan = plans.of(changed(available_node_types=types, metadata={"prices": {"x9.large": 2.5}}))
+    [gpu] = plan.kinds
+    assert (gpu.resources, gpu.labels, gpu.least, gpu.dollars) == (
+        {"CPU": 8.0, "GPU": 1.0},
+        {"for": "training"},
+        1,
+        2.5,
+    )
+    assert plan.head.dollars is None
+    assert plan.least == 1
+
+
+def test_resources_that_are_not_said_are_those_of_the_instance_or_asked_for() -> None:
+    types = yaml.safe_load(TEXT)["available_node_types"]
+    del types["worker"]["resources"]
+    assert plans.of(changed(available_node_types=types)).kinds[0].resources == {"CPU": 8.0}
+    types["worker"]["node_config"]["InstanceType"] = "x9.large"
+    with pytest.raises(ConfigError, match=r"worker says no resources, and x9\.large is in no table"):
+        plans.of(changed(available_node_types=types))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a: [", "no YAML"),
+        ("- a\n- b\n", "no file of Ray's launcher"),
+        ("apiVersion: ray.io/v1\nkind: RayCluster\n", "no file of Ray's launcher"),
+        ("cluster_name: x\nprovider: {type: local}\n", "names no available_node_types"),
+        ("available_node_types: {a: {resources: {CPU: 1}}}\nhead_node_type: b\n", "head_node_type is b"),
+    ],
+)
+def test_a_file_that_cannot_be_rehearsed_is_refused(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        plans.of(text)
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        rehearse.check(["tune", "intent", "--data", "/shared/nowhere.csv"], "a: [")
+    assert [problem.field for problem in refused.value.problems] == ["verb", "path", "--file"]
+    (tmp_path / "rows.csv").touch()
+    _, absolute = rehearse.check(["train", "--data", str(tmp_path / "rows.csv"), "--model", "a/hub-name"], TEXT)
+    assert absolute == {str(tmp_path / "rows.csv"): str(tmp_path / "rows.csv")}
+
+
+@pytest.mark.parametrize(("workers", "data", "needed"), [(6, 2, 1), (7, 2, 2), (30, 2, 4), (31, 2, None)])
+def test_the_nodes_that_a_run_needs_are_counted_by_what_they_hold(workers: int, data: int, needed: int | None) -> None:
+    assert PLAN.needed(workers, data, "cpu") == needed
+
+
+def test_a_command_keeps_its_words_but_for_where_it_writes() -> None:
+    words = ["train", "intent", "--data", "rows.csv", "--model=enc", "--out", "/shared/x", "--resume", "--workers", "3"]
+    words += ["--set", "cluster.storage=s3://b/r", "--set=cluster.storage=s3://c", "--set", "train.epochs=2"]
+    made = plans.words_of(words, "/out", "file:///store", {"rows.csv": "/here/rows.csv", "enc": "/here/enc"})
+    kept = ["train", "intent", "--data", "/here/rows.csv", "--model=/here/enc", "--workers", "3"]
+    kept += ["--set", "train.epochs=2", "--out", "/out", "--set", "train.log_every=1"]
+    assert made == [*kept, "--set", "report.attributions=0", "--set", "cluster.storage=file:///store"]
+    assert "cluster.storage" not in " ".join(plans.words_of(words[:4], "/out", "file:///store", {}))
+
+
+def test_a_machine_starts_ray_as_the_file_does_on_ports_that_are_free(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    nodes = starts.Nodes(
+        PLAN, tmp_path, token, tmp_path / "a.yaml", "10.0.0.1:6379", 8265, "http://127.0.0.1:1", (1, 2)
+    )
+    labels = {"for": "training"}
+    head, worker = (nodes(Machine(f"{kind}-1", kind, {"CPU": 3.0}, labels, {}, 0.0)) for kind in ("head", "worker"))
+    [command] = head.commands
+    assert {"--head", "--port=6379", "--dashboard-port=8265", "--dashboard-host=127.0.0.1"} <= set(command)
+    first, spot = worker.commands
+    assert {"--address=10.0.0.1:6379", *starts.FREE_PORTS} <= set(first)
+    assert "--head" not in first
+    assert {"rtrain.cluster.spot", "aws", "--metadata=http://127.0.0.1:1/worker-1"} <= set(spot)
+    assert worker.environ["RAY_CLOUD_INSTANCE_ID"] == "worker-1"
+    assert json.loads(worker.environ["RAY_OVERRIDE_RESOURCES"]) == {"CPU": 3.0}
+    assert json.loads(worker.environ["RAY_OVERRIDE_LABELS"]) == labels
+    assert (worker.environ["RAY_AUTH_MODE"], worker.environ["RAY_AUTH_TOKEN_PATH"]) == ("token", str(token))
+    assert len([word for word in command if word.startswith("--temp-dir=")]) == 1
+    assert not env.gpus_are_counted(worker.environ)
+    counting = replace(PLAN, kinds=(replace(PLAN.kinds[0], resources={"GPU": 1.0}),))
+    assert env.gpus_are_counted(replace(nodes, plan=counting)(Machine("a", "worker", {}, {}, {}, 0.0)).environ)
