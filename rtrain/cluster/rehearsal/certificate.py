@@ -5,55 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rtrain.cluster.rehearsal.book import Machine
 from rtrain.cluster.rehearsal.faults import Fault
+from rtrain.cluster.rehearsal.measured import Node, Rows, Served, Weights
 from rtrain.cluster.rehearsal.plan import Plan
 from rtrain.cluster.rehearsal.ports import Listener
-
-ENDS = {"terminated": "idle", "left": "by itself", "killed": "killed", "down": "taken down"}
-
-
-@dataclass(frozen=True)
-class Node:
-    """A machine, as the certificate tells of it. Times are seconds since the rehearsal began."""
-
-    name: str
-    type: str
-    asked: float
-    joined: float | None
-    """When it was a node of the cluster; None where it never was."""
-    ended: float
-    end: str
-    dollars: float | None
-    """What so many seconds of it would cost, on demand; None where its price is not known."""
-
-    @property
-    def seconds_to_join(self) -> float | None:
-        return None if self.joined is None else round(self.joined - self.asked, 1)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Which rows the disturbed run was trained on, by its ledger."""
-
-    agrees: bool
-    """Whether everything that the run wrote down is in the ledger that is computed anew."""
-    lost: int
-    repeated: int
-    same_order: bool
-    """Whether they came in the order of the undisturbed run."""
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The last weights of the disturbed run beside those of the undisturbed one."""
-
-    identical: bool
-    difference: float
-    """Norm of the difference, over the norm of the weights."""
-    same_workers: bool
-    """Whether every start had the workers of the undisturbed run: then the weights must be identical. Else they are
-    equal up to rounding where nothing is dropped, and with dropout as far apart as two masks make them."""
 
 
 @dataclass
@@ -79,6 +34,7 @@ class Certificate:
     """How many each start of the disturbed run had."""
     device: str
     """`gpu`: each worker took a GPU that was counted; else a CPU."""
+    served: Served | None
     left_behind: Sequence[str]
     seconds: float
     dollars_of_run: float | None = None
@@ -94,11 +50,14 @@ class Certificate:
 
     @property
     def wanted_nodes(self) -> int | None:
-        """Worker nodes that the rehearsal needs in all: those of a run, one in place of each that was taken, and those
-        that the next run needs anew."""
+        """Worker nodes that the rehearsal needs in all: those of a run or of the endpoint, one in place of each that
+        was taken, and those that the next run needs anew."""
         if self.needed is None:
             return None
-        return max(self.needed, self.plan.least) + len(self.faults) + min(self.needed, self.idled)
+        at_a_time, lost = max(self.needed, self.plan.least), len(self.faults)
+        if self.served is not None:
+            at_a_time, lost = max(at_a_time, self.served.nodes), lost + (self.served.lost is not None)
+        return at_a_time + lost + min(self.needed, self.idled)
 
     def dollars_again(self, fault: Fault) -> float | None:
         """What the updates cost that were computed again after a fault: their share of what the run's nodes cost."""
@@ -137,6 +96,7 @@ class Certificate:
                 found.append("other weights than those of the undisturbed run, with the same workers")
             if self.weights is not None and not math.isfinite(self.weights.difference):
                 found.append("weights that are no finite numbers")
+            found += ["the run was not served"] if self.served is None else self.served.problems()
             if self.most_at_a_time > self.plan.most:
                 found.append(f"{self.most_at_a_time} worker nodes at a time, and the file allows {self.plan.most}")
             if self.wanted_nodes is not None and self.started > self.wanted_nodes:
@@ -204,6 +164,7 @@ class Certificate:
             "device": self.device,
             "rows": None if self.rows is None else asdict(self.rows),
             "weights": None if self.weights is None else asdict(self.weights),
+            "served": None if self.served is None else asdict(self.served),
             "dollars": self.dollars,
             "dollars_of_run": self.dollars_of_run,
             "dollars_an_hour_at_most": self.dollars_an_hour_at_most,
@@ -236,6 +197,8 @@ class Certificate:
             same = "the undisturbed run's, bit for bit"
             other = f"relative difference {self.weights.difference:.1e} to the undisturbed run's"
             lines.append(f"weights: {same if self.weights.identical else other}")
+        if self.served is not None:
+            lines.append(self.served.text())
         lines += self._upload_lines()
         closed = [one for one in self.ports if not one.allowed]
         lines.append(f"listening sockets: {len(self.ports)}, of which {len(closed)} are on no list")
@@ -253,38 +216,6 @@ class Certificate:
             return []
         lines = [f"upload: {self.upload['files']} tracked files, {self.upload['bytes'] / 1e6:.2f} MB; the largest:"]
         return [*lines, *(f"  {size / 1e3:8.1f} kB  {name}" for name, size in self.upload["largest"])]
-
-
-def nodes_of(
-    machines: Mapping[str, Machine], joined: Mapping[str, float], plan: Plan, faults: Sequence[Fault], begin: float
-) -> list[Node]:
-    """The machines of a rehearsal that began at `begin` (seconds since 1970), all of which have ended."""
-    met = {fault.node: {"notice": "spot notice", "kill": "killed"}[fault.kind] for fault in faults}
-    found = []
-    for name, one in machines.items():
-        ended, price = one.ended or one.asked, plan.by_name[one.type].dollars
-        dollars = None if price is None else round((ended - one.asked) / 3600 * price, 6)
-        up = round(joined[name] - begin, 1) if name in joined else None
-        end = met.get(name, ENDS[one.why or "down"])
-        found.append(Node(name, one.type, round(one.asked - begin, 1), up, round(ended - begin, 1), end, dollars))
-    return found
-
-
-def most_at_a_time(nodes: Sequence[Node]) -> int:
-    """The most of these nodes that there were at one moment. One that is taken counts until it has ended."""
-    return max((sum(one.asked <= node.asked < one.ended for one in nodes) for node in nodes), default=0)
-
-
-def dollars_between(nodes: Sequence[Node], begin: float, end: float) -> float | None:
-    """What these nodes cost from `begin` to `end`, seconds since the rehearsal began; None where a price is not
-    known."""
-    total = 0.0
-    for node in nodes:
-        if node.dollars is None:
-            return None
-        there = min(end, node.ended) - max(begin, node.asked)
-        total += node.dollars * max(0.0, there) / max(node.ended - node.asked, 1e-9)
-    return round(total, 6)
 
 
 def _fault_text(fault: Fault, dollars: float | None = None) -> str:

@@ -11,14 +11,15 @@ from typing import Any, Literal
 
 import psutil
 
+from rtrain.cluster.rehearsal.book import Machine
 from rtrain.cluster.rehearsal.up import Up
 
 Kind = Literal["notice", "kill"]
 Events = Sequence[Mapping[str, Any]]
 NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
 """Seconds between a cloud's notice and the end of the machine."""
-WORKER = "ray::RayTrainWorker"
-"""What the processes of workers are called."""
+WORKER, REPLICA = "ray::RayTrainWorker", "ray::ServeReplica"
+"""What the processes of workers, and of an endpoint's replicas, are called."""
 
 
 @dataclass
@@ -132,17 +133,23 @@ class Saboteur:
 
 def training_node(up: Up) -> str | None:
     """A machine on which workers of a run are; a spot one, where there is any."""
-    found = []
-    for name, one in up.book.up().items():
-        if name != up.head and one.pid is not None and _has_workers(one.pid):
-            found.append((not up.plan.by_name[one.type].is_spot, name))
+    found = [(not up.plan.by_name[one.type].is_spot, name) for name, one in machines_with(up, WORKER).items()]
     return min(found)[1] if found else None
 
 
-def _has_workers(pid: int) -> bool:
+def machines_with(up: Up, sign: str) -> dict[str, Machine]:
+    """The machines, but for the head's, on which a process runs whose command line begins with `sign`."""
+    return {
+        name: one
+        for name, one in up.book.up().items()
+        if name != up.head and one.pid is not None and _runs(one.pid, sign)
+    }
+
+
+def _runs(pid: int, sign: str) -> bool:
     with suppress(psutil.Error):
         for process in psutil.Process(pid).children(recursive=True):
             with suppress(psutil.Error):
-                if " ".join(process.cmdline()).startswith(WORKER):
+                if " ".join(process.cmdline()).startswith(sign):
                     return True
     return False
