@@ -145,7 +145,7 @@ def test_a_sound_rehearsal_passes_and_says_what_it_came_to() -> None:
     for said in (
         "rows: 0 lost, 0 repeated",
         "bit for bit",
-        "3 started, 3 needed",
+        "3 started, 3 do",
         "checkpoint after 4.0 s, training again after 30.0 s",
         "with all workers 12.5 s after a node had joined, 0 updates",
         "5 updates computed again for 0.0010 $",

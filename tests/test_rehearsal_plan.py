@@ -94,8 +94,8 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
         rehearse.check(["tune", "intent", "--data", "/shared/nowhere.csv"], "a: [")
     assert [problem.field for problem in refused.value.problems] == ["verb", "path", "--file"]
     (tmp_path / "rows.csv").touch()
-    _, absolute = rehearse.check(["train", "--data", str(tmp_path / "rows.csv"), "--model", "a/hub-name"], TEXT)
-    assert absolute == {str(tmp_path / "rows.csv"): str(tmp_path / "rows.csv")}
+    words = ["train", "--data", str(tmp_path / "rows.csv"), "--model", "a/hub-name"]
+    assert rehearse.check(words, TEXT) == (PLAN, words)
 
 
 @pytest.mark.parametrize(("workers", "data", "needed"), [(6, 2, 1), (7, 2, 2), (30, 2, 4), (31, 2, None)])
@@ -103,14 +103,44 @@ def test_the_nodes_that_a_run_needs_are_counted_by_what_they_hold(workers: int, 
     assert PLAN.needed(workers, data, "cpu") == needed
 
 
-def test_a_command_keeps_its_words_but_for_where_it_writes() -> None:
-    words = ["train", "intent", "--data", "rows.csv", "--model=enc", "--out", "/shared/x", "--resume", "--workers", "3"]
-    words += ["--set", "cluster.storage=s3://b/r", "--set=cluster.storage=s3://c", "--set", "train.epochs=2"]
-    made = plans.words_of(words, "/out", "file:///store", {"rows.csv": "/here/rows.csv", "enc": "/here/enc"})
-    kept = ["train", "intent", "--data", "/here/rows.csv", "--model=/here/enc", "--workers", "3"]
-    kept += ["--set", "train.epochs=2", "--out", "/out", "--set", "train.log_every=1"]
-    assert made == [*kept, "--set", "report.attributions=0", "--set", "cluster.storage=file:///store"]
-    assert "cluster.storage" not in " ".join(plans.words_of(words[:4], "/out", "file:///store", {}))
+def mixed(**types: dict[str, float]) -> plans.Plan:
+    """At most five nodes, three of each type."""
+    kinds = tuple(replace(PLAN.kinds[0], name=name, resources=resources, most=3) for name, resources in types.items())
+    return replace(PLAN, kinds=kinds, most=5)
+
+
+@pytest.mark.parametrize(
+    ("workers", "data", "device", "needed"),
+    [
+        *((1, 0, "gpu", 1), (1, 2, "gpu", 2), (3, 2, "gpu", 4), (3, 9, "gpu", 5), (3, 17, "gpu", None)),
+        *((4, 2, "gpu", None), (16, 0, "cpu", 2), (17, 0, "cpu", 3), (25, 0, "cpu", None)),
+    ],
+)
+def test_nodes_of_several_types_are_needed_together(workers: int, data: int, device: str, needed: int | None) -> None:
+    both = mixed(gpu={"GPU": 1.0}, cpu={"CPU": 8.0})
+    assert both.needed(workers, data, device) == needed
+
+
+def test_large_nodes_are_taken_before_small_ones_and_only_those_with_the_labels() -> None:
+    sizes = mixed(small={"CPU": 2.0}, large={"CPU": 8.0})
+    assert [sizes.needed(workers, 0, "cpu") for workers in (8, 9, 24, 28, 29)] == [1, 2, 3, 5, None]
+    labelled = replace(sizes, kinds=(replace(sizes.kinds[0], labels={"for": "training"}), sizes.kinds[1]))
+    assert labelled.needed(4, 0, "cpu", {"for": "training"}) == 2
+    assert labelled.needed(7, 0, "cpu", {"for": "training"}) is None
+
+
+def test_many_types_of_many_nodes_are_counted_at_once() -> None:
+    kinds = tuple(replace(PLAN.kinds[0], name=str(n), resources={"CPU": n, "GPU": n % 3}, most=100) for n in range(8))
+    assert replace(PLAN, kinds=kinds, most=100).needed(180, 40, "gpu") == 90
+
+
+def test_resources_that_are_no_whole_numbers_are_refused_as_ray_s_launcher_does() -> None:
+    types = yaml.safe_load(TEXT)["available_node_types"]
+    types["worker"]["resources"] = {"CPU": 8, "bandwidth": 0.5}
+    with pytest.raises(
+        ConfigError, match=r"worker has resources of bandwidth: 0\.5, and Ray's launcher takes whole numbers"
+    ):
+        plans.of(changed(available_node_types=types))
 
 
 def test_a_machine_starts_ray_as_the_file_does_on_ports_that_are_free(tmp_path: Path) -> None:

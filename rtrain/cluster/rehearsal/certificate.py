@@ -183,7 +183,7 @@ class Certificate:
                 f"{node.end:<11}  {price:>8}"
             )
         lines.append("")
-        needed = "no number of them is enough" if self.wanted_nodes is None else f"{self.wanted_nodes} needed"
+        needed = "no number of them is enough" if self.wanted_nodes is None else f"{self.wanted_nodes} do"
         lines.append(
             f"worker nodes: {self.started} started, {needed}; {self.most_at_a_time} at a time, of {self.plan.most}; "
             f"first one after {_seconds(self.scale_up_s)}, idle ones gone after {_seconds(self.scale_down_s)}"

@@ -7,13 +7,13 @@ weights, by the same rows. The result is served, and nothing may be left when th
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rtrain import config as configuration, ray_internals
 from rtrain.cluster import supply
 from rtrain.cluster.jobs import upload
-from rtrain.cluster.rehearsal import compared, measured, plan as plans, ports, serving
+from rtrain.cluster.rehearsal import compared, measured, plan as plans, ports, serving, words as commands
 from rtrain.cluster.rehearsal.certificate import Certificate
 from rtrain.cluster.rehearsal.faults import Kind, Saboteur, after_join
 from rtrain.cluster.rehearsal.following import LOOK_EVERY_S, Broken, Follower, Say
@@ -28,36 +28,31 @@ ENDED_WITHIN_S = 120.0
 UNDISTURBED, DISTURBED = "undisturbed", "rehearsed"
 
 
-def check(words: Sequence[str], text: str) -> tuple[Plan, dict[str, str]]:
-    """The plan of a cluster's file, and the absolute paths of what the words name on this machine. Raises
+def check(words: Sequence[str], text: str) -> tuple[Plan, list[str]]:
+    """The plan of a cluster's file, and the words with the whole paths of what they name on this machine. Raises
     `ConfigError` with everything that can be refused before anything is started."""
     problems = []
     if not words or words[0] != "train":
         reason = "is not rehearsed: a training is, whose rows and weights can be compared"
         problems.append(Problem("verb", words[0] if words else None, reason, "write -- train RECIPE --data FILE"))
-    absolute = {}
-    for value in plans.local_values(words):
-        path = Path(value).expanduser()
-        if path.exists():
-            absolute[value] = str(path.absolute())
-        elif value.startswith(("/", "~", ".")):
-            reason = "is not on this machine"
-            problems.append(Problem("path", value, reason, "rehearse with a file that is: some hundred rows do"))
+    whole, missing = commands.of_this_machine(words)
+    problems += missing
     try:
         plan = plans.of(text)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     if problems:
         raise ConfigError(problems)
-    return plan, absolute
+    return plan, whole
 
 
 class Rehearsal:
     """One rehearsal: what is asked of the cluster, and what is seen of it meanwhile."""
 
-    def __init__(self, plan: Plan, words: Sequence[str], absolute: Mapping[str, str], out: Path, say: Say):
+    def __init__(self, plan: Plan, words: Sequence[str], out: Path, say: Say):
+        """`words` with whole paths, as `check` returns them."""
         self.plan, self.out = plan, out
-        self._words, self._absolute, self._say = words, absolute, say
+        self._words, self._say = words, say
         self._begin = time.time()
         self._listeners: set[ports.Listener] = set()
         self._first_job = 0.0
@@ -100,7 +95,7 @@ class Rehearsal:
 
     def _train(self, made: Up, follower: Follower, name: str, files: upload.Upload) -> None:
         run = Run(self.out / name)
-        words = plans.words_of(self._words, str(run.folder), f"file://{self.out}/storage", self._absolute)
+        words = commands.of(self._words, str(run.folder), f"file://{self.out}/storage")
         job = made.jobs.submit(words, files, lambda text: self._say(f"{name} run: {text}"))
         follower.training(job, run, name, self._saboteur)
 
@@ -136,7 +131,7 @@ class Rehearsal:
             plan=self.plan,
             nodes=nodes,
             most_at_a_time=measured.most_at_a_time(workers_nodes),
-            needed=self.plan.needed(train.workers, spare, device),
+            needed=self.plan.needed(train.workers, spare, device, settings.deploy.cluster.labels),
             scale_up_s=None if first is None else round(first, 1),
             scale_down_s=self._scale_down,
             upload={"files": len(files.files), "bytes": files.size, "largest": files.files[: upload.LARGEST]},
