@@ -318,6 +318,8 @@ class _Loop(step.Observer):
         finished = state.update == job.order.updates
         with self._clock.section("checkpoint"):
             self._flushed(copied=finished)
+            if not finished:  # at once: the end of the workers themselves takes seconds, and may come too late
+                self._reporter.event("saved", update=state.update)
             update = self._best(state)
         if update not in (NONE, state.update):
             self._loaded(update)
