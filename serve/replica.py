@@ -23,7 +23,7 @@ from serve.answering import Lasting
 from serve.app import build_app
 from serve.change.versions import Plan
 from serve.desk import build_desk
-from serve.door import guard
+from serve.door import access, guard
 from serve.front import direct
 from serve.models import Models
 from serve.watching.sums import sum_expositions
@@ -76,6 +76,8 @@ class Replica:
 
     async def _make(self, name: str, artifact: Path) -> FastAPI:
         predictor = await asyncio.to_thread(Predictor.load, artifact, self._settings.threads)
+        # Whoever deploys a file names the artefact in `user_config`, which Ray hands to replicas alone.
+        access.admit(predictor.artifact, artifact, self._settings)
         predictor.artifact = replace(predictor.artifact, name=name)
         return build_app(predictor, self._settings, self._sum, self._lasting[name])
 
