@@ -151,7 +151,7 @@ def test_all_are_asked_once_more_where_one_ends_while_it_loads(fake: Ray, folder
             fake.loads = ["", "its file is torn"]
 
     fake.fails = fails
-    with pytest.raises(UserError, match="is not served, .* goes on: its file is torn"):
+    with pytest.raises(UserError, match=r"is not served, .* goes on: its file is torn"):
         served.update(folders[1])
     assert fake.asked.count("load") == 2
     assert fake.told == str(folders[0])
