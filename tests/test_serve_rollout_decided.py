@@ -1,8 +1,10 @@
 """What an endpoint says that it serves, where Ray or its replicas do not do as they are told."""
 
+import functools
 import json
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +200,26 @@ def test_a_trial_that_is_ended_during_a_long_look_is_over_with_it(
     assert (trial["stage"], trial["reason"].partition(";")[0]) == ("dropped", "dropped by hand")
     assert fake.asked[-1] == "drop"
     assert fake.told == str(folders[0])
+
+
+def test_a_second_change_is_refused_while_one_is_made(fake: Ray, folders: list[Path]) -> None:
+    """Were it to wait for one that is refused then, it would go back by two."""
+    served = begun(folders[0])
+    served.update(folders[1])
+    loading, told = threading.Event(), threading.Event()
+
+    def fails(method: str) -> None:
+        if method == "load":
+            loading.set()
+            told.wait(20)
+
+    fake.fails = fails
+    with ThreadPoolExecutor(1) as pool:
+        changed = pool.submit(served.update, folders[2])
+        assert loading.wait(20)
+        for change in (served.back, functools.partial(served.update, folders[0])):
+            with pytest.raises(UserError, match="tiny is being changed just now"):
+                change()
+        told.set()
+        changed.result()
+    assert str(served.artifact) == fake.told == str(folders[2])

@@ -14,7 +14,7 @@ import logging
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,7 @@ class Rollout:
     def update(self, artifact: Path, aim: judge.Aim | None = None) -> str:
         """Answer with the artefact from now on, or, with an aim, as soon as it has proven itself; says so. Raises
         `UserError`, and nothing changes, where it may not be served, is another model, or is refused by a replica."""
-        with self._one_at_a_time:
+        with self._alone():
             self._refuse_during_trial()
             made, old = self._admitted(artifact)
             if aim is None:
@@ -138,7 +138,7 @@ class Rollout:
     def back(self) -> str:
         """End the trial, if there is one that has not just been promoted. Else answer with what was served before; it
         is loaded and proven again. Raises `UserError` as `update` does."""
-        with self._one_at_a_time:
+        with self._alone():
             if self.on_trial and (ended := self._ended_by_hand()):
                 return ended
             if len(self._served) < 2:
@@ -167,6 +167,17 @@ class Rollout:
         self._end_trial.set()
         if self._thread is not None:
             self._thread.join(wait_s)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One that waited would change something else than was meant when it was asked for: what is served before it
+        is known when the other has ended."""
+        if not self._one_at_a_time.acquire(blocking=False):
+            raise UserError(f"{self.model} is being changed just now; look at `rtrain serve status`, and ask again")
+        try:
+            yield
+        finally:
+            self._one_at_a_time.release()
 
     def _ended_by_hand(self) -> str:
         """How the trial has ended that was to be ended; nothing where it was promoted before that."""
