@@ -66,11 +66,12 @@ class Service:
         self._meter = Meter(time.monotonic())
         self.explanations = Explanations(predictor, self.telemetry.explained.observe)
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
+        """`wait`: until its spans have been sent; not on an event loop that answers requests."""
         self.telemetry.forget(self.batcher)
         self.batcher.close()
         self.explanations.close()
-        self.spans.close()
+        self.spans.close(wait)
         self.access_log.close()
 
     @property

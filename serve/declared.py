@@ -13,7 +13,8 @@ from serve.change import scaling
 HEAD = """\
 # serve deploy FILE, on a Ray of the cluster's. Written by `rtrain serve ARTIFACT --print-config`.
 # Another version: change its folder in user_config alone, and deploy again. Replicas load it beside what they answer
-# with. Another name, or one more model: change both args and user_config; the replicas are started anew.
+# with, and switch when all of them have proven it; where one refuses it, its log says why, and all go on as before.
+# Another name, or one more model: change both args and user_config; the replicas are started anew.
 """
 ELSEWHERE = {"host", "port", "replicas", "max_replicas", "tls_cert", "tls_key", "ingress", "insecure", "ungated"}
 """Settings that Ray has under names of its own, or that say how a command behaves."""

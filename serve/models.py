@@ -56,12 +56,15 @@ class Models:
         return list(self.versions)
 
     async def become(self, wish: Mapping[str, str]) -> None:
-        """Have each model answer with its artefact. Raises what loading one of them raises, and
-        `UserError` where these are not the models that there are."""
+        """Have each model answer with its artefact. Raises what loading one of them raises, and what `check` raises."""
+        self.check(wish)
+        await asyncio.gather(*(self.versions[name].become(folder) for name, folder in wish.items()))
+
+    def check(self, wish: Mapping[str, str]) -> None:
+        """Raise `UserError` where these are not the models that there are."""
         if wish.keys() != self.versions.keys():
             made, wanted = (", ".join(sorted(names)) for names in (self.versions, wish))
             raise UserError(f"args and user_config name the same models; they have {made}, and {wanted}")
-        await asyncio.gather(*(self.versions[name].become(folder) for name, folder in wish.items()))
 
     async def _load(self, name: str, folder: Path) -> FastAPI:
         async with self._one_at_a_time:

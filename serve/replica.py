@@ -21,9 +21,10 @@ from rtrain.errors import UserError
 from rtrain.predict import Predictor
 from serve.answering import Lasting
 from serve.app import build_app
+from serve.change.application import PROVEN
 from serve.change.versions import Plan
 from serve.desk import build_desk
-from serve.door import guard
+from serve.door import access, guard
 from serve.front import direct
 from serve.models import Models
 from serve.watching.sums import sum_expositions
@@ -32,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 COUNT_S = 5.0
 """Seconds between two counts of the replicas, which share out the rates of keys."""
+ALL_S, AGAIN_S = 120.0, 0.1
+"""Seconds in which all replicas have loaded what is wished, and between two questions where not all have answered."""
+Wish = dict[str, Any]
+"""What Ray hands to replicas as `user_config`: `{"models": {NAME: FOLDER}}`, and `PROVEN`."""
 
 
 def most_replicas(settings: Serve) -> int:
@@ -46,15 +51,18 @@ def most_requests(settings: Serve, models: int = 1) -> int:
 
 @ray.serve.ingress()
 class Replica:
-    """Answers with the artefacts that Ray hands it as `user_config`, `{"models": {NAME: FOLDER}}`; a bad one never
-    takes traffic. Which models there are is settled when it is made: others are another deployment. What others ask it
-    by Ray is `async`, and so runs on the loop, where requests are counted: the rest Ray runs in threads."""
+    """Answers with the artefacts that Ray hands it as `user_config`; a bad one never takes traffic. Which models there
+    are is settled when it is made: others are another deployment. What others ask it by Ray is `async`, and so runs on
+    the loop, where requests are counted: the rest Ray runs in threads."""
 
     def __init__(self, settings: Serve, names: Sequence[str]):
         self._settings, self._door = settings, guard.door(settings)
         self._lasting = {name: Lasting(settings, self._door) for name in names}
         self._sum = self._sum_of_replicas if most_replicas(settings) > 1 else None
         self._models = Models(self._lasting, self._make, self._desk, self._beside)
+        self._wish: Wish = {}
+        self._refused: dict[tuple[str, str], str] = {}
+        """Why a model's artefact was refused, here or by another replica."""
         self._changes: set[asyncio.Task[None]] = set()
         self._counting: asyncio.Task[None] | None = None
         direct.install(self._models, most_requests(settings, len(names)))
@@ -76,10 +84,12 @@ class Replica:
 
     async def _make(self, name: str, artifact: Path) -> FastAPI:
         predictor = await asyncio.to_thread(Predictor.load, artifact, self._settings.threads)
+        # Whoever deploys a file names the artefact in `user_config`, which Ray hands to replicas alone.
+        access.admit(predictor.artifact, artifact, self._settings)
         predictor.artifact = replace(predictor.artifact, name=name)
         return build_app(predictor, self._settings, self._sum, self._lasting[name])
 
-    async def reconfigure(self, wish: dict[str, dict[str, str]]) -> None:
+    async def reconfigure(self, wish: Wish) -> None:
         """At the start, load what is to be served. Later only note the wish: Ray routes nothing to a replica while this
         runs, and ends one in which it raises."""
         if not self._models.loaded:
@@ -87,15 +97,44 @@ class Replica:
             if self._door is not None:
                 self._counting = asyncio.create_task(self._count_replicas())
         else:
-            change = asyncio.create_task(self._become(wish["models"]))
+            self._wish = wish
+            # Another replica may have asked for what is wished before this one is told of it.
+            self._refused = {asked: why for asked, why in self._refused.items() if asked in wish["models"].items()}
+            change = asyncio.create_task(self._become(wish))
             self._changes.add(change)  # asyncio alone keeps no task from being collected
             change.add_done_callback(self._changes.discard)
 
-    async def _become(self, models: dict[str, str]) -> None:
+    async def _become(self, wish: Wish) -> None:
+        models = wish["models"]
         try:
-            await self._models.become(models)
+            if not wish.get(PROVEN):
+                await self._prove(wish)
+            if self._wish is wish:
+                await self._models.become(models)
         except Exception:  # whatever it is, what answers goes on
             logger.exception("the artefacts %s cannot be served", models)
+
+    async def _prove(self, wish: Wish) -> None:
+        """Have all replicas load and prove the artefacts, before this one switches. Each of them asks all, since Ray
+        tells them one after another. Raises `UserError` where one refuses."""
+        models = wish["models"]
+        self._models.check(models)
+        for name, folder in models.items():
+            refusals = [reason for reason in await of_each("proves", name, folder) if reason]
+            if refusals and self._wish is wish:
+                self._refused[name, folder] = refusals[0]
+                for changed in models:
+                    self._models.versions[changed].drop()
+            if refusals:
+                raise UserError(refusals[0])
+
+    async def proves(self, model: str, artifact: str) -> str:
+        """As `load`, for another replica. A refusal is for good, until Ray tells of another wish: all who ask are to
+        decide alike."""
+        asked = model, artifact
+        if asked not in self._refused and (reason := await self.load(*asked)):
+            self._refused[asked] = reason
+        return self._refused.get(asked, "")
 
     async def load(self, model: str, artifact: str) -> str:
         """Load and prove a candidate; why that fails, or nothing."""
@@ -152,9 +191,25 @@ class Replica:
         return sum_expositions(await of_all("exposition"))
 
 
-async def of_all(method: str) -> list[Any]:
+async def of_all(method: str, *given: object) -> list[Any]:
     """What each replica of this application answers; one that ends just now is left out."""
     context = ray.serve.get_replica_context()
     handle = ray.serve.get_deployment_handle(context.deployment, context.app_name)
-    found = await handle.broadcast(method).results_async(return_exceptions=True)
+    found = await handle.broadcast(method, *given).results_async(return_exceptions=True)
     return [one for one in found if not isinstance(one, BaseException)]
+
+
+async def of_each(method: str, *given: object) -> list[Any]:
+    """The same, and none is missing: Ray asks no replica that it is telling of a change just then. Raises
+    `TimeoutError` where one does not answer."""
+    async with asyncio.timeout(ALL_S):
+        while len(found := await of_all(method, *given)) < await asyncio.to_thread(_number):
+            await asyncio.sleep(AGAIN_S)
+    return found
+
+
+def _number() -> int:
+    """How many replicas of this application answer, or will once they know of a change."""
+    context = ray.serve.get_replica_context()
+    states = ray.serve.status().applications[context.app_name].deployments[context.deployment].replica_states
+    return sum(count for state, count in states.items() if state in ("RUNNING", "UPDATING"))

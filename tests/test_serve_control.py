@@ -3,6 +3,8 @@
 import json
 import socket
 import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,25 @@ def test_an_answer_may_be_longer_than_a_question(tmp_path: Path) -> None:
     folder, long = str(tmp_path / "own"), "é" * 300_000
     with control.listening(8000, lambda question: long, folder):
         assert control.ask(8000, {"status": True}, folder) == long
+
+
+def test_nobody_waits_behind_a_change_or_one_who_asks_nothing(tmp_path: Path) -> None:
+    folder, asked, over = str(tmp_path / "own"), threading.Event(), threading.Event()
+
+    def slow(question: dict[str, Any]) -> str:
+        if "update" in question:
+            asked.set()
+            over.wait(20)
+        return str(question)
+
+    with control.listening(8000, slow, folder), socket.socket(socket.AF_UNIX) as idle, ThreadPoolExecutor() as pool:
+        idle.connect(str(control.path(8000, folder)))
+        changed = pool.submit(control.ask, 8000, {"update": "b"}, folder)
+        assert asked.wait(20)
+        assert control.ask(8000, {"status": True}, folder) == "{'status': True}"
+        assert not changed.done()
+        over.set()
+        assert changed.result() == "{'update': 'b'}"
 
 
 def test_one_port_is_one_endpoint_s_whatever_its_address(tmp_path: Path) -> None:

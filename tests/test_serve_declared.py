@@ -14,7 +14,7 @@ from rtrain.config import Serve
 from serve import declared
 from serve.door import keys
 from tests.test_cli import Cli, run
-from tests.tiny import make_artifact
+from tests.tiny import make_artifact, refused
 
 ROOT = Path(__file__).resolve().parents[1]
 assert run  # a fixture
@@ -103,14 +103,22 @@ def end(*found):
     ray.shutdown()
 """
 ANOTHER = """
-first, second = map(Path, sys.argv[1:])
-document = declared.document({"tiny": first}, Serve(port=port, ungated=True))
+first, second, refused = map(Path, sys.argv[1:])
+document = declared.document({"tiny": first}, Serve(port=port, replicas=2))
+models = document["applications"][0]["deployments"][0]["user_config"]["models"]
+def served():
+    return [one["tiny"] for one in ray.serve.get_app_handle("tiny").broadcast("serves").results()]
 start(document)
+wait(lambda: len(served()) == 2)
 old, before = ask(), processes()
-document["applications"][0]["deployments"][0]["user_config"]["models"]["tiny"] = str(second)
+models["tiny"] = str(refused)
 deploy(document)
-wait(lambda: ask() != old)
-end(old[1], ask()[1], processes() == before)
+time.sleep(5)
+kept = served()
+models["tiny"] = str(second)
+deploy(document)
+wait(lambda: served() == [str(second)] * 2)
+end(old[1], kept == [str(first)] * 2, ask()[1], processes() == before)
 """
 RATE = """
 artifact, keys, key = sys.argv[1:]
@@ -131,10 +139,11 @@ def told(script: str, *arguments: object) -> list[object]:
 
 @pytest.mark.slow
 @pytest.mark.serve
-def test_what_it_declares_is_served_and_another_model_takes_its_place_in_the_same_process(tmp_path: Path) -> None:
+def test_what_it_declares_is_served_and_another_model_takes_its_place_in_the_same_processes(tmp_path: Path) -> None:
+    """One that the gate has refused does not."""
     folders = [make_artifact(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
-    versions = [rtrain.artifact.read(folder).version for folder in folders]
-    assert told(ANOTHER, *folders) == [*versions, True]
+    old, new = (rtrain.artifact.read(folder).version for folder in folders)
+    assert told(ANOTHER, *folders, refused(make_artifact(tmp_path / "2", seed=2))) == [old, True, new, True]
 
 
 @pytest.mark.slow

@@ -63,10 +63,10 @@ async def serving(application: ASGIApp, counted: list[int], most: int = MOST) ->
         await task
 
 
-async def ask(port: int, path: str = "/predict", body: bytes = b"hello") -> tuple[int, str, str]:
+async def ask(port: int, path: str = "/predict", body: bytes = b"hello", method: str = "POST") -> tuple[int, str, str]:
     """Status, headers and body of the answer, over a connection of its own."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST {path} HTTP/1.1\r\nhost: here\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"{method} {path} HTTP/1.1\r\nhost: here\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     headers, _, text = (await reader.read()).decode().partition("\r\n\r\n")
     writer.close()
@@ -115,6 +115,25 @@ def test_more_requests_than_the_replica_takes_are_told_to_come_back() -> None:
         application.open.set()
         assert [(await one)[0] for one in asked] == [200] * MOST
         assert (await ask(port))[0] == 200
+
+    run(check)
+
+
+def test_who_looks_is_answered_by_a_replica_that_is_full_of_questions() -> None:
+    async def check(application: Application, counted: list[int], port: int) -> None:
+        asked = [asyncio.create_task(ask(port)) for _ in range(MOST)]
+        looks = [asyncio.create_task(ask(port, path, method="GET")) for path in ("/metrics", "/")]
+        for _ in [*asked, *looks]:
+            await application.begun.acquire()
+        assert [(await ask(port, path, method=method))[0] for method, path in (("GET", "/info"), ("POST", "/"))] == [
+            503,
+            503,
+        ]
+        well = [asyncio.create_task(ask(port, f"{at}/v2/health/ready", method="GET")) for at in ("", "/models/a")]
+        for _ in well:
+            await application.begun.acquire()
+        application.open.set()
+        assert [(await one)[0] for one in (*asked, *looks, *well)] == [200] * (len(asked) + len(looks) + len(well))
 
     run(check)
 

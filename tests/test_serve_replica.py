@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,15 +10,139 @@ import pytest
 import ray.exceptions
 import ray.serve
 
+from rtrain.artifact import ArtifactError
+from rtrain.config import Serve
 from serve import replica
+from serve.front import direct
 from serve.watching.sums import exposition, sum_expositions
 from serve.watching.telemetry import Telemetry
+from tests.tiny import make_artifact, refused
+
+OWN: Any = next(one for one in replica.Replica.__mro__ if "reconfigure" in vars(one))
+"""The class as it is written: what Ray makes of it is closed by a coroutine that Ray alone awaits."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """One that is served, another version of it, and one that the gate has refused."""
+    root = tmp_path_factory.mktemp("replica")
+    first, second, third = (make_artifact(root / str(seed), seed=seed) for seed in range(3))
+    return [first, second, refused(third)]
+
+
+@pytest.mark.parametrize("ungated", [False, True])
+def test_what_the_gate_has_refused_answers_nothing_whoever_names_it(
+    monkeypatch: pytest.MonkeyPatch, folders: list[Path], ungated: bool
+) -> None:
+    """A file for `serve deploy` names the artefact in `user_config`, which Ray hands to replicas alone."""
+    first, _, worse = ({"models": {"tiny": str(folder)}} for folder in folders)
+
+    async def main() -> dict[str, str]:
+        [one] = Fleet(monkeypatch, Serve(ungated=ungated), 1).every
+        if not ungated:
+            with pytest.raises(ArtifactError, match="was refused by the gate: it is worse"):
+                await one.reconfigure(worse)
+        await one.reconfigure(first)
+        await one.reconfigure(worse)
+        await asyncio.gather(*one._changes)
+        found: dict[str, str] = await one.serves()
+        return found
+
+    assert asyncio.run(main()) == (worse if ungated else first)["models"]
+
+
+class Fleet:
+    """Replicas of this process in place of Ray's, and what Ray tells of their number."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, settings: Serve, number: int):
+        monkeypatch.setattr(direct, "install", lambda *given: None)
+        monkeypatch.setattr(replica, "AGAIN_S", 0.01)
+        monkeypatch.setattr(
+            ray.serve, "get_replica_context", lambda: SimpleNamespace(deployment="rtrain", app_name="a")
+        )
+        monkeypatch.setattr(ray.serve, "get_deployment_handle", lambda *given: self)
+        monkeypatch.setattr(ray.serve, "status", self.status)
+        self.every = [OWN(settings, ["tiny"]) for _ in range(number)]
+        self.asked: list[str] = []
+        self.leaves_out = 0
+        """So many of them, of the next broadcast: Ray is telling them of a change."""
+
+    def status(self) -> Any:
+        states = {"RUNNING": len(self.every) - self.leaves_out, "UPDATING": self.leaves_out, "STOPPING": 1}
+        deployment = SimpleNamespace(replica_states=states)
+        return SimpleNamespace(applications={"a": SimpleNamespace(deployments={"rtrain": deployment})})
+
+    def broadcast(self, method: str, *given: object) -> Any:
+        self.asked.append(method)
+        asked, self.leaves_out = self.every[self.leaves_out :], 0
+
+        async def results_async(return_exceptions: bool) -> list[Any]:
+            return list(await asyncio.gather(*(getattr(one, method)(*given) for one in asked)))
+
+        return SimpleNamespace(results_async=results_async)
+
+    async def tell(self, folder: Path, **wish: object) -> list[str]:
+        """Ray tells all of them, one after another; what they answer with in the end."""
+        for one in self.every:
+            await one.reconfigure({"models": {"tiny": str(folder)}, **wish})
+        await asyncio.gather(*(change for one in self.every for change in one._changes))
+        return [(await one.serves())["tiny"] for one in self.every]
+
+
+def test_without_a_command_replicas_switch_when_all_have_proven_it(
+    monkeypatch: pytest.MonkeyPatch, folders: list[Path]
+) -> None:
+    first, second, _ = map(str, folders)
+    served: list[list[str]] = []
+
+    async def main() -> None:
+        fleet = Fleet(monkeypatch, Serve(), 3)
+        assert await fleet.tell(folders[0]) == [first] * 3
+        last, loads = fleet.every[-1], asyncio.Event()
+
+        async def slowly(*given: str) -> str:
+            await asyncio.sleep(0.2)
+            served.extend([[*(await one.serves()).values()] for one in fleet.every[:-1]])
+            loads.set()
+            return str(await OWN.load(last, *given))
+
+        monkeypatch.setattr(last, "load", slowly)
+        fleet.leaves_out = 1
+        assert await fleet.tell(folders[1]) == [second] * 3
+        assert served[:2] == [[first], [first]]  # the others waited for it
+        assert set(fleet.asked) == {"proves"}
+        assert await fleet.tell(folders[0], proven=True) == [first] * 3  # a command has asked them before
+
+    asyncio.run(main())
+
+
+def test_what_one_replica_refuses_is_dropped_by_all_and_may_be_wished_again(
+    monkeypatch: pytest.MonkeyPatch, folders: list[Path]
+) -> None:
+    first, second, _ = map(str, folders)
+
+    async def main() -> None:
+        fleet = Fleet(monkeypatch, Serve(), 3)
+        await fleet.tell(folders[0])
+        refusals = ["its disk is full"]
+        last = fleet.every[-1]
+
+        async def once(*given: str) -> str:
+            return refusals.pop() if refusals else str(await OWN.load(last, *given))
+
+        monkeypatch.setattr(last, "load", once)
+        assert await fleet.tell(folders[1]) == [first] * 3
+        assert [one._models.versions["tiny"].candidate for one in fleet.every] == [None] * 3
+        assert await fleet.tell(folders[0]) == [first] * 3
+        assert await fleet.tell(folders[1]) == [second] * 3
+
+    asyncio.run(main())
 
 
 def test_all_that_others_ask_runs_on_the_loop_which_counts() -> None:
     """Ray runs a method that is not `async` in a thread, beside the loop on which requests are counted."""
     asked = {name: one for name, one in inspect.getmembers(replica.Replica, inspect.isfunction) if name[0] != "_"}
-    assert {"status", "serves", "exposition", "load", "follow", "drop"} < {*asked}
+    assert {"status", "serves", "exposition", "load", "proves", "follow", "drop"} < {*asked}
     plain = {name for name, one in asked.items() if not inspect.iscoroutinefunction(one)}
     assert plain == {"check_health", "record_autoscaling_stats"}  # they read two numbers
 

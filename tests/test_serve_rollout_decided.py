@@ -1,13 +1,16 @@
 """What an endpoint says that it serves, where Ray or its replicas do not do as they are told."""
 
+import functools
 import json
-import time
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray.serve
+from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import LoggingConfig
 
@@ -27,6 +30,9 @@ class Ray:
         self.told, self.answers, self.late = "", "", False
         self.asked: list[str] = []
         self.fails: Callable[[str], None] = lambda method: None
+        self.seen = judge.Tally(rows=3)
+        self.loads: list[Any] = [""]
+        """What the replicas say to `load`."""
 
     def run(self, application: Any, **given: Any) -> None:
         self.told = application._bound_deployment._deployment_config.user_config["models"]["tiny"]
@@ -39,9 +45,9 @@ class Ray:
         return self
 
     def results(self, **given: Any) -> list[Any]:
-        follows = {"refusal": "", "seen": tuple(judge.Tally(rows=3)), "ratio": None}
-        said = {"serves": {"tiny": self.answers}, "load": "", "follow": follows}
-        return [said.get(self.asked[-1])]
+        follows = {"refusal": "", "seen": tuple(self.seen), "ratio": None}
+        said = {"serves": [{"tiny": self.answers}], "load": self.loads, "follow": [follows]}
+        return said.get(self.asked[-1], [None])
 
 
 @pytest.fixture
@@ -58,6 +64,19 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Ray:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("decided")
     return [make_artifact(root / str(seed), seed=seed) for seed in range(3)]
+
+
+PROVEN = judge.Tally(rows=100, agreed=100, requests=1000)
+AIM = judge.Aim(0.2, 100, 0.9, 1.5, 600.0)
+
+
+def ended(served: Rollout) -> dict[str, Any]:
+    """How the trial has ended."""
+    assert served._thread is not None
+    served._thread.join(20)
+    assert served._trial is not None
+    found: dict[str, Any] = json.loads(json.dumps(served._trial.document()))
+    return found
 
 
 def begun(folder: Path) -> Rollout:
@@ -95,11 +114,8 @@ def test_a_trial_ends_whatever_its_replicas_raise(fake: Ray, folders: list[Path]
             raise RayServeException("Application 'tiny' does not exist.")
 
     fake.fails = fails
-    served.update(folders[1], judge.Aim(0.2, 100, 0.9, 1.5, 600.0))
-    give_up = time.monotonic() + 20
-    while served.on_trial and time.monotonic() < give_up:
-        time.sleep(0.01)
-    trial = json.loads(json.dumps(served._trial.document() if served._trial else None))
+    served.update(folders[1], AIM)
+    trial = ended(served)
     assert (trial["stage"], trial["reason"]) == ("dropped", "its replicas did not answer (RayServeException)")
     assert fake.asked[-1] == "drop"
 
@@ -113,3 +129,97 @@ def test_a_promoted_candidate_whose_switch_is_late_is_what_is_served(fake: Ray, 
     assert trial.state.stage == "promoted"
     assert trial.state.reason.startswith("UserError: not every replica answers with")
     assert str(served.artifact) == fake.told == str(folders[1])
+
+
+def test_a_replica_that_refuses_what_the_others_have_proven_has_all_of_them_drop_it(
+    fake: Ray, folders: list[Path]
+) -> None:
+    """It came after the last look at the trial, say, and so had not loaded the candidate."""
+    served = begun(folders[0])
+    fake.seen, fake.loads = PROVEN, ["", "its file is torn"]
+    served.update(folders[1], AIM)
+    trial = ended(served)
+    assert (trial["stage"], trial["reason"]) == ("dropped", "its file is torn")
+    assert fake.asked[-1] == "drop"
+    assert str(served.artifact) == fake.told == str(folders[0])
+
+
+def test_all_are_asked_once_more_where_one_ends_while_it_loads(fake: Ray, folders: list[Path]) -> None:
+    served = begun(folders[0])
+    fake.loads = ["", ActorDiedError()]
+
+    def fails(method: str) -> None:
+        if method == "load" and fake.asked.count("load") == 2:
+            fake.loads = ["", "its file is torn"]
+
+    fake.fails = fails
+    with pytest.raises(UserError, match=r"is not served, .* goes on: its file is torn"):
+        served.update(folders[1])
+    assert fake.asked.count("load") == 2
+    assert fake.told == str(folders[0])
+
+
+def test_going_back_while_a_candidate_is_promoted_goes_back(fake: Ray, folders: list[Path]) -> None:
+    served = begun(folders[0])
+    promoting, told = threading.Event(), threading.Event()
+
+    def fails(method: str) -> None:
+        if method == "load" and fake.asked.count("load") == 1:  # the last one before the switch
+            promoting.set()
+            told.wait(20)
+
+    fake.seen, fake.fails = PROVEN, fails
+    served.update(folders[1], AIM)
+    assert promoting.wait(20)
+    threading.Timer(0.1, told.set).start()
+    new, old = (rtrain.artifact.read(folders[place]).version for place in (1, 0))
+    assert served.back() == f"{old} answers in place of {new}"
+    assert str(served.artifact) == fake.told == fake.answers == str(folders[0])
+
+
+@pytest.mark.parametrize(("seen", "looks"), [(judge.Tally(rows=3), 1), (PROVEN, 3)])
+def test_a_trial_that_is_ended_during_a_long_look_is_over_with_it(
+    fake: Ray, folders: list[Path], monkeypatch: pytest.MonkeyPatch, seen: judge.Tally, looks: int
+) -> None:
+    served = begun(folders[0])
+    looking, told = threading.Event(), threading.Event()
+
+    def fails(method: str) -> None:
+        if method == "follow" and fake.asked.count("follow") == looks:
+            looking.set()
+            told.wait(20)
+
+    fake.seen, fake.fails = seen, fails
+    monkeypatch.setattr(rollout, "END_S", 0.05)
+    served.update(folders[1], AIM)
+    assert looking.wait(20)
+    with pytest.raises(UserError, match=r"\w+ is dropped as soon as its replicas answer"):
+        served.back()
+    told.set()
+    trial = ended(served)
+    assert (trial["stage"], trial["reason"].partition(";")[0]) == ("dropped", "dropped by hand")
+    assert fake.asked[-1] == "drop"
+    assert fake.told == str(folders[0])
+
+
+def test_a_second_change_is_refused_while_one_is_made(fake: Ray, folders: list[Path]) -> None:
+    """Were it to wait for one that is refused then, it would go back by two."""
+    served = begun(folders[0])
+    served.update(folders[1])
+    loading, told = threading.Event(), threading.Event()
+
+    def fails(method: str) -> None:
+        if method == "load":
+            loading.set()
+            told.wait(20)
+
+    fake.fails = fails
+    with ThreadPoolExecutor(1) as pool:
+        changed = pool.submit(served.update, folders[2])
+        assert loading.wait(20)
+        for change in (served.back, functools.partial(served.update, folders[0])):
+            with pytest.raises(UserError, match="tiny is being changed just now"):
+                change()
+        told.set()
+        changed.result()
+    assert str(served.artifact) == fake.told == str(folders[2])

@@ -5,17 +5,21 @@ import gzip
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from rtrain.config import Serve
 from rtrain.errors import ConfigError
 from rtrain.predict import Predictor
 from serve.app import build_app
+from serve.change.versions import Versions
 from serve.watching import tracing
 from tests import serving
 from tests.serving import TEXT, client
@@ -24,13 +28,18 @@ predictor = serving.predictor  # fixture
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
+HANGS_S = 4.0
+
 
 class Collector:
     """Takes spans as they are sent."""
 
     def __init__(self) -> None:
         self.received: list[ExportTraceServiceRequest] = []
-        received = self.received
+        self.answers = threading.Event()
+        """Whether it does; else it takes what comes, and says nothing for a while."""
+        self.answers.set()
+        received, answers = self.received, self.answers
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
@@ -38,6 +47,7 @@ class Collector:
                 if self.headers.get("content-encoding") == "gzip":
                     body = gzip.decompress(body)
                 received.append(ExportTraceServiceRequest.FromString(body))
+                answers.wait(HANGS_S)
                 self.send_response(200)
                 self.end_headers()
 
@@ -125,6 +135,30 @@ def test_requests_beside_each_other_have_traces_of_their_own(predictor: Predicto
     parts = [span for span in every if span.parent_span_id]
     assert len(parts) == 15
     assert all(owners[span.parent_span_id] == span.trace_id for span in parts)
+
+
+def test_no_request_waits_for_the_last_spans_of_a_version_that_has_ended(
+    predictor: Predictor, collector: Collector
+) -> None:
+    collector.answers.clear()
+
+    async def make(folder: Path) -> FastAPI:
+        return build_app(predictor, Serve(traces=collector.address))
+
+    async def main() -> float:
+        versions = Versions(make)
+        await versions.become("first")
+        async with client(versions) as session:
+            await session.post("/predict", json={"inputs": TEXT})
+            began = time.monotonic()
+            await versions.become("second")
+            assert (await session.post("/predict", json={"inputs": TEXT})).status_code == 200
+            waited = time.monotonic() - began
+        collector.answers.set()
+        versions.close()
+        return waited
+
+    assert asyncio.run(main()) < HANGS_S / 2
 
 
 def test_traces_that_cannot_be_sent_are_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,14 @@ def make_artifact(folder: Path, labels: Sequence[str] = ("a", "b", "c"), seed: i
         model.save_pretrained(folder)
     artifact = Artifact(name=NAME, task="classification", labels=tuple(labels), max_tokens=MAX_TOKENS, engine="torch")
     rtrain.artifact.write(folder, artifact, rtrain.predict.golden_logits)
+    return folder
+
+
+def refused(folder: Path) -> Path:
+    """An artefact with the gate's verdict that it is worse than its base."""
+    made = rtrain.artifact.read(folder)
+    gate = {"version": made.version, "verdict": "refuse", "reasons": ["it is worse"]}
+    rtrain.artifact.write(folder, replace(made, gate=gate), lambda *_: [row["logits"] for row in made.golden])
     return folder
 
 

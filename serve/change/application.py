@@ -15,6 +15,9 @@ from rtrain.config import Serve
 ASK_S = 30.0
 """Seconds in which every replica answers a question that it answers at once."""
 
+PROVEN = "proven"
+"""The name in a deployment's `user_config` that says that all replicas have loaded and proven what it names."""
+
 
 class Application:
     """Asked by several threads: each model changes by itself."""
@@ -59,6 +62,6 @@ class Application:
         return found
 
     def _run(self, artifacts: Mapping[str, Path]) -> None:
-        wish = {"models": {name: str(folder) for name, folder in artifacts.items()}}
+        wish = {"models": {name: str(folder) for name, folder in artifacts.items()}, PROVEN: True}
         decided = self._deployment.options(user_config=wish).bind(self._settings, list(artifacts))
         ray.serve.run(decided, name=self.name, route_prefix="/", logging_config=self._logging)

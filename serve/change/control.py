@@ -22,6 +22,8 @@ LONGEST = 1 << 16
 """Bytes of a question. What answers is the user's own, and may tell of any number of replicas."""
 TIMEOUT_S = 300.0
 """Seconds that an answer may take: an artefact is loaded and proven by every replica first."""
+QUESTION_S = 10.0
+"""Seconds in which a question has to arrive, and its answer to be taken."""
 POLL_S = 0.2
 
 Act = Callable[[dict[str, Any]], str]
@@ -40,8 +42,9 @@ def path(port: int, folder: str = FOLDER) -> Path:
 
 @contextlib.contextmanager
 def listening(port: int, act: Act, folder: str = FOLDER) -> Iterator[None]:
-    """For the block, answer each question with what `act` says; an error that a user can act on goes to who asked.
-    Raises `UserError` where an endpoint of this user's has that port already, at another address."""
+    """For the block, answer each question with what `act` says, in a thread of its own: nobody waits behind a change.
+    An error that a user can act on goes to who asked. Raises `UserError` where an endpoint of this user's has that port
+    already, at another address."""
     _refuse_taken(port, folder)
     place = path(port, folder)
     place.unlink(missing_ok=True)
@@ -53,10 +56,9 @@ def listening(port: int, act: Act, folder: str = FOLDER) -> Iterator[None]:
 
         def run() -> None:
             while not over.is_set():
-                with contextlib.suppress(TimeoutError, OSError):
+                with contextlib.suppress(OSError):  # one of them is TimeoutError
                     client, _ = listener.accept()
-                    with client:
-                        _answer(client, act)
+                    threading.Thread(target=_answer, args=(client, act), name="control", daemon=True).start()
 
         thread = threading.Thread(target=run, name="control", daemon=True)
         thread.start()
@@ -104,16 +106,17 @@ def ask(port: int, question: dict[str, Any], folder: str = FOLDER) -> str:
 
 
 def _answer(client: socket.socket, act: Act) -> None:
-    client.settimeout(TIMEOUT_S)
-    try:
-        answer = {"said": act(json.loads(_line(client, LONGEST)))}
-    except UserError as error:
-        answer = {"error": str(error)}
-    except json.JSONDecodeError:
-        answer = {"error": "a question is one line of JSON"}
-    except Exception as error:  # what Ray raises: whoever asked has to know it, and the next question is answered
-        answer = {"error": f"{type(error).__name__}: {error}"}
-    client.sendall(json.dumps(answer).encode() + b"\n")
+    with client, contextlib.suppress(OSError):  # whoever asked may have gone
+        client.settimeout(QUESTION_S)
+        try:
+            answer = {"said": act(json.loads(_line(client, LONGEST)))}
+        except UserError as error:
+            answer = {"error": str(error)}
+        except json.JSONDecodeError:
+            answer = {"error": "a question is one line of JSON"}
+        except Exception as error:  # what Ray raises: whoever asked has to know it
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        client.sendall(json.dumps(answer).encode() + b"\n")
 
 
 def _line(client: socket.socket, most: int | None) -> bytes:

@@ -9,16 +9,18 @@ With a trial the candidate proves itself on live requests first (`judge`). The p
 replicas, so that one that was started meanwhile follows it too; nothing of it is decided before the end.
 """
 
+import contextlib
 import logging
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.serve.exceptions import RayServeException
 
 import rtrain.artifact
 from rtrain.artifact import Artifact
@@ -36,11 +38,15 @@ LOAD_S = 120.0
 """Seconds in which every replica has loaded a candidate, or said why it cannot."""
 SWITCH_S = 30.0
 """Seconds in which every replica answers with what was decided, once it is loaded."""
+END_S = 2 * LOAD_S + SWITCH_S
+"""Seconds in which a trial ends that is told to: it may be at its last look, and then at the switch."""
 POLL_S = 0.02
 WATCH_S = 1.0
 """Seconds between two looks at a trial."""
 RATE_S = 1.0
 """Seconds over which rates are measured for `status`."""
+SILENCE = (ray.exceptions.RayError, RayServeException, TimeoutError)
+"""What is raised where replicas do not answer."""
 UNKNOWN: Mapping[str, Any] = {"version": None}
 """What is known of a model in a replica that has not loaded it, or has ended."""
 
@@ -112,7 +118,7 @@ class Rollout:
     def update(self, artifact: Path, aim: judge.Aim | None = None) -> str:
         """Answer with the artefact from now on, or, with an aim, as soon as it has proven itself; says so. Raises
         `UserError`, and nothing changes, where it may not be served, is another model, or is refused by a replica."""
-        with self._one_at_a_time:
+        with self._alone():
             self._refuse_during_trial()
             made, old = self._admitted(artifact)
             if aim is None:
@@ -130,13 +136,11 @@ class Rollout:
         )
 
     def back(self) -> str:
-        """End the trial, if there is one. Else answer with what was served before; it is loaded and proven again.
-        Raises `UserError` as `update` does."""
-        with self._one_at_a_time:
-            if self.on_trial:
-                self.close()
-                assert self._trial is not None
-                return f"{self._trial.version}: {self._trial.state.reason}"
+        """End the trial, if there is one that has not just been promoted. Else answer with what was served before; it
+        is loaded and proven again. Raises `UserError` as `update` does."""
+        with self._alone():
+            if self.on_trial and (ended := self._ended_by_hand()):
+                return ended
             if len(self._served) < 2:
                 raise UserError("nothing was served before: there is nothing to go back to")
             made, old = self._admitted(self._served[-2])
@@ -158,11 +162,32 @@ class Rollout:
         """What is told of this model; of a replica that has ended nothing is."""
         return [{"process": one.get("process"), **one.get("models", {}).get(self.model, UNKNOWN)} for one in told]
 
-    def close(self) -> None:
-        """End the trial, if there is one; what answers goes on."""
+    def close(self, wait_s: float = SWITCH_S) -> None:
+        """End the trial, if there is one; what answers goes on. It is over at the latest when its replicas answer."""
         self._end_trial.set()
         if self._thread is not None:
-            self._thread.join(SWITCH_S)
+            self._thread.join(wait_s)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One that waited would change something else than was meant when it was asked for: what is served before it
+        is known when the other has ended."""
+        if not self._one_at_a_time.acquire(blocking=False):
+            raise UserError(f"{self.model} is being changed just now; look at `rtrain serve status`, and ask again")
+        try:
+            yield
+        finally:
+            self._one_at_a_time.release()
+
+    def _ended_by_hand(self) -> str:
+        """How the trial has ended that was to be ended; nothing where it was promoted before that."""
+        self.close(END_S)
+        assert self._trial is not None
+        if self.on_trial:
+            late = f"the replicas have not answered for {END_S:.0f} s"
+            raise UserError(f"{self._trial.version} is dropped as soon as its replicas answer: {late}; see Ray's logs")
+        state = self._trial.state
+        return "" if state.stage == "promoted" else f"{self._trial.version}: {state.reason}"
 
     @property
     def on_trial(self) -> bool:
@@ -187,8 +212,13 @@ class Rollout:
 
     def _load(self, artifact: Path, old: Artifact) -> None:
         if refusals := self._refusals(artifact):
-            self._application.asked("drop", self.model)
+            self._drop()
             raise UserError(f"{shown(artifact)} is not served, {old.version} goes on: {refusals[0]}")
+
+    def _drop(self) -> None:
+        """The candidate. Where a replica does not answer, the next one takes its place."""
+        with contextlib.suppress(*SILENCE):
+            self._application.told("drop", self.model)
 
     def _switch(self, served: list[Path], made: Artifact, old: Artifact) -> str:
         """To the last of `served`. Raises `UserError` where replicas are late; it is decided all the same."""
@@ -205,7 +235,7 @@ class Rollout:
     def _all_serve(self, artifact: Path) -> bool:
         try:
             found = self._application.asked("serves")
-        except (ray.exceptions.RayError, TimeoutError):  # one has ended; what comes in its place serves what is decided
+        except SILENCE:  # one has ended; what comes in its place serves what is decided
             return False
         return {one.get(self.model) for one in found} == {str(artifact)}
 
@@ -224,24 +254,41 @@ class Rollout:
             except Exception as error:  # whatever Ray raises: the candidate has to be dropped
                 trial.state = judge.dropped(trial.state, f"its replicas did not answer ({type(error).__name__})")
                 break
-            if not trial.state.over and self._end_trial.wait(WATCH_S):
-                trial.state = judge.dropped(trial.state, f"dropped by hand; {old.version} goes on")
+            if self._end_trial.wait(0 if trial.state.over else WATCH_S):
+                reason = f"dropped by hand; {old.version} goes on"
+                trial.state = replace(trial.state, stage="dropped", reason=reason)
         try:
-            if trial.state.stage == "promoted":
-                self._switch([*self._served, artifact], made, old)
-            else:
-                self._application.told("drop", self.model)
+            self._settle(artifact, made, old, trial)
         except Exception as error:  # whatever Ray raises: the trial's end says so
             logger.exception("the end of the trial of %s", made.version)
             trial.state = replace(trial.state, reason=f"{type(error).__name__}: {error}")
 
+    def _settle(self, artifact: Path, made: Artifact, old: Artifact, trial: Standing) -> None:
+        """What follows from a trial's end. Replicas that have come since the last look have not loaded the candidate,
+        and may refuse it: all are asked before one switches."""
+        if trial.state.stage == "promoted" and (refusals := self._refusals(artifact)):
+            trial.state = replace(trial.state, stage="dropped", reason=refusals[0])
+        if trial.state.stage == "promoted":
+            self._switch([*self._served, artifact], made, old)
+        else:
+            self._drop()
+
     def _refusals(self, artifact: Path) -> list[str]:
-        """Why replicas refuse the artefact; empty where all have loaded and proven it."""
-        try:
-            found = self._application.asked("load", self.model, str(artifact), timeout_s=LOAD_S)
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            return [f"a replica did not answer ({type(error).__name__})"]
-        return [reason for reason in found if reason]
+        """Why replicas refuse the artefact; empty where all have loaded and proven it. Where one ends meanwhile, all
+        are asked once more: what comes in its place may be there by then."""
+        give_up = time.monotonic() + LOAD_S
+        while True:
+            try:
+                found = self._application.told("load", self.model, str(artifact), timeout_s=LOAD_S)
+            except SILENCE as error:
+                return [f"a replica did not answer ({type(error).__name__})"]
+            ended = [one for one in found if isinstance(one, BaseException)]
+            refusals = [one for one in found if one and isinstance(one, str)]
+            if refusals or not ended:
+                return refusals
+            if time.monotonic() > give_up:
+                return [f"a replica did not answer ({type(ended[0]).__name__})"]
+            time.sleep(WATCH_S)
 
 
 def status(application: Application, rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:

@@ -86,7 +86,7 @@ class Versions:
         self._end_trial()
         dropped, self.candidate = self.candidate, None
         if dropped is not None and dropped.requests == 0:
-            dropped.service.close()
+            dropped.service.close(wait=False)
 
     async def follow(self, plan: Plan | None) -> None:
         """Try what is planned, or nothing. Raises what loading the candidate raises. Again is harmless: so a replica
@@ -113,7 +113,7 @@ class Versions:
             self._end_trial()
             old, self.current, self.candidate = self.current, loaded, None
             if old is not None and old.requests == 0:
-                old.service.close()
+                old.service.close(wait=False)
 
     def status(self) -> dict[str, Any]:
         """What a person wants to know of this replica."""
@@ -167,7 +167,7 @@ class Versions:
         finally:
             version.requests -= 1
             if version.requests == 0 and version not in (self.current, self.candidate):
-                version.service.close()
+                version.service.close(wait=False)
 
     def close(self) -> None:
         """No request comes any more."""

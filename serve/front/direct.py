@@ -17,18 +17,21 @@ from rtrain import ray_internals
 from rtrain.ray_internals import ReplicaServer
 from serve.door import guard
 from serve.envelope import HAS_LEFT
+from serve.front.haproxy import MOST_LOOKS
 from serve.schema import RequestError
 
 PROXY_PATHS = "/-/"
 """Paths by which HAProxy asks Ray Serve whether the replica is well."""
+HEALTH = ("/v2/health/live", "/v2/health/ready")
+"""Who asks this is always answered: one that is busy is not to be taken for dead, and is not started anew for it."""
 LOOK_S = 0.05
 """Seconds after which a request without an answer is asked whether its client is still there. A watch from the start
 would cost each request a task."""
 
 
 def install(application: ASGIApp, most: int) -> None:
-    """Have this process, a replica whose constructor runs, answer by the application; no more than `most` requests at a
-    time. Nothing changes where Ray Serve runs the deployment on another event loop than its server."""
+    """Have this process, a replica whose constructor runs, answer by the application; no more than `most` questions at
+    a time. Nothing changes where Ray Serve runs the deployment on another event loop than its server."""
     own = asyncio.get_running_loop()
 
     async def start(given: ReplicaServer) -> tuple[Any, Any] | None:
@@ -70,7 +73,8 @@ class Direct:
         if scope["type"] != "http" or scope["path"].startswith(PROXY_PATHS):
             await self._usual(scope, receive, send)
             return
-        if self._now >= self._most:
+        most = self._most if scope["method"] == "POST" else MOST_LOOKS * self._most
+        if self._now >= most and not scope["path"].endswith(HEALTH):
             error = RequestError(503, f"{self._now} requests are being answered", retry_after=1)
             await guard.answer(error, guard.route(scope))(scope, receive, send)
             return

@@ -16,6 +16,8 @@ COUNTED = (503, 504)
 """The statuses of those answers, by which HAProxy counts them since it has begun; it tells replicas that are asked for
 their metrics, in the header ERRORS, e.g. `503=12 504=0`."""
 ERRORS = "x-haproxy-errors"
+MOST_LOOKS = 2
+"""All requests that a replica has at a time are this many times the questions that it takes."""
 BUSY, BUSY_V2 = "busy.json", "busy-v2.json"
 """The files that answer, with status 503, what is more than the replicas take: the second one under `/v2`."""
 
@@ -37,7 +39,7 @@ class Front:
     pages: str
     """Folder of the files that answer errors."""
     most: int
-    """Requests that a replica takes at a time."""
+    """Questions (POST) that a replica takes at a time."""
     certificate: str = ""
     """File of the certificate and its key, where clients are to encrypt."""
 
@@ -125,7 +127,8 @@ def _counted() -> list[str]:
 def _limited(front: Front) -> list[str]:
     """503 where the replicas have all that they take. They would say so themselves, each time for some of the time that
     an answer takes; and where more connections come at once than a replica's socket holds, one fails, by which HAProxy
-    takes the replica for gone: then nobody is answered."""
+    takes the replica for gone: then nobody is answered. Who only looks, at metrics or the page, is answered by one that
+    is full of questions (`MOST_LOOKS`), and who asks whether it is well always is."""
     headers = "hdr retry-after 1 hdr cache-control no-cache hdr x-request-id %[uuid]"
     body = f"status 503 content-type application/json file {front.pages}"
     answers = [
@@ -134,6 +137,7 @@ def _limited(front: Front) -> list[str]:
     ]
     return [
         f"http-request set-var(txn.most) nbsrv,mul({front.most})",
+        f"http-request set-var(txn.most) nbsrv,mul({MOST_LOOKS * front.most}) unless METH_POST",
         "acl full be_conn,sub(txn.most) gt 0",
         "acl up nbsrv gt 0",
         "acl v2 path_reg '^(/models/[^/]+)?/v2(/|$)'",

@@ -6,6 +6,7 @@ its parts. A span has numbers and names of ours; no text, and no header, is in i
 
 import contextlib
 import importlib.util
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
@@ -29,8 +30,8 @@ class Spans(Protocol):
         """The span of a part of the request that this task answers."""
         ...
 
-    def close(self) -> None:
-        """Send what is left."""
+    def close(self, wait: bool = True) -> None:
+        """Send what is left; it may take half a minute where the collector does not answer."""
         ...
 
 
@@ -83,7 +84,7 @@ class NoSpans:
     def end(self, name: str, attributes: Mapping[str, str | int | float]) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         pass
 
 
@@ -117,8 +118,11 @@ class OpenTelemetry:
     def part(self, name: str) -> AbstractContextManager[object]:
         return self._tracer.start_as_current_span(name, record_exception=False, set_status_on_exception=False)
 
-    def close(self) -> None:
-        self._provider.shutdown()
+    def close(self, wait: bool = True) -> None:
+        thread = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+        thread.start()
+        if wait:
+            thread.join()
 
 
 class _Span:
