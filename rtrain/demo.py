@@ -46,6 +46,7 @@ class Stage:
 
 @dataclass
 class Report:
+    memory: PeakMemory
     stages: list[Stage] = field(default_factory=list)
     baseline: float = 0.0
     default_score: float = 0.0
@@ -55,7 +56,7 @@ class Report:
     @contextmanager
     def stage(self, name: str, line: Line) -> Iterator[Stage]:
         """Time the stage in the `with` block, and say when it begins and when it is done."""
-        stage, start = Stage(name), time.perf_counter()
+        stage, start, self.memory.stage = Stage(name), time.perf_counter(), name
         line({"kind": "stage", "text": f"{name} ..."})
         yield stage
         stage.seconds = round(time.perf_counter() - start, 1)
@@ -81,18 +82,18 @@ def run(config: Config, out: str | None, keep: bool = False) -> dict[str, Any]:
     config = _with_data(config, folder, refuse=out is not None)
     preparing.check(config)
     access.check(config.deploy.serve, say)
-    report = Report()
     with PeakMemory() as memory, Line() as line, session(config, folder, line):
+        report = Report(memory)
         _train_stages(report, config, folder, line)
         with _serve_stages(report, config, folder, line) as url:
-            document = _finish(report, folder, time.perf_counter() - started, memory.peak_mb)
+            document = _finish(report, folder, time.perf_counter() - started)
             if keep:
                 say(f"serving at {url} (Ctrl-C ends it)\nnext: {access.curl(url, config.deploy.serve)}")
                 until_interrupted()
     return document
 
 
-def _finish(report: Report, folder: Path, seconds: float, peak_mb: float) -> dict[str, Any]:
+def _finish(report: Report, folder: Path, seconds: float) -> dict[str, Any]:
     """Write and show the result. It must come before the endpoint is kept, which only Ctrl-C ends."""
     document = {
         "stages": [{"name": stage.name, "seconds": stage.seconds, "score": stage.score} for stage in report.stages],
@@ -100,7 +101,8 @@ def _finish(report: Report, folder: Path, seconds: float, peak_mb: float) -> dic
         "default_score": round(report.default_score, 4),
         "winner_score": round(report.winner_score, 4),
         "answer_matches": report.answer_matches,
-        "peak_memory_mb": round(peak_mb),
+        "peak_memory_mb": round(report.memory.peak_mb),
+        "at_peak": report.memory.at_peak,
         "seconds": round(seconds, 1),
         "run": str(folder),
     }
