@@ -44,6 +44,13 @@ def multiply(tensors: "Sequence[torch.Tensor]", factor: "float | torch.Tensor") 
     torch._foreach_mul_(list(tensors), factor)
 
 
+def share_of(tensor: "torch.Tensor") -> "torch.Tensor":
+    """The tensor itself in which a DTensor has this worker's share, of which `to_local` gives a view; of another tensor
+    that one."""
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
 def hush_redistribution() -> None:
     """Leave out what torch says, on every rank, where a tensor that is cut two ways is gathered one way after the
     other: it is rare, and for a checkpoint."""

@@ -1,7 +1,9 @@
 """Private names of torch: each still exists and means the same."""
 
+import contextlib
 import logging
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -48,15 +50,43 @@ def test_fake_tensors_have_shapes_and_their_memory_is_counted_by_what_it_is_for(
     assert peak["Total"] == sum(size for kind, size in peak.items() if kind != "Total")
 
 
-def test_what_is_left_out_is_not_in_the_buckets() -> None:
+@contextlib.contextmanager
+def group() -> Iterator[None]:
+    """Inside, this process is a group of its own."""
     import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_share_of_a_cut_tensor_can_be_put_elsewhere() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    with group():
+        before = torch.arange(3.0)
+        cut = DTensor.from_local(before, init_device_mesh("cpu", (1,)), [Replicate()], run_check=False)
+        weight: Any = torch.nn.Parameter(cut)
+        share = torch_internals.share_of(weight)
+        assert share.data_ptr() == before.data_ptr()
+        share.data = share.data.clone()
+        assert weight.to_local().data_ptr() == share.data_ptr() != before.data_ptr()
+        with torch.no_grad():
+            weight.add_(1.0)
+        assert weight.full_tensor().tolist() == [1.0, 2.0, 3.0]
+    assert torch_internals.share_of(before) is before
+
+
+def test_what_is_left_out_is_not_in_the_buckets() -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    with group():
         module, sizes = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)), list[int]()
         torch_internals.leave_out(module, ["0.weight"])
         model = DistributedDataParallel(module)
@@ -79,8 +109,6 @@ def test_what_is_left_out_is_not_in_the_buckets() -> None:
             "avg_backward_compute_comm_overlap_time",
         } <= model._get_ddp_logging_data().keys()
         assert 0 < torch_internals.unhidden_seconds(model) < 1
-    finally:
-        dist.destroy_process_group()
 
 
 def test_the_logger_that_is_hushed_is_torch_s() -> None:

@@ -94,3 +94,4 @@ def cut_layers(module: Any, group: "DeviceMesh", sequence: bool) -> None:
     for name, one in module.named_parameters():
         one.requires_grad_(trained[name])  # torch's sequence parallelism forgets it
     cuts.keep_heads(module, group.size(), group.get_local_rank())
+    whole.leave_file(module)

@@ -43,6 +43,7 @@ class Staged:
         owners = _owners(network, places, last=parts - 1)
         kept = {one: found for one, found in owners.items() if found & set(own)}
         _leave(network, kept)
+        whole.leave_file(network)
         self.shared = [one for one, found in kept.items() if len(found) > 1]
         """Weights of this worker that the first and the last part have in common: words, of a tied head."""
         self.shares = any(len(found) > 1 for found in owners.values())
