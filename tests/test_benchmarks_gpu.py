@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import __main__ as command, memory, profile, report, runner, score
+from benchmarks.gpu import __main__ as command, memory, profile, report, right, runner, score
 from benchmarks.gpu.bench import largest
 from benchmarks.gpu.resume import differing
+from rtrain.proof import planted
+from rtrain.training import step
 from tests.conftest import STARTUP, labelled_rows, write_rows
 from tests.test_imports import ROOT
+from tests.test_training_step import make_network, make_rows, pick
 from tests.tiny import make_encoder
 
 FORBIDDEN = ("ray", "datasets", "openvino", "nncf", "sklearn", "fastapi", "typer", "rich", "jinja2", "sacrebleu")
@@ -214,6 +217,20 @@ def test_a_section_is_cut_off_at_its_share(carried: Path, tmp_path: Path) -> Non
 
 
 # ------------------------------------------------------------------------------------------------------- pure parts
+
+
+def test_passes_of_any_size_are_one_training_and_a_planted_bug_shows(tmp_path: Path) -> None:
+    start, rows = make_network(make_encoder(tmp_path / "encoder")).eval(), make_rows(8)
+
+    def trained(most: int, run_update: step.RunUpdate = step.run_update) -> right._Run:
+        found = right._Run(start)
+        found.update(run_update, [pick(rows, range(first, min(first + most, 8))) for first in range(0, 8, most)])
+        return found
+
+    weights, gradient, worst = trained(3).differences(trained(8))
+    assert 0 < max(weights, gradient) < right.TOLERANCE
+    assert worst in dict(start.named_parameters())
+    assert max(trained(3, planted.BUGS["k ignored"]).differences(trained(8))[:2]) > right.SEEN
 
 
 def test_time_that_is_left_over_goes_to_those_that_come_after() -> None:

@@ -363,7 +363,7 @@ def one_update(
     optimizer: "torch.optim.Optimizer",
     update: Update,
     *,
-    run_update: Callable[..., step.Done] | None = None,
+    run_update: step.RunUpdate | None = None,
     observer: step.Observer | None = None,
     scale: float | None = None,
 ) -> step.Done:
