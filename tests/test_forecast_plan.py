@@ -20,7 +20,6 @@ from rtrain.doctor.forecast.memory import Need
 from rtrain.errors import ConfigError, UserError
 from rtrain.run import Run
 from rtrain.strategies.ways import Way
-from tests.conftest import labelled_rows, write_rows
 from tests.test_forecast_choose_k import LOG
 from tests.tiny import make_encoder
 
@@ -237,36 +236,18 @@ def test_a_finished_run_tells_its_pace(tmp_path: Path, encoder: Path) -> None:
     assert pace.of_run(run) == seen
 
 
-# ---------------------------------------------------------------------------------------------------- what is known
-
-
-def test_rows_are_counted_by_split_and_their_tokens_in_a_sample(tmp_path: Path, encoder: Path) -> None:
-    rows = labelled_rows(600)
-    recipe = configured(data__path=str(write_rows(tmp_path / "rows.csv", rows))).recipe
-    found = facts.of_rows(recipe, encoder)
-    assert found.train + found.valid + found.test == 600
-    assert found.train == pytest.approx(480, abs=40)
-    assert found.valid == pytest.approx(60, abs=25)
-    assert len(found.windows) == found.train  # all of them are in the sample
-    assert found.windows_of_row == 1.0
-    assert 3 < found.tokens_of_row < 64
-    noisy = configured(data__path=recipe.data.path, augment__copies=9, augment__typo=0.1).recipe
-    assert facts.of_rows(noisy, encoder).train == 10 * found.train
-    with pytest.raises(ConfigError, match="it has no row to train on"):
-        facts.of_rows(configured(data__path=str(write_rows(tmp_path / "none.csv", []))).recipe, encoder)
-
-
-def test_a_model_s_sizes_have_several_names(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"dim": 8, "n_layers": 2, "hidden_dim": 32, "vocab_size": 100}))
-    found = facts.of_model(tmp_path)
-    assert found == facts.Shape(8, 2, 32, 100)
-    assert found.weights == 4 * (800 + 2 * (4 * 64 + 2 * 256))
-    (tmp_path / "config.json").write_text(json.dumps({"dim": 8, "vocab_size": 100}))
-    with pytest.raises(ConfigError, match="num_hidden_layers, intermediate_size"):
-        facts.of_model(tmp_path)
-
-
 # ------------------------------------------------------------------------------------------------------------- the verb
+
+
+def test_the_head_s_outputs_are_in_what_a_pass_takes(encoder: Path, cluster: layouts.Cluster) -> None:
+    """Of tags, which are numbers for each token."""
+    from rtrain.cli import plan as verb
+
+    config = configuration.load("entities", {"model.name": str(encoder), "train.workers": 1})
+    layout = layouts.laid_out(config, cluster)
+    needs = [next(verb._needs(config, layout, encoder, replace(ROWS, outputs=number)))[1] for number in (2, 300)]
+    assert needs[1].activations > 1.2 * needs[0].activations
+
 
 Cli = Callable[..., tuple[int, str, str]]
 

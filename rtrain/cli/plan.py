@@ -144,6 +144,7 @@ def _needs(
     passes = fitting.Pass(
         fitting.lengths(recipe, layout.device, min(max(rows.windows), recipe.data.window_tokens)),
         "bf16" if wanted == "auto" else formats.resolve(wanted, formats.Native("cpu", frozenset())),
+        rows.outputs,
         tokens_of_update=recipe.rows_per_update * rows.tokens_of_row,
     )
     ways = planning.ways(config, folder, layout.room)

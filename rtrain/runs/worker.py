@@ -38,7 +38,7 @@ from rtrain.report import cost
 from rtrain.run import Run
 from rtrain.runs import machines, notice, predictions, recovery, smaller
 from rtrain.runs.start import Start
-from rtrain.strategies import choose as strategies
+from rtrain.strategies import choose as strategies, ways
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer, reading_of
 from rtrain.training import evaluate, inner, loop, losses, pass_size
@@ -75,13 +75,14 @@ def run(start: Start) -> None:
     """The train function of `driver.fit`, on every worker: set up, train, finish."""
     clock = loop.Clock()
     ingest.warm_up()
-    with clock.section("setup"):
-        worker = _Worker(start)
-        updates = worker.updates()
-    outcome = loop.train(worker.job, worker.exchange, updates, worker.reporter, clock)
-    if outcome.finished:
-        worker.finish(outcome)
-    worker.watch.stop()
+    with env.freed_goes_back(ways.gives_back(start.config.recipe.train)):
+        with clock.section("setup"):
+            worker = _Worker(start)
+            updates = worker.updates()
+        outcome = loop.train(worker.job, worker.exchange, updates, worker.reporter, clock)
+        if outcome.finished:
+            worker.finish(outcome)
+        worker.watch.stop()
 
 
 class _Worker:

@@ -63,6 +63,13 @@ def own(train: Train, workers: int) -> Way:
     return Way(train.shard if workers > 1 else 0, train.tensor, train.gradient_checkpointing)
 
 
+def gives_back(train: Train) -> bool:
+    """Whether blocks of many sizes come and go in an update, as gathered weights, cut layers and those that are computed
+    again do: then a worker returns what it has freed (`env.freed_goes_back`), which would else be holes."""
+    cut = train.tensor > 1 or train.pipeline > 1 or train.gradient_checkpointing
+    return cut or (train.shard > 1 and train.workers > 1)
+
+
 def ordered(workers: int) -> Iterator[Way]:
     """Shares cost exchanges in each pass from the second stage on; layers that are computed again, a third of a pass;
     layers that are cut, exchanges within each of them."""
