@@ -100,11 +100,11 @@ def give_memory_back() -> None:
 
 @contextlib.contextmanager
 def freed_goes_back(wanted: bool = True) -> Iterator[None]:
-    """Inside, this process returns freed blocks of `RETURNED` bytes and more to the system at once, if that is `wanted`.
+    """Inside, this process returns freed blocks of `RETURNED` bytes and more to the system at once, if `wanted`.
 
     By `SETTINGS` it keeps them for the next pass, which asks for the same sizes in the same order. Where blocks of many
-    sizes come and go, as weights that are gathered for a layer do, what is kept is holes: up to 1.7 times what is alive,
-    and from run to run another factor. Where the user has set either figure, it stays.
+    sizes come and go, as weights that are gathered for a layer do, what is kept is holes: up to 1.7 times what is
+    alive, and from run to run another factor. Where the user has set either figure, it stays.
     """
     ours = all(os.environ.get(name) == SETTINGS[name] for name in _LIMITS)
     if not (wanted and ours and _limit(RETURNED, RETURNED_AT_END)):

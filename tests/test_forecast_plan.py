@@ -294,6 +294,21 @@ def test_a_plan_says_nodes_memory_hours_and_money(run: Cli, encoder: Path) -> No
     ]
 
 
+def test_a_pipeline_is_told_and_a_machine_that_is_there_needs_no_start(run: Cli, encoder: Path) -> None:
+    """On the head alone."""
+    kind = {"resources": {"CPU": 8}, "node_config": {}}
+    here = {"cluster_name": "here", "max_workers": 0, "head_node_type": "here", "available_node_types": {"here": kind}}
+    Path("here.yaml").write_text(yaml.safe_dump(here))
+    given = ("plan", "intent", "--model", encoder, "--rows", 1000, "--workers", 2, "--set", "train.pipeline=2")
+    code, out, err = run(*given, "--cluster", "here.yaml", "--json")
+    assert code == 0, err
+    made = json.loads(out)
+    assert (made["pipeline"], made["nodes"], made["seconds"]["start"]) == (2, {}, plan.START_S)
+    assert made["update_s"]["waiting"] > 0.1 * made["update_s"]["compute"]  # the stages for each other
+    assert [one["workers"] for one in made["scaling"]] == [2, 8, 64, 512, 4096]
+    assert "strategy   ddp, pipeline 2: " in run(*given, "--cluster", "here.yaml")[1]
+
+
 def test_a_layout_that_would_wait_for_ever_is_refused(run: Cli) -> None:
     code, out, err = run("plan", "intent", "--workers", 64)
     assert (code, out) == (2, "")

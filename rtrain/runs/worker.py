@@ -132,7 +132,7 @@ class _Worker:
             until=min(start.until or order.updates, order.updates),
             rung=start.rung,
             replica=replica.of(start.config.deploy.cluster, start.run, start.owners),
-            measures=_measures(self.watch, self._run),
+            measures=_measures(self.watch, self._run, self.exchange.tells_noise),
             profile=self._run.profile(self._rank) if start.profile else None,
         )
 
@@ -280,10 +280,12 @@ def _precision(watch: Watch, device: "torch.device", run: Run, wanted: str) -> s
     return chosen
 
 
-def _measures(watch: Watch, run: Run) -> bool:
-    """Whether the noise of gradients is measured: always, but in a run that an earlier version began, whose rows were
-    dealt otherwise. It goes on with the same sums, bit for bit."""
-    return bool(ranks.decided(watch, lambda: int(run.decide("noise", int(run.first("started") is None)))))
+def _measures(watch: Watch, run: Run, told: bool) -> bool:
+    """Whether the noise of gradients is measured, where the layout has it `told`: the rows of those updates are dealt
+    otherwise. A run goes on with the same sums, bit for bit, as the version that began it: the first measured nothing,
+    the second dealt so in every layout."""
+    version = ranks.decided(watch, lambda: int(run.decide("noise", 2 * int(run.first("started") is None))))
+    return version == 1 or (version == 2 and told)
 
 
 def _decided_size(watch: Watch, run: Run) -> int | None:

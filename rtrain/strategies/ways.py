@@ -64,8 +64,8 @@ def own(train: Train, workers: int) -> Way:
 
 
 def gives_back(train: Train) -> bool:
-    """Whether blocks of many sizes come and go in an update, as gathered weights, cut layers and those that are computed
-    again do: then a worker returns what it has freed (`env.freed_goes_back`), which would else be holes."""
+    """Whether blocks of many sizes come and go in an update, as gathered weights, cut layers and layers that are
+    computed again do: then a worker returns what it has freed (`env.freed_goes_back`), which would else be holes."""
     cut = train.tensor > 1 or train.pipeline > 1 or train.gradient_checkpointing
     return cut or (train.shard > 1 and train.workers > 1)
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from rtrain import config as configuration, events
 from rtrain.config import Recipe
+from rtrain.doctor.forecast import parted
 from rtrain.doctor.forecast.facts import Rows, Shape, of_model
-from rtrain.doctor.forecast.links import PRESETS, Fabric, Link
+from rtrain.doctor.forecast.links import PRESETS, Fabric, Link, uniform
 from rtrain.doctor.forecast.scaling import STEP, Compute, Work
 from rtrain.errors import UserError
 from rtrain.run import Run
@@ -66,19 +67,19 @@ def wires(pace: Pace, gpu: str | None, gpus: int, efa: int, per_node: int) -> Fa
 
 
 def work(recipe: Recipe, shape: Shape, rows: Rows) -> Work:
-    """What a pass of `micro_batch` rows computes, and what an update exchanges and steps."""
+    """What a pass of `micro_batch` rows computes, and what an update of whole models exchanges and steps."""
     answers = recipe.task == "masked_lm"
     windows = np.asarray(rows.windows)
     per_row = shape.flops(windows, answers_words=answers) / len(windows) * rows.windows_of_row
     size = shape.weights
     # The word embedding exchanges the rows that an update touched alone, which are few.
-    gradient = size if answers else size - 4 * shape.vocabulary * shape.hidden
+    gradient = size if answers else size - shape.table
     sent = gradient / 2 if recipe.train.gradient_compression == "bf16" else gradient
     return Work(per_row * recipe.train.micro_batch, sent, size)
 
 
 def passes(recipe: Recipe, workers: int) -> float:
-    """Passes of `micro_batch` rows on each of so many workers, of an update."""
+    """Passes of `micro_batch` rows of an update, on each of so many replicas."""
     return recipe.rows_per_update / workers / recipe.train.micro_batch
 
 
@@ -107,9 +108,13 @@ def of_run(run: Run, models: Path | None = None) -> Seen:
     update_s = ended["seconds"]["train"] / updates
     exchanged = ended.get("exchange") or {}
     waited = float(exchanged.get("seconds", 0.0))
-    step = STEP * done.weights / CPU.memory_per_s if started["device"] == "cpu" else 0.0
-    rows = ended["rows_seen"] / updates / started["workers"]
-    computing = max(update_s - waited - step, 0.1 * update_s)
+    rows, train, gpu = ended["rows_seen"] / updates / started["workers"], recipe.train, started["device"] != "cpu"
+    within, tied = uniform(PRESETS["pcie"] if gpu else HOST), recipe.task == "masked_lm"
+    tokens = rows * train.tensor * train.pipeline * length
+    cost = parted.of(train, shape, tokens, within, started["workers"], gpu=gpu, tied=tied)
+    step = 0.0 if gpu else STEP * done.weights / CPU.memory_per_s / cost.step_shares
+    computing = (update_s - waited - step - cost.still_s - (0.0 if gpu else cost.beside_s)) / (1 + cost.bubble)
+    computing = max(computing, 0.1 * update_s)
     rate = done.flops * rows / recipe.train.micro_batch / computing
     link = None
     if started["workers"] > 1 and waited:

@@ -7,12 +7,13 @@ hours are rows by the scaling model, money is hours by prices.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from rtrain.cluster.prices import Price
 from rtrain.config import Config
-from rtrain.doctor.forecast import fitting, layouts, money as pricing, pace as paces, scaling
+from rtrain.doctor.forecast import fitting, layouts, money as pricing, pace as paces, parted, scaling
 from rtrain.doctor.forecast.facts import Rows, Shape
 from rtrain.doctor.forecast.layouts import Cluster, Kind, Layout
 from rtrain.doctor.forecast.memory import Need
@@ -69,6 +70,8 @@ class Chosen:
     nodes: layouts.Nodes
     per_node: int
     """Workers of the fullest node."""
+    stages: int = 1
+    """Those of a pipeline."""
 
 
 def choose(
@@ -92,7 +95,8 @@ def choose(
         nodes = layouts.fewest(cluster, places, layout.device, spare, price, room)
         if nodes is not None:
             why = _why(config, way, larger)
-            return Chosen(way, why, need, nodes, layouts.dealt(cluster, nodes, places, layout.device, room))
+            per_node = layouts.dealt(cluster, nodes, places, layout.device, room)
+            return Chosen(way, why, need, nodes, per_node, config.recipe.train.pipeline)
         larger.append(f"{way} would take {need.total / 1e6:,.0f} MB a worker")
     largest = max(
         (kind.instance.memory_gb for kind in cluster.kinds if kind.instance and kind.node.get("CPU", 0)), default=0
@@ -129,9 +133,10 @@ def hours(
     config: Config, layout: Layout, chosen: Chosen, shape: Shape, rows: Rows, pace: paces.Pace, kind: Kind
 ) -> Hours:
     """Rows by the scaling model; `kind`: the type of the workers' nodes."""
-    recipe, workers = config.recipe, layout.room
-    gpu, instance = layout.device == "gpu", kind.instance
-    work, compute = paces.work(recipe, shape, rows), pace.compute(paces.work(recipe, shape, rows))
+    workers, gpu, instance = layout.room, layout.device == "gpu", kind.instance
+    recipe, train = config.recipe, chosen.way.of(config.recipe.train, workers)
+    work = paces.work(recipe, shape, rows)
+    compute = pace.compute(work)
     if chosen.way.gradient_checkpointing:
         compute = scaling.Compute(compute.step_s, compute.pass_s * RECOMPUTED, compute.spread)
     fabric = paces.wires(
@@ -141,15 +146,22 @@ def hours(
         instance.efa if instance else 0,
         chosen.per_node,
     )
-    update = scaling.update(compute, work, fabric, workers, paces.passes(recipe, workers), hides=gpu)
+    parts = train.tensor * train.pipeline
+    passes, tied = paces.passes(recipe, workers // parts), recipe.task == "masked_lm"
+    tokens = passes * train.micro_batch * rows.tokens_of_row
+    of = partial(parted.of, train, shape, tokens, fabric, gpu=gpu, tied=tied)
+    update = scaling.update(compute, work, fabric, workers, passes, hides=gpu, parted=of(workers))
     each = math.ceil(rows.train / recipe.rows_per_update)
     number = recipe.train.epochs * each
     evaluations = number // recipe.train.evaluate_every if recipe.train.evaluate_every else recipe.train.epochs
     scored = rows.valid * evaluations + rows.test
     of_row = FORWARD * compute.pass_s / recipe.train.micro_batch
-    passes = paces.passes(recipe, workers)
-    curve = tuple(scaling.curve(compute, work, fabric, CURVE, passes, hides=gpu))
-    return Hours(number, update, number * update.seconds, scored * of_row / workers, START_S + NODE_S, curve)
+    numbers = sorted({max(parts, many) for many in CURVE if max(parts, many) % parts == 0})
+    curve = tuple(scaling.curve(compute, work, fabric, numbers, passes, hides=gpu, parted=of))
+    starts = START_S + (NODE_S if chosen.nodes else 0.0)
+    # A pipeline's stages answer one after another.
+    answering = workers // train.pipeline
+    return Hours(number, update, number * update.seconds, scored * of_row / answering, starts, curve)
 
 
 def searched(config: Config, one: Hours, trials: int) -> float:
@@ -225,6 +237,7 @@ def document(
         "nodes": dict(chosen.nodes),
         "strategy": chosen.way.strategy,
         "tensor": chosen.way.tensor,
+        "pipeline": chosen.stages,
         "recomputed_layers": chosen.way.gradient_checkpointing,
         "why": chosen.why,
         "memory_mb": {**parts, "total": round(chosen.need.total / 1e6, 1)},
@@ -253,7 +266,7 @@ def text(made: Mapping[str, Any]) -> list[str]:
     memory, update, cost = made["memory_mb"], made["update_s"], made["cost"]
     nodes = ", ".join(f"{number} x {name}" for name, number in made["nodes"].items()) or "the head alone"
     parts = ", ".join(f"{name} {value:,.0f}" for name, value in memory.items() if name != "total")
-    cut = f", tensor {made['tensor']}" if made["tensor"] > 1 else ""
+    cut = "".join(f", {name} {made[name]}" for name in ("tensor", "pipeline") if made[name] > 1)
     trials = f", {made['trials']} trials at a time" if made["trials"] > 1 else ""
     lines = [
         f"fits       {made['workers']} workers ({made['device']}), {made['data_cpus']} CPUs for data{trials}; {nodes}",

@@ -9,7 +9,7 @@ take turns on them: whatever needs a processor, the exchange by sockets included
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -66,6 +66,27 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Parted:
+    """How a model lies on workers, as far as an update's time goes. This one is the whole model on each worker."""
+
+    parts: int = 1
+    """Workers of a replica."""
+    step_shares: int = 1
+    """Workers that share the optimizer's step."""
+    summed: float | None = None
+    """Bytes that each worker sums at an update's end with its like in other replicas; None for `Work.gradient`."""
+    beside_s: float = 0.0
+    """Seconds of an update in which weights are gathered and gradients shared out: on a GPU beside the passes."""
+    still_s: float = 0.0
+    """Seconds of an update for which a worker stands still for what else is sent."""
+    bubble: float = 0.0
+    """Seconds for which a stage waits for an update's first and last passes, over those in which it computes."""
+
+
+WHOLE: Final = Parted()
+
+
+@dataclass(frozen=True)
 class Host:
     """The processor that the workers of a machine share."""
 
@@ -118,7 +139,7 @@ class Update:
     exposed_s: float
     """Seconds of the exchange for which nothing is computed."""
     waiting_s: float
-    """Seconds for which a worker waits for the slowest one, on average."""
+    """Seconds for which a worker waits for the slowest one, on average, and a stage of a pipeline for the others."""
 
     @property
     def seconds(self) -> float:
@@ -139,25 +160,39 @@ def update(
     *,
     hides: bool = True,
     host: Host | None = None,
+    parted: Parted = WHOLE,
 ) -> Update:
-    """An update of `passes` on each of `workers`. `hides`: the exchange goes on beside the last backward pass; on the
-    CPUs that also compute, as with Gloo, it does not. `host`: the one machine that all of them share; without it each
-    computes as one that is alone."""
+    """An update of `passes` on each replica, on so many `workers`. `hides`: the exchange goes on beside the last
+    backward pass; on the CPUs that also compute, as with Gloo, it does not. `host`: the one machine that all workers
+    share; without it each computes as one that is alone. `parted`: how the model lies on them."""
     own, shared = (host.compute(compute, workers), host.shared(workers)) if host else (compute, 1.0)
+    own = Compute(own.step_s / parted.step_shares, own.pass_s / parted.parts, own.spread)
+    replicas, size = workers // parted.parts, work.gradient if parted.summed is None else parted.summed
+    computing = own.pass_s * passes
     messages = (work.messages - 1) * fabric.seconds(0.0, workers)
-    exchange = shared * (fabric.seconds(work.gradient, workers) + messages)
-    last = shared * fabric.seconds(min(work.gradient, BUCKET), workers)
+    summed = shared * (fabric.seconds(size, replicas, parted.parts) + messages)
+    last = shared * fabric.seconds(min(size, BUCKET), replicas, parted.parts)
     hidden = BACKWARD * own.pass_s * min(1.0, passes) if hides else 0.0
-    exposed = min(exchange, max(last, exchange - hidden))
-    factor = slowest(workers, max(1, round(passes)), own.spread)
-    return Update(workers, passes, own.seconds(passes), exchange, exposed, own.pass_s * passes * (factor - 1.0))
+    exposed = min(summed, max(last, summed - hidden))
+    exposed += shared * parted.still_s + max(0.0, shared * parted.beside_s - (computing if hides else 0.0))
+    exchange = summed + shared * (parted.still_s + parted.beside_s)
+    waiting = computing * (slowest(workers, max(1, round(passes)), own.spread) - 1.0 + parted.bubble)
+    return Update(workers, passes, own.seconds(passes), exchange, exposed, waiting)
 
 
 def curve(
-    compute: Compute, work: Work, fabric: Fabric, workers: Iterable[int], passes: float = 1.0, *, hides: bool = True
+    compute: Compute,
+    work: Work,
+    fabric: Fabric,
+    workers: Iterable[int],
+    passes: float = 1.0,
+    *,
+    hides: bool = True,
+    parted: Callable[[int], Parted] = lambda workers: WHOLE,
 ) -> list[Update]:
-    """An update by number of workers, each of which does as much as ever: more workers, more rows."""
-    return [update(compute, work, fabric, number, passes, hides=hides) for number in workers]
+    """An update by number of workers, each of which does as much as ever: more workers, more rows. `parted`: how the
+    model lies on so many."""
+    return [update(compute, work, fabric, number, passes, hides=hides, parted=parted(number)) for number in workers]
 
 
 # ------------------------------------------------------------------------------------------------------- the slowest
