@@ -41,6 +41,7 @@ PRESETS: Final[Mapping[str, Link]] = {
         Link("100gbit", 100e-6, 50e-6, 50e-6, 100 * GBIT * PAYLOAD),
         Link("25gbit", 100e-6, 50e-6, 50e-6, 25 * GBIT * PAYLOAD),
         Link("10gbit", 100e-6, 50e-6, 50e-6, 10 * GBIT * PAYLOAD),
+        Link("1gbit", 100e-6, 50e-6, 50e-6, 1 * GBIT * PAYLOAD),
     )
 }
 
