@@ -234,6 +234,11 @@ def test_a_finished_run_tells_its_pace(tmp_path: Path, encoder: Path) -> None:
     last = {"updates": 60, "rows_seen": 80, "real_tokens": 80 * 20, "seconds": {"train": 4.0}, "exchange": None}
     events.append(run.folder, "trained", **last)
     assert pace.of_run(run) == seen
+    # How unequal its passes were, of each worker.
+    spreads = [{"spread": 0.03}, {"spread": 0.05}]
+    events.append(run.folder, "started", **{**started, "update": 50})
+    events.append(run.folder, "trained", **last, stages=spreads)
+    assert pace.of_run(run).pace == replace(seen.pace, spread=0.04)
 
 
 # ------------------------------------------------------------------------------------------------------------- the verb

@@ -116,8 +116,11 @@ def _planned(
     if measure:
         from rtrain.doctor.forecast import calibrate
 
-        link = calibrate.fitted(calibrate.exchanges(2), 2, "this machine's")
-        pace = dataclasses.replace(pace, exchange=link, why=f"{pace.why}; exchanges as measured here")
+        train = chosen.way.of(recipe.train, layout.room)
+        by = strategies.transport(train, layout.room, layout.device)
+        link = calibrate.fitted(calibrate.exchanges(2, transport=by), 2, "this machine's")
+        how = {"shared_memory": "through shared memory", "stock": "by sockets"}[by]
+        pace = dataclasses.replace(pace, exchange=link, why=f"{pace.why}; exchanges {how} as measured here")
     found = planning.hours(config, layout, chosen, shape, counted, pace, kind)
     total = planning.searched(config, found, layout.trials) if search else found.hours
     watched = "rtrain.cluster.spot" in json.dumps(nodes.document.get("worker_start_ray_commands", []))

@@ -14,7 +14,7 @@ from rtrain.doctor.forecast import memory, stages, trace
 from rtrain.doctor.forecast.memory import Need
 from rtrain.doctor.forecast.pace import PEAK
 from rtrain.errors import ConfigError, Problem
-from rtrain.strategies.ways import Way, gives_back
+from rtrain.strategies.ways import Way, gives_back, transport
 from rtrain.tasks import base
 from rtrain.training import pass_size
 
@@ -85,17 +85,16 @@ def needs(
             if own == way.gradient_checkpointing:
                 raise
             continue
-        of_host = (device, workers) == ("cpu", 2) and recipe.train.transport != "stock"
-        sent = "shared_memory" if of_host and way.tensor == 1 and way.shard < 2 else "stock"
+        settings = way.of(recipe.train, workers)
         yield (
             way,
             memory.needed(
                 *(found, replicas, way.strategy if replicas > 1 else "ddp"),
-                transport=sent,
+                transport=transport(settings, workers, device),
                 saves=device == "cpu",
                 several=several,
                 buckets=way.tensor == 1,
-                kept=held(way.of(recipe.train, workers), device),
+                kept=held(settings, device),
             ),
         )
 

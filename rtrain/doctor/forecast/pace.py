@@ -1,5 +1,6 @@
 """How fast a worker computes: as a finished run has shown, or by a table of assumptions. Pure, but for a run's log."""
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ from rtrain.doctor.forecast.scaling import STEP, Compute, Work
 from rtrain.errors import UserError
 from rtrain.run import Run
 
+SPREAD: Final = 0.02
+"""How unequal passes are, where nobody has measured it."""
+
 
 @dataclass(frozen=True)
 class Pace:
@@ -29,7 +33,8 @@ class Pace:
     """By what workers of one node exchange; None for that of the node's GPUs."""
     why: str
     """Where these numbers are from."""
-    spread: float = 0.02
+    spread: float = SPREAD
+    """Standard deviation of the logarithm of a pass's seconds."""
 
     def compute(self, work: Work) -> Compute:
         return Compute(STEP * work.weights / self.memory_per_s, work.flops / self.flops_per_s, self.spread)
@@ -123,7 +128,9 @@ def of_run(run: Run, models: Path | None = None) -> Seen:
         )
     why = f"as {run.name} went on {started['workers']} workers ({started['device']}, {started['precision']})"
     memory = CPU.memory_per_s if started["device"] == "cpu" else assumed("A100").memory_per_s
-    return Seen(Pace(rate, memory, link or HOST, why), update_s, started["workers"])
+    spreads = [worker["spread"] for worker in ended.get("stages") or () if "spread" in worker]
+    spread = statistics.median(spreads) if spreads else SPREAD
+    return Seen(Pace(rate, memory, link or HOST, why, spread), update_s, started["workers"])
 
 
 def _bandwidth(size: float, workers: int, seconds: float) -> float:
