@@ -156,30 +156,12 @@ def _needs(
 
 def _chosen_k(like: Path | None, as_json: bool) -> None:
     from rtrain import config as configuration
-    from rtrain.doctor.forecast import choose_k, facts, pace as paces
-    from rtrain.network import model as models
+    from rtrain.doctor import frequency
 
     if like is None:
-        reason, fix = "needs a pilot: a short run of the recipe, with k of 2 or more or two workers", "write --like RUN"
+        reason = "needs a pilot: a short run of the recipe, with k of 2 or more or two workers"
+        fix = "write --like RUN, or let one be trained: rtrain profile RECIPE --choose-k"
         raise ConfigError([Problem("--like", None, reason, fix)])
     run = Run(like.absolute())
-    recipe = configuration.load(str(run.config)).recipe
-    k = recipe.train.aggregation_frequency or recipe.rows_per_update / recipe.train.workers / recipe.train.micro_batch
-    pilot = choose_k.of_run(run.events(), k)
-    weights = facts.of_model(models.resolve(recipe.model.name, run.folder.parent)).weights
-    found = choose_k.options(pilot, choose_k.work(pilot, weights, paces.CPU.memory_per_s))
-    best = choose_k.chosen(found)
-    document = {
-        "noise_scale": dataclasses.asdict(pilot.scale),
-        "options": [dataclasses.asdict(one) for one in found],
-        "aggregation_frequency": best.k,
-        "lr": recipe.optim.lr * best.lr_factor,
-    }
-    high = "unknown" if pilot.scale.high is None else f"{pilot.scale.high:,.0f}"
-    lines = [f"noise scale {pilot.scale.rows:,.0f} rows ({pilot.scale.low:,.0f} to {high})"]
-    lines += [
-        f"k {one.k}: {one.rows_per_update:,} rows in {one.update_s:.3g} s; {one.relative:.2f} x the shortest time"
-        for one in found
-    ]
-    chosen = f"train.aggregation_frequency={best.k} --set optim.lr={document['lr']:.3g}"
-    show(document, as_json, *lines, f"write --set {chosen}")
+    document = frequency.decided(configuration.load(str(run.config)), run)
+    show(document, as_json, *frequency.text(document))
