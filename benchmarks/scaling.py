@@ -167,7 +167,7 @@ def work_of(folder: Path, job: Job, workers: int) -> Work:
     return Work(shape.flops(np.full(ROWS, job.tokens)), gradient, shape.weights, MESSAGES, job.layers)
 
 
-def make(folder: Path, layers: int) -> None:
+def make(folder: Path, layers: int, dropout: float = 0.1) -> None:
     """An encoder of MiniLM's width."""
     import transformers
 
@@ -176,6 +176,8 @@ def make(folder: Path, layers: int) -> None:
         "intermediate_size": 1536,
         "num_attention_heads": 12,
         "vocab_size": WORDS,
+        "hidden_dropout_prob": dropout,
+        "attention_probs_dropout_prob": dropout,
     }
     network = transformers.BertModel(transformers.BertConfig(num_hidden_layers=layers, **sizes))
     network.save_pretrained(folder)
