@@ -17,7 +17,7 @@ from rtrain.cluster import prices
 from rtrain.config import Config
 from rtrain.doctor.forecast import facts, layouts, memory, money, pace, plan
 from rtrain.doctor.forecast.memory import Need
-from rtrain.errors import ConfigError, UserError
+from rtrain.errors import ConfigError
 from rtrain.run import Run
 from rtrain.strategies.ways import Way
 from tests.test_forecast_choose_k import LOG
@@ -211,36 +211,6 @@ def test_an_interruption_repeats_what_is_not_saved(cluster: layouts.Cluster) -> 
     assert plan.repeated_s(often, found, watched=False) == pytest.approx(5 * found.update.seconds)
 
 
-def test_a_finished_run_tells_its_pace(tmp_path: Path, encoder: Path) -> None:
-    """50 updates of 8 rows in 20 s, on one worker: the pace by which the same run is foretold to take as long."""
-    run = Run(tmp_path / "run")
-    run.folder.mkdir()
-    config = configured(model__name=str(encoder), train__workers=1, train__rows_per_update=8)
-    run.config.write_text(configuration.to_yaml(config))
-    started = {"update": 0, "of": 50, "workers": 1, "device": "cpu", "precision": "fp32", "rows_per_update": 8}
-    events.append(run.folder, "started", **started)
-    with pytest.raises(UserError, match="has not come to its end"):
-        pace.of_run(run)
-    events.append(
-        run.folder, "trained", updates=50, rows_seen=400, real_tokens=400 * 20, seconds={"train": 20.0}, exchange=None
-    )
-    seen = pace.of_run(run)
-    assert (seen.update_s, seen.workers) == (0.4, 1)
-    shape = facts.of_model(encoder)
-    work = pace.work(config.recipe, shape, facts.given(1, 20))
-    assert seen.pace.compute(work).seconds(pace.passes(config.recipe, 1)) == pytest.approx(0.4, rel=0.01)
-    # The run goes on for ten updates: each start counts its own seconds and rows.
-    events.append(run.folder, "started", **{**started, "update": 50})
-    last = {"updates": 60, "rows_seen": 80, "real_tokens": 80 * 20, "seconds": {"train": 4.0}, "exchange": None}
-    events.append(run.folder, "trained", **last)
-    assert pace.of_run(run) == seen
-    # How unequal its passes were, of each worker.
-    spreads = [{"spread": 0.03}, {"spread": 0.05}]
-    events.append(run.folder, "started", **{**started, "update": 50})
-    events.append(run.folder, "trained", **last, stages=spreads)
-    assert pace.of_run(run).pace == replace(seen.pace, spread=0.04)
-
-
 # ------------------------------------------------------------------------------------------------------------- the verb
 
 
@@ -312,6 +282,19 @@ def test_a_pipeline_is_told_and_a_machine_that_is_there_needs_no_start(run: Cli,
     assert made["update_s"]["waiting"] > 0.1 * made["update_s"]["compute"]  # the stages for each other
     assert [one["workers"] for one in made["scaling"]] == [2, 8, 64, 512, 4096]
     assert "strategy   ddp, pipeline 2: " in run(*given, "--cluster", "here.yaml")[1]
+
+
+def test_it_says_how_a_run_would_scale_over_other_wires(run: Cli, encoder: Path) -> None:
+    given = ("plan", "intent", "--model", encoder, "--rows", 1000, "--workers", 2, "--wires", "efa", "--wires", "1gbit")
+    made = json.loads(run(*given, "--json")[1])
+    own, fast, slow = (
+        [one["efficiency"] for one in curve] for curve in (made["scaling"], *made["scaling_over"].values())
+    )
+    assert list(made["scaling_over"]) == ["efa", "1gbit"]
+    assert all(one > two > three for one, two, three in zip(fast[2:], own[2:], slow[2:], strict=True))  # 10gbit's own
+    assert "scaling    efficiency by workers, over efa: 1 100%" in run(*given)[1]
+    code, _, err = run("plan", "intent", "--rows", 1000, "--wires", "wifi")
+    assert (code, "--wires=wifi: not known" in err) == (2, True)
 
 
 def test_a_layout_that_would_wait_for_ever_is_refused(run: Cli) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,6 +45,10 @@ def plan(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure exchanges between two processes here, for those within a node.")
     ] = False,
+    wires: Annotated[
+        list[str] | None,
+        typer.Option("--wires", help="How it would scale over efa, 10gbit, ...; for each one."),
+    ] = None,
     prices: Annotated[Path | None, typer.Option("--prices", help="File of prices, in place of cluster.prices.")] = None,
     write_prices: Annotated[Path | None, typer.Option("--write-prices", help="Write such a file, to edit it.")] = None,
     search: Annotated[bool, typer.Option("--search", help="Of `rtrain tune`, not of one run.")] = False,
@@ -58,6 +62,7 @@ def plan(
     Nothing is started. A layout that would wait for ever is refused, with the nearest that would not."""
     from rtrain.cluster import prices as pricing
     from rtrain.doctor.forecast import layouts, plan as planning
+    from rtrain.doctor.forecast.links import PRESETS
 
     if write_prices is not None:
         if write_prices.exists():
@@ -74,13 +79,15 @@ def plan(
     if tokens is not None and rows is None:
         fix = "write --rows N beside it, or leave it out: the rows of data.path are counted"
         raise ConfigError([Problem("--tokens", tokens, "is the length of rows that are not read", fix)])
+    if unknown := [name for name in wires or () if name not in PRESETS]:
+        raise ConfigError([Problem("--wires", unknown[0], "not known", f"write {', '.join(PRESETS)}")])
     config = configured(recipe, assignments, data=data, valid=valid, test=test, model=model, workers=workers)
     document = planning.read_cluster(cluster)
     nodes = layouts.of_document(document, config.deploy.cluster.labels)
     layout = layouts.laid_out(config, nodes, searches=search)  # no torch until here: a refusal comes at once
     named = config.deploy.cluster.prices
     table = pricing.table(prices or (named and Path(named)), document.get("metadata"))
-    made = _planned(config, nodes, layout, table, (rows, tokens), (like, measure), search)
+    made = _planned(config, nodes, layout, table, (rows, tokens), (like, measure), search, wires or ())
     show(made, as_json, *planning.text(made))
 
 
@@ -92,6 +99,7 @@ def _planned(
     given: tuple[int | None, int | None],
     pace_of: tuple[Path | None, bool],
     search: bool,
+    wires: Sequence[str],
 ) -> dict[str, Any]:
     from rtrain.doctor.forecast import facts, pace as paces, plan as planning
     from rtrain.network import model as models
@@ -121,7 +129,7 @@ def _planned(
         link = calibrate.fitted(calibrate.exchanges(2, transport=by), 2, "this machine's")
         how = {"shared_memory": "through shared memory", "stock": "by sockets"}[by]
         pace = dataclasses.replace(pace, exchange=link, why=f"{pace.why}; exchanges {how} as measured here")
-    found = planning.hours(config, layout, chosen, shape, counted, pace, kind)
+    found = planning.hours(config, layout, chosen, shape, counted, pace, kind, wires)
     total = planning.searched(config, found, layout.trials) if search else found.hours
     watched = "rtrain.cluster.spot" in json.dumps(nodes.document.get("worker_start_ray_commands", []))
     cost = planning.money(nodes, chosen.nodes, table, total, planning.repeated_s(config, found, watched))

@@ -6,7 +6,7 @@ hours are rows by the scaling model, money is hours by prices.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +16,7 @@ from rtrain.config import Config
 from rtrain.doctor.forecast import fitting, layouts, money as pricing, pace as paces, parted, scaling
 from rtrain.doctor.forecast.facts import Rows, Shape
 from rtrain.doctor.forecast.layouts import Cluster, Kind, Layout
+from rtrain.doctor.forecast.links import PRESETS, Fabric
 from rtrain.doctor.forecast.memory import Need
 from rtrain.errors import ConfigError, Problem
 from rtrain.strategies import ways as strategies
@@ -123,6 +124,8 @@ class Hours:
     start_s: float
     curve: tuple[scaling.Update, ...]
     """An update on numbers of workers up to 4,096, each of which does as much as ever."""
+    over: Mapping[str, tuple[scaling.Update, ...]] = field(default_factory=dict)
+    """The same where nodes are joined by other wires, by their names in `links.PRESETS`."""
 
     @property
     def hours(self) -> float:
@@ -130,9 +133,16 @@ class Hours:
 
 
 def hours(
-    config: Config, layout: Layout, chosen: Chosen, shape: Shape, rows: Rows, pace: paces.Pace, kind: Kind
+    config: Config,
+    layout: Layout,
+    chosen: Chosen,
+    shape: Shape,
+    rows: Rows,
+    pace: paces.Pace,
+    kind: Kind,
+    wires: Iterable[str] = (),
 ) -> Hours:
-    """Rows by the scaling model; `kind`: the type of the workers' nodes."""
+    """Rows by the scaling model; `kind`: the type of the workers' nodes; `wires`: see `Hours.over`."""
     workers, gpu, instance = layout.room, layout.device == "gpu", kind.instance
     recipe, train = config.recipe, chosen.way.of(config.recipe.train, workers)
     work = paces.work(recipe, shape, rows)
@@ -149,19 +159,24 @@ def hours(
     parts = train.tensor * train.pipeline
     passes, tied = paces.passes(recipe, workers // parts), recipe.task == "masked_lm"
     tokens = passes * train.micro_batch * rows.tokens_of_row
-    of = partial(parted.of, train, shape, tokens, fabric, gpu=gpu, tied=tied)
-    update = scaling.update(compute, work, fabric, workers, passes, hides=gpu, parted=of(workers))
+
+    def over(fabric: Fabric, numbers: Iterable[int]) -> tuple[scaling.Update, ...]:
+        of = partial(parted.of, train, shape, tokens, fabric, gpu=gpu, tied=tied)
+        return tuple(scaling.curve(compute, work, fabric, numbers, passes, hides=gpu, parted=lambda n: of(workers=n)))
+
+    [update] = over(fabric, [workers])
     each = math.ceil(rows.train / recipe.rows_per_update)
     number = recipe.train.epochs * each
     evaluations = number // recipe.train.evaluate_every if recipe.train.evaluate_every else recipe.train.epochs
     scored = rows.valid * evaluations + rows.test
     of_row = FORWARD * compute.pass_s / recipe.train.micro_batch
     numbers = sorted({max(parts, many) for many in CURVE if max(parts, many) % parts == 0})
-    curve = tuple(scaling.curve(compute, work, fabric, numbers, passes, hides=gpu, parted=of))
+    others = {name: over(replace(fabric, between=PRESETS[name]), numbers) for name in wires}
     starts = START_S + (NODE_S if chosen.nodes else 0.0)
     # A pipeline's stages answer one after another.
     answering = workers // train.pipeline
-    return Hours(number, update, number * update.seconds, scored * of_row / answering, starts, curve)
+    evaluate_s = scored * of_row / answering
+    return Hours(number, update, number * update.seconds, evaluate_s, starts, over(fabric, numbers), others)
 
 
 def searched(config: Config, one: Hours, trials: int) -> float:
@@ -250,15 +265,18 @@ def document(
             "waiting": found.update.waiting_s,
         },
         "efficiency": found.update.efficiency,
-        "scaling": [
-            {"workers": one.workers, "update_s": one.seconds, "efficiency": one.efficiency} for one in found.curve
-        ],
+        "scaling": _curve(found.curve),
+        "scaling_over": {name: _curve(curve) for name, curve in found.over.items()},
         "hours": total_h,
         "seconds": {"train": found.train_s, "evaluate": found.evaluate_s, "start": found.start_s},
         "cost": None if cost is None else asdict(cost),
         "pace": pace.why,
         "notes": list(said),
     }
+
+
+def _curve(found: Iterable[scaling.Update]) -> list[dict[str, float]]:
+    return [{"workers": one.workers, "update_s": one.seconds, "efficiency": one.efficiency} for one in found]
 
 
 def text(made: Mapping[str, Any]) -> list[str]:
@@ -277,8 +295,11 @@ def text(made: Mapping[str, Any]) -> list[str]:
         f"{update['exchange']:.3g} exchanging unhidden, {update['waiting']:.3g} waiting ({made['efficiency']:.0%})",
         f"hours      {made['hours']:.2f}, {made['updates']:,} updates; {made['pace']}",
     ]
-    by_workers = ", ".join(f"{one['workers']:,} {one['efficiency']:.0%}" for one in made["scaling"])
-    lines.append(f"scaling    efficiency by workers, each with as many rows: {by_workers}")
+    curves = {"each with as many rows": made["scaling"]}
+    curves |= {f"over {name}": curve for name, curve in made["scaling_over"].items()}
+    for which, curve in curves.items():
+        by_workers = ", ".join(f"{one['workers']:,} {one['efficiency']:.0%}" for one in curve)
+        lines.append(f"scaling    efficiency by workers, {which}: {by_workers}")
     if cost is None:
         lines.append("money      unknown: a node's price is not known; write it into a file (--prices)")
     else:
