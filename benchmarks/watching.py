@@ -41,9 +41,7 @@ class Unwatched(Timeline):
 def main() -> None:
     env.prepare()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.watching", description=__doc__)
-    parser.add_argument(
-        "--updates", type=int, default=40, help="pairs of updates; one in eight measures noise"
-    )
+    parser.add_argument("--updates", type=int, default=40, help="pairs of updates; one in eight measures noise")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
