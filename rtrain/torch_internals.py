@@ -6,7 +6,7 @@ Torch is not imported before a function is called.
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,6 +49,25 @@ def share_of(tensor: "torch.Tensor") -> "torch.Tensor":
     that one."""
     found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return found
+
+
+@contextlib.contextmanager
+def around_waits(made: "Callable[[], contextlib.AbstractContextManager[Any]]") -> Iterator[None]:
+    """Inside, a context that `made` gives stands around each wait for a collective of cut tensors. In the whole
+    process: no other thread may use such tensors meanwhile."""
+    from torch.distributed import _functional_collectives as collectives
+
+    wait: Callable[[torch.Tensor], torch.Tensor] = collectives.wait_tensor
+
+    def waited(tensor: "torch.Tensor") -> Any:
+        with made():
+            return wait(tensor)
+
+    collectives.wait_tensor = waited
+    try:
+        yield
+    finally:
+        collectives.wait_tensor = wait
 
 
 def hush_redistribution() -> None:

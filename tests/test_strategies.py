@@ -121,7 +121,8 @@ def trained(exchange: Exchange, kept: Path, **train: Any) -> list[dict[str, Any]
             exchange, optimizer, loss, share, pad_id=0, clip_norm=1.0, rows=rows, observer=seen, measures=True
         )
         each: dict[str, Any] = {"loss": done.loss, "norm": done.gradient_norm, "rows": done.rows, "passes": done.passes}
-        found.append(each | {"inside": loss.held, "after": seen.held})
+        noise = {"noise": done.noise is not None, "tells_noise": exchange.tells_noise}
+        found.append(each | noise | {"inside": loss.held, "after": seen.held})
         gradients.append(seen.found)
     weights = dict(exchange.whole({name: one.detach() for name, one in exchange.module.named_parameters()}))
     moments = dict(exchange.whole(checkpoint.moments_of(exchange.module, optimizer)))
@@ -251,6 +252,15 @@ def on_workers(slow: bool = False) -> Results:
 
 def kept(folder: Path, name: str, what: str) -> Any:
     return torch.load(folder / name / f"{what}.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_says_whether_it_tells_the_noise_of_gradients(name: str) -> None:
+    """Rows are dealt at random for it, which costs time."""
+    each, _ = on_workers()
+    for found in each:
+        updates = found["updates"][name]
+        assert updates[0]["tells_noise"] is updates[0]["noise"] is (name not in SHARDED)
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *(f"{name}, frozen" for name in SHARES)])

@@ -47,6 +47,8 @@ def test_what_can_be_is_not_refused(tmp_path: Path) -> None:
         (BERT, {"train__tensor": 2, "distill__relations": 1.0}, "distill.relations", "write 0"),
         (BERT, {"train__shard": 2, "train__gradient_compression": "bf16"}, "train.gradient_compression", "write none"),
         (BERT, {"train__shard": 3, "train__transport": "shared_memory"}, "train.transport", "write auto"),
+        (BERT, {"train__shard": 2, "train__balance": "auto"}, "train.balance", "write off"),
+        (BERT, {"train__pipeline": 2, "train__balance": "auto"}, "train.balance", "write off"),
         (BERT, {"train__pipeline": 2, "train__workers": 3}, "train.pipeline", "write 1 or 3, or train.workers=2"),
         (BERT, {"train__pipeline": 8, "train__workers": 8}, "train.pipeline", "6 layers are not enough for 8 stages"),
         (

@@ -83,6 +83,29 @@ def test_the_share_of_a_cut_tensor_can_be_put_elsewhere() -> None:
     assert torch_internals.share_of(before) is before
 
 
+def test_a_wait_for_a_collective_of_cut_tensors_has_a_context_around_it_until_the_end() -> None:
+    from torch.distributed import _functional_collectives as collectives
+    from torch.distributed.device_mesh import init_device_mesh
+
+    waits, before = list[int](), collectives.wait_tensor
+
+    @contextlib.contextmanager
+    def seen() -> Iterator[None]:
+        waits.append(1)
+        yield
+
+    def summed() -> list[float]:
+        found: Any = collectives.all_reduce(torch.ones(2), "sum", init_device_mesh("cpu", (1,)))
+        return (found + 1).tolist()  # type: ignore[no-any-return]
+
+    with group():
+        with torch_internals.around_waits(seen):
+            assert summed() == [2.0, 2.0]
+        assert (len(waits), collectives.wait_tensor) == (1, before)
+        assert summed() == [2.0, 2.0]
+    assert len(waits) == 1
+
+
 def test_what_is_left_out_is_not_in_the_buckets() -> None:
     from torch.nn.parallel import DistributedDataParallel
 

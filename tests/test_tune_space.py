@@ -194,6 +194,18 @@ def test_a_range_of_rows_ends_at_the_noise_scale() -> None:
     assert ends == [16, 100, 256]
 
 
+@pytest.mark.parametrize(("rows", "frequency"), [(1, 1), (64, 1), (100, 2), (128, 2), (9999, 8)])
+def test_a_point_gets_the_updates_that_are_asked_for_or_the_nearest(rows: int, frequency: int) -> None:
+    config = made(train__workers=2, train__micro_batch=32)
+    dimensions = space.dimensions(config)
+    point = {"optim.lr": 1e-4, K: 4}
+    assert space.with_rows(config, dimensions, point, rows) == {"optim.lr": 1e-4, K: frequency}
+    assert space.with_rows(config, dimensions[:1], {"optim.lr": 1e-4}, rows) is None
+    ranged = made(tune__space={"train.rows_per_update": {"low": 16, "high": 256, "log": True}})
+    found = space.with_rows(ranged, space.dimensions(ranged), {"train.rows_per_update": 20}, rows)
+    assert found == {"train.rows_per_update": min(256, max(16, rows))}
+
+
 def test_what_the_recipe_s_task_cannot_use_is_refused() -> None:
     [problem] = problems({"train.label_smoothing": [0.0, 0.1]}, "essay")
     assert (problem.value, problem.reason) == (0.1, "regression does not choose one label out of several")

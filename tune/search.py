@@ -4,7 +4,6 @@ Everything that is known is in the journal. A search that was killed reads it ag
 flight, and asks what it would have asked.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -14,13 +13,14 @@ from typing import Any
 from rtrain import artifact, config as configuration
 from rtrain.config import Config
 from rtrain.data import records
+from rtrain.doctor.forecast import choose_k
 from rtrain.errors import ConfigError, Problem, UserError
-from rtrain.exchange import noise
 from rtrain.network import model
 from rtrain.run import Run
 from rtrain.runs import driver, opening
 from tune import costs, slots
 from tune.asking import ask_tell, space
+from tune.asking.points import equal
 from tune.ending import finals, gated, held_back, judged
 from tune.known import halving
 from tune.known.aim import Aim, at
@@ -34,6 +34,8 @@ FINAL_RUNS = 4
 """Full runs whose rows the end may take, where `tune.final_rows` does not say."""
 FIXED = ("train.workers", "train.micro_batch")
 """Settings beside those of `tune` with which a search goes on as it began: they set a trial's rows per update."""
+PRIOR = "prior"
+"""What asks for the trial whose updates are those of `choose_k.prior`."""
 MAY_CHANGE = ("concurrent", "minutes", "money", "price")
 """Settings of `tune` that may be others on a resume."""
 
@@ -309,18 +311,29 @@ class _Search:
             sampler=self._tune.sampler,
             planned=self._planned,
         )
-        return None if found is None else self._ask(space.overrides(self._config, found[0]), found[1])
+        if found is None:
+            return None
+        point, by = found
+        rows = self._history.rows
+        if by == "spread" and rows is not None and not any(trial.by == PRIOR for trial in self._history.own):
+            likely = space.with_rows(self._config, self._dimensions, point, rows)
+            if likely is not None and not any(one.point and equal(one.point, likely) for one in self._told()):
+                point, by = likely, PRIOR
+        return self._ask(space.overrides(self._config, point), by)
 
     def _cap(self) -> None:
-        """Leave updates out of the space that have many more rows than the noise of trial 0's gradients asks for, once
-        its log tells that. It is written down: a search that is resumed asks what it would have asked."""
+        """Leave updates out of the space that have many more rows than the noise of trial 0's gradients asks for, or
+        take longer than they gain, once its log tells that. It is written down: a search that is resumed asks what it
+        would have asked."""
         rows = self._history.noise
         if rows is None:
-            scale = noise.of_run(self._search.trial(0).events())
-            if scale is None or scale.high is None:
+            recipe = self._task.of({}).recipe
+            weights = choose_k.weights(model.resolve(recipe.model.name, self._task.tokens_root))
+            told = choose_k.prior(self._search.trial(0).events(), recipe, weights)
+            if told is None:
                 return
-            rows = math.ceil(scale.high)
-            self._record.write("noise", rows=rows)
+            rows = told.most_rows
+            self._record.write("noise", rows=rows, chosen=told.rows)
         self._dimensions = space.under(self._config, self._dimensions, rows)
 
     def _ask(self, settings: Mapping[str, Any], by: str, **more: Any) -> int:

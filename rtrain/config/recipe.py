@@ -102,6 +102,10 @@ class Train(Section):
     65,536, measured before the first update and kept in the run. A start that ran out of memory halves it. Models that
     are trained without padding (BERT and its kin) put a worker's rows between two exchanges into as few passes as this
     allows; micro_batch then only sets rows_per_update."""
+    balance: Literal["off", "auto"] = "off"
+    """How many of an update's tokens each worker gets: `off`, as many as the others; `auto`, by its speed, which three
+    passes of each worker tell before the first update, once for a run with so many workers. For nodes of several types,
+    or cores that other work shares: with equal shares the fast workers wait for the slowest."""
     gradient_checkpointing: bool = False
     """Save memory: keep only each layer's input, and compute the layer again in the backward pass. With MiniLM and 16
     texts of 512 tokens, a pass took 1.1 GB in place of 2.6, and 1.0 to 1.25 times as long."""
@@ -161,7 +165,7 @@ LAID_OUT = ("shard", "tensor", "sequence", "pipeline", "schedule")
 """Settings of `train` that say how the model lies on the workers."""
 SPEED = (
     *("workers", "device", "min_workers", "micro_batch", "tokens_per_pass"),
-    *("aggregation_frequency", "gradient_checkpointing", "transport"),
+    *("aggregation_frequency", "balance", "gradient_checkpointing", "transport"),
     *("strategy", *LAID_OUT),
     *("evaluate_every", "save_every", "keep", "log_every"),
 )

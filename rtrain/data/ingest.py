@@ -81,6 +81,8 @@ class Share:
     """Those of the nodes that data tasks may run on."""
     measures: bool = False
     """Deal the rows at random in the updates that measure the noise of gradients (`exchange.noise`)."""
+    speeds: tuple[float, ...] = ()
+    """Of all workers, by which the rows of the other updates are dealt; none: equally many tokens for each."""
 
 
 def plan_update(store: Store, share: Share, number: int) -> Update:
@@ -90,7 +92,7 @@ def plan_update(store: Store, share: Share, number: int) -> Update:
     lengths = store.column("train", "length")[positions]
     limits = (share.micro_batch, share.tokens_per_pass)
     at_random = share.measures and noise.due(number)
-    passes = deal(lengths, share.workers, share.rank, *limits, at_random=at_random)
+    passes = deal(lengths, share.workers, share.rank, *limits, at_random=at_random, speeds=share.speeds)
     return Update(
         number=number,
         first_row=int(row_ids[0]),

@@ -107,8 +107,12 @@ class Replicas:
         if found := [whole.local(one) for one in self.collected()]:
             torch_internals.multiply(found, factor)
 
+    @property
+    def tells_noise(self) -> bool:
+        return not self.distributed
+
     def own_square(self) -> float | None:
-        return None if self.distributed else self._first
+        return self._first if self.tells_noise else None
 
     # ------------------------------------------------------------------------------------------- outside of updates
 

@@ -27,6 +27,9 @@ def problems(recipe: Recipe, model: Path) -> list[Problem]:
     if train.gradient_compression != "none":
         reason = f"with {' and '.join(asked)} gradients are sent as they are"
         found.append(Problem("train.gradient_compression", train.gradient_compression, reason, f"write none, or {fix}"))
+    if train.balance != "off":
+        reason = f"with {' and '.join(asked)} workers make equally many passes, or the same"
+        found.append(Problem("train.balance", train.balance, reason, f"write off, or {fix}"))
     if train.transport == "shared_memory":
         reason = f"with {' and '.join(asked)} the process group sends what is exchanged"
         found.append(Problem("train.transport", train.transport, reason, f"write auto, or {fix}"))

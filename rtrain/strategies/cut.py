@@ -1,11 +1,14 @@
 """A replica on several workers: its layers are cut across them by torch's tensor parallelism."""
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rtrain import torch_internals
 from rtrain.exchange import ranks, whole
 from rtrain.exchange.alive import Watch
 from rtrain.exchange.replicas import Say, unsaid
+from rtrain.exchange.timeline import WAITS
 from rtrain.exchange.touched_rows import table_of
 from rtrain.network import cuts
 from rtrain.strategies import mesh
@@ -35,8 +38,20 @@ class Cut(Parted):
     ):
         """`sequence`: between layers' products, each worker of a replica has some of the tokens."""
         super().__init__(module, watch, say, size=tensor, along=mesh.TENSOR)
-        if tensor > 1:
+        self._cut = tensor > 1
+        if self._cut:
             cut_layers(module, self._grid[mesh.TENSOR], sequence)
+
+    @contextlib.contextmanager
+    def during(self, last: bool) -> Iterator[None]:
+        with self.sums_told(), super().during(last):
+            yield
+
+    def sums_told(self) -> "contextlib.AbstractContextManager[None]":
+        """Inside, the timeline is told for how long this worker waits for the sums of its replica's workers."""
+        if not self._cut:
+            return contextlib.nullcontext()
+        return torch_internals.around_waits(lambda: self.timeline.during(WAITS))
 
     def whole(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
         for name, tensor in tensors.items():

@@ -185,10 +185,15 @@ def _apart(config: Config, dimensions: Sequence[Dimension]) -> list[Problem]:
     return []
 
 
+def rows_of_one(config: Config) -> dict[str, int]:
+    """Rows of an update by each setting that says how many there are, of its value 1."""
+    return {FREQUENCY: config.recipe.train.workers * config.recipe.train.micro_batch, ROWS: 1}
+
+
 def under(config: Config, dimensions: Sequence[Dimension], rows: int) -> tuple[Dimension, ...]:
     """The dimensions without the updates that gain little by their rows, where `rows` is the gradients' noise scale: of
     aggregation frequencies, and of rows per update, those up to the first that has so many."""
-    of_one = {FREQUENCY: config.recipe.train.workers * config.recipe.train.micro_batch, ROWS: 1}
+    of_one = rows_of_one(config)
 
     def cut(one: Dimension) -> Dimension:
         if one.name not in of_one or not one.ordered:
@@ -200,6 +205,23 @@ def under(config: Config, dimensions: Sequence[Dimension], rows: int) -> tuple[D
         return replace(one, high=max(one.low or 0, min(one.high or 0, enough)))
 
     return tuple(map(cut, dimensions))
+
+
+def with_rows(
+    config: Config, dimensions: Sequence[Dimension], point: Mapping[str, Any], rows: int
+) -> dict[str, Any] | None:
+    """The point with updates of so many rows, or as near to them as the space has any; None where they are not
+    searched."""
+    of_one = rows_of_one(config)
+    searched = [one for one in dimensions if one.name in of_one and one.ordered]
+
+    def nearest(one: Dimension) -> Any:
+        wanted = rows / of_one[one.name]
+        if one.choices:
+            return min(one.choices, key=lambda value: abs(math.log(value / wanted)))
+        return one.clipped(max(1, round(wanted)))
+
+    return {**point, **{one.name: nearest(one) for one in searched}} if searched else None
 
 
 # ------------------------------------------------------------------------------------------------- what a trial changes

@@ -120,7 +120,10 @@ class History:
     budget: Mapping[str, Any] | None = None
     """The settings of time and money by which it was stopped; None where something else did."""
     noise: int | None = None
-    """The noise scale of trial 0's gradients, in rows, at the upper end of its interval; None until it is known."""
+    """The most rows of an update, by trial 0: the upper end of its gradients' noise scale, or those that take longer
+    than they gain; None until it is known."""
+    rows: int | None = None
+    """The rows of an update with which training is soonest at its end, by trial 0."""
     chosen: int | None = None
     """The winner's number, once the search has ended."""
     verdict: Mapping[str, Any] = field(default_factory=dict)
@@ -148,7 +151,7 @@ class History:
             case "diverged":
                 return self._with(event["trial"], lambda trial: replace(trial, **_ended(event, diverged="why")))
             case "noise":
-                return replace(self, noise=event["rows"])
+                return replace(self, noise=event["rows"], rows=event.get("chosen"))
             case "stopped":
                 return replace(self, stopped=event["why"], budget=event.get("budget"))
             case "reopened":

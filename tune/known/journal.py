@@ -4,7 +4,7 @@ asked     trial, settings, by, of, seed                        a trial's setting
 reached   trial, rung, update, rows, score, loss, seconds      it came to a rung
 finished  trial, update, rows, score, held, ...                it came to its end
 failed    trial, error, seconds                                diverged  trial, why, seconds
-noise     rows                                                 the noise scale of trial 0's gradients, at its upper end
+noise     rows, chosen                                         by trial 0: most rows of an update, and the best number
 stopped   why, budget                                          no further trial is asked for
 reopened  budget                                               more may be: by a larger budget, on a resume
 spent     seconds                                              how long the search took since the last such line

@@ -11,6 +11,7 @@ from tune.results import figures
 PROPOSERS = {
     "points": "from tune.points",
     "spread": "spread over the space",
+    "prior": "with the updates that trial 0 asks for",
     "gp": "by the Gaussian process",
     "tpe": "by the Parzen estimators",
     "random": "drawn at random",
