@@ -1,6 +1,6 @@
 """From a configuration to a run that may start: everything that can be refused is refused, and its rows are there."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,8 @@ def prepare(
     if not created:
         _refuse_copied(config, run)
     chosen_device = _device(config, run)
+    if problems := _of_fewer(config.recipe, chosen_device, weights):
+        raise ConfigError(problems)
     store, made = tokens.ensure(config.recipe, source, weights, root, taught)
     if created:
         refuse_other("--resume", run.folder, created.get("order", 1), store.rows("train"))
@@ -231,6 +233,16 @@ def _device(config: Config, run: Run) -> device.Choice:
     wanted = train.device if train.device != "auto" else run.decisions.get(DEVICE, "auto")
     gpus = supply.most("gpu", config.deploy.cluster.labels)
     return device.choose(wanted, train.workers, train.min_workers, gpus, device.usable())
+
+
+def _of_fewer(recipe: Recipe, found: device.Choice, weights: Path) -> list[Problem]:
+    """What fewer workers than asked for cannot do: layers that are cut for four of them, say, where there are three
+    GPUs."""
+    if found.workers == recipe.train.workers:
+        return []
+    train = recipe.train.model_copy(update={"workers": found.workers})
+    problems = allowed.problems(recipe.model_copy(update={"train": train}), weights)
+    return [replace(one, reason=f"{one.reason} ({found.why})") for one in problems]
 
 
 def said_of_rows(run: Run) -> list[dict[str, Any]]:
