@@ -1,6 +1,7 @@
 """The same training in every layout: shown by two figures, and seen to fail where a bug is planted."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from rtrain.config import Config
 from rtrain.data.order import Order, chain, rows_digest
 from rtrain.data.stores.store import Store
 from rtrain.errors import UserError
-from rtrain.proof import planted, verify
-from rtrain.proof.cases import SINGLE, Case, Measured
+from rtrain.proof import plan, planted, verify
+from rtrain.proof.cases import Measured
+from rtrain.proof.plan import SINGLE, Case, LeftOut
 from rtrain.training.loop import GENESIS
 from tests.conftest import labelled_rows, write_rows
 from tests.tiny import make_encoder
@@ -120,7 +122,7 @@ def with_train(settings: Config, **train: object) -> Config:
 
 
 def test_default_plan(settings: Config) -> None:
-    todo = verify.plan(with_train(settings, micro_batch=8, rows_per_update=256), 10_000, 20.0)
+    todo = plan.plan(with_train(settings, micro_batch=8, rows_per_update=256), 10_000, 20.0)
     assert (todo.rows, todo.rows_per_update, todo.updates) == (129, 32, 5)
     names = [[case.name for case in group] for group in todo.groups]
     assert names == [["1 x 8", "1 x 3"], ["2 x 8", "2 x 3", "2 x 3, resized from 1", *LAID_OUT]]
@@ -128,19 +130,21 @@ def test_default_plan(settings: Config) -> None:
 
 def test_a_frozen_embedding_has_no_gradient_to_be_stale(settings: Config) -> None:
     frozen = config.with_overrides(settings, {"model.freeze": "encoder"})
-    todo = verify.plan(frozen, 10_000, 20.0, bugs=True)
+    todo = plan.plan(frozen, 10_000, 20.0, bugs=True)
     assert [case.bug for group in todo.groups for case in group if case.bug] == BUGS[:-1] + SHARED_BUGS
 
 
 def test_full_plan_is_three_by_three_on_1003_rows(settings: Config) -> None:
-    todo = verify.plan(with_train(settings, rows_per_update=64), 10_000, 20.0, full=True)
+    todo = plan.plan(with_train(settings, rows_per_update=64), 10_000, 20.0, full=True)
     assert (todo.rows, todo.rows_per_update, todo.updates, todo.workers) == (1003, 64, 16, 4)
     *threes, grids = todo.groups
     assert {(case.workers, case.micro_batch) for group in threes for case in group} == {
         (workers, size) for workers in (1, 2, 3) for size in (8, 4, 2)
     }
     assert [case.name for case in grids] == [
+        "4 x 8",
         "4 x 4",
+        "4 x 4, resized from 1",
         "4 x 4, shard 2, tensor 2",
         "4 x 4, shard 3, sequence",
         "4 x 4, pipeline of 2",
@@ -151,24 +155,62 @@ def test_full_plan_is_three_by_three_on_1003_rows(settings: Config) -> None:
     assert [case.name for group in todo.groups for case in group if case.resumed == SINGLE] == [
         "2 x 4, resized from 1",
         "3 x 4, resized from 1",
+        "4 x 4, resized from 1",
     ]
 
 
-def test_layouts_that_workers_or_the_model_do_not_allow_are_left_out(settings: Config, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "modernbert"}')
-    todo = verify.plan(settings, 10_000, 20.0)
+def layouts(todo: plan.Plan, group: int = 1) -> list[str]:
+    """Those that are trained from the start, and the bugs."""
+    return [case.bug or case.layout for case in todo.groups[group] if not case.resumed]
+
+
+def planned(settings: Config, model: Path, **how: bool) -> plan.Plan:
+    return plan.plan(settings, 10_000, 20.0, refused=partial(plan.refused, settings.recipe, model), **how)
+
+
+def test_layouts_that_workers_or_the_model_do_not_allow_are_left_out_by_name(settings: Config, tmp_path: Path) -> None:
     tiny = Path(settings.recipe.model.name)  # of two layers, which are too few for two parts on each of two workers
-    assert verify.possible(todo, settings.recipe, tiny) == todo
-    full = verify.plan(settings, 10_000, 20.0, full=True)
-    left_out = {case.layout for case in full.groups[1]} - {
-        case.layout for case in verify.possible(full, settings.recipe, tiny).groups[1]
-    }
-    assert left_out == {"interleaved"}
-    other = verify.possible(todo, settings.recipe, tmp_path)
-    assert {case.layout for group in other.groups for case in group} == {"", "shard 2", "shard 3"}
-    odd = verify.plan(with_train(settings, workers=3), 10_000, 20.0)
-    found = verify.possible(odd, settings.recipe, tiny)
-    assert {case.layout for group in found.groups for case in group} == {"", "shard 2", "shard 3"}
+    assert planned(settings, tiny) == plan.plan(settings, 10_000, 20.0)
+    full = planned(settings, tiny, full=True)
+    assert "interleaved" not in layouts(full)
+    assert [one.layout for one in full.left_out if one.workers == 2] == ["interleaved"]
+    (tmp_path / "config.json").write_text('{"model_type": "electric"}')
+    other = planned(settings, tmp_path, bugs=True)
+    assert layouts(other) == ["", "", "shard 2", "shard 3", *BUGS, *SHARED_BUGS[:2]]
+    assert [one.layout for one in other.left_out] == ["tensor 2", "sequence", "pipeline"]
+    assert other.left_out[0] == LeftOut(2, "tensor 2", other.left_out[0].why)
+    assert "train.tensor=2: layers of the type electric are not cut" in other.left_out[0].why
+    assert other.left_out[-1].bugs == tuple(SHARED_BUGS[2:])
+    # What is left out has no hole behind it: the next layout goes on from the one before.
+    assert [case.name for case in other.groups[1] if case.resumed] == [
+        "2 x 3, resized from 1",
+        "2 x 3, shard 3, resumed from shard 2",
+        "2 x 3, resumed from shard 3",
+    ]
+    odd = with_train(settings, workers=3)
+    assert layouts(planned(odd, tiny)) == ["", "", "shard 2", "shard 3"]
+
+
+def test_how_whole_gradients_are_sent_leaves_no_layout_out(settings: Config) -> None:
+    tiny = Path(settings.recipe.model.name)
+    sent = with_train(settings, transport="shared_memory", gradient_compression="bf16", min_workers=1)
+    assert planned(sent, tiny) == planned(settings, tiny)
+    chosen = [plan.train_of(sent.recipe.train, layout, 2) for layout in ("", "shard 3")]
+    assert [one.transport for one in chosen] == ["shared_memory", "auto"]
+    frozen = planned(config.with_overrides(settings, {"model.freeze": "encoder"}), tiny)
+    assert [(one.layout, one.why[:20]) for one in frozen.left_out] == [("pipeline", "model.freeze=encoder")]
+
+
+def test_what_was_left_out_is_told_and_not_passed_over() -> None:
+    cases = [(Case(1, 8), Measured(order_digest="aa", rows=129)), (Case(2, 3, bug="k ignored"), Measured(1.0, 1.0))]
+    whole = verify.Report(129, 32, 5, cases).text()
+    assert "1 of 1 planted bugs seen (a figure above 0.01)\npassed: the same training in every layout (" in whole
+    missed = [LeftOut(2, "pipeline", "model.freeze=encoder: no", ("edge gradient lost", "scale_grads left on"))]
+    report = verify.Report(129, 32, 5, cases, missed)
+    assert "left out: 2 workers, pipeline (model.freeze=encoder: no)" in report.text()
+    assert "not planted, as their layouts are left out: edge gradient lost, scale_grads left on" in report.text()
+    assert "passed: the same training in every layout that is not left out (" in report.text()
+    assert report.to_document()["left_out"][0]["bugs"] == ("edge gradient lost", "scale_grads left on")
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5, 16])
@@ -177,7 +219,7 @@ def test_layouts_that_workers_or_the_model_do_not_allow_are_left_out(settings: C
 def test_every_plan_has_ragged_passes_and_a_short_last_update(
     settings: Config, workers: int, mean_tokens: float, rows: int
 ) -> None:
-    todo = verify.plan(with_train(settings, workers=workers, rows_per_update=64), rows, mean_tokens, bugs=True)
+    todo = plan.plan(with_train(settings, workers=workers, rows_per_update=64), rows, mean_tokens, bugs=True)
     each = todo.rows_per_update // todo.workers
     assert each >= 4
     assert any(each % case.micro_batch for case in todo.groups[-1])

@@ -22,6 +22,7 @@ from rtrain.exchange import ranks, whole
 from rtrain.exchange.exchange import Exchange
 from rtrain.network import model
 from rtrain.proof import planted
+from rtrain.proof.plan import SINGLE, Case, train_of
 from rtrain.run import Run
 from rtrain.strategies import choose as strategies
 from rtrain.tasks import base
@@ -31,57 +32,8 @@ if TYPE_CHECKING:
     import torch
 
 REFERENCE = "reference"
-SINGLE = "1 worker"
-"""The reference, as a layout to start from."""
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "shard 2": {"shard": 2},
-    "shard 3": {"shard": 3},
-    "tensor 2": {"tensor": 2},
-    "sequence": {"tensor": 2, "sequence": True},
-    "pipeline": {"pipeline": 2, "schedule": "1f1b"},
-}
-"""Settings of `train` by the name of a layout."""
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "gpipe": {"pipeline": 2, "schedule": "gpipe"},
-    "interleaved": {"pipeline": 2, "schedule": "interleaved"},
-}
-"""Further schedules of a pipeline."""
-GRIDS: dict[str, dict[str, Any]] = {
-    "shard 2, tensor 2": {"shard": 2, "tensor": 2},
-    "shard 3, sequence": {"shard": 3, "tensor": 2, "sequence": True},
-    "pipeline of 2": {"pipeline": 2, "schedule": "1f1b"},
-}
-"""Layouts of four workers: two replicas of two workers each."""
-PLAIN = {"shard": 0, "tensor": 1, "sequence": False, "pipeline": 1, "gradient_compression": "none"}
-"""Those of a case without a layout. Compression is left out: the user asked for what it loses, and the sums are not at
-fault."""
 FLOOR = 1e-6
 """A tensor's gradient below this share of the whole gradient's norm is compared with that share instead of itself."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One layout of the slice."""
-
-    workers: int
-    micro_batch: int
-    layout: str = ""
-    """The name of one of `LAYOUTS`, `SCHEDULES` or `GRIDS`, or none: the whole model on every worker."""
-    resumed: str = ""
-    """From whose checkpoint in mid-slice the case starts, if from any: `SINGLE`, or a layout."""
-    bug: str | None = None
-    """The name of one of `planted.BUGS`, or none."""
-
-    @property
-    def name(self) -> str:
-        resumed = "resized from 1" if self.resumed == SINGLE else self.resumed and f"resumed from {self.resumed}"
-        parts = [f"{self.workers} x {self.micro_batch}", self.layout, resumed, self.bug or ""]
-        return ", ".join(part for part in parts if part)
-
-    @property
-    def keeps(self) -> str:
-        """The name under which the case leaves a checkpoint in mid-slice, if it does."""
-        return "" if self.resumed or self.bug else self.layout
 
 
 @dataclass
@@ -154,8 +106,7 @@ class _Group:
     def run(self, case: Case) -> None:
         clock = loop.Clock()
         with clock.section("case"):
-            train = self.job.recipe.train
-            train = train.model_copy(update={**PLAIN, **{**LAYOUTS, **SCHEDULES, **GRIDS}.get(case.layout, {})})
+            train = train_of(self.job.recipe.train, case.layout, case.workers)
             exchange = strategies.build(copy.deepcopy(self.start), train)
             reference = _Reference(self.slice.scratch / REFERENCE, ranks.first(), self.slice.updates)
             measured = self._train(case, exchange, reference)
