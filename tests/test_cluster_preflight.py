@@ -35,6 +35,13 @@ def test_a_row_for_every_worker_is_enough() -> None:
     assert preflight.rows(recipe(4), 4) == []
 
 
+def test_workers_of_one_replica_share_a_row() -> None:
+    cut = recipe(4).model_copy(update={"train": recipe(4).train.model_copy(update={"tensor": 2})})
+    assert preflight.rows(cut, 2) == []
+    [problem] = preflight.rows(cut, 1)
+    assert problem.fix == "write --workers 2, or give more rows"
+
+
 @pytest.mark.parametrize(("cpus", "workers", "spare", "fix"), [(2, 2, 1, 1), (4, 8, 2, 2), (1, 2, 1, 1), (3, 3, 1, 2)])
 def test_a_layout_that_can_never_be_placed_is_refused(cpus: int, workers: int, spare: int, fix: int) -> None:
     [problem] = preflight.capacity(recipe(workers), cpus, spare)

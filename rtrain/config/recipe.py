@@ -156,6 +156,15 @@ class Train(Section):
     log_every: Positive = 10
     """Updates between two progress events."""
 
+    @property
+    def within(self) -> int:
+        """Workers that share one replica of the model, and have its rows."""
+        return self.tensor * self.pipeline
+
+    @property
+    def replicas(self) -> int:
+        return -(-self.workers // self.within)
+
 
 LAID_OUT = ("shard", "tensor", "sequence", "pipeline", "schedule")
 """Settings of `train` that say how the model lies on the workers."""
