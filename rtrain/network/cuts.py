@@ -94,6 +94,10 @@ def keep_share(network: "transformers.PreTrainedModel", layers: "torch.nn.Module
     _count_heads(network, parts)
 
 
+DRAWS = {packed.NAME: dropout.mask, packed.STOCK_DROPOUT: dropout.stock_salted}
+"""What draws the masks of attention's dropout, by the name of the attention that is cut."""
+
+
 def keep_heads(network: "transformers.PreTrainedModel", parts: int, place: int) -> None:
     """Tell a network that its attention heads are cut into `parts`, of which it has number `place`.
 
@@ -105,8 +109,9 @@ def keep_heads(network: "transformers.PreTrainedModel", parts: int, place: int) 
 
     if not packed.enabled(network):
         return
-    name, draw = f"{packed.NAME}_{place}_of_{parts}", partial(dropout.mask, salt=place)
-    AttentionInterface.register(name, partial(attention.packed, draw=draw))
+    before = getattr(network, packed.MARK)
+    name, draw = f"{before}_{place}_of_{parts}", DRAWS[before]
+    AttentionInterface.register(name, partial(attention.packed, draw=partial(draw, salt=place)))
     AttentionMaskInterface.register(name, packed.mask)
     network.set_attn_implementation(name)
     _count_heads(network, parts)

@@ -47,6 +47,15 @@ def stock(shape: tuple[int, ...], rate: float, dtype: "torch.dtype") -> "torch.T
     return torch.nn.functional.dropout(torch.ones(shape, dtype=dtype), rate)
 
 
+def stock_salted(shape: tuple[int, ...], rate: float, dtype: "torch.dtype", salt: int) -> "torch.Tensor":
+    """A mask drawn by torch, another for each `salt`. As `mask` does, it takes one number of torch's CPU generator
+    whatever its shape, so that workers with other salts go on alike."""
+    import torch
+
+    drawn = torch.Generator().manual_seed(seed_of(int(torch.randint(1 << 62, (1,))), salt))
+    return torch.empty(shape, dtype=dtype).bernoulli_(1 - rate, generator=drawn).div_(1 - rate)
+
+
 @lru_cache(maxsize=8)
 def _scaled(rate: float, dtype: "torch.dtype") -> "npt.NDArray[Any]":
     """The bit pattern of 1 / (1 - rate), as an integer of the same width."""

@@ -26,7 +26,7 @@ NAME = "rtrain_packed"
 STOCK_DROPOUT = "rtrain_packed_stock_dropout"
 """The name of the implementation whose masks of dropout are drawn by torch."""
 MARK = "rtrain_packs"
-"""Attribute of a network that computes no padding; copies of the network have it too."""
+"""Attribute of a network that computes no padding, the name of its attention; copies of the network have it too."""
 HEADS = "rtrain_heads"
 """Attribute of a network that has a share of the attention heads: how many."""
 FIRST_POSITION: Mapping[str, Callable[[Any], int]] = {
@@ -56,7 +56,7 @@ def enable(network: "transformers.PreTrainedModel", head: str, *, fast_dropout: 
     AttentionInterface.register(name, partial(attention.packed, draw=draw))
     AttentionMaskInterface.register(name, mask)
     network.set_attn_implementation(name)
-    setattr(network, MARK, True)
+    setattr(network, MARK, name)
     if fast_dropout:
         masks.replace(network)
     if head != "tokens":
