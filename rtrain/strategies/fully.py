@@ -65,3 +65,6 @@ class Fully(Cut):
         finally:
             for part in self._parts:
                 part.reshard()
+
+    def stops(self, failed: bool) -> bool:
+        return bool(self.most(super().stops(failed)))
