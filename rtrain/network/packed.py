@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rtrain.batch import Int32s, Ints, Tokens
-from rtrain.network import attention, dropout as masks
+from rtrain.network import attention, dropout as masks, local
 from rtrain.network.device import moved
 from rtrain.network.inputs import LAYOUT
 from rtrain.network.layout import Layout, layout_of
@@ -78,7 +78,7 @@ def inputs_of(network: Any, tokens: Tokens, device: "torch.device") -> tuple[dic
     """What an enabled network is called with: tensors [1, tokens] and the layout; and where in the pack each of the
     pass's tokens is."""
     config = network.config
-    layout = layout_of(tokens, getattr(network, HEADS, config.num_attention_heads), device)
+    layout = layout_of(tokens, getattr(network, HEADS, config.num_attention_heads), device, local.reach(config))
     inside = np.arange(len(tokens.ids)) - np.repeat(np.cumsum(tokens.lengths) - tokens.lengths, tokens.lengths)
     columns = {
         "input_ids": tokens.ids.astype(np.int64),
@@ -96,9 +96,7 @@ def mask(**named: Any) -> Any:
 
     As truth values: of a token of padding that reads none of a text, numbers would make an answer that is no number.
     """
-    from transformers.masking_utils import sdpa_mask
-
-    return None if named["attention_mask"] is None else sdpa_mask(**named)
+    return None if named["attention_mask"] is None else local.mask(**named)
 
 
 def _by_window(head: str, encoder: Any, inputs: Any, named: Mapping[str, Any], output: Any) -> Any:

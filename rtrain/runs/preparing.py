@@ -86,8 +86,8 @@ def check(
         problems += error.problems
     try:
         folder = model.resolve(config.recipe.model.name, root)
-        tokens_read, asked = config.recipe.data.window_tokens, config.recipe.model.positions
-        problems += model.check_architecture(folder, tokens_read, begun, asked)
+        tokens_read = config.recipe.data.window_tokens
+        problems += model.check_architecture(folder, tokens_read, begun, config.recipe.model)
         problems += allowed.problems(config.recipe, folder)
     except ConfigError as error:
         problems += error.problems
