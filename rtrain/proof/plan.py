@@ -12,6 +12,7 @@ from rtrain.errors import Problem
 from rtrain.proof import planted
 from rtrain.strategies import allowed
 
+EXACT = "fp64"
 SINGLE = "1 worker"
 """The reference, as a layout to start from."""
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -19,20 +20,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "shard 3": {"shard": 3},
     "tensor 2": {"tensor": 2},
     "sequence": {"tensor": 2, "sequence": True},
-    "pipeline": {"pipeline": 2, "schedule": "1f1b"},
-}
-"""Settings of `train` by the name of a layout."""
-SCHEDULES: dict[str, dict[str, Any]] = {
     "gpipe": {"pipeline": 2, "schedule": "gpipe"},
+    "pipeline": {"pipeline": 2, "schedule": "1f1b"},
     "interleaved": {"pipeline": 2, "schedule": "interleaved"},
 }
-"""Further schedules of a pipeline."""
+"""Settings of `train` by the name of a layout."""
 GRIDS: dict[str, dict[str, Any]] = {
     "shard 2, tensor 2": {"shard": 2, "tensor": 2},
     "shard 3, sequence": {"shard": 3, "tensor": 2, "sequence": True},
     "pipeline of 2": {"pipeline": 2, "schedule": "1f1b"},
 }
 """Layouts of four workers: two replicas of two workers each."""
+GRID = 4
+FP32 = "shard 3"
+"""The layout that is trained in fp32 too, where its exchanges are others than in float64."""
 PLAIN = {"shard": 0, "tensor": 1, "sequence": False, "pipeline": 1, "gradient_compression": "none"}
 """Settings of a case without a layout. Compression is left out: the user asked for what it loses, and the sums are not
 at fault."""
@@ -53,22 +54,24 @@ class Case:
     workers: int
     micro_batch: int
     layout: str = ""
-    """The name of one of `LAYOUTS`, `SCHEDULES` or `GRIDS`, or none: the whole model on every worker."""
+    """The name of one of `LAYOUTS` or `GRIDS`, or none: the whole model on every worker."""
     resumed: str = ""
     """From whose checkpoint in mid-slice the case starts, if from any: `SINGLE`, or a layout."""
     bug: str | None = None
     """The name of one of `planted.BUGS`, or none."""
+    precision: str = EXACT
 
     @property
     def name(self) -> str:
         resumed = "resized from 1" if self.resumed == SINGLE else self.resumed and f"resumed from {self.resumed}"
-        parts = [f"{self.workers} x {self.micro_batch}", self.layout, resumed, self.bug or ""]
+        rounded = "" if self.precision == EXACT else self.precision
+        parts = [f"{self.workers} x {self.micro_batch}", self.layout, resumed, self.bug or "", rounded]
         return ", ".join(part for part in parts if part)
 
     @property
     def keeps(self) -> str:
         """The name under which the case leaves a checkpoint in mid-slice, if it does."""
-        return "" if self.resumed or self.bug else self.layout
+        return "" if self.resumed or self.bug or self.precision != EXACT else self.layout
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ Refused = Callable[[int, str], Sequence[Problem]]
 def train_of(train: Train, layout: str, workers: int) -> Train:
     """The section `train` of a case. What is shared out goes by the process group's own sums, whatever a run's whole
     gradients go by."""
-    shared = {"transport": "auto", **{**LAYOUTS, **SCHEDULES, **GRIDS}[layout]} if layout else {}
+    shared = {"transport": "auto", **{**LAYOUTS, **GRIDS}[layout]} if layout else {}
     return train.model_copy(update={**PLAIN, **shared, "workers": workers, "min_workers": None})
 
 
@@ -124,11 +127,16 @@ def plan(
     *,
     full: bool = False,
     bugs: bool = False,
+    cores: int = 1,
     refused: Refused = lambda workers, layout: (),
 ) -> Plan:
-    """Slice and cases for a recipe with `train_rows` rows of `mean_tokens` tokens in the mean."""
+    """Slice and cases for a recipe with `train_rows` rows of `mean_tokens` tokens in the mean; `cores` there are for
+    workers."""
     groups, left_out = list[tuple[Case, ...]](), list[LeftOut]()
-    for group in _groups(config.recipe.train, full):
+    if not full and cores < GRID:
+        why = f"{GRID} workers have {cores} cores here; with --full they share them"
+        left_out += [LeftOut(GRID, layout, why) for layout in GRIDS]
+    for group in _groups(config.recipe.train, full, cores):
         # The first of several workers has the layouts in which bugs are planted.
         planting = {"": planted.possible(config.recipe.model.freeze), **planted.LAID_OUT} if len(groups) == 1 else {}
         found = {layout: refused(group.workers, layout) for layout in group.layouts}
@@ -165,21 +173,25 @@ class _Group:
         that have the whole model."""
         cases = [Case(self.workers, size) for size in self.sizes]
         if self.workers == 1:
-            return cases
+            return [*cases, *(Case(1, size, precision="fp32") for size in self.sizes[:2])]
         size = self.sizes[1]
+        if FP32 in layouts:
+            cases.append(Case(self.workers, size, FP32, precision="fp32"))
         cases += [Case(self.workers, size, resumed=SINGLE), *(Case(self.workers, size, name) for name in layouts)]
         chain = pairwise([*layouts, ""])
         return [*cases, *(Case(self.workers, size, into, resumed=name) for name, into in chain)]
 
 
-def _groups(train: Train, full: bool) -> list[_Group]:
+def _groups(train: Train, full: bool, cores: int) -> list[_Group]:
     if full:
-        three, every = (8, 4, 2), (*LAYOUTS, *SCHEDULES)
-        return [_Group(1, three), _Group(2, three, every), _Group(3, three, every), _Group(4, (8, 4), GRIDS)]
-    two = (train.micro_batch, 3 if train.micro_batch != 3 else 2)
-    return [_Group(1, two), _Group(max(2, train.workers), two, LAYOUTS)]
+        three = 8, 4, 2
+        whole, *several = (_Group(workers, three, LAYOUTS) for workers in (1, 2, 3))
+        return [whole, *several, _Group(GRID, (8, 4), GRIDS)]
+    two = train.micro_batch, 3 if train.micro_batch != 3 else 2
+    groups = [_Group(1, two), _Group(max(2, train.workers), two, LAYOUTS)]
+    return groups if cores < GRID else [*groups, _Group(GRID, two, GRIDS)]
 
 
-def most_workers(train: Train, full: bool) -> int:
+def most_workers(train: Train, full: bool, cores: int) -> int:
     """Those of the largest group."""
-    return max(group.workers for group in _groups(train, full))
+    return max(group.workers for group in _groups(train, full, cores))

@@ -8,19 +8,19 @@ not do: AdamW ignores the scale of a gradient, so that a gradient exchanged twic
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration, events
-from rtrain.cluster import preflight
+from rtrain import config as configuration, env, events
+from rtrain.cluster import preflight, supply
 from rtrain.config import Config
 from rtrain.data import tokens
 from rtrain.errors import ConfigError, UserError
 from rtrain.network import model
 from rtrain.proof.cases import REFERENCE, Measured, Slice, run_group
-from rtrain.proof.plan import Case, LeftOut, most_workers, plan, refused
+from rtrain.proof.plan import EXACT, Case, LeftOut, most_workers, plan, refused
 from rtrain.run import Run
 from rtrain.runs import driver, failures, group as worker_group, nodes, preparing
 
@@ -28,6 +28,8 @@ TOLERANCE = 1e-8
 """Correct code stays below it by orders of magnitude, in float64; see `PLANTED`."""
 PLANTED = 1e-2
 """What a planted bug must reach in at least one figure."""
+NOISE = 3.0
+"""How far a layout may part from one worker in fp32, by how far two sizes of passes of one worker do."""
 
 # ----------------------------------------------------------------------------------------------------------- judgement
 
@@ -44,7 +46,29 @@ class Report:
     seconds: float = 0.0
 
     def _of(self, planted: bool) -> list[tuple[Case, Measured]]:
-        return [(case, measured) for case, measured in self.cases if (case.bug is not None) == planted]
+        return [
+            (case, measured)
+            for case, measured in self.cases
+            if (case.bug is not None) == planted and case.precision == EXACT
+        ]
+
+    @property
+    def beyond_noise(self) -> list[tuple[Case, float, float]]:
+        """Layouts in fp32, and how many times as far as two sizes of passes they part from one worker: by weights, by
+        gradients."""
+        rounded = [(case, measured) for case, measured in self.cases if case.precision != EXACT]
+        noise = [measured for case, measured in rounded if case.workers == 1][1:]
+        return [
+            (
+                case,
+                *(
+                    getattr(measured, figure) / getattr(noise[0], figure)
+                    for figure in ("weights_ratio", "gradient_ratio")
+                ),
+            )
+            for case, measured in rounded
+            if case.workers > 1
+        ]
 
     @property
     def weights_ratio(self) -> float:
@@ -83,6 +107,9 @@ class Report:
             expected = self.rows - self.updates // 2 * self.rows_per_update if case.resumed else self.rows
             if measured.rows != expected:
                 found.append(f"{case.name}: {measured.rows} rows instead of {expected}")
+        for case, *times in self.beyond_noise:
+            if not max(times) <= NOISE:
+                found.append(f"{case.name}: it parts from one worker {max(times):.1f} times as far as rounding does")
         return found
 
     def to_document(self) -> dict[str, Any]:
@@ -103,14 +130,22 @@ class Report:
     def text(self) -> str:
         lines = [
             f"{self.rows:,} rows in {self.updates} updates of {self.rows_per_update}, float64; "
-            "all compared with the first case",
+            "all compared with the first case; fp32 by itself",
             f"{'workers x micro-batch':<36}  {'passes':>6}  {'weights':>8}  {'gradient':>8}  worst tensor (update)",
         ]
-        for number, (case, measured) in enumerate(self.cases):
+        references = dict[str, Case]()
+        for case, measured in self.cases:
+            first = references.setdefault(case.precision, case)
             worst = f"{measured.worst_tensor} ({measured.worst_update})" if measured.worst_tensor else ""
             figures = f"{measured.weights_ratio:>8.1e}  {measured.gradient_ratio:>8.1e}  {worst}"
-            lines.append(f"{case.name:<36}  {measured.most_passes:>6}  {figures if number else 'reference'}")
-        lines += [f"left out: {one.workers} workers, {one.layout} ({one.why})" for one in self.left_out]
+            lines.append(f"{case.name:<36}  {measured.most_passes:>6}  {'reference' if case is first else figures}")
+        for case, weights, gradient in self.beyond_noise:
+            parts = f"weights {weights:.1f}, gradient {gradient:.1f} times as far as with passes of another size"
+            lines.append(f"{case.name}: apart from one worker by {parts} ({NOISE:g} allowed)")
+        why = dict[tuple[int, str], list[str]]()
+        for one in self.left_out:
+            why.setdefault((one.workers, one.why), []).append(one.layout)
+        lines += [f"left out: {workers} workers, {'; '.join(of)} ({reason})" for (workers, reason), of in why.items()]
         if any(case.bug for case, _ in self.cases):
             seen = len(self._of(planted=True)) - len(self.unseen)
             absent = [bug for one in self.left_out for bug in one.bugs]
@@ -132,7 +167,14 @@ class Report:
 
 def session_config(config: Config, full: bool) -> Config:
     """The configuration whose local Ray has room for the largest of the worker groups."""
-    return configuration.with_overrides(config, {"train.workers": most_workers(config.recipe.train, full)})
+    most = most_workers(config.recipe.train, full, env.cores())
+    return configuration.with_overrides(config, {"train.workers": most})
+
+
+def _cores(config: Config) -> int:
+    """Those for workers: of this machine, or of the cluster that is asked for."""
+    cluster = config.deploy.cluster
+    return env.cores() if cluster.address is None else supply.most("cpu", cluster.labels)
 
 
 def run(
@@ -141,9 +183,10 @@ def run(
     *,
     full: bool = False,
     bugs: bool = False,
+    cores: int | None = None,
     on_event: driver.OnEvent | None = None,
 ) -> Report:
-    """Verify a recipe on the Ray that the process is connected to.
+    """Verify a recipe on the Ray that the process is connected to. `cores`: those for workers, where they are known.
 
     `folder` is made for gradients and weights and removed in the end; the token store beside it is the one that
     training uses. Raises `UserError` where the cases cannot be run; figures that are too large are in the report.
@@ -157,7 +200,8 @@ def run(
     store, _ = tokens.ensure(config.recipe, source, weights, folder.parent)
     rows = store.rows("train")
     mean_tokens, fits = store.manifest.tokens["train"] / max(1, rows), partial(refused, config.recipe, weights)
-    todo = plan(config, rows, mean_tokens, full=full, bugs=bugs, refused=fits)
+    cores = _cores(config) if cores is None else cores
+    todo = plan(config, rows, mean_tokens, full=full, bugs=bugs, cores=cores, refused=fits)
     config = configuration.with_overrides(
         config,
         {
@@ -168,9 +212,9 @@ def run(
     )
     if problems := [*preflight.rows(config.recipe, rows), *preparing.capacity(config)]:
         raise ConfigError(problems)
-    # In float64 the reference's gradients, its weights and checkpoints of three times its weights.
-    copies = todo.updates + 4 + 3 * sum(bool(case.keeps) for group in todo.groups for case in group)
-    preflight.disk(folder, copies * 2 * sum(path.stat().st_size for path in weights.glob("*.safetensors")))
+    # In float64 the reference's gradients, its weights and checkpoints of three times its weights; in fp32 the first.
+    copies = 1.5 * todo.updates + 5 + 3 * sum(bool(case.keeps) for group in todo.groups for case in group)
+    preflight.disk(folder, int(copies * 2) * sum(path.stat().st_size for path in weights.glob("*.safetensors")))
     folder.mkdir(parents=True)
     trained = Slice(config.recipe, folder, store.folder, weights, todo.rows, todo.updates)
     with events.Follow([(folder, {})], on_event):
@@ -193,14 +237,15 @@ def _run_group(group: Sequence[Case], trained: Slice) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     except Exception as error:
-        shutil.rmtree(folder / REFERENCE, ignore_errors=True)  # gigabytes; the log and the traceback stay
+        for kept in folder.glob(f"{REFERENCE}*"):  # gigabytes; the log and the traceback stay
+            shutil.rmtree(kept, ignore_errors=True)
         raise failures.explain(Run(folder), error) from error
 
 
 def _measured(folder: Path) -> list[tuple[Case, Measured]]:
     return [
         (
-            Case(**{name: event[name] for name in ("workers", "micro_batch", "layout", "resumed", "bug")}),
+            Case(**{one.name: event[one.name] for one in fields(Case)}),
             Measured(**event["measured"]),
         )
         for event in Run(folder).events("case")
