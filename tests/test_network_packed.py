@@ -15,7 +15,7 @@ from rtrain.network import attention, cuts, dropout, layout, model, packed
 from rtrain.tasks import base
 from rtrain.training import step
 from tests.packing import HEADS, LENGTHS, WORDS, agree, rows
-from tests.tiny import make_encoder
+from tests.tiny import make_encoder, make_modern
 
 SMALL: dict[str, Any] = {
     **{"vocab_size": WORDS, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2},
@@ -237,6 +237,21 @@ def test_cut_heads_drop_apart_and_all_else_alike_by_the_chosen_maker_of_masks(tm
         assert torch.equal(draw((700, 301), 0.1, torch.float32) == 0, masks[-1])
     both = float((masks[0] & masks[1]).double().mean())
     assert abs(both - 0.01) < 5 * (0.01 * 0.99 / masks[0].numel()) ** 0.5
+    assert torch.equal(*after)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_dropout_inside_cut_layers_is_a_worker_s_own(tmp_path: Path, fast: bool) -> None:
+    folder, found, after = make_modern(tmp_path, mlp_dropout=0.25), [], []
+    for place in range(2):
+        network: Any = model.build(folder, base.get("classification"), ("a", "b"), 0, fast_dropout=fast).train()
+        cuts.drop_inside(network, network.model.layers, place)
+        torch.manual_seed(3)
+        found.append(network.model.layers[1].mlp.drop(torch.ones(700, 300)))
+        after.append(torch.get_rng_state())
+        assert abs(float((found[-1] == 0).double().mean()) - 0.25) < 5 * (0.25 * 0.75 / 210_000) ** 0.5
+        assert found[-1].max() == pytest.approx(1 / 0.75)
+    assert not torch.equal(*found)
     assert torch.equal(*after)
 
 

@@ -64,7 +64,7 @@ STILL = "still"
 DROPPING = ("3", "3, killed", "tensor", "tensor, killed")
 
 
-FAMILIES = ("bert", "distilbert", "roberta")
+FAMILIES = ("bert", "distilbert", "modernbert", "roberta")
 """Masked language models, whose word embedding is tied to their head; the layers of the last are computed again in
 the backward pass."""
 

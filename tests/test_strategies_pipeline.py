@@ -47,6 +47,7 @@ FAMILIES = {
     "bert": ("gpipe", "4 stages"),
     "distilbert": ("1f1b",),
     "electra": ("1f1b",),
+    "modernbert": ("gpipe", "interleaved"),
     "roberta": ("1f1b", "interleaved"),
 }
 """Masked language models, whose word embedding is tied to their head, and layouts of them. The second computes padding;
@@ -72,6 +73,11 @@ SLOW = ("1f1b, then shard 0", "shard 3, then gpipe", "1f1b, then tensor", "1f1b,
 pipeline from another layout."""
 
 
+CUT: dict[str, dict[str, Any]] = {
+    "tensor 2, shard 3": {"tensor": 2, "shard": 3, "workers": 4},
+    "sequence, shard 2": {"tensor": 2, "sequence": True, "shard": 2, "workers": 4},
+}
+"""Layouts of four workers in which ModernBERT's layers are cut and shared."""
 FEWER: dict[str, dict[str, Any]] = {"shard 0": {}, "tensor": {"tensor": 2}, "1f1b": {"pipeline": 2}}
 """Layouts in which two workers go on with what four had shares of; one worker goes on with that again."""
 
@@ -92,15 +98,18 @@ def guessed(folder: Path, family: str, layout: str | None) -> dict[str, torch.Te
     network.double().train()
     if again:
         model.keep_inputs_alone(network)
-    exchange = Replicas(network) if layout is None else choose.build(network, recipe(**LAYOUTS[layout]).train)
+    train = recipe(**({**LAYOUTS, **CUT}[layout] if layout else {})).train
+    exchange = choose.build(network, train) if layout else Replicas(network)
     head = test_tasks_masked_lm.HEAD
     rows = test_tasks_masked_lm.TASK.prepare(test_tasks_masked_lm.rows(6, length=31), head, 0, 0)
     passes = [rows.pick([0, 4, 5]), rows.pick([1, 2]), rows.pick([3])]
+    if exchange.world == 2:
+        passes = [passes[1:], passes[:1]][exchange.rank]
     loss, seen = losses.for_run(test_tasks_masked_lm.TASK, Distill(), head), Kept()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, foreach=False)
     step.run_update(exchange, optimizer, loss, passes, pad_id=0, observer=seen)
     table = network.get_input_embeddings().weight.detach()
-    return {**seen.found, **({} if table.is_meta else {"table": table})}
+    return {**seen.found, **({} if table.is_meta or layout in CUT else {"table": table})}
 
 
 def runs(slow: bool) -> list[str]:
@@ -142,6 +151,8 @@ def _worker(rank: int, folder: Path) -> None:
             (folder / f"{rank}.json").write_text(json.dumps(found))
             (folder / f"died-{rank}").write_text(_left_alone(rank, folder))
         else:
+            for name in CUT:
+                torch.save(guessed(folder, "modernbert", name), folder / f"modernbert-{name}-{rank}.pt")
             for name in FEWER:
                 _fewer(folder, name, rank, 4, KILLED_AT, shard=3)
             dist.destroy_process_group()
@@ -318,6 +329,16 @@ def test_architectures_and_tied_heads_have_the_gradient_of_one_worker(family: st
     # The words are the first and the last stage's: both move them alike.
     assert torch.equal(first["table"], others[-1]["table"])
     assert not any("table" in found for found in others[:-1])
+
+
+@pytest.mark.parametrize("layout", CUT)
+def test_layers_that_are_cut_by_parts_of_their_outputs_are_shared_too(layout: str) -> None:
+    _, folder = on_workers()
+    alone = guessed(folder, "modernbert", None)
+    found = torch.load(folder / f"modernbert-{layout}-0.pt", weights_only=True)
+    del alone["table"]
+    assert found.keys() == alone.keys()
+    assert distance(found, alone) < 1e-10
 
 
 def test_each_pass_and_part_has_masks_of_its_own_whatever_the_schedule() -> None:

@@ -5,6 +5,7 @@ gives bits for millions (SFC64, Doty-Humphrey's small fast chaotic generator, as
 """
 
 import hashlib
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -74,12 +75,17 @@ def replace(network: "torch.nn.Module") -> None:
             layer.forward = partial(drop, layer)  # type: ignore[method-assign]
 
 
-def drop(layer: "torch.nn.Dropout", values: "torch.Tensor", salt: int = 0) -> "torch.Tensor":
-    """What the layer answers, with another mask for another `salt`."""
+def drop(
+    layer: "torch.nn.Dropout",
+    values: "torch.Tensor",
+    salt: int = 0,
+    draw: "Callable[..., torch.Tensor]" = mask,
+) -> "torch.Tensor":
+    """What the layer answers, with another mask for another `salt`; `draw` as `mask` does."""
     import torch
 
     if not layer.training or not layer.p:
         return values
     if values.device.type != "cpu":
         return torch.nn.functional.dropout(values, layer.p)
-    return values * mask(tuple(values.shape), layer.p, values.dtype, salt)
+    return values * draw(tuple(values.shape), layer.p, values.dtype, salt)

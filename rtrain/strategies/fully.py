@@ -21,6 +21,7 @@ from rtrain.training import layerwise
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.tensor import Shard
 
 
 class Fully(Cut):
@@ -47,7 +48,12 @@ class Fully(Cut):
         self._parts: Any = [*(layerwise.layers(getattr(module, "base_model", module)) or ()), module]
         self._weights = weights
         for part in self._parts:
-            fully_shard(part, mesh=self._grid[mesh.REPLICAS], reshard_after_forward=None if weights else False)
+            fully_shard(
+                part,
+                mesh=self._grid[mesh.REPLICAS],
+                reshard_after_forward=None if weights else False,
+                shard_placement_fn=_across,
+            )
             part.set_force_sum_reduction_for_comms(True)  # Gloo takes no means
 
     def filled(self, passes: Sequence[Tokens], work: Work) -> Sequence[Tokens]:
@@ -68,3 +74,12 @@ class Fully(Cut):
 
     def stops(self, failed: bool) -> bool:
         return bool(self.most(super().stops(failed)))
+
+
+def _across(parameter: "torch.nn.Parameter") -> "Shard | None":
+    """The axis along which replicas share a weight: the first, but for one that is cut within a replica by parts of
+    that. Of what is cut twice so, torch puts the rows together in a wrong order."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    cut = isinstance(parameter, DTensor) and any(torch_internals.is_of_several(one) for one in parameter.placements)
+    return Shard(1) if cut else None
