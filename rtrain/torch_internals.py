@@ -78,6 +78,21 @@ def hush_redistribution() -> None:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
+def shares_of_several(dim: int, several: int) -> Any:
+    """The placement of a tensor whose axis `dim` is so many parts after each other, of each of which a worker has a
+    share; torch's `Shard` gives a worker one stretch of the whole axis."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=several)
+
+
+def is_of_several(placement: Any) -> bool:
+    """Whether a placement is one of `shares_of_several`."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, _StridedShard)
+
+
 def softmax_backward(gradient: "torch.Tensor", answer: "torch.Tensor") -> "torch.Tensor":
     """Gradient of a softmax's input over the last axis, from that of its `answer`, in one pass over both."""
     import torch

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import __main__ as command, memory, profile, report, right, runner, score
+from benchmarks.gpu import __main__ as command, memory, profile, report, right, runner, score, speed
 from benchmarks.gpu.bench import largest
 from benchmarks.gpu.resume import differing
+from rtrain.doctor.forecast import memory as forecast
 from rtrain.proof import planted
 from rtrain.training import step
 from tests.conftest import STARTUP, labelled_rows, write_rows
@@ -298,8 +299,18 @@ def test_tensors_that_differ_are_named(tmp_path: Path) -> None:
     assert differing(tmp_path / "a", tmp_path / "a") == ([], 3, 0.0)
 
 
-def test_the_forecast_counts_state_and_activations() -> None:
-    shape = memory.Shape(weights=1000, linear=800, layers=2, hidden=10)
-    assert memory.activations(shape, 3, "fp32", False) == 3 * 10 * (2 * 70 + 9)
-    assert memory.activations(shape, 3, "bf16", True) == 3 * 10 * (2 * 4 + 38 + 9)
-    assert memory.forecast(shape, 3, "bf16", False) == 16_000 + 1600 + 3 * 10 * (2 * 38 + 9)
+def test_memory_is_compared_with_what_plan_foretells(tmp_path: Path) -> None:
+    made: Any = make_network(make_encoder(tmp_path / "encoder")).float()
+    found = {again: memory.traced(made, [40, 9], "fp32", again) for again in (False, True)}
+    assert found[False].weights == sum(one.nbytes for one in (*made.parameters(), *made.buffers()))
+    assert 0 < found[True].activations < found[False].activations
+    assert (
+        memory.foretold(found[False]) == forecast.needed(found[False], 1, process=0.0).total > 4 * found[False].weights
+    )
+
+
+def test_each_kind_of_texts_has_bounds() -> None:
+    assert [speed.over_peer(kind) for kind in ("long", "squadshifts")] == [
+        {"floor": 1.3, "goal": 2.0},
+        {"floor": 1.2, "goal": 1.5},
+    ]

@@ -37,6 +37,13 @@ def test_a_row_for_every_worker_is_enough() -> None:
     assert preflight.rows(recipe(4), 4) == []
 
 
+def test_workers_of_one_replica_share_a_row() -> None:
+    cut = recipe(4).model_copy(update={"train": recipe(4).train.model_copy(update={"tensor": 2})})
+    assert preflight.rows(cut, 2) == []
+    [problem] = preflight.rows(cut, 1)
+    assert problem.fix == "write --workers 2, or give more rows"
+
+
 def capacity(of: Recipe, device: str, asked: int | None, cpus: int) -> list[Problem]:
     """The problems on one node of so many CPUs, which has GPUs too, and no autoscaler."""
     needs, hosts = supply.Needs(device, asked), [supply.Host({"CPU": float(cpus), "GPU": 100.0})]

@@ -131,10 +131,10 @@ def test_others_cut_texts_no_sooner_than_the_model_has_to(tmp_path: Path) -> Non
 
 def test_what_has_no_table_is_refused(tmp_path: Path) -> None:
     transformers.ModernBertConfig(max_position_embeddings=64).save_pretrained(tmp_path)
-    [problem] = model.check_architecture(tmp_path, 64, asked=65)
+    [problem] = model.check_architecture(tmp_path, 64, chosen=Model(positions=65))
     assert (problem.field, problem.fix) == ("model.positions", "write null")
     assert "modernbert has no table of positions" in problem.reason
-    assert model.check_architecture(tmp_path, 64, asked=64) == []
+    assert model.check_architecture(tmp_path, 64, chosen=Model(positions=64)) == []
 
 
 def test_a_run_of_longer_texts_is_told_of_the_table(tmp_path: Path) -> None:

@@ -15,12 +15,13 @@ import torch
 from rtrain.batch import Head, Tokens
 from rtrain.checkpoints import checkpoint
 from rtrain.config import Distill, Recipe, load
-from rtrain.exchange import whole
+from rtrain.data.stores.store import Store
+from rtrain.exchange import ranks, whole
 from rtrain.exchange.exchange import Exchange
 from rtrain.exchange.replicas import Replicas
 from rtrain.network import model
 from rtrain.strategies import choose
-from rtrain.training import losses, optim, step
+from rtrain.training import evaluate, losses, optim, step
 from tests import test_tasks_masked_lm, test_training_loop
 from tests.test_training_step import LOSS, TASK, distance, make_network, make_rows, make_still_encoder, norm, pick
 from tests.tiny import make_masked
@@ -63,7 +64,7 @@ STILL = "still"
 DROPPING = ("3", "3, killed", "tensor", "tensor, killed")
 
 
-FAMILIES = ("bert", "distilbert", "roberta")
+FAMILIES = ("bert", "distilbert", "modernbert", "roberta")
 """Masked language models, whose word embedding is tied to their head; the layers of the last are computed again in
 the backward pass."""
 
@@ -178,8 +179,38 @@ def _worker(rank: int, folder: Path) -> None:
             torch.save(guessed(folder, family, name), folder / f"{family}-{name}-{rank}.pt")
     for name in runs(slow=False):
         found["runs"][name] = _run(folder, name, rank)
+    found["failed"] = {name: _failing(folder, LAYOUTS[name], rank) for name in SHARES}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     (folder / f"died-{rank}").write_text(_left_alone(rank, folder))
+
+
+class Failing:
+    """A task that cannot tell what its second pass has come to."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(TASK, name)
+
+    def outcomes(self, *given: Any) -> Any:
+        self.passes += 1
+        if self.passes == 2:
+            raise ValueError("no outcome")
+        return TASK.outcomes(*given)
+
+
+def _failing(folder: Path, train: dict[str, Any], rank: int) -> str:
+    """How an evaluation ends in which the second worker fails. Its layers' weights are needed by the first one."""
+    store = Store(next((folder / STILL / ".tokens").iterdir()))
+    exchange = choose.build(model.build(folder / "encoder", TASK, store.manifest.labels, 0), recipe(**train).train)
+    task: Any = Failing() if rank == 1 else TASK
+    evaluate.ROWS_PER_PASS = 8
+    try:
+        evaluate.gathered(exchange, task, store, "train", pad_id=0, precision="fp32")
+    except (ValueError, ranks.Elsewhere) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 class Dying(losses.RunLoss):
@@ -334,6 +365,15 @@ def test_each_worker_has_its_share_of_weights_and_gradients(name: str) -> None:
         share = (0.6, 0.75) if "tensor" in name else (1.0, 1.0)
         assert all(one["weights"] <= share[0] * size and one["gradients"] <= share[1] * size for one in after)
         assert [one["weights"] for one in inside] == [one["weights"] for one in after]
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_a_worker_that_fails_in_an_evaluation_leaves_no_other_waiting(name: str) -> None:
+    results, _folder = on_workers()
+    assert [found["failed"][name] for found in results] == [
+        "Elsewhere: another worker failed; its own error says why",
+        "ValueError: no outcome",
+    ]
 
 
 def test_a_worker_whose_neighbour_dies_within_a_pass_ends_with_an_error() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,24 @@ def test_the_softmax_s_gradient_is_autograd_s(dtype: torch.dtype) -> None:
     (expected,) = torch.autograd.grad(answer, scores, gradient)
     found = torch_internals.softmax_backward(gradient, answer.detach())
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_shares_of_several_have_a_part_of_each(tmp_path: Path) -> None:
+    """Two workers have of each of three parts a half; no other placement is one of these."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/alone", rank=0, world_size=1)
+    try:
+        how, whole = torch_internals.shares_of_several(0, 3), torch.arange(24.0).view(12, 2)
+        shares, _ = how._split_tensor(whole, 2, with_padding=False, contiguous=True)
+        assert [share[:, 0].div(2).int().tolist() for share in shares] == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
+        alone = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [how], src_data_rank=None)
+        assert torch.equal(alone.full_tensor(), whole)
+        assert [torch_internals.is_of_several(one) for one in (*alone.placements, Shard(0))] == [True, False]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_fake_tensors_have_shapes_and_their_memory_is_counted_by_what_it_is_for() -> None:

@@ -131,7 +131,7 @@ def start(
     )
     recorder, clock, folders = Recorder(noticed=noticed), loop.Clock(), []
     exchange = choose.build(network, recipe.train, watch, recorder.event)
-    within = recipe.train.tensor * recipe.train.pipeline
+    within = recipe.train.within
     assert (exchange.world, exchange.rank) == (world // within, rank // within)
     share = Share(store.folder, order, exchange.world, exchange.rank, recipe.train.micro_batch)
 

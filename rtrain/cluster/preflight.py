@@ -25,15 +25,15 @@ def checkpoint_copies(keep: int) -> int:
 
 
 def rows(recipe: Recipe, train_rows: int) -> list[Problem]:
-    """A problem if there are fewer training rows than workers: each worker needs a row in at least one update."""
-    workers = recipe.train.workers
-    if train_rows < workers:
+    """A problem if there are fewer training rows than replicas: each needs a row in at least one update."""
+    workers, within = recipe.train.workers, recipe.train.within
+    if train_rows < recipe.train.replicas:
         return [
             Problem(
                 "train.workers",
                 workers,
                 f"only {train_rows} training rows for {workers} workers",
-                f"write --workers {max(1, train_rows)}, or give more rows",
+                f"write --workers {within * max(1, train_rows)}, or give more rows",
             )
         ]
     return []

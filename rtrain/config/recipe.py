@@ -53,6 +53,11 @@ class Model(Section):
     """Tokens that the model's table of positions is to hold: a shorter one gets its rows repeated, so that BERT or
     RoBERTa read texts of more than 512 tokens whole once they are trained on some. null, or no more than it has: as it
     is. ModernBERT has no table and needs none."""
+    local_attention: Positive | None = None
+    """Tokens that a token reads on either side, in a model that was made to read all of them (BERT, RoBERTa and their
+    kin); beside these it reads the text's first token, which reads all. What a long text costs grows with its length
+    then, and not with its square. null: as the model was made. Others' code would read all tokens: an artefact is
+    answered by rtrain, and its head refused by transformers."""
     freeze: Literal["none", "encoder"] = "none"
     """Which weights stay as they are: `encoder` trains the head alone, which is several times as fast. A masked
     language model's output embedding is its encoder's word embedding, so it stays too."""
@@ -160,6 +165,15 @@ class Train(Section):
     log_every: Positive = 10
     """Updates between two progress events."""
 
+    @property
+    def within(self) -> int:
+        """Workers that share one replica of the model, and have its rows."""
+        return self.tensor * self.pipeline
+
+    @property
+    def replicas(self) -> int:
+        return -(-self.workers // self.within)
+
 
 LAID_OUT = ("shard", "tensor", "sequence", "pipeline", "schedule")
 """Settings of `train` that say how the model lies on the workers."""
@@ -178,7 +192,10 @@ ADDED = {"lr_scaling": "none", "lr_rows": None, "beta2_scaling": "none", "layer_
 can be resumed."""
 ADDED_TO_DATA: dict[str, Any] = {"outside": None, "valid_part": 0}
 """The same for `data`."""
-ADDED_TO_MODEL: dict[str, Any] = {"attention_dropout": None, "pooling": "own", "freeze": "none", "positions": None}
+ADDED_TO_MODEL: dict[str, Any] = {
+    **{"attention_dropout": None, "pooling": "own", "freeze": "none"},
+    **{"positions": None, "local_attention": None},
+}
 """The same for `model`; `auto` has been replaced by what it stands for before a run is frozen."""
 
 

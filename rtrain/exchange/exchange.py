@@ -93,6 +93,11 @@ class Exchange(Protocol):
         """Around the passes of an evaluation; gives the number of idle ones that must follow them."""
         ...
 
+    def stops(self, failed: bool) -> bool:
+        """Whether this worker, or one with which it exchanges in the passes of an evaluation, has `failed`. Asked
+        before each of these passes, and last by a worker that makes none any more: nobody waits for it then."""
+        ...
+
     def whole(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
         """Tensors by name, each of which is this worker's share of one: on rank 0 all of them, whole; on others none.
         To be read to its end everywhere."""

@@ -120,6 +120,9 @@ class Replicas:
     def answering(self, passes: int) -> Iterator[int]:
         yield 0
 
+    def stops(self, failed: bool) -> bool:
+        return failed
+
     def whole(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
         if ranks.first():
             yield from tensors.items()

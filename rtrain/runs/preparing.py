@@ -1,6 +1,6 @@
 """From a configuration to a run that may start: everything that can be refused is refused, and its rows are there."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,8 @@ def check(
         problems += error.problems
     try:
         folder = model.resolve(config.recipe.model.name, root)
-        tokens_read, asked = config.recipe.data.window_tokens, config.recipe.model.positions
-        problems += model.check_architecture(folder, tokens_read, begun, asked)
+        tokens_read = config.recipe.data.window_tokens
+        problems += model.check_architecture(folder, tokens_read, begun, config.recipe.model)
         problems += allowed.problems(config.recipe, folder)
     except ConfigError as error:
         problems += error.problems
@@ -136,6 +136,8 @@ def prepare(
     if not created:
         _refuse_copied(config, run)
     chosen_device = _device(config, run)
+    if problems := _of_fewer(config.recipe, chosen_device, weights):
+        raise ConfigError(problems)
     with supply.data_tasks_on(data_labels):
         store, made = tokens.ensure(config.recipe, source, weights, root, taught)
     if created:
@@ -236,6 +238,16 @@ def _device(config: Config, run: Run) -> device.Choice:
     gpus = supply.most("gpu", settings.labels)
     room = gpus and feasible.workers(supply.up(), supply.may_start(), supply.needs(settings, "gpu"), train.workers)
     return device.choose(wanted, train.workers, train.min_workers, gpus, device.usable(), room)
+
+
+def _of_fewer(recipe: Recipe, found: device.Choice, weights: Path) -> list[Problem]:
+    """What fewer workers than asked for cannot do: layers that are cut for four of them, say, where there are three
+    GPUs."""
+    if found.workers == recipe.train.workers:
+        return []
+    train = recipe.train.model_copy(update={"workers": found.workers})
+    problems = allowed.problems(recipe.model_copy(update={"train": train}), weights)
+    return [replace(one, reason=f"{one.reason} ({found.why})") for one in problems]
 
 
 def said_of_rows(run: Run) -> list[dict[str, Any]]:

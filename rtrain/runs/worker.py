@@ -26,6 +26,7 @@ from rtrain.metrics import scores
 from rtrain.metrics.by_output import metric_for
 from rtrain.network import (
     beside,
+    local,
     model,
     packed,
     pooling,
@@ -318,8 +319,8 @@ def export(
     `validated`: the outcomes of the validation rows, of which the artefact keeps histograms.
     """
     draft = job.run.folder / f".artifact.{uuid.uuid4().hex[:8]}"
-    mean = job.recipe.model.pooling == "mean"
-    pooling.save(network, draft, mean=mean, weights=beside.without(weights))
+    mean, reach = job.recipe.model.pooling == "mean", local.reach(network.config)
+    pooling.save(network, draft, guarded=mean or reach is not None, weights=beside.without(weights))
     if (begun := quantizers(job.recipe, job.run)) is not None:
         rounding.learned(begun, weights).write(draft / rounding.FILE)
     for name in TOKENIZER_FILES:
@@ -328,7 +329,7 @@ def export(
     if job.recipe.model.positions is not None:
         positions.tell_tokenizer(draft, network.config.to_dict())
     max_tokens = reading_of(job.task, job.recipe.data).max_tokens
-    if pooled := sentence_pooling(job.recipe, source):
+    if reach is None and (pooled := sentence_pooling(job.recipe, source)):  # others' encoders would read all
         sentence.write(draft, pooled, network.config.hidden_size, max_tokens)
     known, abstains = {}, {}
     if validated is not None:
@@ -341,7 +342,12 @@ def export(
         labels=job.store.manifest.labels,
         max_tokens=max_tokens,
         engine=engines.FLOAT,
-        facts={**job.head.facts, **({pooling.FACT: "mean"} if mean else {}), **abstains},
+        facts={
+            **job.head.facts,
+            **({pooling.FACT: "mean"} if mean else {}),
+            **({local.FACT: reach} if reach is not None else {}),
+            **abstains,
+        },
         data=job.recipe.data.model_dump(mode="json", include=set(artifact.COLUMNS)),
         metrics=outcome.scores,
         reference=known,

@@ -87,6 +87,7 @@ def cut_layers(module: Any, group: "DeviceMesh", sequence: bool) -> None:
     assert layers is not None  # `cuts` knows the architectures
     trained = {name: one.requires_grad for name, one in module.named_parameters()}
     plan: dict[str, Any] = {name: ColwiseParallel() for name in cut.by_outputs}
+    plan |= {name: _of_several(parts) for name, parts in cut.several.items()}
     plan |= {name: RowwiseParallel() for name in cut.by_inputs}
     if sequence:
         every, own = (Replicate(),), (Shard(1),)
@@ -108,5 +109,33 @@ def cut_layers(module: Any, group: "DeviceMesh", sequence: bool) -> None:
         parallelize_module(table[1], group, RowwiseParallel(input_layouts=Replicate()))
     for name, one in module.named_parameters():
         one.requires_grad_(trained[name])  # torch's sequence parallelism forgets it
+    cuts.drop_inside(module, layers, group.get_local_rank())
     cuts.keep_heads(module, group.size(), group.get_local_rank())
     whole.leave_file(module)
+
+
+def _of_several(parts: int) -> Any:
+    """How a linear layer is cut whose outputs are so many vectors after each other, of each of which a worker computes
+    its share. torch computes with tensors that are cut in this way as if each worker had all of them."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    class OfSeveral(ParallelStyle):
+        def _apply(self, module: Any, device_mesh: Any) -> Any:
+            def compute(values: "torch.Tensor") -> "torch.Tensor":
+                # What the workers give this layer's input adds up: each has some of its outputs.
+                every = DTensor.from_local(values, device_mesh, [Replicate()], run_check=False)
+                bias = None if module.bias is None else module.bias.to_local()
+                own = every.to_local(grad_placements=[Partial()])
+                return torch.nn.functional.linear(own, module.weight.to_local(), bias)
+
+            import torch
+
+            how = [torch_internals.shares_of_several(0, parts)]
+            for name, one in list(module.named_parameters(recurse=False)):
+                share = distribute_tensor(one.detach(), device_mesh, how, src_data_rank=None)
+                module.register_parameter(name, torch.nn.Parameter(share, one.requires_grad))
+            module.forward = compute
+            return module
+
+    return OfSeveral()

@@ -23,6 +23,7 @@ from rtrain.training import layerwise
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor import Shard
 
 
 class Fully(Cut):
@@ -49,7 +50,12 @@ class Fully(Cut):
         self._parts: Any = [*(layerwise.layers(getattr(module, "base_model", module)) or ()), module]
         self._weights = weights
         for part in self._parts:
-            fully_shard(part, mesh=self._grid[mesh.REPLICAS], reshard_after_forward=None if weights else False)
+            fully_shard(
+                part,
+                mesh=self._grid[mesh.REPLICAS],
+                reshard_after_forward=None if weights else False,
+                shard_placement_fn=_across,
+            )
             part.set_force_sum_reduction_for_comms(True)  # Gloo takes no means
             part.set_custom_all_gather(_Told(self.timeline, gathered))
             part.set_custom_reduce_scatter(_Told(self.timeline, shared_out))
@@ -70,6 +76,9 @@ class Fully(Cut):
         finally:
             for part in self._parts:
                 part.reshard()
+
+    def stops(self, failed: bool) -> bool:
+        return bool(self.most(super().stops(failed)))
 
 
 class _Told:
@@ -112,3 +121,12 @@ def shared_out(
         output_tensor, input_tensor, op=op, group=group, async_op=async_op
     )
     return work
+
+
+def _across(parameter: "torch.nn.Parameter") -> "Shard | None":
+    """The axis along which replicas share a weight: the first, but for one that is cut within a replica by parts of
+    that. Of what is cut twice so, torch puts the rows together in a wrong order."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    cut = isinstance(parameter, DTensor) and any(torch_internals.is_of_several(one) for one in parameter.placements)
+    return Shard(1) if cut else None

@@ -51,7 +51,8 @@ class Staged:
         encoder = network.base_model
         encoder.embeddings.forward = partial(self._enter, encoder.embeddings.forward)
         for module in {*encoder.children(), *_layers(network)} - {encoder.embeddings}:
-            if (part := places.get(module)) is not None:
+            # What has no weights is no part of the way: ModernBERT's positions, of which each layer reads some.
+            if (part := places.get(module)) is not None and any(True for _ in module.parameters()):
                 module.forward = partial(self._pass_by, module.forward, part)
 
     @property
